@@ -1,0 +1,33 @@
+"""Writes new keys and values into the paged cache."""
+
+import jax
+
+from pallas_kernels import dispatch
+from pallas_kernels.kv_write import reference
+
+
+def write_kv(
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    page_table: jax.Array,
+    positions: jax.Array,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Stores row (b, t) at position `positions[b, t]` of sequence b.
+
+    A position past the page table, or one whose entry is 0, lands in page 0: the dummy page, which
+    nobody reads. With Z = 4 and a page table row [7, 3], position 5 is slot 1 of page 3.
+
+    Args:
+      k_pages, v_pages: [P, Z, K, H] pages of one layer.
+      k, v: [B, T, K, H] new rows.
+      page_table: [B, W] int32 page of each Z positions.
+      positions: [B, T] int32.
+    Returns:
+      The two updated page arrays.
+    """
+    dispatch.resolve("kv_write", implementation, ())
+    return reference.write_kv(k_pages, v_pages, k, v, page_table, positions)

@@ -1,0 +1,24 @@
+"""Definition of the paged write: one scatter, in place when the cache is donated."""
+
+import jax
+import jax.numpy as jnp
+
+
+def write_kv(
+    k_pages: jax.Array,  # [P, Z, K, H]
+    v_pages: jax.Array,  # [P, Z, K, H]
+    k: jax.Array,  # [B, T, K, H]
+    v: jax.Array,  # [B, T, K, H]
+    page_table: jax.Array,  # [B, W]
+    positions: jax.Array,  # [B, T]
+) -> tuple[jax.Array, jax.Array]:
+    page_size = k_pages.shape[1]
+    column = positions // page_size
+    inside = column < page_table.shape[1]
+    page = jnp.take_along_axis(page_table, jnp.where(inside, column, 0), axis=1)
+    page = jnp.where(inside, page, 0)
+    offset = positions % page_size
+    return (
+        k_pages.at[page, offset].set(k.astype(k_pages.dtype)),
+        v_pages.at[page, offset].set(v.astype(v_pages.dtype)),
+    )

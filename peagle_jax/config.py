@@ -1,0 +1,295 @@
+"""Frozen configuration: what a model is, how the engine is sized, what one request asks for.
+
+Hugging Face `config.json` files become `TargetConfig` / `DrafterConfig` in `peagle_jax.checkpoint`;
+nothing below this file reads a default that a checkpoint should have stated.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Method = Literal["none", "eagle3", "peagle"]
+MAX_NUM_DRAFT = 128
+
+
+class ConfigError(ValueError):
+    """A configuration the user can fix; the message says how. Command lines print it and exit 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. `llama3` scaling is used when `factor` is set.
+
+    Args:
+      theta: base of the geometric frequency series.
+      factor, low_freq_factor, high_freq_factor, original_max_position: Llama 3 scaling; `factor`
+        None means no scaling.
+    """
+
+    theta: float
+    factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """A dense decoder of the Llama or Qwen3 family (Qwen3 adds `qk_norm`).
+
+    `taps` are layer ids in the vLLM convention: id i is the residual stream entering layer i.
+    """
+
+    family: Literal["llama", "qwen3"]
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    tie_embeddings: bool
+    attention_bias: bool
+    qk_norm: bool
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
+
+    @property
+    def default_taps(self) -> tuple[int, ...]:
+        """Taps when a head's config names none (vLLM's rule `(2, L/2, L-3)`)."""
+        return (2, self.num_layers // 2, self.num_layers - 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """An EAGLE-3 shaped head; with `mask_token_id` and `mask_hidden` it drafts in parallel.
+
+    `method` is how the head is run: `peagle` (all drafts in one pass) or `eagle3` (one pass a draft).
+    `taps` None means the target's default. `target_hidden_size` is the width of one tap.
+    """
+
+    method: Literal["eagle3", "peagle"]
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope: RopeConfig
+    num_taps: int = 3
+    taps: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    qk_norm: bool = False
+    attention_bias: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_embedding: bool = True
+    own_lm_head: bool = True
+    sliding_windows: tuple[int | None, ...] | None = None
+    logit_scale: float = 1.0
+    trained_num_draft: int | None = None
+    """Depth the head was trained for (K_train), when the checkpoint states it."""
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ConfigError("norm_before_fc and fc_norm exclude each other; set one of them")
+        if self.method == "peagle" and self.mask_token_id is None:
+            raise ConfigError(
+                "a P-EAGLE head needs a mask token id: add mask_token_id, pard_token or "
+                "ptd_token_id to its config.json, or run the head with --method eagle3"
+            )
+        if self.sliding_windows is not None and len(self.sliding_windows) != self.num_layers:
+            raise ConfigError(
+                f"{self.sliding_windows=} needs one entry for each of {self.num_layers=}"
+            )
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of draft layer `layer` in tokens; None attends to everything before."""
+        return None if self.sliding_windows is None else self.sliding_windows[layer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes the engine compiles for. Everything here is fixed for the engine's life.
+
+    Args:
+      num_draft: J, draft tokens per round (the papers' K); 0 is plain decoding.
+      max_num_seqs: most requests decoding at once; batch buckets are its powers of two.
+      max_model_len: most tokens of prompt and output together.
+      page_size: tokens per KV page.
+      num_pages: pages in the pool, the dummy page 0 included; None gives every sequence its worst case.
+      prefill_chunk: prompt tokens per prefill row and call.
+      prefill_rows: prompts prefilled together in one call.
+      max_waiting: bound of the waiting queue; above it `add_request` raises `QueueFull`.
+      draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
+      max_logprobs: alternatives returned per token when a request asks for logprobs.
+      dtype: of weights, activations and KV cache.
+    """
+
+    num_draft: int = 7
+    max_num_seqs: int = 8
+    max_model_len: int = 2048
+    page_size: int = 16
+    num_pages: int | None = None
+    prefill_chunk: int = 128
+    prefill_rows: int = 1
+    max_waiting: int = 4096
+    draft_sampling: Literal["argmax", "sample"] = "argmax"
+    max_logprobs: int = 5
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self):
+        for name in (
+            "max_num_seqs",
+            "max_model_len",
+            "page_size",
+            "prefill_chunk",
+            "prefill_rows",
+            "max_waiting",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
+            raise ConfigError(
+                f"num_speculative_tokens={self.num_draft} must lie between 0 and {MAX_NUM_DRAFT}"
+            )
+        if self.max_logprobs < 0:
+            raise ConfigError(f"{self.max_logprobs=} must not be negative")
+        if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
+            raise ConfigError(
+                f"{self.num_pages=} cannot hold one request of {self.max_model_len=}: it needs "
+                f"{self.pages_per_seq} pages of {self.page_size} tokens and the dummy page; "
+                f"raise num_pages to {self.pages_per_seq + 1} or lower max_model_len"
+            )
+
+    @property
+    def lookahead(self) -> int:
+        """Positions past the committed length that one round may write: the drafter's 2J rows."""
+        return max(1, 2 * self.num_draft)
+
+    @property
+    def pages_per_seq(self) -> int:
+        """W, the width of a page table: pages of the longest request (writes past it are dropped)."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def total_pages(self) -> int:
+        """P, pages in the pool, with the dummy page 0."""
+        if self.num_pages is not None:
+            return self.num_pages
+        return self.max_num_seqs * self.pages_per_seq + 1
+
+    @property
+    def batch_buckets(self) -> tuple[int, ...]:
+        """Compiled batch sizes: powers of two up to `max_num_seqs`, and that number itself."""
+        sizes = [1]
+        while sizes[-1] < self.max_num_seqs:
+            sizes.append(min(2 * sizes[-1], self.max_num_seqs))
+        return tuple(sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What one request asks for. `temperature` 0 is greedy.
+
+    Args:
+      max_tokens: most tokens to generate.
+      temperature: 0 for greedy, otherwise the softmax temperature.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the smallest set of tokens whose probability reaches p.
+      min_p: drop tokens less likely than min_p times the most likely one.
+      seed: makes a sampled request repeatable at fixed J; None derives one from the request number.
+      stop: strings that end the text (they are not part of it).
+      stop_ids: token ids that end the text, beside the model's own end-of-sequence ids.
+      ignore_eos: keep going after the model's end-of-sequence ids.
+      logprobs: None, or how many most likely alternatives to report per token (0: the token only).
+      num_speculative_tokens: drafts per round for this request, at most the engine's; 0 opts out.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        checks = (
+            (self.max_tokens >= 1, "max_tokens", "at least 1"),
+            (0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100"),
+            (self.top_k >= 0, "top_k", "0 (off) or positive"),
+            (0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]"),
+            (0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]"),
+            (self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1"),
+            (all(self.stop), "stop", "without empty strings"),
+            (self.logprobs is None or self.logprobs >= 0, "logprobs", "None or not negative"),
+            (
+                self.num_speculative_tokens is None or self.num_speculative_tokens >= 0,
+                "num_speculative_tokens",
+                "None or not negative",
+            ),
+        )
+        for ok, name, rule in checks:
+            if not ok:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be {rule}")
+
+
+def _llama(**fields) -> TargetConfig:
+    base = dict(
+        family="llama", vocab_size=128256, num_kv_heads=8, norm_eps=1e-5, max_position=131072,
+        attention_bias=False, qk_norm=False, eos_ids=(128001, 128008, 128009), bos_id=128000,
+    )  # fmt: skip
+    return TargetConfig(**(base | fields))
+
+
+def _qwen3(**fields) -> TargetConfig:
+    base = dict(
+        family="qwen3", vocab_size=151936, num_kv_heads=8, head_dim=128, norm_eps=1e-6,
+        rope=RopeConfig(theta=1e6), max_position=40960, attention_bias=False, qk_norm=True,
+        eos_ids=(151645, 151643),
+    )  # fmt: skip
+    return TargetConfig(**(base | fields))
+
+
+def _llama3_rope(factor: float) -> RopeConfig:
+    return RopeConfig(theta=5e5, factor=factor)
+
+
+# fmt: off
+PRESETS: dict[str, TargetConfig] = {
+    "llama-3.2-1b": _llama(num_layers=16, hidden_size=2048, num_heads=32, head_dim=64, intermediate_size=8192, tie_embeddings=True, rope=_llama3_rope(32)),
+    "llama-3.2-3b": _llama(num_layers=28, hidden_size=3072, num_heads=24, head_dim=128, intermediate_size=8192, tie_embeddings=True, rope=_llama3_rope(32)),
+    "llama-3.1-8b": _llama(num_layers=32, hidden_size=4096, num_heads=32, head_dim=128, intermediate_size=14336, tie_embeddings=False, rope=_llama3_rope(8)),
+    "llama-3.3-70b": _llama(num_layers=80, hidden_size=8192, num_heads=64, head_dim=128, intermediate_size=28672, tie_embeddings=False, rope=_llama3_rope(8)),
+    "qwen3-0.6b": _qwen3(num_layers=28, hidden_size=1024, num_heads=16, intermediate_size=3072, tie_embeddings=True),
+    "qwen3-1.7b": _qwen3(num_layers=28, hidden_size=2048, num_heads=16, intermediate_size=6144, tie_embeddings=True),
+    "qwen3-4b": _qwen3(num_layers=36, hidden_size=2560, num_heads=32, intermediate_size=9728, tie_embeddings=True),
+    "qwen3-8b": _qwen3(num_layers=36, hidden_size=4096, num_heads=32, intermediate_size=12288, tie_embeddings=False),
+    "qwen3-14b": _qwen3(num_layers=40, hidden_size=5120, num_heads=40, intermediate_size=17408, tie_embeddings=False),
+    "qwen3-32b": _qwen3(num_layers=64, hidden_size=5120, num_heads=64, intermediate_size=25600, tie_embeddings=False),
+}
+# fmt: on
+"""Dense targets by name, each value as in the released `config.json`."""

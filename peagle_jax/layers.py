@@ -1,0 +1,171 @@
+"""Building blocks shared by targets and drafter: Linear, RMSNorm, rope, Attention, SwiGLU, Embed.
+
+A block never owns a cache. `Attention` receives `attend`, a function that puts its fresh keys and
+values somewhere and attends: over pages when serving (`cache.PagedAttention`), densely when training.
+Axis letters are those of docs/architecture.md.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.block_gemm.api import linear
+from pallas_kernels.norm_quant.api import rms_norm
+from peagle_jax.config import RopeConfig
+
+Attend = Callable[..., tuple[jax.Array, Any]]
+"""`attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache, window=...) -> (out [B,T,N,H], cache)`."""
+
+INIT_STD = 0.02
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T + bias`; the weight is stored [out, in] so that `in` is contiguous."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, dtype, rngs: nnx.Rngs):
+        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (outputs, inputs), dtype))
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array, out_dtype=None) -> jax.Array:
+        bias = None if self.bias is None else self.bias[...]
+        return linear(x, self.weight[...], bias=bias, out_dtype=out_dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm over the last axis."""
+
+    def __init__(self, width: int, *, eps: float, dtype):
+        self.weight = nnx.Param(jnp.ones(width, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.weight[...], eps=self.eps)
+
+
+class Embed(nnx.Module):
+    """Token embedding; `unembed` ties the output projection by method, not by a shared attribute."""
+
+    def __init__(self, vocab: int, width: int, *, std: float, dtype, rngs: nnx.Rngs):
+        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (vocab, width), dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.weight[...][tokens]
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> float32 logits [..., V]."""
+        return linear(hidden, self.weight[...], out_dtype=jnp.float32)
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> jax.Array:
+    """Inverse frequencies [H/2], with Llama 3's wavelength-dependent scaling when configured."""
+    inv = config.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if config.factor is None:
+        return inv
+    wavelength = 2 * math.pi / inv
+    low = config.original_max_position / config.low_freq_factor
+    high = config.original_max_position / config.high_freq_factor
+    smooth = (config.original_max_position / wavelength - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    blended = (1 - smooth) * inv / config.factor + smooth * inv
+    return jnp.where(
+        wavelength > low, inv / config.factor, jnp.where(wavelength < high, inv, blended)
+    )
+
+
+def rope_angles(
+    config: RopeConfig, head_dim: int, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [..., T, H/2] in float32 for integer positions [..., T]."""
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config, head_dim)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates halves (NeoX layout) of x [..., T, N, H]; float32 inside."""
+    cos, sin = (a[..., None, :] for a in angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with one fused q/k/v projection and optional q/k norm.
+
+    `inputs` is the width of x: D, or 2D in layer 0 of a drafter.
+    """
+
+    def __init__(
+        self,
+        config,
+        *,
+        inputs: int,
+        std_out: float,
+        dtype,
+        rngs: nnx.Rngs,
+        window: int | None = None,
+    ):
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.window = window
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        bias = config.attention_bias
+        self.qkv = Linear(inputs, width, bias=bias, std=INIT_STD, dtype=dtype, rngs=rngs)
+        self.out = Linear(
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=False,
+            std=std_out,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        norm = lambda: RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
+
+    def __call__(self, x: jax.Array, angles, cache, attend: Attend):
+        """x [B, T, inputs] -> (out [B, T, D], cache)."""
+        N, K, H = self.num_heads, self.num_kv_heads, self.head_dim
+        heads = self.qkv(x).reshape(*x.shape[:-1], N + 2 * K, H)
+        q, k, v = jnp.split(heads, (N, N + K), axis=-2)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, angles), apply_rope(k, angles)
+        out, cache = attend(q, k, v, cache, window=self.window)
+        return self.out(out.reshape(*x.shape[:-1], N * H)), cache
+
+
+class SwiGLU(nnx.Module):
+    """`down(silu(gate(x)) * up(x))` with gate and up in one projection."""
+
+    def __init__(self, width: int, inner: int, *, std_out: float, dtype, rngs: nnx.Rngs):
+        self.gate_up = Linear(width, 2 * inner, bias=False, std=INIT_STD, dtype=dtype, rngs=rngs)
+        self.down = Linear(inner, width, bias=False, std=std_out, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm block: residual attention, then residual SwiGLU."""
+
+    def __init__(self, config, *, dtype, rngs: nnx.Rngs, window: int | None = None):
+        std_out = INIT_STD / math.sqrt(2 * config.num_layers)
+        D, eps = config.hidden_size, config.norm_eps
+        self.input_norm = RMSNorm(D, eps=eps, dtype=dtype)
+        self.attention = Attention(
+            config, inputs=D, std_out=std_out, dtype=dtype, rngs=rngs, window=window
+        )
+        self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
+        self.mlp = SwiGLU(D, config.intermediate_size, std_out=std_out, dtype=dtype, rngs=rngs)
+
+    def __call__(self, h: jax.Array, angles, cache, attend: Attend):
+        out, cache = self.attention(self.input_norm(h), angles, cache, attend)
+        h = h + out
+        return h + self.mlp(self.post_norm(h)), cache

@@ -1,0 +1,259 @@
+"""THE FILE: one round of draft-and-verify, and the prefill that starts it.
+
+    target on [B, J+1] rows -> accept -> drafter on [B, 2J] rows -> the next J drafts
+
+Both functions are pure: `(target, drafter, state, plan) -> (state, output)`. The target, the drafter
+and the acceptance rule are arguments; J is the drafter's `num_draft`, and J = 0 (drafter None) *is*
+plain decoding. The engine jits them once per batch bucket with the state donated.
+
+Invariant between rounds, for a sequence with tokens x_0..x_c: `length` = c, the target's and the
+drafter's cache hold positions 0..c-1, `last_token` = x_c is not in the cache yet, and `drafts` are
+proposals for x_{c+1}..x_{c+J}.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.cache import LayerCache, PagedAttention, init_cache
+from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
+from peagle_jax.drafter import DraftInputs, Drafter
+from peagle_jax.sampling import RequestParams
+from peagle_jax.verify import Verdict, verify
+
+AcceptRule = Callable[..., Verdict]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Everything that lives on the device between rounds; S = max_num_seqs + 1, the last is a dummy."""
+
+    target_cache: list[LayerCache]
+    drafter_cache: list[LayerCache]
+    length: jax.Array  # [S] int32
+    last_token: jax.Array  # [S] int32
+    drafts: jax.Array  # [S, J] int32
+    draft_probs: jax.Array | None  # [S, J, V] float32, only when drafts are sampled
+    params: RequestParams
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillPlan:
+    """One chunk for each of R prompts. Arrays come from `engine.scheduler` and stay on the host."""
+
+    slots: Any  # [R] int32
+    tokens: Any  # [R, T] int32
+    start: Any  # [R] int32, position of tokens[:, 0]
+    count: Any  # [R] int32, real tokens
+    next_token: Any  # [R] int32, the prompt's next token; -1 when the chunk ends the prompt
+    page_table: Any  # [R, W] int32
+    params: RequestParams
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodePlan:
+    """Which slots take part in a round."""
+
+    slots: Any  # [B] int32
+    page_table: Any  # [B, W] int32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What the host learns from a call. `packed` is one array so that reading it is one transfer."""
+
+    packed: jax.Array  # [B, J+2] int32: tokens [B, J+1] and count [B]
+    logprobs: jax.Array  # [B, J+1] float32, of the emitted tokens
+    top_ids: jax.Array  # [B, J+1, n] int32
+    top_logprobs: jax.Array  # [B, J+1, n] float32
+
+
+def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
+    """An empty state: zeroed caches, idle slots."""
+    S, J = config.max_num_seqs + 1, config.num_draft
+    pages = dict(num_pages=config.total_pages, page_size=config.page_size, dtype=config.dtype)
+    cache = lambda c: init_cache(
+        c.num_layers, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, **pages
+    )
+    sampled = config.draft_sampling == "sample" and J > 0
+    return State(
+        target_cache=cache(target),
+        drafter_cache=[] if drafter is None else cache(drafter),
+        length=jnp.zeros(S, jnp.int32),
+        last_token=jnp.zeros(S, jnp.int32),
+        drafts=jnp.zeros((S, J), jnp.int32),
+        draft_probs=jnp.zeros((S, J, target.vocab_size), jnp.float32) if sampled else None,
+        params=RequestParams(
+            seed=jnp.zeros((S, 2), jnp.uint32),
+            temperature=jnp.zeros(S, jnp.float32),
+            top_k=jnp.zeros(S, jnp.int32),
+            top_p=jnp.ones(S, jnp.float32),
+            min_p=jnp.zeros(S, jnp.float32),
+            num_draft=jnp.zeros(S, jnp.int32),
+            num_logprobs=jnp.full(S, -1, jnp.int32),
+        ),
+    )
+
+
+def _output(logits, verdict: Verdict, params: RequestParams, max_logprobs: int) -> StepOutput:
+    """Packs the verdict; alternatives are ranked only when some row asks for logprobs."""
+    T = verdict.tokens.shape[1]
+
+    def ranked():
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        chosen = jnp.take_along_axis(logprobs, verdict.tokens[..., None], axis=-1)[..., 0]
+        top, ids = jax.lax.top_k(logprobs, max_logprobs)
+        return chosen, ids.astype(jnp.int32), top
+
+    def nothing():
+        shape = (logits.shape[0], T)
+        return (
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, max_logprobs), jnp.int32),
+            jnp.zeros((*shape, max_logprobs), jnp.float32),
+        )
+
+    chosen, ids, top = jax.lax.cond(jnp.any(params.num_logprobs >= 0), ranked, nothing)
+    packed = jnp.concatenate([verdict.tokens, verdict.count[:, None]], axis=1)
+    return StepOutput(packed, chosen, ids, top)
+
+
+def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> State:
+    """Runs the drafter over the round's rows and stores its proposals."""
+    proposal, cache = drafter.propose(target, inputs, state.drafter_cache)
+    drafts = state.drafts.at[inputs.slots].set(proposal.tokens)
+    probs = state.draft_probs
+    if probs is not None:
+        probs = probs.at[inputs.slots].set(proposal.probs)
+    return replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs)
+
+
+def _advance(state: State, slots, length, last_token) -> State:
+    """Stores the new lengths and last tokens; the dummy slot stays at length 0."""
+    dummy = state.length.shape[0] - 1
+    length = jnp.where(slots == dummy, 0, length)
+    return replace(
+        state,
+        length=state.length.at[slots].set(length),
+        last_token=state.last_token.at[slots].set(last_token),
+    )
+
+
+def speculative_step(
+    target,
+    drafter: Drafter | None,
+    state: State,
+    plan: DecodePlan,
+    *,
+    taps: tuple[int, ...] = (),
+    max_logprobs: int = 0,
+    accept: AcceptRule = verify,
+) -> tuple[State, StepOutput]:
+    """One round: verify the pending drafts, emit 1..J+1 tokens per sequence, draft the next J.
+
+    Example with J = 3 and two survivors: the target sees [x_c, d1, d2, d3] at positions c..c+3, the
+    verdict is [d1, d2, n, .] with count 3, and the drafter runs rows [d1, d2, n, mask, mask, pad]
+    at slots c..c+5; rows 2, 3, 4 carry the next three drafts.
+
+    Args:
+      target: model called as `models.Dense`.
+      drafter: see `drafter.Drafter`; None decodes plainly and `state.drafts` has J = 0.
+      state: donated by the engine.
+      plan: B slots; padding rows name the dummy slot and the dummy page.
+      taps: the drafter's tap ids.
+      max_logprobs: n, alternatives per token.
+      accept: acceptance rule, called as `verify.verify`.
+    """
+    slots, page_table = plan.slots, plan.page_table
+    params = jax.tree.map(lambda x: x[slots], state.params)
+    start = state.length[slots]
+    drafts = state.drafts[slots]  # [B, J]
+    draft_probs = None if state.draft_probs is None else state.draft_probs[slots]
+    tokens = jnp.concatenate([state.last_token[slots][:, None], drafts], axis=1)
+    positions = start[:, None] + jnp.arange(tokens.shape[1])
+
+    attend = PagedAttention(page_table, positions)
+    hidden, tapped, target_cache = target(tokens, positions, state.target_cache, attend, taps=taps)
+    logits = target.unembed(hidden)  # [B, J+1, V]
+    verdict = accept(logits, drafts, draft_probs, positions + 1, params)
+    last = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)[:, 0]
+
+    state = _advance(state, slots, start + verdict.count, last)
+    state = replace(state, target_cache=target_cache)
+    if drafter is not None:
+        inputs = DraftInputs(
+            # The verdict is already the drafter's shifted input: row j holds x_{c+j+1}.
+            tokens=verdict.tokens,
+            taps=tapped,
+            num_real=verdict.count,
+            start=start,
+            page_table=page_table,
+            slots=slots,
+            keys=params.keys,
+            temperature=params.temperature,
+        )
+        state = _draft(target, drafter, state, inputs)
+    return state, _output(logits, verdict, params, max_logprobs)
+
+
+def prefill(
+    target,
+    drafter: Drafter | None,
+    state: State,
+    plan: PrefillPlan,
+    *,
+    taps: tuple[int, ...] = (),
+    max_logprobs: int = 0,
+    accept: AcceptRule = verify,
+) -> tuple[State, StepOutput]:
+    """One prompt chunk per row; the chunk that ends a prompt also emits its first token and drafts.
+
+    The drafter rides along: slot p needs x_{p+1}, which is the next prompt token inside and at the
+    end of a chunk (`plan.next_token`), and the token just sampled at the end of the prompt.
+
+    Returns:
+      The state and an output with one token per row; count is 0 where the prompt goes on.
+    """
+    slots, page_table, params = plan.slots, plan.page_table, plan.params
+    T = plan.tokens.shape[1]
+    positions = plan.start[:, None] + jnp.arange(T)
+    attend = PagedAttention(page_table, positions)
+    hidden, tapped, target_cache = target(
+        plan.tokens, positions, state.target_cache, attend, taps=taps
+    )
+    last_row = jnp.maximum(plan.count - 1, 0)[:, None]  # [R, 1]
+    logits = target.unembed(jnp.take_along_axis(hidden, last_row[..., None], axis=1))
+    no_drafts = jnp.zeros((slots.shape[0], 0), jnp.int32)
+    decided = (plan.start + plan.count)[:, None]  # [R, 1] position of the token after the chunk
+    verdict = accept(logits, no_drafts, None, decided, params)
+    ends = plan.next_token < 0
+    following = jnp.where(ends, verdict.tokens[:, 0], plan.next_token)
+
+    state = _advance(state, slots, plan.start + plan.count, following)
+    state = replace(
+        state,
+        target_cache=target_cache,
+        params=jax.tree.map(lambda all_, new: all_.at[slots].set(new), state.params, params),
+    )
+    if drafter is not None:
+        shifted = jnp.pad(plan.tokens[:, 1:], ((0, 0), (0, 1)))
+        inputs = DraftInputs(
+            tokens=jnp.where(jnp.arange(T) == last_row, following[:, None], shifted),
+            taps=tapped,
+            num_real=plan.count,
+            start=plan.start,
+            page_table=page_table,
+            slots=slots,
+            keys=params.keys,
+            temperature=params.temperature,
+        )
+        state = _draft(target, drafter, state, inputs)
+    count = jnp.where(ends & (plan.count > 0), 1, 0)
+    return state, _output(logits, Verdict(verdict.tokens, count), params, max_logprobs)

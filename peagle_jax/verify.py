@@ -1,0 +1,136 @@
+"""The lossless rule (peagle-spec 3.10) and nothing else: accept, residual, bonus.
+
+J drafts per sequence make a rectangle [B, J]. A draft d at row j survives with probability
+min(1, p_j(d) / q_j(d)); the first casualty is replaced by a draw from max(p_j - q_j, 0), and when all
+survive a bonus is drawn from p_J. Past a request's own number of drafts q is zero, so the residual
+there is p itself: rejection and bonus are one case. The emitted text has exactly the target's law.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.sampling import (
+    RequestParams,
+    accept_uniforms,
+    emit_keys,
+    probabilities,
+    sample_rows,
+)
+
+
+class Verdict(NamedTuple):
+    """Emitted tokens [B, J+1] int32 and how many of them are real, [B] int32 in 1..J+1."""
+
+    tokens: jax.Array
+    count: jax.Array
+
+
+def _leading(accept: jax.Array) -> jax.Array:
+    """Number of leading accepted drafts [B] of accept [B, J]."""
+    return jnp.cumprod(accept.astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def verify_greedy(logits: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
+    """Temperature 0: keep drafts while they equal the target's argmax, then emit the argmax.
+
+    Example: argmax [5, 7, 9], drafts [5, 8], num_draft 2 -> tokens [5, 7, 9], count 2.
+
+    Args:
+      logits: [B, J+1, V].
+      drafts: [B, J] int32.
+      num_draft: [B] int32; drafts at rows `j >= num_draft` do not count.
+    """
+    J = drafts.shape[1]
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    accept = (drafts == best[:, :J]) & (jnp.arange(J) < num_draft[:, None])
+    return Verdict(best, _leading(accept) + 1)
+
+
+def verify_sampled(
+    p: jax.Array,
+    drafts: jax.Array,
+    q: jax.Array | None,
+    num_draft: jax.Array,
+    uniforms: jax.Array,
+    keys: jax.Array,
+) -> Verdict:
+    """The general law.
+
+    Args:
+      p: [B, J+1, V] target probabilities.
+      drafts: [B, J] int32.
+      q: [B, J, V] draft probabilities, or None when the drafter proposes one token with certainty.
+      num_draft: [B] int32.
+      uniforms: [B, J] in [0, 1).
+      keys: [B, J+1] for the emitted token at each row.
+    """
+    J = drafts.shape[1]
+    counts = jnp.arange(J) < num_draft[:, None]
+    at_drafts = lambda rows: jnp.take_along_axis(rows, drafts[..., None], axis=-1)[..., 0]
+    p_draft = at_drafts(p[:, :J])
+    q_draft = jnp.ones_like(p_draft) if q is None else at_drafts(q)
+    # Strict: a uniform of exactly 0 must not accept a token the target cannot emit.
+    n = _leading((uniforms * q_draft < p_draft) & counts)
+
+    row = lambda x: jnp.take_along_axis(x, n.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
+    if J == 0:
+        proposed = jnp.zeros_like(p[:, 0])
+    elif q is None:
+        padded = jnp.pad(drafts, ((0, 0), (0, 1)))
+        proposed = jax.nn.one_hot(row(padded), p.shape[-1], dtype=p.dtype)
+    else:
+        proposed = row(jnp.pad(q, ((0, 0), (0, 1), (0, 0))))
+    proposed = jnp.where((n < num_draft)[:, None], proposed, 0.0)
+    target = row(p)
+    residual = jnp.maximum(target - proposed, 0.0)
+    # p == q leaves no residual; a rejection is then a rounding accident, and p itself is right.
+    residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, target)
+    emitted = sample_rows(residual, row(keys))
+    tokens = jnp.pad(drafts, ((0, 0), (0, 1)))
+    tokens = jnp.where(jnp.arange(J + 1) == n[:, None], emitted[:, None], tokens)
+    return Verdict(tokens, n + 1)
+
+
+def verify(
+    logits: jax.Array,
+    drafts: jax.Array,
+    draft_probs: jax.Array | None,
+    positions: jax.Array,
+    params: RequestParams,
+) -> Verdict:
+    """The engine's acceptance rule: greedy rows and sampled rows in one batch.
+
+    The sorting and drawing of the general law run only when some row has a temperature.
+
+    Args:
+      logits: [B, J+1, V] target logits; row j decides the token at `positions[:, j]`.
+      drafts: [B, J]; draft_probs: [B, J, V] or None.
+      positions: [B, J+1] int32 positions of the decided tokens.
+      params: one row per sequence.
+    """
+
+    def greedy():
+        return verify_greedy(logits, drafts, params.num_draft)
+
+    def mixed():
+        column = lambda x: x[:, None]
+        p = probabilities(
+            logits,
+            column(params.temperature),
+            column(params.top_k),
+            column(params.top_p),
+            column(params.min_p),
+        )
+        uniforms = accept_uniforms(params.keys, positions[:, :-1])
+        keys = emit_keys(params.keys, positions)
+        drawn = verify_sampled(p, drafts, draft_probs, params.num_draft, uniforms, keys)
+        exact = greedy()
+        is_greedy = params.temperature == 0
+        return Verdict(
+            jnp.where(is_greedy[:, None], exact.tokens, drawn.tokens),
+            jnp.where(is_greedy, exact.count, drawn.count),
+        )
+
+    return jax.lax.cond(jnp.any(params.temperature > 0), mixed, greedy)
