@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from peagle_jax.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
-from peagle_jax.drafter import DraftInputs, Drafter
+from peagle_jax.drafter import Drafter, DraftInputs
 from peagle_jax.sampling import RequestParams
 from peagle_jax.verify import Verdict, verify
 

@@ -1,0 +1,174 @@
+"""Memory-mapped safetensors: reads every dtype JAX knows (bf16 and FP8 included) without copying."""
+
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from peagle_jax.config import ConfigError
+
+MAX_HEADER_BYTES = 100 * 1024 * 1024
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(bool),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "F32": np.dtype(np.float32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One header entry; `begin` and `end` are absolute byte offsets in the file."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _entry(path: Path, name: str, raw, data_start: int, file_size: int) -> TensorInfo:
+    try:
+        dtype = DTYPES[raw["dtype"]]
+        shape = tuple(int(n) for n in raw["shape"])
+        begin, end = (int(n) for n in raw["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: bad header entry for tensor {name!r}: {raw!r}") from error
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    if min(shape, default=0) < 0 or not 0 <= begin <= end or end - begin != size:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} claims {shape} {dtype} in bytes {begin}..{end}, which disagree"
+        )
+    if data_start + end > file_size:
+        raise CheckpointError(
+            f"{path}: truncated: tensor {name!r} ends at byte {data_start + end} of {file_size}"
+        )
+    return TensorInfo(name, dtype, shape, data_start + begin, data_start + end)
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Tensor table of one file.
+
+    Raises:
+      CheckpointError: not a safetensors file, or its header contradicts itself or the file's size.
+    """
+    file_size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, file_size - 8):
+            raise CheckpointError(f"{path}: not a safetensors file (header length {length})")
+        try:
+            header = json.loads(file.read(length).decode("utf-8"))
+        except (UnicodeDecodeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a safetensors file (header is not JSON)") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: not a safetensors file (header is not an object)")
+    header.pop("__metadata__", None)
+    return {name: _entry(path, name, raw, 8 + length, file_size) for name, raw in header.items()}
+
+
+class Checkpoint:
+    """All tensors of a folder, mapped: `names()`, `info(name)`, `read(name)`."""
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = Path(folder)
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._tensors: dict[str, tuple[Path, TensorInfo]] = {}
+        for path in self._files():
+            for name, info in read_header(path).items():
+                if name in self._tensors:
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r} is also in {self._tensors[name][0].name}"
+                    )
+                self._tensors[name] = (path, info)
+
+    def _files(self) -> list[Path]:
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder}: no such folder; give a Hugging Face model folder with "
+                "config.json and *.safetensors"
+            )
+        index = self.folder / "model.safetensors.index.json"
+        if not index.is_file():
+            files = sorted(self.folder.glob("*.safetensors"))
+            if not files:
+                raise CheckpointError(f"{self.folder}: holds no *.safetensors file")
+            return files
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index}: not a weight index") from error
+        files = [self.folder / shard for shard in shards]
+        for file in files:
+            if file.resolve().parent != self.folder.resolve() and not file.is_symlink():
+                raise CheckpointError(f"{index}: names {file.name} outside the folder")
+            if not file.is_file():
+                raise CheckpointError(f"{index}: names {file.name}, which is missing")
+        return files
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def info(self, name: str) -> TensorInfo:
+        return self._tensors[name][1]
+
+    def read(self, name: str) -> np.ndarray:
+        """A read-only view of the tensor's bytes.
+
+        Raises:
+          CheckpointError: no such tensor.
+        """
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
+        path, info = self._tensors[name]
+        if path not in self._maps:
+            with path.open("rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        count = (info.end - info.begin) // info.dtype.itemsize
+        flat = np.frombuffer(self._maps[path], info.dtype, count, info.begin)
+        return flat.reshape(info.shape)
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes one file, tensors in the given order."""
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array).tobytes())
