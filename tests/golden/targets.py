@@ -1,0 +1,118 @@
+"""Tiny random targets of the Llama and Qwen3 families, run with transformers.
+
+Each becomes an ordinary Hugging Face folder and an `expected.safetensors` with what it computes.
+Every weight is drawn anew, norms included: default initialisation leaves norms at one, and then a
+test cannot see a norm that was dropped.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+TAPS = (2, 4, 5)  # vLLM's default rule (2, L/2, L-3) for eight layers
+NUM_PROMPTS, PROMPT_LEN, NUM_GREEDY = 2, 41, 24
+EOS_ID = 2
+MIN_MARGIN = 2e-3  # best over second logit: a greedy token must not hang on rounding
+
+COMMON = dict(
+    vocab_size=256, hidden_size=64, intermediate_size=48, num_hidden_layers=8,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    pad_token_id=0, bos_token_id=1, eos_token_id=EOS_ID, dtype="float32",
+)  # fmt: skip
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
+    high_freq_factor=4.0, original_max_position_embeddings=64,
+)  # fmt: skip
+QWEN3_ROPE = dict(rope_type="default", rope_theta=1000000.0)
+CONFIGS = {
+    "llama": dict(
+        head_dim=16, rms_norm_eps=1e-5, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE
+    ),
+    "qwen3": dict(  # 4 heads of 32: queries are twice as wide as the model
+        head_dim=32, rms_norm_eps=1e-6, tie_word_embeddings=True, rope_parameters=QWEN3_ROPE
+    ),
+}
+SEEDS = {"llama": 24, "qwen3": 22}
+SCALES = {"embed_tokens.weight": 0.1, "mask_hidden": 1.0}
+"""Standard deviation by the end of a parameter's name; norms are 1 + 0.2 n, the rest is 0.18 n."""
+
+
+def randomise(model: torch.nn.Module, seed: int, keep: tuple[str, ...] = ()) -> None:
+    """Draw every parameter anew except those whose name starts with one of `keep`.
+
+    numpy draws them: its stream is the same on every machine, torch's is not to the last bit.
+    """
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for name, param in sorted(model.named_parameters()):
+            noise = torch.from_numpy(rng.standard_normal(param.shape, dtype=np.float32))
+            if name.startswith(keep):
+                continue
+            if param.ndim == 1 and "norm" in name:
+                param.copy_(1 + 0.2 * noise)
+            else:
+                scale = next((s for end, s in SCALES.items() if name.endswith(end)), 0.18)
+                param.copy_(scale * noise)
+
+
+def build(family: str) -> PreTrainedModel:
+    """The random target of `family` in float32 with eager attention."""
+    config = AutoConfig.for_model(family, **COMMON, **CONFIGS[family])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    randomise(model, SEEDS[family])
+    return model
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One forward over `tokens` [B, T], every position anew, no cache.
+
+    Returns logits [B, T, V]; taps [B, T, 3, D], tap i being the residual stream that enters layer
+    TAPS[i]; last [B, T, D], the residual stream that leaves the last layer. `last` is taken by a
+    hook because transformers' own `hidden_states[-1]` is after the final norm.
+    """
+    seen = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    out = model(tokens, use_cache=False, output_hidden_states=True)
+    hook.remove()
+    taps = torch.stack([out.hidden_states[i] for i in TAPS], dim=2)
+    return {"logits": out.logits, "taps": taps, "last": seen[0]}
+
+
+def greedy(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` greedy tokens for each row of `tokens` by full forwards; none is end-of-sequence."""
+    start = tokens.shape[1]
+    for _ in range(count):
+        logits = forward(model, tokens)["logits"][:, -1]
+        best = logits.topk(2, dim=-1).values
+        margin = (best[:, 0] - best[:, 1]).min().item()
+        chosen = logits.argmax(-1, keepdim=True)
+        if margin < MIN_MARGIN or (chosen == EOS_ID).any():
+            raise ValueError(f"{margin=}, {chosen=}: this continuation is fragile, change the seed")
+        tokens = torch.cat([tokens, chosen], dim=1)
+    return tokens[:, start:]
+
+
+def random_tokens(seed: int, *shape: int) -> torch.Tensor:
+    """Token ids without the special ones (0, 1, 2) and without 255, the heads' mask token."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(3, 255, shape))
+
+
+def write(family: str, folder: Path) -> None:
+    """The checkpoint, and expected.safetensors with
+
+    tokens  int64 [2, 41]           prompts
+    logits  float [2, 41, 256]      at every position of the prompts
+    taps    float [2, 41, 3, 64]    residual stream entering layers 2, 4 and 5
+    last    float [2, 41, 64]       residual stream after layer 7, before the final norm
+    greedy  int64 [2, 24]           greedy continuation of each prompt, by full forwards
+    """
+    model = build(family)
+    tokens = random_tokens(5, NUM_PROMPTS, PROMPT_LEN)
+    expected = {"tokens": tokens, **forward(model, tokens)}
+    expected["greedy"] = greedy(model, tokens, NUM_GREEDY)
+    model.save_pretrained(folder)
+    save_file({k: v.contiguous() for k, v in expected.items()}, folder / "expected.safetensors")
