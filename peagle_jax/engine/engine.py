@@ -1,0 +1,258 @@
+"""The engine: schedule -> dispatch -> commit the call before. Host code; the device work is in step.py.
+
+add_request -> [waiting] -> schedule() -> Plan
+            -> programs.round(state, plan) -> state', output        (round n runs on the device)
+            -> commit(output of round n-1) -> tokens to the caller
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.drafter import Drafter, DraftHead, make_drafter
+from peagle_jax.engine.memory import fit_pages
+from peagle_jax.engine.programs import Programs
+from peagle_jax.engine.request import BatchLogprobs, DecodePlan, PrefillPlan, Request, TokenLogprob
+from peagle_jax.engine.scheduler import Scheduler, Update
+from peagle_jax.models import Dense
+from peagle_jax.step import AcceptRule, StepOutput, init_state
+from peagle_jax.text import StopChecker, Tokenizer
+from peagle_jax.verify import verify
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished request. `text` is None when the engine has no tokenizer.
+
+    `accepted_per_position[i]` counts the rounds in which draft i+1 was accepted.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str | None
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprob] | None
+    rounds: int
+    drafted: int
+    accepted: int
+    accepted_per_position: list[int]
+    time_to_first_token: float
+    duration: float
+
+
+class Engine:
+    """Continuous batching over one target and at most one drafter.
+
+    Args:
+      target: the target model.
+      head: the drafter's weights; None decodes plainly (then `config.num_draft` counts as 0).
+      config: sizes; `max_model_len` is cut to what the target supports.
+      tokenizer: needed for text prompts and stop strings.
+      drafter: a drafter to use instead of wrapping `head` (notebooks, tests).
+      accept: the acceptance rule.
+    """
+
+    def __init__(
+        self,
+        target: Dense,
+        head: DraftHead | None,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        drafter: Drafter | None = None,
+        accept: AcceptRule = verify,
+    ):
+        if head is None or config.num_draft == 0:
+            head, drafter = None, None
+            config = replace(config, num_draft=0)
+        limit = min(config.max_model_len, target.config.max_position)
+        config = replace(config, max_model_len=limit)
+        head_config = None if head is None else head.config
+        self.config = replace(config, num_pages=fit_pages(target.config, head_config, config))
+        self.tokenizer = tokenizer
+        self.target_config = target.config
+        self.drafter_config = head_config
+        taps: tuple[int, ...] = ()
+        if head is not None:
+            drafter = drafter or make_drafter(head, config.num_draft, config.draft_sampling)
+            taps = head.config.taps or target.config.default_taps
+            trained = head.config.trained_num_draft
+            if trained is not None and config.num_draft > trained:
+                _log.warning(
+                    "num_speculative_tokens=%d is above the %d this head was trained for; the "
+                    "later positions will rarely be accepted",
+                    config.num_draft,
+                    trained,
+                )
+        self.scheduler = Scheduler(self.config, eos_ids=target.config.eos_ids)
+        self.programs = Programs(target, drafter, self.config, taps=taps, accept=accept)
+        self._state = init_state(target.config, head_config, self.config)
+        self._in_flight: list[tuple[PrefillPlan | DecodePlan, StepOutput]] = []
+        self._numbers = itertools.count()
+
+    def warm_up(self, on_compiled: Callable[[], None] = lambda: None) -> None:
+        """Compiles all programs; afterwards nothing ever compiles. `on_compiled` reports progress."""
+        self.programs.warm_up(self._state, on_compiled)
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs `warm_up` compiles."""
+        return 1 + len(self.config.batch_buckets)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | int | None = None,
+    ) -> Request:
+        """Queues a request; its tokens arrive through `step`.
+
+        Raises:
+          ConfigError: the request can never run; the message says what to change.
+          QueueFull: too many requests wait; retry later.
+        """
+        number = next(self._numbers)
+        tokens = self._encode(prompt)
+        num_draft = params.num_speculative_tokens
+        if num_draft is not None and num_draft > self.config.num_draft:
+            raise ConfigError(
+                f"num_speculative_tokens={num_draft} is above the {self.config.num_draft} this "
+                "engine was compiled for; ask for less or start it with more"
+            )
+        if (params.logprobs or 0) > self.config.max_logprobs:
+            raise ConfigError(f"logprobs={params.logprobs} is above {self.config.max_logprobs=}")
+        if params.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need an engine with a tokenizer; use stop_ids")
+        request = Request(
+            id=number if request_id is None else request_id,
+            prompt=tokens,
+            params=params,
+            num_draft=self.config.num_draft if num_draft is None else num_draft,
+            seed=number if params.seed is None else params.seed,
+            stop_checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
+        )
+        request.arrival_time = time.monotonic()
+        self.scheduler.add(request)
+        return request
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ConfigError("text prompts need an engine with a tokenizer; pass token ids")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = [int(t) for t in prompt]
+        vocab = self.target_config.vocab_size
+        if any(not 0 <= t < vocab for t in tokens):
+            raise ConfigError(f"the prompt holds token ids outside 0..{vocab - 1}")
+        return tokens
+
+    def abort(self, request: Request) -> None:
+        """Ends a request and frees its slot and pages at once; finished requests stay as they are."""
+        self.scheduler.abort(request)
+        request.finish_time = request.finish_time or time.monotonic()
+
+    def step(self) -> list[Update]:
+        """Dispatches the next calls, then commits the previous ones.
+
+        Returns:
+          (request, new tokens) for every request that got tokens; look at `request.is_finished`.
+        """
+        plan = self.scheduler.schedule()
+        dispatched = []
+        if plan.decode is not None:
+            self._state, output = self.programs.round(self._state, plan.decode)
+            dispatched.append((plan.decode, output))
+        if plan.prefill is not None:
+            self._state, output = self.programs.prefill(self._state, plan.prefill)
+            dispatched.append((plan.prefill, output))
+        for _, output in dispatched:
+            output.packed.copy_to_host_async()
+        previous, self._in_flight = self._in_flight, dispatched
+        return [update for call in previous for update in self._commit(*call)]
+
+    def _commit(self, plan: PrefillPlan | DecodePlan, output: StepOutput) -> list[Update]:
+        packed = np.asarray(output.packed)  # blocks until the device is done
+        tokens, count = packed[:, :-1], packed[:, -1]
+        logprobs = None
+        if any(r is not None and r.params.logprobs is not None for r in plan.requests):
+            logprobs = BatchLogprobs(
+                *jax.device_get((output.logprobs, output.top_ids, output.top_logprobs))
+            )
+        is_prefill = isinstance(plan, PrefillPlan)
+        commit = self.scheduler.commit_prefill if is_prefill else self.scheduler.commit_decode
+        updates = commit(plan, tokens, count, logprobs)
+        now = time.monotonic()
+        for request, _ in updates:
+            request.first_token_time = request.first_token_time or now
+            if request.is_finished:
+                request.finish_time = now
+        return updates
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        on_update: Callable[[Request, list[int]], None] = lambda request, tokens: None,
+    ) -> list[Completion]:
+        """Runs prompts to their end and returns them in order.
+
+        Args:
+          prompts: texts, or lists of token ids.
+          params: one for all, or one each.
+          on_update: called with every request's new tokens, for streaming and progress bars.
+        """
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        todo = iter(zip(prompts, params, strict=True))
+        requests: list[Request] = []
+        try:
+            while True:
+                room = self.config.max_waiting - self.scheduler.num_waiting
+                requests += [self.add_request(*item) for item in itertools.islice(todo, room)]
+                if not self.has_work:
+                    break
+                for request, tokens in self.step():
+                    on_update(request, tokens)
+        except BaseException:
+            # A refused prompt or an interrupt must not leave the others running in this engine.
+            for request in requests:
+                self.abort(request)
+            raise
+        return [self._completion(request) for request in requests]
+
+    def _completion(self, request: Request) -> Completion:
+        text = None
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(request.output)
+            if isinstance(request.stop_reason, str):
+                text = text[: text.find(request.stop_reason)]
+        return Completion(
+            prompt=request.prompt,
+            tokens=request.output,
+            text=text,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            logprobs=request.logprobs,
+            rounds=request.rounds,
+            drafted=request.drafted,
+            accepted=request.accepted,
+            accepted_per_position=request.accepted_per_position,
+            time_to_first_token=request.first_token_time - request.arrival_time,
+            duration=request.finish_time - request.arrival_time,
+        )

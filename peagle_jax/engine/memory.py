@@ -1,0 +1,45 @@
+"""How many KV pages fit: the pool is sized before anything is allocated."""
+
+import os
+
+import jax
+
+from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
+
+_SHARE = 0.85  # of free memory; the rest is for activations and programs
+
+
+def page_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
+    """Bytes of one page over all layers of target and drafter."""
+    width = lambda c: c.num_layers * c.num_kv_heads * c.head_dim
+    itemsize = 2 if config.dtype == "bfloat16" else 4
+    layers = width(target) + (0 if drafter is None else width(drafter))
+    return 2 * config.page_size * itemsize * layers
+
+
+def free_bytes() -> int | None:
+    """Free memory of the default device; None when it cannot be told."""
+    device = jax.devices()[0]
+    stats = device.memory_stats()
+    if stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    if device.platform == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
+    """Pages to allocate: what the config asks for, or the worst case of all slots that fits.
+
+    Raises:
+      ConfigError: the memory cannot hold the pages of one longest request, or `num_pages` of them.
+    """
+    size, free = page_bytes(target, drafter, config), free_bytes()
+    room = config.total_pages if free is None else int(free * _SHARE) // size
+    needed = config.pages_per_seq + 1 if config.num_pages is None else config.num_pages
+    if room < needed:
+        raise ConfigError(
+            f"not enough memory for the KV cache: {needed} pages of {size:,} bytes are needed for "
+            f"max_model_len={config.max_model_len} and {room} fit; lower --max-model-len"
+        )
+    return min(config.total_pages, room)

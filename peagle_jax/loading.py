@@ -1,0 +1,71 @@
+"""`load`: from folders (or nothing) to an engine."""
+
+from pathlib import Path
+
+from peagle_jax.checkpoint import load_head, load_target
+from peagle_jax.config import ConfigError, EngineConfig, Method
+from peagle_jax.drafter import DraftHead
+from peagle_jax.engine.engine import Engine
+from peagle_jax.models import Dense
+from peagle_jax.text import Tokenizer
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+def embedded(name: str) -> Path:
+    """Folder of the embedded model ("target") or of one of its heads ("peagle", "eagle3")."""
+    return ASSETS / name
+
+
+def load_weights(
+    model: str | Path | None,
+    drafter: str | Path | None,
+    *,
+    method: Method,
+    dtype: str,
+) -> tuple[Dense, DraftHead | None, Tokenizer | None]:
+    """Target, head and tokenizer.
+
+    Args:
+      model: Hugging Face folder; None is the embedded model.
+      drafter: head folder; None is the embedded model's head for `method`.
+      method: "none" loads no head; the other two check that the head can be run that way.
+
+    Raises:
+      ConfigError: something is missing or does not fit; the message says what.
+    """
+    target_folder = embedded("target") if model is None else Path(model)
+    target = load_target(target_folder, dtype=dtype)
+    has_text = (target_folder / "tokenizer.json").is_file()
+    tokenizer = Tokenizer(target_folder) if has_text else None
+    if method == "none":
+        return target, None, tokenizer
+    if drafter is None:
+        if model is not None:
+            raise ConfigError(
+                f"--method {method} needs a head for {model}: give --drafter DIR, or use --method none"
+            )
+        drafter = embedded(method)
+    head = load_head(drafter, target.config, dtype=dtype)
+    if head.config.method != method:
+        raise ConfigError(
+            f"{drafter} is a {head.config.method} head; run it with --method {head.config.method}"
+        )
+    return target, head, tokenizer
+
+
+def load(
+    model: str | Path | None = None,
+    drafter: str | Path | None = None,
+    *,
+    method: Method = "peagle",
+    config: EngineConfig | None = None,
+) -> Engine:
+    """An engine from Hugging Face folders; without arguments the embedded model with P-EAGLE.
+
+    >>> engine = load()
+    >>> engine.generate(["def quicksort(xs):"], SamplingParams(max_tokens=64))[0].text
+    """
+    config = config or EngineConfig()
+    target, head, tokenizer = load_weights(model, drafter, method=method, dtype=config.dtype)
+    return Engine(target, head, config, tokenizer=tokenizer)
