@@ -28,7 +28,6 @@ import numpy as np
 import targets
 import torch
 from loguru import logger
-from safetensors.torch import save_file
 from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.model import SpeculatorModel
@@ -138,10 +137,10 @@ def vocab_mapping(head: Head) -> tuple[torch.Tensor, torch.Tensor]:
     return build_vocab_mappings_from_distribution(counts, head.draft_vocab, VOCAB)
 
 
-def write_sequence(folder: Path) -> dict[str, torch.Tensor]:
-    """The sequence that every head is run on, as the target in `folder` sees it, by position p.
+def write_sequence(out: Path) -> dict[str, torch.Tensor]:
+    """The sequence that every head is run on, as the Qwen3 target sees it, by position p.
 
-    Returns what it writes to sequence.safetensors, N = 30 tokens:
+    Returns what it writes to expected/sequence.safetensors, N = 30 tokens:
 
     tokens         int64 [N]       x_p
     taps           float [N, 192]  g_p: taps 2, 4 and 5 side by side
@@ -150,18 +149,18 @@ def write_sequence(folder: Path) -> dict[str, torch.Tensor]:
     loss_mask      int64 [N]       l_p: zero on a prompt of 6 tokens and on positions 17 and 18
     """
     tokens = targets.random_tokens(6, 1, NUM_TOKENS)
-    out = targets.forward(targets.build("qwen3"), tokens)
+    seen = targets.forward(targets.build("qwen3"), tokens)
     loss_mask = torch.ones(NUM_TOKENS, dtype=torch.int64)
     loss_mask[:6] = 0
     loss_mask[17:19] = 0
     recorded = {
         "tokens": tokens[0],
-        "taps": out["taps"][0].flatten(1),
-        "last": out["last"][0],
-        "target_logits": out["logits"][0],
+        "taps": seen["taps"][0].flatten(1),
+        "last": seen["last"][0],
+        "target_logits": seen["logits"][0],
         "loss_mask": loss_mask,
     }
-    save_file(recorded, folder / "sequence.safetensors")
+    targets.save_expected(recorded, "sequence", out)
     return recorded
 
 
@@ -254,7 +253,7 @@ def record_eagle3(model, head: Head, batch: dict) -> dict[str, torch.Tensor]:
 
 
 def write(name: str, recorded: dict[str, torch.Tensor], out: Path) -> None:
-    """The checkpoint of head `name`, and expected.safetensors with, over n = N - 1 = 29 slots,
+    """The checkpoint of head `name`, and expected/NAME.safetensors with, over n = N - 1 = 29 slots,
 
     slot_labels          float [n, Vd]    logits of the label distribution of slot p, that is
                                           target_logits[p + 1] at the draft vocabulary's ids
@@ -287,5 +286,4 @@ def write(name: str, recorded: dict[str, torch.Tensor], out: Path) -> None:
     model.config.speculators_config.verifier.name_or_path = VERIFIER
     model.save_pretrained(out / name)
     (out / name / "config.py").unlink()  # speculators' own source, which it saves beside its files
-    tensors = {key: value.contiguous() for key, value in expected.items()}
-    save_file(tensors, out / name / "expected.safetensors")
+    targets.save_expected(expected, name, out)

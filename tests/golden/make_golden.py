@@ -4,8 +4,8 @@
     python tests/golden/make_golden.py --check        write them elsewhere, compare, exit 1 on drift
 
 Needs Python 3.11 and what requirements.txt and requirements-no-deps.txt pin; nothing of peagle_jax.
-The files hold what independent PyTorch code computes: `targets.py` says what is in the target
-folders, `heads.py` what is in the head folders.
+Nine folders are checkpoints, two of targets and seven of heads; `expected/` holds what independent
+PyTorch code computes with them, array by array as `targets.write` and `heads.write` say.
 """
 
 import argparse
@@ -36,8 +36,8 @@ def write(out: Path) -> None:
     torch.use_deterministic_algorithms(True)
     transformers.utils.logging.disable_progress_bar()
     for family in targets.CONFIGS:
-        targets.write(family, out / family)
-    recorded = heads.write_sequence(out / "qwen3")
+        targets.write(family, out)
+    recorded = heads.write_sequence(out)
     for name in heads.HEADS:
         heads.write(name, recorded, out)
 

@@ -1,6 +1,6 @@
 """Tiny random targets of the Llama and Qwen3 families, run with transformers.
 
-Each becomes an ordinary Hugging Face folder and an `expected.safetensors` with what it computes.
+Each becomes an ordinary Hugging Face folder and a file in `expected/` with what it computes.
 Every weight is drawn anew, norms included: default initialisation leaves norms at one, and then a
 test cannot see a norm that was dropped.
 """
@@ -101,8 +101,8 @@ def random_tokens(seed: int, *shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(3, 255, shape))
 
 
-def write(family: str, folder: Path) -> None:
-    """The checkpoint, and expected.safetensors with
+def write(family: str, out: Path) -> None:
+    """The checkpoint of a target, and expected/FAMILY.safetensors with
 
     tokens  int64 [2, 41]           prompts
     logits  float [2, 41, 256]      at every position of the prompts
@@ -114,5 +114,12 @@ def write(family: str, folder: Path) -> None:
     tokens = random_tokens(5, NUM_PROMPTS, PROMPT_LEN)
     expected = {"tokens": tokens, **forward(model, tokens)}
     expected["greedy"] = greedy(model, tokens, NUM_GREEDY)
-    model.save_pretrained(folder)
-    save_file({k: v.contiguous() for k, v in expected.items()}, folder / "expected.safetensors")
+    model.save_pretrained(out / family)
+    save_expected(expected, family, out)
+
+
+def save_expected(arrays: dict[str, torch.Tensor], name: str, out: Path) -> None:
+    """Writes expected/NAME.safetensors: not beside a checkpoint, whose folder is all its own."""
+    (out / "expected").mkdir(parents=True, exist_ok=True)
+    arrays = {key: value.contiguous() for key, value in arrays.items()}
+    save_file(arrays, out / "expected" / f"{name}.safetensors")
