@@ -1,0 +1,163 @@
+"""Source text -> tokenizer and token streams (`peagle-train data`).
+
+Writes `tokenizer.json`, `tokenizer_config.json`, `train.npy` and `heldout.npy` (uint16, documents ended
+by `<|endoftext|>`), `headers.npz` (function heads with docstrings, for prompts) and `sources.json`.
+"""
+
+import json
+import random
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+from peagle_jax.training.corpus import Document, collect
+
+END, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
+END_ID, MASK_ID, PAD_ID = 0, 1, 2
+SPECIAL = [END, MASK, PAD, *(f"<|reserved_{i}|>" for i in range(5))]
+
+# A newline takes the indentation after it; a word takes one sign before it (" x", ".x", "_x", "(x").
+_PIECES = (
+    r"(?:\r?\n[ \t]*)+"
+    r"| ?__\p{L}+__"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+"
+    r"|[ \t]+"
+)
+_HEADER = re.compile(
+    r'^([ \t]*)def [^\n]*(?:\n[^\n]*){0,4}?:[ \t]*\n[ \t]+"""(?:[^"]|"(?!"")){20,800}?"""', re.M
+)
+MAX_HEADER = 192
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Sizes of the tokenizer and of its training sample."""
+
+    folders: tuple[Path, ...]
+    vocab_size: int
+    sample_bytes: int
+    max_bytes: int
+    num_headers: int
+    seed: int
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with a split made for code."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """`tokenizer.json` and the `tokenizer_config.json` that transformers reads."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token=END,
+        pad_token=PAD,
+        mask_token=MASK,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def encode(tokenizer: Tokenizer, texts: list[str], label: str) -> np.ndarray:
+    """One uint16 stream, every document followed by END_ID; parallel inside `tokenizers`."""
+    parts = []
+    for i in tqdm(range(0, len(texts), 2048), desc=label, mininterval=10.0):
+        for encoding in tokenizer.encode_batch_fast(texts[i : i + 2048]):
+            parts.append(np.array([*encoding.ids, END_ID], np.uint16))
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+
+
+def headers(
+    tokenizer: Tokenizer, documents: list[Document], count: int, rng: random.Random
+) -> tuple[np.ndarray, np.ndarray]:
+    """Function heads up to the end of the docstring, dedented: tokens [n, MAX_HEADER], lengths [n]."""
+    documents = documents[:]
+    rng.shuffle(documents)
+    found: list[str] = []
+    for document in documents:
+        if len(found) >= 2 * count:
+            break
+        matches = [m.group(0) for m in _HEADER.finditer(document.text)]
+        found += [textwrap.dedent(m) for m in rng.sample(matches, min(4, len(matches)))]
+    ids = [e.ids for e in tokenizer.encode_batch_fast(found) if 12 <= len(e.ids) <= MAX_HEADER]
+    ids = ids[:count]
+    tokens = np.full((len(ids), MAX_HEADER), PAD_ID, np.uint16)
+    for row, piece in zip(tokens, ids, strict=True):
+        row[: len(piece)] = piece
+    return tokens, np.array([len(piece) for piece in ids], np.int32)
+
+
+def prepare(options: DataOptions, out: Path) -> dict:
+    """Runs the stage; returns the report that `sources.json` holds."""
+    out.mkdir(parents=True, exist_ok=True)
+    documents, report = collect(list(options.folders))
+    rng = random.Random(options.seed)
+    # Same order on every machine, and no package in one block.
+    documents.sort(key=lambda d: d.digest)
+    total, kept = 0, []
+    for document in documents:
+        if total >= options.max_bytes:
+            break
+        kept.append(document)
+        total += len(document.text)
+    train = [d for d in kept if not d.held_out]
+    heldout = [d for d in kept if d.held_out] or kept[:1]
+
+    def sample() -> Iterator[str]:
+        left = options.sample_bytes
+        for document in train:
+            if left <= 0:
+                return
+            left -= len(document.text)
+            yield document.text
+
+    tokenizer = train_tokenizer(sample(), options.vocab_size)
+    save_tokenizer(tokenizer, out, max_length=2048)
+    streams = {
+        name: encode(tokenizer, [d.text for d in split], name)
+        for name, split in (("train", train), ("heldout", heldout))
+    }
+    for name, stream in streams.items():
+        np.save(out / f"{name}.npy", stream)
+    arrays = {}
+    for name, split, count in (
+        ("train", train, options.num_headers),
+        ("heldout", heldout, options.num_headers // 20),
+    ):
+        arrays[f"{name}_tokens"], arrays[f"{name}_length"] = headers(tokenizer, split, count, rng)
+    np.savez(out / "headers.npz", **arrays)
+    report |= dict(
+        documents=len(kept),
+        bytes=total,
+        tokens={name: len(stream) for name, stream in streams.items()},
+        headers={name: len(arrays[f"{name}_length"]) for name in streams},
+        bytes_per_token=total / max(1, sum(map(len, streams.values()))),
+        vocab_size=tokenizer.get_vocab_size(),
+    )
+    (out / "sources.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report

@@ -1,0 +1,135 @@
+"""Losses over a vocabulary, in float32, without ever holding all logits.
+
+`distill` sums KL(teacher || student) over rows. It walks the rows in chunks and, when differentiated,
+takes the gradient of a chunk while its logits are at hand (the gradient of the sum with respect to
+logits is `student - teacher`), so logits are computed once and never stored.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Labels(NamedTuple):
+    """Teacher that puts all probability on one token: KL is the cross entropy."""
+
+    token: jax.Array  # [R] int32
+
+    def compare(self, z: jax.Array):
+        """Student logits [C,V] -> (KL [C], teacher probabilities [C,V], student's choice is right)."""
+        at = self.token[:, None]
+        kl = jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, at, axis=1)[:, 0]
+        probs = jnp.arange(z.shape[-1]) == at
+        return kl, probs.astype(z.dtype), jnp.argmax(z, -1) == self.token
+
+
+class Distribution(NamedTuple):
+    """Teacher given by another model's normed states and unembedding."""
+
+    hidden: jax.Array  # [R, Dt]
+    weight: jax.Array  # [V, Dt]
+
+    def compare(self, z: jax.Array):
+        zt = _logits(self.hidden, self.weight)
+        log_p = jax.nn.log_softmax(zt, axis=-1)
+        p = jnp.exp(log_p)
+        kl = (p * (log_p - jax.nn.log_softmax(z, axis=-1))).sum(-1)
+        return kl, p, jnp.argmax(z, -1) == jnp.argmax(zt, -1)
+
+
+class Distilled(NamedTuple):
+    """`total` is differentiable; `kl` and `match` (top choices agree) are per row, for reports."""
+
+    total: jax.Array  # []
+    kl: jax.Array  # [R] float32
+    match: jax.Array  # [R] bool
+
+
+def _precision(x: jax.Array):
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def _logits(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[C, D], [V, D] -> float32 [C, V]."""
+    return jnp.einsum(
+        "cd,vd->cv", x, weight, precision=_precision(x), preferred_element_type=jnp.float32
+    )
+
+
+def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+
+def _split(teacher, rows: int, chunk: int):
+    """The teacher's per-row arrays as [rows/chunk, chunk, ...]; shared arrays stay outside the scan."""
+    first = _pad_rows(teacher[0], rows)
+    return first.reshape(-1, chunk, *first.shape[1:])
+
+
+def _run(x, weight, teacher, importance, chunk: int, with_gradient: bool):
+    R = x.shape[0]
+    chunk = min(chunk, R)
+    rows = -(-R // chunk) * chunk
+    cut = lambda a: _pad_rows(a, rows).reshape(-1, chunk, *a.shape[1:])
+
+    def step(dw, inputs):
+        xs, ts, ws = inputs
+        z = _logits(xs, weight)
+        kl, p, match = teacher._replace(**{teacher._fields[0]: ts}).compare(z)
+        if not with_gradient:
+            return dw, (kl, match, ws[:0])
+        dz = ((jax.nn.softmax(z, axis=-1) - p) * ws[:, None]).astype(x.dtype)
+        precision = _precision(x)
+        dx = jnp.einsum("cv,vd->cd", dz, weight, precision=precision)
+        dw = dw + jnp.einsum(
+            "cv,cd->vd", dz, xs, precision=precision, preferred_element_type=jnp.float32
+        )
+        return dw, (kl, match, dx)
+
+    dw = jnp.zeros(weight.shape, jnp.float32) if with_gradient else jnp.zeros(())
+    dw, (kl, match, dx) = jax.lax.scan(
+        step, dw, (cut(x), _split(teacher, rows, chunk), cut(importance))
+    )
+    kl, match = kl.reshape(-1)[:R], match.reshape(-1)[:R]
+    result = Distilled((kl * importance).sum(), kl, match)
+    if not with_gradient:
+        return result, None
+    return result, (dx.reshape(-1, x.shape[1])[:R], dw.astype(weight.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def distill(
+    x: jax.Array,
+    weight: jax.Array,
+    teacher: Labels | Distribution,
+    importance: jax.Array,
+    chunk: int,
+) -> Distilled:
+    """`sum_r importance_r * KL(teacher_r || softmax(x_r @ weight.T))` and what it was made of.
+
+    Args:
+      x: [R, D] normed states of the student.
+      weight: [V, D] its unembedding.
+      teacher: one distribution per row; no gradient flows into it.
+      importance: [R] float32; 0 leaves a row out.
+      chunk: rows whose logits exist at a time.
+    """
+    return _run(x, weight, teacher, importance, chunk, with_gradient=False)[0]
+
+
+def _distill_fwd(x, weight, teacher, importance, chunk):
+    result, gradients = _run(x, weight, teacher, importance, chunk, with_gradient=True)
+    return result, (gradients, teacher, importance)
+
+
+def _distill_bwd(chunk, saved, cotangent):
+    (dx, dw), teacher, importance = saved
+    g = cotangent.total
+    scale = lambda d: (d * g).astype(d.dtype)
+    zero = lambda a: jnp.zeros_like(a) if jnp.issubdtype(a.dtype, jnp.inexact) else None
+    return scale(dx), scale(dw), jax.tree.map(zero, teacher), jnp.zeros_like(importance)
+
+
+distill.defvjp(_distill_fwd, _distill_bwd)

@@ -1,0 +1,368 @@
+"""The loop shared by target and drafter training: optimiser, schedule, checkpoints, curves.
+
+Everything that varies with the step (data, randomness, learning rate) is a function of the step
+number, so a run that is killed and started again continues the curve it was on.
+"""
+
+import csv
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers, muon
+from tqdm import tqdm
+
+from peagle_jax.config import ConfigError
+
+Params = dict[str, jax.Array]
+"""Weights by path, `layers.0.attention.qkv.weight`."""
+
+_CALIBRATION_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long and how to train. Exactly one of `steps` and `minutes` is set.
+
+    Args:
+      learning_rate: peak for matrices; adam_learning_rate: peak for embeddings, heads and vectors.
+      decay: share of the run at its end in which the learning rate falls linearly to 0.
+      microbatches: pieces of a batch whose gradients are accumulated.
+    """
+
+    out: Path
+    steps: int | None
+    minutes: float | None
+    optimizer: Literal["muon", "adamw"]
+    learning_rate: float
+    adam_learning_rate: float
+    weight_decay: float
+    warmup: int
+    decay: float
+    clip: float
+    microbatches: int
+    seed: int
+    log_every: int
+    eval_every: int
+    save_every: int
+
+    def __post_init__(self):
+        if (self.steps is None) == (self.minutes is None):
+            raise ConfigError("say how long to train: either --steps or --minutes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained.
+
+    `loss(params, constants, batch, key)` returns `(loss_sum, (count, metrics))`; `metrics` maps names to
+    (numerator, denominator), each a scalar or an array with one entry per depth.
+    """
+
+    params: Params  # float32 masters
+    loss: Callable[..., tuple[jax.Array, tuple[jax.Array, dict]]]
+    constants: Any
+    batch: Callable[[int], Any]  # step -> numpy pytree, leading axis divisible by microbatches
+    evaluate: Callable[[Params], dict[str, float]]
+    tokens_per_step: int
+
+
+def split_model(model: nnx.Module) -> tuple[Params, Callable[[Params], nnx.Module]]:
+    """Trainable weights by path, and the function that puts such weights back into the model."""
+    graph, state, rest = nnx.split(model, nnx.Param, ...)
+    leaves, tree = jax.tree.flatten_with_path(state)
+    clean = lambda path: ".".join(str(getattr(p, "key", getattr(p, "idx", ""))) for p in path)
+    names = [clean(path).removesuffix(".") for path, _ in leaves]
+
+    def merge(params: Params) -> nnx.Module:
+        return nnx.merge(graph, jax.tree.unflatten(tree, [params[n] for n in names]), rest)
+
+    return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}, merge
+
+
+def cast(params: Params, dtype) -> Params:
+    return {name: leaf.astype(dtype) for name, leaf in params.items()}
+
+
+def _is_matrix(name: str, leaf: jax.Array) -> bool:
+    return leaf.ndim == 2 and not name.startswith(("embed.", "lm_head."))
+
+
+def make_optimizer(run: RunConfig, params: Params) -> optax.GradientTransformation:
+    """Clipping, then Muon for inner matrices and AdamW for the rest, or AdamW for all.
+
+    Muon's update is scaled to the size AdamW's would have (`consistent_rms`), so both learning rates
+    mean the same thing. Weights are stored [out, in]; weight decay spares vectors.
+    """
+    matrices = {name: _is_matrix(name, leaf) for name, leaf in params.items()}
+    decayed = {name: leaf.ndim == 2 for name, leaf in params.items()}
+    if run.optimizer == "adamw":
+        rule = optax.adamw(
+            run.learning_rate, b1=0.9, b2=0.95, weight_decay=run.weight_decay, mask=decayed
+        )
+    else:
+        axes = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+        rule = muon(
+            run.learning_rate,
+            weight_decay=run.weight_decay,
+            weight_decay_mask=decayed,
+            adam_b1=0.9,
+            adam_b2=0.95,
+            adam_weight_decay=0.0,
+            adam_learning_rate=run.adam_learning_rate,
+            muon_weight_dimension_numbers={n: axes if m else None for n, m in matrices.items()},
+            consistent_rms=0.2,
+        )
+    return optax.chain(optax.clip_by_global_norm(run.clip), rule)
+
+
+def schedule(step: int, total: int | None, *, warmup: int, decay: float) -> float:
+    """Warm-up, stable, linear decay to 0: the factor on the peak learning rate at `step`.
+
+    `total` None (not known yet) never decays.
+    """
+    rise = min(1.0, (step + 1) / max(1, warmup))
+    if total is None:
+        return rise
+    return min(rise, max(0.0, (total - step) / max(1.0, decay * total)))
+
+
+def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformation):
+    """The jitted update: `(params, opt_state, constants, batch, step, scale) -> (..., report)`."""
+    M = run.microbatches
+    root = jax.random.key(run.seed)
+    value_and_grad = jax.value_and_grad(task.loss, has_aux=True)
+
+    def accumulate(params, constants, batch, key):
+        if M == 1:
+            return value_and_grad(params, constants, batch, key)
+        pieces = jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), batch)
+        first = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        shapes = jax.eval_shape(value_and_grad, params, constants, jax.tree.map(first, pieces), key)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        def body(total, xs):
+            piece, i = xs
+            out = value_and_grad(params, constants, piece, jax.random.fold_in(key, i))
+            return jax.tree.map(jnp.add, total, out), None
+
+        return jax.lax.scan(body, zeros, (pieces, jnp.arange(M)))[0]
+
+    @partial(jax.jit, donate_argnames=("params", "opt_state"))
+    def train_step(params, opt_state, constants, batch, step, scale):
+        key = jax.random.fold_in(root, step)
+        (loss, (count, metrics)), grads = accumulate(params, constants, batch, key)
+        count = jnp.maximum(count, 1.0)
+        grads = jax.tree.map(lambda g: g / count, grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        # Updates are linear in the learning rate, weight decay included.
+        updates = jax.tree.map(lambda u: scale * u, updates)
+        report = dict(metrics, loss=(loss, count), grad_norm=(optax.global_norm(grads), 1.0))
+        return optax.apply_updates(params, updates), opt_state, report
+
+    return train_step
+
+
+def _flatten(report: dict) -> dict[str, float]:
+    """{"accuracy": [a0, a1]} -> {"accuracy_0": a0, "accuracy_1": a1}."""
+    flat = {}
+    for name, value in report.items():
+        value = np.asarray(value, np.float64)
+        if value.ndim:
+            flat |= {f"{name}_{i}": float(x) for i, x in enumerate(value)}
+        else:
+            flat[name] = float(value)
+    return flat
+
+
+def _averages(reports: list[dict]) -> dict[str, float]:
+    """Ratio of sums over steps for every metric."""
+    fetched = jax.device_get(reports)
+    names = fetched[0].keys()
+    ratio = {
+        n: sum(np.asarray(r[n][0], np.float64) for r in fetched)
+        / np.maximum(sum(np.asarray(r[n][1], np.float64) for r in fetched), 1e-9)
+        for n in names
+    }
+    return _flatten(ratio)
+
+
+@dataclass
+class Curves:
+    """Rows of numbers in a CSV file; rows past a resumed step are dropped."""
+
+    path: Path
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def resume(self, step: int) -> None:
+        if self.path.exists():
+            with self.path.open() as file:
+                rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+            self.rows = [row for row in rows if row["step"] <= step]
+
+    def add(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+        with self.path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(self.rows[0]), extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+
+def plot(train: Curves, evaluation: Curves, path: Path) -> None:
+    """Loss and per-depth accuracy against the step, as a PNG."""
+    import matplotlib.figure
+
+    accuracy = [k for k in (train.rows[0] if train.rows else {}) if k.startswith("accuracy")]
+    figure = matplotlib.figure.Figure(figsize=(10 if accuracy else 6, 4), layout="constrained")
+    axes = figure.subplots(1, 2 if accuracy else 1, squeeze=False)[0]
+    for rows, label in ((train.rows, "training"), (evaluation.rows, "held out")):
+        if rows:
+            axes[0].plot([r["step"] for r in rows], [r["loss"] for r in rows], label=label)
+    axes[0].set(xlabel="step", ylabel="loss")
+    axes[0].legend()
+    for name in accuracy:
+        axes[1].plot(
+            [r["step"] for r in train.rows],
+            [r[name] for r in train.rows],
+            label=name.replace("accuracy_", "depth "),
+        )
+    if accuracy:
+        axes[1].set(xlabel="step", ylabel="agreement with the target")
+        axes[1].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def write_provenance(out: Path, configs: dict[str, Any]) -> None:
+    """`train_command.txt` (command, versions, commit, device) and `train_config.json`."""
+    out.mkdir(parents=True, exist_ok=True)
+    repository = Path(__file__).resolve().parents[2]
+    git = subprocess.run(
+        ["git", "-C", str(repository), "rev-parse", "HEAD"], capture_output=True, text=True
+    )
+    packages = ("peagle-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers")
+
+    def version(name):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    lines = [
+        " ".join(["peagle-train", *sys.argv[1:]]),
+        f"python {platform.python_version()}",
+        *(f"{name} {version(name)}" for name in packages),
+        f"commit {git.stdout.strip() or 'unknown'}",
+        f"device {jax.devices()[0].device_kind} x {jax.device_count()}",
+    ]
+    (out / "train_command.txt").write_text("\n".join(lines) + "\n")
+    (out / "train_config.json").write_text(json.dumps(configs, indent=2, default=str) + "\n")
+
+
+def _checkpoints(out: Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    return ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
+
+
+class _Budget:
+    """Number of steps of the run: given, or measured once against a time budget and written down."""
+
+    def __init__(self, run: RunConfig):
+        self.path = run.out / "total_steps.json"
+        self.minutes = run.minutes
+        self.total = run.steps
+        self.started = time.monotonic()
+        if self.total is None and self.path.exists():
+            self.total = json.loads(self.path.read_text())["total_steps"]
+
+    def calibrate(self, step: int, seconds_per_step: float) -> None:
+        left = self.minutes * 60 - (time.monotonic() - self.started)
+        self.total = step + max(1, int(left / seconds_per_step))
+        self.path.write_text(json.dumps(dict(total_steps=self.total)) + "\n")
+
+
+def fit(task: Task, run: RunConfig) -> Params:
+    """Trains to the end of the budget, resuming from the newest checkpoint under `run.out`."""
+    run.out.mkdir(parents=True, exist_ok=True)
+    optimizer = make_optimizer(run, task.params)
+    train_step = make_step(task, run, optimizer)
+    # The step donates its inputs; the caller keeps its own copy.
+    params = jax.tree.map(jnp.copy, task.params)
+    opt_state = optimizer.init(params)
+    train, evaluation = Curves(run.out / "train.csv"), Curves(run.out / "eval.csv")
+    step, budget = 0, _Budget(run)
+    with _checkpoints(run.out) as manager:
+        if (latest := manager.latest_step()) is not None:
+            state = dict(params=params, opt_state=opt_state)
+            state = manager.restore(latest, args=ocp.args.StandardRestore(state))
+            params, opt_state, step = state["params"], state["opt_state"], latest
+            train.resume(step)
+            evaluation.resume(step)
+        bar = tqdm(
+            total=budget.total,
+            initial=step,
+            unit="step",
+            mininterval=0.5 if sys.stderr.isatty() else 10.0,
+            dynamic_ncols=True,
+        )
+        pending, mark, mark_step = [], time.monotonic(), step
+        first = step
+        while budget.total is None or step < budget.total:
+            scale = schedule(step, budget.total, warmup=run.warmup, decay=run.decay)
+            params, opt_state, report = train_step(
+                params, opt_state, task.constants, task.batch(step), step, np.float32(scale)
+            )
+            pending.append(report)
+            step += 1
+            bar.update()
+            if step == first + 2:  # compilation is behind us
+                jax.block_until_ready(params)
+                mark, mark_step = time.monotonic(), step
+            if budget.total is None and step - mark_step >= _CALIBRATION_STEPS:
+                jax.block_until_ready(params)
+                budget.calibrate(step, (time.monotonic() - mark) / (step - mark_step))
+                bar.total = budget.total
+            last = step == budget.total
+            if step % run.log_every == 0 or last:
+                row = dict(step=step, **_averages(pending))
+                pending = []
+                seconds = max(time.monotonic() - mark, 1e-9)
+                row["tokens_per_s"] = task.tokens_per_step * (step - mark_step) / seconds
+                mark, mark_step = time.monotonic(), step
+                row["learning_rate"] = run.learning_rate * scale
+                if not math.isfinite(row["loss"]):
+                    raise FloatingPointError(
+                        f"loss is {row['loss']} at step {step}; lower --learning-rate"
+                    )
+                train.add(row)
+                bar.set_postfix(loss=f"{row['loss']:.4f}", tok_s=f"{row['tokens_per_s']:.3g}")
+            if step % run.eval_every == 0 or last:
+                evaluation.add(dict(step=step, **_flatten(task.evaluate(params))))
+                shown = {k: round(v, 4) for k, v in evaluation.rows[-1].items()}
+                bar.write(f"held out: {shown}", file=sys.stderr)
+                plot(train, evaluation, run.out / "curves.png")
+                mark, mark_step = time.monotonic(), step
+            if step % run.save_every == 0 or last:
+                state = dict(params=params, opt_state=opt_state)
+                manager.save(step, args=ocp.args.StandardSave(state))
+        bar.close()
+        manager.wait_until_finished()
+    return params
+
+
+def describe(run: RunConfig) -> dict[str, Any]:
+    return asdict(run)
