@@ -1,17 +1,24 @@
-"""P-EAGLE in JAX: lossless parallel speculative decoding. Start at `load`, then read `step`."""
+"""P-EAGLE in JAX: lossless parallel speculative decoding. Start at `load`, then read `step`.
 
-from peagle_jax.config import (
-    ConfigError,
-    DrafterConfig,
-    EngineConfig,
-    RopeConfig,
-    SamplingParams,
-    TargetConfig,
-)
-from peagle_jax.engine.engine import Completion, Engine
-from peagle_jax.loading import load
-from peagle_jax.step import prefill, speculative_step
-from peagle_jax.verify import verify
+Names arrive on first use, so that `peagle-generate --help` and its argument errors need no jax. The
+acceptance rule is `peagle_jax.verify.verify`: its module keeps the name `verify` here.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from peagle_jax.config import (
+        ConfigError,
+        DrafterConfig,
+        EngineConfig,
+        RopeConfig,
+        SamplingParams,
+        TargetConfig,
+    )
+    from peagle_jax.engine.engine import Completion, Engine
+    from peagle_jax.loading import load
+    from peagle_jax.step import prefill, speculative_step
 
 __all__ = [
     "Completion",
@@ -25,5 +32,18 @@ __all__ = [
     "load",
     "prefill",
     "speculative_step",
-    "verify",
 ]
+
+_HOMES = {
+    "Completion": "engine.engine",
+    "Engine": "engine.engine",
+    "load": "loading",
+    "prefill": "step",
+    "speculative_step": "step",
+}
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'config')}"), name)
