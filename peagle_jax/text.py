@@ -106,3 +106,40 @@ class StopChecker:
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         self._tail = text[-(self._longest - 1) :] if self._longest > 1 else ""
         return min(found)[1] if found else None
+
+
+class TextStream:
+    """Text of one request for the eye: a stop string, and what may become one, is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = tuple(stops)
+        self._held = ""
+        self._stopped = False
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Appends tokens; returns the text that no later token can take back."""
+        text = self._cut(self._held + self._detokenizer.add(tokens))
+        self._held = "" if self._stopped else self._start_of_stop(text)
+        return text[: len(text) - len(self._held)]
+
+    def finish(self) -> str:
+        """The rest, up to a stop string."""
+        text = self._cut(self._held + self._detokenizer.flush())
+        self._held = ""
+        return text
+
+    def _cut(self, text: str) -> str:
+        if self._stopped:
+            return ""
+        found = [text.find(stop) for stop in self._stops if stop in text]
+        self._stopped = bool(found)
+        return text[: min(found)] if found else text
+
+    def _start_of_stop(self, text: str) -> str:
+        """Longest end of `text` that begins a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return text[-size:]
+        return ""
