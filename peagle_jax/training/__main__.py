@@ -180,6 +180,7 @@ def _target(args) -> None:
     task, merge = target.make_task(config, options, run)
     _report_size(task)
     params = fit(task, run)
+    _report_memory()
     save_target(merge(params), args.out / "final")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(args.data / name, args.out / "final" / name)
@@ -317,8 +318,17 @@ def _drafter(args) -> None:
     task, merge = drafter.make_task(config, target, options, run)
     _report_size(task)
     params = fit(task, run)
+    _report_memory()
     save_head(merge(params), args.out / "final", max_position=target.config.max_position)
     print(f"head in {args.out / 'final'}")
+
+
+def _report_memory() -> None:
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        print(f"peak device memory {stats['peak_bytes_in_use'] / 2**30:.1f} GiB", flush=True)
 
 
 def _report_size(task) -> None:
