@@ -69,7 +69,7 @@ class Scheduler:
         return len(self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queues a request; `QueueFull` when the queue is at its bound, `ConfigError` if it can never run."""
+        """Queues a request: `QueueFull` at the queue's bound, `ConfigError` if it can never run."""
         limit = self.config.max_model_len
         if not request.prompt:
             raise ConfigError(
@@ -86,7 +86,7 @@ class Scheduler:
                 f"engine's {self.config.num_draft}"
             )
         if request.state is not RequestState.WAITING or request.output:
-            raise ConfigError(f"request {request.id} was added before; make a new Request")
+            raise ValueError(f"request {request.id} was added before; make a new Request")
         if len(self.waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self.waiting)} requests are waiting; retry later")
         self.waiting.append(request)

@@ -1,0 +1,455 @@
+"""The scheduler against a model of the device in plain Python.
+
+`FakeDevice` keeps a real KV cache of token ids behind the page tables, and every token it emits is a
+function of what it reads there. A page lost, shared, or remapped too early changes the output.
+"""
+
+import ast
+import random
+import sys
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import peagle_jax
+from peagle_jax.config import EngineConfig, SamplingParams
+from peagle_jax.engine.request import BatchLogprobs, Plan, Request, RequestState
+from peagle_jax.engine.scheduler import QueueFull, Scheduler
+
+VOCAB = 60
+EOS = 59
+JUNK = -1  # what rejected drafts, mask rows and padding leave behind in the cache
+
+
+def true_next(tokens: list[int]) -> int:
+    """The law of the fake model: next token as a function of everything before it."""
+    return zlib.crc32(bytes(tokens)) % VOCAB
+
+
+def ends_in_seventeen(output: list[int]) -> str | None:
+    return "seventeen" if sum(output[-2:]) % 17 == 0 else None
+
+
+def make_request(id: int, prompt: list[int], num_draft: int, *, seed=0, **fields) -> Request:
+    checker = fields.pop("stop_checker", None)
+    params = SamplingParams(**fields)
+    return Request(
+        id=id, prompt=prompt, params=params, num_draft=num_draft, seed=seed, stop_checker=checker
+    )
+
+
+class FakeDevice:
+    """Runs plans at dispatch. Per slot [length, last token, num_draft], as the real state does."""
+
+    def __init__(self, config: EngineConfig, rng: random.Random):
+        self.config, self.rng = config, rng
+        self.kv = np.full((config.total_pages, config.page_size), JUNK)
+        self.slots = [[0, 0, 0] for _ in range(config.max_num_seqs)]
+
+    def run(self, plan: Plan) -> dict:
+        calls = [(self.prefill, plan.prefill), (self.decode, plan.decode)]
+        self.rng.shuffle(calls)  # the calls of one plan are independent
+        return {call.__name__: call(part) for call, part in calls if part is not None}
+
+    def rows(self, plan):
+        for row, request in enumerate(plan.requests):
+            if request is None:
+                assert plan.slots[row] == self.config.max_num_seqs
+                assert not plan.page_table[row].any()
+            else:
+                yield row, plan.slots[row], request, plan.page_table[row]
+
+    def write(self, request: Request, pages: np.ndarray, position: int, token: int) -> None:
+        if position < self.config.max_model_len:
+            page = pages[position // self.config.page_size]
+            assert page in request.pages, f"{request.id} writes position {position} to {page}"
+            self.kv[page, position % self.config.page_size] = token
+
+    def read(self, pages: np.ndarray, length: int) -> list[int]:
+        tokens = self.kv[pages].ravel()[: min(length, self.config.max_model_len)].tolist()
+        assert JUNK not in tokens, "a committed position was overwritten"
+        return tokens
+
+    def prefill(self, plan):
+        tokens = np.full((len(plan.requests), 1), JUNK)
+        for row, slot, request, pages in self.rows(plan):
+            start, end = plan.start[row], plan.start[row] + plan.count[row]
+            assert start == 0 or self.slots[slot][0] == start
+            for position in range(start, end):
+                self.write(request, pages, position, plan.tokens[row, position - start])
+            self.slots[slot] = [end, 0, plan.num_draft[row]]
+            if plan.next_token[row] >= 0:
+                assert plan.next_token[row] == request.tokens[end]
+                continue
+            for position in range(end, end + self.config.num_draft):  # the drafter's mask rows
+                self.write(request, pages, position, JUNK)
+            tokens[row] = self.slots[slot][1] = true_next(self.read(pages, end))
+        return tokens, (tokens[:, 0] != JUNK).astype(int), fake_logprobs(tokens)
+
+    def decode(self, plan):
+        tokens = np.full((len(plan.requests), self.config.num_draft + 1), JUNK)
+        for row, slot, request, pages in self.rows(plan):
+            length, last, num_draft = self.slots[slot]
+            end = length + 1 + self.rng.randint(0, num_draft)
+            for position in range(length, end):
+                self.write(request, pages, position, last)
+                last = tokens[row, position - length] = true_next(self.read(pages, position + 1))
+            for position in range(end, length + self.config.lookahead):
+                self.write(request, pages, position, JUNK)
+            self.slots[slot] = [end, last, num_draft]
+        return tokens, (tokens != JUNK).sum(axis=1), fake_logprobs(tokens)
+
+
+def fake_logprobs(tokens: np.ndarray) -> BatchLogprobs:
+    ids = np.stack([tokens, tokens + 1, tokens + 2], axis=-1)
+    return BatchLogprobs(chosen=-tokens / 4, top_ids=ids, top_logprobs=-ids / 4)
+
+
+class Engine:
+    """The loop of the real engine: dispatch, then commit what was dispatched `lag` steps before."""
+
+    def __init__(self, config: EngineConfig, *, lag: int = 1, seed: int = 0):
+        self.config, self.lag = config, lag
+        self.scheduler = Scheduler(config, eos_ids=[EOS])
+        self.device = FakeDevice(config, random.Random(seed))
+        self.in_flight: list = []
+        self.streams: dict = {}
+        self.ends: Counter = Counter()
+        self.num_rows = 0
+
+    def add(self, prompt: list[int], num_draft: int | None = None, **fields) -> Request:
+        num_draft = self.config.num_draft if num_draft is None else num_draft
+        request = make_request(len(self.streams), prompt, num_draft, **fields)
+        self.scheduler.add(request)
+        self.streams[request.id] = []
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.ends[request.id] += not request.is_finished
+        self.scheduler.abort(request)
+        assert request.slot is None
+        assert not request.pages
+
+    def dispatch(self) -> Plan:
+        preemptions = self.scheduler.num_preemptions
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        order = [request.id for request in [*self.scheduler.active, *self.scheduler.waiting]]
+        assert order == sorted(order), "a request overtook an older one"
+        if plan.prefill is not None and self.scheduler.num_preemptions > preemptions:
+            starts = plan.prefill.start[[r is not None for r in plan.prefill.requests]]
+            assert starts.all(), "admitted beside a preemption"
+        if plan.decode is not None:
+            num_rows = sum(request is not None for request in plan.decode.requests)
+            sizes = [size for size in self.config.batch_buckets if size >= num_rows]
+            assert len(plan.decode.requests) == min(sizes)
+            self.num_rows += num_rows
+        self.in_flight.append((plan, self.device.run(plan)))
+        return plan
+
+    def commit(self) -> None:
+        plan, results = self.in_flight.pop(0)
+        updates = []
+        if "prefill" in results:
+            updates += self.scheduler.commit_prefill(plan.prefill, *results["prefill"])
+        if "decode" in results:
+            updates += self.scheduler.commit_decode(plan.decode, *results["decode"])
+        for request, tokens in updates:
+            assert not self.ends[request.id], "a finished request received tokens"
+            self.streams[request.id] += tokens
+            self.ends[request.id] += request.is_finished
+        self.scheduler.check_integrity()
+
+    def step(self) -> None:
+        self.dispatch()
+        while len(self.in_flight) > self.lag:
+            self.commit()
+
+    def drain(self, limit: int = 5000) -> None:
+        while self.scheduler.has_work:
+            limit -= 1
+            assert limit > 0, "no progress"
+            self.step()
+        while self.in_flight:
+            self.commit()
+        assert self.scheduler.pool.num_free == self.config.total_pages - 1
+        assert len(self.scheduler.free_slots) == self.config.max_num_seqs
+
+
+def expected(request: Request, max_model_len: int) -> tuple[list[int], str, int | str | None]:
+    """Output, finish reason and stop reason of a request served alone, without drafts."""
+    output, params = [], request.params
+    while True:
+        token = true_next(request.prompt + output)
+        output.append(token)
+        if token in params.stop_ids or (token == EOS and not params.ignore_eos):
+            return output, "stop", token
+        if request.stop_checker and request.stop_checker(output):
+            return output, "stop", request.stop_checker(output)
+        if len(output) == params.max_tokens or len(request.prompt + output) == max_model_len:
+            return output, "length", None
+
+
+def check_finished(request: Request, engine: Engine) -> None:
+    assert engine.ends[request.id] == 1
+    assert request.state is RequestState.FINISHED
+    assert engine.streams[request.id] == request.output
+    ending = (request.output, request.finish_reason, request.stop_reason)
+    wanted = expected(request, engine.config.max_model_len)
+    if request.finish_reason == "abort":
+        wanted = (wanted[0][: len(request.output)], "abort", None)
+    assert ending == wanted
+    assert request.drafted == request.rounds * request.num_draft
+    assert request.accepted == sum(request.accepted_per_position)
+    assert request.accepted_per_position == sorted(request.accepted_per_position, reverse=True)
+    n = request.params.logprobs
+    if n is None:
+        assert request.logprobs is None
+        return
+    wanted = [(-t / 4, [(t + i, -(t + i) / 4) for i in range(n)]) for t in request.output]
+    assert request.logprobs == wanted
+
+
+def make_config(J, B, max_len, Z, P, T, R) -> EngineConfig:
+    return EngineConfig(
+        num_draft=J, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
+        prefill_chunk=T, prefill_rows=R, max_waiting=4,
+    )  # fmt: skip
+
+
+CONFIGS = {
+    "plain": make_config(J=0, B=5, max_len=40, Z=4, P=14, T=64, R=1),
+    "one draft": make_config(J=1, B=3, max_len=33, Z=1, P=60, T=5, R=1),
+    "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1),
+    "one request fits": make_config(J=5, B=4, max_len=50, Z=3, P=18, T=64, R=2),
+    "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3),
+    "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2),
+}
+
+
+def add_random(engine: Engine, rng: random.Random) -> Request | None:
+    length = rng.choice([rng.randint(1, 8), rng.randint(1, engine.config.max_model_len - 1)])
+    try:
+        return engine.add(
+            [rng.randrange(VOCAB) for _ in range(length)],
+            num_draft=rng.randint(0, engine.config.num_draft),
+            max_tokens=rng.choice([1, 2, rng.randint(1, 70)]),
+            stop_ids=rng.choice([(), (), (3,), (EOS, 5)]),
+            ignore_eos=rng.random() < 0.5,
+            logprobs=rng.choice([None, 0, 2]),
+            stop_checker=rng.choice([None, None, ends_in_seventeen]),
+        )
+    except QueueFull:
+        assert engine.scheduler.num_waiting >= engine.config.max_waiting
+        return None
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag):
+    rng = random.Random(seed)
+    engine = Engine(CONFIGS[name], lag=lag, seed=seed)
+    requests: list[Request] = []
+    for _ in range(600):
+        while rng.random() < 0.4:
+            request = add_random(engine, rng)
+            requests += [request] if request else []
+        engine.dispatch()
+        if requests and rng.random() < 0.03:  # between dispatch and commit
+            engine.abort(rng.choice(requests[-20:]))
+        while len(engine.in_flight) > lag:
+            engine.commit()
+        if requests and rng.random() < 0.03:
+            engine.abort(rng.choice(requests[-20:]))
+    engine.drain()
+    for request in requests:
+        check_finished(request, engine)
+    reasons = Counter(request.finish_reason for request in requests)
+    assert min(reasons["stop"], reasons["length"], reasons["abort"]) > 0
+    if name != "roomy":
+        assert engine.scheduler.num_preemptions > 0
+
+
+def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
+    config = make_config(J=2, B=3, max_len=32, Z=4, P=None, T=4, R=2)
+    scheduler = Scheduler(config, eos_ids=[])
+    sampling = dict(temperature=0.5, top_k=9, top_p=0.75, min_p=0.25, logprobs=3, max_tokens=8)
+    request = make_request(0, list(range(10, 20)), 1, seed=(5 << 32) + 7, **sampling)
+    scheduler.add(request)
+    for start, count, next_token in [(0, 4, 14), (4, 4, 18), (8, 2, -1)]:
+        assert request.committed == start
+        plan = scheduler.schedule()
+        assert plan.decode is None
+        assert plan.prefill.requests == (request, None)
+        assert [plan.prefill.is_final(row) for row in (0, 1)] == [next_token < 0, False]
+        chunk = [*range(10 + start, 10 + start + count), 0, 0][:4]
+        table = [*request.pages, 0, 0, 0, 0]  # 14 of 32 positions are mapped
+        for name, dtype, rows in [
+            ("slots", "int32", [request.slot, 3]),
+            ("tokens", "int32", [chunk, [0] * 4]),
+            ("start", "int32", [start, 0]),
+            ("count", "int32", [count, 0]),
+            ("next_token", "int32", [next_token, -1]),
+            ("page_table", "int32", [table, [0] * 8]),
+            ("temperature", "float32", [0.5, 0]),
+            ("top_k", "int32", [9, 0]),
+            ("top_p", "float32", [0.75, 1]),
+            ("min_p", "float32", [0.25, 0]),
+            ("seed", "uint32", [[5, 7], [0, 0]]),
+            ("num_draft", "int32", [1, 0]),
+            ("num_logprobs", "int32", [3, -1]),
+        ]:
+            array = getattr(plan.prefill, name)
+            assert (array.dtype, array.tolist()) == (dtype, rows), name
+    assert (request.state, request.committed) == (RequestState.RUNNING, 10)
+    plan = scheduler.schedule()  # the first token is not known yet
+    assert plan.prefill is None
+    assert plan.decode.requests == (request,)
+    assert plan.decode.slots.dtype == plan.decode.page_table.dtype == np.int32
+    assert plan.decode.page_table.shape == (1, config.pages_per_seq)
+    assert (request.in_flight, request.rounds_in_flight) == (2, 1)
+
+
+@pytest.mark.parametrize(("lag", "num_draft"), [(0, 0), (1, 0), (0, 3), (1, 3)])
+def test_no_round_is_dispatched_whose_tokens_could_not_be_used(lag, num_draft):
+    config = make_config(J=num_draft, B=4, max_len=24, Z=4, P=None, T=64, R=1)
+    engine = Engine(config, lag=lag)
+    by_count = [
+        engine.add([1, 2, 3], num_draft=0, max_tokens=n, ignore_eos=True) for n in (1, 2, 9)
+    ]
+    by_length = engine.add([1] * 20, num_draft=0, max_tokens=50, ignore_eos=True)
+    engine.drain()
+    assert engine.num_rows == 0 + 1 + 8 + 3
+    assert [request.rounds for request in [*by_count, by_length]] == [0, 1, 8, 3]
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefill", "running"])
+def test_an_abort_frees_at_once_and_a_stale_result_reaches_nobody(state):
+    config = make_config(J=2, B=1, max_len=32, Z=4, P=9, T=4, R=1)
+    engine = Engine(config)
+    first = engine.add([7] * 10)
+    for _ in range({"waiting": 0, "prefill": 2, "running": 4}[state]):
+        engine.step()
+    assert first.state is RequestState(state)
+    engine.abort(first)
+    engine.abort(first)
+    assert engine.scheduler.pool.num_free == config.total_pages - 1
+    assert not engine.scheduler.has_work
+    second = engine.add([8] * 3, max_tokens=9)  # takes the slot while the old round runs
+    output = list(first.output)
+    engine.drain()
+    check_finished(first, engine)
+    check_finished(second, engine)
+    assert first.output == output
+    assert first.finish_reason == "abort"
+
+
+def preempted_pair(**young_fields) -> tuple[Engine, Request, Request]:
+    """Two requests in a pool for one, stepped to where the younger was preempted in flight."""
+    engine = Engine(make_config(J=1, B=2, max_len=24, Z=2, P=13, T=64, R=2))
+    old = engine.add([1] * 8, num_draft=0, max_tokens=16, ignore_eos=True)
+    young = engine.add([2] * 6, num_draft=0, max_tokens=16, ignore_eos=True, **young_fields)
+    while not young.preemptions:
+        engine.dispatch()
+        if not young.preemptions and len(engine.in_flight) > 1:
+            engine.commit()
+    return engine, old, young
+
+
+def test_a_preempted_request_takes_in_its_results_before_it_returns():
+    engine, old, young = preempted_pair()
+    assert young.in_flight == 1
+    assert engine.scheduler.waiting[0] is young
+    before = len(young.output)
+    engine.scheduler.abort(old)  # pages and a slot are there; its tokens are not all known
+    assert engine.scheduler.schedule().prefill is None
+    while engine.in_flight:
+        engine.commit()
+    assert (len(young.output), young.in_flight) == (before + 1, 0)
+    plan = engine.dispatch()
+    assert plan.prefill.requests[0] is young
+    assert plan.prefill.count[0] == len(young.prompt) + before + 1
+    engine.drain()
+    assert young.output == expected(young, 24)[0]
+
+
+def test_a_preempted_request_can_finish_while_it_waits():
+    probe = preempted_pair()[2]
+    in_flight = expected(probe, 24)[0][len(probe.output)]
+    engine, old, young = preempted_pair(stop_ids=(in_flight,))
+    assert young.state is RequestState.WAITING
+    while engine.in_flight:
+        engine.commit()
+    assert young.finish_reason == "stop"
+    assert engine.scheduler.num_waiting == 0
+    engine.drain()
+    check_finished(young, engine)
+    check_finished(old, engine)
+
+
+def test_surplus_pages_return_at_commit():
+    engine = Engine(make_config(J=4, B=1, max_len=64, Z=1, P=None, T=64, R=1), lag=0)
+    request = engine.add([3] * 4, num_draft=0, max_tokens=30, ignore_eos=True)
+    engine.step()
+    for _ in range(10):
+        engine.dispatch()
+        engine.dispatch()
+        assert len(request.pages) == request.committed + 5 + 8  # one round unknown, and lookahead
+        engine.commit()
+        engine.commit()
+        assert len(request.pages) == request.committed + 8
+
+
+def test_requests_that_cannot_be_served_are_refused():
+    engine = Engine(make_config(J=2, B=2, max_len=16, Z=4, P=None, T=64, R=1))
+    with pytest.raises(ValueError, match="empty"):
+        engine.add([])
+    with pytest.raises(ValueError, match="raise max_model_len"):
+        engine.add([1] * 16)
+    with pytest.raises(ValueError, match="num_draft=3"):
+        engine.add([1], num_draft=3)
+    request = engine.add([1] * 15)
+    for _ in range(3):
+        engine.add([1])
+    with pytest.raises(QueueFull):
+        engine.add([1])
+    engine.drain()
+    with pytest.raises(ValueError, match="added before"):
+        engine.scheduler.add(request)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept", "reason", "stop"),
+    [
+        (dict(), [8, EOS], "stop", EOS),
+        (dict(ignore_eos=True), [8, EOS, 7], None, None),
+        (dict(ignore_eos=True, stop_ids=(EOS,)), [8, EOS], "stop", EOS),
+        (dict(stop_ids=(8,)), [8], "stop", 8),
+        (dict(max_tokens=1), [8], "length", None),
+        (dict(max_tokens=1, stop_ids=(8,)), [8], "stop", 8),
+        (dict(max_tokens=1, stop_checker=lambda output: "text"), [8], "stop", "text"),
+        (dict(prompt=[3] * 8), [8], "length", None),
+    ],
+)
+def test_text_keeps_the_token_that_ends_it(fields, kept, reason, stop):
+    request = make_request(**(dict(id=0, prompt=[1, 2], num_draft=0) | fields))
+    assert request.append([8, EOS, 7], eos_ids=(EOS,), max_model_len=9) == kept
+    assert (request.output, request.finish_reason, request.stop_reason) == (kept, reason, stop)
+
+
+@pytest.mark.parametrize("name", ["__init__", "request", "pages", "scheduler"])
+def test_the_host_side_imports_no_jax(name):
+    path = Path(peagle_jax.__file__).parent / "engine" / f"{name}.py"
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+    house = {"peagle_jax.config", "peagle_jax.engine.pages", "peagle_jax.engine.request"}
+    foreign = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names}
+    assert foreign <= house | {"numpy"}
