@@ -1,0 +1,164 @@
+"""Prompt files: JSONL rows of HumanEval, of MT-Bench, or of our own, to prompts and their options.
+
+    {"task_id": "HumanEval/0", "prompt": "def ...", ...}      HumanEval as released
+    {"question_id": 81, "turns": ["...", "..."], ...}         MT-Bench as released: the first turn
+    {"prompt": "def ..." or [1, 2], "max_tokens": 64, ...}    fields of SamplingParams beside it
+
+An error names the file and the line. No jax here.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from peagle_jax.config import ConfigError, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt; `name` says where it came from, `options` are its own SamplingParams fields."""
+
+    name: str
+    text: str | list[int]
+    options: dict
+
+    def params(self, base: SamplingParams) -> SamplingParams:
+        """`base` with this prompt's own options.
+
+        Raises:
+          ConfigError: a value is out of range; the message names the prompt.
+        """
+        try:
+            return replace(base, **self.options)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
+
+
+def _is_list_of(kind: type, value) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+_is_int = lambda value: type(value) is int
+_is_number = lambda value: type(value) in (int, float)
+_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "temperature": (_is_number, "a number"),
+    "top_p": (_is_number, "a number"),
+    "min_p": (_is_number, "a number"),
+    "stop": (lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
+    "stop_ids": (lambda v: _is_list_of(int, v), "a list of token ids"),
+    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
+}
+"""What a JSON value must be; every other option is a whole number."""
+
+
+def _options(row: dict, where: str) -> dict:
+    known = {field.name for field in fields(SamplingParams)}
+    options = {key: value for key, value in row.items() if key != "prompt"}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"{where}: unknown option {unknown[0]!r}; known are prompt, {', '.join(sorted(known))}"
+        )
+    for key, value in options.items():
+        fits, what = _CHECKS.get(key, (_is_int, "a whole number"))
+        if not fits(value):
+            raise ConfigError(f"{where}: {key}={value!r} must be {what}")
+    return options
+
+
+def _prompt(row, where: str) -> Prompt:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: a row must be a JSON object")
+    if "task_id" in row:
+        name, text, options = str(row["task_id"]), row.get("prompt"), {}
+    elif "question_id" in row:
+        turns = row.get("turns")
+        text = turns[0] if isinstance(turns, list) and turns else None
+        name, options = f"MT-Bench/{row['question_id']}", {}
+    else:
+        name, text, options = where, row.get("prompt"), _options(row, where)
+    if not isinstance(text, str) and not _is_list_of(int, text):
+        raise ConfigError(f"{where}: no prompt; it must be a string or a list of token ids")
+    return _checked(Prompt(name=name, text=text, options=options), where)
+
+
+def _checked(prompt: Prompt, where: str) -> Prompt:
+    if not prompt.text:
+        raise ConfigError(f"{where}: the prompt is empty")
+    try:
+        _ = isinstance(prompt.text, str) and prompt.text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise ConfigError(f"{where}: the prompt is not valid Unicode ({error})") from error
+    return prompt
+
+
+def read_text(path: Path) -> str:
+    """Content of a file.
+
+    Raises:
+      ConfigError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def read_jsonl(path: Path) -> list[Prompt]:
+    """Prompts of a JSONL file; blank lines are skipped.
+
+    Raises:
+      ConfigError: names the file and the line.
+    """
+    prompts = []
+    # Not splitlines(): a JSON string may hold a bare U+2028, which that would split at.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: not JSON ({error})") from error
+        prompts.append(_prompt(row, where))
+    if not prompts:
+        raise ConfigError(f"{path}: holds no prompts")
+    return prompts
+
+
+def from_arguments(texts: Iterable[str]) -> list[Prompt]:
+    """Command line prompts as they are.
+
+    Raises:
+      ConfigError: one is empty, or not valid Unicode.
+    """
+    names = ((f"prompt {number}", text) for number, text in enumerate(texts, 1))
+    return [_checked(Prompt(name=name, text=text, options={}), name) for name, text in names]
+
+
+def from_files_or_texts(items: Iterable[str]) -> list[Prompt]:
+    """Each item a JSONL file (by its name), another file (one prompt), or a prompt itself.
+
+    Raises:
+      ConfigError: a file cannot be read, or a prompt is empty.
+    """
+    prompts = []
+    for item in items:
+        if item.endswith(".jsonl"):
+            prompts += read_jsonl(Path(item))
+        elif _is_file(item):
+            whole = Prompt(name=item, text=read_text(Path(item)), options={})
+            prompts.append(_checked(whole, item))
+        else:
+            prompts += from_arguments([item])
+    return prompts
+
+
+def _is_file(item: str) -> bool:
+    try:
+        return Path(item).is_file()
+    except (OSError, ValueError):  # a prompt may be too long for a path, or hold a NUL
+        return False

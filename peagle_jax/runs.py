@@ -1,0 +1,243 @@
+"""Measured runs: prompts through an engine, counted and timed; three methods compared on one target.
+
+Used by `peagle-generate` and by the benches, so that all print the same quantities.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from peagle_jax.checkpoint import load_head
+from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.drafter import DraftHead
+from peagle_jax.engine.engine import Completion, Engine
+from peagle_jax.engine.request import Request
+from peagle_jax.engine.stats import Acceptance
+from peagle_jax.loading import embedded, load_weights
+from peagle_jax.models import Dense
+from peagle_jax.text import Tokenizer
+
+TIE_NATS = 0.05
+"""Bfloat16 only: candidates this close to the likeliest count as tied (natural log-probability)."""
+
+METHOD_NAMES = {"none": "plain", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+_WARM_UP_TOKENS = 8
+_TIE_CANDIDATES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Some prompts through one engine. `seconds` is wall time of generation, without compilation."""
+
+    method: str
+    num_draft: int
+    completions: list[Completion]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(c.tokens) for c in self.completions)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return Acceptance.of(self.completions)
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Median over requests, in seconds, queueing included."""
+        return statistics.median(c.time_to_first_token for c in self.completions)
+
+    def as_json(self) -> dict:
+        counts = self.acceptance
+        return {
+            "method": self.method,
+            "num_speculative_tokens": self.num_draft,
+            "prompts": len(self.completions),
+            "tokens": self.num_tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "time_to_first_token": self.time_to_first_token,
+            "rounds": counts.rounds,
+            "drafted": counts.drafted,
+            "accepted": counts.accepted,
+            "acceptance_length": counts.length,
+            "acceptance_per_position": list(counts.rates),
+        }
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[str | list[int]],
+    params: Sequence[SamplingParams],
+    *,
+    on_update: Callable[[Request, list[int]], None] = lambda request, tokens: None,
+) -> Run:
+    """Generates and measures; call `warm_up` first."""
+    start = time.perf_counter()
+    completions = engine.generate(prompts, params, on_update=on_update)
+    return Run(
+        method="none" if engine.drafter_config is None else engine.drafter_config.method,
+        num_draft=engine.config.num_draft,
+        completions=completions,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def warm_up(engine: Engine) -> None:
+    """Compiles, then decodes a few tokens: first calls pay for allocations that later ones do not."""
+    engine.warm_up()
+    room = engine.config.max_model_len - 1
+    if room > 1:
+        params = SamplingParams(max_tokens=min(_WARM_UP_TOKENS, room), ignore_eos=True)
+        engine.generate([[0]] * min(engine.config.max_num_seqs, 2), params)
+
+
+def load_methods(
+    model: str | Path | None, drafters: Sequence[str | Path], *, dtype: str
+) -> tuple[Dense, dict[str, DraftHead], Tokenizer | None]:
+    """A target and its heads by method, "eagle3" before "peagle".
+
+    Args:
+      model: Hugging Face folder; None is the embedded model with its own heads.
+      drafters: head folders; none with `model` None means the embedded heads.
+      dtype: of all weights.
+
+    Raises:
+      ConfigError: something is missing or does not fit, or two heads use one method.
+    """
+    target, _, tokenizer = load_weights(model, None, method="none", dtype=dtype)
+    if not drafters and model is None:
+        drafters = [embedded("eagle3"), embedded("peagle")]
+    heads: dict[str, DraftHead] = {}
+    for folder in drafters:
+        head = load_head(folder, target.config, dtype=dtype)
+        if head.config.method in heads:
+            raise ConfigError(f"{folder}: a second {head.config.method} head; give one a method")
+        heads[head.config.method] = head
+    return target, dict(sorted(heads.items())), tokenizer
+
+
+def make_engines(
+    target: Dense,
+    heads: dict[str, DraftHead],
+    config: EngineConfig,
+    *,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Engine]:
+    """Plain decoding ("none") and one engine per head, all on the same target arrays."""
+    return {
+        method: Engine(target, head, config, tokenizer=tokenizer)
+        for method, head in ({"none": None} | heads).items()
+    }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Prompt number and output position at which a greedy output leaves plain decoding's."""
+
+    prompt: int
+    position: int
+    is_tie: bool
+
+
+def find_differences(plain: Engine, reference: Run, other: Run) -> list[Difference]:
+    """First difference of every prompt whose outputs differ.
+
+    In bfloat16 a round of J+1 rows may round apart from one of a single row. There, a difference is a
+    tie when both tokens are within `TIE_NATS` of the likeliest one, as plain decoding sees it.
+    """
+    differences = []
+    for number, (a, b) in enumerate(zip(reference.completions, other.completions, strict=True)):
+        if a.tokens == b.tokens:
+            continue
+        pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
+        position = next((i for i, (x, y) in pairs if x != y), None)
+        if position is None:  # one is a beginning of the other: no rounding explains that
+            shorter = min(len(a.tokens), len(b.tokens))
+            differences.append(Difference(number, shorter, False))
+            continue
+        chosen = {a.tokens[position], b.tokens[position]}
+        prefix = a.prompt + a.tokens[:position]
+        is_tie = plain.config.dtype == "bfloat16" and _tied(plain, prefix, chosen)
+        differences.append(Difference(number, position, is_tie))
+    return differences
+
+
+def _tied(plain: Engine, prefix: list[int], candidates: set[int]) -> bool:
+    """Whether all `candidates` for the token after `prefix` are within `TIE_NATS` of the likeliest."""
+    num = min(_TIE_CANDIDATES, plain.config.max_logprobs)
+    completion = plain.generate([prefix], SamplingParams(max_tokens=1, logprobs=num))[0]
+    top = completion.logprobs[0].top
+    near = {token for token, logprob in top if top[0][1] - logprob < TIE_NATS}
+    return candidates <= near
+
+
+def greedy(params: SamplingParams, name: str) -> SamplingParams:
+    """`params` without the report of logprobs.
+
+    Raises:
+      ConfigError: `params` sample, so outputs cannot be compared token by token.
+    """
+    if params.temperature != 0:
+        raise ConfigError(f"{name}: temperature={params.temperature} but --compare is greedy")
+    return replace(params, logprobs=None)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned text: the first column to the left, the others to the right."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    align = lambda line: "  ".join(
+        cell.ljust(width) if i == 0 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    )
+    return "\n".join([align(header), "  ".join("-" * w for w in widths), *map(align, rows)])
+
+
+def comparison_table(runs: Sequence[Run], ties: dict[str, int] | None) -> str:
+    """One line per method; the first run is plain decoding. `ties` adds a column (bfloat16)."""
+    header = ["method", "K", "tokens/s", "vs plain", "AL", "accepted at position 1, 2, ..."]
+    if ties is not None:
+        header.insert(5, "ties")
+    rows = []
+    for one in runs:
+        counts = one.acceptance
+        row = [
+            METHOD_NAMES[one.method],
+            str(one.num_draft),
+            f"{one.tokens_per_second:.1f}",
+            f"{one.tokens_per_second / runs[0].tokens_per_second:.2f}x",
+            f"{counts.length:.2f}",
+            rates(counts) or "-",
+        ]
+        if ties is not None:
+            row.insert(5, str(ties.get(one.method, 0)))
+        rows.append(row)
+    return table(header, rows)
+
+
+def rates(counts: Acceptance) -> str:
+    """Acceptance per position, as printed."""
+    return " ".join(f"{rate:.2f}" for rate in counts.rates)
+
+
+def summary(one: Run) -> str:
+    """Two lines for people."""
+    first = "time to first token" if len(one.completions) == 1 else "median time to first token"
+    lines = [
+        f"{one.tokens_per_second:.1f} tokens/s ({one.num_tokens} tokens in {one.seconds:.2f} s), "
+        f"{first} {one.time_to_first_token:.3f} s"
+    ]
+    counts = one.acceptance
+    if one.num_draft:
+        lines.append(
+            f"{METHOD_NAMES[one.method]} K={one.num_draft}: acceptance length {counts.length:.2f} "
+            f"over {counts.rounds} rounds; accepted at position 1, 2, ...: {rates(counts)}"
+        )
+    return "\n".join(lines)
