@@ -1,0 +1,190 @@
+"""Llama and Qwen3 targets against transformers: logits, taps and greedy text of the golden folders."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from peagle_jax.cache import causal_attention
+from peagle_jax.checkpoint import load_target, save_target, target_config
+from peagle_jax.config import EngineConfig, RopeConfig, SamplingParams
+from peagle_jax.engine.engine import Engine
+from peagle_jax.models import Dense
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TAPS = (2, 4, 5)
+LOGITS_ATOL = 2e-4  # logits reach 10: a few float32 steps summed over eight layers
+STATES_ATOL = 5e-4  # residual streams reach 30
+
+
+@cache
+def expected(family: str) -> dict[str, np.ndarray]:
+    return load_file(GOLDEN / "expected" / f"{family}.safetensors")
+
+
+def forward(model: Dense, tokens, taps=TAPS):
+    """Logits, taps and last stream. Not jitted: the operations compile once for all variants."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    last, tapped, _ = model(tokens, positions, [None] * 8, causal_attention, taps=taps)
+    return model.unembed(last), tapped, last
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_logits_and_taps_equal_those_of_transformers(family):
+    want = expected(family)
+    model = load_target(GOLDEN / family, dtype="float32")
+    assert model.config.default_taps == TAPS
+    logits, taps, last = forward(model, want["tokens"])
+    np.testing.assert_allclose(logits, want["logits"], atol=LOGITS_ATOL)
+    np.testing.assert_allclose(taps, want["taps"].reshape(2, 41, -1), atol=STATES_ATOL)
+    np.testing.assert_allclose(last, want["last"], atol=STATES_ATOL)
+
+
+def _rope(**changes):
+    def apply(model: Dense):
+        rope = RopeConfig(theta=1e4) if not changes else replace(model.config.rope, **changes)
+        model.config = replace(model.config, rope=rope)
+
+    return apply
+
+
+def _flat_norm(find):
+    """One norm's weight reset to one, as if it had not been loaded."""
+
+    def apply(model: Dense):
+        weight = find(model).weight
+        weight.set_value(jnp.ones_like(weight[...]))
+
+    return apply
+
+
+def _without(name: str):
+    def apply(model: Dense):
+        for layer in model.layers:
+            setattr(layer.attention, name, lambda x: x)
+
+    return apply
+
+
+def _swapped(find, first: slice, second: slice):
+    """Two equal blocks of rows of a fused weight in the other order."""
+
+    def apply(model: Dense):
+        weight = find(model).weight
+        rows = np.array(weight[...])
+        rows[first], rows[second] = rows[second].copy(), rows[first].copy()
+        weight.set_value(jnp.asarray(rows))
+
+    return apply
+
+
+BROKEN = {
+    "no llama3 scaling": ("llama", _rope()),
+    "other scaling factor": ("llama", _rope(factor=7.0)),
+    "other low frequency": ("llama", _rope(low_freq_factor=2.0)),
+    "other high frequency": ("llama", _rope(high_freq_factor=3.0)),
+    "other original length": ("llama", _rope(original_max_position=128)),
+    "other theta": ("qwen3", _rope(theta=5e5)),
+    "no q norm": ("qwen3", _without("q_norm")),
+    "no k norm": ("qwen3", _without("k_norm")),
+    "no final norm": ("llama", _flat_norm(lambda m: m.norm)),
+    "no input norm": ("qwen3", _flat_norm(lambda m: m.layers[7].input_norm)),
+    "no post norm": ("llama", _flat_norm(lambda m: m.layers[0].post_norm)),
+    "k for v": (
+        "llama",
+        _swapped(lambda m: m.layers[3].attention.qkv, slice(64, 96), slice(96, 128)),
+    ),
+    "up for gate": ("qwen3", _swapped(lambda m: m.layers[3].mlp.gate_up, slice(48), slice(48, 96))),
+    "kv heads exchanged": (
+        "llama",
+        _swapped(lambda m: m.layers[3].attention.qkv, slice(64, 80), slice(80, 96)),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_shows_in_the_logits(rule):
+    family, break_it = BROKEN[rule]
+    model = load_target(GOLDEN / family, dtype="float32")
+    break_it(model)
+    logits, _, _ = forward(model, expected(family)["tokens"])
+    assert np.abs(logits - expected(family)["logits"]).max() > 20 * LOGITS_ATOL
+
+
+@pytest.mark.parametrize("taps", [(1, 3, 4), (3, 5, 6), (2, 4, 6)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_tap_off_by_one_layer_shows(family, taps):
+    model = load_target(GOLDEN / family, dtype="float32")
+    _, tapped, _ = forward(model, expected(family)["tokens"], taps)
+    want = expected(family)["taps"].reshape(2, 41, -1)
+    assert np.abs(tapped - want).max() > 20 * STATES_ATOL
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def family(request) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("chunk", [64, 7])
+def test_the_engine_writes_the_greedy_text_of_transformers(family, chunk):
+    want = expected(family)
+    config = EngineConfig(
+        num_draft=0, max_num_seqs=2, max_model_len=72, page_size=8, prefill_chunk=chunk,
+        prefill_rows=2, max_logprobs=1,
+    )  # fmt: skip
+    engine = Engine(load_target(GOLDEN / family, dtype="float32"), None, config)
+    done = engine.generate(want["tokens"].tolist(), SamplingParams(max_tokens=24, logprobs=1))
+    assert [c.tokens for c in done] == want["greedy"].tolist()
+    first = jax.nn.log_softmax(want["logits"][:, -1])
+    for row, completion in zip(first, done, strict=True):
+        assert abs(completion.logprobs[0].logprob - row.max()) < LOGITS_ATOL
+
+
+def older_form(raw: dict, kind: str) -> dict:
+    """`rope_parameters` (transformers 5) as `rope_theta` and `rope_scaling`, as older files have it."""
+    rope = dict(raw["rope_parameters"])
+    rest = {key: value for key, value in raw.items() if key != "rope_parameters"}
+    theta, name = rope.pop("rope_theta"), rope.pop("rope_type")
+    return rest | {"rope_theta": theta, "rope_scaling": {kind: name, **rope} if rope else None}
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_the_older_config_form_means_the_same(family, kind, tmp_path):
+    shutil.copy(GOLDEN / family / "model.safetensors", tmp_path)
+    raw = json.loads((GOLDEN / family / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(older_form(raw, kind)))
+    model = load_target(tmp_path, dtype="float32")
+    assert model.config == target_config(GOLDEN / family)
+    logits, _, _ = forward(model, expected(family)["tokens"])
+    np.testing.assert_allclose(logits, expected(family)["logits"], atol=LOGITS_ATOL)
+
+
+def test_saving_gives_back_the_same_tensors_and_config(family, tmp_path):
+    model = load_target(GOLDEN / family, dtype="float32")
+    save_target(model, tmp_path, dtype="float32")
+    original = load_file(GOLDEN / family / "model.safetensors")
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(np.array_equal(written[name], original[name]) for name in original)
+    again = load_target(tmp_path, dtype="float32")
+    assert again.config == model.config
+    pairs = zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_bfloat16_files_round_trip_too(family, tmp_path):
+    model = load_target(GOLDEN / family, dtype="bfloat16")
+    save_target(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    again = load_target(tmp_path, dtype="bfloat16")
+    for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
+        assert a.dtype == b.dtype == jnp.bfloat16
+        assert np.array_equal(a, b)
