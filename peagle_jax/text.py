@@ -61,7 +61,7 @@ class Detokenizer:
     """Incremental text of a growing token list; never emits a broken UTF-8 sequence.
 
     Only a short tail is decoded again for each token: text before `_prefix` is final. The tail keeps
-    one finished token of context since some tokenizers write a leading space by what stands before.
+    one finished piece of context since some tokenizers write a leading space by what stands before.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -69,23 +69,28 @@ class Detokenizer:
         self._tokens: list[int] = []
         self._prefix = 0
         self._read = 0
+        self._shown = 0  # characters of the tail's text that were returned
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Appends tokens and returns the text that became certain."""
+        """Appends tokens and returns the text that became certain: all but an unfinished character."""
         self._tokens += tokens
-        before = self._tokenizer.decode(self._tokens[self._prefix : self._read])
         text = self._tokenizer.decode(self._tokens[self._prefix :])
-        if text.endswith(_BROKEN) or len(text) <= len(before):
-            return ""
-        self._prefix, self._read = self._read, len(self._tokens)
-        return text[len(before) :]
+        certain = text.rstrip(_BROKEN)
+        fresh = certain[self._shown :]
+        if fresh and certain == text:
+            self._prefix, self._read = self._read, len(self._tokens)
+            self._shown = len(self._tokenizer.decode(self._tokens[self._prefix : self._read]))
+        else:
+            self._shown = max(self._shown, len(certain))
+        return fresh
 
     def flush(self) -> str:
         """The rest at the end of a text, replacement characters included."""
-        before = self._tokenizer.decode(self._tokens[self._prefix : self._read])
         text = self._tokenizer.decode(self._tokens[self._prefix :])
+        rest = text[self._shown :]
         self._prefix = self._read = len(self._tokens)
-        return text[len(before) :]
+        self._shown = 0
+        return rest
 
 
 class StopChecker:

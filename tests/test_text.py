@@ -1,0 +1,135 @@
+"""Incremental text against decoding everything at once, on bytes no one would call text."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from peagle_jax.config import ConfigError
+from peagle_jax.text import Detokenizer, StopChecker, TextStream, Tokenizer
+
+SAMPLE = "def größe(ключ: str) -> int:\n    return 值 * 2  # naïve 😀 👩‍👩‍👧 ½ … “quoted”\n" * 8
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """A byte-level BPE so small that most characters beyond ASCII take several tokens."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([SAMPLE], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def in_pieces(tokens: list[int], rng: random.Random) -> list[list[int]]:
+    pieces, start = [], 0
+    while start < len(tokens):
+        size = rng.randint(1, 4)
+        pieces.append(tokens[start : start + size])
+        start += size
+    return pieces
+
+
+def test_text_survives_a_round_trip(tokenizer):
+    assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_of_byte_soup_join_to_the_full_decoding(tokenizer, seed):
+    rng = random.Random(seed)
+    soup = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(1, 120))]
+    detokenizer = Detokenizer(tokenizer)
+    text = "".join(detokenizer.add(piece) for piece in in_pieces(soup, rng))
+    assert text + detokenizer.flush() == tokenizer.decode(soup)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_real_text_never_shows_half_a_character(tokenizer, seed):
+    rng = random.Random(seed)
+    detokenizer, shown = Detokenizer(tokenizer), ""
+    for piece in in_pieces(tokenizer.encode(SAMPLE), rng):
+        shown += detokenizer.add(piece)
+        assert SAMPLE.startswith(shown)
+    assert shown + detokenizer.flush() == SAMPLE
+
+
+def test_a_special_token_shows_nothing_and_does_not_stall_the_rest(tokenizer):
+    detokenizer = Detokenizer(tokenizer)
+    tokens = tokenizer.encode("ab")
+    assert detokenizer.add([*tokens, 0]) == "ab"
+    assert detokenizer.add([0]) == ""
+    assert detokenizer.add(tokens) == "ab"
+
+
+def checked(tokenizer, text: str, stops: tuple[str, ...]) -> tuple[str | None, int]:
+    """The stop string found while `text` grows token by token, and the number of tokens then."""
+    check, tokens = StopChecker(tokenizer, stops), tokenizer.encode(text)
+    for size in range(1, len(tokens) + 1):
+        found = check(tokens[:size])
+        if found is not None:
+            return found, size
+    return None, len(tokens)
+
+
+@pytest.mark.parametrize(
+    "stops", [("return",), ("int:\n    ret",), ("😀",), ("値", "值 *"), ("naïve 😀 👩", "zzz")]
+)
+def test_a_stop_string_is_found_across_token_borders(tokenizer, stops):
+    found, size = checked(tokenizer, SAMPLE, stops)
+    assert found in stops
+    text = tokenizer.decode(tokenizer.encode(SAMPLE)[:size])
+    assert found in text
+    shorter = tokenizer.decode(tokenizer.encode(SAMPLE)[: size - 1])
+    assert found not in shorter
+
+
+def test_text_without_the_stop_string_is_not_stopped(tokenizer):
+    assert checked(tokenizer, SAMPLE, ("retürn", "intt"))[0] is None
+
+
+def test_the_earliest_of_several_stop_strings_is_named(tokenizer):
+    assert StopChecker(tokenizer, ("turn", "et", "rn"))(tokenizer.encode(" return")) == "et"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stream_shows_exactly_the_text_before_the_stop_string(tokenizer, seed):
+    rng = random.Random(seed)
+    start = rng.randrange(len(SAMPLE) - 20)
+    stop = SAMPLE[start : start + rng.randint(1, 12)]
+    stream, shown = TextStream(tokenizer, (stop, "not there")), ""
+    expected = SAMPLE[: SAMPLE.find(stop)]
+    for piece in in_pieces(tokenizer.encode(SAMPLE), rng):
+        shown += stream.add(piece)
+        assert expected.startswith(shown)
+    assert shown + stream.finish() == expected
+
+
+def test_a_stream_gives_back_what_only_looked_like_a_stop_string(tokenizer):
+    stream = TextStream(tokenizer, ("return 7",))
+    assert stream.add(tokenizer.encode("x\nretur")) == "x\n"
+    assert stream.add(tokenizer.encode("ned")) == "returned"
+    assert stream.add(tokenizer.encode(" retur")) == " "
+    assert stream.finish() == "retur"
+
+
+def test_a_stream_without_stop_strings_shows_everything_at_once(tokenizer):
+    stream = TextStream(tokenizer, ())
+    assert stream.add(tokenizer.encode("return")) == "return"
+    assert stream.finish() == ""
+
+
+def test_a_folder_without_a_tokenizer_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a tokenizer file"):
+        Tokenizer(tmp_path)
