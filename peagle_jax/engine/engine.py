@@ -57,7 +57,8 @@ class Engine:
       head: the drafter's weights; None decodes plainly (then `config.num_draft` counts as 0).
       config: sizes; `max_model_len` is cut to what the target supports.
       tokenizer: needed for text prompts and stop strings.
-      drafter: a drafter to use instead of wrapping `head` (notebooks, tests).
+      drafter: a drafter to use instead of wrapping `head` (notebooks, tests); with `head` None it
+        gets neither taps nor a cache.
       accept: the acceptance rule.
     """
 
@@ -71,7 +72,7 @@ class Engine:
         drafter: Drafter | None = None,
         accept: AcceptRule = verify,
     ):
-        if head is None or config.num_draft == 0:
+        if config.num_draft == 0 or (head is None and drafter is None):
             head, drafter = None, None
             config = replace(config, num_draft=0)
         limit = min(config.max_model_len, target.config.max_position)

@@ -1,0 +1,19 @@
+"""Tests compile hundreds of tiny programs and run each for milliseconds: compile cheaply, once."""
+
+import os
+
+_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pytest  # noqa: E402 (after the flags)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Equal programs of different tests and workers compile once."""
+    import jax
+
+    folder = tmp_path_factory.getbasetemp().parent / "jax-cache"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

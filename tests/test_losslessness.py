@@ -1,0 +1,236 @@
+"""Speculation never changes the output: greedy token for token, sampled in law."""
+
+import functools
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.cache import causal_attention
+from peagle_jax.drafter import Proposal
+from peagle_jax.engine.stats import Acceptance
+from tests import tiny
+
+MAX_TOKENS = 33
+LENGTHS = (1, 2, 7, 16, 17, 30, 41, 5)
+
+
+def prompts(count: int = 8) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in LENGTHS[:count]]
+
+
+def engine_config(**changes) -> EngineConfig:
+    sizes = dict(max_num_seqs=8, max_model_len=96, page_size=4, prefill_chunk=16, prefill_rows=2)
+    return EngineConfig(**(sizes | changes))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OracleDrafter:
+    """Knows every sequence's true continuation; proposes it shifted by `offset` in the vocabulary.
+
+    Offset 0 is the perfect drafter, offset 1 the adversarial one: plausible ids, always wrong.
+    """
+
+    table: jax.Array  # [sequences, positions]
+    offset: jax.Array
+    num_draft: int = field(metadata=dict(static=True))
+
+    def propose(self, target, inputs, cache):
+        last = jnp.take_along_axis(inputs.tokens, jnp.maximum(inputs.num_real - 1, 0)[:, None], 1)
+        position = inputs.start + inputs.num_real
+        who = jnp.argmax(last == self.table[:, position].T, axis=1)  # which sequence this is
+        ahead = position[:, None] + 1 + jnp.arange(self.num_draft)
+        drafts = self.table[who[:, None], jnp.minimum(ahead, self.table.shape[1] - 1)]
+        return Proposal((drafts + self.offset) % tiny.TARGET.vocab_size, None), cache
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target()
+
+
+@pytest.fixture(scope="module")
+def naive(target) -> list[list[int]]:
+    """Greedy outputs by full forward passes without any cache: the definition."""
+    length = 96
+    forward = jax.jit(
+        lambda tokens: target.unembed(
+            target(
+                tokens,
+                jnp.arange(length)[None],
+                [None] * target.config.num_layers,
+                causal_attention,
+            )[0]
+        )
+    )
+    outputs = []
+    for prompt in prompts():
+        row = np.zeros((1, length), np.int32)
+        row[0, : len(prompt)] = prompt
+        for end in range(len(prompt), len(prompt) + MAX_TOKENS):
+            row[0, end] = int(jnp.argmax(forward(row)[0, end - 1]))
+        outputs.append(row[0, len(prompt) : len(prompt) + MAX_TOKENS].tolist())
+    return outputs
+
+
+def oracle_engine(target, naive, num_draft: int, offset: int) -> Engine:
+    table = np.zeros((len(naive), 160), np.int32)
+    for row, (prompt, output) in enumerate(zip(prompts(), naive, strict=True)):
+        text = prompt + output
+        table[row, : len(text)] = text
+    drafter = OracleDrafter(jnp.asarray(table), jnp.asarray(offset), num_draft)
+    return Engine(target, None, engine_config(num_draft=num_draft), drafter=drafter)
+
+
+@pytest.fixture(scope="module")
+def engine_of(target):
+    """Engines by method and J, shared by the tests: compiling is what costs."""
+
+    @functools.cache
+    def make(method: str, num_draft: int) -> Engine:
+        head = None if method == "none" else tiny.head(method)
+        return Engine(target, head, engine_config(num_draft=num_draft))
+
+    return make
+
+
+def run(engine: Engine, count: int = 8, **params) -> list[list[int]]:
+    done = engine.generate(prompts(count), SamplingParams(max_tokens=MAX_TOKENS, **params))
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.num_free == engine.config.total_pages - 1
+    return [c.tokens for c in done]
+
+
+def test_plain_decoding_equals_recomputing_everything(engine_of, naive):
+    assert run(engine_of("none", 0)) == naive
+
+
+@pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_output_is_unchanged_by_a_random_head(engine_of, naive, method, num_draft):
+    assert run(engine_of(method, num_draft)) == naive
+
+
+@pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
+def test_output_is_unchanged_by_a_perfect_drafter(target, naive, num_draft):
+    engine = oracle_engine(target, naive, num_draft, 0)
+    done = engine.generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS))
+    assert [c.tokens for c in done] == naive
+    # Every draft whose truth the table knows is accepted: fewest rounds that can be.
+    fewest = -(-(MAX_TOKENS - 1) // (num_draft + 1))
+    assert all(fewest <= c.rounds <= fewest + 1 for c in done)
+
+
+@pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
+def test_output_is_unchanged_by_an_adversarial_drafter(target, naive, num_draft):
+    engine = oracle_engine(target, naive, num_draft, 1)
+    done = engine.generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS))
+    assert [c.tokens for c in done] == naive
+    assert Acceptance.of(done).accepted == 0
+
+
+@pytest.mark.parametrize("batch", range(1, 9))
+def test_output_is_unchanged_by_the_batch_size(engine_of, naive, batch):
+    assert run(engine_of("peagle", 5), batch) == naive[:batch]
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(1, 1), (5, 3), (64, 1)])
+def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows):
+    config = engine_config(num_draft=3, prefill_chunk=chunk, prefill_rows=rows, max_num_seqs=4)
+    assert run(Engine(target, tiny.head(), config)) == naive
+
+
+@pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
+def test_output_is_unchanged_by_preemption(target, naive, method):
+    head = None if method == "none" else tiny.head(method)
+    config = engine_config(num_draft=0 if head is None else 3, num_pages=34, max_num_seqs=4)
+    engine = Engine(target, head, config)
+    assert run(engine) == naive
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_output_is_unchanged_by_per_request_draft_counts(engine_of, naive):
+    engine = engine_of("peagle", 5)
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, num_speculative_tokens=k)
+        for k in (None, 0, 1, 2, 3, 4, 5, 0)
+    ]
+    done = engine.generate(prompts(), params)
+    assert [c.tokens for c in done] == naive
+    assert [len(c.accepted_per_position) for c in done] == [5, 0, 1, 2, 3, 4, 5, 0]
+    assert done[1].drafted == 0
+
+
+def test_a_pruned_draft_vocabulary_changes_nothing(target, naive):
+    head = tiny.head(draft_vocab_size=50)
+    ids = np.sort(np.random.default_rng(0).choice(tiny.HEAD.vocab_size, 50, replace=False))
+    head.d2t.set_value(jnp.asarray(ids - np.arange(50), jnp.int32))
+    assert run(Engine(target, head, engine_config(num_draft=3))) == naive
+
+
+def test_bfloat16_differs_only_at_ties(target):
+    """Rule: outputs may part only where plain decoding's two best logits are within 1 bf16 step.
+
+    A float32 logit computed from bfloat16 activations carries an error of a few parts in 2^8 of the
+    largest logit; rows of another shape may round it the other way.
+    """
+    half = tiny.target(dtype="bfloat16")
+    head = tiny.head(dtype="bfloat16")
+    config = dict(dtype="bfloat16", max_num_seqs=4)
+    params = SamplingParams(max_tokens=MAX_TOKENS, logprobs=2)
+    plain = Engine(half, None, engine_config(num_draft=0, **config)).generate(prompts(), params)
+    spec = Engine(half, head, engine_config(num_draft=3, **config)).generate(prompts(), params)
+    for a, b in zip(plain, spec, strict=True):
+        parted = [
+            i for i, pair in enumerate(zip(a.tokens, b.tokens, strict=True)) if len({*pair}) > 1
+        ]
+        if parted:
+            (_, best), (_, second) = a.logprobs[parted[0]].top
+            assert best - second < 0.1, f"parted at token {parted[0]} without a tie"
+
+
+@pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_sampled_output_has_the_targets_law(method, draft_sampling):
+    """Joint law of the first three tokens after a prompt, vocabulary 4, against exact probabilities.
+
+    6000 requests over 64 outcomes; at level 1e-3 a test of this size finds an effect of w = 0.1
+    (a total variation of about 0.04) with a power above 0.99.
+    """
+    small = dict(vocab_size=4)
+    target = tiny.target(seed=3, **small)
+    head = tiny.head(method, seed=5, draft_vocab_size=4, **small)
+    temperature, prompt, count = 4.0, [2, 3, 3, 0, 1], 6000
+    config = EngineConfig(
+        num_draft=2, max_num_seqs=64, max_model_len=16, page_size=4, prefill_chunk=8,
+        prefill_rows=16, draft_sampling=draft_sampling, max_logprobs=0, max_waiting=count,
+    )  # fmt: skip
+    engine = Engine(target, head, config)
+    params = [SamplingParams(max_tokens=3, temperature=temperature, seed=s) for s in range(count)]
+    done = engine.generate([prompt] * count, params)
+    # Two drafts must often be accepted and often be rejected, or the test would show nothing.
+    assert 0.1 < Acceptance.of(done).rates[0] < 0.95
+
+    expected = np.zeros((4, 4, 4))
+    continuations = np.stack(np.meshgrid(*[np.arange(4)] * 2, indexing="ij"), -1).reshape(-1, 2)
+    rows = np.concatenate([np.tile(prompt, (16, 1)), continuations], axis=1)
+    positions = jnp.broadcast_to(jnp.arange(7), rows.shape)
+    hidden, _, _ = target(rows, positions, [None] * 3, causal_attention)
+    p = np.asarray(jax.nn.softmax(target.unembed(hidden) / temperature, axis=-1), np.float64)
+    for row, (a, b) in enumerate(continuations):
+        expected[a, b] = p[row, 4, a] * p[row, 5, b] * p[row, 6]
+    observed = np.zeros((4, 4, 4))
+    for completion in done:
+        observed[tuple(completion.tokens)] += 1
+    keep = expected * count >= 5  # pool the rare outcomes, as the chi-square approximation needs
+    f_obs = [*observed[keep], observed[~keep].sum()]
+    f_exp = [*(expected[keep] * count), expected[~keep].sum() * count]
+    if f_exp[-1] < 5:
+        f_obs, f_exp = f_obs[:-1], np.array(f_exp[:-1]) * sum(f_obs[:-1]) / sum(f_exp[:-1])
+    assert stats.chisquare(f_obs, np.array(f_exp) * sum(f_obs) / sum(f_exp)).pvalue > 1e-3
