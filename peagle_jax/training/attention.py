@@ -2,7 +2,8 @@
 
 Element (a, d) attends to the depth-0 slots up to its anchor and to its own chain (a, 1) .. (a, d)
 (peagle-spec 4.4). The rule is used as structure and never as a mask over pairs of elements: scores
-against the S context keys, d scores against the chain, one softmax over both.
+against the S context keys, scores against at most K_train - 1 keys of the own chain, one softmax over
+both. Letters: C context keys, R element rows, D chain length, E entries of a depth block.
 """
 
 import itertools
@@ -64,85 +65,117 @@ class Keys(NamedTuple):
     v: jax.Array
 
 
-def attend_block(
-    q: jax.Array,
-    context: Keys,
-    chain: list[Keys],
-    anchor: jax.Array,
-    *,
-    window: int | None,
-) -> jax.Array:
-    """Attention of the elements of one depth.
+def _split_heads(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[B, R, N, H] -> scaled [B, R, K, G, H]."""
+    B, R, N, H = q.shape
+    return (q * H**-0.5).astype(q.dtype).reshape(B, R, num_kv_heads, N // num_kv_heads, H)
+
+
+def _context_part(q, near, anchor, depth, context: Keys, window: int | None):
+    """Softmax over context and chain scores, applied to the context's values.
 
     Args:
-      q: [B, R, N, H], elements of depth d = len(chain).
-      context: depth-0 keys and values of slots 0..C-1.
-      chain: keys and values of depths 1..d, entry i of each belonging to the anchor of query i.
-      anchor: [B, R].
-      window: context keys must satisfy `key > anchor + d - window`; None: no limit.
+      q: [B, R, K, G, H]; near: [B, R, K, G, D] float32 chain scores, -inf where there is no key.
+      anchor: [B, R]; depth: [R].
     Returns:
-      [B, R, N, H].
+      what the context contributes, [B, R, K, G, H], and the chain's weights, like `near`.
     """
-    B, R, N, H = q.shape
-    C, K = context.k.shape[1:3]
-    q = (q * H**-0.5).astype(q.dtype).reshape(B, R, K, N // K, H)
-    key = jnp.arange(C)
+    key = jnp.arange(context.k.shape[1])
     visible = key <= anchor[..., None]  # [B, R, C]
     if window is not None:
-        visible &= key > (anchor + len(chain) - window)[..., None]
-    far = jnp.where(visible[:, None, None], _scores(q, context.k), -1e30)
-    wide = lambda x: x.astype(jnp.float32)
-    near = [(wide(q) * wide(link.k)[..., None, :]).sum(-1) for link in chain]  # each [B,R,K,G]
-    near = jnp.stack(near, axis=-1).transpose(0, 2, 3, 1, 4)  # [B,K,G,R,d]
+        visible &= key > (anchor + depth - window)[..., None]
+    far = jnp.where(visible[:, None, None], _scores(q, context.k), -jnp.inf)  # [B,K,G,R,C]
+    near = near.transpose(0, 2, 3, 1, 4)  # [B,K,G,R,D]
     top = jax.lax.stop_gradient(jnp.maximum(far.max(-1), near.max(-1)))[..., None]
     far, near = jnp.exp(far - top), jnp.exp(near - top)
     total = (far.sum(-1) + near.sum(-1))[..., None]
-    weights = (far / total).astype(q.dtype)
-    out = jnp.einsum("bkgrc,bckh->brkgh", weights, context.v)
-    near = (near / total).transpose(4, 0, 3, 1, 2)[..., None]  # [d,B,R,K,G,1]
-    linked = sum(w * wide(link.v)[..., None, :] for w, link in zip(near, chain, strict=True))
-    return (wide(out) + linked).astype(q.dtype).reshape(B, R, N, H)
+    out = jnp.einsum("bkgrc,bckh->brkgh", (far / total).astype(q.dtype), context.v)
+    return out, (near / total).transpose(0, 3, 1, 2, 4)
 
 
-def _attend_chunked(q, context, chain, anchor, *, window, chunk):
-    """`attend_block` over slices of `chunk` queries, recomputed in the backward pass."""
-    R = q.shape[1]
+def _context_chunked(q, near, anchor, depth, context: Keys, window, chunk: int | None):
+    """`_context_part` over slices of `chunk` rows, recomputed in the backward pass."""
+    B, R = anchor.shape
     if chunk is None or chunk >= R:
-        return attend_block(q, context, chain, anchor, window=window)
+        return _context_part(q, near, anchor, depth, context, window)
     pieces = -(-R // chunk)
 
     def split(x):  # [B, R, ...] -> [pieces, B, chunk, ...]
         pad = [(0, 0), (0, pieces * chunk - R)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.moveaxis(jnp.pad(x, pad).reshape(x.shape[0], pieces, chunk, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(jnp.pad(x, pad).reshape(B, pieces, chunk, *x.shape[2:]), 1, 0)
 
-    one = jax.checkpoint(lambda x: attend_block(x[0], context, x[1], x[2], window=window))
-    out = jax.lax.map(one, jax.tree.map(split, (q, chain, anchor)))
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :R]
+    one = jax.checkpoint(lambda x: _context_part(*x[:3], x[3][0], context, window))
+    depth = jnp.broadcast_to(depth, (B, R))
+    out = jax.lax.map(one, jax.tree.map(split, (q, near, anchor, depth)))
+    return jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(B, pieces * chunk, *x.shape[3:])[:, :R], out
+    )
+
+
+@jax.custom_vjp
+def _chain_scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """q [B,D,E,K,G,H], k [B,J,E,K,H] -> float32 [B,D,E,K,G,J]: entry by entry, all pairs of depths."""
+    return jnp.einsum("bdekgh,bjekh->bdekgj", q, k, preferred_element_type=jnp.float32)
+
+
+def _chain_scores_bwd(saved, g):
+    q, k = saved
+    g = g.astype(q.dtype)
+    return jnp.einsum("bdekgj,bjekh->bdekgh", g, k), jnp.einsum("bdekgj,bdekgh->bjekh", g, q)
+
+
+_chain_scores.defvjp(lambda q, k: (_chain_scores(q, k), (q, k)), _chain_scores_bwd)
+
+
+def _chain_values(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """weights [B,D,E,K,G,J], v [B,J,E,K,H] -> [B,D,E,K,G,H]."""
+    return jnp.einsum("bdekgj,bjekh->bdekgh", weights.astype(v.dtype), v)
 
 
 @dataclass(frozen=True)
 class ElementAttention:
-    """`layers.Attend` over the rows of `Elements`, all depths in one call (P-EAGLE)."""
+    """`layers.Attend` over the rows of `Elements`, all depths in one call (P-EAGLE).
+
+    For the chain the depth blocks are padded to one rectangle [B, D, E]: because every block is a
+    prefix of the first, entry e holds the same anchor at every depth.
+    """
 
     elements: Elements
     backend: Backend = "auto"
     chunk: int | None = None
-    """Queries attended at once; None: a whole depth. Bounds the scores kept in memory."""
+    """Rows whose context scores exist at a time; None: all."""
+
+    def _rectangle(self, x: jax.Array) -> jax.Array:
+        """Rows [B, R, ...] of depths 1.. -> [B, D, E, ...]."""
+        sizes = self.elements.sizes
+        edges = itertools.accumulate(sizes[:-1])
+        pad = lambda block: [(0, 0), (0, sizes[0] - block.shape[1])] + [(0, 0)] * (x.ndim - 2)
+        blocks = jnp.split(x, list(edges), axis=1)
+        return jnp.stack([jnp.pad(block, pad(block)) for block in blocks], axis=1)
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        """Undoes `_rectangle`."""
+        sizes = self.elements.sizes
+        return jnp.concatenate([x[:, d, :size] for d, size in enumerate(sizes)], axis=1)
 
     def __call__(self, q, k, v, cache: None, *, window: int | None):
-        offsets = self.elements.offsets
-        blocks = [slice(a, b) for a, b in itertools.pairwise(offsets)]
-        context = Keys(k[:, blocks[0]], v[:, blocks[0]])
-        out = [causal(self.backend)(q[:, blocks[0]], *context, None, window=window)[0]]
-        for d, rows in enumerate(blocks[1:], start=1):
-            size = rows.stop - rows.start
-            prefixes = [slice(b.start, b.start + size) for b in blocks[1 : d + 1]]
-            chain = [Keys(k[:, p], v[:, p]) for p in prefixes]
-            anchor = self.elements.anchor[:, rows]
-            out.append(
-                _attend_chunked(q[:, rows], context, chain, anchor, window=window, chunk=self.chunk)
-            )
-        return jnp.concatenate(out, axis=1), None
+        B, T, N, H = q.shape
+        S = self.elements.num_slots
+        context = Keys(k[:, :S], v[:, :S])
+        first = causal(self.backend)(q[:, :S], *context, None, window=window)[0]
+        if T == S:
+            return first, None
+        deep = _split_heads(q[:, S:], k.shape[2])
+        k, v = self._rectangle(k[:, S:]), self._rectangle(v[:, S:])
+        near = _chain_scores(self._rectangle(deep), k)  # [B,D,E,K,G,J]
+        D = len(self.elements.sizes)
+        in_chain = jnp.tri(D, dtype=bool)[:, None, None, None]  # key depth <= query depth
+        near = self._rows(jnp.where(in_chain, near, -jnp.inf))
+        depth = jnp.asarray(self.elements.depth[S:])
+        anchor = self.elements.anchor[:, S:]
+        far, near = _context_chunked(deep, near, anchor, depth, context, window, self.chunk)
+        out = far + self._rows(_chain_values(self._rectangle(near), v))
+        return jnp.concatenate([first, out.reshape(B, T - S, N, H)], axis=1), None
 
 
 @dataclass(frozen=True)
@@ -160,7 +193,13 @@ class UnrolledAttention:
         cache = [*(cache or []), Keys(k, v)]
         if len(cache) == 1:
             return causal(self.backend)(q, k, v, None, window=window)[0], cache
-        anchor = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-        context, *chain = cache
-        out = _attend_chunked(q, context, chain, anchor, window=window, chunk=self.chunk)
-        return out, cache
+        B, S, N, H = q.shape
+        context, *links = cache
+        chain = Keys(*(jnp.stack(x, axis=1) for x in zip(*links, strict=True)))  # [B, J, S, K, H]
+        q = _split_heads(q, k.shape[2])
+        near = _chain_scores(q[:, None], chain.k)[:, 0]
+        anchor = jnp.broadcast_to(jnp.arange(S), (B, S))
+        depth = jnp.full(S, len(links))
+        far, near = _context_chunked(q, near, anchor, depth, context, window, self.chunk)
+        out = far + _chain_values(near[:, None], chain.v)[:, 0]
+        return out.reshape(B, S, N, H), cache
