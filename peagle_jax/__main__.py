@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=1.0, metavar="P")
     add("--top-k", type=int, default=0, metavar="N")
     add("--min-p", type=float, default=0.0, metavar="P")
-    add("--seed", type=int, metavar="N", help="prompt i uses seed N+i")
+    add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
 
     group = parser.add_argument_group("output")
@@ -116,14 +116,10 @@ def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
         top_p=args.top_p,
         top_k=args.top_k,
         min_p=args.min_p,
-        seed=args.seed,
         stop=tuple(args.stop),
         logprobs=args.logprobs,
     )
-    if args.seed is None:
-        return [prompt.params(base) for prompt in prompts]
-    seeded = (replace(base, seed=args.seed + i) for i in range(len(prompts)))
-    return [prompt.params(params) for prompt, params in zip(prompts, seeded, strict=True)]
+    return [prompt.params(replace(base, seed=args.seed + i)) for i, prompt in enumerate(prompts)]
 
 
 def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) -> EngineConfig:
@@ -185,6 +181,16 @@ def _loading(args):
         raise ConfigError(f"cannot load {folders}: {type(error).__name__}: {error}") from error
 
 
+def _check(engine, prompts: list[Prompt], texts, params: list[SamplingParams]) -> None:
+    """Lets the engine refuse what it cannot run before anything is compiled or shown."""
+    for prompt, text, one in zip(prompts, texts, params, strict=True):
+        try:
+            engine.abort(engine.add_request(text, one, request_id=prompt.name))
+        except ConfigError as error:
+            where = "" if prompt.name in str(error) else f"{prompt.name}: "
+            raise ConfigError(f"{where}{error}") from error
+
+
 class _Printer:
     """Shows text: one prompt as it arrives, several in blocks as each is finished."""
 
@@ -193,7 +199,7 @@ class _Printer:
 
         from peagle_jax.text import TextStream
 
-        self._prompts = prompts
+        self._names = [prompt.name for prompt in prompts]
         self._streams = []
         if engine.tokenizer is not None and not quiet:
             self._streams = [TextStream(engine.tokenizer, one.stop) for one in params]
@@ -207,25 +213,26 @@ class _Printer:
             print(self._text[0], end="", flush=True)
 
     def update(self, request, tokens: list[int]) -> None:
-        """`Engine.generate`'s callback; a fresh engine numbers its requests from 0."""
+        """`Engine.generate`'s callback."""
+        number = request.id - len(self._names)  # `_check` used up that many
         if request.is_finished:
             self._bar.update()
         if self._quiet:
             return
-        fresh = self._fresh(request, tokens)
+        fresh = self._fresh(number, tokens, request.is_finished)
         if self._single:
             print(fresh, end="\n" if request.is_finished else "", flush=True)
             return
-        self._text[request.id] += fresh
+        self._text[number] += fresh
         if request.is_finished:
-            block = f"=== {self._prompts[request.id].name}\n{self._text[request.id]}\n"
+            block = f"=== {self._names[number]}\n{self._text[number]}\n"
             self._bar.write(block, file=sys.stdout)
 
-    def _fresh(self, request, tokens: list[int]) -> str:
+    def _fresh(self, number: int, tokens: list[int], is_last: bool) -> str:
         if not self._streams:
             return "".join(f" {token}" for token in tokens)
-        stream = self._streams[request.id]
-        return stream.add(tokens) + (stream.finish() if request.is_finished else "")
+        stream = self._streams[number]
+        return stream.add(tokens) + (stream.finish() if is_last else "")
 
     def close(self) -> None:
         self._bar.close()
@@ -248,6 +255,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
         drafter = args.drafter[0] if args.drafter else None
         engine = load(args.model, drafter, method=args.method, config=config)
         texts = _texts(prompts, engine.tokenizer, args.chat)
+    _check(engine, prompts, texts, params)
     loaded = time.perf_counter()
     engine.warm_up()
     logging.getLogger(__name__).info(
@@ -280,6 +288,8 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     if not heads:
         raise ConfigError(f"--compare needs a head for {args.model}: give --drafter DIR")
     engines = runs.make_engines(target, heads, config, tokenizer=tokenizer)
+    for engine in engines.values():
+        _check(engine, prompts, texts, params)
     results, failures, ties = [], [], {}
     for method, engine in engines.items():
         with tqdm(total=len(prompts), desc=runs.METHOD_NAMES[method], disable=None) as bar:
@@ -322,7 +332,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s: %(message)s")
     fail = lambda message: print(

@@ -92,10 +92,9 @@ def run(
 def warm_up(engine: Engine) -> None:
     """Compiles, then decodes a few tokens: first calls pay for allocations that later ones do not."""
     engine.warm_up()
-    room = engine.config.max_model_len - 1
-    if room > 1:
-        params = SamplingParams(max_tokens=min(_WARM_UP_TOKENS, room), ignore_eos=True)
-        engine.generate([[0]] * min(engine.config.max_num_seqs, 2), params)
+    if engine.config.max_model_len > 1:
+        params = SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
+        engine.generate([[0]] * engine.config.max_num_seqs, params)
 
 
 def load_methods(
@@ -179,14 +178,14 @@ def _tied(plain: Engine, prefix: list[int], candidates: set[int]) -> bool:
 
 
 def greedy(params: SamplingParams, name: str) -> SamplingParams:
-    """`params` without the report of logprobs.
+    """`params` for every method alike: no report of logprobs, the engine's number of drafts.
 
     Raises:
       ConfigError: `params` sample, so outputs cannot be compared token by token.
     """
     if params.temperature != 0:
         raise ConfigError(f"{name}: temperature={params.temperature} but --compare is greedy")
-    return replace(params, logprobs=None)
+    return replace(params, logprobs=None, num_speculative_tokens=None)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,256 @@
+"""Every mistake a user can make is one line on stderr and exit code 2, before anything is generated."""
+
+import json
+import os
+import struct
+
+import pytest
+
+from peagle_jax.engine import memory
+
+PROMPT = "def f(x):"
+
+
+def refused(result: tuple[int, str, str], *parts: str) -> None:
+    code, out, err = result
+    assert code == 2, (out, err)
+    assert out == ""
+    assert err.startswith("peagle-generate: error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    for part in parts:
+        assert part in err
+
+
+def edit_config(folder, **changes) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def drop_tensor(folder, name: str) -> None:
+    """Removes a tensor from the file's header; its bytes stay."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    del header[name]
+    text = json.dumps(header).encode().ljust(length)
+    path.write_bytes(data[:8] + text + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        ([], ["give a PROMPT"]),
+        ([""], ["prompt 1", "empty"]),
+        (["x", ""], ["prompt 2", "empty"]),
+        (["x", "--method", "magic"], ["--method", "magic"]),
+        (["x", "--unknown"], ["--unknown"]),
+        (["x", "-K", "129"], ["num_speculative_tokens=129", "128"]),
+        (["x", "-K", "-1"], ["num_speculative_tokens=-1"]),
+        (["x", "-K", "many"], ["many"]),
+        (["x", "--max-tokens", "0"], ["max_tokens=0"]),
+        (["x", "--temperature", "-1"], ["temperature=-1.0"]),
+        (["x", "--temperature", "nan"], ["temperature=nan"]),
+        (["x", "--top-p", "0"], ["top_p=0.0"]),
+        (["x", "--top-k", "-2"], ["top_k=-2"]),
+        (["x", "--min-p", "2"], ["min_p=2.0"]),
+        (["x", "--seed", "-1"], ["seed=-1"]),
+        (["x", "--stop", ""], ["stop="]),
+        (["x", "--logprobs", "-1"], ["logprobs=-1"]),
+        (["x", "--concurrency", "0"], ["--concurrency 0"]),
+        (["x", "--limit", "0"], ["--limit 0"]),
+        (["x", "--max-model-len", "0"], ["max_model_len=0"]),
+        (["x", "--compare", "y"], ["--compare"]),
+        (["--compare", ""], ["empty"]),
+        (["--compare", "nowhere.jsonl"], ["nowhere.jsonl", "cannot be read"]),
+        (["--prompts", "nowhere.jsonl"], ["nowhere.jsonl", "cannot be read"]),
+    ],
+)
+def test_arguments_that_make_no_sense(generate, argv, parts):
+    refused(generate(*argv), *parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (
+            b'{"prompt": "a"}\n{"prompt": "b", "max_token": 3}\n',
+            [":2", "'max_token'", "max_tokens"],
+        ),
+        (b'{"prompt": "a"}\n\n{"prompt": \n', [":3", "not JSON"]),
+        (b"[" * 100_000 + b"\n", [":1", "not JSON"]),
+        (b"[1, 2]\n", [":1", "JSON object"]),
+        (b'{"prompt": ""}\n', [":1", "empty"]),
+        (b'{"prompt": []}\n', [":1", "empty"]),
+        (b'{"prompt": ["a"]}\n', [":1", "token ids"]),
+        (b'{"prompt": "\\ud800"}\n', [":1", "Unicode"]),
+        (b'{"text": "a"}\n', [":1", "'text'"]),
+        (b'{"max_tokens": 3}\n', [":1", "no prompt"]),
+        (b'{"task_id": "HumanEval/0"}\n', [":1", "no prompt"]),
+        (b'{"question_id": 81, "turns": []}\n', [":1", "no prompt"]),
+        (b'{"prompt": "a", "max_tokens": "3"}\n', [":1", "max_tokens='3'", "whole number"]),
+        (b'{"prompt": "a", "seed": true}\n', [":1", "seed=True"]),
+        (b'{"prompt": "a", "stop": [3]}\n', [":1", "stop=[3]"]),
+        (b'{"prompt": "a", "temperature": null}\n', [":1", "temperature=None"]),
+        (b'{"prompt": "a", "top_p": 7}\n', [":1", "top_p=7"]),
+        (b"\xff\xfe\n", ["UTF-8"]),
+        (b"\n", ["no prompts"]),
+    ],
+)
+def test_rows_that_make_no_sense(generate, tmp_path, content, parts):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content)
+    refused(generate("--prompts", file), "rows.jsonl", *parts)
+
+
+def test_a_folder_is_no_prompt_file(generate, tmp_path):
+    refused(generate("--prompts", tmp_path), "cannot be read")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_prompt_file(generate, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    file.chmod(0)
+    refused(generate("--prompts", file), "cannot be read")
+
+
+def test_a_model_without_a_head_needs_a_method(generate, folders):
+    refused(generate(PROMPT, "--model", folders.target, "--no-cache"), "--drafter DIR")
+    refused(generate("--compare", PROMPT, "--model", folders.target, "--no-cache"), "--drafter DIR")
+
+
+def test_generate_takes_one_head(generate, folders):
+    extra = ["--drafter", folders.eagle3]
+    refused(generate(PROMPT, *folders.options(), *extra), "--drafter is given more than once")
+
+
+def test_compare_takes_one_head_for_each_method(generate, folders):
+    extra = ["--drafter", folders.peagle]
+    refused(generate("--compare", PROMPT, *folders.options(), *extra), "second peagle head")
+
+
+def test_compare_is_greedy(generate, folders):
+    sampled = ["--temperature", "0.5"]
+    refused(generate("--compare", PROMPT, *folders.options(), *sampled), "--compare is greedy")
+
+
+def test_a_head_of_the_other_method(generate, folders):
+    head = ["--drafter", folders.eagle3]
+    refused(generate(PROMPT, "--model", folders.target, *head, "--no-cache"), "--method eagle3")
+
+
+def break_json(broken):
+    (broken.target / "config.json").write_text('{"model_type": ')
+
+
+def truncate(broken):
+    path = broken.target / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def scramble(broken):
+    (broken.target / "model.safetensors").write_bytes(os.urandom(4096))
+
+
+def missing_mask_id(broken):
+    edit_config(broken.peagle, ptd_token_id=None)
+
+
+BREAKS = {
+    "no folder": (lambda b: b.target.rename(b.target.with_name("gone")), ["target"]),
+    "no config": (lambda b: (b.target / "config.json").unlink(), ["no config.json"]),
+    "broken config": (break_json, ["config.json", "not valid JSON"]),
+    "other family": (lambda b: edit_config(b.target, model_type="mamba"), ["mamba"]),
+    "no width": (lambda b: edit_config(b.target, hidden_size=None), ["hidden_size"]),
+    "text for a number": (lambda b: edit_config(b.target, hidden_size="wide"), ["target"]),
+    "list for a number": (lambda b: edit_config(b.target, num_hidden_layers=[3]), ["target"]),
+    "no weights": (lambda b: (b.target / "model.safetensors").unlink(), ["safetensors"]),
+    "truncated": (truncate, ["model.safetensors", "truncated"]),
+    "random bytes": (scramble, ["not a safetensors file"]),
+    "missing tensor": (lambda b: drop_tensor(b.target, "model.norm.weight"), ["model.norm.weight"]),
+    "broken tokenizer": (lambda b: (b.target / "tokenizer.json").write_text("{}"), ["tokenizer"]),
+    "broken tokenizer config": (
+        lambda b: (b.target / "tokenizer_config.json").write_text("{"),
+        ["target"],
+    ),
+    "broken generation config": (
+        lambda b: (b.target / "generation_config.json").write_text("{"),
+        ["target"],
+    ),
+    "no head": (lambda b: b.peagle.rename(b.peagle.with_name("gone")), ["peagle"]),
+    "wrong taps": (
+        lambda b: edit_config(b.peagle, eagle_aux_hidden_state_layer_ids=[0, 1, 9]),
+        ["does not fit", "taps"],
+    ),
+    "wrong width": (
+        lambda b: edit_config(b.peagle, target_hidden_size=64),
+        ["does not fit", "64"],
+    ),
+    "wrong vocabulary": (
+        lambda b: edit_config(b.peagle, vocab_size=300),
+        ["does not fit", "vocabulary"],
+    ),
+    "no mask id": (missing_mask_id, ["mask token id"]),
+    "no mask_hidden": (lambda b: drop_tensor(b.peagle, "mask_hidden"), ["mask_hidden"]),
+    "target as head": (lambda b: drop_tensor(b.peagle, "fc.weight"), ["fc.weight"]),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_broken_folders(generate, broken, what):
+    damage, parts = BREAKS[what]
+    damage(broken)
+    refused(generate(PROMPT, *broken.options()), *parts)
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_only(generate, broken, tmp_path):
+    (broken.target / "tokenizer.json").unlink()
+    refused(generate(PROMPT, *broken.options("none")), "token ids")
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": [5, 6]}\n')
+    few = ["--max-tokens", "3"]
+    code, out, _ = generate("--prompts", file, *broken.options("none"), *few)
+    assert code == 0
+    assert len(out.split()) == 3
+
+
+def test_token_ids_outside_the_vocabulary(generate, folders, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": [5, 280]}\n')
+    refused(generate("--prompts", file, *folders.options("none")), "outside 0..279")
+
+
+def test_chat_without_a_template(generate, folders):
+    refused(generate(PROMPT, *folders.options("none"), "--chat"), "chat template")
+
+
+def test_a_prompt_longer_than_the_context(generate, folders):
+    refused(generate("x " * 300, *folders.options("none")), "prompt 1", "=256", "shorten")
+
+
+def test_too_little_memory_for_one_request(generate, folders, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: 100_000)
+    refused(generate(PROMPT, *folders.options()), "not enough memory", "--max-model-len")
+
+
+def test_a_device_that_is_out_of_memory_is_one_line(generate, folders, monkeypatch):
+    def full(*args):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    monkeypatch.setattr("peagle_jax.engine.engine.init_state", full)
+    refused(generate(PROMPT, *folders.options()), "out of memory", "--concurrency")
+
+
+def test_row_options_above_what_the_engine_has(generate, folders, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "num_speculative_tokens": 9}\n')
+    refused(generate("--prompts", file, *folders.options()), ":1", "num_speculative_tokens=9", "7")
+
+
+def test_more_drafts_than_the_head_was_trained_for_only_warn(generate, folders, caplog):
+    code, _, _ = generate(PROMPT, *folders.options(), "-K", "5", "--max-tokens", "2")
+    assert code == 0
+    assert "num_speculative_tokens=5 is above the 4" in caplog.text

@@ -1,0 +1,229 @@
+"""`peagle-generate` on a tiny random model: what it prints, and that it prints the right text."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peagle_jax import runs
+from peagle_jax.loading import embedded
+from peagle_jax.text import Tokenizer
+
+SHORT = ["--max-tokens", "12", "-K", "3"]
+PROMPT = "def quicksort(xs):"
+needs_embedded = pytest.mark.skipif(
+    not all((embedded(name) / "config.json").is_file() for name in ("target", "peagle", "eagle3")),
+    reason="the embedded model is not there",
+)
+
+
+def write_rows(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def objects(out: str) -> list[dict]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_one_prompt_is_echoed_and_continued_and_measured(generate, folders):
+    code, out, err = generate(PROMPT, *folders.options(), *SHORT)
+    assert code == 0
+    assert out.startswith(PROMPT)
+    assert len(out) > len(PROMPT) + 1
+    assert out.endswith("\n")
+    assert re.search(r"[\d.]+ tokens/s \(12 tokens in .* s\), time to first token", err)
+    assert re.search(r"P-EAGLE K=3: acceptance length [\d.]+ over \d+ rounds; .*: \d", err)
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3", "peagle"])
+def test_every_method_writes_the_same_text(generate, folders, method):
+    _, expected, _ = generate(PROMPT, *folders.options("none"), *SHORT)
+    code, out, err = generate(PROMPT, *folders.options(method), *SHORT)
+    assert code == 0
+    assert out == expected
+    assert ("acceptance length" in err) == (method != "none")
+
+
+def test_streamed_text_is_the_completion_text(generate, folders):
+    _, out, _ = generate(PROMPT, *folders.options(), *SHORT)
+    code, text, _ = generate(PROMPT, *folders.options(), *SHORT, "--json")
+    assert code == 0
+    assert out == PROMPT + objects(text)[0]["text"] + "\n"
+
+
+def test_json_gives_tokens_counts_and_timings_for_each_prompt_and_a_summary(generate, folders):
+    code, out, _ = generate(
+        PROMPT, "return xs", *folders.options(), *SHORT, "--json", "--logprobs", "2",
+        "--concurrency", "2",
+    )  # fmt: skip
+    first, second, summary = objects(out)
+    assert code == 0
+    assert first["prompt"] == PROMPT
+    assert second["prompt"] == "return xs"
+    tokenizer = Tokenizer(folders.target)
+    for one in (first, second):
+        assert one["prompt_tokens"] == tokenizer.encode(one["prompt"])
+        assert one["text"] == tokenizer.decode(one["tokens"])
+        assert len(one["tokens"]) == len(one["logprobs"])
+        assert one["accepted"] == sum(one["accepted_per_position"])
+        assert one["drafted"] == 3 * one["rounds"]
+        assert 0 < one["time_to_first_token"] <= one["duration"]
+    summary = summary["summary"]
+    assert summary["tokens"] == 24
+    assert summary["dtype"] == "float32"
+    rounds, accepted = (first[key] + second[key] for key in ("rounds", "accepted"))
+    assert summary["acceptance_length"] == pytest.approx(1 + accepted / rounds)
+    assert 1 + sum(summary["acceptance_per_position"]) == pytest.approx(1 + accepted / rounds)
+
+
+def test_several_prompts_come_as_blocks(generate, folders):
+    code, out, err = generate(PROMPT, "xs", *folders.options(), *SHORT, "--concurrency", "2")
+    assert code == 0
+    assert set(re.findall(r"^=== (.*)$", out, re.M)) == {"prompt 1", "prompt 2"}
+    assert f"\n{PROMPT}" in out
+    assert "median time to first token" in err
+
+
+def test_text_ends_before_a_stop_string(generate, folders):
+    _, out, _ = generate(PROMPT, *folders.options("none"), *SHORT)
+    tail = out[len(PROMPT) :].rstrip("\n")
+    stop = next(c for c in tail if c.isprintable() and c != "\ufffd")
+    code, out, _ = generate(PROMPT, *folders.options(), *SHORT, "--stop", stop)
+    assert code == 0
+    assert out == PROMPT + tail[: tail.find(stop)] + "\n"
+
+
+def test_human_eval_and_mt_bench_rows_are_taken_as_they_are(generate, folders, tmp_path):
+    file = write_rows(
+        tmp_path / "rows.jsonl",
+        {"task_id": "HumanEval/7", "prompt": "def f(", "entry_point": "f", "test": "assert f"},
+        {"question_id": 81, "category": "writing", "turns": ["Say xs.", "Again."]},
+        {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0.5, "stop_ids": [3]},
+    )
+    code, out, _ = generate("--prompts", file, *folders.options(), *SHORT, "--json")
+    rows = objects(out)
+    assert code == 0
+    assert [row.get("name") for row in rows[:2]] == ["HumanEval/7", "MT-Bench/81"]
+    assert [row.get("prompt") for row in rows[:3]] == ["def f(", "Say xs.", [5, 6, 7]]
+    assert len(rows[2]["tokens"]) <= 2
+
+
+def test_limit_takes_the_first_prompts(generate, folders, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
+    code, out, _ = generate(
+        "--prompts", file, "--limit", "2", *folders.options(), *SHORT, "--json"
+    )  # fmt: skip
+    assert code == 0
+    assert [row["prompt"] for row in objects(out)[:2]] == ["a", "b"]
+    assert len(objects(out)) == 3
+
+
+def test_a_seed_repeats_a_sampled_text(generate, folders):
+    sampled = [*folders.options(), *SHORT, "--temperature", "1.0", "--top-k", "50"]
+    texts = [generate(PROMPT, *sampled, "--seed", seed)[1] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_compare_shows_three_methods_and_finds_no_difference(generate, folders, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", {"prompt": "def f(x):"}, {"prompt": "return"})
+    heads = [f"--drafter={folders.eagle3}", f"--drafter={folders.peagle}"]
+    code, out, _ = generate(
+        "--compare", PROMPT, file, "--model", folders.target, *heads, *SHORT, "--no-cache",
+        "--concurrency", "2",
+    )  # fmt: skip
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["plain", "EAGLE-3", "P-EAGLE"]
+    assert "3 outputs are those of plain decoding (float32)" in out
+
+
+def test_compare_leaves_out_a_method_without_a_head(generate, folders):
+    code, out, _ = generate("--compare", PROMPT, *folders.options(), *SHORT, "--json")
+    assert code == 0
+    assert [row.get("method") for row in objects(out)] == ["none", "peagle", None]
+    assert objects(out)[-1] == {"dtype": "float32", "identical": True}
+
+
+def test_compare_fails_and_names_the_place_where_an_output_differs(generate, folders, monkeypatch):
+    run = runs.run
+
+    def tampering(engine, *args, **kwargs):
+        result = run(engine, *args, **kwargs)
+        if engine.config.num_draft:
+            tokens = result.completions[0].tokens
+            tokens[5] = (tokens[5] + 1) % 280
+        return result
+
+    monkeypatch.setattr(runs, "run", tampering)
+    code, out, err = generate("--compare", PROMPT, *folders.options(), *SHORT)
+    assert code == 1
+    assert "P-EAGLE differs from plain decoding: prompt 1, output token 5" in err
+    assert "are those of plain" not in out
+
+
+def test_bfloat16_forgives_ties_only(folders, monkeypatch):
+    from peagle_jax import EngineConfig, SamplingParams
+
+    target, heads, tokenizer = runs.load_methods(folders.target, [folders.peagle], dtype="bfloat16")
+    config = EngineConfig(num_draft=2, max_num_seqs=1, max_model_len=64, dtype="bfloat16")
+    engines = runs.make_engines(target, heads, config, tokenizer=tokenizer)
+    params = [SamplingParams(max_tokens=6)]
+    plain = runs.run(engines["none"], [PROMPT], params)
+    other = runs.run(engines["none"], [PROMPT], params)
+    top = engines["none"].generate([PROMPT], SamplingParams(max_tokens=1, logprobs=2))[0]
+    (_, best), (second, next_best) = top.logprobs[0].top
+    other.completions[0].tokens[0] = second
+    for tolerance in (best - next_best + 1e-3, best - next_best - 1e-3):
+        monkeypatch.setattr(runs, "TIE_NATS", tolerance)
+        (found,) = runs.find_differences(engines["none"], plain, other)
+        assert (found.prompt, found.position) == (0, 0)
+        assert found.is_tie == (tolerance > best - next_best)
+
+
+def test_help_and_argument_errors_need_no_jax():
+    program = (
+        "import sys; from peagle_jax.__main__ import main\n"
+        "for argv in (['--help'], ['--method', 'magic'], ['x', '--max-tokens', '0']):\n"
+        "    try: code = main(argv)\n"
+        "    except SystemExit as error: code = error.code\n"
+        "    print('exit', code, file=sys.stderr)\n"
+        "assert 'jax' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"exit (\d)", done.stderr) == ["0", "2", "2"]
+
+
+def test_an_interrupt_ends_with_130_and_no_traceback(folders):
+    argv = [PROMPT, *folders.options(), "--max-tokens", "100000", "--max-model-len", "250"]
+    # Sampling at a high temperature never reaches the end token by habit; many prompts keep it busy.
+    command = [sys.executable, "-m", "peagle_jax", *argv, *(["xs"] * 400), "--temperature", "2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ)
+    )
+    process.stdout.readline()  # the first block is there
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert b"interrupted" in err
+
+
+@needs_embedded
+def test_the_embedded_model_needs_no_options(generate):
+    code, out, err = generate(PROMPT, "--max-tokens", "32", "--no-cache")
+    assert code == 0
+    assert out.startswith(PROMPT)
+    assert "P-EAGLE K=7: acceptance length" in err
+
+
+@needs_embedded
+def test_the_embedded_heads_change_no_text(generate):
+    code, out, _ = generate("--compare", PROMPT, "class Stack:", "--max-tokens", "48", "--no-cache")
+    assert code == 0
+    assert "2 outputs are those of plain decoding (float32)" in out
