@@ -1,0 +1,279 @@
+"""P-EAGLE and EAGLE-3 heads against speculators: logits when serving, logits and losses in training.
+
+The drafter's logits are seen through `draft_sampling="sample"`: at temperature 1 the proposal's
+probabilities are their softmax.
+"""
+
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from peagle_jax import drafter as serving
+from peagle_jax.cache import causal_attention
+from peagle_jax.checkpoint import load_head, load_target
+from peagle_jax.config import EngineConfig
+from peagle_jax.drafter import DraftHead, Proposal, make_drafter
+from peagle_jax.training import cod
+from peagle_jax.training import drafter as training
+from peagle_jax.training.trainer import split_model
+from tests.rounds import Rig
+
+GOLDEN = Path(__file__).parent / "golden"
+PEAGLE = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms", "peagle-qwen3")
+EAGLE = ("eagle3", "eagle31")
+ATOL = 5e-4  # logits and log-probabilities; both reach 20
+ANCHORS = (0, 3, 9, 12, 16, 20)  # prompts of P = anchor + 1 tokens; 0, 9 and 20 are golden
+
+
+@cache
+def expected(name: str) -> dict[str, np.ndarray]:
+    return load_file(GOLDEN / "expected" / f"{name}.safetensors")
+
+
+@cache
+def target():
+    return load_target(GOLDEN / "qwen3", dtype="float32")
+
+
+@cache
+def head(name: str) -> DraftHead:
+    return load_head(GOLDEN / name, target().config, dtype="float32")
+
+
+def num_draft(name: str) -> int:
+    return expected(name)["chain_logits" if name in PEAGLE else "ttt_logits"].shape[name in PEAGLE]
+
+
+def draft_ids(head: DraftHead) -> np.ndarray:
+    """Target ids of the draft vocabulary."""
+    ids = np.arange(head.config.draft_vocab_size)
+    return ids if head.d2t is None else ids + np.asarray(head.d2t[...])
+
+
+def log_softmax(logits) -> np.ndarray:
+    return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
+
+
+@pytest.mark.parametrize("name", PEAGLE)
+def test_a_head_run_over_rows_of_rounds_gives_the_golden_logits(name):
+    want, seen, model = expected(name), expected("sequence"), head(name)
+    anchor, rows = want["chain_anchor"][:, None], np.arange(28)  # one shape for all heads
+    is_real = rows <= anchor
+    tokens = np.where(is_real, seen["tokens"][rows + 1], model.config.mask_token_id)
+    states = np.where(is_real[..., None], seen["taps"][rows], model.mask_hidden[...])
+    positions = jnp.broadcast_to(rows, tokens.shape)
+    cache = [None] * model.config.num_layers
+    fused = model.fuse(jnp.asarray(states))
+    out, _ = model(target(), jnp.asarray(tokens), fused, positions, cache, causal_attention)
+    chain = np.asarray(out)[np.arange(3)[:, None], anchor + np.arange(num_draft(name))]
+    logits = model.logits(target(), jnp.asarray(chain))
+    np.testing.assert_allclose(logits, want["chain_logits"], atol=ATOL)
+
+
+def serving_rig(name: str) -> Rig:
+    """The golden text in every slot, drafted for by head `name`."""
+    K, text = num_draft(name), expected("sequence")["tokens"]
+    config = EngineConfig(
+        num_draft=K, max_num_seqs=len(ANCHORS), max_model_len=40, page_size=4, prefill_chunk=21,
+        draft_sampling="sample",
+    )  # fmt: skip
+    drafter = make_drafter(head(name), K, "sample")
+    return Rig(target(), drafter, config, np.tile(text, (len(ANCHORS), 1)))
+
+
+def drafter_logprobs(rig: Rig, state) -> tuple[np.ndarray, np.ndarray]:
+    """Anchor of every slot [B], and what the drafter says from there [B, K, Vd]."""
+    probs = np.asarray(state.draft_probs)[: rig.num_rows][..., draft_ids(rig.drafter.head)]
+    return np.asarray(state.length)[: rig.num_rows] - 1, np.log(probs)
+
+
+def served(name: str, choose=serving._choose) -> dict[int, list[np.ndarray]]:
+    """Log-probabilities [K, Vd] by anchor, from prefills and from rounds that end there."""
+    seen = {anchor: [] for anchor in range(len(expected("sequence")["tokens"]) + 4)}
+    rig, rng = serving_rig(name), np.random.default_rng(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "_choose", choose)
+        state, _ = rig.prefill(rig.new_state(), 0, np.array(ANCHORS) + 1)
+        for _ in range(6):
+            at, logprobs = drafter_logprobs(rig, state)
+            for anchor, rows in zip(at, logprobs, strict=True):
+                seen[anchor].append(rows)
+            # Random steps that stop at the golden anchors; the first slot takes the longest ones.
+            steps = rng.integers(1, num_draft(name) + 2, len(at))
+            steps[0] = num_draft(name) + 1
+            stop = np.select([at < 9, at < 20, at < 27], [9, 20, 27], at + 1)
+            state, _ = rig.round(state, np.minimum(steps, stop - at) - 1)
+    return seen
+
+
+@pytest.fixture(scope="module", params=PEAGLE)
+def parallel(request):
+    """(name, log-probabilities by anchor) of a P-EAGLE head in the engine's own step."""
+    return request.param, served(request.param)
+
+
+def test_the_engine_drafts_with_the_golden_logits(parallel):
+    name, seen = parallel
+    golden = zip(expected(name)["chain_anchor"], expected(name)["chain_logits"], strict=True)
+    for anchor, logits in golden:
+        assert len(seen[anchor]) >= (1 if anchor == 0 else 2), "once by prefill, once by a round"
+        for got in seen[anchor]:
+            np.testing.assert_allclose(got, log_softmax(logits), atol=ATOL)
+
+
+@pytest.fixture(scope="module", params=EAGLE)
+def autoregressive(request):
+    """As `parallel`, of an EAGLE-3 head that is told what it drafted: the text itself."""
+    text = jnp.asarray(np.pad(expected("sequence")["tokens"], (0, 12)), jnp.int32)
+    real = serving._choose
+
+    def choose(head, logits, positions, inputs, sampling):
+        return Proposal(text[positions], real(head, logits, positions, inputs, sampling).probs)
+
+    return request.param, served(request.param, choose)
+
+
+def test_the_engine_drafts_step_by_step_with_the_golden_logits(autoregressive):
+    name, seen = autoregressive
+    want = log_softmax(expected(name)["ttt_logits"])  # [K, n, Vd]
+    K, n, _ = want.shape
+    compared = 0
+    for anchor in range(n):
+        depths = min(K, n - anchor)  # past the end of the text there is nothing to compare with
+        for got in seen[anchor]:
+            np.testing.assert_allclose(got[:depths], want[:depths, anchor], atol=ATOL)
+            compared += 1
+    assert compared >= 20
+
+
+def options(K: int) -> training.DrafterOptions:
+    return training.DrafterOptions(
+        continuations=Path(), batch=1, num_depths=K, rate=0.7, min_rate=0.2, step_decay=1.0,
+        freeze_lm_head=False, dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
+        eval_sequences=1, num_draft=K,
+    )  # fmt: skip
+
+
+@cache
+def target_run() -> training.Run:
+    tokens = jnp.asarray(expected("sequence")["tokens"])[None]
+    text = training.Text(tokens, jnp.array([6]), jnp.array([tokens.shape[1]]))
+    return training.run_target(target(), text, target().config.default_taps, "xla")
+
+
+def teacher(name: str):
+    """The target as a head's labels see it: its unembedding cut to the draft vocabulary."""
+    rows = target().embed.weight[...][draft_ids(head(name))]
+    return SimpleNamespace(embed=target().embed, lm_head=SimpleNamespace(weight=rows))
+
+
+def with_logits(monkeypatch, used=None, importance=None):
+    """Lets the trainer's outcomes carry the logits [T, Vd], and replaces what its loss weighs."""
+    real = training._compare
+
+    def compare(head, target, options, out, labels, own_used, own_importance):
+        new_used = own_used if used is None else used
+        new_importance = own_importance if importance is None else importance
+        outcome = real(head, target, options, out, labels, new_used, new_importance)
+        return outcome, head.logits(target, out)[0]
+
+    monkeypatch.setattr(training, "_compare", compare)
+
+
+def test_the_trainer_computes_what_the_engine_computes(parallel, monkeypatch):
+    """Elements (a, 0) .. (a, K-1) of the trainer are slots a .. a+K-1 of a serving round."""
+    name, seen = parallel
+    K, run, tutor = num_draft(name), target_run(), teacher(name)
+    S = run.tokens.shape[1]
+    with_logits(monkeypatch)
+
+    @jax.jit
+    def logits(model):
+        elements = cod.all_elements(jnp.ones((1, S), bool), K)
+        return training.parallel_outcome(model, tutor, run, elements, options(K))[1]
+
+    trained = log_softmax(logits(head(name)).reshape(K, S, -1))
+    anchors = [anchor for anchor in range(S - 1) if seen[anchor]]
+    assert len(anchors) >= 12
+    for anchor in anchors:
+        for got in seen[anchor]:
+            np.testing.assert_allclose(got, trained[:, anchor], atol=ATOL)
+
+
+def cod_elements(name: str) -> tuple[cod.Elements, np.ndarray]:
+    """The golden sample in the trainer's layout, and the row [E] of each golden element there."""
+    want = expected(name)
+    pairs = list(zip(want["cod_anchor"].tolist(), want["cod_depth"].tolist(), strict=True))
+    S = target_run().tokens.shape[1]
+    deepest = dict(sorted(pairs))
+    order = sorted(deepest, key=lambda anchor: -deepest[anchor])
+    blocks = [[a for a in order if deepest[a] >= d] for d in range(1, num_draft(name))]
+    blocks = [block for block in blocks if block]
+    layout = [(a, 0) for a in range(S)]
+    layout += [(a, d) for d, block in enumerate(blocks, start=1) for a in block]
+    assert set(layout) - set(pairs) == {(S - 1, 0)}, "speculators has no slot for the last token"
+    mask = np.r_[expected("sequence")["loss_mask"], 0]  # slot p counts if its token x_{p+1} does
+    used = [a + d < S - 1 and mask[a + d + 1] > 0 for a, d in layout]
+    elements = cod.Elements(
+        jnp.array([[a for a, _ in layout]]), jnp.array([used]), S, tuple(map(len, blocks))
+    )
+    return elements, np.array([layout.index(pair) for pair in pairs])
+
+
+@pytest.mark.parametrize("name", PEAGLE)
+def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name, monkeypatch):
+    want, (elements, rows) = expected(name), cod_elements(name)
+    params, merge = split_model(head(name))
+    run, tutor, chosen = target_run(), teacher(name), options(num_draft(name))
+    with_logits(monkeypatch)
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(params):
+        outcome, logits = training.parallel_outcome(merge(params), tutor, run, elements, chosen)
+        return outcome.total / (outcome.used.sum() + 1e-5), logits
+
+    (value, logits), grads = loss(params)
+    np.testing.assert_allclose(logits[rows], want["cod_logits"], atol=ATOL)
+    np.testing.assert_allclose(value, want["cod_loss"], rtol=1e-4)
+    close = partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-5)
+    close(grads["first.hidden_norm.weight"], want["grad_hidden_norm"])
+    close(grads["mask_hidden"], want["grad_mask_hidden"])
+    close(grads["embed.weight"][head(name).config.mask_token_id], want["grad_mask_embedding"])
+
+
+@pytest.mark.parametrize("name", EAGLE)
+def test_logits_loss_and_gradient_of_the_training_time_test_are_the_golden_ones(name, monkeypatch):
+    """speculators counts row p of step s when slot p + s does; the trainer wants slot p to as well."""
+    want, K, run, tutor = expected(name), num_draft(name), target_run(), teacher(name)
+    S = run.tokens.shape[1]
+    mask = np.r_[expected("sequence")["loss_mask"], np.zeros(K, int)]
+    used = np.array([[p + s < S - 1 and mask[p + s + 1] > 0 for p in range(S)] for s in range(K)])
+    weight = used / (used.sum(axis=1, keepdims=True) + 1e-5)
+    flat = lambda x: jnp.asarray(x.reshape(1, -1))
+    with_logits(monkeypatch, flat(used), flat(weight))
+    params, merge = split_model(head(name))
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(params):
+        valid = jnp.ones((1, S), bool)
+        outcome, logits = training.unrolled_outcome(merge(params), tutor, run, valid, options(K))
+        return outcome.total, (outcome.kl, logits)
+
+    (value, (kl, logits)), grads = loss(params)
+    logits, kl = np.asarray(logits).reshape(K, S, -1), np.asarray(kl).reshape(K, S)
+    for s in range(K):
+        np.testing.assert_allclose(
+            logits[s, : S - 1 - s], want["ttt_logits"][s, : S - 1 - s], atol=ATOL
+        )
+    np.testing.assert_allclose((kl * weight).sum(axis=1), want["ttt_losses"], rtol=1e-4)
+    np.testing.assert_allclose(value, want["ttt_loss"], rtol=1e-4)
+    got = grads["first.hidden_norm.weight"]
+    np.testing.assert_allclose(got, want["grad_hidden_norm"], rtol=2e-3, atol=1e-5)
