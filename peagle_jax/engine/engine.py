@@ -17,8 +17,9 @@ import numpy as np
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
 from peagle_jax.engine.memory import fit_pages
+from peagle_jax.engine.plan import DecodePlan, PrefillPlan
 from peagle_jax.engine.programs import Programs
-from peagle_jax.engine.request import BatchLogprobs, DecodePlan, PrefillPlan, Request, TokenLogprob
+from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
 from peagle_jax.engine.scheduler import Scheduler, Update
 from peagle_jax.models import Dense
 from peagle_jax.step import AcceptRule, StepOutput, init_state

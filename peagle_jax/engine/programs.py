@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine import request as host
+from peagle_jax.engine import plan as host
 from peagle_jax.sampling import RequestParams
 
 

@@ -19,14 +19,8 @@ import numpy as np
 
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.pages import PagePool
-from peagle_jax.engine.request import (
-    BatchLogprobs,
-    DecodePlan,
-    Plan,
-    PrefillPlan,
-    Request,
-    RequestState,
-)
+from peagle_jax.engine.plan import DecodePlan, Plan, PrefillPlan
+from peagle_jax.engine.request import BatchLogprobs, Request, RequestState
 
 MAX_IN_FLIGHT = 2  # the round being dispatched, and the one before it
 

@@ -1,13 +1,8 @@
-"""The scheduler against a model of the device in plain Python.
-
-`FakeDevice` keeps a real KV cache of token ids behind the page tables, and every token it emits is a
-function of what it reads there. A page lost, shared, or remapped too early changes the output.
-"""
+"""The scheduler against `FakeDevice`, a model of the device in plain Python."""
 
 import ast
 import random
 import sys
-import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -16,17 +11,12 @@ import pytest
 
 import peagle_jax
 from peagle_jax.config import EngineConfig, SamplingParams
-from peagle_jax.engine.request import BatchLogprobs, Plan, Request, RequestState
+from peagle_jax.engine.plan import Plan
+from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.scheduler import QueueFull, Scheduler
+from tests.engine.fake_device import VOCAB, FakeDevice, true_next
 
-VOCAB = 60
 EOS = 59
-JUNK = -1  # what rejected drafts, mask rows and padding leave behind in the cache
-
-
-def true_next(tokens: list[int]) -> int:
-    """The law of the fake model: next token as a function of everything before it."""
-    return zlib.crc32(bytes(tokens)) % VOCAB
 
 
 def ends_in_seventeen(output: list[int]) -> str | None:
@@ -39,73 +29,6 @@ def make_request(id: int, prompt: list[int], num_draft: int, *, seed=0, **fields
     return Request(
         id=id, prompt=prompt, params=params, num_draft=num_draft, seed=seed, stop_checker=checker
     )
-
-
-class FakeDevice:
-    """Runs plans at dispatch. Per slot [length, last token, num_draft], as the real state does."""
-
-    def __init__(self, config: EngineConfig, rng: random.Random):
-        self.config, self.rng = config, rng
-        self.kv = np.full((config.total_pages, config.page_size), JUNK)
-        self.slots = [[0, 0, 0] for _ in range(config.max_num_seqs)]
-
-    def run(self, plan: Plan) -> dict:
-        calls = [(self.prefill, plan.prefill), (self.decode, plan.decode)]
-        self.rng.shuffle(calls)  # the calls of one plan are independent
-        return {call.__name__: call(part) for call, part in calls if part is not None}
-
-    def rows(self, plan):
-        for row, request in enumerate(plan.requests):
-            if request is None:
-                assert plan.slots[row] == self.config.max_num_seqs
-                assert not plan.page_table[row].any()
-            else:
-                yield row, plan.slots[row], request, plan.page_table[row]
-
-    def write(self, request: Request, pages: np.ndarray, position: int, token: int) -> None:
-        if position < self.config.max_model_len:
-            page = pages[position // self.config.page_size]
-            assert page in request.pages, f"{request.id} writes position {position} to {page}"
-            self.kv[page, position % self.config.page_size] = token
-
-    def read(self, pages: np.ndarray, length: int) -> list[int]:
-        tokens = self.kv[pages].ravel()[: min(length, self.config.max_model_len)].tolist()
-        assert JUNK not in tokens, "a committed position was overwritten"
-        return tokens
-
-    def prefill(self, plan):
-        tokens = np.full((len(plan.requests), 1), JUNK)
-        for row, slot, request, pages in self.rows(plan):
-            start, end = plan.start[row], plan.start[row] + plan.count[row]
-            assert start == 0 or self.slots[slot][0] == start
-            for position in range(start, end):
-                self.write(request, pages, position, plan.tokens[row, position - start])
-            self.slots[slot] = [end, 0, plan.num_draft[row]]
-            if plan.next_token[row] >= 0:
-                assert plan.next_token[row] == request.tokens[end]
-                continue
-            for position in range(end, end + self.config.num_draft):  # the drafter's mask rows
-                self.write(request, pages, position, JUNK)
-            tokens[row] = self.slots[slot][1] = true_next(self.read(pages, end))
-        return tokens, (tokens[:, 0] != JUNK).astype(int), fake_logprobs(tokens)
-
-    def decode(self, plan):
-        tokens = np.full((len(plan.requests), self.config.num_draft + 1), JUNK)
-        for row, slot, request, pages in self.rows(plan):
-            length, last, num_draft = self.slots[slot]
-            end = length + 1 + self.rng.randint(0, num_draft)
-            for position in range(length, end):
-                self.write(request, pages, position, last)
-                last = tokens[row, position - length] = true_next(self.read(pages, position + 1))
-            for position in range(end, length + self.config.lookahead):
-                self.write(request, pages, position, JUNK)
-            self.slots[slot] = [end, last, num_draft]
-        return tokens, (tokens != JUNK).sum(axis=1), fake_logprobs(tokens)
-
-
-def fake_logprobs(tokens: np.ndarray) -> BatchLogprobs:
-    ids = np.stack([tokens, tokens + 1, tokens + 2], axis=-1)
-    return BatchLogprobs(chosen=-tokens / 4, top_ids=ids, top_logprobs=-ids / 4)
 
 
 class Engine:
@@ -441,7 +364,7 @@ def test_text_keeps_the_token_that_ends_it(fields, kept, reason, stop):
     assert (request.output, request.finish_reason, request.stop_reason) == (kept, reason, stop)
 
 
-@pytest.mark.parametrize("name", ["__init__", "request", "pages", "scheduler"])
+@pytest.mark.parametrize("name", ["__init__", "request", "pages", "plan", "scheduler"])
 def test_the_host_side_imports_no_jax(name):
     path = Path(peagle_jax.__file__).parent / "engine" / f"{name}.py"
     modules = set()
@@ -450,6 +373,6 @@ def test_the_host_side_imports_no_jax(name):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module)
-    house = {"peagle_jax.config", "peagle_jax.engine.pages", "peagle_jax.engine.request"}
+    engine = {f"peagle_jax.engine.{name}" for name in ("pages", "plan", "request")}
     foreign = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names}
-    assert foreign <= house | {"numpy"}
+    assert foreign <= engine | {"peagle_jax.config", "numpy"}
