@@ -18,6 +18,7 @@ from peagle_jax.config import ConfigError, DrafterConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models.dense import Dense
 from peagle_jax.training import attention, cod
+from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.objective import Distribution, distill
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.trainer import RunConfig, Task, cast, split_model
@@ -230,6 +231,7 @@ def init_head(config: DrafterConfig, target: Dense, seed: int) -> DraftHead:
     head = DraftHead(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     if head.embed is not None:
         head.embed.weight[...] = target.embed.weight[...].astype(jnp.float32)
+        head.embed = TrainedEmbed(head.embed)
     head.lm_head.weight[...] = unembedding(target).astype(jnp.float32)
     head.norm.weight[...] = target.norm.weight[...].astype(jnp.float32)
     return head

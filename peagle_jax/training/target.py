@@ -12,6 +12,7 @@ from flax import nnx
 from peagle_jax.config import TargetConfig
 from peagle_jax.models.dense import Dense
 from peagle_jax.training import attention
+from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.objective import Labels, distill
 from peagle_jax.training.trainer import RunConfig, Task, cast, split_model
 
@@ -80,6 +81,7 @@ def make_task(config: TargetConfig, options: TargetOptions, run: RunConfig) -> t
         if len(tokens) < 2 * width:
             raise ValueError(f"{name}.npy has {len(tokens)} tokens; --sequence needs {2 * width}")
     model = Dense(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
+    model.embed = TrainedEmbed(model.embed)
     params, merge = split_model(model)
     loss = partial(lm_loss, merge, options)
     order = partial(windows, batch=options.batch, width=width, length=len(stream), seed=run.seed)

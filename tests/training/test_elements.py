@@ -9,7 +9,7 @@ from flax import nnx
 from peagle_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Dense
-from peagle_jax.training import cod, drafter
+from peagle_jax.training import cod, drafter, embedding
 from peagle_jax.training.attention import ElementAttention
 from peagle_jax.training.objective import Distribution, Labels, distill
 
@@ -225,6 +225,16 @@ def test_chunked_loss_and_gradient_equal_the_plain_ones(kind):
     want = jax.tree.map(lambda a: 3.0 * a, jax.value_and_grad(plain, (0, 1))(x, w))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+def test_lookup_gradient_adds_up_repeated_tokens(monkeypatch):
+    monkeypatch.setattr(embedding, "_CHUNK", 4)
+    weight = jax.random.normal(jax.random.key(0), (9, 3))
+    tokens = jnp.array([[1, 1, 8, 0, 1], [2, 8, 1, 3, 3]])
+    g = jax.random.normal(jax.random.key(1), (2, 5, 3))
+    ours = jax.grad(lambda w: (embedding.lookup(w, tokens) * g).sum())(weight)
+    plain = jax.grad(lambda w: (w[tokens] * g).sum())(weight)
+    np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_acceptance_length_walks_the_text_as_the_engine_does():

@@ -1,0 +1,58 @@
+"""An embedding whose gradient is a matrix product.
+
+The gradient of a lookup adds one row per token into the table. As a scatter that serialises where
+tokens repeat (all mask rows of P-EAGLE share one token) and sums in no fixed order on a GPU; as a product
+with one-hot rows it does neither.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.layers import Embed
+
+_CHUNK = 8192
+
+
+@jax.custom_vjp
+def lookup(weight: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`weight[tokens]`: [V, D], [...] -> [..., D]."""
+    return weight[tokens]
+
+
+def _lookup_fwd(weight, tokens):
+    return weight[tokens], (weight, tokens)
+
+
+def _lookup_bwd(saved, g):
+    weight, tokens = saved
+    V, D = weight.shape
+    tokens, g = tokens.reshape(-1), g.reshape(-1, D)
+    chunk = min(_CHUNK, len(tokens))
+    pad = -len(tokens) % chunk
+    # Padding names no row of the table.
+    tokens = jnp.pad(tokens, (0, pad), constant_values=V).reshape(-1, chunk)
+    g = jnp.pad(g, ((0, pad), (0, 0))).reshape(-1, chunk, D)
+    precision = jax.lax.Precision.HIGHEST if g.dtype == jnp.float32 else None
+
+    def step(total, piece):
+        ids, rows = piece
+        one_hot = (ids == jnp.arange(V)[:, None]).astype(rows.dtype)
+        return total + jnp.matmul(
+            one_hot, rows, precision=precision, preferred_element_type=jnp.float32
+        ), None
+
+    total, _ = jax.lax.scan(step, jnp.zeros((V, D), jnp.float32), (tokens, g))
+    return total.astype(weight.dtype), None
+
+
+lookup.defvjp(_lookup_fwd, _lookup_bwd)
+
+
+class TrainedEmbed(Embed):
+    """`layers.Embed` with the gradient of `lookup`; takes over the weight of another one."""
+
+    def __init__(self, embed: Embed):
+        self.weight = embed.weight
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return lookup(self.weight[...], tokens)
