@@ -16,7 +16,7 @@ from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.models import Dense
 from peagle_jax.sampling import RequestParams
-from peagle_jax.verify import Verdict
+from peagle_jax.verify import Verdict, verify
 
 
 def accept_text(text: jax.Array):
@@ -34,13 +34,14 @@ class Rig:
     """B sequences, one per slot, with pages of their own scattered over the pool.
 
     `text` [B, L] holds what each sequence says; drafting may look up to J + 1 positions past L, where
-    the text is taken to be zeros.
+    the text is taken to be zeros. With `greedy` the target decides after all, at temperature 0.
     """
 
     target: Dense
     drafter: Drafter
     config: EngineConfig
     text: np.ndarray
+    greedy: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +61,8 @@ class Rig:
     @cached_property
     def _jitted(self):
         head = self.drafter.head.config
-        rule = dict(taps=head.taps, accept=accept_text(jnp.asarray(self.padded)))
+        accept = verify if self.greedy else accept_text(jnp.asarray(self.padded))
+        rule = dict(taps=head.taps, accept=accept)
         return tuple(jax.jit(partial(f, **rule)) for f in (step.prefill, step.speculative_step))
 
     def new_state(self) -> step.State:
@@ -71,7 +73,7 @@ class Rig:
         fill = lambda value, dtype: np.full(B, value, dtype)
         return RequestParams(
             seed=np.stack([np.zeros(B), np.arange(B)], axis=1).astype(np.uint32),
-            temperature=fill(1, np.float32),
+            temperature=fill(not self.greedy, np.float32),
             top_k=fill(0, np.int32),
             top_p=fill(1, np.float32),
             min_p=fill(0, np.float32),
@@ -79,38 +81,51 @@ class Rig:
             num_logprobs=fill(-1, np.int32),
         )
 
+    def _only(self, rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Who takes part [B], and slots and page table in which the others are padding."""
+        everyone = np.arange(self.num_rows)
+        taking_part = np.isin(everyone, everyone if rows is None else rows)
+        slots = np.where(taking_part, everyone, self.config.max_num_seqs).astype(np.int32)
+        return taking_part, slots, self.page_table * taking_part[:, None]
+
     def prefill(self, state: step.State, start, end, *, final: bool = True, rows=None):
-        """Sends text[start:end] of every sequence (of `rows`); ends the prompts unless not `final`."""
+        """Sends text[start:end] of every sequence (of `rows`); ends the prompts if `final`."""
         B, T = self.num_rows, self.config.prefill_chunk
         start, end = (np.broadcast_to(np.asarray(x, np.int32), B) for x in (start, end))
-        taking_part = np.isin(np.arange(B), np.arange(B) if rows is None else rows)
-        count = np.where(taking_part, end - start, 0)
+        taking_part, slots, page_table = self._only(rows)
+        count = np.where(taking_part, end - start, 0).astype(np.int32)
         tokens = np.zeros((B, T), np.int32)
         for b in np.flatnonzero(count):
             tokens[b, : count[b]] = self.text[b, start[b] : end[b]]
-        following = self.padded[np.arange(B), end]
         plan = step.PrefillPlan(
-            slots=np.where(taking_part, np.arange(B), self.config.max_num_seqs).astype(np.int32),
+            slots=slots,
             tokens=tokens,
-            start=np.where(taking_part, start, 0).astype(np.int32),
-            count=count.astype(np.int32),
-            next_token=np.full(B, -1, np.int32) if final else following,
-            page_table=self.page_table * taking_part[:, None],
-            params=self._params(np.zeros(B)),
+            start=start * taking_part,
+            count=count,
+            next_token=np.full(B, -1, np.int32) if final else self.padded[np.arange(B), end],
+            page_table=page_table,
+            params=self._params(np.full(B, self.config.num_draft)),
         )
         return self._jitted[0](self.target, self.drafter, state, plan)
 
-    def round(self, state: step.State, accepted):
-        """One round in which `accepted` [B] drafts of each sequence are right and survive."""
+    def round(self, state: step.State, accepted, *, right=None, rows=None):
+        """One round in which `accepted` [B] drafts of each sequence may survive.
+
+        The first `right` drafts say what the text says, the others do not; without it, those that may
+        survive are right.
+        """
         B, J = self.num_rows, self.config.num_draft
         ahead = np.asarray(state.length)[:B, None] + 1 + np.arange(J)
         truth = self.padded[np.arange(B)[:, None], ahead]
         wrong = (truth + 1) % self.target.config.vocab_size
-        drafts = np.where(np.arange(J) < np.asarray(accepted)[:, None], truth, wrong)
+        right = np.asarray(accepted if right is None else right)
+        drafts = np.where(np.arange(J) < right[:, None], truth, wrong)
+        taking_part, slots, page_table = self._only(rows)
+        put = lambda old, new: old.at[np.flatnonzero(taking_part)].set(new[taking_part])
         state = replace(
             state,
-            drafts=state.drafts.at[:B].set(drafts),
-            params=jax.tree.map(lambda a, b: a.at[:B].set(b), state.params, self._params(accepted)),
+            drafts=put(state.drafts, drafts),
+            params=jax.tree.map(put, state.params, self._params(accepted)),
         )
-        plan = step.DecodePlan(slots=np.arange(B, dtype=np.int32), page_table=self.page_table)
+        plan = step.DecodePlan(slots=slots, page_table=page_table)
         return self._jitted[1](self.target, self.drafter, state, plan)
