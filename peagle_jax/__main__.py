@@ -134,28 +134,6 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     )
 
 
-def _choose_dtype(requested: str) -> str:
-    import jax
-
-    try:
-        platform = jax.default_backend()
-    except RuntimeError as error:
-        raise ConfigError(f"jax finds no device: {error}") from error
-    if requested != "auto":
-        return requested
-    return "bfloat16" if platform == "gpu" else "float32"
-
-
-def _keep_compiled_programs() -> None:
-    """Turns on jax's cache on disk: the second start compiles nothing."""
-    import jax
-
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    jax.config.update("jax_compilation_cache_dir", str(Path(base).expanduser() / "peagle-jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
 def _texts(prompts: list[Prompt], tokenizer, chat: bool) -> list[str | list[int]]:
     if not chat:
         return [prompt.text for prompt in prompts]
@@ -320,9 +298,12 @@ def _run(args) -> int:
     prompts = _read_prompts(args)
     params = _sampling(args, prompts)
     config = _engine_config(args, prompts, params)
-    config = replace(config, dtype=_choose_dtype(args.dtype))
+
+    from peagle_jax import runs
+
+    config = replace(config, dtype=runs.choose_dtype(args.dtype))
     if not args.no_cache:
-        _keep_compiled_programs()
+        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
     return (_compare if args.compare else _generate)(args, prompts, params, config)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax
+
 from peagle_jax.checkpoint import load_head
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import DraftHead
@@ -25,6 +27,33 @@ TIE_NATS = 0.05
 METHOD_NAMES = {"none": "plain", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 _WARM_UP_TOKENS = 8
 _TIE_CANDIDATES = 5
+
+
+def choose_dtype(requested: str) -> str:
+    """`requested`, where "auto" is bfloat16 on a GPU and float32 elsewhere.
+
+    Raises:
+      ConfigError: jax finds no device.
+    """
+    try:
+        platform = jax.default_backend()
+    except RuntimeError as error:
+        raise ConfigError(f"jax finds no device: {error}") from error
+    if requested != "auto":
+        return requested
+    return "bfloat16" if platform == "gpu" else "float32"
+
+
+def keep_compiled_programs(cache_home: str | None) -> None:
+    """Turns on jax's cache on disk: the second start compiles nothing.
+
+    Args:
+      cache_home: the user's cache folder; None is `~/.cache`.
+    """
+    folder = Path(cache_home or "~/.cache").expanduser() / "peagle-jax"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @dataclass(frozen=True, kw_only=True)

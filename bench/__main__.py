@@ -1,0 +1,139 @@
+"""`peagle-bench`: acceptance and throughput sweeps, and the tables made of their rows."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from peagle_jax.config import ConfigError
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes are one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _list_of_positive(text: str) -> list[int]:
+    return sorted({_positive(item) for item in text.split(",")})
+
+
+def _methods(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = sorted(set(names) - {"none", "eagle3", "peagle"})
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown method {unknown[0]!r}")
+    return names
+
+
+def _add_common(parser: argparse.ArgumentParser, *, out: str, methods: str) -> None:
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="Hugging Face folder of the target (default: embedded)")
+    add("--drafter", metavar="DIR", action="append", default=[], help="a head; repeatable")
+    add("--model-name", metavar="NAME", help="what rows call the model (default: its folder)")
+    add("--methods", type=_methods, default=methods.split(","), help=f"default: {methods}")
+    add("-K", "--k", type=_list_of_positive, default=[3, 5, 7], metavar="K,K", help="default 3,5,7")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    add("--max-tokens", type=_positive, default=128, metavar="N", help="new tokens per prompt")
+    add("--max-model-len", type=_positive, default=2048, metavar="N")
+    add("--prompt-tokens", type=_positive, default=128, metavar="N", help="for prompts cut of text")
+    add("--temperature", type=float, default=0.0, metavar="T")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    add("--out", type=Path, default=_RESULTS / out, metavar="FILE.jsonl", help="rows are appended")
+    add("--sha", help="commit for the rows, where git is not at hand (or PEAGLE_SHA)")
+    add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="peagle-bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+
+    one = commands.add_parser("acceptance", help="acceptance length by head, K and prompt set")
+    _add_common(one, out="acceptance.jsonl", methods="eagle3,peagle")
+    one.add_argument(
+        "--sets", nargs="+", default=["HumanEval", "MT-Bench"], metavar="SET",
+        help="HumanEval, MT-Bench, or NAME=FILE (JSONL, a text file, a folder of *.py)",
+    )  # fmt: skip
+    one.add_argument("--num-prompts", type=_positive, metavar="N", help="per set (default: all)")
+    one.add_argument("--concurrency", type=_positive, default=8, metavar="N")
+
+    one = commands.add_parser("throughput", help="tokens/s by method, K and concurrency")
+    _add_common(one, out="throughput.jsonl", methods="none,eagle3,peagle")
+    one.add_argument("--set", default="HumanEval", metavar="SET", help="as for acceptance")
+    one.add_argument(
+        "--concurrency", type=_list_of_positive, default=[1, 2, 4, 8, 16, 32], metavar="N,N"
+    )
+    one.add_argument("--prompts-per-slot", type=_positive, default=2, metavar="N")
+    one.add_argument("--min-prompts", type=_positive, default=4, metavar="N")
+    one.add_argument("--prefill-rows", type=_positive, default=1, metavar="N")
+
+    one = commands.add_parser("report", help="tables and plots from stored rows")
+    one.add_argument("--results", type=Path, default=_RESULTS, metavar="DIR")
+    one.add_argument("--readme", type=Path, metavar="FILE", help="redraw its bench:NAME blocks")
+    one.add_argument("--plots", type=Path, metavar="DIR", help="default: beside the rows")
+    return parser
+
+
+def _sweep(args) -> None:
+    from bench import rows
+    from bench.acceptance import acceptance
+    from bench.throughput import throughput
+    from peagle_jax import runs
+
+    environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
+    if not args.no_cache:
+        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    measure = acceptance if args.command == "acceptance" else throughput
+    header = ["set", "method", "K", "conc.", "tokens/s", "x plain", "ms/round", "TTFT ms", "AL"]
+    lines = [
+        [
+            row["set"],
+            runs.METHOD_NAMES[row["method"]],
+            str(row["num_speculative_tokens"]),
+            str(row["concurrency"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['ratio_to_plain']:.2f}" if "ratio_to_plain" in row else "",
+            f"{row['ms_per_round']:.2f}",
+            f"{row['ttft_ms_median']:.0f}",
+            f"{row['acceptance_length']:.2f}",
+        ]
+        for row in measure(args, environment)
+    ]
+    print(runs.table(header, lines))
+    print(f"rows: {args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        if args.command == "report":
+            from bench.report import report
+
+            print(*report(args.results, args.readme, args.plots or args.results), sep="\n")
+        else:
+            _sweep(args)
+    except ConfigError as error:
+        print("peagle-bench: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the rows so far are kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""`peagle-bench acceptance`: acceptance length and per-position rates of each head, K and prompt set."""
+
+from tqdm import tqdm
+
+from bench import rows
+from bench.sweep import Models, engines, prompt_set, sampling
+from bench.timing import drive
+from peagle_jax.config import EngineConfig
+
+
+def acceptance(args, environment: dict) -> list[dict]:
+    """Measures, appends a row each to `args.out`, and returns the rows."""
+    models = Models.load(args)
+    sets = [
+        prompt_set(spec, models.tokenizer, prompt_tokens=args.prompt_tokens, limit=args.num_prompts)
+        for spec in args.sets
+    ]
+    params = sampling(args)
+    concurrency = min(args.concurrency, max(len(prompts) for _, prompts in sets))
+    config = EngineConfig(max_num_seqs=concurrency, max_model_len=args.max_model_len)
+    done = []
+    num_prompts = sum(len(prompts) for _, prompts in sets)
+    with tqdm(total=num_prompts * len(models.variants(args)), unit="prompt", disable=None) as bar:
+        for method, num_draft, engine in engines(models, args, config):
+            for name, prompts in sets:
+                bar.set_description(f"{method} K={num_draft} {name}")
+                measured = drive(
+                    engine, prompts, params, concurrency=concurrency, on_finished=bar.update
+                )
+                row = {
+                    "kind": "acceptance",
+                    "model": models.name,
+                    "dtype": models.dtype,
+                    "set": name,
+                    "method": method,
+                    "num_speculative_tokens": num_draft,
+                    "concurrency": concurrency,
+                    "max_tokens": args.max_tokens,
+                    "temperature": args.temperature,
+                    **measured.as_row(),
+                    **environment,
+                }
+                done.append(rows.rounded(row))
+                rows.append(args.out, done[-1])
+    return done

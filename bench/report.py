@@ -1,0 +1,225 @@
+"""`peagle-bench report`: tables in the README, between markers, and plots, all from stored rows.
+
+    <!-- bench:throughput -->
+    ... replaced ...
+    <!-- /bench:throughput -->
+
+Of rows that measured the same thing, the newest counts.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from bench import rows
+from peagle_jax.config import ConfigError
+from peagle_jax.runs import METHOD_NAMES
+
+_SETTING = ("device", "model", "dtype", "temperature")
+_KEY = ("kind", *_SETTING, "set", "method", "num_speculative_tokens", "concurrency")
+_METHOD_ORDER = list(METHOD_NAMES)
+_MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
+
+
+def newest(all_rows: Iterable[dict]) -> list[dict]:
+    """The last row of each measurement, in order of method, K and concurrency."""
+    latest: dict[tuple, dict] = {}
+    for row in all_rows:
+        # Concurrency changes no acceptance: a repeat with another one replaces the row.
+        key = tuple(row.get(k) for k in _KEY[: -1 if row["kind"] == "acceptance" else None])
+        if key not in latest or latest[key]["date"] <= row["date"]:
+            latest[key] = row
+    order = lambda row: (
+        _METHOD_ORDER.index(row["method"]), row["num_speculative_tokens"], row["concurrency"],
+    )  # fmt: skip
+    return sorted(latest.values(), key=order)
+
+
+def _settings(some: list[dict]) -> list[tuple[tuple, list[dict]]]:
+    """Rows by device, model, dtype and temperature, first seen first."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in some:
+        groups.setdefault(tuple(row[key] for key in _SETTING), []).append(row)
+    return list(groups.items())
+
+
+def _label(row: dict) -> str:
+    name = METHOD_NAMES[row["method"]]
+    return name if row["method"] == "none" else f"{name} K={row['num_speculative_tokens']}"
+
+
+def _title(setting: tuple, some: list[dict]) -> str:
+    device, model, dtype, temperature = setting
+    sampling = "greedy" if temperature == 0 else f"temperature {temperature}"
+    one = max(some, key=lambda row: row["date"])
+    return (
+        f"**{device}**, model {model}, {dtype}, {sampling}, {one['max_tokens']} new tokens; "
+        f"jax {one['jax']}, commit {one['sha']}, {one['date'][:10]}"
+    )
+
+
+def _markdown(header: list[str], lines: list[list[str]]) -> str:
+    aligned = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, aligned, *lines))
+
+
+def acceptance_table(some: list[dict]) -> str:
+    """One line per prompt set, method and K; a column per position."""
+    width = max(len(row["acceptance_per_position"]) for row in some)
+    header = ["prompts", "method", "K", "AL", *map(str, range(1, width + 1))]
+    names = list(dict.fromkeys(row["set"] for row in some))
+    lines = []
+    for row in sorted(some, key=lambda row: names.index(row["set"])):
+        rates = [f"{rate:.2f}" for rate in row["acceptance_per_position"]]
+        lines.append(
+            [
+                f"{row['set']} ({row['prompts']})",
+                METHOD_NAMES[row["method"]],
+                str(row["num_speculative_tokens"]),
+                f"{row['acceptance_length']:.2f}",
+                *rates,
+                *[""] * (width - len(rates)),
+            ]
+        )
+    return _markdown(header, lines)
+
+
+def _grid(some: list[dict], cell: Callable[[dict], str]) -> str:
+    """Methods down, concurrencies across."""
+    across = sorted({row["concurrency"] for row in some})
+    cells = {(_label(row), row["concurrency"]): cell(row) for row in some}
+    labels = list(dict.fromkeys(_label(row) for row in some))
+    lines = [[label, *(cells.get((label, c), "") for c in across)] for label in labels]
+    return _markdown(["concurrency", *map(str, across)], lines)
+
+
+def _speed(row: dict) -> str:
+    ratio = row.get("ratio_to_plain")
+    speed = f"{row['tokens_per_second']:,.0f}"
+    return speed if ratio is None or row["method"] == "none" else f"{speed} ({ratio:.2f}x)"
+
+
+TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
+    "acceptance": ("acceptance", acceptance_table),
+    "throughput": ("throughput", lambda some: _grid(some, _speed)),
+    "rounds": ("throughput", lambda some: _grid(some, lambda row: f"{row['ms_per_round']:.2f}")),
+    "ttft": ("throughput", lambda some: _grid(some, lambda row: f"{row['ttft_ms_median']:.0f}")),
+}
+"""Table name -> (kind of rows, what one setting's rows look like)."""
+
+
+def render(name: str, some: list[dict]) -> str:
+    """Markdown of one named table, a part per device, model, dtype and temperature.
+
+    Raises:
+      ConfigError: no such table, or no rows for it.
+    """
+    if name not in TABLES:
+        raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}")
+    kind, draw = TABLES[name]
+    chosen = [row for row in some if row["kind"] == kind]
+    if not chosen:
+        raise ConfigError(f"bench:{name} needs {kind} rows and there are none")
+    parts = [f"{_title(setting, own)}\n\n{draw(own)}\n" for setting, own in _settings(chosen)]
+    return "\n".join(parts)
+
+
+def update_markdown(text: str, some: list[dict]) -> str:
+    """`text` with every marked block drawn again."""
+    return _MARKED.sub(lambda m: f"{m[1]}\n{render(m[2], some)}\n{m[3]}", text)
+
+
+def plot_throughput(some: list[dict], path: Path) -> None:
+    """Tokens per second over concurrency, a panel per setting."""
+    groups = _settings([row for row in some if row["kind"] == "throughput"])
+    figure, panels = _panels(len(groups))
+    for panel, (setting, own) in zip(panels, groups, strict=True):
+        for label in dict.fromkeys(map(_label, own)):
+            line = [row for row in own if _label(row) == label]
+            style = "k--" if line[0]["method"] == "none" else "o-"
+            panel.plot(
+                [row["concurrency"] for row in line],
+                [row["tokens_per_second"] for row in line],
+                style,
+                label=label,
+                markersize=4,
+            )
+        panel.set_xscale("log", base=2)
+        ticks = sorted({row["concurrency"] for row in own})
+        panel.set_xticks(ticks, [str(tick) for tick in ticks])
+        panel.set(title=_panel_title(setting), xlabel="concurrency", ylabel="output tokens/s")
+        panel.set_ylim(bottom=0)
+    _save(figure, panels, path)
+
+
+def plot_acceptance(some: list[dict], path: Path) -> None:
+    """Acceptance by position at the largest K, a panel per setting and prompt set."""
+    groups = []
+    for setting, own in _settings([row for row in some if row["kind"] == "acceptance"]):
+        for name in dict.fromkeys(row["set"] for row in own):
+            groups.append((setting, name, [row for row in own if row["set"] == name]))
+    figure, panels = _panels(len(groups))
+    for panel, (setting, name, own) in zip(panels, groups, strict=True):
+        largest = max(row["num_speculative_tokens"] for row in own)
+        for row in own:
+            if row["num_speculative_tokens"] != largest:
+                continue
+            rates = row["acceptance_per_position"]
+            label = f"{_label(row)}, AL {row['acceptance_length']:.2f}"
+            panel.plot(range(1, len(rates) + 1), rates, "o-", label=label, markersize=4)
+        panel.set(title=f"{name}: {_panel_title(setting)}", xlabel="draft position")
+        panel.set(ylabel="accepted", ylim=(0, 1))
+    _save(figure, panels, path)
+
+
+def _panel_title(setting: tuple) -> str:
+    device, model, dtype, temperature = setting
+    return f"{device}\n{model}, {dtype}, temperature {temperature:g}"
+
+
+def _panels(count: int):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(
+        1, count, figsize=(5 * count, 4), squeeze=False, layout="constrained"
+    )
+    return figure, list(panels[0])
+
+
+def _save(figure, panels, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    for panel in panels:
+        panel.title.set_fontsize(9)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the software's version in it, equal rows give an equal file.
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+
+
+def report(results: Path, readme: Path | None, plots: Path) -> list[str]:
+    """Draws everything that there are rows for; returns what was written.
+
+    Raises:
+      ConfigError: no rows, or the README's markers ask for what does not exist.
+    """
+    some = newest(rows.read(sorted(results.glob("*.jsonl"))))
+    if not some:
+        raise ConfigError(f"{results}: holds no rows; run peagle-bench acceptance or throughput")
+    written = []
+    if readme is not None:
+        text = readme.read_text(encoding="utf-8")
+        if not _MARKED.search(text):
+            raise ConfigError(f"{readme}: no <!-- bench:NAME --> ... <!-- /bench:NAME --> markers")
+        readme.write_text(update_markdown(text, some), encoding="utf-8")
+        written.append(str(readme))
+    for kind, draw in (("throughput", plot_throughput), ("acceptance", plot_acceptance)):
+        if any(row["kind"] == kind for row in some):
+            draw(some, plots / f"{kind}.png")
+            written.append(str(plots / f"{kind}.png"))
+    return written

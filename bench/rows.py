@@ -1,0 +1,107 @@
+"""Rows: one JSON line per measurement, with everything needed to repeat it."""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+
+from peagle_jax.config import ConfigError
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+DATA = HERE / "data"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine() or "CPU"
+
+
+def device_name() -> str:
+    """The default device: a GPU's product name, or the CPU's with its number of cores in use."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    return f"{_cpu_name()}, {_num_cores()} cores"
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def git_sha() -> str:
+    """Commit of this checkout, "+" when tracked files differ from it; "unknown" without git."""
+    git = lambda *args: subprocess.run(
+        ["git", "-C", str(HERE), *args], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    try:
+        sha = git("rev-parse", "--short=12", "HEAD")
+        return sha + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def environment(sha: str | None) -> dict:
+    """What all rows of one command share.
+
+    Args:
+      sha: the commit, for a machine without git; None asks git.
+    """
+    command = shlex.join(["peagle-bench", *sys.argv[1:]])
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "device": device_name(),
+        "platform": jax.default_backend(),
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "flax": version("flax"),
+        "python": platform.python_version(),
+        "sha": sha or git_sha(),
+        "command": command,
+    }
+
+
+def append(path: Path, row: dict) -> None:
+    """Adds a row at once: an interrupted sweep keeps what it measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read(paths: Iterable[Path]) -> list[dict]:
+    """All rows of some files.
+
+    Raises:
+      ConfigError: a line is not JSON, or a file cannot be read.
+    """
+    rows = []
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: not JSON ({error})") from error
+    return rows
+
+
+def rounded(row: dict) -> dict:
+    """Floats to five significant digits: rows are for people too."""
+    if isinstance(row, dict):
+        return {key: rounded(value) for key, value in row.items()}
+    if isinstance(row, list):
+        return [rounded(value) for value in row]
+    return float(f"{row:.5g}") if isinstance(row, float) else row

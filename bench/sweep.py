@@ -1,0 +1,102 @@
+"""What both sweeps need: weights once, an engine per method and K, prompt sets."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.rows import DATA
+from peagle_jax import runs
+from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.drafter import DraftHead
+from peagle_jax.engine.engine import Engine
+from peagle_jax.models import Dense
+from peagle_jax.prompts import read_jsonl, read_text
+from peagle_jax.text import Tokenizer
+
+Prompts = list[str | list[int]]
+SETS = {"HumanEval": DATA / "HumanEval.jsonl", "MT-Bench": DATA / "mt_bench.jsonl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """A target, its heads by method, and the name rows give them."""
+
+    name: str
+    dtype: str
+    target: Dense
+    heads: dict[str, DraftHead]
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def load(cls, args) -> "Models":
+        """From the command line's `--model`, `--drafter`, `--dtype`, `--methods`."""
+        dtype = runs.choose_dtype(args.dtype)
+        target, heads, tokenizer = runs.load_methods(args.model, args.drafter, dtype=dtype)
+        folder = "" if args.model is None else Path(args.model).resolve().name
+        return cls(
+            name=args.model_name or folder or "embedded",
+            dtype=dtype,
+            target=target,
+            heads={method: head for method, head in heads.items() if method in args.methods},
+            tokenizer=tokenizer,
+        )
+
+    def variants(self, args) -> list[tuple[str, int]]:
+        """(method, K) to measure, plain decoding first when it is asked for."""
+        plain = [("none", 0)] if "none" in args.methods else []
+        return plain + [(method, k) for method in self.heads for k in args.k]
+
+    def engine(self, method: str, num_draft: int, config: EngineConfig) -> Engine:
+        config = replace(config, num_draft=num_draft, dtype=self.dtype)
+        head = self.heads.get(method)
+        return Engine(self.target, head, config, tokenizer=self.tokenizer)
+
+
+def engines(models: Models, args, config: EngineConfig) -> Iterator[tuple[str, int, Engine]]:
+    """One warm engine after the other: only one holds a cache at a time."""
+    for method, num_draft in models.variants(args):
+        engine = models.engine(method, num_draft, config)
+        runs.warm_up(engine)
+        yield method, num_draft, engine
+        del engine
+        gc.collect()
+
+
+def prompt_set(
+    spec: str, tokenizer: Tokenizer | None, *, prompt_tokens: int, limit: int | None
+) -> tuple[str, Prompts]:
+    """A prompt set by name, or from NAME=FILE.
+
+    Args:
+      spec: "HumanEval", "MT-Bench", "NAME=FILE.jsonl", or "NAME=SOURCE": a text file, or a folder
+        whose *.py files are read. Text is cut into prompts of `prompt_tokens`, with gaps as long.
+      limit: most prompts; text is sampled evenly.
+
+    Raises:
+      ConfigError: the file cannot be read, or the name is unknown.
+    """
+    name, _, file = spec.partition("=")
+    path = Path(file) if file else SETS.get(name)
+    if path is None:
+        raise ConfigError(f"unknown prompt set {name!r}; known are {', '.join(SETS)} and NAME=FILE")
+    if path.suffix == ".jsonl":
+        return name, [prompt.text for prompt in read_jsonl(path)][:limit]
+    if tokenizer is None:
+        raise ConfigError(f"{path}: cutting text into prompts needs a model with a tokenizer")
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    prompts: Prompts = []
+    for one in files:
+        tokens = tokenizer.encode(read_text(one))
+        starts = range(0, max(1, len(tokens) - prompt_tokens), 2 * prompt_tokens)
+        prompts += [tokens[start : start + prompt_tokens] for start in starts if tokens]
+    if not prompts:
+        raise ConfigError(f"{path}: holds no text to cut prompts from")
+    stride = 1 if limit is None else max(1, len(prompts) // limit)
+    return name, prompts[::stride][:limit]
+
+
+def sampling(args) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos
+    )

@@ -1,0 +1,70 @@
+"""`peagle-bench throughput`: tokens per second of the three methods, over concurrency and K, in one run."""
+
+import itertools
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from bench import rows
+from bench.sweep import Models, engines, prompt_set, sampling
+from bench.timing import drive
+from peagle_jax.config import EngineConfig
+
+_WARM_UP_TOKENS = 16
+
+
+def _num_prompts(args, concurrency: int) -> int:
+    """Every slot serves the same number of prompts, so that the batch stays full till near the end."""
+    return max(args.min_prompts, args.prompts_per_slot * concurrency)
+
+
+def throughput(args, environment: dict) -> list[dict]:
+    """Measures, appends a row each to `args.out`, and returns the rows."""
+    models = Models.load(args)
+    name, pool = prompt_set(
+        args.set, models.tokenizer, prompt_tokens=args.prompt_tokens, limit=None
+    )
+    params = sampling(args)
+    short = replace(params, max_tokens=min(_WARM_UP_TOKENS, params.max_tokens))
+    config = EngineConfig(
+        max_num_seqs=max(args.concurrency),
+        max_model_len=args.max_model_len,
+        prefill_rows=args.prefill_rows,
+    )
+    plain: dict[int, tuple[float, list]] = {}  # concurrency -> tokens/s and outputs
+    done = []
+    total = sum(_num_prompts(args, c) for c in args.concurrency) * len(models.variants(args))
+    with tqdm(total=total, unit="prompt", disable=None) as bar:
+        for method, num_draft, engine in engines(models, args, config):
+            for concurrency in args.concurrency:
+                bar.set_description(f"{method} K={num_draft} x{concurrency}")
+                count = _num_prompts(args, concurrency)
+                prompts = list(itertools.islice(itertools.cycle(pool), count))
+                # The first rounds of a batch size pay for what later ones find in place.
+                drive(engine, prompts[:concurrency], short, concurrency=concurrency)
+                measured = drive(
+                    engine, prompts, params, concurrency=concurrency, on_finished=bar.update
+                )
+                row = {
+                    "kind": "throughput",
+                    "model": models.name,
+                    "dtype": models.dtype,
+                    "set": name,
+                    "method": method,
+                    "num_speculative_tokens": num_draft,
+                    "concurrency": concurrency,
+                    "max_tokens": args.max_tokens,
+                    "temperature": args.temperature,
+                    **measured.as_row(),
+                }
+                speed = row["tokens_per_second"]
+                if method == "none":
+                    plain[concurrency] = speed, measured.outputs
+                if concurrency in plain:
+                    base, outputs = plain[concurrency]
+                    pairs = zip(outputs, measured.outputs, strict=True)
+                    row["ratio_to_plain"] = speed / base
+                    row["outputs_equal_to_plain"] = sum(a == b for a, b in pairs)
+                done.append(rows.rounded(row | environment))
+                rows.append(args.out, done[-1])
+    return done

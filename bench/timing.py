@@ -1,0 +1,99 @@
+"""Drives an engine at a fixed concurrency and takes the time of its rounds."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from peagle_jax.config import SamplingParams
+from peagle_jax.engine.engine import Engine
+from peagle_jax.engine.request import Request, RequestState
+from peagle_jax.engine.stats import Acceptance
+
+_SETTLED = 3  # rounds with the same full batch before one is timed: two are in flight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One engine, one concurrency. Times in milliseconds except `seconds` (wall, all of it).
+
+    `ms_per_round` is the median over rounds with every slot decoding and no prefill beside them;
+    where a run was too short for one, decoding time over rounds as the requests saw it.
+    """
+
+    requests: list[Request]
+    seconds: float
+    ms_per_round: float
+    timed_rounds: int
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        return [request.output for request in self.requests]
+
+    def as_row(self) -> dict:
+        tokens = sum(len(output) for output in self.outputs)
+        first = [1e3 * (r.first_token_time - r.arrival_time) for r in self.requests]
+        counts = Acceptance.of(self.requests)
+        return {
+            "prompts": len(self.requests),
+            "prompt_tokens": sum(len(r.prompt) for r in self.requests),
+            "tokens": tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": tokens / self.seconds,
+            "ms_per_round": self.ms_per_round,
+            "timed_rounds": self.timed_rounds,
+            "ttft_ms_median": statistics.median(first),
+            "ttft_ms_max": max(first),
+            "rounds": counts.rounds,
+            "drafted": counts.drafted,
+            "accepted": counts.accepted,
+            "acceptance_length": counts.length,
+            "acceptance_per_position": list(counts.rates),
+        }
+
+
+def _is_full(engine: Engine, concurrency: int) -> bool:
+    active = engine.scheduler.active
+    return len(active) == concurrency and all(r.state is RequestState.RUNNING for r in active)
+
+
+def drive(
+    engine: Engine,
+    prompts: Sequence[str | list[int]],
+    params: SamplingParams,
+    *,
+    concurrency: int,
+    on_finished: Callable[[], object] = lambda: None,
+) -> Measurement:
+    """Keeps `concurrency` requests in the engine until all prompts are done; compile before."""
+    todo = iter(prompts)
+    requests: list[Request] = []
+    running, settled, rounds = 0, 0, []
+    start = time.perf_counter()
+    while True:
+        while running < concurrency and (prompt := next(todo, None)) is not None:
+            requests.append(engine.add_request(prompt, params))
+            running += 1
+        if not engine.has_work:
+            break
+        settled = settled + 1 if _is_full(engine, concurrency) else 0
+        before = time.perf_counter()
+        updates = engine.step()
+        if settled >= _SETTLED:
+            rounds.append(time.perf_counter() - before)
+        for request, _ in updates:
+            if request.is_finished:
+                running -= 1
+                on_finished()
+    seconds = time.perf_counter() - start
+    if rounds:
+        per_round = statistics.median(rounds)
+    else:
+        decoding = sum(r.finish_time - r.first_token_time for r in requests)
+        per_round = decoding / max(1, sum(r.rounds for r in requests))
+    return Measurement(
+        requests=requests,
+        seconds=seconds,
+        ms_per_round=1e3 * per_round,
+        timed_rounds=len(rounds),
+    )

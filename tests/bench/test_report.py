@@ -1,0 +1,89 @@
+"""Tables and plots from rows."""
+
+import json
+
+import pytest
+
+from bench import report
+from peagle_jax.config import ConfigError
+
+
+def row(kind: str, method: str, k: int, **changes) -> dict:
+    base = {
+        "kind": kind, "device": "Chip", "model": "m", "dtype": "float32", "temperature": 0.0,
+        "set": "HumanEval", "method": method, "num_speculative_tokens": k, "concurrency": 1,
+        "prompts": 4, "max_tokens": 64, "tokens_per_second": 100.0, "ms_per_round": 2.5,
+        "ttft_ms_median": 7.0, "acceptance_length": 1.0 + 0.5 * k, "date": "2026-01-01T00:00:00Z",
+        "acceptance_per_position": [0.5] * k, "sha": "abc", "jax": "0.11.2",
+    }  # fmt: skip
+    return base | changes
+
+
+ROWS = [
+    row("throughput", "peagle", 7, tokens_per_second=300.0, ratio_to_plain=3.0),
+    row("throughput", "none", 0, ratio_to_plain=1.0),
+    row("throughput", "none", 0, concurrency=2, tokens_per_second=1234.0),
+    row("acceptance", "eagle3", 3),
+    row("acceptance", "peagle", 7, set="MT-Bench"),
+]
+
+
+def test_the_newest_row_of_a_measurement_counts():
+    old, new = (row("throughput", "none", 0, date=f"2026-01-0{day}", x=day) for day in (1, 2))
+    assert report.newest([new, old]) == report.newest([old, new]) == [new]
+
+
+def test_rows_of_another_device_do_not_replace():
+    assert len(report.newest([row("throughput", "none", 0), *ROWS])) == len(ROWS)
+    assert len(report.newest([row("throughput", "none", 0, device="B"), *ROWS])) == len(ROWS) + 1
+
+
+def test_throughput_is_a_grid_of_methods_and_concurrencies():
+    text = report.render("throughput", report.newest(ROWS))
+    assert "| concurrency | 1 | 2 |" in text
+    assert "| plain | 100 | 1,234 |" in text
+    assert "| P-EAGLE K=7 | 300 (3.00x) |  |" in text
+    assert text.count("**Chip**") == 1
+
+
+def test_acceptance_has_a_column_per_position():
+    text = report.render("acceptance", report.newest(ROWS))
+    assert "| prompts | method | K | AL | 1 | 2 | 3 | 4 | 5 | 6 | 7 |" in text
+    assert "| HumanEval (4) | EAGLE-3 | 3 | 2.50 | 0.50 | 0.50 | 0.50 |  |  |  |  |" in text
+
+
+def test_only_marked_blocks_change_and_drawing_again_changes_nothing():
+    text = (
+        "before\n<!-- bench:throughput -->\nold\n<!-- /bench:throughput -->\nbetween\n"
+        "<!-- bench:rounds -->\n<!-- /bench:rounds -->\nafter\n"
+    )
+    some = report.newest(ROWS)
+    drawn = report.update_markdown(text, some)
+    assert drawn.startswith("before\n<!-- bench:throughput -->\n")
+    assert drawn.endswith("<!-- /bench:rounds -->\nafter\n")
+    assert "old" not in drawn
+    assert "\nbetween\n" in drawn
+    assert report.update_markdown(drawn, some) == drawn
+
+
+def test_a_marker_for_what_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="unknown table bench:speed"):
+        report.render("speed", ROWS)
+    with pytest.raises(ConfigError, match="needs acceptance rows"):
+        report.render("acceptance", ROWS[:3])
+
+
+def test_report_writes_readme_and_plots(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in ROWS))
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:throughput -->\n<!-- /bench:throughput -->\n")
+    written = report.report(tmp_path, readme, tmp_path)
+    assert [path.rsplit("/", 1)[1] for path in written] == [
+        "README.md",
+        "throughput.png",
+        "acceptance.png",
+    ]
+    assert "1,234" in readme.read_text()
+    first = (tmp_path / "throughput.png").read_bytes()
+    report.report(tmp_path, None, tmp_path)
+    assert (tmp_path / "throughput.png").read_bytes() == first

@@ -1,0 +1,140 @@
+"""Both sweeps on a tiny random model: the rows they write, and what a round's time is."""
+
+import json
+
+import pytest
+
+from bench import rows
+from bench.__main__ import main
+from bench.sweep import prompt_set
+from bench.timing import drive
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError
+from peagle_jax.text import Tokenizer
+from tests import tiny
+
+ENVIRONMENT = {"date", "device", "platform", "jax", "jaxlib", "flax", "python", "sha", "command"}
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def options(folders, out) -> list[str]:
+    heads = ["--drafter", folders.eagle3, "--drafter", folders.peagle]
+    fixed = ["--max-tokens", "8", "--max-model-len", "256", "--no-cache", "--sha", "abc"]
+    return [str(item) for item in ["--model", folders.target, *heads, *fixed, "--out", out]]
+
+
+@pytest.fixture
+def few_prompts(tmp_path):
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(3)))
+    return f"few={file}"
+
+
+def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few_prompts):
+    out = tmp_path / "rows.jsonl"
+    argv = [*options(folders, out), "-K", "2", "--concurrency", "1,2", "--set", few_prompts]
+    assert main(["throughput", *argv]) == 0
+    measured = read(out)
+    assert [(row["method"], row["concurrency"]) for row in measured] == [
+        (method, c) for method in ("none", "eagle3", "peagle") for c in (1, 2)
+    ]
+    for row in measured:
+        assert row.keys() >= ENVIRONMENT
+        assert row["sha"] == "abc"
+        assert row["tokens"] == sum(8 for _ in range(row["prompts"]))
+        assert row["outputs_equal_to_plain"] == row["prompts"]
+        assert row["ms_per_round"] > 0
+        assert row["ratio_to_plain"] > 0
+    assert measured[0]["ratio_to_plain"] == 1
+
+
+def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts):
+    out = tmp_path / "rows.jsonl"
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "one.py").write_text("def quicksort(xs):\n    return xs\n" * 20)
+    sets = ["--sets", few_prompts, f"source={source}", "--prompt-tokens", "16"]
+    argv = [*options(folders, out), "-K", "2", "--num-prompts", "2", *sets, "--methods", "peagle"]
+    assert main(["acceptance", *argv]) == 0
+    measured = read(out)
+    assert [row["set"] for row in measured] == ["few", "source"]
+    for row in measured:
+        assert row["prompts"] == 2
+        assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["rounds"], 1e-3)
+        assert len(row["acceptance_per_position"]) == 2
+    main(["acceptance", *argv])
+    assert len(read(out)) == 4  # rows are appended
+
+
+def test_drive_keeps_the_concurrency_and_times_full_rounds_only():
+    engine = Engine(tiny.target(), None, EngineConfig(max_num_seqs=4, max_model_len=64))
+    most = []
+    step = engine.step
+
+    def watched():
+        most.append(engine.scheduler.num_running + engine.scheduler.num_waiting)
+        return step()
+
+    engine.step = watched
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    measured = drive(engine, [[i, i] for i in range(1, 6)], params, concurrency=2)
+    assert max(most) == 2
+    assert [len(output) for output in measured.outputs] == [12] * 5
+    assert 0 < measured.timed_rounds < 5 * 12
+    assert 0 < measured.ms_per_round < 1e3 * measured.seconds
+
+
+def test_text_is_cut_into_prompts_with_gaps(folders, tmp_path):
+    tokenizer = Tokenizer(folders.target)
+    file = tmp_path / "text.py"
+    file.write_text("def quicksort(xs): return xs\n" * 30)
+    tokens = tokenizer.encode(file.read_text())
+    name, prompts = prompt_set(f"held-out={file}", tokenizer, prompt_tokens=10, limit=None)
+    assert name == "held-out"
+    assert prompts[:2] == [tokens[:10], tokens[20:30]]
+    _, few = prompt_set(f"held-out={file}", tokenizer, prompt_tokens=10, limit=3)
+    assert len(few) == 3
+    assert few[1] == prompts[len(prompts) // 3]
+
+
+def test_the_shipped_prompt_sets_are_whole():
+    for name, size in (("HumanEval", 164), ("MT-Bench", 80)):
+        assert len(prompt_set(name, None, prompt_tokens=1, limit=None)[1]) == size
+
+
+def test_an_unknown_prompt_set_is_refused():
+    with pytest.raises(ConfigError, match="known are HumanEval"):
+        prompt_set("GSM", None, prompt_tokens=1, limit=None)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["throughput", "--concurrency", "0"],
+        ["throughput", "--methods", "magic"],
+        ["throughput", "--model", "nowhere"],
+        ["acceptance", "-K", "x"],
+        ["report", "--results", "nowhere"],
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(capsys, argv):
+    try:
+        code = main(argv)
+    except SystemExit as exit_:
+        code = exit_.code
+    err = capsys.readouterr().err
+    assert code == 2
+    assert err.startswith("peagle-bench")
+    assert err.count("\n") == 1
+
+
+def test_rows_know_where_they_were_measured(monkeypatch):
+    known = rows.environment("1234")
+    assert known.keys() == ENVIRONMENT
+    assert known["sha"] == "1234"
+    monkeypatch.setenv("PATH", "")
+    assert rows.git_sha() == "unknown"
