@@ -1,0 +1,166 @@
+"""Probabilities against plain NumPy, draws against their weights, keys against each other."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from peagle_jax.sampling import (
+    RequestParams,
+    accept_uniforms,
+    draft_keys,
+    emit_keys,
+    probabilities,
+    sample_rows,
+)
+
+V = 11
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def reference(logits, temperature, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """One row in float64: the definitions, one after the other."""
+    if temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)]
+    scaled = np.asarray(logits, np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    kept = list(order[: top_k if top_k else len(order)])
+    if top_p < 1:
+        reached, enough = 0.0, []
+        for token, prob in zip(kept, softmax(scaled[kept]), strict=True):
+            if reached >= top_p:
+                break
+            enough.append(token)
+            reached += prob
+        kept = enough
+    # Tokens that tie with the last one kept are kept too: the order among equals is an accident.
+    weights = np.where(scaled >= scaled[kept[-1]], np.exp(scaled - scaled.max()), 0)
+    weights[weights < min_p * weights.max()] = 0
+    return weights / weights.sum()
+
+
+COMBINATIONS = list(
+    itertools.product((0.0, 0.6, 1.0, 2.5), (0, 1, 3, V, 50), (1.0, 0.83, 0.31, 1e-6), (0.0, 0.17))
+)
+jitted = jax.jit(probabilities)
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties"])
+def test_probabilities_are_those_of_plain_numpy(kind):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (len(COMBINATIONS), V)).astype(np.float32)
+    if kind == "ties":  # four values in eleven places
+        logits = rng.integers(0, 4, logits.shape).astype(np.float32)
+    temperature, top_k, top_p, min_p = (np.array(x) for x in zip(*COMBINATIONS, strict=True))
+    got = jitted(logits, temperature.astype(np.float32), top_k, top_p.astype(np.float32), min_p)
+    want = [reference(row, *combo) for row, combo in zip(logits, COMBINATIONS, strict=True)]
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_rows_of_several_positions_take_their_requests_parameters():
+    """Logits [B, T, V] with parameters [B, 1], as the verification calls it."""
+    logits = np.random.default_rng(1).normal(0, 2, (3, 2, V)).astype(np.float32)
+    params = ((0.0, 0, 1.0, 0.0), (1.3, 2, 1.0, 0.0), (0.7, 0, 0.5, 0.2))
+    columns = [np.array(x)[:, None] for x in zip(*params, strict=True)]
+    got = jitted(logits, *columns)
+    want = [[reference(row, *params[b]) for row in logits[b]] for b in range(3)]
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_filters_that_are_left_out_change_nothing():
+    logits = jnp.asarray(np.random.default_rng(2).normal(0, 2, (4, V)), jnp.float32)
+    off = probabilities(logits, jnp.full(4, 0.8), jnp.zeros(4, int), jnp.ones(4), jnp.zeros(4))
+    np.testing.assert_allclose(probabilities(logits, jnp.full(4, 0.8)), off, atol=1e-7)
+
+
+def test_greedy_takes_the_first_of_equal_logits():
+    logits = jnp.array([[0.0, 3.0, 1.0, 3.0]])
+    assert probabilities(logits, jnp.zeros(1)).tolist() == [[0, 1, 0, 0]]
+
+
+def test_sampling_at_a_tiny_temperature_is_greedy():
+    logits = jnp.array([[0.0, 3.0, 1.0, 2.9]])
+    assert probabilities(logits, jnp.full(1, 1e-4)).tolist() == [[0, 1, 0, 0]]
+
+
+def test_very_different_logits_do_not_overflow():
+    logits = jnp.array([[1e4, -1e4, 0.0], [20.0, -20.0, 0.0]])
+    assert probabilities(logits, jnp.array([0.5, 1e-30])).tolist() == [[1, 0, 0], [1, 0, 0]]
+
+
+def request_params(seeds) -> RequestParams:
+    seeds = np.asarray(seeds, np.uint64)
+    words = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1)
+    none = jnp.zeros(len(seeds))
+    return RequestParams(jnp.asarray(words, jnp.uint32), none, none, none, none, none, none)
+
+
+def test_keys_differ_by_request_position_and_purpose():
+    keys = request_params([0, 1, 2**32, 2**32 + 1, 2**63 - 1]).keys
+    positions = jnp.broadcast_to(jnp.arange(100), (5, 100))
+    data = [jax.random.key_data(f(keys, positions)) for f in (draft_keys, emit_keys)]
+    assert len(np.unique(np.concatenate(data).reshape(-1, 2), axis=0)) == 2 * 5 * 100
+    uniforms = np.asarray(accept_uniforms(keys, positions))
+    assert len(np.unique(uniforms)) > 490  # of 2**23 values, two of 500 may well meet
+    for f in (draft_keys, emit_keys):
+        others = jax.vmap(jax.vmap(jax.random.uniform))(f(keys, positions))
+        assert not (np.asarray(others) == uniforms).any()
+
+
+def test_keys_do_not_depend_on_what_else_is_in_the_batch():
+    keys = request_params([5, 6, 7]).keys
+    positions = jnp.array([[3, 4], [9, 10], [0, 1]])
+    whole = accept_uniforms(keys, positions)
+    alone = accept_uniforms(keys[1:2], positions[1:2, 1:])
+    assert float(alone[0, 0]) == float(whole[1, 1])
+
+
+def test_uniforms_lie_in_the_half_open_interval_and_are_uniform():
+    uniforms = np.asarray(accept_uniforms(request_params(range(40)).keys, jnp.zeros((40, 1), int)))
+    more = np.asarray(
+        accept_uniforms(
+            request_params(range(4)).keys, jnp.broadcast_to(jnp.arange(5000), (4, 5000))
+        )
+    )
+    for values in (uniforms, more):
+        assert values.min() >= 0
+        assert values.max() < 1
+    counts = np.bincount((more.ravel() * 20).astype(int), minlength=20)
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def draws(weights, count: int, seed: int = 0) -> np.ndarray:
+    rows = jnp.broadcast_to(jnp.asarray(weights, jnp.float32), (count, len(weights)))
+    return np.asarray(sample_rows(rows, jax.random.split(jax.random.key(seed), count)))
+
+
+def test_draws_follow_the_weights():
+    """20000 draws; at level 1e-3 and 5 degrees of freedom w = 0.05 is found with power 0.99."""
+    weights = np.array([0.1, 3.0, 0.0, 1.0, 0.02, 2.0, 0.5])  # need not sum to one
+    counts = np.bincount(draws(weights, 20_000), minlength=7)
+    assert counts[2] == 0
+    expected = weights / weights.sum() * 20_000
+    assert stats.chisquare(counts[weights > 0], expected[weights > 0]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("weights", [[0, 0, 1e-30, 0], [0, 2e-38, 0, 2e-38], [0, 1, 0, 0]])
+def test_a_token_without_weight_is_never_drawn(weights):
+    seen = draws(weights, 500)
+    assert (np.asarray(weights)[seen] > 0).all()
+
+
+def test_every_row_is_drawn_with_its_own_key():
+    weights = jnp.ones((3, 2, 50))
+    keys = jax.random.split(jax.random.key(0), (3, 2))
+    got = np.asarray(sample_rows(weights, keys))
+    assert got.shape == (3, 2)
+    assert len(np.unique(got)) > 3
+    for b, t in itertools.product(range(3), range(2)):
+        assert got[b, t] == int(sample_rows(weights[b, t][None], keys[b, t][None])[0])
