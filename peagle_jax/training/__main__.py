@@ -134,7 +134,7 @@ def _add_target(commands):
     batch.add_argument("--batch", type=int, default=256, help="sequences per step")
     batch.add_argument("--eval-sequences", type=int, default=256)
     _add_run_options(
-        parser, learning_rate=4e-3, adam_learning_rate=3e-3, microbatches=4, log_every=50
+        parser, learning_rate=4e-3, adam_learning_rate=3e-3, microbatches=2, log_every=50
     )
     _add_compute_options(parser, loss_chunk=8192)
     parser.set_defaults(run=_target)
@@ -259,7 +259,7 @@ def _add_drafter(commands):
     _add_run_options(
         parser, learning_rate=3e-3, adam_learning_rate=2e-3, microbatches=1, log_every=50
     )
-    _add_compute_options(parser, loss_chunk=4096)
+    _add_compute_options(parser, loss_chunk=16384)
     parser.set_defaults(run=_drafter)
 
 
