@@ -314,6 +314,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_intermixed_args(argv)
+    with contextlib.suppress(AttributeError):  # stdout may be replaced by what has no encoding
+        sys.stdout.reconfigure(errors="replace")
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s: %(message)s")
     fail = lambda message: print(

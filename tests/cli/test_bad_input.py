@@ -2,10 +2,11 @@
 
 import json
 import os
-import struct
 
+import numpy as np
 import pytest
 
+from peagle_jax.checkpoint.safetensors import Checkpoint, write
 from peagle_jax.engine import memory
 
 PROMPT = "def f(x):"
@@ -29,14 +30,9 @@ def edit_config(folder, **changes) -> None:
 
 
 def drop_tensor(folder, name: str) -> None:
-    """Removes a tensor from the file's header; its bytes stay."""
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    del header[name]
-    text = json.dumps(header).encode().ljust(length)
-    path.write_bytes(data[:8] + text + data[8 + length :])
+    checkpoint = Checkpoint(folder)
+    kept = {n: np.array(checkpoint.read(n)) for n in checkpoint.names() if n != name}
+    write(folder / "model.safetensors", kept)
 
 
 @pytest.mark.parametrize(
