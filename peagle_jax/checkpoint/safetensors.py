@@ -48,6 +48,13 @@ class TensorInfo:
     end: int
 
 
+def _unique(pairs: list[tuple]) -> dict:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError("a name is used twice")
+    return dict(pairs)
+
+
 def _entry(path: Path, name: str, raw, data_start: int, file_size: int) -> TensorInfo:
     try:
         dtype = DTYPES[raw["dtype"]]
@@ -82,17 +89,32 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, file_size - 8):
             raise CheckpointError(f"{path}: not a safetensors file (header length {length})")
         try:
-            header = json.loads(file.read(length).decode("utf-8"))
+            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_unique)
         except (UnicodeDecodeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not a safetensors file (header is not JSON)") from error
+            raise CheckpointError(f"{path}: not a safetensors file (header: {error})") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: not a safetensors file (header is not an object)")
     header.pop("__metadata__", None)
-    return {name: _entry(path, name, raw, 8 + length, file_size) for name, raw in header.items()}
+    table = {name: _entry(path, name, raw, 8 + length, file_size) for name, raw in header.items()}
+    end = 8 + length
+    for info in sorted(table.values(), key=lambda info: (info.begin, info.end)):
+        if info.begin != end:
+            raise CheckpointError(
+                f"{path}: tensor {info.name!r} begins at byte {info.begin}, not {end} where the one "
+                "before it ends"
+            )
+        end = info.end
+    if end != file_size:
+        raise CheckpointError(f"{path}: {file_size - end} bytes after the last tensor")
+    return table
 
 
 class Checkpoint:
-    """All tensors of a folder, mapped: `names()`, `info(name)`, `read(name)`."""
+    """All tensors of a folder, mapped: `names()`, `info(name)`, `read(name)`.
+
+    Files that count: those the index names if there is one, else `model.safetensors`, else the only
+    `*.safetensors`. Other copies of the weights in the folder are left alone.
+    """
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
@@ -113,22 +135,31 @@ class Checkpoint:
                 "config.json and *.safetensors"
             )
         index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
-            files = sorted(self.folder.glob("*.safetensors"))
-            if not files:
-                raise CheckpointError(f"{self.folder}: holds no *.safetensors file")
+        if index.is_file():
+            return self._shards(index)
+        whole = self.folder / "model.safetensors"
+        if whole.is_file():
+            return [whole]
+        files = sorted(self.folder.glob("*.safetensors"))
+        if len(files) == 1:
             return files
+        found = f"{len(files)} *.safetensors files and" if files else "no *.safetensors file,"
+        raise CheckpointError(
+            f"{self.folder}: holds {found} no model.safetensors or {index.name} to say which to read"
+        )
+
+    def _shards(self, index: Path) -> list[Path]:
         try:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = [Path(shard).name for shard in shards]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: not a weight index") from error
-        files = [self.folder / shard for shard in shards]
-        for file in files:
-            if file.resolve().parent != self.folder.resolve() and not file.is_symlink():
-                raise CheckpointError(f"{index}: names {file.name} outside the folder")
-            if not file.is_file():
-                raise CheckpointError(f"{index}: names {file.name}, which is missing")
-        return files
+        for shard, name in zip(shards, names, strict=True):
+            if shard != name:
+                raise CheckpointError(f"{index}: names {shard!r}, not a file beside it")
+            if not (self.folder / name).is_file():
+                raise CheckpointError(f"{index}: names {name}, which is missing")
+        return [self.folder / name for name in names]
 
     def names(self) -> list[str]:
         return list(self._tensors)
