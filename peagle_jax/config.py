@@ -61,6 +61,11 @@ class TargetConfig:
             raise ConfigError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
 
     @property
+    def output_bias(self) -> bool:
+        """Bias of the attention's output projection: `attention_bias` covers it in both families."""
+        return self.attention_bias
+
+    @property
     def default_taps(self) -> tuple[int, ...]:
         """Taps when a head's config names none (vLLM's rule `(2, L/2, L-3)`)."""
         return (2, self.num_layers // 2, self.num_layers - 3)
@@ -91,6 +96,7 @@ class DrafterConfig:
     mask_token_id: int | None = None
     qk_norm: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False

@@ -119,7 +119,7 @@ class Attention(nnx.Module):
         self.out = Linear(
             config.num_heads * config.head_dim,
             config.hidden_size,
-            bias=False,
+            bias=config.output_bias,
             std=std_out,
             dtype=dtype,
             rngs=rngs,

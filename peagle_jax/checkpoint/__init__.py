@@ -12,13 +12,12 @@ from flax import nnx
 from peagle_jax.checkpoint.config_json import (
     drafter_config,
     head_json,
-    read_json,
     target_config,
     target_json,
 )
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, write
 from peagle_jax.checkpoint.tables import Rule, head_rules, target_rules
-from peagle_jax.config import TargetConfig
+from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Dense, build
 
@@ -35,12 +34,12 @@ __all__ = [
 _TRAINING_ONLY = ("t2d", "rotary_emb.inv_freq")
 
 
-def _fill(abstract, rules: list[Rule], read, dtype, where: str):
-    """Replaces every abstract parameter by checkpoint tensors; shapes must agree exactly."""
+def _fill(abstract, rules: list[Rule], read, dtype, where: str) -> None:
+    """Replaces the abstract parameters that `rules` name by tensors; shapes must agree exactly."""
     state = nnx.state(abstract)
     params = dict(nnx.to_flat_state(state))
     for rule in rules:
-        variable = params.pop(rule.path)
+        variable = params[rule.path]
         parts = [read(name) for name in rule.names]
         array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
         if rule.path == ("mask_hidden",):
@@ -51,18 +50,21 @@ def _fill(abstract, rules: list[Rule], read, dtype, where: str):
             )
         # Through numpy: a cast on the device would hold two copies of the weight there.
         variable.set_value(jnp.asarray(np.asarray(array, dtype=jnp.dtype(dtype))))
-    return params
 
 
-def _unused(
-    checkpoint: Checkpoint, rules: list[Rule], prefix: str, also: tuple[str, ...]
-) -> list[str]:
-    used = {prefix + name for rule in rules for name in rule.names} | {prefix + n for n in also}
-    return [
+def _refuse_unused(
+    checkpoint: Checkpoint, rules: list[Rule], also: tuple[str, ...], prefix: str, what: str
+) -> None:
+    used = {name for rule in rules for name in rule.names} | {*also}
+    unused = [
         name
         for name in checkpoint.names()
-        if name not in used and not name.endswith(_TRAINING_ONLY)
+        if name.removeprefix(prefix) not in used and not name.endswith(_TRAINING_ONLY)
     ]
+    if unused:
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensors without a place in {what}: {unused[:5]}"
+        )
 
 
 def load_target(folder: str | Path, *, dtype: str) -> Dense:
@@ -79,28 +81,38 @@ def load_target(folder: str | Path, *, dtype: str) -> Dense:
     _fill(model, rules, checkpoint.read, dtype, str(folder))
     # A tied model may store its head a second time.
     also = ("lm_head.weight",) if config.tie_embeddings else ()
-    unused = _unused(checkpoint, rules, "", also)
-    if unused:
-        raise CheckpointError(f"{folder}: tensors without a place in {config.family}: {unused[:5]}")
+    _refuse_unused(checkpoint, rules, also, "", config.family)
     return model
 
 
-def _load_d2t(
-    checkpoint: Checkpoint, name: str, draft_vocab: int, vocab: int, where: str
-) -> np.ndarray:
-    """Offsets [Vd]: target id = draft id + d2t. Refuses absolute ids, which some trainers write."""
-    if name not in checkpoint:
+def _load_d2t(read, tensors: set[str], config: DrafterConfig, where: str) -> np.ndarray | None:
+    """Offsets [Vd]: target id = draft id + d2t. None for the full vocabulary.
+
+    Some trainers write absolute ids, which can pass for offsets; t2d, the mask [V] of target ids that
+    have a draft id, tells them apart.
+    """
+    Vd, V = config.draft_vocab_size, config.vocab_size
+    if "d2t" not in tensors:
+        if Vd == V:
+            return None
         raise CheckpointError(
-            f"{where}: the draft vocabulary has {draft_vocab} of {vocab} tokens but there is no d2t"
+            f"{where}: the draft vocabulary has {Vd} of {V} tokens but there is no d2t"
         )
-    d2t = checkpoint.read(name).reshape(-1)
+    d2t = read("d2t").reshape(-1).astype(np.int64)
+    if Vd == V and np.array_equal(d2t, np.arange(V)):
+        return None  # absolute ids of the whole vocabulary
     ids = np.arange(len(d2t)) + d2t
-    if len(d2t) != draft_vocab or np.any(np.diff(ids) <= 0) or ids.min() < 0 or ids.max() >= vocab:
+    if len(d2t) != Vd or np.any(np.diff(ids) <= 0) or ids.min() < 0 or ids.max() >= V:
         raise CheckpointError(
-            f"{where}: d2t must hold {draft_vocab} offsets to ascending target ids below {vocab}; "
+            f"{where}: d2t must hold {Vd} offsets to ascending target ids below {V}; "
             "absolute ids need 'd2t - arange(len(d2t))'"
         )
-    return d2t.astype(np.int32)
+    if "t2d" in tensors and not np.array_equal(np.flatnonzero(read("t2d")), ids):
+        raise CheckpointError(
+            f"{where}: d2t and t2d name different target ids; d2t must hold offsets, "
+            "absolute ids need 'd2t - arange(len(d2t))'"
+        )
+    return None if Vd == V else d2t.astype(np.int32)
 
 
 def load_head(folder: str | Path, target: TargetConfig, *, dtype: str) -> DraftHead:
@@ -117,31 +129,19 @@ def load_head(folder: str | Path, target: TargetConfig, *, dtype: str) -> DraftH
     tensors = {name.removeprefix(prefix) for name in checkpoint.names()}
     if "fc.weight" not in tensors:
         raise CheckpointError(f"{where}: no fc.weight; this is not an EAGLE-3 or P-EAGLE head")
-    raw = read_json(folder)
-    states_mask = any(
-        raw.get(k) is not None for k in ("mask_token_id", "pard_token", "ptd_token_id")
-    )
-    if states_mask and "mask_hidden" not in tensors:
-        raise CheckpointError(
-            f"{where}: config.json names a mask token but the file holds no mask_hidden; "
-            "the head cannot draft in parallel"
-        )
-    fused_width = checkpoint.info(locate("fc.weight")).shape[1]
-    config = drafter_config(folder, target, tensors, fused_width)
+    fc_shape = checkpoint.info(locate("fc.weight")).shape
+    if len(fc_shape) != 2:
+        raise CheckpointError(f"{where}: fc.weight has shape {fc_shape}, not two dimensions")
+    config = drafter_config(folder, target, tensors, fc_shape[1])
     first = "midlayer" if "midlayer.hidden_norm.weight" in tensors else "layers.0"
     head = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
     rules = head_rules(config, first)
-    left = _fill(head, rules, lambda name: checkpoint.read(locate(name)), dtype, where)
-    for path, variable in left.items():  # d2t is all that no rule fills
-        d2t = _load_d2t(
-            checkpoint, locate(path[-1]), config.draft_vocab_size, target.vocab_size, where
-        )
-        variable.set_value(jnp.asarray(d2t))
-    also = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
-    unused = [n for n in _unused(checkpoint, rules, prefix, also) if n not in also]
-    unused = [n for n in unused if n not in {name for rule in rules for name in rule.names}]
-    if unused:
-        raise CheckpointError(f"{where}: tensors without a place in the head: {unused[:5]}")
+    read = lambda name: checkpoint.read(locate(name))
+    _fill(head, rules, read, dtype, where)
+    d2t = _load_d2t(read, tensors, config, where)
+    if d2t is not None:
+        head.d2t.set_value(jnp.asarray(d2t))
+    _refuse_unused(checkpoint, rules, ("d2t", "t2d"), prefix, "the head")
     return head
 
 

@@ -62,6 +62,9 @@ def _ids(value) -> tuple[int, ...]:
 
 def _shape(raw: dict, where: str) -> dict:
     """Fields that a target and a draft decoder share."""
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"{where}: hidden_act {activation!r} is not supported; silu is")
     heads = int(_need(raw, "num_attention_heads", where))
     hidden = int(_need(raw, "hidden_size", where))
     return dict(
@@ -90,6 +93,9 @@ def target_config(folder: Path) -> TargetConfig:
         raise CheckpointError(
             f"{where}: model_type {family!r} is not supported; llama and qwen3 are"
         )
+    slides = bool(raw.get("use_sliding_window") and raw.get("sliding_window"))
+    if slides or "sliding_attention" in (raw.get("layer_types") or ()):
+        raise CheckpointError(f"{where}: sliding-window layers are not supported in a target")
     eos = raw.get("eos_token_id")
     generation = Path(folder) / "generation_config.json"
     if generation.is_file():
@@ -119,6 +125,34 @@ def _windows(layers: dict) -> tuple[int | None, ...] | None:
     return tuple(window if t == "sliding_attention" else None for t in types)
 
 
+def _trained_num_draft(raw: dict) -> int | None:
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    stated = raw.get("num_speculative_tokens") or raw.get("k_train")
+    return stated or methods[0].get("speculative_tokens")
+
+
+def _check_promises(raw: dict, layers: dict, tensors: set[str], where: str) -> None:
+    """What config.json says the head has must be in its file, or it drafts garbage.
+
+    Raises:
+      CheckpointError: something is missing.
+    """
+    states_mask = any(raw.get(key) is not None for key in _MASK_KEYS)
+    if states_mask and "mask_hidden" not in tensors:
+        raise CheckpointError(
+            f"{where}: config.json names a mask token but the file holds no mask_hidden; "
+            "the head cannot draft in parallel"
+        )
+    if "mask_hidden" in tensors and not states_mask:
+        raise CheckpointError(
+            f"{where}: the file holds mask_hidden but config.json names no mask token id "
+            f"({', '.join(_MASK_KEYS)})"
+        )
+    for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        if (raw.get(flag) or layers.get(flag)) and name not in tensors:
+            raise CheckpointError(f"{where}: config.json says {flag} but the file holds no {name}")
+
+
 def drafter_config(
     folder: Path, target: TargetConfig, tensors: set[str], fused_width: int
 ) -> DrafterConfig:
@@ -133,6 +167,7 @@ def drafter_config(
     raw, where = read_json(folder), str(folder)
     speculators = "transformer_layer_config" in raw
     layers = raw["transformer_layer_config"] if speculators else raw
+    _check_promises(raw, layers, tensors, where)
     taps = _taps(raw)
     width = int(
         raw.get("target_hidden_size") or layers.get("target_hidden_size") or target.hidden_size
@@ -143,7 +178,9 @@ def drafter_config(
     # speculators' own default differs by algorithm (peagle-spec 2.3).
     residual_default = speculators and raw.get("speculators_model_type") == "eagle3"
     shape = _shape(layers, where)
-    qwen = layers.get("model_type") == "qwen3" or raw.get("architectures", [""])[0] in _QWEN_HEADS
+    qwen = (
+        layers.get("model_type") == "qwen3" or (raw.get("architectures") or [""])[0] in _QWEN_HEADS
+    )
     config = DrafterConfig(
         method="peagle" if is_peagle else "eagle3",
         **shape,
@@ -153,6 +190,9 @@ def drafter_config(
         taps=taps,
         mask_token_id=None if mask is None else int(mask),
         qk_norm=qwen,
+        # vLLM's heads bias q, k and v only, those built from transformers' attention all four.
+        output_bias=shape["attention_bias"]
+        and any(name.endswith("self_attn.o_proj.bias") for name in tensors),
         norm_before_fc="input_norm.weight" in tensors,
         fc_norm="fc_norm.0.weight" in tensors,
         norm_before_residual=bool(raw.get("norm_before_residual", residual_default)),
@@ -161,7 +201,7 @@ def drafter_config(
         own_lm_head="lm_head.weight" in tensors,
         sliding_windows=_windows(layers),
         logit_scale=float(raw.get("logit_scale", 1.0)),
-        trained_num_draft=raw.get("num_speculative_tokens") or raw.get("k_train"),
+        trained_num_draft=_trained_num_draft(raw),
     )
     check_fit(config, target, fused_width, where)
     return config
@@ -254,6 +294,18 @@ def target_json(config: TargetConfig, dtype: str) -> dict:
     }
 
 
+def _windows_json(windows: tuple[int | None, ...] | None) -> dict:
+    widths = {width for width in windows or () if width is not None}
+    if not widths:
+        return {}
+    if len(widths) > 1:
+        raise CheckpointError(
+            f"config.json holds one sliding window; the head has {sorted(widths)}"
+        )
+    types = ["full_attention" if width is None else "sliding_attention" for width in windows]
+    return {"layer_types": types, "sliding_window": widths.pop(), "use_sliding_window": True}
+
+
 def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
     """config.json of a head in the flat (AWS, SafeAILab) form."""
     raw = {
@@ -265,11 +317,16 @@ def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "num_aux_hidden_states": config.num_taps,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
+        **_windows_json(config.sliding_windows),
     }
     if config.taps is not None:
         raw["eagle_aux_hidden_state_layer_ids"] = list(config.taps)
+    if config.logit_scale != 1.0:
+        raw["logit_scale"] = config.logit_scale
     if config.mask_token_id is not None:
         raw["ptd_token_id"] = config.mask_token_id
     if config.trained_num_draft is not None:

@@ -27,6 +27,8 @@ def _attention(path: Path, prefix: str, config: TargetConfig | DrafterConfig) ->
         for leaf in leaves
     ]
     rules.append(Rule((*path, "out", "weight"), (f"{prefix}.o_proj.weight",)))
+    if config.output_bias:
+        rules.append(Rule((*path, "out", "bias"), (f"{prefix}.o_proj.bias",)))
     if config.qk_norm:
         rules += [
             Rule((*path, f"{p}_norm", "weight"), (f"{prefix}.{p}_norm.weight",)) for p in "qk"

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from peagle_jax.cache import causal_attention
-from peagle_jax.checkpoint import load_target, save_target, target_config
+from peagle_jax.checkpoint import CheckpointError, load_target, save_target, target_config
 from peagle_jax.config import EngineConfig, RopeConfig, SamplingParams
 from peagle_jax.engine.engine import Engine
+from peagle_jax.layers import apply_rope, rope_angles
 from peagle_jax.models import Dense
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -188,3 +189,91 @@ def test_bfloat16_files_round_trip_too(family, tmp_path):
     for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
         assert a.dtype == b.dtype == jnp.bfloat16
         assert np.array_equal(a, b)
+
+
+def copy_with(family: str, folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
+    """The golden folder with other config keys and more tensors."""
+    raw = json.loads((GOLDEN / family / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | config))
+    save_file(
+        load_file(GOLDEN / family / "model.safetensors") | tensors, folder / "model.safetensors"
+    )
+    return folder
+
+
+def random_biases(family: str) -> dict[str, np.ndarray]:
+    """attention_bias as transformers has it in both families: q, k, v and o of every layer."""
+    rng = np.random.default_rng(0)
+    q = 4 * {"llama": 16, "qwen3": 32}[family]
+    widths = {"q": q, "k": q // 2, "v": q // 2, "o": 64}
+    return {
+        f"model.layers.{i}.self_attn.{p}_proj.bias": rng.normal(size=n).astype(np.float32)
+        for i in range(8)
+        for p, n in widths.items()
+    }
+
+
+def test_attention_bias_is_added_to_all_four_projections(family, tmp_path):
+    biases = random_biases(family)
+    copy_with(family, tmp_path, {"attention_bias": True}, biases)
+    model = load_target(tmp_path, dtype="float32")
+    weights = {
+        k: v.astype(np.float64) for k, v in load_file(tmp_path / "model.safetensors").items()
+    }
+    project = lambda p, x: (
+        x @ weights[f"model.layers.1.self_attn.{p}_proj.weight"].T
+        + biases[f"model.layers.1.self_attn.{p}_proj.bias"]
+    )
+    x = np.random.default_rng(1).normal(size=(1, 9, 64))
+    angles = rope_angles(model.config.rope, model.config.head_dim, jnp.arange(9)[None])
+    q, k, v = (project(p, x).reshape(1, 9, -1, model.config.head_dim) for p in "qkv")
+    attention = model.layers[1].attention
+    norms = (attention.q_norm, attention.k_norm) if model.config.qk_norm else (lambda x: x,) * 2
+    q, k = (
+        apply_rope(norm(jnp.asarray(y, jnp.float32)), angles)
+        for norm, y in zip(norms, (q, k), strict=True)
+    )
+    out, _ = causal_attention(q, k, jnp.asarray(v, jnp.float32), None, window=None)
+    want = project("o", np.asarray(out, np.float64).reshape(1, 9, -1))
+    got, _ = attention(jnp.asarray(x, jnp.float32), angles, None, causal_attention)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+    saved = tmp_path / "saved"
+    save_target(model, saved, dtype="float32")
+    assert load_file(saved / "model.safetensors").keys() == weights.keys()
+
+
+REFUSED = {
+    "biases the config does not state": ({}, True, "without a place in llama"),
+    "biases the file does not hold": ({"attention_bias": True}, False, "q_proj.bias' is missing"),
+    "another family": ({"model_type": "mistral"}, False, "'mistral' is not supported"),
+    "another activation": ({"hidden_act": "gelu"}, False, "'gelu' is not supported"),
+    "sliding layers": ({"layer_types": ["sliding_attention"] * 8}, False, "sliding-window"),
+    "a window": ({"use_sliding_window": True, "sliding_window": 9}, False, "sliding-window"),
+    "another rope": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        False,
+        "'yarn' is not supported",
+    ),
+    "rope without its factor": (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, False, "no factor",
+    ),
+    "rope without theta": ({"rope_parameters": None}, False, "no rope_theta"),
+    "no width": ({"hidden_size": None}, False, "no hidden_size"),
+    "more layers than the file": ({"num_hidden_layers": 9}, False, "is missing"),
+    "fewer layers than the file": ({"num_hidden_layers": 7}, False, "without a place"),
+    "another vocabulary": ({"vocab_size": 200}, False, "has shape"),
+    "a tied head beside its own": ({"tie_word_embeddings": True}, False, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_targets_that_would_not_compute_what_they_should_are_refused(case, tmp_path):
+    config, with_biases, message = REFUSED[case]
+    copy_with("llama", tmp_path, config, random_biases("llama") if with_biases else {})
+    if message is None:  # some tied models store their head a second time
+        assert load_target(tmp_path, dtype="float32").lm_head is None
+        return
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_target(tmp_path, dtype="float32")
+    assert str(tmp_path) in str(caught.value)

@@ -1,0 +1,262 @@
+"""Heads in every layout load alike; heads that would draft garbage are refused with a reason."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from peagle_jax.checkpoint import CheckpointError, load_head, load_target, save_head, target_config
+from peagle_jax.config import ConfigError
+from peagle_jax.drafter import DraftHead
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+HEADS = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms", "peagle-qwen3")
+HEADS += ("eagle3", "eagle31")
+
+
+@cache
+def target():
+    return target_config(GOLDEN / "qwen3")
+
+
+def parts(name: str) -> tuple[dict, dict[str, np.ndarray]]:
+    """config.json and tensors of a golden head."""
+    folder = GOLDEN / name
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def write_head(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def flat(config: dict, **changes) -> dict:
+    """A speculators config.json in the flat form of AWS and SafeAILab."""
+    layer = config["transformer_layer_config"]
+    own = {k: v for k, v in config.items() if not k.startswith(("speculators", "transformer_"))}
+    return layer | own | {"architectures": ["LlamaForCausalLMEagle3"]} | changes
+
+
+def check_equal(head: DraftHead, other: DraftHead) -> None:
+    assert head.config == other.config
+    pairs = zip(jax.tree.leaves(head), jax.tree.leaves(other), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_speculators_layout_states_the_depth_of_training(name):
+    depth = {"peagle-1": 4, "peagle-4": 8, "peagle-pruned": 6, "eagle3": 3, "eagle31": 3}
+    head = load_head(GOLDEN / name, target(), dtype="float32")
+    assert head.config.trained_num_draft == depth.get(name, 5)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_saving_a_head_and_loading_it_gives_it_back(name, tmp_path):
+    head = load_head(GOLDEN / name, target(), dtype="float32")
+    head.config = replace(head.config, logit_scale=0.5)
+    save_head(head, tmp_path, max_position=512, dtype="float32")
+    check_equal(load_head(tmp_path, target(), dtype="float32"), head)
+    assert set(parts(name)[1]) - {"d2t", "t2d"} == {
+        key.replace("midlayer.", "layers.0.") for key in load_file(tmp_path / "model.safetensors")
+    } - {"d2t", "t2d"}
+
+
+def renamed(change: Callable[[str], str]):
+    return lambda config, tensors: (config, {change(name): x for name, x in tensors.items()})
+
+
+LAYOUTS = {
+    "aws": lambda c, t: (
+        flat(c, mask_token_id=None, ptd_token_id=255),
+        {n.replace("layers.0.", "midlayer."): x for n, x in t.items()}
+        | {"d2t": np.zeros(256, np.int64), "t2d": np.ones(256, bool)},
+    ),
+    "aws with speculators' name of layer 0": lambda c, t: (flat(c), t),
+    "speculators with midlayer": renamed(lambda n: n.replace("layers.0.", "midlayer.")),
+    "model. before every name": renamed(lambda n: "model." + n),
+    "model. before all but lm_head": renamed(lambda n: n if "lm_head" in n else "model." + n),
+    "model. and midlayer": renamed(lambda n: "model." + n.replace("layers.0.", "midlayer.")),
+    "pard token": lambda c, t: (c | {"mask_token_id": None, "pard_token": 255}, t),
+    "ptd token": lambda c, t: (c | {"mask_token_id": None, "ptd_token_id": 255}, t),
+    "mask token before the others": lambda c, t: (c | {"pard_token": 7, "ptd_token_id": 8}, t),
+    "mask_hidden [1, X]": lambda c, t: (c, t | {"mask_hidden": t["mask_hidden"].reshape(1, -1)}),
+    "mask_hidden [X]": lambda c, t: (c, t | {"mask_hidden": t["mask_hidden"].reshape(-1)}),
+    "identity d2t": lambda c, t: (c, t | {"d2t": np.zeros(256, np.int32)}),
+    "absolute identity d2t": lambda c, t: (c, t | {"d2t": np.arange(256)}),
+    "rotary table": lambda c, t: (c, t | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(8)}),
+    "taps in eagle_config": lambda c, t: (
+        {k: v for k, v in c.items() if k != "eagle_aux_hidden_state_layer_ids"}
+        | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}},
+        t,
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_of_a_head_loads_alike(layout, tmp_path):
+    config, tensors = LAYOUTS[layout](*parts("peagle-1"))
+    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
+    original = load_head(GOLDEN / "peagle-1", target(), dtype="float32")
+    head.config = replace(head.config, trained_num_draft=4)  # flat configs do not state it
+    check_equal(head, original)
+
+
+def test_an_eagle3_head_shares_what_it_does_not_own(tmp_path):
+    """SafeAILab's heads hold no embedding; one with a full vocabulary may lack lm_head too."""
+    config, tensors = parts("eagle3")
+    del tensors["embed_tokens.weight"]
+    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
+    assert head.embed is None
+    assert head.lm_head is not None
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    write_head(tmp_path, config | {"draft_vocab_size": 256}, tensors)
+    head = load_head(tmp_path, target(), dtype="float32")
+    assert head.lm_head is None
+    model = load_target(GOLDEN / "qwen3", dtype="float32")
+    hidden = np.ones((1, 64), np.float32)
+    logits = model.embed.unembed(head.norm(hidden))
+    assert np.array_equal(head.logits(model, hidden), logits)
+
+
+def test_attention_biases_of_a_head_may_or_may_not_cover_its_output(tmp_path):
+    config, tensors = parts("peagle-1")
+    config["transformer_layer_config"]["attention_bias"] = True
+    rng = np.random.default_rng(0)
+    bias = lambda p, n: {f"layers.0.self_attn.{p}_proj.bias": rng.normal(size=n).astype(np.float32)}
+    tensors |= bias("q", 64) | bias("k", 32) | bias("v", 32)
+    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
+    assert head.first.attention.qkv.bias is not None
+    assert head.first.attention.out.bias is None
+    tensors |= bias("o", 64)
+    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
+    want = tensors["layers.0.self_attn.o_proj.bias"]
+    assert np.array_equal(head.first.attention.out.bias[...], want)
+    save_head(head, tmp_path / "saved", max_position=512, dtype="float32")
+    again = load_head(tmp_path / "saved", target(), dtype="float32")
+    check_equal(again, head)
+
+
+def config_with(**changes):
+    return lambda config, tensors: (config | changes, tensors)
+
+
+def layer_with(**changes):
+    return lambda config, tensors: (
+        config | {"transformer_layer_config": config["transformer_layer_config"] | changes},
+        tensors,
+    )
+
+
+def without(name: str):
+    return lambda c, t: (c, {key: x for key, x in t.items() if key != name})
+
+
+def with_tensor(name: str, make):
+    return lambda c, t: (c, t | {name: make(t)})
+
+
+def absolute_ids(t: dict) -> np.ndarray:
+    return t["d2t"] + np.arange(len(t["d2t"]))
+
+
+REFUSED = {
+    "taps past the target": (
+        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 4, 8]), r"taps \(2, 4, 8\)",
+    ),
+    "taps out of order": (
+        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[4, 2, 5]), "not 3 ascending",
+    ),
+    "a tap twice": (
+        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 2, 5]), "not 3 ascending",
+    ),
+    "two taps": (
+        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 4]), "its fc takes 192, 2 taps",
+    ),
+    "four taps": ("peagle-1", config_with(num_aux_hidden_states=4), "its fc takes 192, 4 taps"),
+    "taps of another width": ("peagle-1", config_with(target_hidden_size=128), "states 128 wide"),
+    "another vocabulary": ("peagle-1", layer_with(vocab_size=300), "vocabulary is 300"),
+    "no mask token id": ("peagle-1", config_with(mask_token_id=None), "names no mask token id"),
+    "a mask token outside": ("peagle-1", config_with(mask_token_id=256), "256 lies outside"),
+    "no mask_hidden": ("peagle-1", without("mask_hidden"), "holds no mask_hidden"),
+    "mask_hidden after fc": (
+        "peagle-1", with_tensor("mask_hidden", lambda t: t["mask_hidden"][..., :64]), "has shape",
+    ),
+    "no fc": ("peagle-1", without("fc.weight"), "not an EAGLE-3 or P-EAGLE head"),
+    "a flat fc": ("peagle-1", with_tensor("fc.weight", lambda t: t["mask_hidden"].ravel()), "two dim"),
+    "no weight": ("peagle-4", without("layers.2.mlp.up_proj.weight"), "up_proj.weight' is missing"),
+    "no hidden norm": ("peagle-1", without("layers.0.hidden_norm.weight"), "is missing"),
+    "one tensor too many": (
+        "peagle-1", with_tensor("layers.1.norm.weight", lambda t: t["norm.weight"]), "without a place",
+    ),
+    "biases that are not stated": (
+        "peagle-1", with_tensor("layers.0.self_attn.o_proj.bias", lambda t: t["norm.weight"]),
+        "without a place",
+    ),
+    "a misshapen weight": (
+        "peagle-1", with_tensor("norm.weight", lambda t: t["norm.weight"][:32]), "has shape",
+    ),
+    "a norm before fc that is not there": (
+        "peagle-norms", without("input_norm.weight"), "says norm_before_fc but",
+    ),
+    "tap norms that are not there": ("peagle-1", config_with(fc_norm=True), "says fc_norm but"),
+    "no d2t": ("peagle-pruned", without("d2t"), "96 of 256 tokens but there is no d2t"),
+    "absolute d2t": ("peagle-pruned", with_tensor("d2t", absolute_ids), "absolute ids need"),
+    "absolute d2t without t2d": (
+        "peagle-pruned",
+        lambda c, t: without("t2d")(c, t | {"d2t": absolute_ids(t)}),
+        "ascending target ids below 256",
+    ),
+    "absolute d2t that could be offsets": (
+        "peagle-pruned",
+        lambda c, t: (c, t | {"d2t": np.arange(96), "t2d": np.arange(256) < 96}),
+        "d2t and t2d name different",
+    ),
+    "a short d2t": ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][:90]), "hold 96 offsets"),
+    "a d2t that is not sorted": (
+        "peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][::-1]), "ascending",
+    ),
+    "a negative d2t": ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"] - 200), "ascending"),
+    "a permuted full vocabulary": (
+        "peagle-1", with_tensor("d2t", lambda t: np.arange(256)[::-1].copy()), "ascending",
+    ),
+    "a pruned head without lm_head": ("eagle3", without("lm_head.weight"), "no lm_head"),
+    "another activation": ("peagle-1", layer_with(hidden_act="gelu"), "'gelu'"),
+    "another rope": (
+        "peagle-1", layer_with(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "'yarn'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_head_that_does_not_fit_is_refused(case, tmp_path):
+    name, change, message = REFUSED[case]
+    folder = write_head(tmp_path / "head", *change(*parts(name)))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_head(folder, target(), dtype="float32")
+    assert str(folder) in str(caught.value)
+
+
+def test_a_head_of_another_target_is_refused():
+    wide = replace(target(), hidden_size=128)
+    with pytest.raises(CheckpointError, match="its fc takes 192, 3 taps give 384"):
+        load_head(GOLDEN / "peagle-1", wide, dtype="float32")
+    shallow = replace(target(), num_layers=4)
+    with pytest.raises(CheckpointError, match="ascending layers of the target's 4"):
+        load_head(GOLDEN / "peagle-1", shallow, dtype="float32")
+
+
+def test_a_head_with_both_kinds_of_norm_before_fc_is_refused(tmp_path):
+    config, tensors = parts("peagle-norms")
+    tensors |= {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)}
+    with pytest.raises(ConfigError, match="exclude each other"):
+        load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
