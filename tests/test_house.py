@@ -1,0 +1,178 @@
+"""The rules of the house: who may import whom, and how large things may grow (docs/architecture.md)."""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from peagle_jax.checkpoint import load_head, load_target
+from peagle_jax.training.trainer import split_model
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "tests")
+
+ORDER = [
+    "config",
+    "layers", "models.dense", "models",
+    "cache", "sampling", "drafter", "verify", "step",
+    "checkpoint.safetensors", "checkpoint.config_json", "checkpoint.tables", "checkpoint",
+    "text",
+    "engine", "engine.pages", "engine.request", "engine.plan", "engine.scheduler", "engine.stats",
+    "engine.memory", "engine.programs", "engine.engine",
+    "loading", "prompts", "runs",
+    "training", "training.corpus", "training.data", "training.cod", "training.attention",
+    "training.objective", "training.embedding", "training.trainer", "training.target",
+    "training.drafter", "training.continuations", "training.__main__",
+    "__main__", "__init__",
+]  # fmt: skip
+"""Files of peagle_jax; each sees only those before it. A new file takes its place here."""
+
+MAY_IMPORT = {
+    "pallas_kernels": {"pallas_kernels"},
+    "peagle_jax": {"peagle_jax", "pallas_kernels"},
+    "convert": {"convert", "peagle_jax"},
+    "serving": {"serving", "peagle_jax"},
+    "bench": set(PACKAGES) - {"tests"},
+    "tests": set(PACKAGES),
+}
+AT_HOME = {
+    "grpc": ("serving/", "tests/", "bench/"),
+    "transformers": ("peagle_jax/text.py", "convert/", "bench/", "tests/"),
+    "torch": ("tests/golden/",),
+}
+"""Third parties that live in some places only; tests and benches may talk to anything they test."""
+
+FILES = sorted(
+    path
+    for package in PACKAGES
+    for path in (ROOT / package).rglob("*.py")
+    if not path.stem.endswith(("_pb2", "_pb2_grpc"))  # generated
+)
+NAMES = [str(path.relative_to(ROOT)) for path in FILES]
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text(encoding="utf-8"))
+
+
+def is_module(dotted: str) -> bool:
+    path = ROOT.joinpath(*dotted.split("."))
+    return path.with_suffix(".py").is_file() or path.is_dir()
+
+
+def imports(name: str) -> set[str]:
+    """Modules that a file imports anywhere; `from package import module` counts as the module."""
+    found = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: a relative import"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {module for module in inner if is_module(module)}
+            found |= modules or {node.module}
+    return found
+
+
+def module_of(name: str) -> str:
+    """peagle_jax/engine/pages.py -> peagle_jax.engine.pages; a package's __init__ is the package."""
+    return ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_those_below_them(package):
+    for name in NAMES:
+        if name.startswith(f"{package}/"):
+            ours = {module.split(".")[0] for module in imports(name)} & set(PACKAGES)
+            assert ours <= MAY_IMPORT[package], f"{name} imports {ours - MAY_IMPORT[package]}"
+
+
+def test_kernels_need_nothing_but_jax():
+    for name in NAMES:
+        if name.startswith("pallas_kernels/"):
+            tops = {module.split(".")[0] for module in imports(name)}
+            foreign = tops - set(sys.stdlib_module_names) - {"jax", "numpy", "pallas_kernels"}
+            assert not foreign, f"{name} imports {foreign}"
+
+
+@pytest.mark.parametrize("library", AT_HOME)
+def test_some_libraries_live_in_one_place(library):
+    for name in NAMES:
+        if library in {module.split(".")[0] for module in imports(name)}:
+            assert name.startswith(AT_HOME[library]), f"{name} imports {library}"
+
+
+def test_each_file_of_peagle_jax_sees_only_those_before_it():
+    place = {f"peagle_jax.{part}": i for i, part in enumerate(ORDER)}
+    place["peagle_jax"] = place.pop("peagle_jax.__init__")
+    mine = [name for name in NAMES if name.startswith("peagle_jax/")]
+    wrong = {module_of(name) for name in mine} ^ place.keys()
+    assert not wrong, f"ORDER does not list, or lists in vain, {wrong}"
+    for name in mine:
+        here = module_of(name)
+        for module in imports(name) & place.keys():
+            assert place[module] < place[here], f"{name} imports {module}, which stands after it"
+
+
+def test_the_host_side_of_the_engine_needs_no_jax():
+    modules = [f"peagle_jax.engine.{x}" for x in ("request", "pages", "plan", "scheduler", "stats")]
+    code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def is_kernel(name: str) -> bool:
+    return name.startswith("pallas_kernels/") and Path(name).stem.startswith("mosaic")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_and_functions_stay_small(name):
+    num_lines = len((ROOT / name).read_text(encoding="utf-8").splitlines())
+    assert num_lines <= (600 if is_kernel(name) else 400), f"{name} has {num_lines} lines"
+    for node in ast.walk(tree(name)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length = node.end_lineno - node.lineno + 1
+        limit = 200 if is_kernel(name) else 80
+        assert length <= limit, f"{name}: {node.name} has {length} lines"
+        if not is_kernel(name):
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            names = [arg.arg for arg in args if arg.arg not in ("self", "cls")]
+            assert len(names) <= 10, f"{name}: {node.name} takes {len(names)} parameters"
+
+
+def test_names_say_what_a_file_is_for():
+    forbidden = re.compile(r"(^|_)(utils?|helpers?)($|_)|_v\d+$")
+    for name in NAMES:
+        parts = [Path(part).stem for part in Path(name).parts]
+        assert not any(map(forbidden.search, parts)), f"{name} needs a name of its own"
+
+
+def test_only_command_lines_print():
+    for name in NAMES:
+        if Path(name).name == "__main__.py" or name.startswith("bench/"):
+            continue
+        for node in ast.walk(tree(name)):
+            is_print = isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
+            assert not is_print, f"{name}:{node.lineno} prints"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_models_are_plain_trees(family):
+    """Flax is to make tree mode its default: no shared references, no plain lists of modules."""
+    golden = ROOT / "tests" / "golden"
+    with nnx.set_graph_mode(False):
+        tiny.target(family=family, qk_norm=family == "qwen3", tie_embeddings=family == "qwen3")
+        target = load_target(golden / family, dtype="float32")
+        for method in ("peagle", "eagle3"):
+            head = tiny.head(method, draft_vocab_size=50, fc_norm=True, own_embedding=False)
+            params, merge = split_model(head)
+            assert len(split_model(merge(params))[0]) == len(params)
+        if family == "qwen3":
+            load_head(golden / "peagle-pruned", target.config, dtype="float32")
