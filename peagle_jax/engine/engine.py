@@ -226,7 +226,8 @@ class Engine:
         try:
             while True:
                 room = self.config.max_waiting - self.scheduler.num_waiting
-                requests += [self.add_request(*item) for item in itertools.islice(todo, room)]
+                for item in itertools.islice(todo, room):
+                    requests.append(self.add_request(*item))
                 if not self.has_work:
                     break
                 for request, tokens in self.step():
