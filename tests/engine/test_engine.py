@@ -1,0 +1,393 @@
+"""The engine through its public face: endings, aborts, refusals, logprobs, seeds, overlap, no recompiling."""
+
+import itertools
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
+from peagle_jax.cache import causal_attention
+from peagle_jax.engine.request import Request
+from peagle_jax.engine.scheduler import QueueFull
+from peagle_jax.text import Tokenizer
+from tests import tiny
+
+J, MAX_TOKENS, VOCAB = 3, 20, tiny.TARGET.vocab_size
+EOS_IDS = tuple(range(112, VOCAB))  # an eighth of the vocabulary: texts do end in a random model
+SIZES = dict(
+    num_draft=J, max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=8, prefill_rows=2,
+    max_waiting=6, max_logprobs=3,
+)  # fmt: skip
+PROMPTS = [
+    np.random.default_rng(i).integers(2, VOCAB, n).tolist()
+    for i, n in enumerate((1, 5, 8, 9, 16, 23, 3, 30))
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """Byte-level BPE of 128 tokens: printable ASCII and 33 pairs of letters."""
+    letters = [chr(c) for c in range(33, 127)] + ["Ġ"]
+    pairs = [(a, b) for a in "abcdef" for b in "ghijkl"][: VOCAB - len(letters)]
+    tokens = [*letters, *(a + b for a, b in pairs)]
+    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target(eos_ids=EOS_IDS)
+
+
+@pytest.fixture(scope="module")
+def shared(target, tokenizer) -> Engine:
+    """One speculating engine for most tests: its programs compile once."""
+    return Engine(target, tiny.head(), EngineConfig(**SIZES), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def engine(shared) -> Engine:
+    """The shared engine, which every test must leave empty."""
+    yield shared
+    assert not shared.has_work
+    shared.scheduler.check_integrity()
+    assert shared.scheduler.pool.num_free == shared.config.total_pages - 1
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> Engine:
+    """No head and no tokenizer."""
+    return Engine(target, None, EngineConfig(**SIZES))
+
+
+@pytest.fixture(scope="module")
+def natural(plain) -> list[list[int]]:
+    """What the target says after each prompt when nothing ends it."""
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    return [c.tokens for c in plain.generate(PROMPTS, params)]
+
+
+def upto(tokens: list[int], ends) -> list[int]:
+    """Up to and with the first token in `ends`."""
+    at = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+    return tokens[: at + 1]
+
+
+def test_the_models_end_of_sequence_ends_a_text_unless_it_is_ignored(engine, natural):
+    done = engine.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
+    assert [c.tokens for c in done] == [upto(tokens, EOS_IDS) for tokens in natural]
+    for completion in done:
+        ended = completion.tokens[-1] in EOS_IDS
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert completion.stop_reason == (completion.tokens[-1] if ended else None)
+    assert {c.finish_reason for c in done} == {"stop", "length"}
+    done = engine.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
+    assert [c.tokens for c in done] == natural
+
+
+def test_stop_ids_end_a_text_and_belong_to_it(engine, natural):
+    stops = [(tokens[6], 1) for tokens in natural]
+    params = [SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, stop_ids=s) for s in stops]
+    for completion, stop, tokens in zip(
+        engine.generate(PROMPTS, params), stops, natural, strict=True
+    ):
+        assert completion.tokens == upto(tokens, stop)
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", completion.tokens[-1])
+
+
+def test_stop_strings_end_a_text_across_token_borders_and_are_cut_off(engine, natural, tokenizer):
+    stops = [tokenizer.decode(t[7:8])[-1] + tokenizer.decode(t[8:9])[0] for t in natural]
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, stop=("never said", stop))
+        for stop in stops
+    ]
+    for completion, stop, tokens in zip(
+        engine.generate(PROMPTS, params), stops, natural, strict=True
+    ):
+        assert completion.text == tokenizer.decode(tokens).split(stop)[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert stop in tokenizer.decode(completion.tokens)
+        assert stop not in tokenizer.decode(completion.tokens[:-1])
+
+
+def test_text_goes_in_and_comes_out_as_its_tokens_do(engine, tokenizer):
+    params = SamplingParams(max_tokens=8)
+    text = "a-prompt ag bh"
+    by_text, by_ids = engine.generate([text, tokenizer.encode(text)], params)
+    assert by_text.tokens == by_ids.tokens
+    assert by_text.prompt == tokenizer.encode(text)
+    assert by_text.text == tokenizer.decode(by_text.tokens)
+
+
+def test_a_text_ends_where_the_model_length_does(engine):
+    (done,) = engine.generate([PROMPTS[7]], SamplingParams(max_tokens=99, ignore_eos=True))
+    assert len(done.prompt) + len(done.tokens) == engine.config.max_model_len
+    assert done.finish_reason == "length"
+
+
+def test_updates_stream_every_token_once_and_in_order(engine, natural):
+    streams: dict[int, list[int]] = {}
+    done = engine.generate(
+        PROMPTS,
+        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
+        on_update=lambda request, tokens: streams.setdefault(request.id, []).extend(tokens),
+    )
+    assert [streams[key] for key in sorted(streams)] == natural == [c.tokens for c in done]
+    for c in done:
+        assert 0 < c.time_to_first_token <= c.duration
+        assert c.accepted == sum(c.accepted_per_position) == len(c.tokens) - 1 - c.rounds
+        assert c.drafted == J * c.rounds
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_an_abort_at_any_time_frees_at_once_and_leaves_the_others_alone(engine, natural, steps):
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    requests = [engine.add_request(prompt, params) for prompt in PROMPTS[:6]]
+    for _ in range(steps):
+        engine.step()
+    gone = requests[steps % 4]
+    pages, free = len(gone.pages), engine.scheduler.pool.num_free
+    engine.abort(gone)
+    assert gone.finish_reason == "abort"
+    assert gone.finish_time is not None
+    assert engine.scheduler.pool.num_free == free + pages
+    output = list(gone.output)
+    updates = engine.step()  # results of the call that was in flight
+    assert gone not in [request for request, _ in updates]
+    finish(engine)
+    assert gone.output == output == natural[steps % 4][: len(output)]
+    for request, tokens in zip(requests, natural, strict=False):
+        assert request is gone or request.output == tokens
+    engine.abort(requests[5])  # finished ones stay as they are
+    assert requests[5].finish_reason == "length"
+
+
+def test_a_full_queue_refuses_and_takes_more_once_there_is_room(engine, natural):
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    requests = [engine.add_request(PROMPTS[0], params) for _ in range(engine.config.max_waiting)]
+    with pytest.raises(QueueFull, match="retry later"):
+        engine.add_request(PROMPTS[0], params)
+    engine.step()
+    requests.append(engine.add_request(PROMPTS[1], params))
+    finish(engine)
+    assert [r.output for r in requests] == [natural[0][:2]] * 6 + [natural[1][:2]]
+    many = engine.generate([PROMPTS[0]] * 15, params)  # more than may wait: generate feeds them in
+    assert [c.tokens for c in many] == [natural[0][:2]] * 15
+
+
+REFUSED = {
+    "empty prompt": ([], {}, "prompt is empty"),
+    "prompt of the whole length": ([5] * 64, {}, "leaves no room for output in max_model_len=64"),
+    "token id past the vocabulary": ([5, VOCAB], {}, "outside 0..127"),
+    "negative token id": ([-1, 5], {}, "outside 0..127"),
+    "more drafts than compiled": ([5], dict(num_speculative_tokens=J + 1), "compiled for"),
+    "more logprobs than compiled": ([5], dict(logprobs=4), "logprobs=4 is above"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_requests_that_can_never_run_are_refused_with_a_reason(engine, case):
+    prompt, fields, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        engine.add_request(prompt, SamplingParams(**fields))
+
+
+def test_text_needs_a_tokenizer(plain):
+    with pytest.raises(ConfigError, match="pass token ids"):
+        plain.add_request("hello", SamplingParams())
+    with pytest.raises(ConfigError, match="stop strings need"):
+        plain.add_request([5], SamplingParams(stop=("x",)))
+    assert plain.generate([[5]], SamplingParams(max_tokens=1))[0].text is None
+
+
+def test_a_refused_prompt_takes_the_others_of_its_call_with_it(engine):
+    with pytest.raises(ConfigError, match="outside"):
+        engine.generate([PROMPTS[0], [VOCAB], PROMPTS[1]], SamplingParams(max_tokens=5))
+    assert not engine.scheduler.has_work
+    finish(engine)
+
+
+@pytest.fixture(scope="module")
+def full_forward(target):
+    """Log-probabilities of one whole text, recomputed without any cache: [64, V]."""
+    positions = jnp.arange(64)[None]
+    cache = [None] * target.config.num_layers
+    forward = jax.jit(
+        lambda tokens: jax.nn.log_softmax(
+            target.unembed(target(tokens, positions, cache, causal_attention)[0])
+        )
+    )
+    return lambda tokens: np.asarray(forward(np.array([tokens + [0] * (64 - len(tokens))]))[0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_logprobs_are_those_of_a_full_forward_with_and_without_speculation(
+    engine, plain, full_forward, temperature
+):
+    """They are of the model's own distribution: temperature and filters do not enter."""
+    params = [
+        SamplingParams(
+            max_tokens=10, ignore_eos=True, logprobs=n, temperature=temperature, seed=3, top_k=40
+        )
+        for n in (3, 1, 0, None)
+    ]
+    for one in (engine, plain):
+        for completion, param in zip(one.generate(PROMPTS[2:6], params), params, strict=True):
+            if param.logprobs is None:
+                assert completion.logprobs is None
+                continue
+            assert len(completion.logprobs) == len(completion.tokens) == 10
+            table = full_forward(completion.prompt + completion.tokens)
+            for i, (token, got) in enumerate(
+                zip(completion.tokens, completion.logprobs, strict=True)
+            ):
+                row = table[len(completion.prompt) + i - 1]
+                assert abs(got.logprob - row[token]) < 1e-4
+                best = np.argsort(-row)[: param.logprobs].tolist()
+                assert [t for t, _ in got.top] == best
+                np.testing.assert_allclose([p for _, p in got.top], row[best], atol=1e-4)
+
+
+def test_each_request_chooses_its_number_of_drafts(engine, natural):
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, num_speculative_tokens=k)
+        for k in (None, 0, 1, 2, 3, 0, 2, 1)
+    ]
+    done = engine.generate(PROMPTS, params)
+    assert [c.tokens for c in done] == natural
+    for completion, k in zip(done, (3, 0, 1, 2, 3, 0, 2, 1), strict=True):
+        assert len(completion.accepted_per_position) == k
+        assert completion.drafted == k * completion.rounds
+        assert completion.rounds == MAX_TOKENS - 1 - completion.accepted
+
+
+def sample(engine: Engine, prompts, seeds) -> list[list[int]]:
+    base = dict(max_tokens=12, ignore_eos=True, temperature=1.2)
+    params = [SamplingParams(seed=seed, **base) for seed in seeds]
+    return [c.tokens for c in engine.generate(prompts, params)]
+
+
+def test_a_seed_repeats_a_text_in_any_company(engine):
+    first = sample(engine, PROMPTS, range(8))
+    assert sample(engine, PROMPTS, range(8)) == first
+    assert sample(engine, PROMPTS[::-1], range(7, -1, -1)) == first[::-1]
+    assert [sample(engine, [PROMPTS[i]], [i])[0] for i in (2, 5)] == [first[2], first[5]]
+    other = sample(engine, PROMPTS, range(8, 16))
+    assert all(a != b for a, b in zip(first, other, strict=True))
+    high = sample(engine, PROMPTS, [2**32 + i for i in range(8)])  # both words of a seed count
+    assert all(a != b for a, b in zip(first, high, strict=True))
+
+
+def test_requests_without_a_seed_differ_from_each_other(engine):
+    texts = sample(engine, [PROMPTS[3]] * 5, [None] * 5)
+    assert len({tuple(text) for text in texts}) == 5
+
+
+class Recorder:
+    """Stands before an engine's programs or scheduler and notes the calls by name."""
+
+    def __init__(self, inner, names: dict[str, str], log: list):
+        self._inner, self._names, self._log = inner, names, log
+
+    def __getattr__(self, name):
+        value = getattr(self._inner, name)
+        if name not in self._names:
+            return value
+
+        def call(*args):
+            plan = args[1] if name in ("round", "prefill") else args[0]
+            self._log.append((self._names[name], plan))
+            return value(*args)
+
+        return call
+
+
+def test_a_round_is_dispatched_before_the_one_before_it_is_committed(engine, monkeypatch, natural):
+    log: list = []
+    dispatch = dict(round="dispatch", prefill="dispatch")
+    commit = dict(commit_decode="commit", commit_prefill="commit")
+    monkeypatch.setattr(engine, "programs", Recorder(engine.programs, dispatch, log))
+    monkeypatch.setattr(engine, "scheduler", Recorder(engine.scheduler, commit, log))
+    (done,) = engine.generate([PROMPTS[1]], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert done.tokens == natural[1][:9]
+    plans = [plan for what, plan in log if what == "dispatch"]
+    assert len(plans) >= 5
+    for before, after in itertools.pairwise(plans):
+        assert log.index(("dispatch", after)) < log.index(("commit", before))
+    assert log[-1] == ("commit", plans[-1])
+
+
+COMPILED: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration, **kw: COMPILED.append(event) if "compile" in event else None
+)
+
+
+def mixed_workload(engine: Engine) -> None:
+    rng = np.random.default_rng(0)
+    requests: list[Request] = []
+    for i in range(24):
+        params = SamplingParams(
+            max_tokens=int(rng.integers(1, 9)),
+            temperature=float(rng.choice([0.0, 0.8])),
+            top_k=int(rng.choice([0, 5])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            min_p=float(rng.choice([0.0, 0.1])),
+            logprobs=[None, 0, 3][i % 3],
+            num_speculative_tokens=[None, 0, min(2, engine.config.num_draft)][i % 3],
+            stop=("zz",),
+        )
+        requests.append(engine.add_request(PROMPTS[i % 8], params))
+        for _ in range(rng.integers(0, 4) if engine.scheduler.num_waiting < 5 else 8):
+            engine.step()
+        if i % 7 == 6:
+            engine.abort(requests[-2])
+    finish(engine)
+    assert all(request.is_finished for request in requests)
+
+
+@pytest.mark.parametrize("kind", ["peagle", "none"])
+def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
+    head = tiny.head() if kind == "peagle" else None
+    config = EngineConfig(**(SIZES | dict(max_num_seqs=2, num_pages=20)))
+    engine = Engine(target, head, config, tokenizer=tokenizer)
+    progress = []
+    engine.warm_up(lambda: progress.append(engine.programs.num_compiled))
+    assert len(progress) == engine.num_programs == engine.programs.num_compiled == 3
+    assert COMPILED, "compilations are not reported under this name any more"
+    COMPILED.clear()
+    mixed_workload(engine)
+    assert engine.programs.num_compiled == 3
+    assert COMPILED == []
+
+
+def test_an_engine_without_a_head_or_without_drafts_is_plain(target, plain):
+    assert plain.config.num_draft == 0
+    assert plain.drafter_config is None
+    no_drafts = Engine(target, tiny.head(), EngineConfig(**(SIZES | dict(num_draft=0))))
+    assert no_drafts.drafter_config is None
+    assert no_drafts.config.num_draft == 0
+
+
+def test_the_engine_keeps_to_what_target_and_head_were_made_for(caplog):
+    target = tiny.target(max_position=40)
+    engine = Engine(target, tiny.head(trained_num_draft=2), EngineConfig(**SIZES))
+    assert engine.config.max_model_len == 40
+    assert "above the 2 this head was trained for" in caplog.text
+    caplog.clear()
+    Engine(target, tiny.head(trained_num_draft=3), EngineConfig(**SIZES))
+    assert not caplog.text
