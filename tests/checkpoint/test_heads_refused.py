@@ -146,6 +146,18 @@ def test_attention_biases_of_a_head_may_or_may_not_cover_its_output(tmp_path):
     check_equal(again, head)
 
 
+@pytest.mark.parametrize(
+    ("name", "form", "expected"),
+    [("peagle-1", dict, False), ("eagle3", dict, True), ("eagle3", flat, False)],
+)
+def test_an_unstated_residual_norm_has_the_default_of_its_format(name, form, expected, tmp_path):
+    """speculators' own default is true for eagle3 and false for peagle; flat configs mean false."""
+    config, tensors = parts(name)
+    config = {key: value for key, value in form(config).items() if key != "norm_before_residual"}
+    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
+    assert head.config.norm_before_residual == expected
+
+
 def config_with(**changes):
     return lambda config, tensors: (config | changes, tensors)
 
