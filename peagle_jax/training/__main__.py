@@ -4,7 +4,7 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from peagle_jax.checkpoint import CheckpointError
@@ -201,6 +201,13 @@ def _add_continuations(commands):
     parser.add_argument(
         "--header-share", type=float, default=0.3, help="prompts that are function heads"
     )
+    parser.add_argument(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=[0, 0, 0.7, 0, 0, 1],
+        help="cycled over the texts (default: two thirds greedy, the rest at 0.7 and 1)",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=_continuations)
@@ -220,6 +227,7 @@ def _continuations(args) -> None:
         min_prompt=args.min_prompt,
         max_prompt=args.max_prompt,
         header_share=args.header_share,
+        temperatures=tuple(args.temperatures),
         seed=args.seed,
     )
     write_provenance(args.out, dict(options=asdict(options)))
@@ -236,6 +244,9 @@ def _add_drafter(commands):
         "--text", type=Path, required=True, help="folder written by `continuations`"
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--init", type=Path, help="head folder to start from; its shape is kept, its MLPs may grow"
+    )
     shape = parser.add_argument_group("head (default: the target's shape)")
     shape.add_argument("--layers", type=int, help="default 4 for peagle, 1 for eagle3")
     shape.add_argument("--intermediate-size", type=int)
@@ -251,6 +262,18 @@ def _add_drafter(commands):
     law.add_argument("--min-rate", type=float, default=0.2, help="peagle: share kept at any depth")
     law.add_argument(
         "--step-decay", type=float, default=0.8, help="eagle3: weight of the next step"
+    )
+    law.add_argument(
+        "--depth-weight", type=float, default=1.0, help="peagle: weight of the next depth"
+    )
+    law.add_argument(
+        "--loss",
+        choices=("kl", "tv", "lk"),
+        default="kl",
+        help="divergence from the target: KL, total variation, or KL that turns into it",
+    )
+    law.add_argument(
+        "--sharpen", type=float, default=1.0, help="temperature of the target's distribution"
     )
     law.add_argument("--batch", type=int, default=64, help="texts per step")
     law.add_argument("--query-chunk", type=int, help="queries attended at once: less memory")
@@ -291,13 +314,29 @@ def _head_config(args, target: TargetConfig) -> DrafterConfig:
     )
 
 
+def _grown_config(args, fresh: DrafterConfig, init: DrafterConfig) -> DrafterConfig:
+    """The shape of the head to start from, with what the command line may change."""
+    asked = dict(method=args.method, num_layers=args.layers, taps=args.taps and fresh.taps)
+    for name, value in asked.items():
+        if value is not None and value != getattr(init, name):
+            raise ConfigError(f"--init has {name} {getattr(init, name)}, not {value}")
+    return replace(
+        init,
+        intermediate_size=args.intermediate_size or init.intermediate_size,
+        trained_num_draft=args.depths or init.trained_num_draft or fresh.trained_num_draft,
+    )
+
+
 def _drafter(args) -> None:
-    from peagle_jax.checkpoint import load_target, save_head
+    from peagle_jax.checkpoint import load_head, load_target, save_head
     from peagle_jax.training import drafter
     from peagle_jax.training.trainer import fit, write_provenance
 
     target = load_target(args.target, dtype=args.dtype)
-    config = _head_config(args, target.config)
+    config, init = _head_config(args, target.config), None
+    if args.init is not None:
+        init = load_head(args.init, target.config, dtype="float32")
+        config = _grown_config(args, config, init.config)
     run = _run_config(args)
     options = drafter.DrafterOptions(
         continuations=args.text,
@@ -305,7 +344,7 @@ def _drafter(args) -> None:
         num_depths=config.trained_num_draft,
         rate=args.rate,
         min_rate=args.min_rate,
-        step_decay=args.step_decay,
+        step_decay=args.depth_weight if args.method == "peagle" else args.step_decay,
         freeze_lm_head=args.freeze_lm_head,
         dtype=args.dtype,
         attention=args.attention,
@@ -313,9 +352,11 @@ def _drafter(args) -> None:
         loss_chunk=args.loss_chunk,
         eval_sequences=args.eval_sequences,
         num_draft=args.num_draft,
+        loss=args.loss,
+        sharpen=args.sharpen,
     )
     write_provenance(args.out, dict(head=asdict(config), run=asdict(run), options=asdict(options)))
-    task, merge = drafter.make_task(config, target, options, run)
+    task, merge = drafter.make_task(config, target, options, run, init)
     _report_size(task)
     params = fit(task, run)
     _report_memory()

@@ -21,9 +21,6 @@ from peagle_jax.models.dense import Dense
 from peagle_jax.training.data import END_ID, PAD_ID
 from peagle_jax.training.trainer import split_model
 
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
-"""Cycled over rows: half greedy, a quarter each at 0.7 and 1.0."""
-
 _SEGMENT = 128
 
 
@@ -39,6 +36,7 @@ class ContinuationOptions:
     min_prompt: int
     max_prompt: int
     header_share: float
+    temperatures: tuple[float, ...]  # cycled over the training rows
     seed: int
 
 
@@ -189,7 +187,7 @@ def generate(target: Dense, options: ContinuationOptions, out: Path) -> dict[str
         starts = line_starts(stream, tokenizer)
         given = Prompts(heads[f"{name}_tokens"], heads[f"{name}_length"])
         prompts = make_prompts(stream, starts, given, options, total, rng)
-        cycle = (0.0,) if name == "heldout" else TEMPERATURES
+        cycle = (0.0,) if name == "heldout" else options.temperatures
         temperature = np.resize(np.array(cycle, np.float32), total)
         root = jax.random.fold_in(jax.random.key(options.seed), index)
         tokens = _decode_all(run, weights, prompts, temperature, root, options, out / name)

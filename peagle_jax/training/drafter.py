@@ -4,7 +4,7 @@ Element (a, d), slot p = a + d, drafts x_{p+2}; what it should say is the target
 position p + 1. P-EAGLE trains all sampled elements in one pass; EAGLE-3 unrolls its own feedback.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +19,9 @@ from peagle_jax.drafter import DraftHead
 from peagle_jax.models.dense import Dense
 from peagle_jax.training import attention, cod
 from peagle_jax.training.embedding import TrainedEmbed
-from peagle_jax.training.objective import Distribution, distill
+from peagle_jax.training.objective import Distribution, Loss, distill
 from peagle_jax.training.target import unembedding
-from peagle_jax.training.trainer import RunConfig, Task, cast, split_model
+from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class DrafterOptions:
     num_depths: int
     rate: float
     min_rate: float
-    step_decay: float  # EAGLE-3: weight of unrolled step s is step_decay**s
+    step_decay: float  # depth d (EAGLE-3: unrolled step d) weighs step_decay**d
     freeze_lm_head: bool
     dtype: str
     attention: attention.Backend
@@ -41,6 +41,8 @@ class DrafterOptions:
     loss_chunk: int
     eval_sequences: int
     num_draft: int  # J of the simulated acceptance length
+    loss: Loss = "kl"
+    sharpen: float = 1.0  # temperature of the labels
 
 
 class Text(NamedTuple):
@@ -99,11 +101,10 @@ def _compare(head, target, options, out, labels, used, importance) -> Outcome:
     """Distils rows out [B, T, D] towards the target's normed states labels [B, T, Dt]."""
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     weight = jax.lax.stop_gradient(unembedding(target))
-    teacher = Distribution(flat(labels), weight)
+    teacher = Distribution(flat(labels), weight, options.sharpen)
     importance = flat(importance.astype(jnp.float32))
-    result = distill(
-        flat(head.norm(out)), head.lm_head.weight[...], teacher, importance, options.loss_chunk
-    )
+    student = flat(head.norm(out)), head.lm_head.weight[...]
+    result = distill(*student, teacher, importance, options.loss_chunk, options.loss)
     return Outcome(result.total, result.kl, result.match, flat(used))
 
 
@@ -122,7 +123,8 @@ def parallel_outcome(
     cache = [None] * head.config.num_layers
     out, _ = head(target, tokens, hidden, elements.slots, cache, attend)
     labels = _take_rows(run.normed, jnp.minimum(elements.slots + 1, S - 1))
-    return _compare(head, target, options, out, labels, elements.used, elements.used)
+    importance = elements.used * options.step_decay**elements.depth
+    return _compare(head, target, options, out, labels, elements.used, importance)
 
 
 def unrolled_outcome(
@@ -171,17 +173,17 @@ def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Dens
             min_rate=options.min_rate,
         )
         outcome = parallel_outcome(head, target, run, elements, options)
-        depth, count = elements.depth, outcome.used.sum()
+        depth = elements.depth
     else:
         outcome = unrolled_outcome(head, target, run, valid, options)
         depth = np.repeat(np.arange(options.num_depths), S)
-        weights = np.tile(options.step_decay**depth, B)
-        count = (outcome.used * weights).sum()
+    count = (outcome.used * np.tile(options.step_decay**depth, B)).sum()
     return outcome.total, (count.astype(jnp.float32), _by_depth(outcome, depth, B))
 
 
 def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: Dense, text):
     """Every anchor at every depth: (match, used, kl), each [B, num_depths, S]."""
+    options = replace(options, loss="kl", sharpen=1.0)  # whatever was trained, one measure
     head = merge(cast({**frozen, **params}, options.dtype))
     run = run_target(target, text, taps, options.attention)
     valid = slot_is_trained(text)
@@ -237,12 +239,39 @@ def init_head(config: DrafterConfig, target: Dense, seed: int) -> DraftHead:
     return head
 
 
+def warm_start(params: Params, trained: Params) -> Params:
+    """The weights of a trained head, its MLPs widened to those of `params`; the function is unchanged.
+
+    New inner units start with the fresh gates of `params` and columns of zeros in `down`.
+    """
+    if params.keys() != trained.keys():
+        raise ConfigError(f"--init has other weights: {sorted(params.keys() ^ trained.keys())[:4]}")
+    widened = {}
+    for name, fresh in params.items():
+        old = trained[name].astype(fresh.dtype)
+        if name.endswith("mlp.gate_up.weight") and len(old) < len(fresh):
+            halves = zip(jnp.split(old, 2), jnp.split(fresh, 2), strict=True)
+            old = jnp.concatenate([x for o, f in halves for x in (o, f[len(o) :])])
+        elif name.endswith("mlp.down.weight") and old.shape[1] < fresh.shape[1]:
+            old = jnp.pad(old, ((0, 0), (0, fresh.shape[1] - old.shape[1])))
+        if old.shape != fresh.shape:
+            raise ConfigError(f"--init has {name} of {old.shape}, the new head of {fresh.shape}")
+        widened[name] = old
+    return widened
+
+
 def make_task(
-    config: DrafterConfig, target: Dense, options: DrafterOptions, run: RunConfig
+    config: DrafterConfig,
+    target: Dense,
+    options: DrafterOptions,
+    run: RunConfig,
+    init: DraftHead | None = None,
 ) -> tuple[Task, object]:
-    """The task, and the function that turns its parameters into a head."""
+    """The task, and the function that turns its parameters into a head; `init` is a head to start from."""
     text, heldout = (load_text(options.continuations, n) for n in ("train", "heldout"))
     params, merge = split_model(init_head(config, target, run.seed))
+    if init is not None:
+        params = warm_start(params, split_model(init)[0])
     frozen = {}
     if options.freeze_lm_head:
         frozen = {n: p for n, p in params.items() if n.startswith("lm_head.")}

@@ -1,15 +1,21 @@
 """Losses over a vocabulary, in float32, without ever holding all logits.
 
-`distill` sums KL(teacher || student) over rows. It walks the rows in chunks and, when differentiated,
-takes the gradient of a chunk while its logits are at hand (the gradient of the sum with respect to
-logits is `student - teacher`), so logits are computed once and never stored.
+`distill` sums a divergence of teacher p and student q over rows. It walks the rows in chunks and, when
+differentiated, takes the gradient of a chunk with respect to its logits while these are at hand (for
+the KL divergence `q - p`), so logits are computed once and never stored.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+Loss = Literal["kl", "tv", "lk"]
+"""KL(p || q); total variation 1 - sum(min(p, q)); or their mix that turns from KL to TV as the
+acceptance rate sum(min(p, q)) grows (LK losses, arXiv 2602.23881)."""
+
+LK_ETA = 3.0
 
 
 class Labels(NamedTuple):
@@ -30,9 +36,10 @@ class Distribution(NamedTuple):
 
     hidden: jax.Array  # [R, Dt]
     weight: jax.Array  # [V, Dt]
+    temperature: float = 1.0  # below 1 the labels lean towards the teacher's first choice
 
     def compare(self, z: jax.Array):
-        zt = _logits(self.hidden, self.weight)
+        zt = _logits(self.hidden, self.weight) / self.temperature
         log_p = jax.nn.log_softmax(zt, axis=-1)
         p = jnp.exp(log_p)
         kl = (p * (log_p - jax.nn.log_softmax(z, axis=-1))).sum(-1)
@@ -68,7 +75,26 @@ def _split(teacher, rows: int, chunk: int):
     return first.reshape(-1, chunk, *first.shape[1:])
 
 
-def _run(x, weight, teacher, importance, chunk: int, with_gradient: bool):
+def _divergence(loss: Loss, z: jax.Array, kl: jax.Array, p: jax.Array):
+    """Per row: the loss [C] and its gradient [C, V] with respect to the student's logits z.
+
+    d min(p, q) / dq is 1 where q < p and 0 where q > p; the softmax turns a gradient g of q into
+    q * (g - sum(q * g)). The mix's weight is a constant of its row.
+    """
+    q = jax.nn.softmax(z, axis=-1)
+    if loss == "kl":
+        return kl, q - p
+    short = q < p
+    overlap = jnp.minimum(p, q).sum(axis=-1)
+    tv_gradient = q * ((q * short).sum(axis=-1, keepdims=True) - short)
+    if loss == "tv":
+        return 1 - overlap, tv_gradient
+    share = jnp.exp(-LK_ETA * overlap)
+    gradient = share[:, None] * (q - p) + (1 - share)[:, None] * tv_gradient
+    return share * kl + (1 - share) * (1 - overlap), gradient
+
+
+def _run(x, weight, teacher, importance, chunk: int, loss: Loss, *, with_gradient: bool):
     R = x.shape[0]
     chunk = min(chunk, R)
     rows = -(-R // chunk) * chunk
@@ -78,36 +104,38 @@ def _run(x, weight, teacher, importance, chunk: int, with_gradient: bool):
         xs, ts, ws = inputs
         z = _logits(xs, weight)
         kl, p, match = teacher._replace(**{teacher._fields[0]: ts}).compare(z)
+        value, dz = _divergence(loss, z, kl, p)
         if not with_gradient:
-            return dw, (kl, match, ws[:0])
-        dz = ((jax.nn.softmax(z, axis=-1) - p) * ws[:, None]).astype(x.dtype)
+            return dw, (value, kl, match, ws[:0])
+        dz = (dz * ws[:, None]).astype(x.dtype)
         precision = _precision(x)
         dx = jnp.einsum("cv,vd->cd", dz, weight, precision=precision)
         dw = dw + jnp.einsum(
             "cv,cd->vd", dz, xs, precision=precision, preferred_element_type=jnp.float32
         )
-        return dw, (kl, match, dx)
+        return dw, (value, kl, match, dx)
 
     dw = jnp.zeros(weight.shape, jnp.float32) if with_gradient else jnp.zeros(())
-    dw, (kl, match, dx) = jax.lax.scan(
+    dw, (*scores, dx) = jax.lax.scan(
         step, dw, (cut(x), _split(teacher, rows, chunk), cut(importance))
     )
-    kl, match = kl.reshape(-1)[:R], match.reshape(-1)[:R]
-    result = Distilled((kl * importance).sum(), kl, match)
+    value, kl, match = (score.reshape(-1)[:R] for score in scores)
+    result = Distilled((value * importance).sum(), kl, match)
     if not with_gradient:
         return result, None
     return result, (dx.reshape(-1, x.shape[1])[:R], dw.astype(weight.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def distill(
     x: jax.Array,
     weight: jax.Array,
     teacher: Labels | Distribution,
     importance: jax.Array,
     chunk: int,
+    loss: Loss,
 ) -> Distilled:
-    """`sum_r importance_r * KL(teacher_r || softmax(x_r @ weight.T))` and what it was made of.
+    """`sum_r importance_r * loss(teacher_r, softmax(x_r @ weight.T))` and what it was made of.
 
     Args:
       x: [R, D] normed states of the student.
@@ -116,15 +144,15 @@ def distill(
       importance: [R] float32; 0 leaves a row out.
       chunk: rows whose logits exist at a time.
     """
-    return _run(x, weight, teacher, importance, chunk, with_gradient=False)[0]
+    return _run(x, weight, teacher, importance, chunk, loss, with_gradient=False)[0]
 
 
-def _distill_fwd(x, weight, teacher, importance, chunk):
-    result, gradients = _run(x, weight, teacher, importance, chunk, with_gradient=True)
+def _distill_fwd(x, weight, teacher, importance, chunk, loss):
+    result, gradients = _run(x, weight, teacher, importance, chunk, loss, with_gradient=True)
     return result, (gradients, teacher, importance)
 
 
-def _distill_bwd(chunk, saved, cotangent):
+def _distill_bwd(chunk, loss, saved, cotangent):
     (dx, dw), teacher, importance = saved
     g = cotangent.total
     scale = lambda d: (d * g).astype(d.dtype)

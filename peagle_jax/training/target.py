@@ -67,7 +67,7 @@ def lm_loss(merge, options: TargetOptions, params, stream, starts, key):
     rows = model.norm(hidden).reshape(-1, hidden.shape[-1])
     ones = jnp.ones(rows.shape[0], jnp.float32)
     labels = Labels(tokens[:, 1:].reshape(-1))
-    result = distill(rows, unembedding(model), labels, ones, options.loss_chunk)
+    result = distill(rows, unembedding(model), labels, ones, options.loss_chunk, "kl")
     count = ones.sum()
     return result.total, (count, dict(accuracy=(result.match.sum(), count)))
 

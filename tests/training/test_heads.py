@@ -1,0 +1,76 @@
+"""What a head is trained on: its start, the weights of its depths."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from peagle_jax.config import ConfigError
+from peagle_jax.drafter import DraftHead
+from peagle_jax.training import cod, drafter
+from peagle_jax.training.trainer import split_model
+from tests import tiny
+
+
+def _run(target, text):
+    return drafter.run_target(target, text, tiny.HEAD.taps, "xla")
+
+
+def _options(**fields):
+    base = dict(
+        continuations=None, batch=2, num_depths=4, rate=0.7, min_rate=0.3, step_decay=1.0,
+        freeze_lm_head=False, dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
+        eval_sequences=2, num_draft=3,
+    )  # fmt: skip
+    return drafter.DrafterOptions(**(base | fields))
+
+
+def _text(S=12):
+    tokens = jax.random.randint(jax.random.key(5), (2, S), 3, tiny.TARGET.vocab_size)
+    return drafter.Text(tokens, jnp.array([2, 4]), jnp.array([S, S - 2]))
+
+
+@pytest.fixture(scope="module")
+def outcome_of():
+    """Outcome of a head on a small text, all elements."""
+    target, text = tiny.target(), _text()
+    run = _run(target, text)
+    elements = cod.all_elements(drafter.slot_is_trained(text), 4)
+
+    def outcome(head, **fields):
+        return drafter.parallel_outcome(head, target, run, elements, _options(**fields))
+
+    return outcome
+
+
+def test_a_widened_head_computes_what_it_computed(outcome_of):
+    old = tiny.head()
+    wide = dataclasses.replace(tiny.HEAD, intermediate_size=80)
+    fresh, merge = split_model(DraftHead(wide, dtype=jnp.float32, rngs=nnx.Rngs(7)))
+    params = drafter.warm_start(fresh, split_model(old)[0])
+    for name in ("first.mlp.gate_up.weight", "layers.0.mlp.gate_up.weight"):
+        gate, up = jnp.split(params[name], 2)
+        assert gate.shape == up.shape == (80, 32)
+        assert float(jnp.abs(gate[48:]).min()) > 0, "a dead unit would never learn"
+    got, want = outcome_of(merge(params)), outcome_of(old)
+    np.testing.assert_allclose(got.kl, want.kl, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_of_another_shape_is_no_start():
+    fresh = split_model(tiny.head())[0]
+    with pytest.raises(ConfigError, match=r"layers\.1"):
+        drafter.warm_start(fresh, split_model(tiny.head(num_layers=3))[0])
+    with pytest.raises(ConfigError, match=r"mlp\.down"):
+        drafter.warm_start(fresh, split_model(tiny.head(intermediate_size=56))[0])
+
+
+@pytest.mark.parametrize("weight", [0.5, 2.0])
+def test_depths_weigh_powers_of_the_depth_weight(outcome_of, weight):
+    head = tiny.head()
+    got = outcome_of(head, step_decay=weight)
+    kl, used = (np.asarray(x).reshape(2, 4, 12) for x in (got.kl, got.used))
+    by_depth = (kl * used).sum((0, 2))
+    np.testing.assert_allclose(got.total, (by_depth * weight ** np.arange(4)).sum(), rtol=1e-5)

@@ -1,0 +1,56 @@
+"""The chunked losses against their definitions, differentiated by JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax.training.objective import LK_ETA, Distribution, Labels, distill
+
+ROWS, VOCAB, WIDTH = 23, 30, 8
+
+
+def _problem(kind: str):
+    """Student rows and weight, a teacher, and the teacher's probabilities."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    student = jax.random.normal(keys[0], (ROWS, WIDTH)), jax.random.normal(keys[1], (VOCAB, WIDTH))
+    importance = jax.random.uniform(keys[2], (ROWS,))
+    if kind == "labels":
+        token = jax.random.randint(keys[3], (ROWS,), 0, VOCAB)
+        return student, importance, Labels(token), jax.nn.one_hot(token, VOCAB)
+    hidden, weight = (jax.random.normal(keys[i], (n, WIDTH)) for i, n in ((3, ROWS), (4, VOCAB)))
+    temperature = 0.5 if kind == "sharpened" else 1.0
+    p = jax.nn.softmax(hidden @ weight.T / temperature)
+    return student, importance, Distribution(hidden, weight, temperature), p
+
+
+def _definition(loss: str, p, z):
+    log_q = jax.nn.log_softmax(z)
+    kl = jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1)) - log_q), 0).sum(-1)
+    acceptance = jnp.minimum(p, jnp.exp(log_q)).sum(-1)
+    share = jnp.exp(-LK_ETA * jax.lax.stop_gradient(acceptance))
+    mixed = share * kl + (1 - share) * (1 - acceptance)
+    return dict(kl=kl, tv=1 - acceptance, lk=mixed)[loss]
+
+
+@pytest.mark.parametrize("kind", ["labels", "distribution", "sharpened"])
+@pytest.mark.parametrize("loss", ["kl", "tv", "lk"])
+def test_chunked_loss_and_gradient_equal_the_plain_ones(kind, loss):
+    student, importance, teacher, p = _problem(kind)
+    plain = lambda x, w: 3.0 * (importance * _definition(loss, p, x @ w.T)).sum()
+    chunked = lambda x, w: 3.0 * distill(x, w, teacher, importance, 7, loss).total
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1)))(*student) for f in (chunked, plain))
+    assert float(jnp.abs(want[1][0]).max()) > 0.1
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(chunked(*student), got[0], rtol=1e-6)  # without the gradient
+
+
+def test_reports_are_the_same_for_every_loss():
+    student, importance, teacher, p = _problem("distribution")
+    run = lambda loss: distill(*student, teacher, importance, 7, loss)
+    want = run("kl")
+    np.testing.assert_allclose(want.kl, _definition("kl", p, student[0] @ student[1].T), rtol=1e-3)
+    for loss in ("tv", "lk"):
+        np.testing.assert_array_equal(run(loss).kl, want.kl)
+        np.testing.assert_array_equal(run(loss).match, want.match)
