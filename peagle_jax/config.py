@@ -116,7 +116,7 @@ class DrafterConfig:
         if self.method == "peagle" and self.mask_token_id is None:
             raise ConfigError(
                 "a P-EAGLE head needs a mask token id: add mask_token_id, pard_token or "
-                "ptd_token_id to its config.json, or run the head with --method eagle3"
+                "ptd_token_id to its config.json"
             )
         if self.sliding_windows is not None and len(self.sliding_windows) != self.num_layers:
             raise ConfigError(

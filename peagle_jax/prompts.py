@@ -1,6 +1,6 @@
 """Prompt files: JSONL rows of HumanEval, of MT-Bench, or of our own, to prompts and their options.
 
-    {"task_id": "HumanEval/0", "prompt": "def ...", ...}      HumanEval as released
+    {"task_id": "HumanEval/0", "prompt": "def ...", ...}      HumanEval as released, right-stripped
     {"question_id": 81, "turns": ["...", "..."], ...}         MT-Bench as released: the first turn
     {"prompt": "def ..." or [1, 2], "max_tokens": 64, ...}    fields of SamplingParams beside it
 
@@ -72,6 +72,9 @@ def _prompt(row, where: str) -> Prompt:
         raise ConfigError(f"{where}: a row must be a JSON object")
     if "task_id" in row:
         name, text, options = str(row["task_id"]), row.get("prompt"), {}
+        # Its prompts end in a newline. Tokenizers merge that with the indentation a body starts
+        # with, so no text they were trained on stops there: a model would end the text at once.
+        text = text.rstrip() if isinstance(text, str) else text
     elif "question_id" in row:
         turns = row.get("turns")
         text = turns[0] if isinstance(turns, list) and turns else None

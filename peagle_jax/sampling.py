@@ -104,7 +104,9 @@ def probabilities(
     logits = logits.astype(jnp.float32)
     greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     temperature = jnp.broadcast_to(temperature, logits.shape[:-1])
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[..., None]
+    # Shifted first: a temperature near zero must not overflow the largest logit.
+    shifted = logits - logits.max(-1, keepdims=True)
+    scaled = shifted / jnp.where(temperature > 0, temperature, 1.0)[..., None]
     if top_k is not None or top_p is not None:
         shape = logits.shape[:-1]
         top_k = jnp.broadcast_to(0 if top_k is None else top_k, shape)

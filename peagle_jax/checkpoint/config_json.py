@@ -309,7 +309,7 @@ def _windows_json(windows: tuple[int | None, ...] | None) -> dict:
 def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
     """config.json of a head in the flat (AWS, SafeAILab) form."""
     raw = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if config.qk_norm else "llama",
         **_shape_json(config, dtype),
         "max_position_embeddings": max_position,

@@ -256,6 +256,8 @@ class Engine:
             drafted=request.drafted,
             accepted=request.accepted,
             accepted_per_position=request.accepted_per_position,
-            time_to_first_token=request.first_token_time - request.arrival_time,
+            # A request that was aborted before its first token has none to time.
+            time_to_first_token=(request.first_token_time or request.finish_time)
+            - request.arrival_time,
             duration=request.finish_time - request.arrival_time,
         )
