@@ -75,6 +75,10 @@ def _add_compute_options(parser, *, loss_chunk):
     )
 
 
+def _pick(args, names: str) -> dict:
+    return {name: getattr(args, name) for name in names.split()}
+
+
 def _run_config(args):
     from peagle_jax.training.trainer import RunConfig
 
@@ -82,7 +86,7 @@ def _run_config(args):
         "out steps minutes optimizer learning_rate adam_learning_rate weight_decay warmup decay clip "
         "microbatches seed log_every eval_every save_every"
     )
-    return RunConfig(**{name: getattr(args, name) for name in names.split()})
+    return RunConfig(**_pick(args, names))
 
 
 def _add_data(commands):
@@ -105,11 +109,9 @@ def _data(args) -> None:
         return
     options = DataOptions(
         folders=tuple(args.folders),
-        vocab_size=args.vocab_size,
         sample_bytes=int(args.sample_mb * 1e6),
         max_bytes=int(args.max_mb * 1e6),
-        num_headers=args.num_headers,
-        seed=args.seed,
+        **_pick(args, "vocab_size num_headers seed"),
     )
     report = prepare(options, args.out)
     for name, package in report["packages"].items():
@@ -167,15 +169,8 @@ def _target(args) -> None:
         eos_ids=(END_ID,),
     )
     run = _run_config(args)
-    options = target.TargetOptions(
-        data=args.data,
-        sequence=args.sequence,
-        batch=args.batch,
-        dtype=args.dtype,
-        attention=args.attention,
-        loss_chunk=args.loss_chunk,
-        eval_sequences=args.eval_sequences,
-    )
+    names = "data sequence batch dtype attention loss_chunk eval_sequences"
+    options = target.TargetOptions(**_pick(args, names))
     write_provenance(args.out, dict(model=asdict(config), run=asdict(run), options=asdict(options)))
     task, merge = target.make_task(config, options, run)
     _report_size(task)
@@ -218,17 +213,9 @@ def _continuations(args) -> None:
     from peagle_jax.training import continuations
     from peagle_jax.training.trainer import write_provenance
 
+    names = "data num num_heldout length batch min_prompt max_prompt header_share seed"
     options = continuations.ContinuationOptions(
-        data=args.data,
-        num=args.num,
-        num_heldout=args.num_heldout,
-        length=args.length,
-        batch=args.batch,
-        min_prompt=args.min_prompt,
-        max_prompt=args.max_prompt,
-        header_share=args.header_share,
-        temperatures=tuple(args.temperatures),
-        seed=args.seed,
+        temperatures=tuple(args.temperatures), **_pick(args, names)
     )
     write_provenance(args.out, dict(options=asdict(options)))
     target = load_target(args.target, dtype=args.dtype)
@@ -277,6 +264,9 @@ def _add_drafter(commands):
     )
     law.add_argument("--batch", type=int, default=64, help="texts per step")
     law.add_argument("--query-chunk", type=int, help="queries attended at once: less memory")
+    law.add_argument(
+        "--segments", type=int, default=1, help="peagle: pieces of each text: less memory"
+    )
     law.add_argument("--eval-sequences", type=int, default=512)
     law.add_argument("--num-draft", type=int, default=7, help="drafts per round in the evaluation")
     _add_run_options(
@@ -338,22 +328,15 @@ def _drafter(args) -> None:
         init = load_head(args.init, target.config, dtype="float32")
         config = _grown_config(args, config, init.config)
     run = _run_config(args)
+    names = (
+        "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
+        "num_draft loss sharpen segments"
+    )
     options = drafter.DrafterOptions(
         continuations=args.text,
-        batch=args.batch,
         num_depths=config.trained_num_draft,
-        rate=args.rate,
-        min_rate=args.min_rate,
         step_decay=args.depth_weight if args.method == "peagle" else args.step_decay,
-        freeze_lm_head=args.freeze_lm_head,
-        dtype=args.dtype,
-        attention=args.attention,
-        query_chunk=args.query_chunk,
-        loss_chunk=args.loss_chunk,
-        eval_sequences=args.eval_sequences,
-        num_draft=args.num_draft,
-        loss=args.loss,
-        sharpen=args.sharpen,
+        **_pick(args, names),
     )
     write_provenance(args.out, dict(head=asdict(config), run=asdict(run), options=asdict(options)))
     task, merge = drafter.make_task(config, target, options, run, init)

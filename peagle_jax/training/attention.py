@@ -136,6 +136,8 @@ def _chain_values(weights: jax.Array, v: jax.Array) -> jax.Array:
 class ElementAttention:
     """`layers.Attend` over the rows of `Elements`, all depths in one call (P-EAGLE).
 
+    A layer's cache is None, or the context's `Keys`; then the rows are those of depths 1.. only.
+
     For the chain the depth blocks are padded to one rectangle [B, D, E]: because every block is a
     prefix of the first, entry e holds the same anchor at every depth.
     """
@@ -158,15 +160,22 @@ class ElementAttention:
         sizes = self.elements.sizes
         return jnp.concatenate([x[:, d, :size] for d, size in enumerate(sizes)], axis=1)
 
-    def __call__(self, q, k, v, cache: None, *, window: int | None):
-        B, T, N, H = q.shape
+    def __call__(self, q, k, v, cache: Keys | None, *, window: int | None):
+        if cache is not None:
+            return self._deep(q, k, v, cache, window), cache
         S = self.elements.num_slots
         context = Keys(k[:, :S], v[:, :S])
         first = causal(self.backend)(q[:, :S], *context, None, window=window)[0]
-        if T == S:
+        if q.shape[1] == S:
             return first, None
-        deep = _split_heads(q[:, S:], k.shape[2])
-        k, v = self._rectangle(k[:, S:]), self._rectangle(v[:, S:])
+        deep = self._deep(q[:, S:], k[:, S:], v[:, S:], context, window)
+        return jnp.concatenate([first, deep], axis=1), None
+
+    def _deep(self, q, k, v, context: Keys, window: int | None) -> jax.Array:
+        """Rows of depths 1.., [B, R, N, H]."""
+        S = self.elements.num_slots
+        deep = _split_heads(q, k.shape[2])
+        k, v = self._rectangle(k), self._rectangle(v)
         near = _chain_scores(self._rectangle(deep), k)  # [B,D,E,K,G,J]
         D = len(self.elements.sizes)
         in_chain = jnp.tri(D, dtype=bool)[:, None, None, None]  # key depth <= query depth
@@ -175,7 +184,7 @@ class ElementAttention:
         anchor = self.elements.anchor[:, S:]
         far, near = _context_chunked(deep, near, anchor, depth, context, window, self.chunk)
         out = far + self._rows(_chain_values(self._rectangle(near), v))
-        return jnp.concatenate([first, out.reshape(B, T - S, N, H)], axis=1), None
+        return out.reshape(q.shape)
 
 
 @dataclass(frozen=True)

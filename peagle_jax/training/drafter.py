@@ -20,6 +20,7 @@ from peagle_jax.models.dense import Dense
 from peagle_jax.training import attention, cod
 from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.objective import Distribution, Loss, distill
+from peagle_jax.training.partition import deal, sum_over
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
 
@@ -43,6 +44,7 @@ class DrafterOptions:
     num_draft: int  # J of the simulated acceptance length
     loss: Loss = "kl"
     sharpen: float = 1.0  # temperature of the labels
+    segments: int = 1  # P-EAGLE: pieces of a text's elements; less memory
 
 
 class Text(NamedTuple):
@@ -127,6 +129,47 @@ def parallel_outcome(
     return _compare(head, target, options, out, labels, elements.used, importance)
 
 
+def _deep_outcome(options: DrafterOptions, shared, constants, piece: cod.Elements):
+    """Elements of depths 1.. on top of the context's keys: (total, the rest of an `Outcome`)."""
+    (head, context), (target, normed) = shared, constants
+    S = piece.num_slots
+    slots, used = piece.slots[:, S:], piece.used[:, S:]
+    tokens = jnp.full(slots.shape, head.config.mask_token_id)
+    mask_state = head.fuse(head.mask_hidden[...])
+    hidden = jnp.broadcast_to(mask_state, (*slots.shape, mask_state.shape[-1]))
+    attend = attention.ElementAttention(piece, options.attention, options.query_chunk)
+    out, _ = head(target, tokens, hidden, slots, context, attend)
+    labels = _take_rows(normed, jnp.minimum(slots + 1, S - 1))
+    importance = used * options.step_decay ** piece.depth[S:]
+    total, *report = _compare(head, target, options, out, labels, used, importance)
+    return total, report
+
+
+def partitioned_outcome(
+    head: DraftHead, target: Dense, run: Run, elements: cod.Elements, options: DrafterOptions
+) -> tuple[Outcome, np.ndarray]:
+    """`parallel_outcome` in `options.segments` pieces after the context; also the depth of each row."""
+    B, S = run.tokens.shape
+    attend = attention.UnrolledAttention(options.attention)
+    cache = [None] * head.config.num_layers
+    shifted, positions = _ahead(run.tokens, 1), elements.slots[:, :S]
+    out, cache = head(target, shifted, head.fuse(run.taps), positions, cache, attend)
+    used = elements.used[:, :S]
+    first = _compare(head, target, options, out, _ahead(run.normed, 1), used, used)
+    pieces = deal(elements, options.segments)
+    context = [keys for (keys,) in cache]
+    total, deep = sum_over(
+        partial(_deep_outcome, options), (head, context), (target, run.normed), pieces
+    )
+
+    def rows(context, pieces):  # [B*S], [P, B*R] -> [B*(S + P*R)]
+        pieces = jnp.moveaxis(pieces.reshape(options.segments, B, -1), 0, 1)
+        return jnp.concatenate([context.reshape(B, S), pieces.reshape(B, -1)], axis=1).reshape(-1)
+
+    depth = np.concatenate([pieces.depth[:S], np.tile(pieces.depth[S:], options.segments)])
+    return Outcome(first.total + total, *map(rows, first[1:], deep)), depth
+
+
 def unrolled_outcome(
     head: DraftHead, target: Dense, run: Run, valid: jax.Array, options: DrafterOptions
 ) -> Outcome:
@@ -172,8 +215,11 @@ def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Dens
             rate=options.rate,
             min_rate=options.min_rate,
         )
-        outcome = parallel_outcome(head, target, run, elements, options)
-        depth = elements.depth
+        if options.segments > 1 and elements.sizes:
+            outcome, depth = partitioned_outcome(head, target, run, elements, options)
+        else:
+            outcome = parallel_outcome(head, target, run, elements, options)
+            depth = elements.depth
     else:
         outcome = unrolled_outcome(head, target, run, valid, options)
         depth = np.repeat(np.arange(options.num_depths), S)
@@ -268,6 +314,8 @@ def make_task(
     init: DraftHead | None = None,
 ) -> tuple[Task, object]:
     """The task, and the function that turns its parameters into a head; `init` is a head to start from."""
+    if options.segments < 1 or (options.segments > 1 and config.method != "peagle"):
+        raise ConfigError("--segments cuts the elements of P-EAGLE into one or more pieces")
     text, heldout = (load_text(options.continuations, n) for n in ("train", "heldout"))
     params, merge = split_model(init_head(config, target, run.seed))
     if init is not None:
