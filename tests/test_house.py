@@ -27,8 +27,9 @@ ORDER = [
     "engine.memory", "engine.programs", "engine.engine",
     "loading", "prompts", "runs",
     "training", "training.corpus", "training.data", "training.cod", "training.attention",
-    "training.objective", "training.partition", "training.embedding", "training.trainer",
-    "training.target", "training.drafter", "training.continuations", "training.__main__",
+    "training.objective", "training.partition", "training.embedding", "training.curves",
+    "training.trainer", "training.target", "training.drafter", "training.continuations",
+    "training.__main__",
     "__main__", "__init__",
 ]  # fmt: skip
 """Files of peagle_jax; each sees only those before it. A new file takes its place here."""

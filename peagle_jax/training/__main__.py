@@ -86,6 +86,8 @@ def _run_config(args):
         "out steps minutes optimizer learning_rate adam_learning_rate weight_decay warmup decay clip "
         "microbatches seed log_every eval_every save_every"
     )
+    if args.batch % args.microbatches:
+        raise ConfigError(f"--batch {args.batch} is no multiple of --microbatches")
     return RunConfig(**_pick(args, names))
 
 
@@ -374,7 +376,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         args.run(args)
-    except (ConfigError, CheckpointError, FileNotFoundError) as error:
+    except (ConfigError, CheckpointError, FileNotFoundError, FloatingPointError) as error:
         print(f"peagle-train: {error}", file=sys.stderr)
         sys.exit(2)
 

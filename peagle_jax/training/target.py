@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from peagle_jax.config import TargetConfig
+from peagle_jax.config import ConfigError, TargetConfig
 from peagle_jax.models.dense import Dense
 from peagle_jax.training import attention
 from peagle_jax.training.embedding import TrainedEmbed
@@ -79,7 +79,7 @@ def make_task(config: TargetConfig, options: TargetOptions, run: RunConfig) -> t
     width = options.sequence + 1
     for name, tokens in (("train", stream), ("heldout", heldout)):
         if len(tokens) < 2 * width:
-            raise ValueError(f"{name}.npy has {len(tokens)} tokens; --sequence needs {2 * width}")
+            raise ConfigError(f"{name}.npy has {len(tokens)} tokens; --sequence needs {2 * width}")
     model = Dense(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
     model.embed = TrainedEmbed(model.embed)
     params, merge = split_model(model)

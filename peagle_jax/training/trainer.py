@@ -4,7 +4,6 @@ Everything that varies with the step (data, randomness, learning rate) is a func
 number, so a run that is killed and started again continues the curve it was on.
 """
 
-import csv
 import json
 import math
 import platform
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -28,10 +27,12 @@ from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
 from peagle_jax.config import ConfigError
+from peagle_jax.training.curves import Curves, averages, flatten, plot, write_whole
 
 Params = dict[str, jax.Array]
 """Weights by path, `layers.0.attention.qkv.weight`."""
 
+_COMPILING_STEPS = 2
 _CALIBRATION_STEPS = 20
 
 
@@ -178,75 +179,6 @@ def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformatio
     return train_step
 
 
-def _flatten(report: dict) -> dict[str, float]:
-    """{"accuracy": [a0, a1]} -> {"accuracy_0": a0, "accuracy_1": a1}."""
-    flat = {}
-    for name, value in report.items():
-        value = np.asarray(value, np.float64)
-        if value.ndim:
-            flat |= {f"{name}_{i}": float(x) for i, x in enumerate(value)}
-        else:
-            flat[name] = float(value)
-    return flat
-
-
-def _averages(reports: list[dict]) -> dict[str, float]:
-    """Ratio of sums over steps for every metric."""
-    fetched = jax.device_get(reports)
-    names = fetched[0].keys()
-    ratio = {
-        n: sum(np.asarray(r[n][0], np.float64) for r in fetched)
-        / np.maximum(sum(np.asarray(r[n][1], np.float64) for r in fetched), 1e-9)
-        for n in names
-    }
-    return _flatten(ratio)
-
-
-@dataclass
-class Curves:
-    """Rows of numbers in a CSV file; rows past a resumed step are dropped."""
-
-    path: Path
-    rows: list[dict[str, float]] = field(default_factory=list)
-
-    def resume(self, step: int) -> None:
-        if self.path.exists():
-            with self.path.open() as file:
-                rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
-            self.rows = [row for row in rows if row["step"] <= step]
-
-    def add(self, row: dict[str, float]) -> None:
-        self.rows.append(row)
-        with self.path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(self.rows[0]), extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(self.rows)
-
-
-def plot(train: Curves, evaluation: Curves, path: Path) -> None:
-    """Loss and per-depth accuracy against the step, as a PNG."""
-    import matplotlib.figure
-
-    accuracy = [k for k in (train.rows[0] if train.rows else {}) if k.startswith("accuracy")]
-    figure = matplotlib.figure.Figure(figsize=(10 if accuracy else 6, 4), layout="constrained")
-    axes = figure.subplots(1, 2 if accuracy else 1, squeeze=False)[0]
-    for rows, label in ((train.rows, "training"), (evaluation.rows, "held out")):
-        if rows:
-            axes[0].plot([r["step"] for r in rows], [r["loss"] for r in rows], label=label)
-    axes[0].set(xlabel="step", ylabel="loss")
-    axes[0].legend()
-    for name in accuracy:
-        axes[1].plot(
-            [r["step"] for r in train.rows],
-            [r[name] for r in train.rows],
-            label=name.replace("accuracy_", "depth "),
-        )
-    if accuracy:
-        axes[1].set(xlabel="step", ylabel="agreement with the target")
-        axes[1].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-
-
 def write_provenance(out: Path, configs: dict[str, Any]) -> None:
     """`train_command.txt` (command, versions, commit, device) and `train_config.json`."""
     out.mkdir(parents=True, exist_ok=True)
@@ -286,13 +218,74 @@ class _Budget:
         self.minutes = run.minutes
         self.total = run.steps
         self.started = time.monotonic()
+        self.seen = 0
         if self.total is None and self.path.exists():
             self.total = json.loads(self.path.read_text())["total_steps"]
 
-    def calibrate(self, step: int, seconds_per_step: float) -> None:
-        left = self.minutes * 60 - (time.monotonic() - self.started)
-        self.total = step + max(1, int(left / seconds_per_step))
-        self.path.write_text(json.dumps(dict(total_steps=self.total)) + "\n")
+    def measure(self, step: int, params: Params) -> None:
+        """Called after every step; after `_CALIBRATION_STEPS` it says how many there will be."""
+        if self.total is not None:
+            return
+        self.seen += 1
+        if self.seen in (_COMPILING_STEPS, _COMPILING_STEPS + _CALIBRATION_STEPS):
+            jax.block_until_ready(params)
+            now = time.monotonic()
+            if self.seen == _COMPILING_STEPS:
+                self.mark = now
+                return
+            left = self.minutes * 60 - (now - self.started)
+            self.total = step + max(1, int(left * _CALIBRATION_STEPS / (now - self.mark)))
+            write_whole(self.path, json.dumps(dict(total_steps=self.total)) + "\n")
+
+
+class _Record:
+    """What a run writes beside its checkpoints: curves, and the speed since the last row."""
+
+    def __init__(self, task: Task, run: RunConfig, step: int):
+        self.task, self.run = task, run
+        self.train, self.evaluation = (Curves(run.out / f"{n}.csv") for n in ("train", "eval"))
+        for curves in (self.train, self.evaluation):
+            curves.resume(step)
+        self.pending: list[dict] = []
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        self.mark, self.mark_step = time.monotonic(), step
+
+    def log(self, step: int, scale: float) -> dict[str, float]:
+        row = dict(step=step, **averages(self.pending))
+        seconds = max(time.monotonic() - self.mark, 1e-9)
+        row["tokens_per_s"] = self.task.tokens_per_step * (step - self.mark_step) / seconds
+        row["learning_rate"] = self.run.learning_rate * scale
+        if not math.isfinite(row["loss"]):
+            raise FloatingPointError(f"loss is {row['loss']} at step {step}; lower --learning-rate")
+        self.train.add(row)
+        self.pending = []
+        self.restart(step)
+        return row
+
+    def evaluate(self, step: int, params: Params) -> dict[str, float]:
+        row = dict(step=step, **flatten(self.task.evaluate(params)))
+        self.evaluation.add(row)
+        plot(self.train, self.evaluation, self.run.out / "curves.png")
+        self.restart(step)
+        return row
+
+
+def _restore(manager: ocp.CheckpointManager, params: Params, opt_state):
+    """(params, opt_state, step) of the newest checkpoint, or as given at step 0."""
+    latest = manager.latest_step()
+    if latest is None:
+        return params, opt_state, 0
+    state = dict(params=params, opt_state=opt_state)
+    try:
+        state = manager.restore(latest, args=ocp.args.StandardRestore(state))
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{manager.directory} holds the checkpoints of another model or optimizer; "
+            "remove them or choose another --out"
+        ) from error
+    return state["params"], state["opt_state"], latest
 
 
 def fit(task: Task, run: RunConfig) -> Params:
@@ -302,67 +295,37 @@ def fit(task: Task, run: RunConfig) -> Params:
     train_step = make_step(task, run, optimizer)
     # The step donates its inputs; the caller keeps its own copy.
     params = jax.tree.map(jnp.copy, task.params)
-    opt_state = optimizer.init(params)
-    train, evaluation = Curves(run.out / "train.csv"), Curves(run.out / "eval.csv")
-    step, budget = 0, _Budget(run)
+    budget = _Budget(run)
     with _checkpoints(run.out) as manager:
-        if (latest := manager.latest_step()) is not None:
-            state = dict(params=params, opt_state=opt_state)
-            state = manager.restore(latest, args=ocp.args.StandardRestore(state))
-            params, opt_state, step = state["params"], state["opt_state"], latest
-            train.resume(step)
-            evaluation.resume(step)
-        bar = tqdm(
-            total=budget.total,
-            initial=step,
-            unit="step",
-            mininterval=0.5 if sys.stderr.isatty() else 10.0,
-            dynamic_ncols=True,
-        )
-        pending, mark, mark_step = [], time.monotonic(), step
-        first = step
+        params, opt_state, step = _restore(manager, params, optimizer.init(params))
+        record, compiled = _Record(task, run, step), step + _COMPILING_STEPS
+        interval = 0.5 if sys.stderr.isatty() else 10.0
+        bar = tqdm(total=budget.total, initial=step, unit="step", mininterval=interval)
         while budget.total is None or step < budget.total:
             scale = schedule(step, budget.total, warmup=run.warmup, decay=run.decay)
             params, opt_state, report = train_step(
                 params, opt_state, task.constants, task.batch(step), step, np.float32(scale)
             )
-            pending.append(report)
+            record.pending.append(report)
             step += 1
             bar.update()
-            if step == first + 2:  # compilation is behind us
-                jax.block_until_ready(params)
-                mark, mark_step = time.monotonic(), step
-            if budget.total is None and step - mark_step >= _CALIBRATION_STEPS:
-                jax.block_until_ready(params)
-                budget.calibrate(step, (time.monotonic() - mark) / (step - mark_step))
-                bar.total = budget.total
+            budget.measure(step, params)
+            bar.total = budget.total
             last = step == budget.total
-            if step % run.log_every == 0 or last:
-                row = dict(step=step, **_averages(pending))
-                pending = []
-                seconds = max(time.monotonic() - mark, 1e-9)
-                row["tokens_per_s"] = task.tokens_per_step * (step - mark_step) / seconds
-                mark, mark_step = time.monotonic(), step
-                row["learning_rate"] = run.learning_rate * scale
-                if not math.isfinite(row["loss"]):
-                    raise FloatingPointError(
-                        f"loss is {row['loss']} at step {step}; lower --learning-rate"
-                    )
-                train.add(row)
+            saves = last or step % run.save_every == 0
+            if saves or step % run.log_every == 0:  # no row spans a checkpoint
+                row = record.log(step, scale)
                 bar.set_postfix(loss=f"{row['loss']:.4f}", tok_s=f"{row['tokens_per_s']:.3g}")
-            if step % run.eval_every == 0 or last:
-                evaluation.add(dict(step=step, **_flatten(task.evaluate(params))))
-                shown = {k: round(v, 4) for k, v in evaluation.rows[-1].items()}
+            if last or step % run.eval_every == 0:
+                row = record.evaluate(step, params)
+                shown = {k: round(v, 4) for k, v in row.items()}
                 bar.write(f"held out: {shown}", file=sys.stderr)
-                plot(train, evaluation, run.out / "curves.png")
-                mark, mark_step = time.monotonic(), step
-            if step % run.save_every == 0 or last:
+            if saves:
                 state = dict(params=params, opt_state=opt_state)
                 manager.save(step, args=ocp.args.StandardSave(state))
+            if step == compiled:
+                jax.block_until_ready(params)
+                record.restart(step)
         bar.close()
         manager.wait_until_finished()
     return params
-
-
-def describe(run: RunConfig) -> dict[str, Any]:
-    return asdict(run)
