@@ -47,18 +47,6 @@ class Elements:
         """Slot (and rope position) a + d of every row, [B, T]."""
         return self.anchor + self.depth
 
-    @property
-    def parent(self) -> jax.Array:
-        """Row of the same anchor one depth up, [B, T]; a depth-0 row is its own parent."""
-        S, offsets = self.num_slots, self.offsets
-        rows = [jnp.broadcast_to(jnp.arange(S), (self.anchor.shape[0], S))]
-        for d, size in enumerate(self.sizes, start=1):
-            above = self.anchor[:, offsets[d] : offsets[d] + size]
-            if d > 1:
-                above = jnp.broadcast_to(offsets[d - 1] + jnp.arange(size), above.shape)
-            rows.append(above)
-        return jnp.concatenate(rows, axis=1)
-
 
 def kept_counts(num_slots: int, num_depths: int, rate: float, min_rate: float) -> np.ndarray:
     """Elements kept at each depth for every number of seeds: [num_slots + 1, num_depths] int32.

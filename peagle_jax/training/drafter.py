@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from peagle_jax.checkpoint.config_json import check_fit
 from peagle_jax.config import ConfigError, DrafterConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models.dense import Dense
@@ -276,6 +277,7 @@ def init_head(config: DrafterConfig, target: Dense, seed: int) -> DraftHead:
         raise ConfigError("training keeps the full vocabulary and an lm_head of the head's own")
     if config.hidden_size != target.config.hidden_size:
         raise ConfigError("the head must be as wide as the target: it starts from its embedding")
+    check_fit(config, target.config, config.num_taps * config.target_hidden_size, "peagle-train")
     head = DraftHead(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     if head.embed is not None:
         head.embed.weight[...] = target.embed.weight[...].astype(jnp.float32)

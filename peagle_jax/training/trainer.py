@@ -173,7 +173,7 @@ def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformatio
         updates, opt_state = optimizer.update(grads, opt_state, params)
         # Updates are linear in the learning rate, weight decay included.
         updates = jax.tree.map(lambda u: scale * u, updates)
-        report = dict(metrics, loss=(loss, count), grad_norm=(optax.global_norm(grads), 1.0))
+        report = dict(metrics, loss=(loss, count), grad_norm=(optax.tree.norm(grads), 1.0))
         return optax.apply_updates(params, updates), opt_state, report
 
     return train_step

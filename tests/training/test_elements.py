@@ -45,11 +45,11 @@ def test_elements_are_nested_and_count_as_the_paper_says(elements):
             above = kept
 
 
-def test_parents_are_the_same_anchor_one_depth_up(elements):
+def test_the_parent_of_an_entry_is_the_same_entry_of_the_block_above(elements):
     _, e = elements
-    anchor, parent, depth = (np.asarray(x) for x in (e.anchor, e.parent, e.depth))
-    assert np.array_equal(np.take_along_axis(anchor, parent, 1), anchor)
-    assert np.array_equal(depth[parent], np.broadcast_to(np.maximum(depth - 1, 0), anchor.shape))
+    for d, size in enumerate(e.sizes[1:], start=2):
+        block, above = (e.anchor[:, e.offsets[i] : e.offsets[i] + size] for i in (d, d - 1))
+        assert np.array_equal(block, above)
 
 
 def test_every_anchor_is_kept_equally_often():
@@ -126,18 +126,14 @@ def _text(S=12):
     return drafter.Text(tokens, jnp.array([2, 4, 5]), jnp.array([S, S - 2, 7]))
 
 
-def _naive_rows(target, head, tokens, anchor, depths, feed_back):
+def causal(q, k, v, cache, *, window):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True), cache
+
+
+def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
     """Logits at depths 0..depths-1 of one anchor: the whole prefix, then the chain, as in serving."""
-    prefix = tokens[None]
     S = tokens.shape[0]
-    causal = lambda q, k, v, c, *, window: (
-        jax.nn.dot_product_attention(q, k, v, is_causal=True),
-        c,
-    )
-    _, taps, _ = target(
-        prefix, jnp.arange(S)[None], [None] * 8, causal, taps=target.config.default_taps
-    )
-    fused = head.fuse(taps)[:, : anchor + 1]
+    fused = fused[None, : anchor + 1]
     rows = tokens[None, 1 : anchor + 2]
     if not feed_back:
         mask = jnp.full((1, depths - 1), head.config.mask_token_id)
@@ -171,10 +167,16 @@ def test_training_rows_are_what_serving_computes(method):
     else:
         outcome = drafter.unrolled_outcome(head, target, run, valid, options)
     kl, used = (np.asarray(x).reshape(3, 4, 12) for x in (outcome.kl, outcome.used))
-    full = np.asarray(target.unembed(_hidden(target, text.tokens)))
-    for b in range(3):
-        for a in range(10):
-            logits = _naive_rows(target, head, text.tokens[b], a, 4, method == "eagle3")
+    positions = jnp.broadcast_to(jnp.arange(12), text.tokens.shape)
+    hidden, taps, _ = target(
+        text.tokens, positions, [None] * 8, causal, taps=target.config.default_taps
+    )
+    full, fused = np.asarray(target.unembed(hidden)), head.fuse(taps)
+    for a in range(10):
+        rows = lambda tokens, fused, a=a: _naive_rows(
+            target, head, tokens, fused, a, 4, method == "eagle3"
+        )
+        for b, logits in enumerate(jax.jit(jax.vmap(rows))(text.tokens, fused)):
             for d in range(min(4, len(logits))):
                 P, L = int(text.prompt[b]), int(text.length[b])
                 trained = P - 1 <= a + d <= L - 3
@@ -185,15 +187,6 @@ def test_training_rows_are_what_serving_computes(method):
                     p = jax.nn.log_softmax(full[b, a + d + 1])
                     want = (jnp.exp(p) * (p - jax.nn.log_softmax(logits[d]))).sum()
                     np.testing.assert_allclose(kl[b, d, a], want, rtol=2e-3, atol=2e-5)
-
-
-def _hidden(target, tokens):
-    causal = lambda q, k, v, c, *, window: (
-        jax.nn.dot_product_attention(q, k, v, is_causal=True),
-        c,
-    )
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return target(tokens, positions, [None] * 8, causal)[0]
 
 
 def test_lookup_gradient_adds_up_repeated_tokens(monkeypatch):

@@ -1,0 +1,129 @@
+"""The whole recipe on the project's own source, tiny; and a run that is killed and started again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from peagle_jax import EngineConfig, SamplingParams, load
+from peagle_jax.training import __main__ as command
+from peagle_jax.training.curves import Curves
+
+SOURCE = Path(command.__file__).parents[1]
+STEPS = dict(target=120, peagle=40, eagle3=40)
+RUN = "--warmup 5 --log-every 5 --eval-every 20 --save-every 10 --dtype float32 --loss-chunk 1024"
+SHAPE = "--hidden-size 48 --layers 6 --heads 2 --kv-heads 1 --head-dim 24 --intermediate-size 96"
+
+
+class Recipe(SimpleNamespace):
+    """Folders of the stages, and the command of each."""
+
+    def command(self, stage: str, out: Path) -> list[str]:
+        lines = dict(
+            data=f"data {SOURCE / 'training'} {SOURCE / 'engine'} --vocab-size 512",
+            target=f"target --data {self.data} {SHAPE} --sequence 64 --batch 16 "
+            f"--eval-sequences 16 --microbatches 2 {RUN}",
+            text=f"continuations --data {self.data} --target {self.target}/final --num 192 "
+            "--num-heldout 16 --length 48 --batch 96 --max-prompt 24 --dtype float32",
+        )
+        for method in ("peagle", "eagle3"):
+            lines[method] = (
+                f"drafter --method {method} --target {self.target}/final --text {self.text} "
+                f"--taps 1 3 5 --depths 3 --num-draft 3 --batch 16 --eval-sequences 16 {RUN}"
+            )
+        lines["peagle"] += " --layers 2"
+        steps = ["--steps", str(STEPS[stage])] if stage in STEPS else []
+        return [*lines[stage].split(), *steps, "--out", str(out)]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    root = tmp_path_factory.mktemp("recipe")
+    recipe = Recipe(**{n: root / n for n in ("data", "target", "text", "peagle", "eagle3")})
+    for stage, out in vars(recipe).items():
+        train(recipe.command(stage, out))
+    return recipe
+
+
+def train(arguments: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["peagle-train", *arguments])
+        command.main()
+
+
+def rows(out: Path, name: str) -> list[dict[str, float]]:
+    curves = Curves(out / f"{name}.csv")
+    curves.resume(10_000)
+    return curves.rows
+
+
+@pytest.mark.parametrize("stage", ["target", "peagle", "eagle3"])
+def test_the_losses_fall(recipe, stage):
+    out = getattr(recipe, stage)
+    losses = [row["loss"] for row in rows(out, "train")]
+    assert len(losses) == STEPS[stage] // 5
+    assert losses[-1] < 0.7 * losses[0]
+    heldout = rows(out, "eval")
+    assert [row["step"] for row in heldout] == list(range(20, STEPS[stage] + 1, 20))
+    assert heldout[-1]["loss"] < heldout[0]["loss"]
+    assert (out / "curves.png").stat().st_size > 10_000
+    assert "peagle-train" in (out / "train_command.txt").read_text()
+    assert json.loads((out / "train_config.json").read_text())["run"]["steps"] == STEPS[stage]
+    if stage != "target":
+        assert {"accuracy_0", "accuracy_2", "acceptance_length"} <= heldout[0].keys()
+
+
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_what_was_trained_generates(recipe, method):
+    config = EngineConfig(num_draft=3, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
+    head = getattr(recipe, method) / "final"
+    params = SamplingParams(max_tokens=16)
+    engine = load(recipe.target / "final", head, method=method, config=config)
+    drafted = engine.generate(["def "], params)[0]
+    plain = load(recipe.target / "final", method="none", config=config).generate(["def "], params)
+    assert drafted.tokens == plain[0].tokens
+    assert drafted.drafted > 0
+
+
+@pytest.mark.parametrize("stage", ["target", "peagle"])
+def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
+    out = tmp_path / stage
+    arguments = recipe.command(stage, out)
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "peagle_jax.training", *arguments],
+        env=os.environ | cache,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    # Somewhere past the first checkpoint, with rows in the CSV that no checkpoint covers.
+    deadline = time.monotonic() + 300
+    while not ((out / "checkpoints" / "10").is_dir() and rows(out, "train")[-1]["step"] >= 15):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (out / "final").exists()
+    train(arguments)
+    for name in ("train", "eval"):
+        resumed, whole = rows(out, name), rows(getattr(recipe, stage), name)
+        assert [row["step"] for row in resumed] == [row["step"] for row in whole]
+        for a, b in zip(resumed, whole, strict=True):
+            for key in a.keys() - {"tokens_per_s"}:
+                np.testing.assert_allclose(a[key], b[key], rtol=1e-6, err_msg=f"{a['step']} {key}")
+    weights = [
+        (x / "final" / "model.safetensors").read_bytes() for x in (out, getattr(recipe, stage))
+    ]
+    assert weights[0] == weights[1]
