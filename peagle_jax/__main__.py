@@ -223,6 +223,8 @@ def _completion_json(prompt: Prompt, completion) -> dict:
 
 
 def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config) -> int:
+    from tqdm import tqdm
+
     from peagle_jax import runs
     from peagle_jax.loading import load
 
@@ -235,7 +237,8 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
         texts = _texts(prompts, engine.tokenizer, args.chat)
     _check(engine, prompts, texts, params)
     loaded = time.perf_counter()
-    engine.warm_up()
+    with tqdm(total=engine.num_programs, desc="compiling", leave=False, disable=None) as bar:
+        engine.warm_up(bar.update)
     logging.getLogger(__name__).info(
         "weights in %.2f s, programs in %.2f s", loaded - start, time.perf_counter() - loaded
     )

@@ -45,11 +45,3 @@ class PagedAttention:
         pages = write_kv(cache.k, cache.v, k, v, **where)
         out = verify_attention(q, *pages, **where, scale=q.shape[-1] ** -0.5, window=window)
         return out, LayerCache(*pages)
-
-
-def causal_attention(q, k, v, cache: None, *, window: int | None):
-    """`layers.Attend` without a cache: plain causal attention over whole sequences (training)."""
-    out = jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, local_window_size=None if window is None else (window - 1, 0)
-    )
-    return out, None

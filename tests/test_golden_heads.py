@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from peagle_jax import drafter as serving
-from peagle_jax.cache import causal_attention
 from peagle_jax.checkpoint import load_head, load_target
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import DraftHead, Proposal, make_drafter
@@ -23,6 +22,7 @@ from peagle_jax.training import cod
 from peagle_jax.training import drafter as training
 from peagle_jax.training.trainer import split_model
 from tests.rounds import Rig
+from tests.tiny import causal_attention
 
 GOLDEN = Path(__file__).parent / "golden"
 PEAGLE = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms", "peagle-qwen3")

@@ -10,10 +10,10 @@ import pytest
 from scipy import stats
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.cache import causal_attention
 from peagle_jax.drafter import Proposal
 from peagle_jax.engine.stats import Acceptance
 from tests import tiny
+from tests.tiny import causal_attention
 
 MAX_TOKENS = 33
 LENGTHS = (1, 2, 7, 16, 17, 30, 41, 5)

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.cache import LayerCache, causal_attention
+from peagle_jax.cache import LayerCache
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.step import State
 from tests import tiny
 from tests.rounds import Rig
+from tests.tiny import causal_attention
 
 J, B, LENGTH = 3, 4, 48
 PROMPTS = np.array([1, 5, 10, 14])

@@ -64,3 +64,9 @@ def head(method: str = "peagle", seed: int = 1, dtype: str = "float32", **change
     layers = {"num_layers": 1} if method == "eagle3" else {}
     config = replace(HEAD, **({"method": method} | layers | changes))
     return loud(DraftHead(config, dtype=dtype, rngs=nnx.Rngs(seed)), seed)
+
+
+def causal_attention(q, k, v, cache: None, *, window: int | None):
+    """`layers.Attend` without a cache: what attention over pages must equal."""
+    local = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local), None

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from peagle_jax.cache import causal_attention
 from peagle_jax.checkpoint import CheckpointError, load_target, save_target, target_config
 from peagle_jax.config import EngineConfig, RopeConfig, SamplingParams
 from peagle_jax.engine.engine import Engine
 from peagle_jax.layers import apply_rope, rope_angles
 from peagle_jax.models import Dense
+from tests.tiny import causal_attention
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TAPS = (2, 4, 5)

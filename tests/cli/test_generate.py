@@ -11,15 +11,10 @@ from pathlib import Path
 import pytest
 
 from peagle_jax import runs
-from peagle_jax.loading import embedded
 from peagle_jax.text import Tokenizer
 
 SHORT = ["--max-tokens", "12", "-K", "3"]
 PROMPT = "def quicksort(xs):"
-needs_embedded = pytest.mark.skipif(
-    not all((embedded(name) / "config.json").is_file() for name in ("target", "peagle", "eagle3")),
-    reason="the embedded model is not there",
-)
 
 
 def write_rows(path: Path, *rows: dict) -> Path:
@@ -214,7 +209,6 @@ def test_an_interrupt_ends_with_130_and_no_traceback(folders):
     assert b"interrupted" in err
 
 
-@needs_embedded
 def test_the_embedded_model_needs_no_options(generate):
     code, out, err = generate(PROMPT, "--max-tokens", "32", "--no-cache")
     assert code == 0
@@ -222,7 +216,6 @@ def test_the_embedded_model_needs_no_options(generate):
     assert "P-EAGLE K=7: acceptance length" in err
 
 
-@needs_embedded
 def test_the_embedded_heads_change_no_text(generate):
     code, out, _ = generate("--compare", PROMPT, "class Stack:", "--max-tokens", "48", "--no-cache")
     assert code == 0

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
-from peagle_jax.cache import causal_attention
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from tests import tiny
+from tests.tiny import causal_attention
 
 J, MAX_TOKENS, VOCAB = 3, 20, tiny.TARGET.vocab_size
 EOS_IDS = tuple(range(112, VOCAB))  # an eighth of the vocabulary: texts do end in a random model

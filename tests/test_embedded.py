@@ -1,0 +1,56 @@
+"""The embedded model, as a user meets it: lossless with both heads, and worth its drafts."""
+
+import functools
+
+import pytest
+
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine.stats import Acceptance
+from peagle_jax.loading import load_weights
+from peagle_jax.runs import TIE_NATS
+
+PROMPTS = (
+    "def quicksort(xs):",
+    "class Stack:",
+    "import os\nimport sys\n\n\ndef main():",
+    'def is_prime(n):\n    """Returns whether n is a prime number."""',
+    "for i in range(10):",
+)
+MAX_TOKENS = 48
+
+
+@functools.cache
+def generate(method: str, num_draft: int, dtype: str = "float32"):
+    target, head, tokenizer = load_weights(None, None, method=method, dtype=dtype)
+    config = EngineConfig(
+        num_draft=num_draft, max_num_seqs=2, max_model_len=256, prefill_chunk=32, dtype=dtype
+    )
+    engine = Engine(target, head, config, tokenizer=tokenizer)
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2)
+    return engine.generate(PROMPTS, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_output_is_unchanged_by_a_trained_head(method, num_draft):
+    plain = [done.tokens for done in generate("none", 0)]
+    assert [done.tokens for done in generate(method, num_draft)] == plain
+
+
+@pytest.mark.slow
+def test_bfloat16_parts_only_at_ties():
+    """The rule of `peagle-generate --compare`: both candidates within TIE_NATS of each other."""
+    plain, speculative = generate("none", 0, "bfloat16"), generate("peagle", 5, "bfloat16")
+    for one, other in zip(plain, speculative, strict=True):
+        pairs = zip(one.tokens, other.tokens, strict=True)
+        parted = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if parted is not None:
+            (_, best), (_, second) = one.logprobs[parted].top
+            assert best - second < TIE_NATS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_drafts_of_a_trained_head_are_accepted(method):
+    assert Acceptance.of(generate(method, 7)).length >= 3.0
