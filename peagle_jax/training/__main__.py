@@ -173,8 +173,8 @@ def _target(args) -> None:
     run = _run_config(args)
     names = "data sequence batch dtype attention loss_chunk eval_sequences"
     options = target.TargetOptions(**_pick(args, names))
-    write_provenance(args.out, dict(model=asdict(config), run=asdict(run), options=asdict(options)))
     task, merge = target.make_task(config, options, run)
+    write_provenance(args.out, dict(model=asdict(config), run=asdict(run), options=asdict(options)))
     _report_size(task)
     params = fit(task, run)
     _report_memory()
@@ -219,8 +219,8 @@ def _continuations(args) -> None:
     options = continuations.ContinuationOptions(
         temperatures=tuple(args.temperatures), **_pick(args, names)
     )
-    write_provenance(args.out, dict(options=asdict(options)))
     target = load_target(args.target, dtype=args.dtype)
+    write_provenance(args.out, dict(options=asdict(options)))
     for name, path in continuations.generate(target, options, args.out).items():
         print(f"{name}: {path}")
 
@@ -240,6 +240,7 @@ def _add_drafter(commands):
     shape.add_argument("--layers", type=int, help="default 4 for peagle, 1 for eagle3")
     shape.add_argument("--intermediate-size", type=int)
     shape.add_argument("--taps", type=int, nargs="+", help="layer ids; default 2, L/2, L-3")
+    shape.add_argument("--mask-token-id", type=int, help="peagle; default that of `data`")
     shape.add_argument(
         "--freeze-lm-head", action="store_true", help="keep the target's unembedding"
     )
@@ -284,6 +285,7 @@ def _head_config(args, target: TargetConfig) -> DrafterConfig:
     peagle = args.method == "peagle"
     taps = tuple(args.taps) if args.taps else None
     depths = args.depths or (8 if peagle else 7)
+    mask = MASK_ID if args.mask_token_id is None else args.mask_token_id
     return DrafterConfig(
         method=args.method,
         vocab_size=target.vocab_size,
@@ -299,7 +301,7 @@ def _head_config(args, target: TargetConfig) -> DrafterConfig:
         rope=target.rope,
         num_taps=len(taps or target.default_taps),
         taps=taps,
-        mask_token_id=MASK_ID if peagle else None,
+        mask_token_id=mask if peagle else None,
         own_embedding=peagle,
         own_lm_head=True,
         trained_num_draft=depths,
@@ -308,7 +310,8 @@ def _head_config(args, target: TargetConfig) -> DrafterConfig:
 
 def _grown_config(args, fresh: DrafterConfig, init: DrafterConfig) -> DrafterConfig:
     """The shape of the head to start from, with what the command line may change."""
-    asked = dict(method=args.method, num_layers=args.layers, taps=args.taps and fresh.taps)
+    asked = dict(method=args.method, num_layers=args.layers, mask_token_id=args.mask_token_id)
+    asked["taps"] = args.taps and fresh.taps
     for name, value in asked.items():
         if value is not None and value != getattr(init, name):
             raise ConfigError(f"--init has {name} {getattr(init, name)}, not {value}")
@@ -340,8 +343,8 @@ def _drafter(args) -> None:
         step_decay=args.depth_weight if args.method == "peagle" else args.step_decay,
         **_pick(args, names),
     )
-    write_provenance(args.out, dict(head=asdict(config), run=asdict(run), options=asdict(options)))
     task, merge = drafter.make_task(config, target, options, run, init)
+    write_provenance(args.out, dict(head=asdict(config), run=asdict(run), options=asdict(options)))
     _report_size(task)
     params = fit(task, run)
     _report_memory()

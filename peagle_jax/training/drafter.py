@@ -47,6 +47,14 @@ class DrafterOptions:
     sharpen: float = 1.0  # temperature of the labels
     segments: int = 1  # P-EAGLE: pieces of a text's elements; less memory
 
+    def __post_init__(self):
+        if not (0 < self.rate <= 1 and 0 <= self.min_rate <= 1):
+            raise ConfigError("--rate and --min-rate are shares, between 0 and 1")
+        if self.sharpen <= 0 or self.step_decay < 0:
+            raise ConfigError("--sharpen must be above 0, weights of depths not below it")
+        if min(self.num_depths, self.num_draft, self.batch, self.segments) < 1:
+            raise ConfigError("--depths, --num-draft, --batch and --segments must be at least 1")
+
 
 class Text(NamedTuple):
     """A batch of continuations: tokens 0..prompt-1 were given, prompt..length-1 generated."""
@@ -316,8 +324,8 @@ def make_task(
     init: DraftHead | None = None,
 ) -> tuple[Task, object]:
     """The task, and the function that turns its parameters into a head; `init` is a head to start from."""
-    if options.segments < 1 or (options.segments > 1 and config.method != "peagle"):
-        raise ConfigError("--segments cuts the elements of P-EAGLE into one or more pieces")
+    if options.segments > 1 and config.method != "peagle":
+        raise ConfigError("--segments cuts the elements of P-EAGLE; EAGLE-3 has none")
     text, heldout = (load_text(options.continuations, n) for n in ("train", "heldout"))
     params, merge = split_model(init_head(config, target, run.seed))
     if init is not None:

@@ -179,9 +179,30 @@ def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformatio
     return train_step
 
 
+def _refuse_other_weights(out: Path, configs: dict[str, Any]) -> None:
+    path = out / "train_config.json"
+    if not (path.exists() and (out / "checkpoints").exists()):
+        return
+    before = json.loads(path.read_text())
+    pick = lambda c, part, name: c.get(part, {}).get(name)
+    same = all(before.get(part) == configs.get(part) for part in ("model", "head"))
+    for part, name in (("run", "optimizer"), ("options", "freeze_lm_head")):
+        same &= pick(before, part, name) == pick(configs, part, name)
+    if not same:
+        raise ConfigError(
+            f"{out}/checkpoints has another model, optimizer or frozen lm_head; "
+            "remove the folder or choose another --out"
+        )
+
+
 def write_provenance(out: Path, configs: dict[str, Any]) -> None:
-    """`train_command.txt` (command, versions, commit, device) and `train_config.json`."""
+    """`train_command.txt` (command, versions, commit, device) and `train_config.json`.
+
+    Raises:
+      ConfigError: the checkpoints under `out` have other weights than these configs.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    _refuse_other_weights(out, json.loads(json.dumps(configs, default=str)))
     repository = Path(__file__).resolve().parents[2]
     git = subprocess.run(
         ["git", "-C", str(repository), "rev-parse", "HEAD"], capture_output=True, text=True
@@ -278,13 +299,7 @@ def _restore(manager: ocp.CheckpointManager, params: Params, opt_state):
     if latest is None:
         return params, opt_state, 0
     state = dict(params=params, opt_state=opt_state)
-    try:
-        state = manager.restore(latest, args=ocp.args.StandardRestore(state))
-    except (ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{manager.directory} holds the checkpoints of another model or optimizer; "
-            "remove them or choose another --out"
-        ) from error
+    state = manager.restore(latest, args=ocp.args.StandardRestore(state))
     return state["params"], state["opt_state"], latest
 
 

@@ -19,7 +19,7 @@ from peagle_jax.training.curves import Curves
 
 SOURCE = Path(command.__file__).parents[1]
 STEPS = dict(target=120, peagle=40, eagle3=40)
-RUN = "--warmup 5 --log-every 5 --eval-every 20 --save-every 10 --dtype float32 --loss-chunk 1024"
+RUN = "--warmup 5 --log-every 5 --eval-every 20 --save-every 20 --dtype float32 --loss-chunk 1024"
 SHAPE = "--hidden-size 48 --layers 6 --heads 2 --kv-heads 1 --head-dim 24 --intermediate-size 96"
 
 
@@ -93,6 +93,46 @@ def test_what_was_trained_generates(recipe, method):
     assert drafted.drafted > 0
 
 
+def test_a_head_can_be_trained_further(recipe, tmp_path):
+    """With every option that a first run leaves alone; one careful step changes little."""
+    more = f"--init {recipe.peagle}/final --intermediate-size 120 --segments 2 --loss lk"
+    more += " --sharpen 0.7 --depth-weight 1.1 --steps 1"
+    train([*recipe.command("peagle", tmp_path), *more.split()])
+    (before, after) = (rows(out, "eval")[-1] for out in (recipe.peagle, tmp_path))
+    assert after["step"] == 1
+    assert abs(after["loss"] - before["loss"]) < 0.05 * before["loss"]
+    config = json.loads((tmp_path / "final" / "config.json").read_text())
+    assert config["intermediate_size"] == 120
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "message"),
+    [
+        ("target", "--batch 15", "no multiple of --microbatches"),
+        ("target", "--sequence 5000", "tokens; --sequence needs"),
+        ("target", "--hidden-size 24 --steps 130", "another model, optimizer"),
+        ("text", "--target /nowhere", "nowhere"),
+        ("peagle", "--rate 2", "shares, between 0 and 1"),
+        ("peagle", "--taps 9 1 2", "not 3 ascending layers"),
+        ("peagle", "--mask-token-id 512", "mask token id 512"),
+        ("peagle", "--init {eagle3}/final", "has method eagle3, not peagle"),
+        ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),
+        ("eagle3", "--segments 2", "--segments cuts"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(recipe, capsys, stage, options, message):
+    arguments = [
+        *recipe.command(stage, getattr(recipe, stage)),
+        *options.format(**vars(recipe)).split(),
+    ]
+    with pytest.raises(SystemExit) as exit:
+        train(arguments)
+    assert exit.value.code == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if "peagle-train:" in line]
+    assert len(error) == 1
+    assert message in error[0]
+
+
 @pytest.mark.parametrize("stage", ["target", "peagle"])
 def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
     out = tmp_path / stage
@@ -109,7 +149,7 @@ def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
     )
     # Somewhere past the first checkpoint, with rows in the CSV that no checkpoint covers.
     deadline = time.monotonic() + 300
-    while not ((out / "checkpoints" / "10").is_dir() and rows(out, "train")[-1]["step"] >= 15):
+    while not ((out / "checkpoints" / "20").is_dir() and rows(out, "train")[-1]["step"] >= 25):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
