@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from bench import rows
+from bench import roofline, rows
 from bench.sweep import Models, engines, prompt_set, sampling
 from bench.timing import drive
 from peagle_jax.config import EngineConfig
@@ -65,6 +65,8 @@ def throughput(args, environment: dict) -> list[dict]:
                     pairs = zip(outputs, measured.outputs, strict=True)
                     row["ratio_to_plain"] = speed / base
                     row["outputs_equal_to_plain"] = sum(a == b for a, b in pairs)
-                done.append(rows.rounded(row | environment))
+                row |= environment
+                row |= roofline.fraction(row, engine.target_config, engine.drafter_config)
+                done.append(rows.rounded(row))
                 rows.append(args.out, done[-1])
     return done
