@@ -60,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
         "--drafter", metavar="DIR", action="append", default=[],
         help="folder of the head; with --compare it may be given once for each method",
     )  # fmt: skip
-    add("--method", choices=("none", "eagle3", "peagle"), default="peagle")
+    add(
+        "--method", choices=("none", "eagle3", "peagle"),
+        help="default: what the head was made for; peagle for the embedded model",
+    )  # fmt: skip
     add(
         "--num-speculative-tokens", "-K", type=int, default=7, metavar="K",
         help="draft tokens per round (default: 7)",

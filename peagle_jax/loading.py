@@ -21,7 +21,7 @@ def load_weights(
     model: str | Path | None,
     drafter: str | Path | None,
     *,
-    method: Method,
+    method: Method | None,
     dtype: str,
 ) -> tuple[Dense, DraftHead | None, Tokenizer | None]:
     """Target, head and tokenizer.
@@ -29,7 +29,8 @@ def load_weights(
     Args:
       model: Hugging Face folder; None is the embedded model.
       drafter: head folder; None is the embedded model's head for `method`.
-      method: "none" loads no head; the other two check that the head can be run that way.
+      method: "none" loads no head; the other two check that the head can be run that way; None takes
+        the head as it is, and P-EAGLE's of the embedded model.
 
     Raises:
       ConfigError: something is missing or does not fit; the message says what.
@@ -43,11 +44,11 @@ def load_weights(
     if drafter is None:
         if model is not None:
             raise ConfigError(
-                f"--method {method} needs a head for {model}: give --drafter DIR, or use --method none"
+                f"drafting needs a head for {model}: give --drafter DIR, or use --method none"
             )
-        drafter = embedded(method)
+        drafter = embedded(method or "peagle")
     head = load_head(drafter, target.config, dtype=dtype)
-    if head.config.method != method:
+    if method not in (None, head.config.method):
         raise ConfigError(
             f"{drafter} is a {head.config.method} head; run it with --method {head.config.method}"
         )
@@ -58,7 +59,7 @@ def load(
     model: str | Path | None = None,
     drafter: str | Path | None = None,
     *,
-    method: Method = "peagle",
+    method: Method | None = None,
     config: EngineConfig | None = None,
 ) -> Engine:
     """An engine from Hugging Face folders; without arguments the embedded model with P-EAGLE.

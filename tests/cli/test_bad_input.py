@@ -134,7 +134,7 @@ def test_compare_is_greedy(generate, folders):
 
 
 def test_a_head_of_the_other_method(generate, folders):
-    head = ["--drafter", folders.eagle3]
+    head = ["--drafter", folders.eagle3, "--method", "peagle"]
     refused(generate(PROMPT, "--model", folders.target, *head, "--no-cache"), "--method eagle3")
 
 

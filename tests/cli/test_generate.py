@@ -209,6 +209,13 @@ def test_an_interrupt_ends_with_130_and_no_traceback(folders):
     assert b"interrupted" in err
 
 
+def test_a_head_says_itself_how_it_is_run(generate, folders):
+    where = ["--model", folders.target, "--drafter", folders.eagle3]
+    code, out, _ = generate(PROMPT, *where, *SHORT, "--json", "--no-cache")
+    assert code == 0
+    assert objects(out)[-1]["summary"]["method"] == "eagle3"
+
+
 def test_the_embedded_model_needs_no_options(generate):
     code, out, err = generate(PROMPT, "--max-tokens", "32", "--no-cache")
     assert code == 0
