@@ -1,6 +1,7 @@
 """How many KV pages fit: the pool is sized before anything is allocated."""
 
 import os
+from pathlib import Path
 
 import jax
 
@@ -23,7 +24,16 @@ def free_bytes() -> int | None:
     stats = device.memory_stats()
     if stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    if device.platform == "cpu" and hasattr(os, "sysconf"):
+    return _free_host_bytes() if device.platform == "cpu" else None
+
+
+def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """What the kernel calls available: free memory, and file cache that it would give up for us."""
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
