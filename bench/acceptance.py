@@ -29,14 +29,9 @@ def acceptance(args, environment: dict) -> list[dict]:
                 )
                 row = {
                     "kind": "acceptance",
-                    "model": models.name,
-                    "dtype": models.dtype,
-                    "set": name,
-                    "method": method,
-                    "num_speculative_tokens": num_draft,
-                    "concurrency": concurrency,
-                    "max_tokens": args.max_tokens,
-                    "temperature": args.temperature,
+                    **models.identity(
+                        args, prompts=name, variant=(method, num_draft), concurrency=concurrency
+                    ),
                     **measured.as_row(),
                     **environment,
                 }

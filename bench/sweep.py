@@ -47,6 +47,20 @@ class Models:
         plain = [("none", 0)] if "none" in args.methods else []
         return plain + [(method, k) for method in self.heads for k in args.k]
 
+    def identity(self, args, *, prompts: str, variant: tuple[str, int], concurrency: int) -> dict:
+        """The part of a row that says what was measured: on which prompts, how, how many at once."""
+        method, num_draft = variant
+        return {
+            "model": self.name,
+            "dtype": self.dtype,
+            "set": prompts,
+            "method": method,
+            "num_speculative_tokens": num_draft,
+            "concurrency": concurrency,
+            "max_tokens": args.max_tokens,
+            "temperature": args.temperature,
+        }
+
     def engine(self, method: str, num_draft: int, config: EngineConfig) -> Engine:
         config = replace(config, num_draft=num_draft, dtype=self.dtype)
         head = self.heads.get(method)

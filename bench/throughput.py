@@ -47,14 +47,9 @@ def throughput(args, environment: dict) -> list[dict]:
                 )
                 row = {
                     "kind": "throughput",
-                    "model": models.name,
-                    "dtype": models.dtype,
-                    "set": name,
-                    "method": method,
-                    "num_speculative_tokens": num_draft,
-                    "concurrency": concurrency,
-                    "max_tokens": args.max_tokens,
-                    "temperature": args.temperature,
+                    **models.identity(
+                        args, prompts=name, variant=(method, num_draft), concurrency=concurrency
+                    ),
                     **measured.as_row(),
                 }
                 speed = row["tokens_per_second"]

@@ -39,6 +39,11 @@ def device_prefill_plan(plan: host.PrefillPlan) -> step.PrefillPlan:
     )
 
 
+def device_decode_plan(plan: host.DecodePlan) -> step.DecodePlan:
+    """The part of a host plan that the device needs."""
+    return step.DecodePlan(slots=plan.slots, page_table=plan.page_table)
+
+
 class Programs:
     """Compiles and keeps the programs; weights are passed as flat leaves (cheapest per call)."""
 
@@ -72,7 +77,7 @@ class Programs:
 
     def round(self, state: step.State, plan: host.DecodePlan):
         """Dispatches one round; `state` is consumed."""
-        arrays = step.DecodePlan(slots=plan.slots, page_table=plan.page_table)
+        arrays = device_decode_plan(plan)
         program = self._get(len(plan.slots), self._round, state, arrays)
         return program(self._weights, state, arrays)
 
@@ -89,8 +94,7 @@ class Programs:
         idle = host.PrefillPlan.build([], self._config)
         jobs = [partial(self._get, "prefill", self._prefill, state, device_prefill_plan(idle))]
         for size in self._config.batch_buckets:
-            plan = host.DecodePlan.build([], size, self._config)
-            arrays = step.DecodePlan(slots=plan.slots, page_table=plan.page_table)
+            arrays = device_decode_plan(host.DecodePlan.build([], size, self._config))
             jobs.append(partial(self._get, size, self._round, state, arrays))
         with ThreadPoolExecutor(max_workers=4) as pool:
             for future in [pool.submit(job) for job in jobs]:
