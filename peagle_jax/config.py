@@ -15,31 +15,124 @@ class ConfigError(ValueError):
     """A configuration the user can fix; the message says how. Command lines print it and exit 2."""
 
 
+def _check_windows(config) -> None:
+    windows = config.sliding_windows
+    if windows is not None and len(windows) != config.num_layers:
+        raise ConfigError(f"{windows=} needs one entry for each of {config.num_layers=}")
+    if any(window is not None and window < 1 for window in windows or ()):
+        raise ConfigError(f"{windows=} must hold None or positive numbers of tokens")
+
+
 @dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding. `llama3` scaling is used when `factor` is set.
+class Llama3Scaling:
+    """Llama 3's rope scaling: long wavelengths are stretched by `factor`, short ones kept."""
 
-    Args:
-      theta: base of the geometric frequency series.
-      factor, low_freq_factor, high_freq_factor, original_max_position: Llama 3 scaling; `factor`
-        None means no scaling.
-    """
-
-    theta: float
-    factor: float | None = None
+    factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetConfig:
-    """A dense decoder of the Llama or Qwen3 family (Qwen3 adds `qk_norm`).
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): a ramp over the frequencies, and `attention_factor` on cos and sin.
 
-    `taps` are layer ids in the vLLM convention: id i is the residual stream entering layer i.
+    `attention_factor` None is `0.1 ln(factor) + 1`; `truncate` rounds the ramp's ends to integers.
     """
 
-    family: Literal["llama", "qwen3"]
+    factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_max_position: int = 4096
+    truncate: bool = True
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding over halves.
+
+    Args:
+      theta: base of the geometric frequency series.
+      scaling: how frequencies change for long contexts.
+      rotary_share: the first share of the frequencies turns, the rest stands still (Gemma 4's
+        "proportional" rope; frequency i is still theta^(-2i/head_dim)).
+    """
+
+    theta: float
+    scaling: Llama3Scaling | YarnScaling | None = None
+    rotary_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention of one layer, as `TargetConfig.attention` and `DrafterConfig.attention` state it.
+
+    Args:
+      window: sliding window in tokens, the row's own position included; None sees everything before.
+      scale: factor on the scores; None is head_dim ** -0.5.
+      bias, output_bias: of the q/k/v and of the output projection.
+      qk_norm: RMSNorm of each query and key head before rope.
+      value_norm: RMSNorm without a weight of each value head.
+      shared_kv: no value projection; V is K's projection before norm weight and rope.
+      sinks: one learned logit a head joins the softmax.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    window: int | None = None
+    scale: float | None = None
+    bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    value_norm: bool = False
+    shared_kv: bool = False
+    sinks: bool = False
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalAttention:
+    """What differs in Gemma 4's layers without a window."""
+
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    shared_kv: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Each token goes to `top_k` of `num_experts`; `normalize` makes their weights sum to one."""
+
+    num_experts: int
+    top_k: int
+    normalize: bool = True
+
+
+Family = Literal["llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma4"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """A decoder of one of the families; `intermediate_size` is that of one expert where there are any.
+
+    Args:
+      sliding_windows: window of each layer, None entries see everything; None: no layer slides.
+      global_attention: how layers without a window differ (Gemma 4).
+      experts: mixture of experts in place of one MLP.
+      swiglu_limit: clamp inside the experts of GPT-OSS.
+      logit_softcap: c in `c tanh(logits / c)`.
+
+    Taps are layer ids in the vLLM convention: id i is the residual stream entering layer i.
+    """
+
+    family: Family
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -53,17 +146,41 @@ class TargetConfig:
     tie_embeddings: bool
     attention_bias: bool
     qk_norm: bool
+    sliding_windows: tuple[int | None, ...] | None = None
+    global_attention: GlobalAttention | None = None
+    experts: ExpertsConfig | None = None
+    swiglu_limit: float | None = None
+    logit_softcap: float | None = None
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 
     def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
+        _check_windows(self)
+        for layer in range(self.num_layers):
+            self.attention(layer)
 
-    @property
-    def output_bias(self) -> bool:
-        """Bias of the attention's output projection: `attention_bias` covers it in both families."""
-        return self.attention_bias
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens; None attends to everything before."""
+        return None if self.sliding_windows is None else self.sliding_windows[layer]
+
+    def attention(self, layer: int) -> AttentionConfig:
+        """Attention of layer `layer`."""
+        window = self.window(layer)
+        wide = self.global_attention if window is None else None
+        return AttentionConfig(
+            num_heads=self.num_heads,
+            num_kv_heads=wide.num_kv_heads if wide else self.num_kv_heads,
+            head_dim=wide.head_dim if wide else self.head_dim,
+            rope=wide.rope if wide else self.rope,
+            window=window,
+            scale=1.0 if self.family == "gemma4" else None,
+            bias=self.attention_bias,
+            output_bias=self.attention_bias,  # one switch in every family
+            qk_norm=self.qk_norm,
+            value_norm=self.family == "gemma4",
+            shared_kv=wide.shared_kv if wide else False,
+            sinks=self.family == "gpt_oss",
+        )
 
     @property
     def default_taps(self) -> tuple[int, ...]:
@@ -109,8 +226,8 @@ class DrafterConfig:
     """Depth the head was trained for (K_train), when the checkpoint states it."""
 
     def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
+        _check_windows(self)
+        self.attention(0)
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other; set one of them")
         if self.method == "peagle" and self.mask_token_id is None:
@@ -118,14 +235,23 @@ class DrafterConfig:
                 "a P-EAGLE head needs a mask token id: add mask_token_id, pard_token or "
                 "ptd_token_id to its config.json"
             )
-        if self.sliding_windows is not None and len(self.sliding_windows) != self.num_layers:
-            raise ConfigError(
-                f"{self.sliding_windows=} needs one entry for each of {self.num_layers=}"
-            )
 
     def window(self, layer: int) -> int | None:
         """Sliding window of draft layer `layer` in tokens; None attends to everything before."""
         return None if self.sliding_windows is None else self.sliding_windows[layer]
+
+    def attention(self, layer: int) -> AttentionConfig:
+        """Attention of draft layer `layer`."""
+        return AttentionConfig(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=self.rope,
+            window=self.window(layer),
+            bias=self.attention_bias,
+            output_bias=self.output_bias,
+            qk_norm=self.qk_norm,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +317,15 @@ class EngineConfig:
     def pages_per_seq(self) -> int:
         """W, the width of a page table: pages of the longest request (writes past it are dropped)."""
         return -(-self.max_model_len // self.page_size)
+
+    def ring_pages(self, window: int) -> int:
+        """Pages that a layer with a sliding window keeps for each slot, whatever the length.
+
+        A call may write `prefill_chunk + lookahead` rows before its first row looks back over the
+        window; a ring that holds both never overwrites a key some row still sees.
+        """
+        rows = self.prefill_chunk + self.lookahead
+        return -(-(min(window, self.max_model_len) + rows) // self.page_size)
 
     @property
     def total_pages(self) -> int:
@@ -261,41 +396,3 @@ class SamplingParams:
         for ok, name, rule in checks:
             if not ok:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be {rule}")
-
-
-def _llama(**fields) -> TargetConfig:
-    base = dict(
-        family="llama", vocab_size=128256, num_kv_heads=8, norm_eps=1e-5, max_position=131072,
-        attention_bias=False, qk_norm=False, eos_ids=(128001, 128008, 128009), bos_id=128000,
-    )  # fmt: skip
-    return TargetConfig(**(base | fields))
-
-
-def _qwen3(**fields) -> TargetConfig:
-    base = dict(
-        family="qwen3", vocab_size=151936, num_kv_heads=8, head_dim=128, norm_eps=1e-6,
-        rope=RopeConfig(theta=1e6), max_position=40960, attention_bias=False, qk_norm=True,
-        eos_ids=(151645, 151643),
-    )  # fmt: skip
-    return TargetConfig(**(base | fields))
-
-
-def _llama3_rope(factor: float) -> RopeConfig:
-    return RopeConfig(theta=5e5, factor=factor)
-
-
-# fmt: off
-PRESETS: dict[str, TargetConfig] = {
-    "llama-3.2-1b": _llama(num_layers=16, hidden_size=2048, num_heads=32, head_dim=64, intermediate_size=8192, tie_embeddings=True, rope=_llama3_rope(32)),
-    "llama-3.2-3b": _llama(num_layers=28, hidden_size=3072, num_heads=24, head_dim=128, intermediate_size=8192, tie_embeddings=True, rope=_llama3_rope(32)),
-    "llama-3.1-8b": _llama(num_layers=32, hidden_size=4096, num_heads=32, head_dim=128, intermediate_size=14336, tie_embeddings=False, rope=_llama3_rope(8)),
-    "llama-3.3-70b": _llama(num_layers=80, hidden_size=8192, num_heads=64, head_dim=128, intermediate_size=28672, tie_embeddings=False, rope=_llama3_rope(8)),
-    "qwen3-0.6b": _qwen3(num_layers=28, hidden_size=1024, num_heads=16, intermediate_size=3072, tie_embeddings=True),
-    "qwen3-1.7b": _qwen3(num_layers=28, hidden_size=2048, num_heads=16, intermediate_size=6144, tie_embeddings=True),
-    "qwen3-4b": _qwen3(num_layers=36, hidden_size=2560, num_heads=32, intermediate_size=9728, tie_embeddings=True),
-    "qwen3-8b": _qwen3(num_layers=36, hidden_size=4096, num_heads=32, intermediate_size=12288, tie_embeddings=False),
-    "qwen3-14b": _qwen3(num_layers=40, hidden_size=5120, num_heads=40, intermediate_size=17408, tie_embeddings=False),
-    "qwen3-32b": _qwen3(num_layers=64, hidden_size=5120, num_heads=64, intermediate_size=25600, tie_embeddings=False),
-}
-# fmt: on
-"""Dense targets by name, each value as in the released `config.json`."""

@@ -15,7 +15,7 @@ from flax import nnx
 
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.norm_quant.api import rms_norm
-from peagle_jax.config import RopeConfig
+from peagle_jax.config import Llama3Scaling, RopeConfig, YarnScaling
 
 Attend = Callable[..., tuple[jax.Array, Any]]
 """`attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache, window=...) -> (out [B,T,N,H], cache)`."""
@@ -60,21 +60,48 @@ class Embed(nnx.Module):
         return linear(hidden, self.weight[...], out_dtype=jnp.float32)
 
 
-def rope_frequencies(config: RopeConfig, head_dim: int) -> jax.Array:
-    """Inverse frequencies [H/2], with Llama 3's wavelength-dependent scaling when configured."""
-    inv = config.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if config.factor is None:
-        return inv
+def _llama3_frequencies(inv: jax.Array, scaling: Llama3Scaling) -> jax.Array:
     wavelength = 2 * math.pi / inv
-    low = config.original_max_position / config.low_freq_factor
-    high = config.original_max_position / config.high_freq_factor
-    smooth = (config.original_max_position / wavelength - config.low_freq_factor) / (
-        config.high_freq_factor - config.low_freq_factor
+    low = scaling.original_max_position / scaling.low_freq_factor
+    high = scaling.original_max_position / scaling.high_freq_factor
+    smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
     )
-    blended = (1 - smooth) * inv / config.factor + smooth * inv
+    blended = (1 - smooth) * inv / scaling.factor + smooth * inv
     return jnp.where(
-        wavelength > low, inv / config.factor, jnp.where(wavelength < high, inv, blended)
+        wavelength > low, inv / scaling.factor, jnp.where(wavelength < high, inv, blended)
     )
+
+
+def _yarn_frequencies(
+    inv: jax.Array, theta: float, head_dim: int, scaling: YarnScaling
+) -> jax.Array:
+    """Fast frequencies stay, slow ones are divided by `factor`, a linear ramp lies between."""
+
+    def index(rotations: float) -> float:
+        """The (fractional) frequency that turns `rotations` times over the original context."""
+        period = scaling.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(period) / (2 * math.log(theta))
+
+    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3)
+    stretched = jnp.clip(ramp, 0, 1)
+    return inv / scaling.factor * stretched + inv * (1 - stretched)
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> jax.Array:
+    """Inverse frequencies [H/2], scaled as the config says."""
+    pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
+    inv = config.theta ** (-pairs / head_dim)
+    if isinstance(config.scaling, Llama3Scaling):
+        inv = _llama3_frequencies(inv, config.scaling)
+    elif isinstance(config.scaling, YarnScaling):
+        inv = _yarn_frequencies(inv, config.theta, head_dim, config.scaling)
+    turning = int(config.rotary_share * head_dim / 2)
+    return jnp.where(jnp.arange(head_dim // 2) < turning, inv, 0.0)
 
 
 def rope_angles(
@@ -82,7 +109,10 @@ def rope_angles(
 ) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines [..., T, H/2] in float32 for integer positions [..., T]."""
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config, head_dim)
-    return jnp.cos(angles), jnp.sin(angles)
+    factor = 1.0
+    if isinstance(config.scaling, YarnScaling):
+        factor = config.scaling.attention_factor or 0.1 * math.log(config.scaling.factor) + 1.0
+    return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

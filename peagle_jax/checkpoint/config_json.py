@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from peagle_jax.checkpoint.safetensors import CheckpointError
-from peagle_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from peagle_jax.config import DrafterConfig, Llama3Scaling, RopeConfig, TargetConfig
 
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _QWEN_HEADS = ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM")
@@ -45,13 +45,13 @@ def _rope(raw: dict, where: str) -> RopeConfig:
         raise CheckpointError(
             f"{where}: rope_type {kind!r} is not supported; llama3 and default are"
         )
-    return RopeConfig(
-        theta=theta,
+    llama3 = Llama3Scaling(
         factor=float(_need(scaling, "factor", where)),
         low_freq_factor=float(_need(scaling, "low_freq_factor", where)),
         high_freq_factor=float(_need(scaling, "high_freq_factor", where)),
         original_max_position=int(_need(scaling, "original_max_position_embeddings", where)),
     )
+    return RopeConfig(theta=theta, scaling=llama3)
 
 
 def _ids(value) -> tuple[int, ...]:
@@ -248,16 +248,16 @@ def check_fit(config: DrafterConfig, target: TargetConfig, fused_width: int, whe
 
 
 def _rope_json(rope: RopeConfig) -> dict:
-    if rope.factor is None:
+    if rope.scaling is None:
         return {"rope_theta": rope.theta, "rope_scaling": None}
     return {
         "rope_theta": rope.theta,
         "rope_scaling": {
             "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position,
+            "factor": rope.scaling.factor,
+            "low_freq_factor": rope.scaling.low_freq_factor,
+            "high_freq_factor": rope.scaling.high_freq_factor,
+            "original_max_position_embeddings": rope.scaling.original_max_position,
         },
     }
 

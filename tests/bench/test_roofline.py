@@ -3,7 +3,8 @@
 import pytest
 
 from bench.roofline import CHIPS, Load, fraction, round_seconds
-from peagle_jax.config import PRESETS, DrafterConfig, RopeConfig
+from peagle_jax.config import DrafterConfig, RopeConfig
+from peagle_jax.presets import PRESETS
 
 CHIP = CHIPS["NVIDIA H200"]
 TARGET = PRESETS["llama-3.1-8b"]
