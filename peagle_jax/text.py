@@ -1,18 +1,79 @@
 """Text <-> token ids: tokenizer, chat template, incremental detokenisation, stop strings."""
 
+import codecs
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as _Backend
 
 from peagle_jax.config import ConfigError
 
-_BROKEN = "\ufffd"  # what a decoder emits for a UTF-8 sequence that is not complete
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes a byte as its Latin-1 character if that is visible, else from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in visible]
+    shifted = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in visible} | shifted
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
+class _Pieces:
+    """What each token writes, as bytes: the decoder of tokenizer.json, applied to one token at a time.
+
+    A decoder whose tokens depend on their neighbours has no place here; the text's start is the one
+    exception: `num_stripped` spaces are dropped there.
+    """
+
+    def __init__(self, decoder: dict | None):
+        """`decoder` is its JSON; without one, tokens are words with spaces between them."""
+        self._replaced: list[tuple[str, str]] = []
+        self._is_byte_level = self._has_byte_tokens = False
+        self._prefix = "" if decoder else " "
+        self.num_stripped = len(self._prefix)
+        stages = [] if decoder is None else decoder.get("decoders", [decoder])
+        is_fused = False
+        for stage in stages:
+            match stage:
+                case {"type": "ByteLevel"}:
+                    self._is_byte_level = True
+                case {"type": "ByteFallback"}:
+                    self._has_byte_tokens = True
+                case {"type": "Fuse"}:
+                    is_fused = True
+                case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                    self._replaced.append((old, new))
+                case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme}:
+                    self._replaced.append((old, " "))
+                    self.num_stripped = int(scheme != "never")
+                case {"type": "Strip", "content": " ", "start": count, "stop": 0} if is_fused:
+                    self.num_stripped = count
+                case _:
+                    raise ConfigError(f"decoder {json.dumps(stage)} is not supported")
+
+    def of(self, token: str) -> bytes:
+        for old, new in self._replaced:
+            token = token.replace(old, new)
+        if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        if self._is_byte_level and all(letter in _BYTE_LEVEL for letter in token):
+            return bytes(_BYTE_LEVEL[letter] for letter in token)
+        return (self._prefix + token).encode()
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer, read from `tokenizer.json`."""
+    """A Hugging Face fast tokenizer, read from `tokenizer.json`; chat templates lie beside it.
+
+    Raises:
+      ConfigError: no such file, or one that cannot be read.
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -23,74 +84,127 @@ class Tokenizer:
             self._backend = _Backend.from_file(str(path))
         except Exception as error:  # the Rust side raises plain Exception
             raise ConfigError(f"{path}: not a tokenizer file ({error})") from error
-        settings = self.folder / "tokenizer_config.json"
-        self._settings = json.loads(settings.read_text()) if settings.is_file() else {}
+        # A file may keep the limits of the training run that wrote it; prompts must not be cut.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        decoder = self._backend.decoder
+        try:
+            self._pieces = _Pieces(decoder and json.loads(decoder.__getstate__()))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        added = self._backend.get_added_tokens_decoder()
+        self._hidden = {token for token, one in added.items() if one.special}
+        self._bytes: dict[int, bytes] = {}
+        self._opening = self._backend.encode("").ids[:1]
 
     @property
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size()
 
+    @property
+    def num_stripped(self) -> int:
+        """Spaces that are dropped at the start of a text, where the tokenizer put them itself."""
+        return self._pieces.num_stripped
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; `special` adds what the tokenizer's own template adds (such as a BOS token)."""
-        return self._backend.encode(text, add_special_tokens=special).ids
+        """Token ids; `special` adds what the tokenizer's own template adds (such as a BOS token).
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return self._backend.decode(list(tokens), skip_special_tokens=True)
-
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation through the model's chat template, ready for the reply.
+        A text that begins with that token already gets no second one.
 
         Raises:
-          ConfigError: the model has no chat template.
+          ConfigError: the text holds half of a surrogate pair.
         """
-        has_template = "chat_template" in self._settings
-        if not has_template and not (self.folder / "chat_template.jinja").is_file():
+        try:
+            ids = self._backend.encode(text, add_special_tokens=special).ids
+        except TypeError as error:
+            raise ConfigError("the text is not a valid Unicode string") from error
+        is_twice = special and self._opening and ids[:2] == self._opening * 2
+        return ids[1:] if is_twice else ids
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token writes; nothing for special tokens and for ids beyond the vocabulary."""
+        known = self._bytes.get(token)
+        if known is None:
+            text = None if token in self._hidden else self._backend.id_to_token(token)
+            known = self._bytes[token] = b"" if text is None else self._pieces.of(text)
+        return known
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens; bytes that are no UTF-8 become U+FFFD, their neighbours stay.
+
+        The `tokenizers` library agrees except on byte tokens (`<0xE2>`): there one bad byte spoils all
+        byte tokens beside it, and text that was shown could change when it comes.
+        """
+        detokenizer = Detokenizer(self)
+        return detokenizer.add(tokens) + detokenizer.flush()
+
+    def chat(self, messages: Sequence[Mapping[str, str]], **variables) -> list[int]:
+        """Token ids of a conversation through the model's chat template, ready for the reply.
+
+        Args:
+          messages: `{"role": "system", "user" or "assistant", "content": text}`, oldest first.
+          variables: what the template takes beside them, such as `reasoning_effort="low"` (GPT-OSS) or
+            `enable_thinking=False` (Qwen3, Gemma 4); templates ignore what they do not know.
+
+        Raises:
+          ConfigError: the model has no chat template, or it refuses the conversation.
+        """
+        template = self._chat_template
+        try:
+            text = template.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **variables
+            )
+        except Exception as error:  # a template is a program of the model's author
+            raise ConfigError(f"{self.folder}: the chat template failed: {error}") from error
+        # The template wrote the BOS token itself if the model wants one.
+        return self.encode(text, special=False)
+
+    @cached_property
+    def _chat_template(self):
+        """Transformers' tokenizer: it finds the template and the tokens that templates name.
+
+        Not AutoTokenizer, which wants a model_type and a tokenizer class that it knows.
+        """
+        # Imported here: it takes seconds, and only chat needs it.
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
+        except Exception as error:  # whatever broken files make it raise
+            raise ConfigError(f"{self.folder}: cannot read the chat template ({error})") from error
+        if not tokenizer.chat_template:
             raise ConfigError(
                 f"{self.folder}: this model has no chat template; send a plain prompt"
             )
-        # Imported here: it takes seconds, and only chat needs it.
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.encode(text, special=False)
+        return tokenizer
 
 
 class Detokenizer:
     """Incremental text of a growing token list; never emits a broken UTF-8 sequence.
 
-    Only a short tail is decoded again for each token: text before `_prefix` is final. The tail keeps
-    one finished piece of context since some tokenizers write a leading space by what stands before.
+    At most three bytes wait, for the rest of their character. What cannot become a character is
+    U+FFFD at once, so the pieces join to `Tokenizer.decode` of all tokens however they are cut.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._prefix = 0
-        self._read = 0
-        self._shown = 0  # characters of the tail's text that were returned
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_stripped = tokenizer.num_stripped
 
     def add(self, tokens: Sequence[int]) -> str:
         """Appends tokens and returns the text that became certain: all but an unfinished character."""
-        self._tokens += tokens
-        text = self._tokenizer.decode(self._tokens[self._prefix :])
-        certain = text.rstrip(_BROKEN)
-        fresh = certain[self._shown :]
-        if fresh and certain == text:
-            self._prefix, self._read = self._read, len(self._tokens)
-            self._shown = len(self._tokenizer.decode(self._tokens[self._prefix : self._read]))
-        else:
-            self._shown = max(self._shown, len(certain))
-        return fresh
+        return self._strip(self._utf8.decode(b"".join(map(self._tokenizer.bytes_of, tokens))))
 
     def flush(self) -> str:
-        """The rest at the end of a text, replacement characters included."""
-        text = self._tokenizer.decode(self._tokens[self._prefix :])
-        rest = text[self._shown :]
-        self._prefix = self._read = len(self._tokens)
-        self._shown = 0
-        return rest
+        """The rest at the end of a text: U+FFFD for a character that stayed unfinished."""
+        return self._strip(self._utf8.decode(b"", final=True))
+
+    def _strip(self, text: str) -> str:
+        while text and self._num_stripped:
+            is_space = text[0] == " "
+            self._num_stripped = self._num_stripped - 1 if is_space else 0
+            text = text[is_space:]
+        return text
 
 
 class StopChecker:

@@ -1,0 +1,238 @@
+"""Chat templates of each family: golden token ids, and transformers' own AutoTokenizer.
+
+Goldens spell plain bytes as bytes: in these vocabularies (families.py) they are their own ids.
+"""
+
+import json
+import socket
+from datetime import datetime
+
+import pytest
+
+from peagle_jax.config import ConfigError
+from peagle_jax.text import Tokenizer
+from tests.text.families import FAMILIES, FIRST_BYTE, GEMMA_LETTERS, write
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Hi €"}
+REPLY = {"role": "assistant", "content": "Yo 👋"}
+AGAIN = {"role": "user", "content": "ok 12345"}
+TALK = [SYSTEM, USER, REPLY, AGAIN]
+DATE = "2026-01-31"
+
+USER_ID, ASSISTANT_ID, SYSTEM_ID = 258, 266, 271  # bytes take 0..255, then us, use, user, as, ...
+HI = b"Hi \xe2\x82\xac"
+YO = b"Yo \xf0\x9f\x91\x8b"
+
+START, END = 277, 278  # <|im_start|> <|im_end|>
+QWEN = [
+    *(START, SYSTEM_ID, *b"\nBe brief.", END, *b"\n"),
+    *(START, USER_ID, *b"\n", *HI, END, *b"\n"),
+    *(START, ASSISTANT_ID, *b"\n", *YO, END, *b"\n"),
+    *(START, USER_ID, *b"\nok 12345", END, *b"\n"),
+    *(START, ASSISTANT_ID, *b"\n"),
+]
+AS, CHANNEL, START, END, MESSAGE = 259, 279, 280, 281, 282
+GPT_OSS = [
+    *(START, SYSTEM_ID, MESSAGE, *b"Date: 2026-01-31\nRe", AS, *b"oning: medium", END),
+    *(START, *b"developer", MESSAGE, *b"# Instructions\n\nBe brief.", END),
+    *(START, USER_ID, MESSAGE, *HI, END),
+    *(START, ASSISTANT_ID, CHANNEL, *b"final", MESSAGE, *YO, END),
+    *(START, USER_ID, MESSAGE, *b"ok 12345", END),
+    *(START, ASSISTANT_ID),
+]
+BOS, OPEN, CLOSE, END = 276, 278, 279, 280  # <|start_header_id|> <|end_header_id|> <|eot_id|>
+LLAMA = [
+    BOS,
+    *(OPEN, SYSTEM_ID, CLOSE, *b"\n\nBe brief.", END),
+    *(OPEN, USER_ID, CLOSE, *b"\n\n", *HI, END),
+    *(OPEN, ASSISTANT_ID, CLOSE, *b"\n\n", *YO, END),
+    *(OPEN, USER_ID, CLOSE, *b"\n\nok 12345", END),
+    *(OPEN, ASSISTANT_ID, CLOSE, *b"\n\n"),
+]
+
+
+def letters(text: str) -> list[int]:
+    """Ids of Gemma's single letters, which stand after the bytes."""
+    return [FIRST_BYTE + 256 + GEMMA_LETTERS.index(letter) for letter in text]
+
+
+TURN, END, NEWLINE = 379, 380, 261  # <|turn> <turn|>
+GEMMA_USER, GEMMA_SYSTEM, GEMMA_MODEL = 361, 374, 378
+GEMMA = [
+    2,
+    *(TURN, GEMMA_SYSTEM, NEWLINE, *letters("Be▁brief."), END, NEWLINE),
+    *(TURN, GEMMA_USER, NEWLINE, *letters("Hi▁€"), END, NEWLINE),
+    *(TURN, GEMMA_MODEL, NEWLINE, *letters("Yo▁"), 244, 163, 149, 143, END, NEWLINE),
+    *(TURN, GEMMA_USER, NEWLINE, *letters("ok▁12345"), END, NEWLINE),
+    *(TURN, GEMMA_MODEL, NEWLINE),
+]
+GOLDENS = {"qwen": QWEN, "gpt_oss": GPT_OSS, "llama": LLAMA, "gemma": GEMMA}
+
+
+@pytest.fixture(autouse=True)
+def date(monkeypatch):
+    """Harmony writes today's date."""
+    from transformers.utils import chat_template_utils
+
+    class Today(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls.fromisoformat(DATE)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Today)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    def connect(*args):
+        raise AssertionError("a folder is enough; nothing may be fetched")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_becomes_the_golden_tokens(tokenizers, family):
+    assert tokenizers[family].chat(TALK) == GOLDENS[family]
+
+
+@pytest.mark.parametrize("talk", [[USER], [SYSTEM, USER], TALK, [USER, REPLY, AGAIN]], ids=len)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chat_is_what_transformers_does(folders, tokenizers, family, talk):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folders[family])
+    expected = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    assert tokenizers[family].chat(talk) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "variables", "text"),
+    [
+        ("qwen", {"enable_thinking": True}, "Hi €\nassistant\n"),
+        ("qwen", {"enable_thinking": False}, "Hi €\nassistant\n<think>\n\n</think>\n\n"),
+        ("gpt_oss", {"reasoning_effort": "low"}, "systemDate: 2026-01-31\nReasoning: lowuserHi"),
+        ("gemma", {"enable_thinking": True}, "system\n\nuser\nHi €\nmodel\n"),
+        ("gemma", {"enable_thinking": False}, "user\nHi €\nmodel\n"),
+        ("llama", {"unknown": 1}, "user\n\nHi €assistant\n\n"),
+    ],
+)
+def test_templates_take_variables(tokenizers, family, variables, text):
+    tokenizer = tokenizers[family]
+    assert text in tokenizer.decode(tokenizer.chat([USER], **variables))
+
+
+@pytest.mark.parametrize(("family", "bos"), [("llama", BOS), ("gemma", 2)])
+def test_a_bos_token_comes_once(tokenizers, family, bos):
+    tokenizer = tokenizers[family]
+    text = {"llama": "<|begin_of_text|>", "gemma": "<bos>"}[family]
+    assert tokenizer.chat(TALK).count(bos) == 1
+    assert tokenizer.encode("Hi") == [bos, *tokenizer.encode("Hi", special=False)]
+    assert tokenizer.encode(f"{text}Hi") == tokenizer.encode("Hi")
+    assert tokenizer.encode("") == tokenizer.encode(text) == [bos]
+
+
+def test_no_token_is_dropped_where_the_tokenizer_adds_none(tokenizers):
+    assert tokenizers["qwen"].encode("<|im_end|><|im_end|>") == [278, 278]
+    assert tokenizers["qwen"].encode("aa") == [*b"aa"]
+
+
+def test_a_prompt_is_never_cut_to_a_length_that_training_used(tmp_path):
+    backend = FAMILIES["llama"][0]()
+    backend.enable_truncation(max_length=4)
+    backend.enable_padding(length=16)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(FAMILIES["llama"][1]["chat_template"])
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("Hello") == [BOS, *b"Hello"]
+    settings = {"bos_token": "<|begin_of_text|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert tokenizer.chat(TALK) == LLAMA
+
+
+def rewrite(folder, **changes) -> Tokenizer:
+    """Changes tokenizer_config.json; None removes a key."""
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: one for key, one in settings.items() if one is not None}))
+    return Tokenizer(folder)
+
+
+def test_a_list_of_named_templates_has_a_default(tmp_path):
+    template = FAMILIES["llama"][1]["chat_template"]
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    write("llama", tmp_path)
+    assert rewrite(tmp_path, chat_template=named).chat(TALK) == LLAMA
+    with pytest.raises(ConfigError, match=r"no default.*tool_use"):
+        rewrite(tmp_path, chat_template=named[:1]).chat(TALK)
+
+
+def test_the_template_file_goes_before_the_setting(tmp_path):
+    write("gpt_oss", tmp_path)
+    assert rewrite(tmp_path, chat_template="old").chat(TALK) == GPT_OSS
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenizer_class": "TokenizerOfTomorrow"},
+        {"tokenizer_class": None},
+        {"auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", None]}},
+        {"bos_token": {"__type": "AddedToken", "content": "<|begin_of_text|>", "special": True}},
+    ],
+    ids=["unknown class", "no class", "code of its own", "token in full"],
+)
+def test_only_the_template_and_its_tokens_matter(tmp_path, settings):
+    write("llama", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "model_of_tomorrow"}')
+    assert rewrite(tmp_path, **settings).chat(TALK) == LLAMA
+    (tmp_path / "config.json").unlink()
+    assert Tokenizer(tmp_path).chat(TALK) == LLAMA
+
+
+def test_transformers_tokenizer_is_read_once(folders, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    calls = []
+    read = PreTrainedTokenizerFast.from_pretrained
+    counting = lambda *args, **kwargs: calls.append(args) or read(*args, **kwargs)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", counting)
+    tokenizer = Tokenizer(folders["qwen"])
+    tokenizer.encode("Hi")
+    assert not calls
+    assert [tokenizer.chat(TALK) for _ in range(3)] == [QWEN] * 3
+    assert len(calls) == 1
+
+
+def test_a_model_without_a_template_says_so(tmp_path):
+    write("llama", tmp_path)
+    with pytest.raises(ConfigError, match="no chat template; send a plain prompt"):
+        rewrite(tmp_path, chat_template=None).chat([USER])
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "message"),
+    [
+        (None, [USER, AGAIN], "the chat template failed: roles must alternate"),
+        (None, [], "the chat template failed: .*empty"),
+        ("{{ messages[0].content + '' }}", [{"role": "user"}], "failed: .*no attribute 'content'"),
+        ("{% if %}", [USER], "the chat template failed: .*expression"),
+        ("{{ 1 / 0 }}", [USER], "the chat template failed: division by zero"),
+    ],
+)
+def test_a_template_that_fails_is_a_config_error(tmp_path, template, talk, message):
+    write("gemma", tmp_path)
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer(tmp_path).chat(talk)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"chat_template": 7}'])
+def test_broken_settings_are_a_config_error(tmp_path, content):
+    write("llama", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match="chat template"):
+        Tokenizer(tmp_path).chat([USER])
+    assert Tokenizer(tmp_path).encode("Hi") == [BOS, *b"Hi"]
