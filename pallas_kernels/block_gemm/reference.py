@@ -1,24 +1,61 @@
-"""Definition of the weight-stationary product: x @ weight.T with float32 accumulation."""
+"""Definition of the weight-stationary product: x @ weight.T with float32 accumulation.
+
+A quantised weight is dequantised a tile of rows at a time, so that only one tile exists unpacked.
+"""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import formats
+
+TILE = 512
+"""Rows of a quantised weight that are unpacked together; a multiple of `formats.BLOCK`."""
+
 
 def linear(
     x: jax.Array,  # [..., K]
-    weight: jax.Array,  # [N, K]
+    weight: jax.Array,  # [N, K], mxfp4 [N, K / 2]
+    scale: jax.Array | None,
     bias: jax.Array | None,  # [N]
     out_dtype: jnp.dtype,
 ) -> jax.Array:
+    N = weight.shape[0]
+    if scale is None or N <= TILE:
+        y = product(x, formats.dequantize(weight, scale, x.dtype), out_dtype)
+    else:
+        y = _tiled(x, weight, scale, out_dtype)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return y.astype(out_dtype)
+
+
+def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """x [..., K] times weight [N, K] of the same dtype; float32 [..., N] if that is asked for."""
     # HIGHEST keeps float32 inputs in float32 on GPUs, where the default would round them to TF32.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jax.lax.dot_general(
+    return jax.lax.dot_general(
         x,
-        weight.astype(x.dtype),
+        weight,
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32 if out_dtype == jnp.float32 else None,
     )
-    if bias is not None:
-        y = y + bias.astype(y.dtype)
-    return y.astype(out_dtype)
+
+
+def _tiled(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """[..., N] from whole tiles in a loop and one shorter tile."""
+    N = weight.shape[0]
+    scale_rows = TILE if scale.shape[0] == N else TILE // formats.BLOCK
+    num_tiles = N // TILE
+
+    def tile(start: jax.Array | int, num_rows: int, num_scales: int) -> jax.Array:
+        values = jax.lax.dynamic_slice_in_dim(weight, start * TILE, num_rows)
+        factors = jax.lax.dynamic_slice_in_dim(scale, start * scale_rows, num_scales)
+        return product(x, formats.dequantize(values, factors, x.dtype), out_dtype)
+
+    whole = jax.lax.map(lambda i: tile(i, TILE, scale_rows), jnp.arange(num_tiles))
+    y = jnp.moveaxis(whole, 0, -2).reshape(*x.shape[:-1], num_tiles * TILE)
+    if N % TILE:
+        rest = tile(num_tiles, N % TILE, scale.shape[0] - num_tiles * scale_rows)
+        y = jnp.concatenate([y, rest], axis=-1)
+    return y

@@ -1,0 +1,115 @@
+"""What quantised weights look like: values beside scales, told apart by dtypes and shapes alone.
+
+Weights W [..., N, K] are stored with K, the axis that is summed over, contiguous:
+
+- plain: values bfloat16 or float32 [..., N, K], scale None.
+- fp8: values float8_e4m3fn [..., N, K]; scale float32 [..., Sn, Sk] multiplies them. Sn is N (one for
+  each row) or ceil(N / 128), Sk is 1 (one for all columns) or ceil(K / 128); the last block may be
+  ragged.
+- mxfp4: values uint8 [..., N, K / 2], byte j with element 2j in its low nibble and 2j + 1 in its high
+  one; a nibble is a sign bit (8) and an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6. scale uint8
+  [..., N, K / 32]: code s multiplies 32 elements by 2^(s - 127), 255 is NaN (e8m0).
+
+Leading axes (experts, gate and up) are the same for values and scale.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 128
+"""Rows and columns that share an fp8 scale."""
+GROUP = 32
+"""Columns that share an mxfp4 scale."""
+
+Kind = Literal["plain", "fp8", "mxfp4"]
+_PLAIN = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def kind(values: jax.Array, scale: jax.Array | None) -> Kind:
+    """Format of a weight; arguments may be anything with a shape and a dtype.
+
+    Raises:
+      ValueError: no format has these dtypes and shapes.
+    """
+    if len(values.shape) < 2:
+        raise ValueError(f"a weight needs rows and columns: {values.shape=}")
+    if scale is None:
+        if values.dtype not in _PLAIN:
+            raise ValueError(
+                f"{values.dtype=} without a scale: a plain weight is bfloat16 or float32"
+            )
+        return "plain"
+    *leading, N, width = values.shape
+    if values.dtype == jnp.float8_e4m3fn:
+        if scale.dtype != jnp.float32:
+            raise ValueError(f"fp8 values need a float32 scale: {scale.dtype=}")
+        rows, columns = {N, -(-N // BLOCK)}, {1, -(-width // BLOCK)}
+    elif values.dtype == jnp.uint8:
+        if scale.dtype != jnp.uint8:
+            raise ValueError(f"mxfp4 values need a uint8 (e8m0) scale: {scale.dtype=}")
+        if 2 * width % GROUP:
+            raise ValueError(f"mxfp4 packs rows in groups of {GROUP // 2} bytes: {values.shape=}")
+        rows, columns = {N}, {2 * width // GROUP}
+    else:
+        raise ValueError(
+            f"{values.dtype=} with a scale: must be float8_e4m3fn (fp8) or uint8 (mxfp4)"
+        )
+    fits = len(scale.shape) == len(values.shape) and [*scale.shape[:-2]] == leading
+    if not fits or scale.shape[-2] not in rows or scale.shape[-1] not in columns:
+        raise ValueError(
+            f"{scale.shape=} does not fit {values.dtype} {values.shape=}: it must be "
+            f"{(*leading, *[' or '.join(map(str, sorted(sizes))) for sizes in (rows, columns)])}"
+        )
+    return "fp8" if values.dtype == jnp.float8_e4m3fn else "mxfp4"
+
+
+def logical_shape(values: jax.Array, scale: jax.Array | None) -> tuple[int, ...]:
+    """[..., N, K] of the weight that values and scale stand for; raises as `kind` does."""
+    *leading, width = values.shape
+    return (*leading, 2 * width if kind(values, scale) == "mxfp4" else width)
+
+
+def dequantize(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """The weight [..., N, K] in `dtype`.
+
+    fp8 is multiplied in float32 and rounded once to `dtype`; mxfp4 is exact in float32 and bfloat16,
+    numbers below the normal ones included. A plain weight is cast.
+
+    Raises:
+      ValueError: as `kind`.
+    """
+    match kind(values, scale):
+        case "plain":
+            return values.astype(dtype)
+        case "fp8":
+            return (values.astype(jnp.float32) * _spread(scale, *values.shape[-2:])).astype(dtype)
+        case "mxfp4":
+            return _mxfp4(values, scale).astype(dtype)
+
+
+def _spread(scale: jax.Array, N: int, K: int) -> jax.Array:
+    """[..., Sn, Sk] -> [..., N, K], or [..., N, 1] for one scale a row."""
+    if scale.shape[-2] != N:
+        scale = jnp.repeat(scale, BLOCK, axis=-2)[..., :N, :]
+    if scale.shape[-1] != 1:
+        scale = jnp.repeat(scale, BLOCK, axis=-1)[..., :K]
+    return scale
+
+
+def _mxfp4(values: jax.Array, scale: jax.Array) -> jax.Array:
+    """float32 [..., N, K], put together from bits: products would flush subnormals to 0 on a CPU."""
+    codes = jnp.stack([values & 15, values >> 4], axis=-1).astype(jnp.int32)
+    codes = codes.reshape(*scale.shape, GROUP)
+    exponent = scale[..., None].astype(jnp.int32)
+    index = codes & 7
+    # An index from 2 on is an exponent and one bit of mantissa (binade 1 holds 1 and 1.5), so added to
+    # the scale's exponent they are the top bits of the float32. Index 1 is 0.5, a power of two below 1.
+    top = 2 * (exponent - 1) + index - (index == 1)
+    subnormal = index << (21 + jnp.minimum(exponent, 1))  # only scales 0 and 1 get here
+    bits = jnp.where(top < 2, subnormal, jnp.where(top < 510, top << 22, 0x7F800000))
+    bits = jnp.where(index == 0, 0, bits) | (codes & 8) << 28
+    bits = jnp.where(exponent == 255, 0x7FC00000, bits)
+    floats = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return floats.reshape(*values.shape[:-1], 2 * values.shape[-1])
