@@ -10,7 +10,7 @@ from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Engine
-from peagle_jax.models import Dense
+from peagle_jax.models import Decoder
 from peagle_jax.prompts import read_jsonl, read_text
 from peagle_jax.text import Tokenizer
 
@@ -24,7 +24,7 @@ class Models:
 
     name: str
     dtype: str
-    target: Dense
+    target: Decoder
     heads: dict[str, DraftHead]
     tokenizer: Tokenizer | None
 

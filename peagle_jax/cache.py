@@ -1,9 +1,12 @@
-"""The paged KV cache: a list with one `LayerCache` per layer, and attention over it.
+"""The KV cache: one entry per layer, pages or a ring, and attention over it.
 
-Page 0 is the dummy page: padding rows and positions past a page table are written there and never
-read by a real row.
+A layer that sees everything keeps its keys in pages that the scheduler hands out. A layer with a
+sliding window keeps, for each slot, a ring of pages just large enough for the window and the rows of
+one call; its size does not grow with the sequence. Page 0 and the last slot are dummies: padding rows
+and positions past a page table are written there and never read by a real row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,36 +15,64 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.verify_attention.api import verify_attention
+from peagle_jax.config import AttentionConfig, EngineConfig
 
 
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, each [P, Z, K, H]."""
+class PageCache(NamedTuple):
+    """Keys and values of a layer that sees everything, each [P, Z, K, H]."""
 
     k: jax.Array
     v: jax.Array
 
 
-def init_cache(
-    num_layers: int, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype
-) -> list[LayerCache]:
-    """Zeroed pages for every layer."""
-    shape = (num_pages, page_size, num_kv_heads, head_dim)
-    return [LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers)]
+class RingCache(NamedTuple):
+    """Keys and values of a layer with a window, each [S, R, Z, K, H]: R pages for each slot."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+LayerCache = PageCache | RingCache
+
+
+def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[LayerCache]:
+    """Zeroed keys and values for every layer; slots are `max_num_seqs` and the dummy."""
+
+    def zeros(layer: AttentionConfig) -> LayerCache:
+        tail = (config.page_size, layer.num_kv_heads, layer.head_dim)
+        if layer.window is None:
+            kind, shape = PageCache, (config.total_pages, *tail)
+        else:
+            ring = config.ring_pages(layer.window)
+            kind, shape = RingCache, (config.max_num_seqs + 1, ring, *tail)
+        return kind(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+
+    return [zeros(layer) for layer in layers]
 
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """`layers.Attend` over pages: writes the new rows, then attends causally by position.
+    """`layers.Attend` over pages and rings: writes the new rows, then attends causally by position.
 
     Writing comes first so that rows of one call see each other; a stale row of a rejected draft is
     overwritten by the round that reaches its position before any query may see it.
     """
 
     page_table: jax.Array  # [B, W]
+    slots: jax.Array  # [B]
     positions: jax.Array  # [B, T]
 
-    def __call__(self, q, k, v, cache: LayerCache, *, window: int | None):
-        where = dict(page_table=self.page_table, positions=self.positions)
-        pages = write_kv(cache.k, cache.v, k, v, **where)
-        out = verify_attention(q, *pages, **where, scale=q.shape[-1] ** -0.5, window=window)
-        return out, LayerCache(*pages)
+    def __call__(
+        self, q, k, v, cache: LayerCache, *, window: int | None, scale=None, sinks=None
+    ) -> tuple[jax.Array, LayerCache]:
+        ring = isinstance(cache, RingCache)
+        table, shape = self.page_table, cache.k.shape
+        if ring:
+            S, R = shape[:2]
+            table = self.slots[:, None] * R + jnp.arange(R)
+            cache = RingCache(*(x.reshape(S * R, *shape[2:]) for x in cache))
+        where = dict(page_table=table, positions=self.positions)
+        pages = write_kv(cache.k, cache.v, k, v, **where, ring=ring)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out = verify_attention(q, *pages, **where, scale=scale, window=window, sinks=sinks)
+        return out, type(cache)(*(x.reshape(shape) for x in pages))

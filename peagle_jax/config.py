@@ -183,6 +183,11 @@ class TargetConfig:
         )
 
     @property
+    def embedding_scale(self) -> float:
+        """Factor on embedding rows, to be rounded to the compute dtype first (73.5 in bfloat16)."""
+        return self.hidden_size**0.5 if self.family == "gemma4" else 1.0
+
+    @property
     def default_taps(self) -> tuple[int, ...]:
         """Taps when a head's config names none (vLLM's rule `(2, L/2, L-3)`)."""
         return (2, self.num_layers // 2, self.num_layers - 3)

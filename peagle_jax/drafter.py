@@ -21,9 +21,9 @@ from peagle_jax.layers import (
     Attention,
     DecoderLayer,
     Embed,
+    GatedMLP,
     Linear,
     RMSNorm,
-    SwiGLU,
     rope_angles,
 )
 from peagle_jax.sampling import draft_keys, probabilities, sample_rows
@@ -42,10 +42,10 @@ class FirstLayer(nnx.Module):
         self.input_norm = RMSNorm(D, eps=eps, dtype=dtype)
         self.hidden_norm = RMSNorm(D, eps=eps, dtype=dtype)
         self.attention = Attention(
-            config, inputs=2 * D, std_out=INIT_STD, dtype=dtype, rngs=rngs, window=config.window(0)
+            config.attention(0), (2 * D, D), eps=eps, std_out=INIT_STD, dtype=dtype, rngs=rngs
         )
         self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.mlp = SwiGLU(D, config.intermediate_size, std_out=INIT_STD, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(D, config.intermediate_size, std_out=INIT_STD, dtype=dtype, rngs=rngs)
 
     def __call__(self, embedding, h, angles, cache, attend: Attend):
         normed = self.hidden_norm(h)
@@ -81,10 +81,7 @@ class DraftHead(nnx.Module):
         )
         self.first = FirstLayer(config, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
-            [
-                DecoderLayer(config, dtype=dtype, rngs=rngs, window=config.window(i))
-                for i in range(1, config.num_layers)
-            ]
+            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(1, config.num_layers)]
         )
         self.norm = RMSNorm(D, eps=eps, dtype=dtype)
         self.lm_head = (
@@ -230,7 +227,7 @@ class ParallelDrafter:
         hidden = jnp.pad(self.head.fuse(inputs.taps), (*pad, (0, 0)))
         hidden = jnp.where(real[..., None], hidden, self.mask_state.astype(hidden.dtype))
         positions = inputs.start[:, None] + rows
-        attend = PagedAttention(inputs.page_table, positions)
+        attend = PagedAttention(inputs.page_table, inputs.slots, positions)
         out, cache = self.head(target, tokens, hidden, positions, cache, attend)
         picked = jnp.maximum(inputs.num_real[:, None] - 1, 0) + jnp.arange(J)  # [B, J]
         out = jnp.take_along_axis(out, picked[..., None], axis=1)
@@ -251,7 +248,7 @@ class AutoregressiveDrafter:
     def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         B, T = inputs.tokens.shape
         positions = inputs.start[:, None] + jnp.arange(T)
-        attend = PagedAttention(inputs.page_table, positions)
+        attend = PagedAttention(inputs.page_table, inputs.slots, positions)
         hidden = self.head.fuse(inputs.taps)
         out, cache = self.head(target, inputs.tokens, hidden, positions, cache, attend)
         last = jnp.maximum(inputs.num_real[:, None] - 1, 0)  # [B, 1]
@@ -264,7 +261,7 @@ class AutoregressiveDrafter:
             if step + 1 == self.num_draft:
                 break
             position = position + 1
-            attend = PagedAttention(inputs.page_table, position)
+            attend = PagedAttention(inputs.page_table, inputs.slots, position)
             token = proposals[-1].tokens
             out, cache = self.head(target, token, self.head.feedback(out), position, cache, attend)
         tokens = jnp.concatenate([p.tokens for p in proposals], axis=1)

@@ -1,4 +1,4 @@
-"""Building blocks shared by targets and drafter: Linear, RMSNorm, rope, Attention, SwiGLU, Embed.
+"""Building blocks shared by targets and drafter: Linear, RMSNorm, rope, Attention, GatedMLP, Embed.
 
 A block never owns a cache. `Attention` receives `attend`, a function that puts its fresh keys and
 values somewhere and attends: over pages when serving (`cache.PagedAttention`), densely when training.
@@ -15,24 +15,29 @@ from flax import nnx
 
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.norm_quant.api import rms_norm
-from peagle_jax.config import Llama3Scaling, RopeConfig, YarnScaling
+from peagle_jax.config import AttentionConfig, Llama3Scaling, RopeConfig, YarnScaling
 
 Attend = Callable[..., tuple[jax.Array, Any]]
-"""`attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache, window=...) -> (out [B,T,N,H], cache)`."""
+"""`attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache, window=...) -> (out [B,T,N,H], cache)`; with
+`scale=` (default H ** -0.5) and `sinks=` [N] for the families that have them."""
 
 INIT_STD = 0.02
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias`; the weight is stored [out, in] so that `in` is contiguous."""
+    """`x @ weight.T + bias`; the weight is stored [out, in] so that `in` is contiguous.
+
+    A checkpoint's loader may put a quantised weight in place, with its `scale` (pallas_kernels.formats).
+    """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (outputs, inputs), dtype))
+        self.scale = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
     def __call__(self, x: jax.Array, out_dtype=None) -> jax.Array:
-        bias = None if self.bias is None else self.bias[...]
-        return linear(x, self.weight[...], bias=bias, out_dtype=out_dtype)
+        scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
+        return linear(x, self.weight[...], scale=scale, bias=bias, out_dtype=out_dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -124,76 +129,87 @@ def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with one fused q/k/v projection and optional q/k norm.
+    """Grouped-query attention with one fused q/k/v projection, as an `AttentionConfig` says.
 
-    `inputs` is the width of x: D, or 2D in layer 0 of a drafter.
+    `widths` are those of x and of the output: (D, D), or (2D, D) in layer 0 of a drafter.
     """
 
     def __init__(
         self,
-        config,
+        config: AttentionConfig,
+        widths: tuple[int, int],
         *,
-        inputs: int,
+        eps: float,
         std_out: float,
         dtype,
         rngs: nnx.Rngs,
-        window: int | None = None,
     ):
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.window = window
-        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        bias = config.attention_bias
-        self.qkv = Linear(inputs, width, bias=bias, std=INIT_STD, dtype=dtype, rngs=rngs)
-        self.out = Linear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.output_bias,
-            std=std_out,
-            dtype=dtype,
-            rngs=rngs,
-        )
-        norm = lambda: RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
+        self.config = config
+        N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+        inputs, outputs = widths
+        made = (N + (1 if config.shared_kv else 2) * K) * H
+        init = dict(dtype=dtype, rngs=rngs)
+        self.qkv = Linear(inputs, made, bias=config.bias, std=INIT_STD, **init)
+        self.out = Linear(N * H, outputs, bias=config.output_bias, std=std_out, **init)
+        norm = lambda: RMSNorm(H, eps=eps, dtype=dtype)
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
+        self.eps = eps
+        self.sinks = nnx.Param(jnp.zeros(N, dtype)) if config.sinks else None
 
     def __call__(self, x: jax.Array, angles, cache, attend: Attend):
-        """x [B, T, inputs] -> (out [B, T, D], cache)."""
-        N, K, H = self.num_heads, self.num_kv_heads, self.head_dim
-        heads = self.qkv(x).reshape(*x.shape[:-1], N + 2 * K, H)
-        q, k, v = jnp.split(heads, (N, N + K), axis=-2)
+        """x [B, T, inputs] -> (out [B, T, outputs], cache)."""
+        config = self.config
+        N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+        heads = self.qkv(x).reshape(*x.shape[:-1], -1, H)
+        q, k = heads[..., :N, :], heads[..., N : N + K, :]
+        v = k if config.shared_kv else heads[..., N + K :, :]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if config.value_norm:
+            v = rms_norm(v, jnp.ones(H, v.dtype), eps=self.eps)
         q, k = apply_rope(q, angles), apply_rope(k, angles)
-        out, cache = attend(q, k, v, cache, window=self.window)
+        # Only what a family has is passed on: most ways to attend know neither.
+        special = {} if config.scale is None else {"scale": config.scale}
+        if self.sinks is not None:
+            special["sinks"] = self.sinks[...]
+        out, cache = attend(q, k, v, cache, window=config.window, **special)
         return self.out(out.reshape(*x.shape[:-1], N * H)), cache
 
 
-class SwiGLU(nnx.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up in one projection."""
+class GatedMLP(nnx.Module):
+    """`down(activation(gate(x)) * up(x))` with gate and up in one projection; SwiGLU by default."""
 
-    def __init__(self, width: int, inner: int, *, std_out: float, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        std_out: float,
+        dtype,
+        rngs: nnx.Rngs,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    ):
+        self.activation = activation
         self.gate_up = Linear(width, 2 * inner, bias=False, std=INIT_STD, dtype=dtype, rngs=rngs)
         self.down = Linear(inner, width, bias=False, std=std_out, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(self.activation(gate) * up)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm block: residual attention, then residual SwiGLU."""
+    """Pre-norm block: residual attention, then a residual `mlp`, SwiGLU unless another is given."""
 
-    def __init__(self, config, *, dtype, rngs: nnx.Rngs, window: int | None = None):
+    def __init__(self, config, layer: int, *, dtype, rngs: nnx.Rngs, mlp: nnx.Module | None = None):
         std_out = INIT_STD / math.sqrt(2 * config.num_layers)
         D, eps = config.hidden_size, config.norm_eps
+        init = dict(std_out=std_out, dtype=dtype, rngs=rngs)
         self.input_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.attention = Attention(
-            config, inputs=D, std_out=std_out, dtype=dtype, rngs=rngs, window=window
-        )
+        self.attention = Attention(config.attention(layer), (D, D), eps=eps, **init)
         self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.mlp = SwiGLU(D, config.intermediate_size, std_out=std_out, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(D, config.intermediate_size, **init) if mlp is None else mlp
 
     def __call__(self, h: jax.Array, angles, cache, attend: Attend):
         out, cache = self.attention(self.input_norm(h), angles, cache, attend)

@@ -18,7 +18,7 @@ from peagle_jax.engine.engine import Completion, Engine
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.loading import embedded, load_weights
-from peagle_jax.models import Dense
+from peagle_jax.models import Decoder
 from peagle_jax.text import Tokenizer
 
 TIE_NATS = 0.05
@@ -128,7 +128,7 @@ def warm_up(engine: Engine) -> None:
 
 def load_methods(
     model: str | Path | None, drafters: Sequence[str | Path], *, dtype: str
-) -> tuple[Dense, dict[str, DraftHead], Tokenizer | None]:
+) -> tuple[Decoder, dict[str, DraftHead], Tokenizer | None]:
     """A target and its heads by method, "eagle3" before "peagle".
 
     Args:
@@ -152,7 +152,7 @@ def load_methods(
 
 
 def make_engines(
-    target: Dense,
+    target: Decoder,
     heads: dict[str, DraftHead],
     config: EngineConfig,
     *,

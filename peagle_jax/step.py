@@ -78,10 +78,7 @@ class StepOutput:
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
     """An empty state: zeroed caches, idle slots."""
     S, J = config.max_num_seqs + 1, config.num_draft
-    pages = dict(num_pages=config.total_pages, page_size=config.page_size, dtype=config.dtype)
-    cache = lambda c: init_cache(
-        c.num_layers, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, **pages
-    )
+    cache = lambda c: init_cache([c.attention(i) for i in range(c.num_layers)], config)
     sampled = config.draft_sampling == "sample" and J > 0
     return State(
         target_cache=cache(target),
@@ -163,7 +160,7 @@ def speculative_step(
     at slots c..c+5; rows 2, 3, 4 carry the next three drafts.
 
     Args:
-      target: model called as `models.Dense`.
+      target: model called as `models.Decoder`.
       drafter: see `drafter.Drafter`; None decodes plainly and `state.drafts` has J = 0.
       state: donated by the engine.
       plan: B slots; padding rows name the dummy slot and the dummy page.
@@ -179,7 +176,7 @@ def speculative_step(
     tokens = jnp.concatenate([state.last_token[slots][:, None], drafts], axis=1)
     positions = start[:, None] + jnp.arange(tokens.shape[1])
 
-    attend = PagedAttention(page_table, positions)
+    attend = PagedAttention(page_table, slots, positions)
     hidden, tapped, target_cache = target(tokens, positions, state.target_cache, attend, taps=taps)
     logits = target.unembed(hidden)  # [B, J+1, V]
     verdict = accept(logits, drafts, draft_probs, positions + 1, params)
@@ -224,7 +221,7 @@ def prefill(
     slots, page_table, params = plan.slots, plan.page_table, plan.params
     T = plan.tokens.shape[1]
     positions = plan.start[:, None] + jnp.arange(T)
-    attend = PagedAttention(page_table, positions)
+    attend = PagedAttention(page_table, slots, positions)
     hidden, tapped, target_cache = target(
         plan.tokens, positions, state.target_cache, attend, taps=taps
     )

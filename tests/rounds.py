@@ -14,7 +14,7 @@ import numpy as np
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
-from peagle_jax.models import Dense
+from peagle_jax.models import Decoder
 from peagle_jax.sampling import RequestParams
 from peagle_jax.verify import Verdict, verify
 
@@ -37,7 +37,7 @@ class Rig:
     the text is taken to be zeros. With `greedy` the target decides after all, at temperature 0.
     """
 
-    target: Dense
+    target: Decoder
     drafter: Drafter
     config: EngineConfig
     text: np.ndarray

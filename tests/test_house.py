@@ -19,7 +19,7 @@ PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "test
 
 ORDER = [
     "config", "presets",
-    "layers", "models.dense", "models",
+    "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "drafter", "verify", "step",
     "checkpoint.safetensors", "checkpoint.config_json", "checkpoint.tables", "checkpoint",
     "text",

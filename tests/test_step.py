@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.cache import LayerCache
+from peagle_jax.cache import LayerCache, PageCache
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.step import State
@@ -81,7 +81,7 @@ def test_the_caches_hold_exactly_the_committed_text(rig, prefilled):
 def test_one_stale_cache_entry_changes_the_drafts(rig, prefilled):
     """The comparisons above would see one wrong key and value of one position."""
     page, offset = rig.page_table[2, 1], 1  # position 5 of slot 2
-    stale = [LayerCache(kv.k, kv.v.at[page, offset].add(1.0)) for kv in prefilled.drafter_cache]
+    stale = [PageCache(kv.k, kv.v.at[page, offset].add(1.0)) for kv in prefilled.drafter_cache]
     good, _ = rig.round(prefilled, [0] * B)
     bad, _ = rig.round(replace(prefilled, drafter_cache=stale), [0] * B)
     change = np.abs(np.asarray(good.draft_probs - bad.draft_probs)).max(axis=(1, 2))

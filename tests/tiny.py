@@ -3,11 +3,19 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from peagle_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from peagle_jax.config import (
+    DrafterConfig,
+    ExpertsConfig,
+    GlobalAttention,
+    RopeConfig,
+    TargetConfig,
+    YarnScaling,
+)
 from peagle_jax.drafter import DraftHead
-from peagle_jax.models import Dense, build
+from peagle_jax.models import Decoder, build
 
 TARGET = TargetConfig(
     family="qwen3",
@@ -44,20 +52,43 @@ HEAD = DrafterConfig(
     mask_token_id=1,
 )
 
+FAMILIES = {
+    "llama": dict(family="llama", qk_norm=False, num_layers=3),
+    "qwen3_moe": dict(family="qwen3_moe", experts=ExpertsConfig(num_experts=6, top_k=2)),
+    "gpt_oss": dict(
+        family="gpt_oss", qk_norm=False, attention_bias=True, sliding_windows=(6, None, 6),
+        experts=ExpertsConfig(num_experts=6, top_k=2), swiglu_limit=2.0,
+        rope=RopeConfig(theta=1e4, scaling=YarnScaling(factor=8.0, original_max_position=32)),
+    ),
+    "gemma4": dict(
+        family="gemma4", sliding_windows=(6, None, 5), logit_softcap=5.0, tie_embeddings=True,
+        global_attention=GlobalAttention(
+            num_kv_heads=1, head_dim=16, rope=RopeConfig(theta=1e6, rotary_share=0.25),
+            shared_kv=True,
+        ),
+    ),
+}  # fmt: skip
+"""What each family changes in `TARGET`; windows of a few tokens, so that every test crosses them."""
 
-def loud(module, seed: int):
-    """The module with every matrix redrawn at a scale that makes its output vary with its input."""
+
+def loud(module, seed: int, *, vectors: bool = False):
+    """The module with every matrix redrawn at a scale that makes its output vary with its input.
+
+    With `vectors`, norms, biases, sinks and scalars are moved as well.
+    """
     leaves, structure = jax.tree.flatten(module)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    redraw = lambda leaf, key: (
-        0.3 * jax.random.normal(key, leaf.shape, leaf.dtype) if leaf.ndim == 2 else leaf
-    )
+
+    def redraw(leaf, key):
+        noise = 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
+        return noise if leaf.ndim > 1 else leaf + noise if vectors else leaf
+
     return jax.tree.unflatten(structure, [redraw(*pair) for pair in zip(leaves, keys, strict=True)])
 
 
-def target(seed: int = 0, dtype: str = "float32", **changes) -> Dense:
-    config = replace(TARGET, **changes)
-    return loud(build(config, dtype=dtype, rngs=nnx.Rngs(seed)), seed)
+def target(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
+    model = build(replace(TARGET, **changes), dtype=dtype, rngs=nnx.Rngs(seed))
+    return loud(model, seed, vectors="family" in changes)
 
 
 def head(method: str = "peagle", seed: int = 1, dtype: str = "float32", **changes) -> DraftHead:
@@ -66,7 +97,16 @@ def head(method: str = "peagle", seed: int = 1, dtype: str = "float32", **change
     return loud(DraftHead(config, dtype=dtype, rngs=nnx.Rngs(seed)), seed)
 
 
-def causal_attention(q, k, v, cache: None, *, window: int | None):
-    """`layers.Attend` without a cache: what attention over pages must equal."""
-    local = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local), None
+def causal_attention(q, k, v, cache: None, *, window: int | None, scale=None, sinks=None):
+    """`layers.Attend` without a cache, by the definition: what attention over pages must equal."""
+    T, H = q.shape[1], q.shape[-1]
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (H**-0.5 if scale is None else scale)
+    behind = jnp.arange(T)[:, None] - jnp.arange(T)
+    visible = (behind >= 0) & (behind < (T if window is None else window))
+    scores = jnp.where(visible, scores, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :T]
+    return jnp.einsum("bnts,bsnh->btnh", weights, v), None

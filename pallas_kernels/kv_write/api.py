@@ -14,6 +14,7 @@ def write_kv(
     *,
     page_table: jax.Array,
     positions: jax.Array,
+    ring: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Stores row (b, t) at position `positions[b, t]` of sequence b.
@@ -26,8 +27,9 @@ def write_kv(
       k, v: [B, T, K, H] new rows.
       page_table: [B, W] int32 page of each Z positions.
       positions: [B, T] int32.
+      ring: position p lies in column (p // Z) % W, so that no position is past the table.
     Returns:
       The two updated page arrays.
     """
     dispatch.resolve("kv_write", implementation, ())
-    return reference.write_kv(k_pages, v_pages, k, v, page_table, positions)
+    return reference.write_kv(k_pages, v_pages, k, v, page_table, positions, ring)

@@ -11,9 +11,12 @@ def write_kv(
     v: jax.Array,  # [B, T, K, H]
     page_table: jax.Array,  # [B, W]
     positions: jax.Array,  # [B, T]
+    ring: bool,
 ) -> tuple[jax.Array, jax.Array]:
     page_size = k_pages.shape[1]
     column = positions // page_size
+    if ring:
+        column = column % page_table.shape[1]
     inside = column < page_table.shape[1]
     page = jnp.take_along_axis(page_table, jnp.where(inside, column, 0), axis=1)
     page = jnp.where(inside, page, 0)

@@ -15,6 +15,7 @@ def verify_attention(
     positions: jax.Array,
     scale: float,
     window: int | None = None,
+    sinks: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention: row (b, t) sees keys at positions `0..positions[b, t]`.
@@ -22,10 +23,11 @@ def verify_attention(
     Args:
       q: [B, T, N, H].
       k_pages, v_pages: [P, Z, K, H] pages of one layer, the new rows already written.
-      page_table: [B, W] int32.
-      positions: [B, T] int32.
+      page_table: [B, W] int32. With a window it is a ring: position p lies in column (p // Z) % W.
+      positions: [B, T] int32, ascending within a sequence.
       scale: factor on the scores.
       window: sliding window in tokens (the row's own position counts), None for all.
+      sinks: [N] logits that join each softmax and carry no value (GPT-OSS), or None.
     Returns:
       [B, T, N, H].
     """
@@ -34,5 +36,5 @@ def verify_attention(
     # on an accelerator such a loop stops at the host each turn, so one block covers the whole table.
     block_pages = 128 // k_pages.shape[1] if jax.default_backend() == "cpu" else page_table.shape[1]
     return reference.attend(
-        q, k_pages, v_pages, page_table, positions, scale, window, max(1, block_pages)
+        q, k_pages, v_pages, page_table, positions, scale, window, sinks, max(1, block_pages)
     )

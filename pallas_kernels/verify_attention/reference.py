@@ -1,14 +1,28 @@
 """Definition of attention of a few query rows over a paged cache: online softmax over key blocks.
 
-Blocks are visited in order from position 0 and a block that is masked altogether changes nothing
-(its weights are exactly 0 and the running maximum stays), so the result of a row depends neither on
-other rows nor on how many blocks are visited past its own position.
+Blocks lie at absolute positions and are visited in order, and a block that is masked altogether
+changes nothing (its weights are exactly 0 and the running maximum stays). So the result of a row
+depends neither on other rows, nor on where the visit starts or ends around what the row may see.
 """
 
 import jax
 import jax.numpy as jnp
 
 _MASKED = -1e30  # not -inf: a row without any visible key in a block must not produce NaN
+
+
+def _blocks(
+    positions: jax.Array, window: int | None, size: int, table_size: int
+) -> tuple[jax.Array, jax.Array, int]:
+    """First block [B] of each sequence, how many to visit, and the most there can be."""
+    if window is None:
+        most = -(-table_size // size)
+        first = jnp.zeros(positions.shape[0], jnp.int32)
+    else:
+        most = -(-(window + positions.shape[1] - 2) // size) + 1
+        first = jnp.maximum(positions.min(1) - window + 1, 0) // size
+    count = jnp.clip((positions.max(1) // size - first).max() + 1, 1, most)
+    return first, count, most
 
 
 def attend(
@@ -19,26 +33,28 @@ def attend(
     positions: jax.Array,  # [B, T]
     scale: float,
     window: int | None,
+    sinks: jax.Array | None,  # [N]
     block_pages: int,
 ) -> jax.Array:
     B, T, N, H = q.shape
     _, Z, K, _ = k_pages.shape
     W = page_table.shape[1]
     block_pages = min(block_pages, W)
-    num_blocks = -(-W // block_pages)
-    page_table = jnp.pad(page_table, ((0, 0), (0, num_blocks * block_pages - W)))
+    block_size = block_pages * Z
+    first, count, most = _blocks(positions, window, block_size, W * Z)
     grouped = (q * jnp.asarray(scale, q.dtype)).reshape(B, T, K, N // K, H)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
-    def visit(block, carry):
+    def visit(step, carry):
         best, total, out = carry  # [B, K, G, T], [B, K, G, T], [B, K, G, T, H]
-        pages = jax.lax.dynamic_slice_in_dim(page_table, block * block_pages, block_pages, 1)
-        k = k_pages[pages].reshape(B, block_pages * Z, K, H).astype(q.dtype)
-        v = v_pages[pages].reshape(B, block_pages * Z, K, H).astype(q.dtype)
-        key_position = block * block_pages * Z + jnp.arange(block_pages * Z)
-        visible = key_position <= positions[:, :, None]  # [B, T, S]
+        column = (first + step)[:, None] * block_pages + jnp.arange(block_pages)
+        pages = jnp.take_along_axis(page_table, column % W, axis=1)
+        k = k_pages[pages].reshape(B, block_size, K, H).astype(q.dtype)
+        v = v_pages[pages].reshape(B, block_size, K, H).astype(q.dtype)
+        key = (first + step)[:, None] * block_size + jnp.arange(block_size)  # [B, S]
+        visible = key[:, None] <= positions[:, :, None]  # [B, T, S]
         if window is not None:
-            visible &= key_position > positions[:, :, None] - window
+            visible &= key[:, None] > positions[:, :, None] - window
         scores = jnp.einsum(
             "btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=jnp.float32
         )
@@ -61,11 +77,18 @@ def attend(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, H), jnp.float32),
     )
-    if num_blocks == 1:
-        carry = visit(0, carry)
+    if most <= 2:
+        for step in range(most):
+            carry = visit(step, carry)
     else:
-        last_block = jnp.clip(positions.max() // (block_pages * Z), 0, num_blocks - 1)
-        carry = jax.lax.fori_loop(0, last_block + 1, visit, carry)
-    _, total, out = carry
+        carry = jax.lax.fori_loop(0, count, visit, carry)
+    best, total, out = carry
+    if sinks is not None:
+        # One more key per head, without a value.
+        sink = sinks.astype(jnp.float32).reshape(K, N // K, 1)
+        new_best = jnp.maximum(best, sink)
+        shrink = jnp.exp(best - new_best)
+        total = total * shrink + jnp.exp(sink - new_best)
+        out = out * shrink[..., None]
     out = out / total[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q.dtype)

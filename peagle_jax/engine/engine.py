@@ -21,7 +21,7 @@ from peagle_jax.engine.plan import DecodePlan, PrefillPlan
 from peagle_jax.engine.programs import Programs
 from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
 from peagle_jax.engine.scheduler import Scheduler, Update
-from peagle_jax.models import Dense
+from peagle_jax.models import Decoder
 from peagle_jax.step import AcceptRule, StepOutput, init_state
 from peagle_jax.text import StopChecker, Tokenizer
 from peagle_jax.verify import verify
@@ -65,7 +65,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Dense,
+        target: Decoder,
         head: DraftHead | None,
         config: EngineConfig,
         *,

@@ -5,17 +5,38 @@ from pathlib import Path
 
 import jax
 
-from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
+from peagle_jax.config import (
+    AttentionConfig,
+    ConfigError,
+    DrafterConfig,
+    EngineConfig,
+    TargetConfig,
+)
 
 _SHARE = 0.85  # of free memory; the rest is for activations and programs
 
 
-def page_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
-    """Bytes of one page over all layers of target and drafter."""
-    width = lambda c: c.num_layers * c.num_kv_heads * c.head_dim
+def _layers(target: TargetConfig, drafter: DrafterConfig | None) -> list[AttentionConfig]:
+    models = [target] if drafter is None else [target, drafter]
+    return [model.attention(i) for model in models for i in range(model.num_layers)]
+
+
+def _token_bytes(layer: AttentionConfig, config: EngineConfig) -> int:
     itemsize = 2 if config.dtype == "bfloat16" else 4
-    layers = width(target) + (0 if drafter is None else width(drafter))
-    return 2 * config.page_size * itemsize * layers
+    return 2 * itemsize * layer.num_kv_heads * layer.head_dim
+
+
+def page_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
+    """Bytes of one page over all layers of target and drafter that see everything."""
+    layers = (layer for layer in _layers(target, drafter) if layer.window is None)
+    return config.page_size * sum(_token_bytes(layer, config) for layer in layers)
+
+
+def ring_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
+    """Bytes of the rings of all layers with a window: fixed, whatever the requests' lengths."""
+    tokens = lambda window: (config.max_num_seqs + 1) * config.ring_pages(window) * config.page_size
+    layers = (layer for layer in _layers(target, drafter) if layer.window is not None)
+    return sum(tokens(layer.window) * _token_bytes(layer, config) for layer in layers)
 
 
 def free_bytes() -> int | None:
@@ -44,12 +65,16 @@ def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
     Raises:
       ConfigError: the memory cannot hold the pages of one longest request, or `num_pages` of them.
     """
-    size, free = page_bytes(target, drafter, config), free_bytes()
-    room = config.total_pages if free is None else int(free * _SHARE) // size
+    size, rings = page_bytes(target, drafter, config), ring_bytes(target, drafter, config)
+    free = free_bytes()
+    if size == 0 or free is None:
+        return config.total_pages
+    room = max(0, int(free * _SHARE) - rings) // size
     needed = config.pages_per_seq + 1 if config.num_pages is None else config.num_pages
     if room < needed:
         raise ConfigError(
             f"not enough memory for the KV cache: {needed} pages of {size:,} bytes are needed for "
-            f"max_model_len={config.max_model_len} and {room} fit; lower --max-model-len"
+            f"max_model_len={config.max_model_len} and {room} fit beside {rings:,} bytes for layers "
+            "with a sliding window; lower --max-model-len or --max-num-seqs"
         )
     return min(config.total_pages, room)

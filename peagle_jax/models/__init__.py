@@ -3,11 +3,22 @@
 from flax import nnx
 
 from peagle_jax.config import TargetConfig
-from peagle_jax.models.dense import Dense
+from peagle_jax.layers import DecoderLayer
+from peagle_jax.models.decoder import Decoder
+from peagle_jax.models.experts import moe_layer
+from peagle_jax.models.gemma4 import Gemma4Layer
 
-__all__ = ["Dense", "build"]
+__all__ = ["Decoder", "build"]
+
+_LAYERS = {
+    "llama": DecoderLayer,
+    "qwen3": DecoderLayer,
+    "qwen3_moe": moe_layer,
+    "gpt_oss": moe_layer,
+    "gemma4": Gemma4Layer,
+}
 
 
-def build(config: TargetConfig, *, dtype, rngs: nnx.Rngs) -> Dense:
+def build(config: TargetConfig, *, dtype, rngs: nnx.Rngs) -> Decoder:
     """A randomly initialised target of `config.family`."""
-    return Dense(config, dtype=dtype, rngs=rngs)
+    return Decoder(config, _LAYERS[config.family], dtype=dtype, rngs=rngs)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from peagle_jax.config import ConfigError
-from peagle_jax.models.dense import Dense
+from peagle_jax.models import Decoder
 from peagle_jax.training.data import END_ID, PAD_ID
 from peagle_jax.training.trainer import split_model
 
@@ -125,7 +125,7 @@ def decode(merge, length: int, weights, prompt, prompt_length, temperature, key)
     Returns:
       tokens [B, length], rows padded with PAD_ID after END_ID.
     """
-    target: Dense = merge(weights)
+    target: Decoder = merge(weights)
     config, B = target.config, prompt.shape[0]
     dtype = jax.tree.leaves(weights)[0].dtype
     prompt = jnp.pad(prompt, ((0, 0), (0, length - prompt.shape[1])), constant_values=PAD_ID)
@@ -166,7 +166,7 @@ def text_lengths(tokens: np.ndarray) -> np.ndarray:
     return (tokens != PAD_ID).sum(axis=1).astype(np.int32)
 
 
-def generate(target: Dense, options: ContinuationOptions, out: Path) -> dict[str, Path]:
+def generate(target: Decoder, options: ContinuationOptions, out: Path) -> dict[str, Path]:
     """Writes `train.npz` and `heldout.npz` (tokens, prompt, length, temperature).
 
     Finished batches are kept as parts, so a killed run goes on where it stopped.

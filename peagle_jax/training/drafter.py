@@ -17,7 +17,7 @@ from flax import nnx
 from peagle_jax.checkpoint.config_json import check_fit
 from peagle_jax.config import ConfigError, DrafterConfig
 from peagle_jax.drafter import DraftHead
-from peagle_jax.models.dense import Dense
+from peagle_jax.models import Decoder
 from peagle_jax.training import attention, cod
 from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.objective import Distribution, Loss, distill
@@ -100,7 +100,7 @@ class Run(NamedTuple):
     normed: jax.Array  # [B, S, D], input of the unembedding
 
 
-def run_target(target: Dense, text: Text, taps: tuple[int, ...], backend) -> Run:
+def run_target(target: Decoder, text: Text, taps: tuple[int, ...], backend) -> Run:
     tokens = text.tokens.astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cache = [None] * target.config.num_layers
@@ -120,7 +120,7 @@ def _compare(head, target, options, out, labels, used, importance) -> Outcome:
 
 
 def parallel_outcome(
-    head: DraftHead, target: Dense, run: Run, elements: cod.Elements, options: DrafterOptions
+    head: DraftHead, target: Decoder, run: Run, elements: cod.Elements, options: DrafterOptions
 ) -> Outcome:
     """P-EAGLE over the sampled elements, in one pass of the head."""
     B, S = run.tokens.shape
@@ -155,7 +155,7 @@ def _deep_outcome(options: DrafterOptions, shared, constants, piece: cod.Element
 
 
 def partitioned_outcome(
-    head: DraftHead, target: Dense, run: Run, elements: cod.Elements, options: DrafterOptions
+    head: DraftHead, target: Decoder, run: Run, elements: cod.Elements, options: DrafterOptions
 ) -> tuple[Outcome, np.ndarray]:
     """`parallel_outcome` in `options.segments` pieces after the context; also the depth of each row."""
     B, S = run.tokens.shape
@@ -180,7 +180,7 @@ def partitioned_outcome(
 
 
 def unrolled_outcome(
-    head: DraftHead, target: Dense, run: Run, valid: jax.Array, options: DrafterOptions
+    head: DraftHead, target: Decoder, run: Run, valid: jax.Array, options: DrafterOptions
 ) -> Outcome:
     """EAGLE-3's training-time test: row a of step s sits at slot a + s and is fed step s-1's row a."""
     S = run.tokens.shape[1]
@@ -210,7 +210,7 @@ def _by_depth(outcome: Outcome, depth: np.ndarray, batch: int) -> dict:
     return dict(accuracy=(sums(outcome.match * used), count), kl=(sums(outcome.kl * used), count))
 
 
-def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Dense, text, key):
+def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Decoder, text, key):
     """The training loss of either method; see `trainer.Task`."""
     head = merge(cast({**frozen, **params}, options.dtype))
     run = run_target(target, text, taps, options.attention)
@@ -236,7 +236,7 @@ def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Dens
     return outcome.total, (count.astype(jnp.float32), _by_depth(outcome, depth, B))
 
 
-def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: Dense, text):
+def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: Decoder, text):
     """Every anchor at every depth: (match, used, kl), each [B, num_depths, S]."""
     options = replace(options, loss="kl", sharpen=1.0)  # whatever was trained, one measure
     head = merge(cast({**frozen, **params}, options.dtype))
@@ -279,7 +279,7 @@ def load_text(folder: Path, name: str) -> Text:
         return Text(file["tokens"], file["prompt"], file["length"])
 
 
-def init_head(config: DrafterConfig, target: Dense, seed: int) -> DraftHead:
+def init_head(config: DrafterConfig, target: Decoder, seed: int) -> DraftHead:
     """A random head that starts from the target's embedding, unembedding and final norm."""
     if config.draft_vocab_size != config.vocab_size or not config.own_lm_head:
         raise ConfigError("training keeps the full vocabulary and an lm_head of the head's own")
@@ -318,7 +318,7 @@ def warm_start(params: Params, trained: Params) -> Params:
 
 def make_task(
     config: DrafterConfig,
-    target: Dense,
+    target: Decoder,
     options: DrafterOptions,
     run: RunConfig,
     init: DraftHead | None = None,

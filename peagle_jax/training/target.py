@@ -1,4 +1,4 @@
-"""Next-token training of a small `models.Dense`."""
+"""Next-token training of a small `models.Decoder`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from peagle_jax.config import ConfigError, TargetConfig
-from peagle_jax.models.dense import Dense
+from peagle_jax.models import Decoder, build
 from peagle_jax.training import attention
 from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.objective import Labels, distill
@@ -48,7 +48,7 @@ def windows(step: int, *, batch: int, width: int, length: int, seed: int) -> np.
     return starts
 
 
-def unembedding(model: Dense) -> jax.Array:
+def unembedding(model: Decoder) -> jax.Array:
     """The [V, D] weight that maps normed states to logits."""
     return (model.embed if model.lm_head is None else model.lm_head).weight[...]
 
@@ -80,7 +80,7 @@ def make_task(config: TargetConfig, options: TargetOptions, run: RunConfig) -> t
     for name, tokens in (("train", stream), ("heldout", heldout)):
         if len(tokens) < 2 * width:
             raise ConfigError(f"{name}.npy has {len(tokens)} tokens; --sequence needs {2 * width}")
-    model = Dense(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
+    model = build(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
     model.embed = TrainedEmbed(model.embed)
     params, merge = split_model(model)
     loss = partial(lm_loss, merge, options)

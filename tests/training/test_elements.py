@@ -8,7 +8,7 @@ from flax import nnx
 
 from peagle_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from peagle_jax.drafter import DraftHead
-from peagle_jax.models import Dense
+from peagle_jax.models import Decoder
 from peagle_jax.training import cod, drafter, embedding
 from peagle_jax.training.attention import ElementAttention
 
@@ -108,7 +108,7 @@ def _models(method, seed=0):
         num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=24, norm_eps=1e-6,
         rope=ROPE, mask_token_id=1, own_embedding=method == "peagle",
     )  # fmt: skip
-    target = Dense(target, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    target = Decoder(target, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     return target, DraftHead(head, dtype=jnp.float32, rngs=nnx.Rngs(seed + 1))
 
 

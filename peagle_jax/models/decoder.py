@@ -1,4 +1,9 @@
-"""Llama and Qwen3: one dense decoder; Qwen3 adds q/k norm, Llama 3 its rope scaling."""
+"""The skeleton of every target: embedding, layers with taps, final norm, logits.
+
+Llama is this with `layers.DecoderLayer`; Qwen3 adds q/k norms by its config.
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +13,27 @@ from peagle_jax.config import TargetConfig
 from peagle_jax.layers import INIT_STD, Attend, DecoderLayer, Embed, Linear, RMSNorm, rope_angles
 
 
-class Dense(nnx.Module):
+class Decoder(nnx.Module):
     """A target model.
 
-    `taps` names the residual streams returned for the drafter: id i is the stream entering layer i
-    (id 0 the embedding), un-normalised, concatenated lowest layer first.
+    `make_layer(config, i, dtype=, rngs=)` makes layer i, called as `layers.DecoderLayer`. Taps name the
+    residual streams returned for the drafter: id i is the stream entering layer i (id 0 the
+    embedding), un-normalised, concatenated lowest layer first.
     """
 
-    def __init__(self, config: TargetConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: TargetConfig,
+        make_layer: Callable[..., nnx.Module] = DecoderLayer,
+        *,
+        dtype,
+        rngs: nnx.Rngs,
+    ):
         D = config.hidden_size
         self.config = config
         self.embed = Embed(config.vocab_size, D, std=INIT_STD, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+            [make_layer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )
         self.norm = RMSNorm(D, eps=config.norm_eps, dtype=dtype)
         self.lm_head = (
@@ -50,19 +63,35 @@ class Dense(nnx.Module):
           `taps` is empty), the updated cache.
         """
         h = self.embed(tokens)
-        angles = rope_angles(self.config.rope, self.config.head_dim, positions)
+        if self.config.embedding_scale != 1.0:
+            h = h * jnp.asarray(self.config.embedding_scale, h.dtype)
+        angles = self._angles(positions)
         streams, new_cache = {}, []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             if i in taps:
                 streams[i] = h
-            h, layer_cache = layer(h, angles, layer_cache, attend)
+            h, layer_cache = layer(h, angles[i], layer_cache, attend)
             new_cache.append(layer_cache)
         tapped = jnp.concatenate([streams[i] for i in taps], axis=-1) if taps else None
         return h, tapped, new_cache
+
+    def _angles(self, positions: jax.Array) -> list:
+        """Rope angles of each layer; layers with one rope share one pair of arrays."""
+        made = {}
+        for i in range(self.config.num_layers):
+            attention = self.config.attention(i)
+            rope = (attention.rope, attention.head_dim)
+            if rope not in made:
+                made[rope] = rope_angles(*rope, positions)
+        layers = (self.config.attention(i) for i in range(self.config.num_layers))
+        return [made[layer.rope, layer.head_dim] for layer in layers]
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Final norm and output projection: [..., D] -> float32 logits [..., V]."""
         normed = self.norm(hidden)
         if self.lm_head is None:
-            return self.embed.unembed(normed)
-        return self.lm_head(normed, out_dtype=jnp.float32)
+            logits = self.embed.unembed(normed)
+        else:
+            logits = self.lm_head(normed, out_dtype=jnp.float32)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

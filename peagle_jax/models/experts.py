@@ -1,0 +1,59 @@
+"""Qwen3-MoE and GPT-OSS: the decoder with a mixture of experts in every layer.
+
+GPT-OSS adds biases to the router and the experts, clamps inside the experts (`swiglu_limit`), and its
+attention has sinks, biases and alternating windows, which are `AttentionConfig`'s business.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.moe.api import ExpertWeights, moe, route
+from peagle_jax.config import TargetConfig
+from peagle_jax.layers import INIT_STD, DecoderLayer, Linear
+
+
+class ExpertLinear(nnx.Module):
+    """Weights [E, ..., out, in] of one projection in all experts; quantised ones have a `scale`."""
+
+    def __init__(
+        self, outputs: tuple[int, ...], inputs: int, *, bias: bool, std: float, dtype, rngs
+    ):
+        draw = jax.random.normal(rngs.params(), (*outputs, inputs), dtype)
+        self.weight = nnx.Param(std * draw)
+        self.scale = nnx.data(None)
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+
+    def arrays(self) -> ExpertWeights:
+        leaves = (self.weight, self.scale, self.bias)
+        return ExpertWeights(*(None if p is None else p[...] for p in leaves))
+
+
+class MoE(nnx.Module):
+    """Router, then the chosen experts: `sum_e w_e down_e(act(gate_up_e x))`."""
+
+    def __init__(self, config: TargetConfig, *, dtype, rngs: nnx.Rngs):
+        E, D, F = config.experts.num_experts, config.hidden_size, config.intermediate_size
+        self.config = config
+        init = dict(bias=config.family == "gpt_oss", dtype=dtype, rngs=rngs)
+        std_out = INIT_STD / math.sqrt(2 * config.num_layers)
+        self.router = Linear(D, E, std=INIT_STD, **init)
+        self.gate_up = ExpertLinear((E, 2, F), D, std=INIT_STD, **init)
+        self.down = ExpertLinear((E, D), F, std=std_out, **init)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])
+        experts = self.config.experts
+        logits = self.router(rows, out_dtype=jnp.float32)
+        weights, ids = route(logits, experts.top_k, normalize=experts.normalize)
+        limit = self.config.swiglu_limit
+        out = moe(rows, ids, weights, self.gate_up.arrays(), self.down.arrays(), limit=limit)
+        return out.reshape(x.shape)
+
+
+def moe_layer(config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> DecoderLayer:
+    """A decoder layer whose MLP is a mixture of experts."""
+    mlp = MoE(config, dtype=dtype, rngs=rngs)
+    return DecoderLayer(config, layer, dtype=dtype, rngs=rngs, mlp=mlp)

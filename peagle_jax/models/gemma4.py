@@ -1,0 +1,36 @@
+"""Gemma 4 (text): norms around both halves of a block, GELU, and a scalar on the whole stream.
+
+Local layers slide; every sixth layer sees everything with fewer, wider heads, takes V from K's
+projection and turns only a quarter of its frequencies (`TargetConfig.global_attention`).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from peagle_jax.config import TargetConfig
+from peagle_jax.layers import INIT_STD, Attend, Attention, GatedMLP, RMSNorm
+
+
+class Gemma4Layer(nnx.Module):
+    """`(h + norm(attention(norm(h))) + norm(mlp(norm(.)))) * layer_scalar`."""
+
+    def __init__(self, config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs):
+        D, eps = config.hidden_size, config.norm_eps
+        init = dict(std_out=INIT_STD / math.sqrt(2 * config.num_layers), dtype=dtype, rngs=rngs)
+        norm = lambda: RMSNorm(D, eps=eps, dtype=dtype)
+        self.input_norm, self.post_attention_norm = norm(), norm()
+        self.pre_mlp_norm, self.post_mlp_norm = norm(), norm()
+        self.attention = Attention(config.attention(layer), (D, D), eps=eps, **init)
+        self.mlp = GatedMLP(
+            D, config.intermediate_size, activation=jax.nn.gelu, **init
+        )  # tanh form
+        self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
+
+    def __call__(self, h: jax.Array, angles, cache, attend: Attend):
+        out, cache = self.attention(self.input_norm(h), angles, cache, attend)
+        h = h + self.post_attention_norm(out)
+        h = h + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(h)))
+        return h * self.layer_scalar[...], cache

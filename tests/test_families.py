@@ -1,0 +1,108 @@
+"""Every family in the engine: greedy output equals recomputing everything, across window borders."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.cache import PageCache, RingCache
+from peagle_jax.engine import memory
+from tests import tiny
+from tests.tiny import causal_attention
+
+MAX_TOKENS = 37
+LENGTHS = (1, 3, 6, 17, 30, 41)  # shorter than a window, and many times longer
+LENGTH = 80
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(11)
+    return [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in LENGTHS]
+
+
+def engine_config(**changes) -> EngineConfig:
+    sizes = dict(max_num_seqs=6, max_model_len=LENGTH, page_size=4, prefill_chunk=16)
+    return EngineConfig(**(sizes | dict(prefill_rows=2) | changes))
+
+
+@functools.cache
+def target(family: str):
+    return tiny.target(**tiny.FAMILIES[family])
+
+
+@functools.cache
+def naive(family: str) -> list[list[int]]:
+    """Greedy outputs by full forward passes without any cache: the definition."""
+    model = target(family)
+    caches = [None] * model.config.num_layers
+    where = jnp.broadcast_to(jnp.arange(LENGTH), (len(LENGTHS), LENGTH))
+    forward = jax.jit(lambda rows: model.unembed(model(rows, where, caches, causal_attention)[0]))
+    rows, lengths = np.zeros((len(LENGTHS), LENGTH), np.int32), np.array(LENGTHS)
+    for row, prompt in zip(rows, prompts(), strict=True):
+        row[: len(prompt)] = prompt
+    for step in range(MAX_TOKENS):
+        ends = lengths + step
+        logits = np.asarray(forward(rows))[np.arange(len(ends)), ends - 1]
+        rows[np.arange(len(ends)), ends] = logits.argmax(-1)
+    return [row[n : n + MAX_TOKENS].tolist() for row, n in zip(rows, LENGTHS, strict=True)]
+
+
+def run(engine: Engine) -> list[list[int]]:
+    done = engine.generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS))
+    engine.scheduler.check_integrity()
+    return [completion.tokens for completion in done]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(("method", "num_draft"), [("none", 0), ("peagle", 5), ("eagle3", 3)])
+def test_output_is_that_of_the_target_alone(family, method, num_draft):
+    head = None if method == "none" else tiny.head(method)
+    assert run(Engine(target(family), head, engine_config(num_draft=num_draft))) == naive(family)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4"])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_windows_do_not_see_how_the_prompt_was_cut(family, chunk):
+    config = engine_config(num_draft=4, prefill_chunk=chunk, max_num_seqs=3)
+    assert run(Engine(target(family), tiny.head(), config)) == naive(family)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4"])
+def test_windows_survive_preemption(family):
+    config = engine_config(num_draft=3, num_pages=34, max_num_seqs=4)
+    engine = Engine(target(family), tiny.head(), config)
+    assert run(engine) == naive(family)
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_windows_in_the_drafter_change_its_drafts_and_not_the_output():
+    head = lambda windows: tiny.head(sliding_windows=windows)
+    config = engine_config(num_draft=4)
+    sliding = Engine(target("gpt_oss"), head((6, None)), config)
+    assert run(sliding) == naive("gpt_oss")
+
+
+def test_a_ring_holds_a_window_and_the_rows_of_one_call():
+    """Its size is the same for a context of a thousand or a million tokens."""
+    config = engine_config(num_draft=5)
+    rows = config.prefill_chunk + config.lookahead
+    assert config.ring_pages(6) * config.page_size < 6 + rows + config.page_size
+    longer = engine_config(num_draft=5, max_model_len=2**20, num_pages=2**19)
+    assert longer.ring_pages(6) == config.ring_pages(6)
+    assert config.ring_pages(10**9) * config.page_size < LENGTH + rows + config.page_size
+
+
+def test_only_layers_that_see_everything_take_pages():
+    config = engine_config(num_draft=5)
+    engine = Engine(target("gpt_oss"), tiny.head(), config)
+    kinds = [type(layer) for layer in engine._state.target_cache]
+    assert kinds == [RingCache, PageCache, RingCache]
+    held = sum(x.nbytes for x in jax.tree.leaves(engine._state.target_cache))
+    head = engine.drafter_config
+    held += sum(x.nbytes for x in jax.tree.leaves(engine._state.drafter_cache))
+    sizes = (target("gpt_oss").config, head, engine.config)
+    pages = memory.page_bytes(*sizes) * engine.config.total_pages
+    assert held == pages + memory.ring_bytes(*sizes)
