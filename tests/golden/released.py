@@ -205,7 +205,10 @@ def llama(**changes) -> dict:
 
 
 def gemma4() -> dict:
-    """Gemma 4 31B: the wrapper with its text config and a vision tower of one layer."""
+    """Gemma 4 31B: the wrapper with its text config and a vision tower of one layer.
+
+    The ids of images and sounds lie outside the vocabulary: transformers embeds them as padding.
+    """
     text = dict(
         attention_bias=False,
         attention_dropout=0.0,
@@ -262,18 +265,18 @@ def gemma4() -> dict:
     return dict(
         architectures=["Gemma4ForConditionalGeneration"],
         audio_config=None,
-        audio_token_id=251,
-        boa_token_id=249,
-        boi_token_id=248,
+        audio_token_id=260,
+        boa_token_id=258,
+        boi_token_id=257,
         dtype="bfloat16",
-        eoa_token_index=253,
-        eoi_token_id=252,
+        eoa_token_index=262,
+        eoi_token_id=261,
         eos_token_id=[1, 3],
-        image_token_id=250,
+        image_token_id=259,
         initializer_range=0.02,
         model_type="gemma4",
         text_config=text,
         tie_word_embeddings=True,
-        video_token_id=254,
+        video_token_id=263,
         vision_config=vision,
     )
