@@ -68,6 +68,18 @@ class _Pieces:
         return (self._prefix + token).encode()
 
 
+def _check_settings(path: Path) -> None:
+    """Transformers reads this file for chat alone; a broken one shows at once, not with the first talk."""
+    if not path.is_file():
+        return
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+
+
 class Tokenizer:
     """A Hugging Face fast tokenizer, read from `tokenizer.json`; chat templates lie beside it.
 
@@ -84,6 +96,7 @@ class Tokenizer:
             self._backend = _Backend.from_file(str(path))
         except Exception as error:  # the Rust side raises plain Exception
             raise ConfigError(f"{path}: not a tokenizer file ({error})") from error
+        _check_settings(self.folder / "tokenizer_config.json")
         # A file may keep the limits of the training run that wrote it; prompts must not be cut.
         self._backend.no_truncation()
         self._backend.no_padding()

@@ -229,10 +229,25 @@ def test_a_template_that_fails_is_a_config_error(tmp_path, template, talk, messa
         Tokenizer(tmp_path).chat(talk)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"chat_template": 7}'])
-def test_broken_settings_are_a_config_error(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "tokenizer_config.json: not valid JSON"),
+        (b"\xff", "tokenizer_config.json: not valid JSON"),
+        (b"[]", "tokenizer_config.json: not a JSON object"),
+    ],
+)
+def test_broken_settings_show_at_once(tmp_path, content, message):
     write("llama", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(content)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"chat_template": 7}, {"added_tokens_decoder": 7}])
+def test_settings_that_make_no_sense_are_a_config_error(tmp_path, settings):
+    write("llama", tmp_path)
+    tokenizer = rewrite(tmp_path, **settings)
     with pytest.raises(ConfigError, match="chat template"):
-        Tokenizer(tmp_path).chat([USER])
-    assert Tokenizer(tmp_path).encode("Hi") == [BOS, *b"Hi"]
+        tokenizer.chat([USER])
+    assert tokenizer.encode("Hi") == [BOS, *b"Hi"]
