@@ -39,6 +39,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
 
 
+def _named_value(text: str) -> tuple[str, object]:
+    """`NAME=VALUE`; the value is JSON, or else text as it is."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    with contextlib.suppress(ValueError):
+        value = json.loads(value)
+    return name, value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="peagle-generate",
@@ -52,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="use the first N prompts only")
     add("--compare", nargs="+", metavar="FILE_OR_PROMPT", help="compare methods on these prompts")
     add("--chat", action="store_true", help="send each prompt through the model's chat template")
+    add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
+    add(
+        "--chat-option", type=_named_value, action="append", default=[], metavar="NAME=VALUE",
+        help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
+    )  # fmt: skip
 
     group = parser.add_argument_group("model")
     add = group.add_argument
@@ -107,6 +122,8 @@ def _read_prompts(args) -> list[Prompt]:
         prompts += read_jsonl(Path(args.prompts)) if args.prompts else []
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit {args.limit} must be at least 1")
+    if (args.system is not None or args.chat_option) and not args.chat:
+        raise ConfigError("--system and --chat-option need --chat")
     if not prompts:
         raise ConfigError("give a PROMPT or --prompts FILE.jsonl; --help lists the options")
     return prompts[: args.limit]
@@ -137,15 +154,22 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     )
 
 
-def _texts(prompts: list[Prompt], tokenizer, chat: bool) -> list[str | list[int]]:
-    if not chat:
+def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:
+    """What the engine gets: the prompts as they are, or as conversations of one turn."""
+    if not args.chat:
         return [prompt.text for prompt in prompts]
     if tokenizer is None:
         raise ConfigError("--chat needs a model with a tokenizer")
     for prompt in prompts:
         if not isinstance(prompt.text, str):
             raise ConfigError(f"{prompt.name}: --chat needs text, this prompt is token ids")
-    return [tokenizer.chat([{"role": "user", "content": p.text}]) for p in prompts]
+    # Chat needs no PyTorch: transformers' advice to install it would only confuse.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    first = [] if args.system is None else [{"role": "system", "content": args.system}]
+    options = dict(args.chat_option)
+    return [
+        tokenizer.chat([*first, {"role": "user", "content": p.text}], **options) for p in prompts
+    ]
 
 
 @contextlib.contextmanager
@@ -175,22 +199,23 @@ def _check(engine, prompts: list[Prompt], texts, params: list[SamplingParams]) -
 class _Printer:
     """Shows text: one prompt as it arrives, several in blocks as each is finished."""
 
-    def __init__(self, prompts: list[Prompt], params: list[SamplingParams], engine, quiet: bool):
+    def __init__(self, prompts: list[Prompt], params: list[SamplingParams], engine, args):
         from tqdm import tqdm
 
         from peagle_jax.text import TextStream
 
         self._names = [prompt.name for prompt in prompts]
         self._streams = []
-        if engine.tokenizer is not None and not quiet:
+        if engine.tokenizer is not None and not args.json:
             self._streams = [TextStream(engine.tokenizer, one.stop) for one in params]
-        self._quiet = quiet
+        self._quiet = args.json
         self._single = len(prompts) == 1
-        self._text = [prompt.text if isinstance(prompt.text, str) else "" for prompt in prompts]
+        end = "\n" if args.chat else ""  # a reply is not the rest of the prompt's line
+        self._text = [p.text + end if isinstance(p.text, str) else "" for p in prompts]
         self._bar = tqdm(
             total=len(prompts), unit="prompt", disable=None if not self._single else True
         )
-        if self._single and not quiet:
+        if self._single and not args.json:
             print(self._text[0], end="", flush=True)
 
     def update(self, request, tokens: list[int]) -> None:
@@ -237,7 +262,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     with _loading(args):
         drafter = args.drafter[0] if args.drafter else None
         engine = load(args.model, drafter, method=args.method, config=config)
-        texts = _texts(prompts, engine.tokenizer, args.chat)
+        texts = _texts(prompts, engine.tokenizer, args)
     _check(engine, prompts, texts, params)
     loaded = time.perf_counter()
     with tqdm(total=engine.num_programs, desc="compiling", leave=False, disable=None) as bar:
@@ -245,7 +270,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     logging.getLogger(__name__).info(
         "weights in %.2f s, programs in %.2f s", loaded - start, time.perf_counter() - loaded
     )
-    printer = _Printer(prompts, params, engine, quiet=args.json)
+    printer = _Printer(prompts, params, engine, args)
     try:
         result = runs.run(engine, texts, params, on_update=printer.update)
     finally:
@@ -268,7 +293,7 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     params = [runs.greedy(one, p.name) for one, p in zip(params, prompts, strict=True)]
     with _loading(args):
         target, heads, tokenizer = runs.load_methods(args.model, args.drafter, dtype=config.dtype)
-        texts = _texts(prompts, tokenizer, args.chat)
+        texts = _texts(prompts, tokenizer, args)
     if not heads:
         raise ConfigError(f"--compare needs a head for {args.model}: give --drafter DIR")
     engines = runs.make_engines(target, heads, config, tokenizer=tokenizer)

@@ -109,6 +109,54 @@ def test_human_eval_and_mt_bench_rows_are_taken_as_they_are(generate, folders, t
     assert len(rows[2]["tokens"]) <= 2
 
 
+CHAT_TEMPLATE = """\
+{%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}
+{{- 'reply' + (' ' ~ effort ~ thinking if effort is defined else '') + ': ' }}"""
+
+
+def test_chat_sends_each_prompt_through_the_template(generate, broken):
+    (broken.target / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    tokenizer = Tokenizer(broken.target)
+    options = [*broken.options(), *SHORT, "--chat"]
+    code, out, err = generate(PROMPT, *options)
+    assert code == 0
+    assert out.startswith(f"{PROMPT}\n")
+    assert "PyTorch" not in err
+    _, text, _ = generate(PROMPT, *options, "--json")
+    assert objects(text)[0]["prompt_tokens"] == tokenizer.encode(f"user: {PROMPT}\nreply: ")
+    assert out == f"{PROMPT}\n{objects(text)[0]['text']}\n"
+
+
+def test_chat_takes_a_system_message_and_template_options(generate, broken):
+    (broken.target / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    options = ["--chat", "--json", "--system", "Be brief.", "--chat-option", "effort=low"]
+    options += ["--chat-option", "thinking=false", *broken.options("none"), *SHORT]
+    code, out, _ = generate("a", "b", *options)
+    assert code == 0
+    tokenizer = Tokenizer(broken.target)
+    for row, prompt in zip(objects(out), "ab", strict=False):
+        text = f"system: Be brief.\nuser: {prompt}\nreply lowFalse: "
+        assert row["prompt_tokens"] == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--system", "x"], "--system and --chat-option need --chat"),
+        (["--chat-option", "x=1"], "--system and --chat-option need --chat"),
+        (["--chat", "--chat-option", "x"], "'x' must be NAME=VALUE"),
+        (["--chat", "--chat-option", "a b=1"], "'a b=1' must be NAME=VALUE"),
+        (["--chat", "--system", "\udc80"], "not a valid Unicode string"),
+    ],
+)
+def test_chat_mistakes_are_one_line(generate, broken, options, message):
+    (broken.target / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    code, _, err = generate(PROMPT, *broken.options("none"), *options)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
 def test_limit_takes_the_first_prompts(generate, folders, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
     code, out, _ = generate(
