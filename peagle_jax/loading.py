@@ -6,7 +6,7 @@ from peagle_jax.checkpoint import load_head, load_target
 from peagle_jax.config import ConfigError, EngineConfig, Method
 from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Engine
-from peagle_jax.models import Dense
+from peagle_jax.models import Decoder
 from peagle_jax.text import Tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
@@ -23,7 +23,7 @@ def load_weights(
     *,
     method: Method | None,
     dtype: str,
-) -> tuple[Dense, DraftHead | None, Tokenizer | None]:
+) -> tuple[Decoder, DraftHead | None, Tokenizer | None]:
     """Target, head and tokenizer.
 
     Args:

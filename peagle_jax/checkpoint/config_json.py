@@ -1,209 +1,165 @@
-"""Hugging Face `config.json` <-> our configs. Strict: what a model needs must be stated."""
+"""`config.json` of a head <-> `DrafterConfig`, and whether the head fits its target.
 
-import json
+Two shapes of file: flat (AWS, SafeAILab, SpecForge, ModelOpt, NeMo Automodel) and nested (speculators,
+whose `transformer_layer_config` holds the decoder's keys).
+
+Tap ids count in two ways. Ours, vLLM's and speculators' id i is the stream that enters layer i. SGLang's
+is the layer that has finished, one less: so do the files written for it count, which name their taps in
+`eagle_config` (SpecForge, ModelOpt), and SpecForge's own P-EAGLE heads anywhere. The two cannot be told
+apart by the numbers alone; a caller who knows better passes `taps`.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 
+from peagle_jax.checkpoint.fields import Fields, read_config
+from peagle_jax.checkpoint.rope_json import FULL, rope_config, rope_json, windows, windows_json
 from peagle_jax.checkpoint.safetensors import CheckpointError
-from peagle_jax.config import DrafterConfig, Llama3Scaling, RopeConfig, TargetConfig
+from peagle_jax.checkpoint.target_json import decoder_fields, decoder_json
+from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _QWEN_HEADS = ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM")
+_LLAMA_HEADS = (
+    "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3", "LlamaForCausalLM", "PeagleLlamaForCausalLM",
+    "LlamaForCausalLMPeagle",
+)  # fmt: skip
+_SPECFORGE_HEADS = ("PEagleDraftModel",)
+_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-def read_json(folder: Path) -> dict:
-    """`config.json` of a folder as a dict.
-
-    Raises:
-      CheckpointError: missing, or not a JSON object.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: no config.json; give a Hugging Face model folder")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return raw
+def _architecture(head: Fields) -> str | None:
+    return next(iter(head.items("architectures", [])), None)
 
 
-def _need(raw: dict, key: str, where: str):
-    if raw.get(key) is None:
-        raise CheckpointError(f"{where}: config.json states no {key}")
-    return raw[key]
-
-
-def _rope(raw: dict, where: str) -> RopeConfig:
-    """Both forms: `rope_theta` + `rope_scaling` (released files), `rope_parameters` (transformers 5)."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or _need(raw, "rope_theta", where))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind != "llama3":
-        raise CheckpointError(
-            f"{where}: rope_type {kind!r} is not supported; llama3 and default are"
-        )
-    llama3 = Llama3Scaling(
-        factor=float(_need(scaling, "factor", where)),
-        low_freq_factor=float(_need(scaling, "low_freq_factor", where)),
-        high_freq_factor=float(_need(scaling, "high_freq_factor", where)),
-        original_max_position=int(_need(scaling, "original_max_position_embeddings", where)),
-    )
-    return RopeConfig(theta=theta, scaling=llama3)
-
-
-def _ids(value) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
-
-
-def _shape(raw: dict, where: str) -> dict:
-    """Fields that a target and a draft decoder share."""
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise CheckpointError(f"{where}: hidden_act {activation!r} is not supported; silu is")
-    heads = int(_need(raw, "num_attention_heads", where))
-    hidden = int(_need(raw, "hidden_size", where))
-    return dict(
-        vocab_size=int(_need(raw, "vocab_size", where)),
-        hidden_size=hidden,
-        num_layers=int(_need(raw, "num_hidden_layers", where)),
-        num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        intermediate_size=int(_need(raw, "intermediate_size", where)),
-        norm_eps=float(_need(raw, "rms_norm_eps", where)),
-        rope=_rope(raw, where),
-        attention_bias=bool(raw.get("attention_bias", False)),
-    )
-
-
-def target_config(folder: Path) -> TargetConfig:
-    """TargetConfig of a Hugging Face folder.
-
-    Raises:
-      CheckpointError: unknown family, or a needed key is missing.
-    """
-    raw, where = read_json(folder), str(folder)
-    family = raw.get("model_type")
-    if family not in ("llama", "qwen3"):
-        raise CheckpointError(
-            f"{where}: model_type {family!r} is not supported; llama and qwen3 are"
-        )
-    slides = bool(raw.get("use_sliding_window") and raw.get("sliding_window"))
-    if slides or "sliding_attention" in (raw.get("layer_types") or ()):
-        raise CheckpointError(f"{where}: sliding-window layers are not supported in a target")
-    eos = raw.get("eos_token_id")
-    generation = Path(folder) / "generation_config.json"
-    if generation.is_file():
-        # Chat models list their end-of-turn token only here.
-        eos = json.loads(generation.read_text()).get("eos_token_id", eos)
-    return TargetConfig(
-        family=family,
-        **_shape(raw, where),
-        max_position=int(_need(raw, "max_position_embeddings", where)),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=family == "qwen3",
-        eos_ids=_ids(eos),
-        bos_id=raw.get("bos_token_id"),
-    )
-
-
-def _taps(raw: dict) -> tuple[int, ...] | None:
-    ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    ids = ids or (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return tuple(ids) if ids else None
-
-
-def _windows(layers: dict) -> tuple[int | None, ...] | None:
-    types, window = layers.get("layer_types"), layers.get("sliding_window")
-    if not types or not window:
+def _tap_ids(head: Fields, nested: bool) -> tuple[int, ...] | None:
+    """Taps as ids of entered layers; None where the config leaves them to the target's default."""
+    eagle = head.inner("eagle_config", {})
+    ids, finished = head.ids(_IDS), _architecture(head) in _SPECFORGE_HEADS
+    if not ids:
+        ids, finished = eagle.ids(_IDS), True
+    if not ids:
         return None
-    return tuple(window if t == "sliding_attention" else None for t in types)
+    return tuple(i + 1 for i in ids) if finished and not nested else ids
 
 
-def _trained_num_draft(raw: dict) -> int | None:
-    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    stated = raw.get("num_speculative_tokens") or raw.get("k_train")
-    return stated or methods[0].get("speculative_tokens")
+def _is_qwen(head: Fields, layers: Fields) -> bool:
+    """By `architectures` if it says so, else by `model_type`."""
+    name = _architecture(head)
+    return name in _QWEN_HEADS or (layers.get("model_type") == "qwen3" and name not in _LLAMA_HEADS)
 
 
-def _check_promises(raw: dict, layers: dict, tensors: set[str], where: str) -> None:
+def _windows(layers: Fields, num_layers: int) -> tuple[int | None, ...] | None:
+    if layers.get("sliding_window") is None:
+        return None
+    return windows(layers, layers.items("layer_types", [FULL] * num_layers), num_layers)
+
+
+def _trained_num_draft(head: Fields) -> int | None:
+    stated = head.get("num_speculative_tokens", head.get("k_train"))
+    for method in head.inner("speculators_config", {}).items("proposal_methods", []):
+        stated = method.get("speculative_tokens") if stated is None else stated
+    return stated
+
+
+def _biases(layers: Fields, tensors: set[str]) -> tuple[bool, bool]:
+    """Whether q, k and v have biases, and the output.
+
+    vLLM's heads bias q, k and v only, those built from transformers' attention all four.
+    """
+    held = {p for p in "qkvo" if any(n.endswith(f"self_attn.{p}_proj.bias") for n in tensors)}
+    stated = layers.get("attention_bias")
+    if stated is None:
+        return bool(held - {"o"}), "o" in held
+    return layers.flag("attention_bias"), stated and "o" in held
+
+
+def _check_promises(head: Fields, layers: Fields, tensors: set[str]) -> None:
     """What config.json says the head has must be in its file, or it drafts garbage.
 
     Raises:
       CheckpointError: something is missing.
     """
-    states_mask = any(raw.get(key) is not None for key in _MASK_KEYS)
+    states_mask = any(head.get(key) is not None for key in _MASK_KEYS)
     if states_mask and "mask_hidden" not in tensors:
-        raise CheckpointError(
-            f"{where}: config.json names a mask token but the file holds no mask_hidden; "
+        raise head.error(
+            "config.json names a mask token but the file holds no mask_hidden; "
             "the head cannot draft in parallel"
         )
     if "mask_hidden" in tensors and not states_mask:
-        raise CheckpointError(
-            f"{where}: the file holds mask_hidden but config.json names no mask token id "
+        raise head.error(
+            "the file holds mask_hidden but config.json names no mask token id "
             f"({', '.join(_MASK_KEYS)})"
         )
     for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
-        if (raw.get(flag) or layers.get(flag)) and name not in tensors:
-            raise CheckpointError(f"{where}: config.json says {flag} but the file holds no {name}")
+        if (head.get(flag) or layers.get(flag)) and name not in tensors:
+            raise head.error(f"config.json says {flag} but the file holds no {name}")
+    if head.inner("eagle_config", {}).get("use_aux_hidden_state") is False:
+        raise head.error(
+            "eagle_config says use_aux_hidden_state false: this head takes the target's last state, "
+            "and only heads that tap layers are supported"
+        )
 
 
 def drafter_config(
-    folder: Path, target: TargetConfig, tensors: set[str], fused_width: int
+    folder: Path,
+    target: TargetConfig,
+    tensors: set[str],
+    fused_width: int,
+    taps: Sequence[int] | None = None,
 ) -> DrafterConfig:
-    """DrafterConfig of a head folder in the AWS, SafeAILab, SpecForge or speculators layout.
+    """DrafterConfig of a head folder in any of the layouts.
 
     Args:
       folder: holds config.json.
       target: the model the head will draft for.
       tensors: names in its file (without a `model.` prefix): they decide what the head owns.
       fused_width: input width of its `fc`.
+      taps: ids of entered layers, in place of those in config.json.
+    Raises:
+      CheckpointError: the config is incomplete, or the head does not fit the target.
     """
-    raw, where = read_json(folder), str(folder)
-    speculators = "transformer_layer_config" in raw
-    layers = raw["transformer_layer_config"] if speculators else raw
-    _check_promises(raw, layers, tensors, where)
-    taps = _taps(raw)
-    width = int(
-        raw.get("target_hidden_size") or layers.get("target_hidden_size") or target.hidden_size
-    )
-    num_taps = int(raw.get("num_aux_hidden_states") or (len(taps) if taps else 3))
-    mask = next((raw[key] for key in _MASK_KEYS if raw.get(key) is not None), None)
-    is_peagle = "mask_hidden" in tensors
+    head = Fields(read_config(folder), str(folder))
+    nested = head.get("transformer_layer_config") is not None
+    layers = head.inner("transformer_layer_config") if nested else head
+    layers.only("hidden_act", "silu")
+    _check_promises(head, layers, tensors)
+    taps = tuple(taps) if taps is not None else _tap_ids(head, nested)
+    common = decoder_fields(layers)
+    vocabulary, num_layers = common["vocab_size"], common["num_layers"]
+    masks = [head.count(key, least=0) for key in _MASK_KEYS if head.get(key) is not None]
+    common["attention_bias"], output_bias = _biases(layers, tensors)
     # speculators' own default differs by algorithm (peagle-spec 2.3).
-    residual_default = speculators and raw.get("speculators_model_type") == "eagle3"
-    shape = _shape(layers, where)
-    qwen = (
-        layers.get("model_type") == "qwen3" or (raw.get("architectures") or [""])[0] in _QWEN_HEADS
-    )
-    config = DrafterConfig(
-        method="peagle" if is_peagle else "eagle3",
-        **shape,
-        draft_vocab_size=int(raw.get("draft_vocab_size") or shape["vocab_size"]),
-        target_hidden_size=width,
-        num_taps=num_taps,
-        taps=taps,
-        mask_token_id=None if mask is None else int(mask),
-        qk_norm=qwen,
-        # vLLM's heads bias q, k and v only, those built from transformers' attention all four.
-        output_bias=shape["attention_bias"]
-        and any(name.endswith("self_attn.o_proj.bias") for name in tensors),
-        norm_before_fc="input_norm.weight" in tensors,
-        fc_norm="fc_norm.0.weight" in tensors,
-        norm_before_residual=bool(raw.get("norm_before_residual", residual_default)),
-        norm_output=bool(raw.get("norm_output", False)),
-        own_embedding="embed_tokens.weight" in tensors,
-        own_lm_head="lm_head.weight" in tensors,
-        sliding_windows=_windows(layers),
-        logit_scale=float(raw.get("logit_scale", 1.0)),
-        trained_num_draft=_trained_num_draft(raw),
-    )
-    check_fit(config, target, fused_width, where)
+    residual_default = nested and head.get("speculators_model_type") == "eagle3"
+    try:
+        config = DrafterConfig(
+            method="peagle" if "mask_hidden" in tensors else "eagle3",
+            **common,
+            rope=rope_config(layers),
+            draft_vocab_size=head.count("draft_vocab_size", vocabulary),
+            target_hidden_size=head.count(
+                "target_hidden_size", layers.count("target_hidden_size", target.hidden_size)
+            ),
+            num_taps=head.count("num_aux_hidden_states", len(taps or (0, 0, 0))),
+            taps=taps,
+            mask_token_id=masks[0] if masks else None,
+            qk_norm=_is_qwen(head, layers),
+            output_bias=output_bias,
+            norm_before_fc="input_norm.weight" in tensors,
+            fc_norm="fc_norm.0.weight" in tensors,
+            norm_before_residual=head.flag("norm_before_residual", residual_default),
+            norm_output=head.flag("norm_output"),
+            own_embedding="embed_tokens.weight" in tensors,
+            own_lm_head="lm_head.weight" in tensors,
+            sliding_windows=_windows(layers, num_layers),
+            logit_scale=head.number("logit_scale", 1.0),
+            trained_num_draft=_trained_num_draft(head),
+        )
+    except CheckpointError:
+        raise
+    except ConfigError as error:
+        raise head.error(str(error)) from error
+    check_fit(config, target, fused_width, str(folder))
     return config
 
 
@@ -247,71 +203,13 @@ def check_fit(config: DrafterConfig, target: TargetConfig, fused_width: int, whe
         raise CheckpointError(f"{where}: the head does not fit the target: " + "; ".join(problems))
 
 
-def _rope_json(rope: RopeConfig) -> dict:
-    if rope.scaling is None:
-        return {"rope_theta": rope.theta, "rope_scaling": None}
-    return {
-        "rope_theta": rope.theta,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": rope.scaling.factor,
-            "low_freq_factor": rope.scaling.low_freq_factor,
-            "high_freq_factor": rope.scaling.high_freq_factor,
-            "original_max_position_embeddings": rope.scaling.original_max_position,
-        },
-    }
-
-
-def _shape_json(config: TargetConfig | DrafterConfig, dtype: str) -> dict:
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "rms_norm_eps": config.norm_eps,
-        "attention_bias": config.attention_bias,
-        "hidden_act": "silu",
-        "torch_dtype": dtype,
-        **_rope_json(config.rope),
-    }
-
-
-def target_json(config: TargetConfig, dtype: str) -> dict:
-    """config.json of a target, as its family's released files write it."""
-    architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.family]
-    eos = list(config.eos_ids)
-    return {
-        "architectures": [architecture],
-        "model_type": config.family,
-        **_shape_json(config, dtype),
-        "max_position_embeddings": config.max_position,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-    }
-
-
-def _windows_json(windows: tuple[int | None, ...] | None) -> dict:
-    widths = {width for width in windows or () if width is not None}
-    if not widths:
-        return {}
-    if len(widths) > 1:
-        raise CheckpointError(
-            f"config.json holds one sliding window; the head has {sorted(widths)}"
-        )
-    types = ["full_attention" if width is None else "sliding_attention" for width in windows]
-    return {"layer_types": types, "sliding_window": widths.pop(), "use_sliding_window": True}
-
-
 def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
     """config.json of a head in the flat (AWS, SafeAILab) form."""
     raw = {
         "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if config.qk_norm else "llama",
-        **_shape_json(config, dtype),
+        **decoder_json(config, dtype),
+        **rope_json(config.rope),
         "max_position_embeddings": max_position,
         "tie_word_embeddings": False,
         "draft_vocab_size": config.draft_vocab_size,
@@ -321,10 +219,10 @@ def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
         "fc_norm": config.fc_norm,
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
-        **_windows_json(config.sliding_windows),
+        **windows_json(config.sliding_windows),
     }
     if config.taps is not None:
-        raw["eagle_aux_hidden_state_layer_ids"] = list(config.taps)
+        raw[_IDS] = list(config.taps)
     if config.logit_scale != 1.0:
         raw["logit_scale"] = config.logit_scale
     if config.mask_token_id is not None:

@@ -110,7 +110,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 class Checkpoint:
-    """All tensors of a folder, mapped: `names()`, `info(name)`, `read(name)`.
+    """All tensors of a folder, mapped: `tensors` (the headers), `read(name)` (the contents).
 
     Files that count: those the index names if there is one, else `model.safetensors`, else the only
     `*.safetensors`. Other copies of the weights in the folder are left alone.
@@ -119,14 +119,16 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._tensors: dict[str, tuple[Path, TensorInfo]] = {}
+        self._paths: dict[str, Path] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         for path in self._files():
             for name, info in read_header(path).items():
-                if name in self._tensors:
+                if name in self.tensors:
                     raise CheckpointError(
-                        f"{path}: tensor {name!r} is also in {self._tensors[name][0].name}"
+                        f"{path}: tensor {name!r} is also in {self._paths[name].name}"
                     )
-                self._tensors[name] = (path, info)
+                self._paths[name] = path
+                self.tensors[name] = info
 
     def _files(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -162,13 +164,13 @@ class Checkpoint:
         return [self.folder / name for name in names]
 
     def names(self) -> list[str]:
-        return list(self._tensors)
+        return list(self.tensors)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self.tensors
 
     def info(self, name: str) -> TensorInfo:
-        return self._tensors[name][1]
+        return self.tensors[name]
 
     def read(self, name: str) -> np.ndarray:
         """A read-only view of the tensor's bytes.
@@ -176,9 +178,9 @@ class Checkpoint:
         Raises:
           CheckpointError: no such tensor.
         """
-        if name not in self._tensors:
+        if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
-        path, info = self._tensors[name]
+        path, info = self._paths[name], self.tensors[name]
         if path not in self._maps:
             with path.open("rb") as file:
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

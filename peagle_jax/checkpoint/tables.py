@@ -1,87 +1,219 @@
-"""One table a layout: module path <- checkpoint tensors. A fused weight names several, concatenated.
+"""One table a family, and one for heads: where each parameter's tensors are in a file.
 
-Rows of `gate_up` are gate then up, rows of `qkv` q then k then v; `sizes` splits them again on export.
+`target_layout` and `head_layout` need no tensor's contents, only the headers. `target_tensors` and
+`head_tensors` are the other direction: what an unquantised checkpoint of a config holds.
+
+Rows of `gate_up` are gate then up, rows of `qkv` q then k then v.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
-from peagle_jax.config import DrafterConfig, TargetConfig
+import numpy as np
 
-Path = tuple[str | int, ...]
+from peagle_jax.checkpoint.layout import Layout, Path, Rule, Table
+from peagle_jax.checkpoint.safetensors import TensorInfo
+from peagle_jax.checkpoint.transforms import Deinterleave, Merge, Transpose
+from peagle_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+
+__all__ = ["Layout", "Rule", "head_layout", "head_tensors", "target_layout", "target_tensors"]
+
+_OTHER_TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 
 
-class Rule(NamedTuple):
-    """Parameter `path` is the concatenation along axis 0 of `names`, which have `sizes` rows."""
-
-    path: Path
-    names: tuple[str, ...]
-    sizes: tuple[int, ...] = ()
-
-
-def _attention(path: Path, prefix: str, config: TargetConfig | DrafterConfig) -> list[Rule]:
+def _attention(
+    table: Table, path: Path, base: str, config: AttentionConfig, widths: tuple[int, int]
+) -> None:
+    """`widths` of the input and of the output: equal but in layer 0 of a head."""
+    inputs, outputs = widths
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    sizes = (heads, kv, kv)
-    leaves = ("weight", "bias") if config.attention_bias else ("weight",)
-    rules = [
-        Rule((*path, "qkv", leaf), tuple(f"{prefix}.{p}_proj.{leaf}" for p in "qkv"), sizes)
-        for leaf in leaves
-    ]
-    rules.append(Rule((*path, "out", "weight"), (f"{prefix}.o_proj.weight",)))
+    rows = (heads, kv) if config.shared_kv else (heads, kv, kv)
+    qkv = [f"{base}.{p}_proj" for p in "qkv"[: len(rows)]]
+    out = [f"{base}.o_proj"]
+    table.linear((*path, "qkv"), qkv, rows, inputs)
+    table.linear((*path, "out"), out, (outputs,), heads)
+    if config.bias:
+        table.bias((*path, "qkv"), qkv, rows)
     if config.output_bias:
-        rules.append(Rule((*path, "out", "bias"), (f"{prefix}.o_proj.bias",)))
+        table.bias((*path, "out"), out, (outputs,))
     if config.qk_norm:
-        rules += [
-            Rule((*path, f"{p}_norm", "weight"), (f"{prefix}.{p}_norm.weight",)) for p in "qk"
-        ]
-    return rules
+        for p in "qk":
+            table.vector((*path, f"{p}_norm", "weight"), f"{base}.{p}_norm.weight", config.head_dim)
+    if config.sinks:
+        table.vector((*path, "sinks"), f"{base}.sinks", config.num_heads)
 
 
-def _block(path: Path, prefix: str, config: TargetConfig | DrafterConfig) -> list[Rule]:
-    F = config.intermediate_size
-    mlp = f"{prefix}.mlp"
-    return [
-        Rule((*path, "input_norm", "weight"), (f"{prefix}.input_layernorm.weight",)),
-        *_attention((*path, "attention"), f"{prefix}.self_attn", config),
-        Rule((*path, "post_norm", "weight"), (f"{prefix}.post_attention_layernorm.weight",)),
-        Rule(
-            (*path, "mlp", "gate_up", "weight"),
-            (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-            (F, F),
-        ),
-        Rule((*path, "mlp", "down", "weight"), (f"{mlp}.down_proj.weight",)),
-    ]
+def _mlp(table: Table, path: Path, base: str, D: int, F: int) -> None:
+    table.linear((*path, "gate_up"), [f"{base}.gate_proj", f"{base}.up_proj"], (F, F), D)
+    table.linear((*path, "down"), [f"{base}.down_proj"], (D,), F)
 
 
-def target_rules(config: TargetConfig) -> list[Rule]:
-    """Llama and Qwen3 dense checkpoints."""
-    rules = [Rule(("embed", "weight"), ("model.embed_tokens.weight",))]
+def _qwen3_experts(table: Table, path: Path, base: str, config: TargetConfig) -> None:
+    """Experts one by one: gate_proj and up_proj [F, D], down_proj [D, F]."""
+    E, D, F = config.experts.num_experts, config.hidden_size, config.intermediate_size
+    expert = [f"{base}.experts.{i}" for i in range(E)]
+    table.plain((*path, "router", "weight"), [f"{base}.gate.weight"], (E, D))
+    gate_up = [f"{one}.{part}_proj" for one in expert for part in ("gate", "up")]
+    table.experts((*path, "gate_up"), gate_up, (2,), (F, D))
+    table.experts((*path, "down"), [f"{one}.down_proj" for one in expert], (), (D, F))
+
+
+def _gpt_oss_experts(table: Table, path: Path, base: str, config: TargetConfig) -> None:
+    """Experts stacked, gate and up interleaved: MXFP4 row by row, or unquantised and transposed."""
+    E, D, F = config.experts.num_experts, config.hidden_size, config.intermediate_size
+    table.plain((*path, "router", "weight"), [f"{base}.router.weight"], (E, D))
+    table.vector((*path, "router", "bias"), f"{base}.router.bias", E)
+    gate_up, down = f"{base}.experts.gate_up_proj", f"{base}.experts.down_proj"
+    if table.has(f"{gate_up}_blocks") or table.has(f"{down}_blocks"):
+        made, kept = Deinterleave(), Merge(axes=2)
+        table.packed(
+            (*path, "gate_up", "weight"), f"{gate_up}_blocks", (E, 2 * F, D // 32, 16), made
+        )
+        table.packed((*path, "gate_up", "scale"), f"{gate_up}_scales", (E, 2 * F, D // 32), made)
+        table.packed((*path, "down", "weight"), f"{down}_blocks", (E, D, F // 32, 16), kept)
+        table.packed((*path, "down", "scale"), f"{down}_scales", (E, D, F // 32), Merge(axes=1))
+    else:
+        split = Deinterleave(transposed=True)
+        table.plain((*path, "gate_up", "weight"), [gate_up], (E, D, 2 * F), transform=split)
+        table.plain((*path, "down", "weight"), [down], (E, F, D), transform=Transpose())
+    bias = Deinterleave()
+    table.plain((*path, "gate_up", "bias"), [f"{gate_up}_bias"], (E, 2 * F), transform=bias)
+    table.plain((*path, "down", "bias"), [f"{down}_bias"], (E, D))
+
+
+def _block(table: Table, i: int, base: str, config: TargetConfig) -> None:
+    """Llama, Qwen3, Qwen3-MoE and GPT-OSS; they differ in their attention's config and in the MLP."""
+    path, D = ("layers", i), config.hidden_size
+    table.vector((*path, "input_norm", "weight"), f"{base}.input_layernorm.weight", D)
+    attention = config.attention(i)
+    _attention(table, (*path, "attention"), f"{base}.self_attn", attention, (D, D))
+    table.vector((*path, "post_norm", "weight"), f"{base}.post_attention_layernorm.weight", D)
+    mlp = (table, (*path, "mlp"), f"{base}.mlp")
+    if config.family == "gpt_oss":
+        _gpt_oss_experts(*mlp, config)
+    elif config.family == "qwen3_moe":
+        _qwen3_experts(*mlp, config)
+    else:
+        _mlp(*mlp, D, config.intermediate_size)
+
+
+_GEMMA4_NORMS = {
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "pre_mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+
+
+def _gemma4_block(table: Table, i: int, base: str, config: TargetConfig) -> None:
+    path, D = ("layers", i), config.hidden_size
+    for ours, theirs in _GEMMA4_NORMS.items():
+        table.vector((*path, ours, "weight"), f"{base}.{theirs}.weight", D)
+    attention = config.attention(i)
+    _attention(table, (*path, "attention"), f"{base}.self_attn", attention, (D, D))
+    _mlp(table, (*path, "mlp"), f"{base}.mlp", D, config.intermediate_size)
+    table.flat((*path, "layer_scalar"), f"{base}.layer_scalar", 1)
+
+
+def _target(table: Table, config: TargetConfig, base: str) -> None:
+    V, D = config.vocab_size, config.hidden_size
+    block = _gemma4_block if config.family == "gemma4" else _block
+    table.plain(("embed", "weight"), [f"{base}.embed_tokens.weight"], (V, D))
     for i in range(config.num_layers):
-        rules += _block(("layers", i), f"model.layers.{i}", config)
-    rules.append(Rule(("norm", "weight"), ("model.norm.weight",)))
+        block(table, i, f"{base}.layers.{i}", config)
+    table.vector(("norm", "weight"), f"{base}.norm.weight", D)
     if not config.tie_embeddings:
-        rules.append(Rule(("lm_head", "weight"), ("lm_head.weight",)))
-    return rules
+        table.plain(("lm_head", "weight"), ["lm_head.weight"], (V, D))
 
 
-def head_rules(config: DrafterConfig, first: str) -> list[Rule]:
-    """Heads; layer 0 is called `first`: "midlayer" (AWS, SafeAILab) or "layers.0" (speculators)."""
-    rules = []
+def target_layout(config: TargetConfig, tensors: Mapping[str, TensorInfo]) -> Layout:
+    """Where a target's parameters are among `tensors`.
+
+    Raises:
+      CheckpointError: a tensor has another shape or dtype than the config and its neighbours say.
+    """
+    wrapped = config.family == "gemma4" and any(
+        n.startswith("model.language_model.") for n in tensors
+    )
+    table = Table(tensors)
+    _target(table, config, "model.language_model" if wrapped else "model")
+
+    def drop(name: str) -> str | None:
+        if config.tie_embeddings and name == "lm_head.weight":
+            return "the config ties it to the embedding"
+        tower = name.removeprefix("model.").split(".")[0]
+        if config.family == "gemma4" and tower in _OTHER_TOWERS:
+            return "only the text model is used"
+        return None
+
+    return table.layout(drop)
+
+
+def target_tensors(config: TargetConfig, dtype: np.dtype) -> dict[str, TensorInfo]:
+    """The tensors of an unquantised checkpoint in `dtype`, as transformers names them."""
+    table = Table({}, invent=np.dtype(dtype))
+    _target(table, config, "model")
+    return table.invented
+
+
+def _head_layer(table: Table, i: int, path: Path, base: str, config: DrafterConfig) -> None:
+    D = config.hidden_size
+    table.vector((*path, "input_norm", "weight"), f"{base}.input_layernorm.weight", D)
+    if i == 0:
+        table.vector((*path, "hidden_norm", "weight"), f"{base}.hidden_norm.weight", D)
+    widths = (2 * D if i == 0 else D, D)
+    attention = config.attention(i)
+    _attention(table, (*path, "attention"), f"{base}.self_attn", attention, widths)
+    table.vector((*path, "post_norm", "weight"), f"{base}.post_attention_layernorm.weight", D)
+    _mlp(table, (*path, "mlp"), f"{base}.mlp", D, config.intermediate_size)
+
+
+def _head(table: Table, config: DrafterConfig, first: str) -> None:
+    D, width = config.hidden_size, config.target_hidden_size
+    fused = config.num_taps * width
     if config.own_embedding:
-        rules.append(Rule(("embed", "weight"), ("embed_tokens.weight",)))
+        table.plain(("embed", "weight"), ["embed_tokens.weight"], (config.vocab_size, D))
     if config.norm_before_fc:
-        rules.append(Rule(("input_norm", "weight"), ("input_norm.weight",)))
-    if config.fc_norm:
-        rules += [
-            Rule(("fc_norm", i, "weight"), (f"fc_norm.{i}.weight",)) for i in range(config.num_taps)
-        ]
-    rules.append(Rule(("fc", "weight"), ("fc.weight",)))
+        table.vector(("input_norm", "weight"), "input_norm.weight", fused)
+    for i in range(config.num_taps if config.fc_norm else 0):
+        table.vector(("fc_norm", i, "weight"), f"fc_norm.{i}.weight", width)
+    table.plain(("fc", "weight"), ["fc.weight"], (D, fused))
     if config.method == "peagle":
-        rules.append(Rule(("mask_hidden",), ("mask_hidden",)))
-    rules += _block(("first",), first, config)
-    rules.append(Rule(("first", "hidden_norm", "weight"), (f"{first}.hidden_norm.weight",)))
+        table.flat(("mask_hidden",), "mask_hidden", fused, axes=3)
+    _head_layer(table, 0, ("first",), first, config)
     for i in range(1, config.num_layers):
-        rules += _block(("layers", i - 1), f"layers.{i}", config)
-    rules.append(Rule(("norm", "weight"), ("norm.weight",)))
+        _head_layer(table, i, ("layers", i - 1), f"layers.{i}", config)
+    table.vector(("norm", "weight"), "norm.weight", D)
     if config.own_lm_head:
-        rules.append(Rule(("lm_head", "weight"), ("lm_head.weight",)))
-    return rules
+        table.plain(("lm_head", "weight"), ["lm_head.weight"], (config.draft_vocab_size, D))
+    if config.draft_vocab_size != config.vocab_size:
+        table.integers(("d2t",), "d2t", config.draft_vocab_size)
+
+
+def head_layout(config: DrafterConfig, tensors: Mapping[str, TensorInfo]) -> Layout:
+    """Where a head's parameters are among `tensors`, with or without `model.` before their names.
+
+    Whether `d2t` holds offsets can only be seen in its contents: `load_head` looks.
+
+    Raises:
+      CheckpointError: a tensor has another shape or dtype than the config and its neighbours say.
+    """
+    rename = head_names(tensors)
+    table = Table(tensors, rename=rename)
+    _head(table, config, "midlayer" if table.has("midlayer.hidden_norm.weight") else "layers.0")
+    reasons = {
+        rename("d2t"): "the draft vocabulary is the target's",
+        rename("t2d"): "d2t says the same",
+    }
+    return table.layout(reasons.get)
+
+
+def head_names(tensors: Mapping[str, TensorInfo]) -> Callable[[str], str]:
+    """Name in the file of a head's tensor: some write `model.` before all names, some before most."""
+    return lambda name: f"model.{name}" if f"model.{name}" in tensors else name
+
+
+def head_tensors(config: DrafterConfig, dtype: np.dtype) -> dict[str, TensorInfo]:
+    """The weights of an unquantised head in `dtype` as AWS and SafeAILab name them: `midlayer.*`."""
+    table = Table({}, invent=np.dtype(dtype))
+    _head(table, config, "midlayer")
+    return table.invented

@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from peagle_jax.checkpoint import CheckpointError, load_target, save_target, target_config
-from peagle_jax.config import EngineConfig, RopeConfig, SamplingParams
+from peagle_jax.config import EngineConfig, SamplingParams
 from peagle_jax.engine.engine import Engine
 from peagle_jax.layers import apply_rope, rope_angles
-from peagle_jax.models import Dense
+from peagle_jax.models import Decoder
 from tests.tiny import causal_attention
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -30,7 +30,7 @@ def expected(family: str) -> dict[str, np.ndarray]:
     return load_file(GOLDEN / "expected" / f"{family}.safetensors")
 
 
-def forward(model: Dense, tokens, taps=TAPS):
+def forward(model: Decoder, tokens, taps=TAPS):
     """Logits, taps and last stream. Not jitted: the operations compile once for all variants."""
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -50,9 +50,19 @@ def test_logits_and_taps_equal_those_of_transformers(family):
 
 
 def _rope(**changes):
-    def apply(model: Dense):
-        rope = RopeConfig(theta=1e4) if not changes else replace(model.config.rope, **changes)
-        model.config = replace(model.config, rope=rope)
+    def apply(model: Decoder):
+        model.config = replace(model.config, rope=replace(model.config.rope, **changes))
+
+    return apply
+
+
+def _scaling(**changes):
+    """Another llama3 scaling, of the same theta."""
+
+    def apply(model: Decoder):
+        rope = model.config.rope
+        scaling = replace(rope.scaling, **changes)
+        model.config = replace(model.config, rope=replace(rope, scaling=scaling))
 
     return apply
 
@@ -60,7 +70,7 @@ def _rope(**changes):
 def _flat_norm(find):
     """One norm's weight reset to one, as if it had not been loaded."""
 
-    def apply(model: Dense):
+    def apply(model: Decoder):
         weight = find(model).weight
         weight.set_value(jnp.ones_like(weight[...]))
 
@@ -68,7 +78,7 @@ def _flat_norm(find):
 
 
 def _without(name: str):
-    def apply(model: Dense):
+    def apply(model: Decoder):
         for layer in model.layers:
             setattr(layer.attention, name, lambda x: x)
 
@@ -78,7 +88,7 @@ def _without(name: str):
 def _swapped(find, first: slice, second: slice):
     """Two equal blocks of rows of a fused weight in the other order."""
 
-    def apply(model: Dense):
+    def apply(model: Decoder):
         weight = find(model).weight
         rows = np.array(weight[...])
         rows[first], rows[second] = rows[second].copy(), rows[first].copy()
@@ -88,11 +98,11 @@ def _swapped(find, first: slice, second: slice):
 
 
 BROKEN = {
-    "no llama3 scaling": ("llama", _rope()),
-    "other scaling factor": ("llama", _rope(factor=7.0)),
-    "other low frequency": ("llama", _rope(low_freq_factor=2.0)),
-    "other high frequency": ("llama", _rope(high_freq_factor=3.0)),
-    "other original length": ("llama", _rope(original_max_position=128)),
+    "no llama3 scaling": ("llama", _rope(scaling=None)),
+    "other scaling factor": ("llama", _scaling(factor=7.0)),
+    "other low frequency": ("llama", _scaling(low_freq_factor=2.0)),
+    "other high frequency": ("llama", _scaling(high_freq_factor=3.0)),
+    "other original length": ("llama", _scaling(original_max_position=128)),
     "other theta": ("qwen3", _rope(theta=5e5)),
     "no q norm": ("qwen3", _without("q_norm")),
     "no k norm": ("qwen3", _without("k_norm")),
@@ -251,9 +261,9 @@ REFUSED = {
     "sliding layers": ({"layer_types": ["sliding_attention"] * 8}, False, "sliding-window"),
     "a window": ({"use_sliding_window": True, "sliding_window": 9}, False, "sliding-window"),
     "another rope": (
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}},
         False,
-        "'yarn' is not supported",
+        "'longrope' is not supported",
     ),
     "rope without its factor": (
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, False, "no factor",

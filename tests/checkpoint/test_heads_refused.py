@@ -244,7 +244,7 @@ REFUSED = {
     "a pruned head without lm_head": ("eagle3", without("lm_head.weight"), "no lm_head"),
     "another activation": ("peagle-1", layer_with(hidden_act="gelu"), "'gelu'"),
     "another rope": (
-        "peagle-1", layer_with(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "'yarn'",
+        "peagle-1", layer_with(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4)), "'dynamic'",
     ),
 }  # fmt: skip
 

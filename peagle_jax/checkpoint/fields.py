@@ -1,0 +1,102 @@
+"""Reading JSON that others wrote: `Fields` gives a value of the right kind or an error naming the key."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle_jax.checkpoint.safetensors import CheckpointError
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file as a dict.
+
+    Raises:
+      CheckpointError: not a JSON object.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return raw
+
+
+def read_config(folder: Path) -> dict:
+    """`config.json` of a model folder.
+
+    Raises:
+      CheckpointError: missing, or not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no config.json; give a Hugging Face model folder")
+    return read_json(path)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object of the file or folder `where`; null means the same as a missing key.
+
+    Raises:
+      CheckpointError: (all methods but `get`) a value of another kind, or none and no default.
+    """
+
+    raw: dict
+    where: str
+
+    def error(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {text}")
+
+    def get(self, key: str, default=None):
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def need(self, key: str):
+        value = self.get(key)
+        if value is None:
+            raise self.error(f"config.json states no {key}")
+        return value
+
+    def _kind(self, key: str, default, kinds: tuple[type, ...], what: str):
+        value = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise self.error(f"{key} must be {what}, not {value!r}")
+        return value
+
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number, `least` or more."""
+        what = f"a whole number, {least} or more"
+        value = self._kind(key, default, (int,), what)
+        if value < least:
+            raise self.error(f"{key} must be {what}, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return float(self._kind(key, default, (int, float), "a number"))
+
+    def flag(self, key: str, default: bool | None = False) -> bool:
+        return self._kind(key, default, (bool,), "true or false")
+
+    def items(self, key: str, default: list | None = None) -> list:
+        return self._kind(key, default, (list,), "a list")
+
+    def inner(self, key: str, default: dict | None = None) -> "Fields":
+        return Fields(self._kind(key, default, (dict,), "an object"), self.where)
+
+    def only(self, key: str, *allowed, hint: str = "") -> None:
+        """Refuses a stated value other than `allowed`: a feature that is not done here."""
+        value = self.get(key)
+        if value is not None and value not in allowed:
+            known = " or ".join(repr(one) for one in allowed) or "leaving it out"
+            raise self.error(f"{key} {value!r} is not supported, {known} is{hint}")
+
+    def ids(self, key: str) -> tuple[int, ...] | None:
+        """Token ids, stated as one number or a list of them; None if there are none."""
+        value = self.get(key)
+        if value is None:
+            return None
+        ids = value if isinstance(value, list) else [value]
+        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+            raise self.error(f"{key} must be a token id or a list of them, not {value!r}")
+        return tuple(ids)

@@ -1,0 +1,237 @@
+"""Folders <-> models, one parameter at a time; nothing here knows a tensor's name.
+
+The weights stay mapped in the file until their parameter is made; quantised ones keep their form.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from peagle_jax.checkpoint.config_json import drafter_config, head_json
+from peagle_jax.checkpoint.layout import FP8, PACKED, Layout, Rule
+from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
+from peagle_jax.checkpoint.tables import (
+    head_layout,
+    head_names,
+    head_tensors,
+    target_layout,
+    target_tensors,
+)
+from peagle_jax.checkpoint.target_json import target_config, target_json
+from peagle_jax.config import DrafterConfig, TargetConfig
+from peagle_jax.drafter import DraftHead
+from peagle_jax.models import Decoder, build
+from peagle_jax.quant import quantize_fp8
+
+Quantization = Literal["fp8"]
+_QUANTIZABLE = ("qkv", "out", "gate_up", "down")
+"""Modules whose weight `quantization` applies to: all matrices but embed, router, lm_head and fc."""
+
+
+def _owner(module: nnx.Module, rule: Rule) -> nnx.Module:
+    for part in rule.path[:-1]:
+        module = module[part] if isinstance(part, int) else getattr(module, part)
+    return module
+
+
+def _check_shapes(params: dict, layout: Layout, tensors: dict[str, TensorInfo]) -> None:
+    """What the rules will make must be what the module has; packed weights hold two values a byte."""
+    for rule in layout.rules:
+        if rule.path[-1] == "scale":
+            continue
+        made = rule.transform.shape([tensors[name].shape for name in rule.names])
+        *leading, width = params[rule.path].shape
+        packed = tensors[rule.names[0]].dtype == PACKED
+        if made != (*leading, width // 2 if packed else width):
+            raise CheckpointError(
+                f"{' + '.join(rule.names[:3])} has shape {made}, the config says {(*leading, width)}"
+            )
+
+
+def _stored(array: np.ndarray, leaf: str, dtype: str) -> np.ndarray:
+    """In the dtype a parameter has on the device: quantised values and packed scales as they are."""
+    if array.dtype in (FP8, PACKED):
+        return array
+    if leaf == "d2t":
+        return array.astype(np.int32)
+    return np.asarray(array, dtype=jnp.float32 if leaf == "scale" else jnp.dtype(dtype))
+
+
+def _fill(
+    module: nnx.Module,
+    layout: Layout,
+    checkpoint: Checkpoint,
+    dtype: str,
+    quantization: Quantization | None = None,
+) -> None:
+    """Replaces the abstract parameters of `module` by a checkpoint's tensors."""
+    params = dict(nnx.to_flat_state(nnx.state(module)))
+    _check_shapes(params, layout, checkpoint.tensors)
+    for rule in layout.rules:
+        leaf = rule.path[-1]
+        array = rule.transform.join([checkpoint.read(name) for name in rule.names])
+        scale = None
+        if leaf == "scale":
+            scale = array
+        elif quantization and leaf == "weight" and rule.path[-2] in _QUANTIZABLE:
+            array, scale = quantize_fp8(array)
+        # Through numpy: a cast on the device would hold two copies of the weight there.
+        if leaf != "scale":
+            params[rule.path].set_value(jnp.asarray(_stored(array, leaf, dtype)))
+        if scale is not None:
+            _owner(module, rule).scale = nnx.Param(jnp.asarray(_stored(scale, "scale", dtype)))
+
+
+class _Naming:
+    """Puts the folder before the message of every CheckpointError that does not name it."""
+
+    def __init__(self, folder: Path):
+        self.folder = str(folder)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, CheckpointError) and self.folder not in str(error):
+            raise CheckpointError(f"{self.folder}: {error}") from error
+
+
+def load_target(
+    folder: str | Path, *, dtype: str, quantization: Quantization | None = None
+) -> Decoder:
+    """A target model from a Hugging Face folder.
+
+    Args:
+      folder: config.json and safetensors; FP8 and MXFP4 weights are kept as they are.
+      dtype: of all that is not quantised.
+      quantization: "fp8" quantises the matrices of attention, MLP and experts on the way in.
+    Raises:
+      CheckpointError: the folder is no supported model, or tensors are missing, unused or misshapen, or
+        `quantization` is given for a model that is quantised.
+    """
+    folder = Path(folder)
+    config = target_config(folder)
+    checkpoint = Checkpoint(folder)
+    with _Naming(folder):
+        layout = target_layout(config, checkpoint.tensors)
+        layout.check(config.family)
+        if quantization and layout.quantized:
+            raise CheckpointError(
+                f"this checkpoint is quantised already; load it without quantization={quantization!r}"
+            )
+        model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        _fill(model, layout, checkpoint, dtype, quantization)
+    return model
+
+
+def _check_d2t(checkpoint: Checkpoint, config: DrafterConfig) -> None:
+    """Offsets [Vd]: target id = draft id + d2t.
+
+    Some trainers write absolute ids, which can pass for offsets; t2d, the mask [V] of target ids that
+    have a draft id, tells them apart.
+
+    Raises:
+      CheckpointError: d2t is missing, or does not hold the offsets of a vocabulary.
+    """
+    Vd, V = config.draft_vocab_size, config.vocab_size
+    rename = head_names(checkpoint.tensors)
+    d2t, t2d = rename("d2t"), rename("t2d")
+    if d2t not in checkpoint:
+        if Vd == V:
+            return
+        raise CheckpointError(f"the draft vocabulary has {Vd} of {V} tokens but there is no d2t")
+    offsets = checkpoint.read(d2t).reshape(-1).astype(np.int64)
+    if Vd == V and np.array_equal(offsets, np.arange(V)):
+        return  # absolute ids of the whole vocabulary
+    ids = np.arange(len(offsets)) + offsets
+    if len(offsets) != Vd or np.any(np.diff(ids) <= 0) or ids.min() < 0 or ids.max() >= V:
+        raise CheckpointError(
+            f"d2t must hold {Vd} offsets to ascending target ids below {V}; "
+            "absolute ids need 'd2t - arange(len(d2t))'"
+        )
+    if t2d in checkpoint and not np.array_equal(np.flatnonzero(checkpoint.read(t2d)), ids):
+        raise CheckpointError(
+            "d2t and t2d name different target ids; d2t must hold offsets, "
+            "absolute ids need 'd2t - arange(len(d2t))'"
+        )
+
+
+def load_head(
+    folder: str | Path, target: TargetConfig, *, dtype: str, taps: Sequence[int] | None = None
+) -> DraftHead:
+    """A P-EAGLE or EAGLE-3 head in the AWS, SafeAILab, SpecForge, NeMo or speculators layout.
+
+    Args:
+      folder: config.json and safetensors.
+      target: the model that the head will draft for.
+      dtype: of all weights.
+      taps: ids of the layers whose inputs the head taps, where config.json's are not to be trusted
+        (`config_json` says how they are read).
+    Raises:
+      CheckpointError: the head is broken or does not fit `target`.
+    """
+    folder = Path(folder)
+    checkpoint = Checkpoint(folder)
+    with _Naming(folder):
+        rename = head_names(checkpoint.tensors)
+        names = {name.removeprefix("model.") for name in checkpoint.names()}
+        if "fc.weight" not in names:
+            raise CheckpointError("no fc.weight; this is not an EAGLE-3 or P-EAGLE head")
+        fc = checkpoint.info(rename("fc.weight")).shape
+        if len(fc) != 2:
+            raise CheckpointError(f"fc.weight has shape {fc}, not two dimensions")
+        config = drafter_config(folder, target, names, fc[1], taps)
+        _check_d2t(checkpoint, config)
+        layout = head_layout(config, checkpoint.tensors)
+        layout.check("the head")
+        head = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        _fill(head, layout, checkpoint, dtype)
+    return head
+
+
+def _tensors_of(
+    module: nnx.Module, layout: Layout, like: dict[str, TensorInfo]
+) -> dict[str, np.ndarray]:
+    params, out = dict(nnx.to_flat_state(nnx.state(module))), {}
+    if any(path[-1] == "scale" for path in params):
+        raise CheckpointError("a quantised model cannot be saved; save the one it was made from")
+    for rule in layout.rules:
+        array = np.asarray(jax.device_get(params[rule.path].get_value()))
+        parts = rule.transform.split(array, [like[name] for name in rule.names])
+        out |= dict(zip(rule.names, parts, strict=True))
+    return {name: out[name] for name in like}
+
+
+def _write_folder(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write(folder / "model.safetensors", tensors)
+
+
+def save_target(model: Decoder, folder: str | Path, *, dtype: str = "bfloat16") -> None:
+    """Writes `config.json` and `model.safetensors` under their Hugging Face names, unquantised."""
+    like = target_tensors(model.config, jnp.dtype(dtype))
+    tensors = _tensors_of(model, target_layout(model.config, like), like)
+    _write_folder(Path(folder), target_json(model.config, dtype), tensors)
+
+
+def save_head(
+    head: DraftHead, folder: str | Path, *, max_position: int, dtype: str = "bfloat16"
+) -> None:
+    """Writes a head in the AWS layout (P-EAGLE) or the SafeAILab layout (EAGLE-3): `midlayer.*`.
+
+    `d2t` (int64 offsets) and `t2d` (bool) are always written, as those files have them.
+    """
+    config = head.config
+    like = head_tensors(config, jnp.dtype(dtype))
+    tensors = _tensors_of(head, head_layout(config, like), like)
+    d2t = tensors.setdefault("d2t", np.zeros(config.draft_vocab_size, np.int64))
+    tensors["t2d"] = np.zeros(config.vocab_size, bool)
+    tensors["t2d"][np.arange(len(d2t)) + d2t] = True
+    _write_folder(Path(folder), head_json(config, max_position, dtype), tensors)
