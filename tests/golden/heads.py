@@ -54,7 +54,8 @@ class Head:
 
     `layer` overrides the decoder config, `flags` are speculators' own switches, `keep` names the
     weights that stay copies of the target's (speculators trains neither lm_head nor, for EAGLE-3,
-    the embedding).
+    the embedding); with `shares` the file lacks them. `bfloat16` heads are stored so, and rounded
+    before anything is computed.
     """
 
     seed: int
@@ -66,12 +67,14 @@ class Head:
     layer: dict = field(default_factory=dict)
     flags: dict = field(default_factory=dict)
     keep: tuple[str, ...] = ()
+    shares: bool = False
+    bfloat16: bool = False
 
 
 HEADS = {
     "peagle-1": Head(seed=21, num_draft=4),
     "peagle-4": Head(  # like the released heads: llama3 rope, queries wider than the model
-        seed=22, num_layers=4, num_draft=8,
+        seed=22, num_layers=4, num_draft=8, bfloat16=True,
         layer=dict(head_dim=32, rope_parameters=targets.LLAMA3_ROPE),
     ),
     "peagle-pruned": Head(seed=23, num_draft=6, draft_vocab=PRUNED_VOCAB, keep=("lm_head",)),
@@ -85,6 +88,15 @@ HEADS = {
             use_sliding_window=True, sliding_window=6, max_window_layers=1,
             rope_parameters=targets.QWEN3_ROPE,
         ),
+    ),
+    "peagle-bias": Head(  # biases of q, k, v and o in both kinds of layer; a norm for each tap
+        seed=28, num_layers=2, num_draft=4, draft_vocab=PRUNED_VOCAB, bfloat16=True,
+        layer=dict(attention_bias=True, intermediate_size=24),
+        flags=dict(fc_norm=True, norm_output=True),  # norm_output does nothing where no state is fed back
+    ),
+    "peagle-shared": Head(  # takes embedding, mask row included, and lm_head from the target
+        seed=29, num_draft=3, layer=dict(intermediate_size=24), keep=("embed_tokens", "lm_head"),
+        shares=True, bfloat16=True,
     ),
     "eagle3": Head(
         seed=26, num_draft=3, algorithm="eagle3", draft_vocab=PRUNED_VOCAB, keep=("embed_tokens",)
@@ -126,7 +138,12 @@ def build(head: Head, target_folder: Path) -> SpeculatorModel:
         model.load_vocab_mappings(t2d, d2t)
     logger.disable("speculators")
     model.load_verifier_weights()
-    targets.randomise(model, head.seed, keep=("verifier_", *head.keep))
+    frozen = ("verifier_", *head.keep)
+    targets.randomise(model, head.seed, keep=frozen)
+    if head.bfloat16:
+        for name, param in model.named_parameters():
+            if not name.startswith(frozen):
+                param.data = param.data.bfloat16().float()
     return model.float().eval()
 
 
@@ -268,7 +285,8 @@ def write(name: str, recorded: dict[str, torch.Tensor], out: Path) -> None:
     cod_logits           float [E, Vd]    drafter logits of these elements
     cod_loss             float []         loss of that sample
     grad_mask_hidden     float [192]      its gradient by mask_hidden
-    grad_mask_embedding  float [64]       and by the embedding row of the mask token
+    grad_mask_embedding  float [64]       and by the embedding row of the mask token, though it be
+                                          the target's
 
     and of EAGLE-3 heads, whose step s in slot p takes token x_{p+1+s}, the hidden state that step
     s-1 left in slot p (before the final norm, or after it with norm_output), and attends to
@@ -282,8 +300,12 @@ def write(name: str, recorded: dict[str, torch.Tensor], out: Path) -> None:
     head = HEADS[name]
     model = build(head, out / "qwen3")
     record = record_peagle if head.algorithm == "peagle" else record_eagle3
-    expected = record(model, head, slots(recorded))
+    targets.save_expected(record(model, head, slots(recorded)), name, out)
     model.config.speculators_config.verifier.name_or_path = VERIFIER
-    model.save_pretrained(out / name)
+    if head.bfloat16:
+        model.bfloat16()  # the gradients too, so after they are saved
+    own = {
+        n: x for n, x in model.state_dict().items() if not (head.shares and n.startswith(head.keep))
+    }
+    model.save_pretrained(out / name, state_dict=own)
     (out / name / "config.py").unlink()  # speculators' own source, which it saves beside its files
-    targets.save_expected(expected, name, out)
