@@ -111,11 +111,11 @@ def _qwen3(fields: Fields) -> dict:
     fields.only("qkv_bias", False)
     layers = common["num_layers"]
     slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
-    types = [FULL] * layers
-    if slides:
-        first = fields.count("max_window_layers", least=0)
+    if fields.get("layer_types") is not None:
+        types = fields.items("layer_types")
+    else:
+        first = fields.count("max_window_layers", least=0) if slides else layers
         types = [SLIDING if i >= first else FULL for i in range(layers)]
-    types = fields.items("layer_types", types)
     if SLIDING in types and not slides:
         raise fields.error(
             "layer_types names sliding-window layers, but use_sliding_window and sliding_window do "
