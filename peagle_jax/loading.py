@@ -1,8 +1,9 @@
 """`load`: from folders (or nothing) to an engine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from peagle_jax.checkpoint import load_head, load_target
+from peagle_jax.checkpoint import Quantization, load_head, load_target
 from peagle_jax.config import ConfigError, EngineConfig, Method
 from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Engine
@@ -23,6 +24,8 @@ def load_weights(
     *,
     method: Method | None,
     dtype: str,
+    quantization: Quantization | None = None,
+    taps: Sequence[int] | None = None,
 ) -> tuple[Decoder, DraftHead | None, Tokenizer | None]:
     """Target, head and tokenizer.
 
@@ -31,12 +34,15 @@ def load_weights(
       drafter: head folder; None is the embedded model's head for `method`.
       method: "none" loads no head; the other two check that the head can be run that way; None takes
         the head as it is, and P-EAGLE's of the embedded model.
+      dtype: of all weights that are not quantised.
+      quantization: "fp8" quantises the target's matrices while they are read.
+      taps: ids of the layers whose inputs the head taps, where its config.json names others.
 
     Raises:
       ConfigError: something is missing or does not fit; the message says what.
     """
     target_folder = embedded("target") if model is None else Path(model)
-    target = load_target(target_folder, dtype=dtype)
+    target = load_target(target_folder, dtype=dtype, quantization=quantization)
     has_text = (target_folder / "tokenizer.json").is_file()
     tokenizer = Tokenizer(target_folder) if has_text else None
     if method == "none":
@@ -47,7 +53,7 @@ def load_weights(
                 f"drafting needs a head for {model}: give --drafter DIR, or use --method none"
             )
         drafter = embedded(method or "peagle")
-    head = load_head(drafter, target.config, dtype=dtype)
+    head = load_head(drafter, target.config, dtype=dtype, taps=taps)
     if method not in (None, head.config.method):
         raise ConfigError(
             f"{drafter} is a {head.config.method} head; run it with --method {head.config.method}"
@@ -61,12 +67,18 @@ def load(
     *,
     method: Method | None = None,
     config: EngineConfig | None = None,
+    quantization: Quantization | None = None,
+    taps: Sequence[int] | None = None,
 ) -> Engine:
     """An engine from Hugging Face folders; without arguments the embedded model with P-EAGLE.
+
+    Arguments are those of `load_weights`; `config` sizes the engine.
 
     >>> engine = load()
     >>> engine.generate(["def quicksort(xs):"], SamplingParams(max_tokens=64))[0].text
     """
     config = config or EngineConfig()
-    target, head, tokenizer = load_weights(model, drafter, method=method, dtype=config.dtype)
+    target, head, tokenizer = load_weights(
+        model, drafter, method=method, dtype=config.dtype, quantization=quantization, taps=taps
+    )
     return Engine(target, head, config, tokenizer=tokenizer)

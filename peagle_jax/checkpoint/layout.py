@@ -70,8 +70,10 @@ class Layout:
         return any(rule.path[-1] == "scale" for rule in self.rules)
 
     def check(self, what: str) -> None:
-        """Raises:
-        CheckpointError: something is missing or left over.
+        """Refuses a file that `what` cannot be loaded from.
+
+        Raises:
+          CheckpointError: something is missing or left over.
         """
         if self.missing:
             more = f" (and {len(self.missing) - 1} more)" if len(self.missing) > 1 else ""

@@ -115,6 +115,8 @@ def load_target(
       CheckpointError: the folder is no supported model, or tensors are missing, unused or misshapen, or
         `quantization` is given for a model that is quantised.
     """
+    if quantization not in (None, "fp8"):
+        raise CheckpointError(f"{quantization=} is not supported; 'fp8' is")
     folder = Path(folder)
     config = target_config(folder)
     checkpoint = Checkpoint(folder)

@@ -55,11 +55,17 @@ def _unique(pairs: list[tuple]) -> dict:
     return dict(pairs)
 
 
+def _whole(n) -> int:
+    if type(n) is not int:
+        raise TypeError(f"{n!r} is not a whole number")
+    return n
+
+
 def _entry(path: Path, name: str, raw, data_start: int, file_size: int) -> TensorInfo:
     try:
         dtype = DTYPES[raw["dtype"]]
-        shape = tuple(int(n) for n in raw["shape"])
-        begin, end = (int(n) for n in raw["data_offsets"])
+        shape = tuple(_whole(n) for n in raw["shape"])
+        begin, end = (_whole(n) for n in raw["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: bad header entry for tensor {name!r}: {raw!r}") from error
     size = dtype.itemsize
@@ -109,6 +115,21 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return table
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """File of each tensor, by an index file.
+
+    Raises:
+      CheckpointError: not an index, or one that names no tensor.
+    """
+    try:
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise TypeError("weight_map does not map names to files")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: not a weight index") from error
+    return weight_map
+
+
 class Checkpoint:
     """All tensors of a folder, mapped: `tensors` (the headers), `read(name)` (the contents).
 
@@ -121,7 +142,10 @@ class Checkpoint:
         self._maps: dict[Path, mmap.mmap] = {}
         self._paths: dict[str, Path] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        for path in self._files():
+        index = self.folder / "model.safetensors.index.json"
+        weight_map = _weight_map(index) if index.is_file() else None
+        files = self._files() if weight_map is None else self._shards(index, weight_map)
+        for path in files:
             for name, info in read_header(path).items():
                 if name in self.tensors:
                     raise CheckpointError(
@@ -129,6 +153,29 @@ class Checkpoint:
                     )
                 self._paths[name] = path
                 self.tensors[name] = info
+        if weight_map is not None:
+            self._check_agreement(index, weight_map)
+
+    def _check_agreement(self, index: Path, weight_map: dict[str, str]) -> None:
+        """The index and the headers of the files it names must say the same.
+
+        Raises:
+          CheckpointError: they do not.
+        """
+        for name, shard in weight_map.items():
+            if name not in self.tensors:
+                raise CheckpointError(f"{index}: says {shard} holds tensor {name!r}; it does not")
+            if self._paths[name].name != shard:
+                raise CheckpointError(
+                    f"{index}: says {shard} holds tensor {name!r}; it is in {self._paths[name].name}"
+                )
+        extra = self.tensors.keys() - weight_map.keys()
+        if extra:
+            name = min(extra)
+            raise CheckpointError(
+                f"{index}: does not list tensor {name!r} of {self._paths[name].name}; "
+                "download index and files again, together"
+            )
 
     def _files(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -136,9 +183,6 @@ class Checkpoint:
                 f"{self.folder}: no such folder; give a Hugging Face model folder with "
                 "config.json and *.safetensors"
             )
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            return self._shards(index)
         whole = self.folder / "model.safetensors"
         if whole.is_file():
             return [whole]
@@ -147,21 +191,18 @@ class Checkpoint:
             return files
         found = f"{len(files)} *.safetensors files and" if files else "no *.safetensors file,"
         raise CheckpointError(
-            f"{self.folder}: holds {found} no model.safetensors or {index.name} to say which to read"
+            f"{self.folder}: holds {found} no model.safetensors or model.safetensors.index.json "
+            "to say which to read"
         )
 
-    def _shards(self, index: Path) -> list[Path]:
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            names = [Path(shard).name for shard in shards]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: not a weight index") from error
-        for shard, name in zip(shards, names, strict=True):
-            if shard != name:
+    def _shards(self, index: Path, weight_map: dict[str, str]) -> list[Path]:
+        shards = sorted(set(weight_map.values()))
+        for shard in shards:
+            if Path(shard).name != shard:
                 raise CheckpointError(f"{index}: names {shard!r}, not a file beside it")
-            if not (self.folder / name).is_file():
-                raise CheckpointError(f"{index}: names {name}, which is missing")
-        return [self.folder / name for name in names]
+            if not (self.folder / shard).is_file():
+                raise CheckpointError(f"{index}: names {shard}, which is missing")
+        return [self.folder / shard for shard in shards]
 
     def names(self) -> list[str]:
         return list(self.tensors)

@@ -96,6 +96,8 @@ REFUSED = {
     "entry of another kind": (file_of({"x": [0, 8]}, eight), "bad header entry"),
     "one offset": (file_of({"x": entry(0, 8) | {"data_offsets": [8]}}, eight), "bad header entry"),
     "shape of text": (file_of({"x": entry(0, 8, shape=["a"])}, eight), "bad header entry"),
+    "numbers as text": (file_of({"x": entry(0, 8, shape=["2"])}, eight), "bad header entry"),
+    "numbers with a fraction": (file_of({"x": entry(0, 8, shape=[2.0])}, eight), "bad header entry"),
     "size against shape": (file_of({"x": entry(0, 8, shape=[3])}, eight), "which disagree"),
     "size against dtype": (file_of({"x": entry(0, 8, "F64", [2])}, eight), "which disagree"),
     "negative shape": (file_of({"x": entry(0, 8, shape=[-2, -1])}, eight), "which disagree"),
@@ -210,6 +212,28 @@ def same_tensor_twice(folder) -> None:
     index(folder, {"a": "1.safetensors", "b": "2.safetensors"})
 
 
+def unlisted(folder) -> None:
+    shard(folder, "1.safetensors", a=1, b=1)
+    index(folder, {"a": "1.safetensors"})
+
+
+def exchanged(folder) -> None:
+    two_files(folder)
+    index(folder, {"a": "b.safetensors", "b": "a.safetensors"})
+
+
+def promised(folder) -> None:
+    two_files(folder)
+    index(folder, {"a": "a.safetensors", "b": "b.safetensors", "c": "b.safetensors"})
+
+
+def cut_shard(folder) -> None:
+    two_files(folder)
+    index(folder, {"a": "a.safetensors", "b": "b.safetensors"})
+    whole = (folder / "b.safetensors").read_bytes()
+    (folder / "b.safetensors").write_bytes(whole[:-1])
+
+
 def outside(folder) -> None:
     shard(folder.parent, "secret.safetensors", a=1)
     index(folder, {"a": "../secret.safetensors"})
@@ -225,6 +249,16 @@ FOLDERS = {
     "two files without an index": (two_files, "holds 2"),
     "missing shard": (lambda f: index(f, {"a": "gone.safetensors"}), "gone.safetensors, which is"),
     "tensor in two shards": (same_tensor_twice, "'a' is also in 1.safetensors"),
+    "tensor the index does not list": (unlisted, "does not list tensor 'b' of 1.safetensors"),
+    "tensors in each other's shard": (exchanged, "says b.safetensors holds tensor 'a'; it is in a"),
+    "tensor that no shard holds": (promised, "says b.safetensors holds tensor 'c'; it does not"),
+    "truncated shard": (cut_shard, "b.safetensors: truncated: tensor 'b'"),
+    "index of nothing": (lambda f: index(f, {}), "not a weight index"),
+    "index nested without end": (
+        lambda f: (f / "model.safetensors.index.json").write_text("[" * 99_999), "not a weight index",
+    ),
+    "shard in a folder below": (lambda f: index(f, {"a": "x/a.safetensors"}), "not a file beside it"),
+    "shard without a name": (lambda f: index(f, {"a": ".."}), "which is missing"),
     "shard outside of the folder": (outside, "not a file beside it"),
     "shard by absolute path": (absolute, "not a file beside it"),
     "index without a map": (
