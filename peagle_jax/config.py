@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Method = Literal["none", "eagle3", "peagle"]
+Family = Literal["llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma4"]
 MAX_NUM_DRAFT = 128
 
 
@@ -15,10 +16,9 @@ class ConfigError(ValueError):
     """A configuration the user can fix; the message says how. Command lines print it and exit 2."""
 
 
-def _check_windows(config) -> None:
-    windows = config.sliding_windows
-    if windows is not None and len(windows) != config.num_layers:
-        raise ConfigError(f"{windows=} needs one entry for each of {config.num_layers=}")
+def _check_windows(windows: tuple[int | None, ...] | None, num_layers: int) -> None:
+    if windows is not None and len(windows) != num_layers:
+        raise ConfigError(f"{windows=} needs one entry for each of {num_layers=}")
     if any(window is not None and window < 1 for window in windows or ()):
         raise ConfigError(f"{windows=} must hold None or positive numbers of tokens")
 
@@ -115,18 +115,15 @@ class ExpertsConfig:
     normalize: bool = True
 
 
-Family = Literal["llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma4"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
-    """A decoder of one of the families; `intermediate_size` is that of one expert where there are any.
+    """A decoder of one of the families.
 
     Args:
+      intermediate_size: width of the MLP, or of one expert.
       sliding_windows: window of each layer, None entries see everything; None: no layer slides.
       global_attention: how layers without a window differ (Gemma 4).
-      experts: mixture of experts in place of one MLP.
-      swiglu_limit: clamp inside the experts of GPT-OSS.
+      experts, swiglu_limit: mixture of experts in place of one MLP; GPT-OSS's clamp inside them.
       logit_softcap: c in `c tanh(logits / c)`.
 
     Taps are layer ids in the vLLM convention: id i is the residual stream entering layer i.
@@ -155,7 +152,7 @@ class TargetConfig:
     bos_id: int | None = None
 
     def __post_init__(self):
-        _check_windows(self)
+        _check_windows(self.sliding_windows, self.num_layers)
         for layer in range(self.num_layers):
             self.attention(layer)
 
@@ -184,7 +181,7 @@ class TargetConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """Factor on embedding rows, to be rounded to the compute dtype first (73.5 in bfloat16)."""
+        """Factor on embedding rows; the compute dtype rounds it first (73.32 is 73.5 in bfloat16)."""
         return self.hidden_size**0.5 if self.family == "gemma4" else 1.0
 
     @property
@@ -231,7 +228,7 @@ class DrafterConfig:
     """Depth the head was trained for (K_train), when the checkpoint states it."""
 
     def __post_init__(self):
-        _check_windows(self)
+        _check_windows(self.sliding_windows, self.num_layers)
         self.attention(0)
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other; set one of them")
@@ -315,7 +312,7 @@ class EngineConfig:
 
     @property
     def lookahead(self) -> int:
-        """Positions past the committed length that one round may write: the drafter's 2J rows."""
+        """Positions past the committed length that a round may write: the drafter's 2J rows."""
         return max(1, 2 * self.num_draft)
 
     @property
@@ -324,10 +321,9 @@ class EngineConfig:
         return -(-self.max_model_len // self.page_size)
 
     def ring_pages(self, window: int) -> int:
-        """Pages that a layer with a sliding window keeps for each slot, whatever the length.
+        """Pages that a layer with a window keeps for each slot, whatever the length.
 
-        A call may write `prefill_chunk + lookahead` rows before its first row looks back over the
-        window; a ring that holds both never overwrites a key some row still sees.
+        A ring of the window and the rows of one call never loses a key that some row still sees.
         """
         rows = self.prefill_chunk + self.lookahead
         return -(-(min(window, self.max_model_len) + rows) // self.page_size)

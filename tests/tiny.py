@@ -80,8 +80,10 @@ def loud(module, seed: int, *, vectors: bool = False):
     keys = jax.random.split(jax.random.key(seed), len(leaves))
 
     def redraw(leaf, key):
+        if leaf.ndim < 2 and not vectors:
+            return leaf
         noise = 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
-        return noise if leaf.ndim > 1 else leaf + noise if vectors else leaf
+        return noise if leaf.ndim > 1 else leaf + noise
 
     return jax.tree.unflatten(structure, [redraw(*pair) for pair in zip(leaves, keys, strict=True)])
 
