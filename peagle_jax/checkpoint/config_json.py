@@ -1,30 +1,28 @@
 """`config.json` of a head <-> `DrafterConfig`, and whether the head fits its target.
 
-Two shapes of file: flat (AWS, SafeAILab, SpecForge, ModelOpt, NeMo Automodel) and nested (speculators,
-whose `transformer_layer_config` holds the decoder's keys).
+Two shapes of file: flat (AWS, SafeAILab, SpecForge, ModelOpt, NeMo Automodel) and nested (speculators:
+its `transformer_layer_config` holds the decoder's keys).
 
-Tap ids count in two ways. Ours, vLLM's and speculators' id i is the stream that enters layer i. SGLang's
-is the layer that has finished, one less: so do the files written for it count, which name their taps in
-`eagle_config` (SpecForge, ModelOpt), and SpecForge's own P-EAGLE heads anywhere. The two cannot be told
-apart by the numbers alone; a caller who knows better passes `taps`.
+Tap ids count in two ways. Ours, vLLM's and speculators' id i is the stream that enters layer i; others
+number the layer that has finished, one less. Files written for SGLang (SpecForge, ModelOpt), known by
+their `eagle_config` or by SpecForge's P-EAGLE architecture, come in both; as SGLang does (sgl-project/sglang,
+pull request 25454) a first id of 1 is taken for the second way, for every head's lowest tap is meant to
+follow layer 1. A caller who knows better passes `taps`.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from peagle_jax.checkpoint.fields import Fields, read_config
-from peagle_jax.checkpoint.rope_json import FULL, rope_config, rope_json, windows, windows_json
+from peagle_jax.checkpoint.rope_json import SLIDING, rope_config, rope_json, windows, windows_json
 from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.checkpoint.target_json import decoder_fields, decoder_json
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-_QWEN_HEADS = ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM")
-_LLAMA_HEADS = (
-    "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3", "LlamaForCausalLM", "PeagleLlamaForCausalLM",
-    "LlamaForCausalLMPeagle",
-)  # fmt: skip
 _SPECFORGE_HEADS = ("PEagleDraftModel",)
+_THETA = 1e4
+"""SafeAILab's files state no rope at all and mean Llama's."""
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -34,29 +32,31 @@ def _architecture(head: Fields) -> str | None:
 
 def _tap_ids(head: Fields, nested: bool) -> tuple[int, ...] | None:
     """Taps as ids of entered layers; None where the config leaves them to the target's default."""
-    eagle = head.inner("eagle_config", {})
-    ids, finished = head.ids(_IDS), _architecture(head) in _SPECFORGE_HEADS
+    ids, for_sglang = head.ids(_IDS), _architecture(head) in _SPECFORGE_HEADS
     if not ids:
-        ids, finished = eagle.ids(_IDS), True
+        ids, for_sglang = head.inner("eagle_config", {}).ids(_IDS), True
     if not ids:
         return None
-    return tuple(i + 1 for i in ids) if finished and not nested else ids
+    finished = for_sglang and not nested and ids[0] == 1
+    return tuple(i + 1 for i in ids) if finished else ids
 
 
-def _is_qwen(head: Fields, layers: Fields) -> bool:
-    """By `architectures` if it says so, else by `model_type`."""
-    name = _architecture(head)
-    return name in _QWEN_HEADS or (layers.get("model_type") == "qwen3" and name not in _LLAMA_HEADS)
+def _has_qk_norm(head: Fields, layers: Fields, nested: bool) -> bool:
+    """Whether the layers are Qwen3's. A flat `model_type` may be the target's (NeMo Automodel)."""
+    name = _architecture(head) or ""
+    if not nested and ("Qwen3ForCausalLM" in name or "Llama" in name):
+        return "Llama" not in name
+    return layers.get("model_type") == "qwen3"
 
 
 def _windows(layers: Fields, num_layers: int) -> tuple[int | None, ...] | None:
-    if layers.get("sliding_window") is None:
-        return None
-    return windows(layers, layers.items("layer_types", [FULL] * num_layers), num_layers)
+    types = layers.items("layer_types", [])
+    return windows(layers, types, num_layers) if SLIDING in types else None
 
 
 def _trained_num_draft(head: Fields) -> int | None:
-    stated = head.get("num_speculative_tokens", head.get("k_train"))
+    stated = [head.get(key) for key in ("num_speculative_tokens", "k_train", "num_depths")]
+    stated = next((one for one in stated if one is not None), None)
     for method in head.inner("speculators_config", {}).items("proposal_methods", []):
         stated = method.get("speculative_tokens") if stated is None else stated
     return stated
@@ -135,7 +135,7 @@ def drafter_config(
         config = DrafterConfig(
             method="peagle" if "mask_hidden" in tensors else "eagle3",
             **common,
-            rope=rope_config(layers),
+            rope=rope_config(layers, default_theta=_THETA),
             draft_vocab_size=head.count("draft_vocab_size", vocabulary),
             target_hidden_size=head.count(
                 "target_hidden_size", layers.count("target_hidden_size", target.hidden_size)
@@ -143,7 +143,7 @@ def drafter_config(
             num_taps=head.count("num_aux_hidden_states", len(taps or (0, 0, 0))),
             taps=taps,
             mask_token_id=masks[0] if masks else None,
-            qk_norm=_is_qwen(head, layers),
+            qk_norm=_has_qk_norm(head, layers, nested),
             output_bias=output_bias,
             norm_before_fc="input_norm.weight" in tensors,
             fc_norm="fc_norm.0.weight" in tensors,

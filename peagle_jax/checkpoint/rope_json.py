@@ -13,8 +13,8 @@ from peagle_jax.config import Llama3Scaling, RopeConfig, YarnScaling
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def rope_config(fields: Fields) -> RopeConfig:
-    """The rope that all layers share.
+def rope_config(fields: Fields, default_theta: float | None = None) -> RopeConfig:
+    """The rope that all layers share; theta must be stated unless there is a default.
 
     Raises:
       CheckpointError: unknown kind of scaling, or an incomplete one.
@@ -22,7 +22,8 @@ def rope_config(fields: Fields) -> RopeConfig:
     key = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     scaling = fields.inner(key, {})
     if scaling.get("rope_theta") is None:
-        scaling = Fields(scaling.raw | {"rope_theta": fields.number("rope_theta")}, fields.where)
+        theta = fields.number("rope_theta", default_theta)
+        scaling = Fields(scaling.raw | {"rope_theta": theta}, fields.where)
     fields.only("partial_rotary_factor", 1, 1.0)
     return _rope(scaling)
 

@@ -231,7 +231,7 @@ class Checkpoint:
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes one file, tensors in the given order."""
+    """Writes one file, tensors in the given order; at once, so that a mapped file may be replaced."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, array in tensors.items():
         header[name] = {
@@ -242,7 +242,9 @@ def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
         offset += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    unfinished = path.with_name(path.name + ".part")
+    with unfinished.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in tensors.values():
             file.write(np.ascontiguousarray(array).tobytes())
+    unfinished.replace(path)

@@ -1,0 +1,246 @@
+"""The other families and the quantised files against transformers, and each rule broken by turns."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from peagle_jax.checkpoint import load_target
+from peagle_jax.config import EngineConfig, SamplingParams
+from peagle_jax.engine.engine import Engine
+from peagle_jax.models import Decoder
+from tests.tiny import causal_attention
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TAPS = (2, 4, 5)
+LOGITS_ATOL = 2e-4  # logits reach 10: a few float32 steps summed over eight layers
+STATES_ATOL = 5e-4  # residual streams reach 30
+NAMES = (
+    "gpt_oss-mxfp4", "gpt_oss-bf16", "qwen3_moe-bf16", "qwen3_moe-fp8", "qwen3-fp8-channel",
+    "llama-fp8-tensor", "gemma4",
+)  # fmt: skip
+
+
+@cache
+def expected(name: str) -> dict[str, np.ndarray]:
+    return load_file(GOLDEN / "expected" / f"{name}.safetensors")
+
+
+def load(name: str) -> Decoder:
+    return load_target(GOLDEN / name, dtype="float32")
+
+
+def forward(model: Decoder, tokens):
+    """Logits, taps and last stream. Not jitted: the operations compile once for all variants."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    last, tapped, _ = model(tokens, positions, [None] * 8, causal_attention, taps=TAPS)
+    return model.unembed(last), tapped, last
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_taps_equal_those_of_transformers(name):
+    want, model = expected(name), load(name)
+    assert model.config.default_taps == TAPS
+    logits, taps, last = forward(model, want["tokens"])
+    np.testing.assert_allclose(logits, want["logits"], atol=LOGITS_ATOL)
+    np.testing.assert_allclose(taps, want["taps"].reshape(taps.shape), atol=STATES_ATOL)
+    np.testing.assert_allclose(last, want["last"], atol=STATES_ATOL)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_writes_the_greedy_text_of_transformers(name):
+    want, model = expected(name), load(name)
+    config = EngineConfig(
+        num_draft=0, max_num_seqs=2, max_model_len=72, page_size=8, prefill_chunk=32, prefill_rows=2
+    )
+    done = Engine(model, None, config).generate(
+        want["tokens"].tolist(), SamplingParams(max_tokens=24)
+    )
+    assert [c.tokens for c in done] == want["greedy"].tolist()
+
+
+def attention(**changes):
+    """Every layer's attention as another config says; a rule for the layers that it changes."""
+
+    def apply(model: Decoder):
+        for layer in model.layers:
+            old = layer.attention.config
+            new = {k: v(old) if callable(v) else v for k, v in changes.items()}
+            layer.attention.config = replace(old, **new)
+
+    return apply
+
+
+def window(change):
+    return attention(window=lambda old: None if old.window is None else change(old.window))
+
+
+def config(change):
+    def apply(model: Decoder):
+        model.config = replace(model.config, **change(model.config))
+
+    return apply
+
+
+def rope(**changes):
+    return config(lambda c: dict(rope=replace(c.rope, **changes)))
+
+
+def yarn(**changes):
+    scaled = lambda c: replace(c.rope, scaling=replace(c.rope.scaling, **changes))
+    return config(lambda c: dict(rope=scaled(c)))
+
+
+def wide_rope(**changes):
+    wide = lambda c: replace(c.global_attention, rope=replace(c.global_attention.rope, **changes))
+    return config(lambda c: dict(global_attention=wide(c)))
+
+
+def experts(change):
+    """Every layer's mixture under another config."""
+
+    def apply(model: Decoder):
+        for layer in model.layers:
+            layer.mlp.config = replace(layer.mlp.config, **change(layer.mlp.config))
+
+    return apply
+
+
+def routing(**changes):
+    return experts(lambda c: dict(experts=replace(c.experts, **changes)))
+
+
+def weights(find, change, layers=slice(None)):
+    """A parameter of some layers changed: `change` maps its values."""
+
+    def apply(model: Decoder):
+        for layer in list(model.layers)[layers]:
+            param = find(layer)
+            param.set_value(jnp.asarray(change(np.asarray(param[...]))))
+
+    return apply
+
+
+def without(name: str):
+    def apply(model: Decoder):
+        for layer in model.layers:
+            setattr(layer.attention, name, nnx.data(None))
+
+    return apply
+
+
+def through(name: str):
+    """A norm of every layer, left out."""
+
+    def apply(model: Decoder):
+        for layer in model.layers:
+            setattr(layer, name, lambda x: x)
+
+    return apply
+
+
+zero, one = np.zeros_like, np.ones_like
+swap = lambda x: x[:, ::-1].copy()
+interleave = lambda x: x.swapaxes(1, 2).reshape(x.shape).copy()
+roll = lambda x: np.roll(x, 1, axis=-2)
+nibbles = lambda x: (x >> 4) | (x << 4)
+mean = lambda x: np.full_like(x, x.mean())
+
+MOE = {
+    "gate for up": weights(lambda x: x.mlp.gate_up.weight, swap),
+    "one expert fewer": routing(top_k=1),
+    "experts in another order": weights(lambda x: x.mlp.down.weight, lambda w: np.roll(w, 1, 0)),
+}
+GPT_OSS = MOE | {
+    "no sinks": without("sinks"),
+    "no window": window(lambda width: None),
+    "window off by one": window(lambda width: width - 1),
+    "no yarn": rope(scaling=None),
+    "yarn with whole ends": yarn(truncate=True),
+    "yarn without its factor on the scores": yarn(attention_factor=1.0),
+    "yarn of another original length": yarn(original_max_position=256),
+    "no clamp": experts(lambda c: dict(swiglu_limit=1e9)),
+    "no router bias": weights(lambda x: x.mlp.router.bias, zero),
+    "no bias of gate and up": weights(lambda x: x.mlp.gate_up.bias, zero),
+    "bias of gate and up as stored": weights(lambda x: x.mlp.gate_up.bias, interleave),
+    "no bias of down": weights(lambda x: x.mlp.down.bias, zero),
+    "no bias of q, k and v": weights(lambda x: x.attention.qkv.bias, zero),
+    "no bias of the output": weights(lambda x: x.attention.out.bias, zero),
+}
+BROKEN = {
+    "gpt_oss-bf16": GPT_OSS | {
+        "rows of gate and up as stored": weights(lambda x: x.mlp.gate_up.weight, interleave),
+    },
+    "gpt_oss-mxfp4": GPT_OSS | {
+        "high nibble first": weights(lambda x: x.mlp.down.weight, nibbles),
+        "scales of gate and up as stored": weights(lambda x: x.mlp.gate_up.scale, interleave),
+        "scales twice as large": weights(lambda x: x.mlp.down.scale, lambda s: s + 1),
+    },
+    "qwen3_moe-bf16": MOE | {
+        "weights that do not sum to one": routing(normalize=False),
+        "no q norm": weights(lambda x: x.attention.q_norm.weight, one),
+        "no k norm": weights(lambda x: x.attention.k_norm.weight, one),
+        "another theta": rope(theta=1e6),
+    },
+    "qwen3_moe-fp8": {
+        "scales of another expert": weights(
+            lambda x: x.mlp.down.scale, lambda s: np.roll(s, 1, axis=0)
+        ),
+        "gate's scales for up": weights(lambda x: x.mlp.gate_up.scale, swap),
+        "scales of other columns": weights(lambda x: x.mlp.gate_up.scale, lambda s: s[..., ::-1].copy()),
+        "scales of other rows": weights(lambda x: x.attention.qkv.scale, lambda s: np.roll(s, 36, 0)),
+        "one scale a matrix": weights(lambda x: x.attention.out.scale, mean),
+        # q's 144 rows end inside its second block: the block does not run on into k.
+        "one grid of blocks over q, k and v": weights(
+            lambda x: x.attention.qkv.scale,
+            lambda s: np.concatenate([s[:128], np.repeat(s[128:129], len(s) - 128, 0)]),
+        ),
+    },
+    "qwen3-fp8-channel": {
+        "scales of other rows": weights(lambda x: x.mlp.down.scale, roll),
+        "one scale a matrix": weights(lambda x: x.attention.qkv.scale, mean),
+    },
+    "llama-fp8-tensor": {
+        "q's scale for k and v": weights(
+            lambda x: x.attention.qkv.scale, lambda s: np.full_like(s, s[0, 0])
+        ),
+        "gate's scale for up": weights(
+            lambda x: x.mlp.gate_up.scale, lambda s: np.full_like(s, s[0, 0])
+        ),
+    },
+    "gemma4": {
+        "no layer scalar": weights(lambda x: x.layer_scalar, one),
+        "no window": window(lambda width: None),
+        "window off by one": window(lambda width: width + 1),
+        "every frequency turns": wide_rope(rotary_share=1.0),
+        "theta of the sliding layers": wide_rope(theta=1e4),
+        "no soft cap": config(lambda c: dict(logit_softcap=None)),
+        "no embedding scale": config(lambda c: dict(family="llama")),
+        "scores scaled": attention(scale=None),
+        "no norm of values": attention(value_norm=False),
+        "gate for up": weights(
+            lambda x: x.mlp.gate_up.weight, lambda w: np.concatenate([w[40:], w[:40]])
+        ),
+        "no norm after attention": through("post_attention_norm"),
+        "no norm before the MLP": through("pre_mlp_norm"),
+        "no norm after the MLP": through("post_mlp_norm"),
+        "norm weights of one": weights(lambda x: x.input_norm.weight, one),
+        "no q norm": weights(lambda x: x.attention.q_norm.weight, one),
+        "no k norm": weights(lambda x: x.attention.k_norm.weight, one),
+    },
+}  # fmt: skip
+CASES = [(name, rule) for name, rules in BROKEN.items() for rule in rules]
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_a_broken_rule_shows_in_the_logits(name, rule):
+    model = load(name)
+    BROKEN[name][rule](model)
+    logits, _, _ = forward(model, expected(name)["tokens"])
+    assert np.abs(logits - expected(name)["logits"]).max() > 20 * LOGITS_ATOL

@@ -1,0 +1,249 @@
+"""The golden heads as other trainers save them: the same logits; and how their tap ids are read."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_head, load_target, save_head
+from peagle_jax.checkpoint.safetensors import write
+from peagle_jax.drafter import DraftHead
+from tests.golden import layouts
+from tests.tiny import causal_attention
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ATOL = 5e-4  # logits reach 20
+DEPTHS = {"peagle-4": 8, "peagle-bias": 4, "eagle3": 3}
+"""What nested configs state and most flat ones do not."""
+
+
+@cache
+def target():
+    return load_target(GOLDEN / "qwen3", dtype="float32")
+
+
+@cache
+def expected(name: str) -> dict[str, np.ndarray]:
+    return load_file(GOLDEN / "expected" / f"{name}.safetensors")
+
+
+def parts(name: str) -> layouts.Head:
+    """config.json and tensors of a golden head."""
+    checkpoint = Checkpoint(GOLDEN / name)
+    tensors = {n: checkpoint.read(n) for n in checkpoint.names()}
+    return json.loads((GOLDEN / name / "config.json").read_text()), tensors
+
+
+def write_head(folder: Path, config: dict, tensors: dict) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write(folder / "model.safetensors", tensors)
+    return folder
+
+
+def load(folder: Path, **kwargs) -> DraftHead:
+    return load_head(folder, target().config, dtype="float32", **kwargs)
+
+
+def run(head: DraftHead, tokens, hidden) -> np.ndarray:
+    """Logits of one pass over rows [B, T] at positions 0, 1, ..."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    cache = [None] * head.config.num_layers
+    out, _ = head(target(), jnp.asarray(tokens), hidden, positions, cache, causal_attention)
+    return np.asarray(head.logits(target(), out))
+
+
+def peagle_logits(head: DraftHead, source: str) -> np.ndarray:
+    """[3, K, Vd] of the golden rounds."""
+    want, seen = expected(source), load_file(GOLDEN / "expected" / "sequence.safetensors")
+    K, anchor = want["chain_logits"].shape[1], want["chain_anchor"][:, None]
+    rows = np.arange(28)
+    is_real = rows <= anchor
+    tokens = np.where(is_real, seen["tokens"][rows + 1], head.config.mask_token_id)
+    states = np.where(is_real[..., None], seen["taps"][rows], head.mask_hidden[...])
+    logits = run(head, tokens, head.fuse(jnp.asarray(states)))
+    return logits[np.arange(3)[:, None], anchor + np.arange(K)]
+
+
+def eagle_logits(head: DraftHead) -> np.ndarray:
+    """[n, Vd] of the first step over the golden sequence."""
+    seen = load_file(GOLDEN / "expected" / "sequence.safetensors")
+    hidden = head.fuse(jnp.asarray(seen["taps"][None, :-1]))
+    return run(head, seen["tokens"][None, 1:], hidden)[0]
+
+
+def check_logits(head: DraftHead, source: str) -> None:
+    if source.startswith("eagle"):
+        np.testing.assert_allclose(eagle_logits(head), expected(source)["ttt_logits"][0], atol=ATOL)
+    else:
+        want = expected(source)["chain_logits"]
+        np.testing.assert_allclose(peagle_logits(head, source), want, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", ["peagle-4", "peagle-bias", "peagle-shared", "eagle3", "eagle31"])
+def test_golden_heads_have_the_golden_logits(name):
+    check_logits(load(GOLDEN / name), name)
+
+
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
+def test_a_head_in_another_layout_has_the_same_logits(name, tmp_path):
+    layout = layouts.LAYOUTS[name]
+    head = load(write_head(tmp_path, *layout.convert(*parts(layout.source))))
+    assert (head.config.taps or target().config.default_taps) == (2, 4, 5)
+    check_logits(head, layout.source)
+
+
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
+def test_a_head_of_any_layout_is_written_as_aws_writes_it(name, tmp_path):
+    layout = layouts.LAYOUTS[name]
+    head = load(write_head(tmp_path / "in", *layout.convert(*parts(layout.source))))
+    save_head(head, tmp_path / "out", max_position=512, dtype="float32")
+    again = load(tmp_path / "out")
+    assert again.config == head.config
+    check_logits(again, layout.source)
+    written = Checkpoint(tmp_path / "out")
+    assert written.info("d2t").dtype == np.int64
+    assert written.info("t2d").dtype == bool
+    assert not any(n.startswith(("layers.0.", "model.")) for n in written.names())
+    if "mask_hidden" in written:
+        assert written.info("mask_hidden").shape == (1, 1, 192)
+
+
+def test_a_head_that_owns_nothing_drafts_with_the_targets_embedding_and_head():
+    head = load(GOLDEN / "peagle-shared")
+    assert head.embed is None
+    assert head.lm_head is None
+
+
+def test_biases_of_all_four_projections_are_found_in_the_tensors():
+    head = load(GOLDEN / "peagle-bias")
+    attentions = [head.first.attention, head.layers[0].attention]
+    assert all(a.qkv.bias is not None and a.out.bias is not None for a in attentions)
+
+
+def test_a_config_that_says_nothing_of_biases_leaves_it_to_the_tensors(tmp_path):
+    config, tensors = parts("peagle-bias")
+    flat = layouts.flat_llama(config, "attention_bias", fc_norm=True, mask_token_id=255)
+    check_logits(load(write_head(tmp_path, flat, tensors)), "peagle-bias")
+    no_output = {n: x for n, x in tensors.items() if not n.endswith("o_proj.bias")}
+    head = load(write_head(tmp_path, flat, no_output))
+    assert head.first.attention.qkv.bias is not None
+    assert head.first.attention.out.bias is None
+    some = {n: x for n, x in tensors.items() if not n.endswith("1.self_attn.q_proj.bias")}
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.bias' is missing"):
+        load(write_head(tmp_path, flat, some))
+
+
+def test_qwen_heads_are_known_by_their_architecture_or_by_the_inner_model_type(tmp_path):
+    config, tensors = parts("peagle-qwen3")
+    assert load(GOLDEN / "peagle-qwen3").config.qk_norm
+    inner = config["transformer_layer_config"]
+    slides = dict(sliding_window=inner["sliding_window"], layer_types=inner["layer_types"])
+    flat = lambda **changes: layouts.flat_llama(config, mask_token_id=255, **slides, **changes)
+    for architecture in ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM"):
+        head = load(write_head(tmp_path, flat(architectures=[architecture]), tensors))
+        assert head.config.sliding_windows == (None, 6)
+        check_logits(head, "peagle-qwen3")
+    # The class decides, not the target's model_type: this one has no q and k norms.
+    llama = flat(architectures=["LlamaForCausalLMEagle3"], model_type="qwen3")
+    with pytest.raises(CheckpointError, match=r"without a place in the head: .*k_norm"):
+        load(write_head(tmp_path, llama, tensors))
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("changes", "taps"),
+    [
+        ({IDS: [2, 4, 5]}, (2, 4, 5)),
+        ({IDS: [1, 3, 4]}, (1, 3, 4)),  # vLLM reads them as they are
+        ({"eagle_config": {IDS: [1, 3, 4]}}, (2, 4, 5)),
+        ({"eagle_config": {IDS: [2, 4, 5]}}, (2, 4, 5)),
+        ({"eagle_config": {IDS: [3, 4, 7]}}, (3, 4, 7)),
+        ({IDS: [2, 4, 5], "eagle_config": {IDS: [1, 2, 3]}}, (2, 4, 5)),
+        ({IDS: [1, 3, 4], "architectures": ["PEagleDraftModel"]}, (2, 4, 5)),
+        ({IDS: [2, 4, 5], "architectures": ["PEagleDraftModel"]}, (2, 4, 5)),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, None),
+        ({}, None),
+    ],
+)
+def test_tap_ids_count_as_their_origin_counts(changes, taps, tmp_path):
+    config, tensors = parts("eagle3")
+    flat = layouts.flat_llama(config, **changes)
+    folder = write_head(tmp_path, flat, tensors)
+    assert load(folder).config.taps == taps
+    assert load(folder, taps=[1, 5, 7]).config.taps == (1, 5, 7)
+
+
+def test_nested_tap_ids_are_ids_of_entered_layers(tmp_path):
+    config, tensors = parts("peagle-1")
+    nested = config | {IDS: [1, 3, 4]}
+    assert nested["architectures"] == ["PEagleDraftModel"]
+    assert load(write_head(tmp_path, nested, tensors)).config.taps == (1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("taps", "message"),
+    [
+        ((2, 4, 8), r"taps \(2, 4, 8\) are not 3 ascending layers of the target's 8"),
+        ((2, 4, 4), "are not 3 ascending"),
+        ((-1, 4, 5), "are not 3 ascending"),
+        ((2, 4), "its fc takes 192, 2 taps give 128"),
+    ],
+)
+def test_taps_of_the_caller_must_fit_too(taps, message):
+    with pytest.raises(CheckpointError, match=message):
+        load(GOLDEN / "peagle-1", taps=taps)
+
+
+def flat_with(**changes):
+    return lambda config, tensors: (layouts.flat_llama(config, **changes), tensors)
+
+
+REFUSED = {
+    "last state instead of taps": (
+        "eagle3", flat_with(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state false",
+    ),
+    "a width that is no number": ("eagle3", flat_with(target_hidden_size="64"), "target_hidden_size"),
+    "architectures that are no list": ("eagle3", flat_with(architectures="Llama"), "must be a list"),
+    "taps that are no ids": ("eagle3", flat_with(**{IDS: ["low"]}), "must be a token id or a list"),
+    "windows without a width": (
+        "eagle3", flat_with(layer_types=["sliding_attention"]), "states no sliding_window",
+    ),
+    "windows for other layers": (
+        "eagle3",
+        flat_with(layer_types=["sliding_attention"] * 2, sliding_window=8),
+        "for each of 1 layers",
+    ),
+    "heads that do not divide": ("eagle3", flat_with(num_key_value_heads=3), "must be a multiple"),
+    "norms of both kinds": (
+        "peagle-norms",
+        lambda c, t: (
+            c, t | {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)},
+        ),
+        "exclude each other",
+    ),
+    "norms the file lacks": ("eagle3", flat_with(fc_norm=True), "says fc_norm but the file holds no"),
+    "a weight of bytes": (
+        "eagle3",
+        lambda c, t: (c, t | {"norm.weight": np.ones(64, np.uint8)}),
+        "norm.weight is uint8; only the matrices",
+    ),
+    "d2t of floats": (
+        "eagle3", lambda c, t: (c, t | {"d2t": t["d2t"].astype(np.float32)}), "not whole numbers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_head_whose_config_or_tensors_make_no_sense_is_refused(case, tmp_path):
+    name, change, message = REFUSED[case]
+    folder = write_head(tmp_path / "head", *change(*parts(name)))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)

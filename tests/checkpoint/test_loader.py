@@ -1,0 +1,221 @@
+"""What a loaded model holds: stored forms kept, weights quantised on request, files written back."""
+
+import json
+import shutil
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from pallas_kernels import formats
+from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target, save_target
+from peagle_jax.checkpoint.safetensors import write
+from peagle_jax.checkpoint.tables import target_layout
+from peagle_jax.config import ConfigError
+from peagle_jax.loading import load_weights
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+QUANTIZED = ("gpt_oss-mxfp4", "qwen3_moe-fp8", "qwen3-fp8-channel", "llama-fp8-tensor")
+PLAIN = ("llama", "qwen3", "gpt_oss-bf16", "qwen3_moe-bf16", "gemma4")
+
+
+def leaves(model: nnx.Module) -> dict[tuple, jax.Array]:
+    return {path: x.get_value() for path, x in nnx.to_flat_state(nnx.state(model))}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantised_weights_keep_the_bytes_of_the_file(name, dtype):
+    model = load_target(GOLDEN / name, dtype=dtype)
+    checkpoint = Checkpoint(GOLDEN / name)
+    arrays = leaves(model)
+    scaled = {path[:-1] for path in arrays if path[-1] == "scale"}
+    assert scaled
+    for rule in target_layout(model.config, checkpoint.tensors).rules:
+        array, stored = arrays[rule.path], [checkpoint.read(n) for n in rule.names]
+        if rule.path[-1] == "scale":
+            packed = stored[0].dtype == np.uint8
+            assert array.dtype == (jnp.uint8 if packed else jnp.float32)
+        elif rule.path[-1] == "weight" and rule.path[:-1] in scaled:
+            assert formats.kind(array, arrays[(*rule.path[:-1], "scale")]) != "plain"
+            assert array.dtype == stored[0].dtype
+        else:
+            assert array.dtype == dtype
+        parts = rule.transform.split(np.asarray(array), stored)
+        for part, want in zip(parts, stored, strict=True):
+            assert dtype == "bfloat16" or part.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_unquantised_model_is_written_with_its_own_tensors(name, tmp_path):
+    """Those of the other towers aside: only the text model is kept."""
+    model = load_target(GOLDEN / name, dtype="float32")
+    original = Checkpoint(GOLDEN / name)
+    dtype = "float32" if name in ("llama", "qwen3") else "bfloat16"
+    save_target(model, tmp_path, dtype=dtype)
+    written = Checkpoint(tmp_path)
+    names = {n.replace("language_model.", "") for n in original.names()}
+    dropped = target_layout(model.config, original.tensors).dropped
+    assert set(written.names()) == names - set(dropped)
+    for n in written.names():
+        source = n if n in original else n.replace("model.", "model.language_model.")
+        assert written.read(n).tobytes() == original.read(source).tobytes()
+    again = load_target(tmp_path, dtype="float32")
+    assert again.config == model.config
+    pairs = zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family_can_be_saved_and_loaded(family, tmp_path):
+    changes = dict(tiny.FAMILIES[family])
+    if family == "gemma4":  # a file states one window
+        changes["sliding_windows"] = (6, 6, None)
+    model = tiny.target(**changes)
+    save_target(model, tmp_path, dtype="float32")
+    again = load_target(tmp_path, dtype="float32")
+    assert again.config == model.config
+    pairs = zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_a_model_can_be_saved_over_the_file_it_was_loaded_from(tmp_path):
+    """Its parameters may be views of that file."""
+    save_target(tiny.target(), tmp_path, dtype="float32")
+    model = load_target(tmp_path, dtype="float32")
+    before = [np.array(x) for x in jax.tree.leaves(model)]
+    save_target(tiny.target(seed=5, num_layers=4), tmp_path, dtype="float32")
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(model), before, strict=True))
+    save_target(model, tmp_path, dtype="float32")
+    again = jax.tree.leaves(load_target(tmp_path, dtype="float32"))
+    assert all(np.array_equal(a, b) for a, b in zip(again, before, strict=True))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_windows_of_two_widths_cannot_be_written(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds one sliding window; the model has \[5, 6\]"):
+        save_target(tiny.target(sliding_windows=(6, None, 5)), tmp_path)
+
+
+def test_a_quantised_model_is_not_saved_as_if_it_were_not(tmp_path):
+    model = load_target(GOLDEN / "qwen3-fp8-channel", dtype="float32")
+    with pytest.raises(CheckpointError, match="a quantised model cannot be saved"):
+        save_target(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_matrices_are_quantised_on_the_way_in(name):
+    plain = leaves(load_target(GOLDEN / name, dtype="float32"))
+    model = load_target(GOLDEN / name, dtype="bfloat16", quantization="fp8")
+    arrays = leaves(model)
+    scaled = {path[-2] for path in arrays if path[-1] == "scale"}
+    assert scaled == {"qkv", "out", "gate_up", "down"}
+    for path, array in arrays.items():
+        if path[-1] == "scale":
+            assert array.dtype == jnp.float32
+        elif (*path[:-1], "scale") in arrays and path[-1] == "weight":
+            assert array.dtype == jnp.float8_e4m3fn
+            got = formats.dequantize(array, arrays[(*path[:-1], "scale")], jnp.float32)
+            error = np.abs(got - plain[path]) / np.abs(plain[path]).max()
+            assert error.max() < 2**-4
+        else:
+            assert array.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(array, plain[path].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_what_is_quantised_is_not_quantised_again(name):
+    with pytest.raises(CheckpointError, match="quantised already; load it without") as caught:
+        load_target(GOLDEN / name, dtype="float32", quantization="fp8")
+    assert name in str(caught.value)
+
+
+def test_only_known_quantisations_are_taken():
+    with pytest.raises(ConfigError, match="quantization='int4' is not supported; 'fp8' is"):
+        load_target(GOLDEN / "qwen3", dtype="float32", quantization="int4")
+
+
+def test_load_passes_quantisation_and_taps_on():
+    target, head, _ = load_weights(
+        GOLDEN / "qwen3", GOLDEN / "peagle-1", method=None, dtype="float32", quantization="fp8",
+        taps=(1, 3, 6),
+    )  # fmt: skip
+    assert target.layers[0].mlp.down.weight.dtype == jnp.float8_e4m3fn
+    assert head.config.taps == (1, 3, 6)
+    with pytest.raises(
+        CheckpointError, match=r"taps \(1, 3\) are not 2 ascending|takes 192, 2 taps"
+    ):
+        load_weights(
+            GOLDEN / "qwen3", GOLDEN / "peagle-1", method=None, dtype="float32", taps=(1, 3)
+        )
+
+
+def copy_of(name: str, folder: Path, **tensors) -> Path:
+    """A golden folder with other tensors; None takes one away."""
+    shutil.copy(GOLDEN / name / "config.json", folder)
+    checkpoint = Checkpoint(GOLDEN / name)
+    all_ = {n: checkpoint.read(n) for n in checkpoint.names()}
+    all_ |= {n.replace("__", "."): x for n, x in tensors.items()}
+    write(folder / "model.safetensors", {n: x for n, x in all_.items() if x is not None})
+    return folder
+
+
+def test_a_file_that_lost_a_scale_is_refused_before_anything_is_read(tmp_path):
+    gone = {"model__layers__1__self_attn__k_proj__weight_scale": None}
+    copy_of("qwen3-fp8-channel", tmp_path, **gone)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.self_attn\.k_proj\.weight is FP8"
+    ) as caught:
+        load_target(tmp_path, dtype="float32")
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_file_that_lost_half_of_mxfp4_is_refused(tmp_path):
+    copy_of("gpt_oss-mxfp4", tmp_path, model__layers__3__mlp__experts__down_proj_scales=None)
+    with pytest.raises(CheckpointError, match="down_proj_scales' is missing"):
+        load_target(tmp_path, dtype="float32")
+
+
+def test_a_config_of_other_sizes_than_the_file_is_refused(tmp_path):
+    copy_of("gpt_oss-mxfp4", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_local_experts": 9}))
+    with pytest.raises(CheckpointError, match=r"has shape \(8, .*\), the config says \(9, "):
+        load_target(tmp_path, dtype="float32")
+
+
+def test_no_more_than_one_parameter_is_held_beside_the_model(tmp_path):
+    """Experts are the largest parameters: joined one by one, never all at once."""
+    changes = dict(tiny.FAMILIES["qwen3_moe"], num_layers=8, intermediate_size=256, hidden_size=64)
+    model = tiny.target(dtype="bfloat16", **changes)
+    save_target(model, tmp_path)
+    largest = max(x.nbytes for x in jax.tree.leaves(model))
+    total = sum(x.nbytes for x in jax.tree.leaves(model))
+    del model
+    load_target(tmp_path, dtype="bfloat16")
+    tracemalloc.start()
+    again = load_target(tmp_path, dtype="bfloat16")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    held = sum(x.nbytes for x in jax.tree.leaves(again))
+    assert held == total
+    assert peak < total + 2 * largest + 2**20
+
+
+def test_float32_experts_are_transposed_and_cast_in_one_copy(tmp_path):
+    model = tiny.target(**tiny.FAMILIES["gpt_oss"])
+    save_target(model, tmp_path, dtype="float32")
+    raw = load_file(tmp_path / "model.safetensors")
+    again = load_target(tmp_path, dtype="bfloat16")
+    experts = raw["model.layers.1.mlp.experts.gate_up_proj"]
+    want = experts[..., 1::2].swapaxes(1, 2).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(again.layers[1].mlp.gate_up.weight[...][:, 1], want)
+    assert again.config == replace(model.config)
