@@ -26,8 +26,9 @@ _THETA = 1e4
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-def _architecture(head: Fields) -> str | None:
-    return next(iter(head.items("architectures", [])), None)
+def _architecture(head: Fields) -> str:
+    names = head.items("architectures", [])
+    return str(names[0]) if names else ""
 
 
 def _tap_ids(head: Fields, nested: bool) -> tuple[int, ...] | None:
@@ -43,7 +44,7 @@ def _tap_ids(head: Fields, nested: bool) -> tuple[int, ...] | None:
 
 def _has_qk_norm(head: Fields, layers: Fields, nested: bool) -> bool:
     """Whether the layers are Qwen3's. A flat `model_type` may be the target's (NeMo Automodel)."""
-    name = _architecture(head) or ""
+    name = _architecture(head)
     if not nested and ("Qwen3ForCausalLM" in name or "Llama" in name):
         return "Llama" not in name
     return layers.get("model_type") == "qwen3"
@@ -55,11 +56,15 @@ def _windows(layers: Fields, num_layers: int) -> tuple[int | None, ...] | None:
 
 
 def _trained_num_draft(head: Fields) -> int | None:
-    stated = [head.get(key) for key in ("num_speculative_tokens", "k_train", "num_depths")]
-    stated = next((one for one in stated if one is not None), None)
-    for method in head.inner("speculators_config", {}).items("proposal_methods", []):
-        stated = method.get("speculative_tokens") if stated is None else stated
-    return stated
+    """Depth of training by the key of each trainer: ours, AWS's, NeMo Automodel's, speculators'."""
+    for key in ("num_speculative_tokens", "k_train", "num_depths"):
+        if head.get(key) is not None:
+            return head.count(key)
+    methods = head.inner("speculators_config", {}).items("proposal_methods", [])
+    if not methods or not isinstance(methods[0], dict):
+        return None
+    first = Fields(methods[0], head.where)
+    return first.count("speculative_tokens") if first.get("speculative_tokens") else None
 
 
 def _biases(layers: Fields, tensors: set[str]) -> tuple[bool, bool]:

@@ -64,16 +64,20 @@ class Fields:
             raise self.error(f"{key} must be {what}, not {value!r}")
         return value
 
-    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number, `least` or more."""
-        what = f"a whole number, {least} or more"
-        value = self._kind(key, default, (int,), what)
-        if value < least:
-            raise self.error(f"{key} must be {what}, not {value!r}")
+    def count(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = 2**31
+    ) -> int:
+        """A whole number from `least` to `most`."""
+        value = self._kind(key, default, (int,), "a whole number")
+        if not least <= value <= most:
+            raise self.error(f"{key} must be a whole number from {least} to {most}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        return float(self._kind(key, default, (int, float), "a number"))
+        value = self._kind(key, default, (int, float), "a number")
+        if not -1e300 < value < 1e300:  # neither infinite nor NaN
+            raise self.error(f"{key} must be a finite number, not {value!r}")
+        return float(value)
 
     def flag(self, key: str, default: bool | None = False) -> bool:
         return self._kind(key, default, (bool,), "true or false")

@@ -4,7 +4,8 @@ The weights stay mapped in the file until their parameter is made; quantised one
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -88,18 +89,15 @@ def _fill(
             _owner(module, rule).scale = nnx.Param(jnp.asarray(_stored(scale, "scale", dtype)))
 
 
-class _Naming:
-    """Puts the folder before the message of every CheckpointError that does not name it."""
-
-    def __init__(self, folder: Path):
-        self.folder = str(folder)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, CheckpointError) and self.folder not in str(error):
-            raise CheckpointError(f"{self.folder}: {error}") from error
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Puts the folder before the message of a CheckpointError that does not name it."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(folder) in str(error):
+            raise
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def load_target(
@@ -120,7 +118,7 @@ def load_target(
     folder = Path(folder)
     config = target_config(folder)
     checkpoint = Checkpoint(folder)
-    with _Naming(folder):
+    with _naming(folder):
         layout = target_layout(config, checkpoint.tensors)
         layout.check(config.family)
         if quantization and layout.quantized:
@@ -180,7 +178,7 @@ def load_head(
     """
     folder = Path(folder)
     checkpoint = Checkpoint(folder)
-    with _Naming(folder):
+    with _naming(folder):
         rename = head_names(checkpoint.tensors)
         names = {name.removeprefix("model.") for name in checkpoint.names()}
         if "fc.weight" not in names:

@@ -24,7 +24,7 @@ def rope_config(fields: Fields, default_theta: float | None = None) -> RopeConfi
     if scaling.get("rope_theta") is None:
         theta = fields.number("rope_theta", default_theta)
         scaling = Fields(scaling.raw | {"rope_theta": theta}, fields.where)
-    fields.only("partial_rotary_factor", 1, 1.0)
+    fields.only("partial_rotary_factor", 1.0)
     return _rope(scaling)
 
 
@@ -38,15 +38,15 @@ def _rope(scaling: Fields) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     match kind:
         case "default":
-            scaling.only("partial_rotary_factor", 1, 1.0)
+            scaling.only("partial_rotary_factor", 1.0)
             return RopeConfig(theta=theta)
         case "llama3":
             return RopeConfig(theta=theta, scaling=_llama3(scaling))
         case "yarn":
-            scaling.only("partial_rotary_factor", 1, 1.0)
+            scaling.only("partial_rotary_factor", 1.0)
             return RopeConfig(theta=theta, scaling=_yarn(scaling))
         case "proportional":
-            scaling.only("factor", 1, 1.0)
+            scaling.only("factor", 1.0)
             share = scaling.number("partial_rotary_factor", 1.0)
             return RopeConfig(theta=theta, rotary_share=share)
     raise scaling.error(
@@ -131,7 +131,7 @@ def windows(fields: Fields, types: list[str], num_layers: int) -> tuple[int | No
     Raises:
       CheckpointError: not one known type a layer, or no width.
     """
-    if len(types) != num_layers or {*types} - {SLIDING, FULL}:
+    if len(types) != num_layers or any(one not in (SLIDING, FULL) for one in types):
         raise fields.error(
             f"layer_types must name {SLIDING} or {FULL} for each of {num_layers} layers, not {types}"
         )

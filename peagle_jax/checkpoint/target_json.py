@@ -3,7 +3,6 @@
 Strict: what a model needs must be stated, and a feature that is not done here is refused by its name.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from peagle_jax.checkpoint.fields import Fields, read_config, read_json
@@ -28,6 +27,7 @@ from peagle_jax.config import (
 
 _QUANTIZED = ("mxfp4", "fp8", "compressed-tensors", "modelopt")
 _SWIGLU_ALPHA = 1.702
+_MAX_LAYERS = 4096
 
 
 def target_config(folder: Path) -> TargetConfig:
@@ -39,7 +39,7 @@ def target_config(folder: Path) -> TargetConfig:
     folder = Path(folder)
     outer = Fields(read_config(folder), str(folder))
     kind = outer.get("model_type")
-    if kind not in _READERS:
+    if kind not in [*_READERS]:
         raise outer.error(f"model_type {kind!r} is not supported; {', '.join(_READERS)} are")
     fields = outer.inner("text_config") if kind == "gemma4" else outer
     _check_quantization(outer)
@@ -71,7 +71,7 @@ def decoder_fields(fields: Fields, *, intermediate: str = "intermediate_size") -
     return dict(
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden,
-        num_layers=fields.count("num_hidden_layers"),
+        num_layers=fields.count("num_hidden_layers", most=_MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=fields.count("num_key_value_heads", heads),
         head_dim=fields.count("head_dim", max(1, hidden // heads)),
@@ -188,14 +188,6 @@ def _gemma4(fields: Fields) -> dict:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Wide:
-    """What one full layer overrides."""
-
-    head_dim: int
-    num_kv_heads: int
-
-
 def _global_attention(fields: Fields, types: list[str]) -> GlobalAttention:
     """Released files name the full layers' sizes once, transformers 5 saves them layer by layer."""
     shared = fields.flag("attention_k_eq_v")
@@ -204,7 +196,7 @@ def _global_attention(fields: Fields, types: list[str]) -> GlobalAttention:
     if fields.get("per_layer_config") is None:
         # transformers counts the other number of heads only where V is K.
         kv_heads = fields.count("num_global_key_value_heads", kv_heads) if shared else kv_heads
-        wide = {_Wide(fields.count("global_head_dim"), kv_heads)}
+        wide = {(fields.count("global_head_dim"), kv_heads)}
     else:
         layers = fields.inner("per_layer_config")
         extra = {key for key, one in layers.raw.items() if one} - full
@@ -217,14 +209,12 @@ def _global_attention(fields: Fields, types: list[str]) -> GlobalAttention:
             if unknown:
                 raise fields.error(f"per_layer_config changes {sorted(unknown)}, not supported")
             head_dim = layer.count("head_dim", fields.count("head_dim"))
-            wide.add(_Wide(head_dim, layer.count("num_key_value_heads", kv_heads)))
+            wide.add((head_dim, layer.count("num_key_value_heads", kv_heads)))
     if len(wide) != 1:
         raise fields.error("per_layer_config must be the same for all full layers")
-    (one,) = wide
+    ((head_dim, kv_heads),) = wide
     rope = rope_of_type(fields, FULL)
-    return GlobalAttention(
-        num_kv_heads=one.num_kv_heads, head_dim=one.head_dim, rope=rope, shared_kv=shared
-    )
+    return GlobalAttention(num_kv_heads=kv_heads, head_dim=head_dim, rope=rope, shared_kv=shared)
 
 
 _READERS = {

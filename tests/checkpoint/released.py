@@ -259,3 +259,38 @@ def gemma_4_31b() -> Headers:
         tower + "input_layernorm.weight": (1152,),
     }
     return _headers(shapes)
+
+
+AWS_GPT_OSS_20B_HEAD = dict(
+    architectures=["LlamaForCausalLM"], draft_vocab_size=201088, head_dim=64, hidden_act="silu",
+    hidden_size=2880, intermediate_size=14336, max_position_embeddings=131072, model_type="llama",
+    num_attention_heads=64, num_hidden_layers=4, num_key_value_heads=8, ptd_token_id=201020,
+    rms_norm_eps=1e-05, rope_scaling=LLAMA3_ROPE | dict(factor=8.0), rope_theta=500000.0,
+    tie_word_embeddings=False, torch_dtype="bfloat16", vocab_size=201088,
+)  # fmt: skip
+"""amazon/GPT-OSS-20B-P-EAGLE, as far as other loaders show it."""
+
+
+def aws_gpt_oss_20b_head() -> Headers:
+    shapes = {
+        "embed_tokens.weight": (201088, 2880),
+        "fc.weight": (2880, 8640),
+        "mask_hidden": (1, 1, 8640),
+        "midlayer.hidden_norm.weight": (2880,),
+        "norm.weight": (2880,),
+        "lm_head.weight": (201088, 2880),
+    }
+    for layer, width in (("midlayer", 5760), *((f"layers.{i}", 2880) for i in (1, 2, 3))):
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (2880,),
+            f"{layer}.mlp.down_proj.weight": (2880, 14336),
+            f"{layer}.mlp.gate_proj.weight": (14336, 2880),
+            f"{layer}.mlp.up_proj.weight": (14336, 2880),
+            f"{layer}.post_attention_layernorm.weight": (2880,),
+            f"{layer}.self_attn.k_proj.weight": (512, width),
+            f"{layer}.self_attn.o_proj.weight": (2880, 4096),
+            f"{layer}.self_attn.q_proj.weight": (4096, width),
+            f"{layer}.self_attn.v_proj.weight": (512, width),
+        }
+    maps = _headers({"d2t": (201088,)}, np.dtype(np.int64))
+    return _headers(shapes) | maps | _headers({"t2d": (201088,)}, np.dtype(bool))

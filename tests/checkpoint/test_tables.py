@@ -10,9 +10,17 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import formats
+from peagle_jax.checkpoint.config_json import drafter_config
 from peagle_jax.checkpoint.safetensors import CheckpointError, TensorInfo
-from peagle_jax.checkpoint.tables import Layout, target_layout, target_tensors
+from peagle_jax.checkpoint.tables import (
+    Layout,
+    head_layout,
+    head_tensors,
+    target_layout,
+    target_tensors,
+)
 from peagle_jax.config import TargetConfig
+from peagle_jax.drafter import DraftHead
 from peagle_jax.models import build
 from peagle_jax.presets import PRESETS
 from tests import tiny
@@ -128,6 +136,26 @@ def test_invented_tensors_are_those_of_the_released_file(name):
         assert {n: info.shape for n, info in tensors.items()} == {
             n: info.shape for n, info in headers(name).items()
         }
+
+
+def test_the_released_20b_head_has_a_place_for_every_tensor(tmp_path):
+    tensors = released.aws_gpt_oss_20b_head()
+    released.write_config(tmp_path, released.AWS_GPT_OSS_20B_HEAD)
+    config = drafter_config(tmp_path, PRESETS["gpt-oss-20b"], set(tensors), fused_width=8640)
+    assert (config.method, config.mask_token_id, config.taps) == ("peagle", 201020, None)
+    found = head_layout(config, tensors)
+    found.check("the head")
+    assert {*found.dropped} == {"d2t", "t2d"}
+    arrays = made(found, tensors)
+    head = nnx.eval_shape(lambda: DraftHead(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
+    params = dict(nnx.to_flat_state(nnx.state(head)))
+    assert {path: x.shape for path, x in arrays.items()} == {p: x.shape for p, x in params.items()}
+    count = sum(prod(x.shape) for x in arrays.values())
+    assert round(count / 1e9, 2) == 1.80  # as published
+    again = head_tensors(config, released.BF16)
+    assert {n: x.shape for n, x in again.items()} == {
+        n: x.shape for n, x in tensors.items() if n not in ("d2t", "t2d")
+    }
 
 
 def tensors_of(family: str, **changes) -> tuple[TargetConfig, released.Headers]:
