@@ -91,9 +91,12 @@ def round_seconds(
 def fraction(
     row: dict, target: TargetConfig, drafter: DrafterConfig | None
 ) -> dict[str, float | None]:
-    """`floor_ms` and `fraction_of_floor` of a throughput row; None where the device is not known."""
+    """`floor_ms` and `fraction_of_floor` of a throughput row; None where device or model is not counted.
+
+    Counted are dense models without windows, in one dtype.
+    """
     chip = CHIPS.get(row["device"])
-    if chip is None:
+    if chip is None or target.experts or target.sliding_windows or row.get("quantization"):
         return {"floor_ms": None, "fraction_of_floor": None}
     load = Load(
         batch=row["concurrency"],

@@ -49,6 +49,13 @@ def _named_value(text: str) -> tuple[str, object]:
     return name, value
 
 
+def _layer_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be layer numbers, as 2,24,45") from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="peagle-generate",
@@ -86,6 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
         help="auto: bfloat16 on GPUs, float32 on CPUs",
+    )  # fmt: skip
+    add(
+        "--quantization", choices=("fp8",),
+        help="quantise an unquantised target while it is read (128x128 blocks)",
+    )  # fmt: skip
+    add(
+        "--taps", type=_layer_ids, metavar="I,J,K",
+        help="layers whose inputs the head reads, where its config.json says otherwise",
     )  # fmt: skip
     add("--concurrency", type=int, default=1, metavar="N", help="prompts decoded at once")
     add("--max-model-len", type=int, default=2048, metavar="N", help="prompt and output tokens")
@@ -261,7 +276,8 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     start = time.perf_counter()
     with _loading(args):
         drafter = args.drafter[0] if args.drafter else None
-        engine = load(args.model, drafter, method=args.method, config=config)
+        weights = dict(quantization=args.quantization, taps=args.taps)
+        engine = load(args.model, drafter, method=args.method, config=config, **weights)
         texts = _texts(prompts, engine.tokenizer, args)
     _check(engine, prompts, texts, params)
     loaded = time.perf_counter()
@@ -292,7 +308,13 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
 
     params = [runs.greedy(one, p.name) for one, p in zip(params, prompts, strict=True)]
     with _loading(args):
-        target, heads, tokenizer = runs.load_methods(args.model, args.drafter, dtype=config.dtype)
+        target, heads, tokenizer = runs.load_methods(
+            args.model,
+            args.drafter,
+            dtype=config.dtype,
+            quantization=args.quantization,
+            taps=args.taps,
+        )
         texts = _texts(prompts, tokenizer, args)
     if not heads:
         raise ConfigError(f"--compare needs a head for {args.model}: give --drafter DIR")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from peagle_jax.checkpoint import load_head
+from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Completion, Engine
@@ -127,24 +127,31 @@ def warm_up(engine: Engine) -> None:
 
 
 def load_methods(
-    model: str | Path | None, drafters: Sequence[str | Path], *, dtype: str
+    model: str | Path | None,
+    drafters: Sequence[str | Path],
+    *,
+    dtype: str,
+    quantization: Quantization | None = None,
+    taps: Sequence[int] | None = None,
 ) -> tuple[Decoder, dict[str, DraftHead], Tokenizer | None]:
     """A target and its heads by method, "eagle3" before "peagle".
 
     Args:
       model: Hugging Face folder; None is the embedded model with its own heads.
       drafters: head folders; none with `model` None means the embedded heads.
-      dtype: of all weights.
+      dtype, quantization, taps: as in `loading.load_weights`.
 
     Raises:
       ConfigError: something is missing or does not fit, or two heads use one method.
     """
-    target, _, tokenizer = load_weights(model, None, method="none", dtype=dtype)
+    target, _, tokenizer = load_weights(
+        model, None, method="none", dtype=dtype, quantization=quantization
+    )
     if not drafters and model is None:
         drafters = [embedded("eagle3"), embedded("peagle")]
     heads: dict[str, DraftHead] = {}
     for folder in drafters:
-        head = load_head(folder, target.config, dtype=dtype)
+        head = load_head(folder, target.config, dtype=dtype, taps=taps)
         if head.config.method in heads:
             raise ConfigError(f"{folder}: a second {head.config.method} head; give one a method")
         heads[head.config.method] = head
