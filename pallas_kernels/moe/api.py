@@ -8,8 +8,14 @@ from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
 
 
-def route(logits: jax.Array, top_k: int, *, normalize: bool) -> tuple[jax.Array, jax.Array]:
-    """The `top_k` experts with the largest logits, ties to the lower id.
+def route(
+    logits: jax.Array,
+    top_k: int,
+    *,
+    normalize: bool,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The `top_k` experts with the largest logits, ties to the lower id; each row for itself.
 
     With logits [0, 3, 1] and top_k 2 the ids are [1, 2]; weights are softmax([3, 1]) when normalised,
     else the second and third entry of softmax([0, 3, 1]).
@@ -21,17 +27,15 @@ def route(logits: jax.Array, top_k: int, *, normalize: bool) -> tuple[jax.Array,
     Returns:
       (weights [R, k] float32, ids [R, k] int32), the largest first.
     Raises:
-      ValueError: fewer than `top_k` experts, or logits that are not float32.
+      ValueError: logits that are not float32 [R, E], or `top_k` experts are not among E.
     """
-    if logits.dtype != jnp.float32:
-        raise ValueError(f"routing is decided in float32: {logits.dtype=}")
-    R, E = logits.shape
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32 [R, E]: {logits.dtype=} {logits.shape=}")
+    E = logits.shape[1]
     if not 1 <= top_k <= E:
         raise ValueError(f"{top_k=} must lie between 1 and the number of experts, {E}")
-    chosen, ids = jax.lax.top_k(logits, top_k)
-    if normalize:
-        return jax.nn.softmax(chosen, axis=-1), ids
-    return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), ids, axis=-1), ids
+    dispatch.resolve("moe.route", implementation, ())
+    return reference.route(logits, top_k, normalize)
 
 
 def moe(
@@ -69,6 +73,8 @@ def moe(
 
 
 def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"rows of activations [R, D] are needed: {x.shape=}")
     R, D = x.shape
     if ids.ndim != 2 or ids.shape[0] != R or ids.shape != weights.shape:
         raise ValueError(f"{ids.shape=} and {weights.shape=} must both be [{R}, k], as {x.shape=}")

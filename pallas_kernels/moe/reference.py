@@ -1,7 +1,9 @@
-"""Definition of a mixture of experts: one expert after the other, over all rows.
+"""Definition of routing and of a mixture of experts, one expert after the other over all rows.
 
-Experts are visited in ascending id and each adds to the rows that chose it, in float32; a row that did
-not choose it keeps its sum untouched, so no row's result depends on which others are in the call.
+No row's result depends on which others are in the call. Experts are visited in ascending id, each adds
+to the rows that chose it, in float32, and leaves the other rows' sums untouched. Products are always of
+`ROWS` rows: how XLA splits a sum over K depends on the whole shape of a product (on a CPU for one
+row, one column, or few columns and many K), never on the place of a row in it.
 """
 
 from typing import NamedTuple
@@ -10,8 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.block_gemm.reference import product
 
 ALPHA = 1.702  # of GPT-OSS's sigmoid; its config does not state it
+ROWS = 8
+"""Rows that are multiplied together; the last rows are filled up with zeros that chose no expert."""
 
 
 class ExpertWeights(NamedTuple):
@@ -26,6 +31,22 @@ class ExpertWeights(NamedTuple):
     bias: jax.Array | None = None
 
 
+def route(logits: jax.Array, top_k: int, normalize: bool) -> tuple[jax.Array, jax.Array]:
+    """logits [R, E] -> weights [R, k], ids [R, k]."""
+    chosen, ids = jax.lax.top_k(logits, top_k)  # of equals, the lower id comes first
+    powers = jnp.exp(chosen - chosen[:, :1])
+    total = powers if normalize else jnp.exp(logits - chosen[:, :1])
+    return powers / _sum(total), ids
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """[R, n] -> [R, 1], by halves: XLA orders a reduction by the number of rows, but not these adds."""
+    while (n := x.shape[1]) > 1:
+        x = jnp.pad(x, ((0, 0), (0, n % 2)))
+        x = x[:, : (n + 1) // 2] + x[:, (n + 1) // 2 :]
+    return x
+
+
 def moe(
     x: jax.Array,  # [R, D]
     ids: jax.Array,  # [R, k]
@@ -34,23 +55,33 @@ def moe(
     down: ExpertWeights,
     limit: float | None,
 ) -> jax.Array:
+    R, D = x.shape
     E = gate_up.values.shape[0]
+    x, weights = _blocks(x, 0), _blocks(weights, 0)
+    ids = _blocks(ids, -1)
 
-    def visit(total, expert):  # [R, D] float32
-        chosen = ids == expert  # [R, k], at most one a row
-        share = jnp.where(chosen, weights, 0.0).sum(-1)
+    def visit(total, expert):  # [blocks, ROWS, D] float32
+        chosen = ids == expert  # [blocks, ROWS, k], at most one a row
+        share = jnp.where(chosen, weights, 0).sum(-1)[..., None]
 
         def add(total):
-            y = share[:, None] * _expert(x, _one(gate_up, expert), _one(down, expert), limit)
-            return total + jnp.where(chosen.any(-1)[:, None], y, 0.0)
+            y = _expert(x, _part(gate_up, expert), _part(down, expert), limit)
+            return jnp.where(chosen.any(-1)[..., None], total + share * y, total)
 
         return jax.lax.cond(chosen.any(), add, lambda total: total, total), None
 
     total, _ = jax.lax.scan(visit, jnp.zeros(x.shape, jnp.float32), jnp.arange(E))
-    return total.astype(x.dtype)
+    return total.reshape(-1, D)[:R].astype(x.dtype)
 
 
-def _one(weights: ExpertWeights, index: jax.Array | int) -> ExpertWeights:
+def _blocks(rows: jax.Array, filler: int) -> jax.Array:
+    """[R, n] -> [ceil(R / ROWS), ROWS, n]."""
+    R, n = rows.shape
+    rows = jnp.pad(rows, ((0, -R % ROWS), (0, 0)), constant_values=filler)
+    return rows.reshape(-1, ROWS, n)
+
+
+def _part(weights: ExpertWeights, index: jax.Array | int) -> ExpertWeights:
     """Part `index` of the first axis: an expert, then gate or up."""
     return jax.tree.map(lambda leaf: leaf[index], weights)
 
@@ -58,9 +89,22 @@ def _one(weights: ExpertWeights, index: jax.Array | int) -> ExpertWeights:
 def _expert(
     x: jax.Array, gate_up: ExpertWeights, down: ExpertWeights, limit: float | None
 ) -> jax.Array:
-    """[R, D] -> float32 [R, D]."""
-    gate, up = _linear(x, _one(gate_up, 0)), _linear(x, _one(gate_up, 1))
-    return _linear(_activate(gate, up, limit).astype(x.dtype), down)
+    """[blocks, ROWS, D] -> float32 of the same shape; each weight is dequantised once."""
+    projections = (_part(gate_up, 0), _part(gate_up, 1), down)
+    gate, up, out = (formats.dequantize(p.values, p.scale, x.dtype) for p in projections)
+    gate_bias, up_bias, out_bias = (p.bias for p in projections)
+
+    def block(rows):  # [ROWS, D]
+        inner = _activate(_linear(rows, gate, gate_bias), _linear(rows, up, up_bias), limit)
+        return _linear(inner.astype(x.dtype), out, out_bias)
+
+    return jax.lax.map(block, x)
+
+
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """x [ROWS, K] times weight [N, K], plus its bias: float32 [ROWS, N]."""
+    y = product(x, weight, jnp.float32)
+    return y if bias is None else y + bias.astype(jnp.float32)
 
 
 def _activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
@@ -68,16 +112,3 @@ def _activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
         return jax.nn.silu(gate) * up
     gate = jnp.minimum(gate, limit)
     return (jnp.clip(up, -limit, limit) + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
-
-
-def _linear(x: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """x [R, K] times one matrix [N, K], plus its bias: float32 [R, N]."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jax.lax.dot_general(
-        x,
-        formats.dequantize(weights.values, weights.scale, x.dtype),
-        (((1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return y if weights.bias is None else y + weights.bias.astype(jnp.float32)
