@@ -176,7 +176,9 @@ class Table:
                 dropped[name] = reason
         return Layout(self.rules, dropped, leftovers, self.missing)
 
-    def _take(self, name: str, shape: Shape | None, invent: np.dtype | None = None):
+    def _take(
+        self, name: str, shape: Shape | None, invent: np.dtype | None = None
+    ) -> TensorInfo | None:
         """The tensor, whose shape must be `shape` if one is given; None and noted if it is missing."""
         name = self.rename(name)
         if self.invent is not None:

@@ -1,6 +1,6 @@
-"""Folders <-> models, one parameter at a time; nothing here knows a tensor's name.
+"""Folders <-> models, one parameter at a time.
 
-The weights stay mapped in the file until their parameter is made; quantised ones keep their form.
+Weights stay mapped in their file until their parameter is made; quantised ones keep their form.
 """
 
 import json
@@ -42,17 +42,14 @@ def _owner(module: nnx.Module, rule: Rule) -> nnx.Module:
 
 
 def _check_shapes(params: dict, layout: Layout, tensors: dict[str, TensorInfo]) -> None:
-    """What the rules will make must be what the module has; packed weights hold two values a byte."""
-    for rule in layout.rules:
-        if rule.path[-1] == "scale":
+    """What the tables make must be what the module has; packed weights hold two values a byte."""
+    for path, names, transform in layout.rules:
+        if path[-1] == "scale":
             continue
-        made = rule.transform.shape([tensors[name].shape for name in rule.names])
-        *leading, width = params[rule.path].shape
-        packed = tensors[rule.names[0]].dtype == PACKED
-        if made != (*leading, width // 2 if packed else width):
-            raise CheckpointError(
-                f"{' + '.join(rule.names[:3])} has shape {made}, the config says {(*leading, width)}"
-            )
+        made = transform.shape([tensors[name].shape for name in names])
+        *leading, width = params[path].shape
+        wanted = (*leading, width // 2 if tensors[names[0]].dtype == PACKED else width)
+        assert made == wanted, f"the table makes {path} {made}, the model has {wanted}"
 
 
 def _stored(array: np.ndarray, leaf: str, dtype: str) -> np.ndarray:
@@ -81,7 +78,10 @@ def _fill(
         if leaf == "scale":
             scale = array
         elif quantization and leaf == "weight" and rule.path[-2] in _QUANTIZABLE:
-            array, scale = quantize_fp8(array)
+            try:
+                array, scale = quantize_fp8(array)
+            except ValueError as error:
+                raise CheckpointError(f"{'.'.join(map(str, rule.path))}: {error}") from error
         # Through numpy: a cast on the device would hold two copies of the weight there.
         if leaf != "scale":
             params[rule.path].set_value(jnp.asarray(_stored(array, leaf, dtype)))

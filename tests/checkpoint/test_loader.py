@@ -143,6 +143,13 @@ def test_only_known_quantisations_are_taken():
         load_target(GOLDEN / "qwen3", dtype="float32", quantization="int4")
 
 
+def test_a_weight_without_an_fp8_form_is_refused_by_its_name(tmp_path):
+    broken = np.full((48, 64), np.nan, np.float32)
+    copy_of("llama", tmp_path, model__layers__2__mlp__up_proj__weight=broken)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.gate_up\.weight: .*no fp8 form"):
+        load_target(tmp_path, dtype="float32", quantization="fp8")
+
+
 def test_load_passes_quantisation_and_taps_on():
     target, head, _ = load_weights(
         GOLDEN / "qwen3", GOLDEN / "peagle-1", method=None, dtype="float32", quantization="fp8",
