@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--min-prompts", type=_positive, default=4, metavar="N")
     one.add_argument("--prefill-rows", type=_positive, default=1, metavar="N")
 
+    commands.add_parser("sizes", help="weights, KV cache and what fits on one GPU, by model")
+
     one = commands.add_parser("report", help="tables and plots from stored rows")
     one.add_argument("--results", type=Path, default=_RESULTS, metavar="DIR")
     one.add_argument("--readme", type=Path, metavar="FILE", help="redraw its bench:NAME blocks")
@@ -120,7 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
-        if args.command == "report":
+        if args.command == "sizes":
+            from bench.sizes import table
+
+            print(table())
+        elif args.command == "report":
             from bench.report import report
 
             print(*report(args.results, args.readme, args.plots or args.results), sep="\n")
