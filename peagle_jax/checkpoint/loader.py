@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from peagle_jax.checkpoint.config_json import drafter_config, head_json
+from peagle_jax.checkpoint.head_json import drafter_config, head_json
 from peagle_jax.checkpoint.layout import FP8, PACKED, Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
 from peagle_jax.checkpoint.tables import (
@@ -172,7 +172,7 @@ def load_head(
       target: the model that the head will draft for.
       dtype: of all weights.
       taps: ids of the layers whose inputs the head taps, where config.json's are not to be trusted
-        (`config_json` says how they are read).
+        (`head_json` says how they are read).
     Raises:
       CheckpointError: the head is broken or does not fit `target`.
     """

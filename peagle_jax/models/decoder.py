@@ -18,7 +18,7 @@ class Decoder(nnx.Module):
 
     `make_layer(config, i, dtype=, rngs=)` makes layer i, called as `layers.DecoderLayer`. Taps name the
     residual streams returned for the drafter: id i is the stream entering layer i (id 0 the
-    embedding), un-normalised, concatenated lowest layer first.
+    embedding, id L what leaves the last layer), un-normalised, concatenated lowest layer first.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Decoder(nnx.Module):
                 streams[i] = h
             h, layer_cache = layer(h, angles[i], layer_cache, attend)
             new_cache.append(layer_cache)
+        streams[len(self.layers)] = h
         tapped = jnp.concatenate([streams[i] for i in taps], axis=-1) if taps else None
         return h, tapped, new_cache
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from peagle_jax.checkpoint.config_json import check_fit
+from peagle_jax.checkpoint.head_json import check_fit
 from peagle_jax.config import ConfigError, DrafterConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Decoder

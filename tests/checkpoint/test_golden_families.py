@@ -53,6 +53,14 @@ def test_logits_and_taps_equal_those_of_transformers(name):
     np.testing.assert_allclose(last, want["last"], atol=STATES_ATOL)
 
 
+def test_the_highest_tap_is_what_leaves_the_last_layer():
+    want, model = expected("gemma4"), load("gemma4")
+    tokens = jnp.asarray(want["tokens"], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    _, tapped, _ = model(tokens, positions, [None] * 8, causal_attention, taps=(2, 8))
+    np.testing.assert_allclose(tapped[..., 64:], want["last"], atol=STATES_ATOL)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_writes_the_greedy_text_of_transformers(name):
     want, model = expected(name), load(name)

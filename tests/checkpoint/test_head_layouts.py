@@ -190,7 +190,7 @@ def test_nested_tap_ids_are_ids_of_entered_layers(tmp_path):
 @pytest.mark.parametrize(
     ("taps", "message"),
     [
-        ((2, 4, 8), r"taps \(2, 4, 8\) are not 3 ascending layers of the target's 8"),
+        ((2, 4, 9), r"taps \(2, 4, 9\) are not 3 ascending ids from 0 to 8"),
         ((2, 4, 4), "are not 3 ascending"),
         ((-1, 4, 5), "are not 3 ascending"),
         ((2, 4), "its fc takes 192, 2 taps give 128"),

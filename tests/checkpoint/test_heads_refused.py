@@ -263,7 +263,7 @@ def test_a_head_of_another_target_is_refused():
     with pytest.raises(CheckpointError, match="its fc takes 192, 3 taps give 384"):
         load_head(GOLDEN / "peagle-1", wide, dtype="float32")
     shallow = replace(target(), num_layers=4)
-    with pytest.raises(CheckpointError, match="ascending layers of the target's 4"):
+    with pytest.raises(CheckpointError, match="ascending ids from 0 to 4"):
         load_head(GOLDEN / "peagle-1", shallow, dtype="float32")
 
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, target_config
-from peagle_jax.checkpoint.config_json import drafter_config
+from peagle_jax.checkpoint.head_json import drafter_config
 from tests.checkpoint import released
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import formats
-from peagle_jax.checkpoint.config_json import drafter_config
+from peagle_jax.checkpoint.head_json import drafter_config
 from peagle_jax.checkpoint.safetensors import CheckpointError, TensorInfo
 from peagle_jax.checkpoint.tables import (
     Layout,

@@ -113,7 +113,7 @@ def test_a_head_can_be_trained_further(recipe, tmp_path):
         ("target", "--hidden-size 24 --steps 130", "another model, optimizer"),
         ("text", "--target /nowhere", "nowhere"),
         ("peagle", "--rate 2", "shares, between 0 and 1"),
-        ("peagle", "--taps 9 1 2", "not 3 ascending layers"),
+        ("peagle", "--taps 9 1 2", "not 3 ascending ids"),
         ("peagle", "--mask-token-id 512", "mask token id 512"),
         ("peagle", "--init {eagle3}/final", "has method eagle3, not peagle"),
         ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),

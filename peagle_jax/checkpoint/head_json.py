@@ -189,10 +189,11 @@ def check_fit(config: DrafterConfig, target: TargetConfig, fused_width: int, whe
     if (
         len(taps) != config.num_taps
         or list(taps) != sorted(set(taps))
-        or not 0 <= taps[0] <= taps[-1] < target.num_layers
+        or not 0 <= taps[0] <= taps[-1] <= target.num_layers
     ):
         problems.append(
-            f"its taps {taps} are not {config.num_taps} ascending layers of the target's {target.num_layers}"
+            f"its taps {taps} are not {config.num_taps} ascending ids from 0 to {target.num_layers}, "
+            "the streams entering the target's layers and the one leaving the last"
         )
     if not config.own_embedding and config.hidden_size != target.hidden_size:
         problems.append("it has no embedding and its width differs from the target's")
