@@ -23,7 +23,7 @@ ORDER = [
     "cache", "sampling", "drafter", "verify", "step",
     "checkpoint.safetensors", "checkpoint.transforms", "checkpoint.layout", "checkpoint.tables",
     "checkpoint.fields", "checkpoint.rope_json", "checkpoint.target_json", "checkpoint.head_json",
-    "checkpoint.loader", "checkpoint",
+    "checkpoint.converted", "checkpoint.loader", "checkpoint",
     "text",
     "engine", "engine.pages", "engine.request", "engine.plan", "engine.scheduler", "engine.stats",
     "engine.memory", "engine.programs", "engine.engine",

@@ -1,0 +1,1 @@
+"""PyTorch checkpoints <-> Orbax: `peagle-convert`. The tables are those of peagle_jax.checkpoint."""

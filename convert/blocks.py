@@ -1,0 +1,199 @@
+"""Cuts the making of a parameter into blocks of bounded size: what to read, and what to make of it.
+
+A block is some rows of a parameter along its axis 0, and one chunk of it on disk. Three cases:
+
+- the parameter's bytes are its tensors' bytes one after the other (copy, merge, concatenate, stack): a
+  block is a run of those bytes, wherever the tensors' boundaries lie;
+- one tensor is re-ordered within each entry of its leading axis (experts): a block is some entries;
+- anything else (scales) is small and made at once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from peagle_jax.checkpoint.layout import Rule
+from peagle_jax.checkpoint.safetensors import TensorInfo
+from peagle_jax.checkpoint.transforms import (
+    Concat,
+    Copy,
+    Deinterleave,
+    Merge,
+    Shape,
+    Stack,
+    Transpose,
+)
+
+BLOCK_BYTES = 32_000_000
+"""Below glibc's largest threshold for fresh pages (32 MiB): larger arrays would fault in on every use."""
+IN_ORDER = (Copy, Merge, Concat, Stack)
+BY_ENTRY = (Deinterleave, Transpose)
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `begin` to `end` of tensor `name`, which go to `offset` in the block's buffer."""
+
+    name: str
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """`make(buffer)` is `parameter[index]`, contiguous, once all pieces are in the buffer.
+
+    What it returns may be a view of the buffer.
+    """
+
+    index: tuple[slice, ...]
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    make: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How one parameter is made. `step` is the number of rows in a block, `copied` whether the
+    parameter's bytes are those of its tensors in order."""
+
+    rule: Rule
+    infos: tuple[TensorInfo, ...]
+    shape: Shape
+    dtype: np.dtype
+    step: int
+    copied: bool
+    largest: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def chunk(self) -> Shape:
+        """Shape of a chunk on disk."""
+        return (self.step, *(max(n, 1) for n in self.shape[1:])) if self.shape else ()
+
+    @property
+    def chunk_bytes(self) -> int:
+        return prod(self.chunk) * self.dtype.itemsize
+
+    def __iter__(self) -> Iterator[Block]:
+        if not self.nbytes:
+            return
+        if self.copied:
+            yield from _runs(self)
+        elif isinstance(self.rule.transform, BY_ENTRY):
+            yield from _entries(self)
+        else:
+            yield _whole(self)
+
+
+def blocks_of(rule: Rule, tensors, limit: int = BLOCK_BYTES) -> Blocks:
+    """Cuts a parameter so that a block has at most `limit` bytes, but at least one row or entry.
+
+    Args:
+      tensors: name -> TensorInfo of the source.
+    """
+    infos = tuple(tensors[name] for name in rule.names)
+    shape = rule.transform.shape([info.shape for info in infos])
+    dtype = infos[0].dtype
+    copied = isinstance(rule.transform, IN_ORDER)
+    rows = shape[0] if shape else 1
+    row_bytes = max(prod(shape[1:]) * dtype.itemsize, 1)
+    if copied or isinstance(rule.transform, BY_ENTRY):
+        step = _step(rows, max(limit // row_bytes, 1))
+        largest = step * row_bytes
+    else:
+        step = max(rows, 1)
+        largest = sum(_aligned(info.end - info.begin) for info in infos)
+    return Blocks(rule, infos, shape, dtype, step, copied, largest)
+
+
+def _step(rows: int, most: int) -> int:
+    """At most `most` rows in a block. Blocks that are all alike if they need not be many for it: a last
+    one that is smaller would be copied and padded on its way to disk."""
+    for step in range(min(most, rows), most // 4, -1):
+        if rows % step == 0:
+            return step
+    return max(-(-rows // -(-rows // most)), 1)
+
+
+def _rows(blocks: Blocks) -> Iterator[tuple[int, int]]:
+    rows = blocks.shape[0] if blocks.shape else 1
+    for start in range(0, rows, blocks.step):
+        yield start, min(start + blocks.step, rows)
+
+
+def _index(blocks: Blocks, start: int, stop: int) -> tuple[slice, ...]:
+    return (slice(start, stop),) if blocks.shape else ()
+
+
+def _runs(blocks: Blocks) -> Iterator[Block]:
+    row_bytes = blocks.nbytes // (blocks.shape[0] if blocks.shape else 1)
+    ends = np.cumsum([info.end - info.begin for info in blocks.infos]).tolist()
+    for start, stop in _rows(blocks):
+        shape = (stop - start, *blocks.shape[1:]) if blocks.shape else ()
+        pieces = tuple(_overlaps(blocks.infos, ends, start * row_bytes, stop * row_bytes))
+        size = (stop - start) * row_bytes
+        make = _viewer(blocks.dtype, shape, size)
+        yield Block(_index(blocks, start, stop), pieces, size, make)
+
+
+def _viewer(dtype: np.dtype, shape: Shape, size: int) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda buffer: buffer[:size].view(dtype).reshape(shape)
+
+
+def _overlaps(
+    infos: Sequence[TensorInfo], ends: list[int], begin: int, end: int
+) -> Iterator[Piece]:
+    """Pieces of the tensors that make bytes `begin` to `end` of all of them in a row."""
+    first = int(np.searchsorted(ends, begin, side="right"))
+    for info, stop in zip(infos[first:], ends[first:], strict=True):
+        start = stop - (info.end - info.begin)
+        if start >= end:
+            return
+        low, high = max(begin, start), min(end, stop)
+        if low < high:
+            yield Piece(info.name, low - start, high - start, low - begin)
+
+
+def _entries(blocks: Blocks) -> Iterator[Block]:
+    (info,) = blocks.infos
+    entry_bytes = (info.end - info.begin) // info.shape[0]
+    for start, stop in _rows(blocks):
+        size = (stop - start) * entry_bytes
+        view = _viewer(info.dtype, (stop - start, *info.shape[1:]), size)
+        piece = Piece(info.name, start * entry_bytes, stop * entry_bytes, 0)
+        make = lambda buffer, view=view: np.ascontiguousarray(
+            blocks.rule.transform.join([view(buffer)])
+        )
+        yield Block(_index(blocks, start, stop), (piece,), size, make)
+
+
+def _whole(blocks: Blocks) -> Block:
+    pieces, views, offset = [], [], 0
+    for info in blocks.infos:
+        size = info.end - info.begin
+        pieces.append(Piece(info.name, 0, size, offset))
+        views.append((offset, size, info))
+        offset += _aligned(size)
+
+    def make(buffer: np.ndarray) -> np.ndarray:
+        parts = [
+            buffer[at : at + size].view(info.dtype).reshape(info.shape) for at, size, info in views
+        ]
+        made = blocks.rule.transform.join(parts)
+        return np.ascontiguousarray(made).reshape(blocks.shape)
+
+    return Block(
+        _index(blocks, 0, blocks.shape[0] if blocks.shape else 1), tuple(pieces), offset, make
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,102 @@
+"""The last test of a conversion: our logits against those of the PyTorch model, on random tokens.
+
+PyTorch is no dependency: without it (or without the memory to hold the model twice in float32) the test
+is skipped, and says so.
+"""
+
+import importlib
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle_jax.checkpoint import load_target
+
+SEQUENCES, TOKENS = 2, 24
+TOLERANCE = 1e-3
+"""Of the largest logit; both sides compute in float32, in another order."""
+_COPIES = 2.5
+"""Of the parameters in float32: theirs, ours and working memory."""
+
+
+@dataclass(frozen=True)
+class LogitsComparison:
+    """`largest` difference as a share of the largest logit; `agreement` of the likeliest tokens."""
+
+    positions: int
+    largest: float
+    agreement: float
+
+
+def why_skipped(kind: str, num_parameters: int) -> str | None:
+    """Why logits cannot be compared here, or None."""
+    if kind != "target":
+        return "logits are compared for targets only"
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed"
+    needed, free = _COPIES * 4 * num_parameters, free_memory()
+    if needed > free:
+        return f"both models in float32 need {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
+    return None
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free or hold cached files."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":") for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def compare_logits(source: Path, model: Path, *, seed: int = 0) -> LogitsComparison:
+    """Logits at every position of a few random sequences.
+
+    Args:
+      source: Hugging Face folder for transformers.
+      model: folder for us.
+    """
+    ours = load_target(model, dtype="float32")
+    size = (SEQUENCES, TOKENS)
+    tokens = np.random.default_rng(seed).integers(0, ours.config.vocab_size, size)
+    positions = jnp.broadcast_to(jnp.arange(TOKENS), size)
+    cache = [None] * ours.config.num_layers
+    last, _, _ = ours(jnp.asarray(tokens, jnp.int32), positions, cache, _attend)
+    got, want = np.asarray(ours.unembed(last)), _torch_logits(source, tokens)
+    return LogitsComparison(
+        positions=tokens.size,
+        largest=float(np.abs(got - want).max() / np.abs(want).max()),
+        agreement=float((got.argmax(-1) == want.argmax(-1)).mean()),
+    )
+
+
+def _torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        # `.float()`: where a checkpoint is FP8, transformers leaves the other weights as they are.
+        return model.float().eval()(torch.from_numpy(tokens)).logits.numpy()
+
+
+def _attend(q, k, v, cache: None, *, window: int | None, scale=None, sinks=None):
+    """`layers.Attend` over whole sequences without a cache, by the definition."""
+    T, H = q.shape[1], q.shape[-1]
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (H**-0.5 if scale is None else scale)
+    behind = jnp.arange(T)[:, None] - jnp.arange(T)
+    visible = (behind >= 0) & (behind < (T if window is None else window))
+    scores = jnp.where(visible, scores, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :T]
+    return jnp.einsum("bnts,bsnh->btnh", weights, v), None

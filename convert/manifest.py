@@ -1,0 +1,64 @@
+"""`manifest.json` of a converted folder: versions, source, every tensor and parameter with its sum."""
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+
+from convert.plan import Plan, partition
+from convert.source import Source
+from peagle_jax.checkpoint.converted import DTYPE_NAMES, FORMAT, MANIFEST, Parameter
+
+_TOOLS = ("peagle-jax", "orbax-checkpoint", "tensorstore", "jax", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what wrote a folder."""
+    found = {"python": platform.python_version()}
+    for name in _TOOLS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from a source tree
+            found[name] = "unknown"
+    return found
+
+
+def tensor_json(source: Source) -> dict[str, dict]:
+    """Header entries of the source: dtype, shape, file, and the offsets in that file."""
+    return {
+        name: {
+            "dtype": DTYPE_NAMES[info.dtype],
+            "shape": list(info.shape),
+            "file": source.tensors.file_of[name],
+            "begin": info.begin,
+            "end": info.end,
+        }
+        for name, info in source.tensors.infos.items()
+    }
+
+
+def write_manifest(
+    folder: Path, plan: Plan, parameters: list[Parameter], sums: dict[str, str]
+) -> None:
+    """Args:
+    parameters: all that was written, with sums.
+    sums: sha256 of each source tensor.
+    """
+    source = plan.source
+    tensors = tensor_json(source)
+    for name, entry in tensors.items():
+        entry["sha256"] = sums[name]
+    raw = {
+        "format": FORMAT,
+        "kind": source.kind,
+        "model": source.model,
+        "tool": versions(),
+        "source": {"name": source.label, "files": source.tensors.identity},
+        "dropped": source.layout.dropped,
+        "tensors": tensors,
+        "parameters": [
+            one.as_json() | {"sharding": partition(one.path, one.shape)} for one in parameters
+        ],
+    }
+    text = json.dumps(raw, separators=(",", ":")).replace('},"', '},\n"').replace("},{", "},\n{")
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

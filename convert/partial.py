@@ -1,0 +1,150 @@
+"""A folder that appears under its name only when it is complete: `NAME.partial`, a lock, a journal.
+
+`NAME.partial/journal.jsonl` begins with what is being made from what; each finished group adds a line.
+A killed run leaves the folder behind, and the next run goes on after the last line.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from peagle_jax.checkpoint.safetensors import CheckpointError
+
+JOURNAL = "journal.jsonl"
+
+
+def partial_path(final: Path) -> Path:
+    return final.with_name(f"{final.name}.partial")
+
+
+class Partial:
+    """`folder` to write into; `done` are the entries so far, those of earlier runs too."""
+
+    def __init__(self, final: Path, folder: Path):
+        self.final, self.folder = final, folder
+        self.done: list[dict] = []
+
+    def begin(self, identity: dict) -> None:
+        """Reads the journal of an unfinished run, or starts one.
+
+        Raises:
+          CheckpointError: the unfinished run made something else.
+        """
+        journal = self.folder / JOURNAL
+        lines = journal.read_bytes().splitlines(keepends=True) if journal.is_file() else []
+        complete = [line for line in lines if line.endswith(b"\n")]  # the last may be torn
+        try:
+            entries = [json.loads(line) for line in complete]
+        except ValueError as error:
+            raise CheckpointError(
+                f"{journal}: damaged ({error}); give --restart to begin anew"
+            ) from error
+        if not entries:
+            journal.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+            return
+        if entries[0] != json.loads(json.dumps(identity)):
+            raise CheckpointError(
+                f"{self.folder}: left by an unfinished conversion of {entries[0].get('name')!r} that was "
+                "another checkpoint, has changed since, or was cut in other groups; give --restart to "
+                "begin anew"
+            )
+        self.done = entries[1:]
+        journal.write_bytes(b"".join(complete))
+
+    def record(self, entry: dict) -> None:
+        """Notes that a group is complete on disk."""
+        with (self.folder / JOURNAL).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.done.append(entry)
+
+    def finish(self) -> None:
+        """Gives the folder its final name; everything in it is on disk before."""
+        (self.folder / JOURNAL).unlink(missing_ok=True)
+        sync_tree(self.folder)
+        self.folder.rename(self.final)  # replaces an empty folder
+        _sync(self.final.parent)
+
+
+@contextmanager
+def opened(final: Path, *, restart: bool = False) -> Iterator[Partial]:
+    """The unfinished folder of `final`, made or found, locked against other runs.
+
+    Args:
+      restart: throw away what an earlier run left.
+    Raises:
+      CheckpointError: `final` holds something, another run is writing it, or it cannot be made.
+    """
+    folder = partial_path(final)
+    try:
+        if final.exists() and (not final.is_dir() or any(final.iterdir())):
+            raise CheckpointError(
+                f"{final}: exists and is not empty; give another folder or delete it"
+            )
+        lock = _lock(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error.strerror})") from error
+    try:
+        if final.exists() and any(final.iterdir()):  # finished while we waited for nothing
+            raise CheckpointError(f"{final}: another run has just finished it")
+        if restart:
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        yield Partial(final, folder)
+    finally:
+        os.close(lock)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds the lock on the folder until it is closed."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise CheckpointError(f"{folder}: another run is writing it; wait for it") from error
+        except FileNotFoundError:
+            pass  # renamed by its owner between the two lines above
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Brings a folder and all in it to disk."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Raises:
+    CheckpointError: the disk of `folder` has not that many free.
+    """
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise CheckpointError(
+            f"{folder.parent}: {nbytes / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free"
+        )

@@ -1,0 +1,169 @@
+"""What a conversion will do: where each tensor goes, what is left over or missing, what it costs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from convert.blocks import BLOCK_BYTES, Blocks, blocks_of
+from convert.source import Source
+from peagle_jax.checkpoint.converted import DTYPE_NAMES, UNUSED, Parameter
+from peagle_jax.checkpoint.layout import Path, Rule
+from peagle_jax.checkpoint.transforms import Copy, Shape
+
+AXIS = "tensor"
+"""Mesh axis that the sharding column names."""
+GROUP_BYTES = 1_000_000_000
+"""Most bytes in a group of more than one parameter: what a killed run does again at worst."""
+IN_FLIGHT_BYTES = 300_000_000
+WORKERS = 3
+BASE_BYTES = 250_000_000
+"""Resident memory of Python with jax, Orbax and tensorstore loaded (measured)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One source tensor, and the parameter it becomes or is a part of."""
+
+    tensor: str
+    dtype: str
+    shape: Shape
+    nbytes: int
+    path: str  # "" for leftovers
+    transform: str
+    made_dtype: str
+    made_shape: Shape
+    sharding: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of one Orbax checkpoint."""
+
+    name: str
+    members: tuple[Blocks, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(member.nbytes for member in self.members)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A source and the groups it is written in; can be carried out if nothing is left over or missing."""
+
+    source: Source
+    groups: tuple[Group, ...]
+
+    @property
+    def leftovers(self) -> list[str]:
+        return self.source.layout.leftovers
+
+    @property
+    def missing(self) -> list[str]:
+        return self.source.layout.missing
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Estimate of the most resident memory: what is there before, and in each thread a block that is
+        re-ordered, as read, as made, and one temporary."""
+        members = [member for group in self.groups for member in group.members]
+        return BASE_BYTES + 3 * WORKERS * max(
+            (m.largest for m in members if not m.copied), default=0
+        )
+
+    def parameters(self) -> list[Parameter]:
+        """All that will be written, sums still empty."""
+        return [_parameter(member, group.name) for group in self.groups for member in group.members]
+
+    def rows(self) -> Iterator[Row]:
+        """One row for every tensor of the source, in the order of writing; leftovers last."""
+        for group in self.groups:
+            for member in group.members:
+                yield from self._rows(member)
+        for name in self.leftovers:
+            yield self._row(name, "", "", None)
+
+    def _rows(self, member: Blocks) -> Iterator[Row]:
+        rule = member.rule
+        note = self.source.layout.dropped.get(rule.names[0], "")
+        for name in rule.names:
+            yield self._row(name, ".".join(map(str, rule.path)), note, member)
+
+    def _row(self, name: str, path: str, note: str, member: Blocks | None) -> Row:
+        info = self.source.tensors.infos[name]
+        made = member and (
+            member.rule.transform.name,
+            DTYPE_NAMES[member.dtype],
+            member.shape,
+            partition(member.rule.path, member.shape),
+        )
+        dtype = DTYPE_NAMES[info.dtype]
+        size = info.end - info.begin
+        return Row(name, dtype, info.shape, size, path, *(made or ("", "", (), "")), note)
+
+
+def make_plan(
+    source: Source, *, in_flight: int = IN_FLIGHT_BYTES, group_bytes: int = GROUP_BYTES
+) -> Plan:
+    """Cuts a source into groups of consecutive parameters.
+
+    Args:
+      in_flight: most bytes of blocks in memory, unless single entries of a tensor are larger.
+      group_bytes: bound of a group; a larger parameter is a group of its own.
+    """
+    infos = source.tensors.infos
+    limit = max(min(BLOCK_BYTES, in_flight // (3 * WORKERS)), 1)
+    unused = [
+        Rule((UNUSED, i), (name,), Copy()) for i, name in enumerate(sorted(source.layout.dropped))
+    ]
+    packed: list[list[Blocks]] = []
+    room = 0
+    for rule in (*source.layout.rules, *unused):
+        blocks = blocks_of(rule, infos, limit)
+        if not packed or blocks.nbytes > room:
+            packed.append([])
+            room = group_bytes
+        packed[-1].append(blocks)
+        room -= blocks.nbytes
+    groups = tuple(Group(f"{i:04d}", tuple(members)) for i, members in enumerate(packed))
+    return Plan(source, groups)
+
+
+def _parameter(member: Blocks, group: str) -> Parameter:
+    rule = member.rule
+    return Parameter(
+        path=rule.path,
+        names=rule.names,
+        transform=rule.transform.name,
+        dtype=member.dtype,
+        shape=member.shape,
+        group=group,
+    )
+
+
+_ROWS = ("qkv", "gate_up", "embed", "lm_head")
+_COLUMNS = ("out", "down")
+
+
+def partition(path: Path, shape: Shape) -> str:
+    """How a parameter is meant to lie on a mesh axis "tensor", in the words of a PartitionSpec.
+
+    Rows of q/k/v and of gate/up, columns of the projections back (their biases are added once, so they
+    are replicated), experts along E, embeddings along the vocabulary; the rest is replicated. A scale
+    follows its weight where it has more than one entry along that axis.
+    """
+    module, leaf = path[-2] if len(path) > 1 else "", path[-1]
+    is_expert = module in ("gate_up", "down") and len(shape) + (leaf == "bias") > 2
+    axis = None
+    if is_expert or module in _ROWS or leaf == "sinks":
+        axis = 0
+    elif module in _COLUMNS and leaf != "bias":
+        axis = len(shape) - 1
+    if axis is None or shape[axis] == 1:
+        return "P()"
+    names = [f'"{AXIS}"' if i == axis else "None" for i in range(axis + 1)]
+    return f"P({', '.join(names)})"

@@ -1,0 +1,225 @@
+"""A checkpoint to convert, looked at from outside: files, headers, which model it is. No contents."""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+from peagle_jax.checkpoint.head_json import drafter_config
+from peagle_jax.checkpoint.layout import PACKED, Layout
+from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, read_header
+from peagle_jax.checkpoint.tables import head_layout, head_names, target_layout
+from peagle_jax.checkpoint.target_json import target_config
+
+INDEX = "model.safetensors.index.json"
+TARGET_FILES = ("config.json", "generation_config.json")
+_NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What `copy_file_range` says between some file systems."""
+_COPY_BYTES = 1 << 20
+Kind = Literal["target", "head"]
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One safetensors file. Equal size, time and header mean: the same file as before."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    header_bytes: int  # with the 8 bytes of its length
+    header_sha256: str
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a folder and the files they are in."""
+
+    folder: Path
+    infos: dict[str, TensorInfo]
+    files: tuple[SourceFile, ...]
+    file_of: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.end - info.begin for info in self.infos.values())
+
+    @property
+    def identity(self) -> list[dict]:
+        """What must be the same for an unfinished conversion to go on."""
+        return [asdict(file) for file in self.files]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint whose model is known. `label` is what to call it: a folder's name or a hub id."""
+
+    tensors: Tensors
+    kind: Kind
+    model: str  # a target's family, a head's method
+    layout: Layout
+    label: str
+    target_folder: Path | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the model's weights; two in a byte where they are packed."""
+        infos = self.tensors.infos
+        counts = (
+            prod(infos[name].shape) * (2 if infos[name].dtype == PACKED else 1)
+            for rule in self.layout.rules
+            for name in rule.names
+        )
+        return sum(counts)
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Headers of a folder's safetensors files.
+
+    Raises:
+      CheckpointError: no checkpoint, a broken file, or an index that does not fit the files.
+    """
+    infos = Checkpoint(folder).tensors
+    files, file_of = [], {}
+    for path in _files(folder):
+        files.append(_source_file(path))
+        file_of |= dict.fromkeys(read_header(path), path.name)
+    return Tensors(folder, infos, tuple(files), file_of)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that `Checkpoint` has read and found in order."""
+    index = folder / INDEX
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def _source_file(path: Path) -> SourceFile:
+    stat = path.stat()
+    header = read_header_bytes(path)
+    digest = hashlib.sha256(header).hexdigest()
+    return SourceFile(path.name, stat.st_size, stat.st_mtime_ns, len(header), digest)
+
+
+def read_header_bytes(path: Path) -> bytes:
+    """The first bytes of a safetensors file, up to the tensors' contents."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        return prefix + file.read(int.from_bytes(prefix, "little"))
+
+
+def is_head(infos: Mapping[str, TensorInfo]) -> bool:
+    """Whether these are the tensors of an EAGLE-3 or P-EAGLE head."""
+    return head_names(infos)("fc.weight") in infos
+
+
+def layout_of(
+    folder: Path, infos: Mapping[str, TensorInfo], target: Path | None
+) -> tuple[Kind, str, Layout]:
+    """(kind, model, layout) of a checkpoint with these tensors and the config.json of `folder`.
+
+    Args:
+      target: folder of the target (only config.json is read); needed for a head.
+    Raises:
+      CheckpointError: the model is not supported, or the tensors contradict its config.
+    """
+    try:
+        if not is_head(infos):
+            config = target_config(folder)
+            return "target", config.family, target_layout(config, infos)
+        if target is None:
+            raise CheckpointError(
+                "this is a draft head, whose layout depends on the target it was made for; "
+                "give that model's folder: --target DIR"
+            )
+        fc = infos[head_names(infos)("fc.weight")].shape
+        if len(fc) != 2:
+            raise CheckpointError(f"fc.weight has shape {fc}, not two dimensions")
+        names = {name.removeprefix("model.") for name in infos}
+        config = drafter_config(folder, target_config(target), names, fc[1])
+        return "head", config.method, head_layout(config, infos)
+    except CheckpointError as error:
+        if str(folder) in str(error) or (target and str(target) in str(error)):
+            raise
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def open_source(folder: Path, label: str | None = None, target: Path | None = None) -> Source:
+    """A folder of the Hugging Face layout, understood but not read.
+
+    Raises:
+      CheckpointError: as `read_tensors` and `layout_of`.
+    """
+    tensors = read_tensors(folder)
+    kind, model, layout = layout_of(folder, tensors.infos, target)
+    label = label or folder.absolute().name
+    return Source(tensors, kind, model, layout, label, target if kind == "head" else None)
+
+
+class Reader:
+    """Byte ranges of tensors, for several threads; by explicit calls, for mapped pages would count as
+    resident memory."""
+
+    def __init__(self, tensors: Tensors):
+        self._tensors = tensors
+        self._open = {
+            file.name: os.open(tensors.folder / file.name, os.O_RDONLY | os.O_CLOEXEC)
+            for file in tensors.files
+        }
+
+    def read_into(self, name: str, begin: int, out: memoryview) -> None:
+        """Fills `out` with the bytes of tensor `name` from `begin` on.
+
+        Raises:
+          CheckpointError: the file ends before (it was cut since its header was read).
+        """
+        source, at = self._place(name, begin)
+        while len(out):
+            count = os.preadv(source, [out], at)
+            if count == 0:
+                raise self._ends(name, at)
+            out, at = out[count:], at + count
+
+    def copy_to(self, name: str, begin: int, end: int, descriptor: int, offset: int) -> None:
+        """Copies bytes `begin` to `end` of tensor `name` to `offset` of another file, in the kernel.
+
+        Raises:
+          CheckpointError: as `read_into`.
+        """
+        source, at = self._place(name, begin)
+        left = end - begin
+        while left:
+            count = _copy(source, at, descriptor, offset, left)
+            if count == 0:
+                raise self._ends(name, at)
+            at, offset, left = at + count, offset + count, left - count
+
+    def _place(self, name: str, begin: int) -> tuple[int, int]:
+        return self._open[self._tensors.file_of[name]], self._tensors.infos[name].begin + begin
+
+    def _ends(self, name: str, at: int) -> CheckpointError:
+        file = self._tensors.folder / self._tensors.file_of[name]
+        return CheckpointError(f"{file}: ends at byte {at}, inside tensor {name!r}")
+
+    def close(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+
+def _copy(source: int, at: int, target: int, offset: int, count: int) -> int:
+    """Copies up to `count` bytes; 0 at the end of the source."""
+    if hasattr(os, "copy_file_range"):
+        try:
+            return os.copy_file_range(source, target, count, at, offset)
+        except OSError as error:
+            if error.errno not in _NOT_IN_KERNEL:
+                raise
+    return os.pwrite(target, os.pread(source, min(count, _COPY_BYTES), at), offset)

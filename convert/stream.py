@@ -1,0 +1,323 @@
+"""Carries out a plan: tensors' bytes -> chunks of Orbax checkpoints, a few threads, one block each.
+
+What is made of a tensor's bytes in their order never enters this process: the kernel copies it from file
+to file, while another thread reads it for its sum. Only what a transform re-orders is read, made and
+written by us. Nothing grows with the model but the lists of names.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from convert.blocks import Block, Blocks
+from convert.manifest import write_manifest
+from convert.partial import Partial, check_room, opened, sync_tree
+from convert.plan import WORKERS, Group, Plan
+from convert.side_files import copy_headers, copy_side_files
+from convert.source import Reader
+from peagle_jax.checkpoint.converted import (
+    Converted,
+    as_bytes,
+    is_converted,
+    sum_of_sums,
+)
+from peagle_jax.checkpoint.safetensors import CheckpointError
+
+_SUM_BYTES = 1 << 20
+_WRITE_BYTES = 1 << 16
+"""Of one write: larger ones make the page cache take larger pieces of fresh memory, which a virtual
+machine has to ask its host for (half the speed where this was measured)."""
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """`skipped` are the groups that an earlier run had finished; `already` says there was no work."""
+
+    nbytes: int
+    groups: int
+    skipped: int = 0
+    skipped_bytes: int = 0
+    already: bool = False
+
+
+class _Pending:
+    """Stands for an array in the tree that Orbax saves; `_Handler` writes it."""
+
+    def __init__(self, number: int, blocks: Blocks):
+        self.number, self.blocks = number, blocks
+        self.shape, self.dtype, self.nbytes = blocks.shape, blocks.dtype, blocks.nbytes
+
+
+class _Handler(ocp.type_handlers.NumpyHandler):
+    """Makes an uncompressed zarr array of each `_Pending`, whose chunks `fill` then writes.
+
+    A chunk is a file `i.0.0` of the bytes of its block in C order. What this leaves is what Orbax itself
+    would write of numpy arrays, so that plain Orbax can restore it.
+    """
+
+    def __init__(self, fill: Callable[[dict[int, Path]], None]):
+        super().__init__()
+        self._fill = fill
+
+    async def serialize(self, values, infos, args=None):
+        opening, folders = [], {}
+        for value, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            folders[value.number] = Path(info.parent_dir / info.name)
+            spec = {
+                "driver": "zarr",
+                "kvstore": {"driver": "file", "path": str(folders[value.number])},
+                "metadata": {
+                    "shape": list(value.shape),
+                    "chunks": list(value.blocks.chunk),
+                    "compressor": None,
+                },
+                "dtype": ts.dtype(value.dtype).name,
+            }
+            opening.append(ts.open(ts.Spec(spec), create=True))
+        await asyncio.gather(*opening)
+        self._fill(folders)
+        return []
+
+
+class _GroupRun:
+    """Fills the chunks of one group; `sums` is the result."""
+
+    def __init__(self, group: Group, reader: Reader, pool: ThreadPoolExecutor, progress: Progress):
+        self._group, self._reader, self._pool, self._progress = group, reader, pool, progress
+        self._tensors: dict[str, str] = {}
+        self._made: dict[int, str] = {}
+        self._stopped = threading.Event()
+        self._buffers = threading.local()
+
+    def fill(self, folders: dict[int, Path]) -> None:
+        """Writes all chunks into each member's folder."""
+        jobs = []
+        for number, member in enumerate(self._group.members):
+            write = self._copy if member.copied else self._make
+            jobs.append(self._pool.submit(write, number, member, folders[number]))
+            jobs.append(self._pool.submit(self._sum_tensors, member))
+        try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        finally:
+            self._stopped.set()
+            for job in jobs:
+                job.cancel()
+            wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def _copy(self, number: int, member: Blocks, folder: Path) -> None:
+        for block in self._blocks(member):
+            with _chunk(folder, member, block) as descriptor:
+                for piece in block.pieces:
+                    where = (descriptor, piece.offset)
+                    self._reader.copy_to(piece.name, piece.begin, piece.end, *where)
+            self._progress(block.nbytes)
+
+    def _make(self, number: int, member: Blocks, folder: Path) -> None:
+        buffer, digest = self._buffer(member.largest), hashlib.sha256()
+        for block in self._blocks(member):
+            for piece in block.pieces:
+                end = piece.offset + piece.end - piece.begin
+                out = memoryview(buffer)[piece.offset : end]
+                self._reader.read_into(piece.name, piece.begin, out)
+            data = memoryview(as_bytes(block.make(buffer)))
+            digest.update(data)
+            with _chunk(folder, member, block) as descriptor:
+                at = 0
+                while at < len(data):
+                    at += os.write(descriptor, data[at : at + _WRITE_BYTES])
+            self._progress(len(data))
+        self._made[number] = digest.hexdigest()
+
+    def _sum_tensors(self, member: Blocks) -> None:
+        buffer = memoryview(self._buffer(_SUM_BYTES))
+        for info in member.infos:
+            digest, size = hashlib.sha256(), info.end - info.begin
+            for begin in range(0, size, _SUM_BYTES):
+                if self._stopped.is_set():
+                    return
+                out = buffer[: min(_SUM_BYTES, size - begin)]
+                self._reader.read_into(info.name, begin, out)
+                digest.update(out)
+            self._tensors[info.name] = digest.hexdigest()
+
+    def _blocks(self, member: Blocks) -> Iterator[Block]:
+        for block in member:
+            if self._stopped.is_set():
+                return
+            yield block
+
+    def _buffer(self, size: int) -> np.ndarray:
+        """This thread's, kept between jobs."""
+        if getattr(self._buffers, "array", np.empty(0)).nbytes < size:
+            self._buffers.array = np.empty(size, np.uint8)
+        return self._buffers.array
+
+    def sums(self) -> tuple[list[str], dict[str, str]]:
+        """(sum of each parameter, sum of each tensor), as hex; see `Parameter.sha256`."""
+        parameters = [
+            sum_of_sums([self._tensors[name] for name in member.rule.names])
+            if member.copied
+            else self._made[number]
+            for number, member in enumerate(self._group.members)
+        ]
+        return parameters, self._tensors
+
+
+@contextmanager
+def _chunk(folder: Path, member: Blocks, block: Block) -> Iterator[int]:
+    """The file of a block; a last block that is smaller than the others is padded to their size."""
+    numbers = [0] * max(len(member.shape), 1)
+    if block.index:
+        numbers[0] = block.index[0].start // member.step
+    descriptor = os.open(folder / ".".join(map(str, numbers)), os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        yield descriptor
+        os.truncate(descriptor, member.chunk_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _tree(group: Group) -> dict:
+    """The group as the nested dict that Orbax saves; keys are those of the module path."""
+    tree: dict = {}
+    for number, member in enumerate(group.members):
+        node = tree
+        for part in member.rule.path[:-1]:
+            node = node.setdefault(str(part), {})
+        node[str(member.rule.path[-1])] = _Pending(number, member)
+    return tree
+
+
+def _save(folder: Path, group: Group, fill) -> None:
+    registry = ocp.type_handlers.create_type_handler_registry((_Pending, _Handler(fill)))
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, use_zarr3=False, type_handler_registry=registry
+    )
+    with closing(ocp.Checkpointer(handler)) as checkpointer:
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_tree(group)))
+
+
+@contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Orbax warns that it finds no jax.Array and nothing to merge; neither is meant to be there."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _write_groups(plan: Plan, partial: Partial, progress: Progress) -> dict[str, dict]:
+    """Writes the groups that the journal does not list. Returns its entries, one a group."""
+    weights = partial.folder / "weights"
+    weights.mkdir(exist_ok=True)
+    entries = {entry["group"]: entry for entry in partial.done}
+    for path in weights.iterdir():
+        if path.name not in entries:  # begun and not finished
+            shutil.rmtree(path)
+    commits: list[Future] = []
+    with (
+        closing(Reader(plan.source.tensors)) as reader,
+        ThreadPoolExecutor(WORKERS, thread_name_prefix="convert") as pool,
+        ThreadPoolExecutor(1, thread_name_prefix="commit") as commit,
+        _quiet_orbax(),
+    ):
+        for group in plan.groups:
+            if group.name in entries:
+                progress(group.nbytes)
+                continue
+            run = _GroupRun(group, reader, pool, progress)
+            _save(weights / group.name, group, run.fill)
+            # The disk catches up while the next group is made, but no further behind than that.
+            if commits:
+                commits.pop().result()
+            commits.append(commit.submit(_commit, partial, weights, group, run))
+        for last in commits:
+            last.result()
+    return {entry["group"]: entry for entry in partial.done}
+
+
+def _commit(partial: Partial, weights: Path, group: Group, run: _GroupRun) -> None:
+    sync_tree(weights / group.name)
+    parameters, tensors = run.sums()
+    partial.record({"group": group.name, "parameters": parameters, "tensors": tensors})
+
+
+def _identity(plan: Plan) -> dict:
+    """What must not change between a killed run and the one that goes on."""
+    digest = hashlib.sha256()
+    for parameter in plan.parameters():
+        digest.update(repr(parameter).encode())
+    return {
+        "name": plan.source.label,
+        "files": plan.source.tensors.identity,
+        "plan": digest.hexdigest(),
+    }
+
+
+def is_same_conversion(plan: Plan, final: Path) -> bool:
+    """Whether `final` is this source, converted before."""
+    if not is_converted(final):
+        return False
+    return Converted(final).manifest["source"]["files"] == plan.source.tensors.identity
+
+
+def convert(
+    plan: Plan, final: Path, *, progress: Progress = lambda nbytes: None, restart: bool = False
+) -> Result:
+    """Writes the folder `final`, which appears when it is complete; goes on where a run was killed.
+
+    Args:
+      plan: from `make_plan`.
+      final: must not exist, or be empty, or hold the same conversion.
+      progress: called with the bytes of each block written, from this thread.
+      restart: throw away what a killed run left.
+    Raises:
+      CheckpointError: leftovers or holes in the plan, a folder in use, not enough room, or a source that
+        ends early.
+    """
+    plan.source.layout.check(plan.source.model)
+    if is_same_conversion(plan, final):
+        return Result(plan.nbytes, len(plan.groups), already=True)
+    with opened(final, restart=restart) as partial:
+        partial.begin(_identity(plan))
+        done = {entry["group"] for entry in partial.done}
+        skipped_bytes = sum(group.nbytes for group in plan.groups if group.name in done)
+        check_room(partial.folder, plan.nbytes - skipped_bytes)
+        try:
+            entries = _write_groups(plan, partial, progress)
+        except OSError as error:
+            raise CheckpointError(
+                f"{partial.folder}: {error.strerror or error}; what is finished is kept, give the same "
+                "command again to go on"
+            ) from error
+        written = [sha for group in plan.groups for sha in entries[group.name]["parameters"]]
+        parameters = [
+            replace(parameter, sha256=sha256)
+            for parameter, sha256 in zip(plan.parameters(), written, strict=True)
+        ]
+        sums = {name: sha for entry in entries.values() for name, sha in entry["tensors"].items()}
+        copy_side_files(plan.source.tensors.folder, partial.folder)
+        copy_headers(plan.source, partial.folder)
+        write_manifest(partial.folder, plan, parameters, sums)
+        partial.finish()
+    return Result(plan.nbytes, len(plan.groups), len(done), skipped_bytes)

@@ -1,0 +1,141 @@
+"""What a folder holds, from its headers alone; for folders that no table knows as well."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from convert.source import is_head, read_tensors
+from peagle_jax.checkpoint.converted import DTYPE_NAMES, Converted, is_converted
+from peagle_jax.checkpoint.layout import FP8, PACKED
+from peagle_jax.checkpoint.safetensors import TensorInfo
+from peagle_jax.checkpoint.tables import head_names
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Tensors whose names differ in numbers only, and whose dtypes and shapes are equal."""
+
+    name: str
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`kind` is "target", "P-EAGLE head" or "EAGLE-3 head"; `model` what config.json calls it."""
+
+    name: str
+    form: str
+    files: dict[str, int]
+    kind: str
+    model: str
+    quantization: str
+    dtypes: dict[str, int]
+    lines: list[Line]
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(line.count for line in self.lines)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(line.nbytes for line in self.lines)
+
+
+def inspect(folder: Path, *, every: bool = False) -> Summary:
+    """Reads headers and config.json only.
+
+    Args:
+      every: a line for every tensor, in place of one for all layers.
+    Raises:
+      CheckpointError: no checkpoint, or a broken one.
+    """
+    if is_converted(folder):
+        converted = Converted(folder)
+        infos, form = converted.tensors, "converted (Orbax)"
+        sizes = Counter()
+        for parameter in converted.parameters.values():
+            sizes[f"weights/{parameter.group}"] += parameter.nbytes
+    else:
+        tensors = read_tensors(folder)
+        infos, form = tensors.infos, "safetensors"
+        sizes = {file.name: file.size for file in tensors.files}
+    raw = _config(folder)
+    dtypes = Counter()
+    for info in infos.values():
+        dtypes[DTYPE_NAMES[info.dtype]] += info.end - info.begin
+    return Summary(
+        name=folder.absolute().name,
+        form=form,
+        files=dict(sizes),
+        kind=_kind(infos),
+        model=_model(raw),
+        quantization=_quantization(infos, raw),
+        dtypes=dict(dtypes),
+        lines=_lines(infos, every),
+    )
+
+
+def _config(folder: Path) -> dict:
+    """config.json, or an empty dict: headers can be looked at without it."""
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _model(raw: dict) -> str:
+    names = raw.get("architectures")
+    named = f" ({', '.join(map(str, names))})" if isinstance(names, list) and names else ""
+    return f"{raw.get('model_type') or 'unknown'}{named}"
+
+
+def _kind(infos: Mapping[str, TensorInfo]) -> str:
+    if not is_head(infos):
+        return "target"
+    return "P-EAGLE head" if head_names(infos)("mask_hidden") in infos else "EAGLE-3 head"
+
+
+def _quantization(infos: Mapping[str, TensorInfo], raw: dict) -> str:
+    """By the tensors that are there; config.json's word for it in brackets."""
+    found = []
+    packed = sum(name.endswith("_blocks") and i.dtype == PACKED for name, i in infos.items())
+    if packed:
+        found.append(f"MXFP4, {packed} tensors")
+    forms = Counter(
+        _scale_form(name, info, infos) for name, info in infos.items() if info.dtype == FP8
+    )
+    found += [f"FP8 E4M3 with {form}, {count} tensors" for form, count in sorted(forms.items())]
+    stated = raw.get("quantization_config")
+    method = stated.get("quant_method") if isinstance(stated, dict) else None
+    return "; ".join(found or ["none"]) + (f" ({method})" if method else "")
+
+
+def _scale_form(name: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) -> str:
+    scale = infos.get(f"{name}_scale_inv") or infos.get(f"{name}_scale")
+    if scale is None:
+        return "no scale"
+    if scale.shape in ((), (1,), (1, 1)):
+        return "one scale a tensor"
+    return "a scale a row" if scale.shape[0] == info.shape[0] else "a scale a block"
+
+
+def _lines(infos: Mapping[str, TensorInfo], every: bool) -> list[Line]:
+    counts: dict[tuple, list[int]] = {}
+    for name, info in infos.items():
+        shown = name if every else _NUMBER.sub("*", name)
+        entry = counts.setdefault((shown, DTYPE_NAMES[info.dtype], info.shape), [0, 0])
+        entry[0] += 1
+        entry[1] += info.end - info.begin
+    return [
+        Line(name, count, dtype, shape, nbytes)
+        for (name, dtype, shape), (count, nbytes) in sorted(counts.items())
+    ]

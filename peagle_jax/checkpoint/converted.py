@@ -1,0 +1,275 @@
+"""A folder made by `peagle-convert`, read like a `Checkpoint`; parameters come ready joined.
+
+    DST/config.json, tokenizer files, ...    copied
+    DST/manifest.json                        what was converted, from what, with which sums
+    DST/source/                              headers and index of the safetensors files, for the way back
+    DST/weights/0000/, 0001/, ...            Orbax checkpoints, each some parameters by module path
+
+Values have the dtype and the bits of the file. Tensors that no parameter holds (a second copy of a tied
+head, a vision tower, `d2t`) are kept too, under paths that begin with "unused".
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path as FilePath
+
+import numpy as np
+import tensorstore as ts
+
+from peagle_jax.checkpoint.layout import Path, Rule
+from peagle_jax.checkpoint.safetensors import DTYPES, Checkpoint, CheckpointError, TensorInfo
+from peagle_jax.checkpoint.transforms import Concat, Copy, Merge, Stack
+
+FORMAT = "peagle-jax converted checkpoint, 1"
+MANIFEST = "manifest.json"
+UNUSED = "unused"
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+IN_ORDER = {one.name for one in (Concat, Copy, Merge, Stack)}
+"""Transforms whose result has the bytes of the tensors, one after the other."""
+_CONTEXT = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 4}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One array of a converted folder and the tensors it was joined from.
+
+    `sha256` is that of the array's bytes. Where these are the bytes of several tensors in a row it is
+    that of the tensors' own sums (`sum_of_sums`): hashing is what a conversion's time goes into.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    transform: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    group: str
+    sha256: str = ""
+
+    @property
+    def key(self) -> str:
+        return ".".join(map(str, self.path))
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def as_json(self) -> dict:
+        return {
+            "path": list(self.path),
+            "names": list(self.names),
+            "transform": self.transform,
+            "dtype": DTYPE_NAMES[self.dtype],
+            "shape": list(self.shape),
+            "group": self.group,
+            "sha256": self.sha256,
+        }
+
+    @staticmethod
+    def from_json(raw: dict) -> "Parameter":
+        return Parameter(
+            path=tuple(raw["path"]),
+            names=tuple(raw["names"]),
+            transform=raw["transform"],
+            dtype=DTYPES[raw["dtype"]],
+            shape=tuple(raw["shape"]),
+            group=raw["group"],
+            sha256=raw["sha256"],
+        )
+
+
+def sum_of_sums(sums: list[str]) -> str:
+    """sha256 of some sums' bytes one after the other; of one sum, itself. All as hex."""
+    if len(sums) == 1:
+        return sums[0]
+    return hashlib.sha256(b"".join(bytes.fromhex(one) for one in sums)).hexdigest()
+
+
+def is_converted(folder: str | FilePath) -> bool:
+    """Whether `peagle-convert` made this folder (its manifest says so; nothing is checked)."""
+    try:
+        return _manifest(FilePath(folder)).get("format") == FORMAT
+    except CheckpointError:
+        return False
+
+
+def _manifest(folder: FilePath) -> dict:
+    path = folder / MANIFEST
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: not the manifest of a converted folder ({error})"
+        ) from error
+    return raw if isinstance(raw, dict) else {}
+
+
+class Converted:
+    """`tensors`, `names`, `info` and `read` as `Checkpoint` has them, and `joined(rule)`: a parameter as
+    stored. `info(name)` is the header entry of the source, with offsets in the source's file.
+
+    Raises:
+      CheckpointError: no converted folder, or (when reading) an array is missing or damaged.
+    """
+
+    def __init__(self, folder: str | FilePath):
+        self.folder = FilePath(folder)
+        self.manifest = _manifest(self.folder)
+        if self.manifest.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{self.folder / MANIFEST}: format {self.manifest.get('format')!r}, not {FORMAT!r}; "
+                "convert the checkpoint again"
+            )
+        try:
+            found = [Parameter.from_json(raw) for raw in self.manifest["parameters"]]
+            self.tensors = {
+                name: TensorInfo(
+                    name, DTYPES[raw["dtype"]], tuple(raw["shape"]), raw["begin"], raw["end"]
+                )
+                for name, raw in self.manifest["tensors"].items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.folder / MANIFEST}: incomplete ({error!r})") from error
+        self.parameters = {parameter.path: parameter for parameter in found}
+        self._context = ts.Context(_CONTEXT)
+
+    @cached_property
+    def _holder(self) -> dict[str, Parameter]:
+        return {name: one for one in self.parameters.values() for name in one.names}
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def info(self, name: str) -> TensorInfo:
+        return self.tensors[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """A source tensor that was not joined with others, in its own shape.
+
+        Raises:
+          CheckpointError: no such tensor, or it is a part of a larger parameter (use `joined`).
+        """
+        if name not in self._holder:
+            raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
+        parameter, info = self._holder[name], self.tensors[name]
+        if parameter.transform not in ("copy", "merge axes"):
+            raise CheckpointError(
+                f"{self.folder}: tensor {name!r} is only there as a part of {parameter.key}"
+            )
+        return self.parameter(parameter.path).reshape(info.shape)
+
+    def joined(self, rule: Rule) -> np.ndarray:
+        """What `rule` makes of its tensors; equal to the rule's own join over the source.
+
+        Raises:
+          CheckpointError: the folder holds no such parameter, or it was made by another rule.
+        """
+        parameter = self.parameters.get(rule.path)
+        made = (rule.names, rule.transform.name)
+        if parameter is None or (parameter.names, parameter.transform) != made:
+            raise CheckpointError(
+                f"{self.folder}: {'.'.join(map(str, rule.path))} is missing or was converted in another "
+                "way; convert the checkpoint again with this version"
+            )
+        return self.parameter(rule.path)
+
+    def parameter(self, path: Path) -> np.ndarray:
+        """The array at a module path, whole."""
+        parameter = self.parameters[path]
+        try:
+            return self.store(parameter).read().result()
+        except ValueError as error:
+            raise self._damaged(parameter, error) from error
+
+    def blocks(self, parameter: Parameter) -> Iterator[np.ndarray]:
+        """The array in pieces along axis 0, as they lie on disk: a few ten megabytes each."""
+        store = self.store(parameter)
+        if not parameter.shape:
+            yield self.parameter(parameter.path)
+            return
+        step, rows = store.chunk_layout.read_chunk.shape[0], parameter.shape[0]
+        ahead = deque()
+        for start in (*range(0, rows, step), None):
+            if start is not None:
+                ahead.append(store[start : min(start + step, rows)].read())
+            if len(ahead) > 1 or (ahead and start is None):  # one is read while one is used
+                try:
+                    yield ahead.popleft().result()
+                except ValueError as error:
+                    raise self._damaged(parameter, error) from error
+
+    def check(self, parameter: Parameter) -> None:
+        """Compares the stored bytes with the manifest's sum.
+
+        Raises:
+          CheckpointError: they differ.
+        """
+        in_order = parameter.transform in IN_ORDER
+        sizes = [info.end - info.begin for info in map(self.info, parameter.names)]
+        digests = [hashlib.sha256()]
+        room = sizes[0] if in_order else parameter.nbytes
+        for block in self.blocks(parameter):
+            data = as_bytes(block)
+            while data.nbytes:
+                while not room:
+                    room = sizes[len(digests)]
+                    digests.append(hashlib.sha256())
+                digests[-1].update(data[:room])
+                room, data = room - len(data[:room]), data[room:]
+        found = sum_of_sums([digest.hexdigest() for digest in digests])
+        if found != parameter.sha256:
+            raise CheckpointError(
+                f"{self.folder}: {parameter.key} in weights/{parameter.group} is not what was written "
+                f"(sha256 {found[:12]}, the manifest says {parameter.sha256[:12]})"
+            )
+
+    def store(self, parameter: Parameter) -> ts.TensorStore:
+        """The array as a tensorstore, nothing of it read; shape and dtype are the manifest's."""
+        folder = self.folder / "weights" / parameter.group / parameter.key
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "file", "path": str(folder.absolute())},
+            # Else a chunk that is missing would read as zeros.
+            "fill_missing_data_reads": False,
+        }
+        try:
+            store = ts.open(ts.Spec(spec), open=True, read=True, context=self._context).result()
+        except ValueError as error:
+            raise self._damaged(parameter, error) from error
+        if (store.shape, store.dtype.numpy_dtype) != (parameter.shape, parameter.dtype):
+            what = f"{store.dtype.name} {store.shape}, not {parameter.dtype} {parameter.shape}"
+            raise self._damaged(parameter, what)
+        return store
+
+    def _damaged(self, parameter: Parameter, why) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder}: {parameter.key} in weights/{parameter.group} cannot be read: {why}"
+        )
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The array's bytes in C order as uint8 [n], a view if they lie so: what sums are taken of."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def open_checkpoint(folder: str | FilePath) -> Checkpoint | Converted:
+    """A model folder of either kind; both have `tensors` and `read`.
+
+    Raises:
+      CheckpointError: neither kind, or a broken one.
+    """
+    return Converted(folder) if is_converted(folder) else Checkpoint(folder)
+
+
+def joined(checkpoint: Checkpoint | Converted, rule: Rule) -> np.ndarray:
+    """The parameter that `rule` makes: as it is stored if it was joined before, else joined here."""
+    if isinstance(checkpoint, Converted):
+        return checkpoint.joined(rule)
+    return rule.transform.join([checkpoint.read(name) for name in rule.names])
