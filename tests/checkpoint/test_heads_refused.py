@@ -183,7 +183,7 @@ def absolute_ids(t: dict) -> np.ndarray:
 
 REFUSED = {
     "taps past the target": (
-        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 4, 8]), r"taps \(2, 4, 8\)",
+        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 4, 9]), r"taps \(2, 4, 9\)",
     ),
     "taps out of order": (
         "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[4, 2, 5]), "not 3 ascending",
