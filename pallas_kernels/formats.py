@@ -56,11 +56,13 @@ def kind(values: jax.Array, scale: jax.Array | None) -> Kind:
         raise ValueError(
             f"{values.dtype=} with a scale: must be float8_e4m3fn (fp8) or uint8 (mxfp4)"
         )
-    fits = len(scale.shape) == len(values.shape) and [*scale.shape[:-2]] == leading
-    if not fits or scale.shape[-2] not in rows or scale.shape[-1] not in columns:
+    wanted = [*({size} for size in leading), rows, columns]
+    if len(scale.shape) != len(wanted) or any(
+        size not in sizes for size, sizes in zip(scale.shape, wanted, strict=True)
+    ):
+        sizes = ", ".join(" or ".join(map(str, sorted(sizes))) for sizes in wanted)
         raise ValueError(
-            f"{scale.shape=} does not fit {values.dtype} {values.shape=}: it must be "
-            f"{(*leading, *[' or '.join(map(str, sorted(sizes))) for sizes in (rows, columns)])}"
+            f"{scale.shape=} does not fit {values.dtype} {values.shape=}: it must be [{sizes}]"
         )
     return "fp8" if values.dtype == jnp.float8_e4m3fn else "mxfp4"
 

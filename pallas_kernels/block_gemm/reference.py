@@ -48,9 +48,11 @@ def _tiled(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dty
     scale_rows = TILE if scale.shape[0] == N else TILE // formats.BLOCK
     num_tiles = N // TILE
 
-    def tile(start: jax.Array | int, num_rows: int, num_scales: int) -> jax.Array:
-        values = jax.lax.dynamic_slice_in_dim(weight, start * TILE, num_rows)
-        factors = jax.lax.dynamic_slice_in_dim(scale, start * scale_rows, num_scales)
+    def tile(i: jax.Array | int, num_rows: int, num_scales: int) -> jax.Array:
+        # Bound to the tile's number, or XLA on a CPU would widen all of an fp8 weight before the loop.
+        values, i = jax.lax.optimization_barrier((weight, i))
+        values = jax.lax.dynamic_slice_in_dim(values, i * TILE, num_rows)
+        factors = jax.lax.dynamic_slice_in_dim(scale, i * scale_rows, num_scales)
         return product(x, formats.dequantize(values, factors, x.dtype), out_dtype)
 
     whole = jax.lax.map(lambda i: tile(i, TILE, scale_rows), jnp.arange(num_tiles))

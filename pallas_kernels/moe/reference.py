@@ -65,7 +65,7 @@ def moe(
         share = jnp.where(chosen, weights, 0).sum(-1)[..., None]
 
         def add(total):
-            y = _expert(x, _part(gate_up, expert), _part(down, expert), limit)
+            y = _expert(x, _one(gate_up, expert), _one(down, expert), limit)
             return jnp.where(chosen.any(-1)[..., None], total + share * y, total)
 
         return jax.lax.cond(chosen.any(), add, lambda total: total, total), None
@@ -81,22 +81,21 @@ def _blocks(rows: jax.Array, filler: int) -> jax.Array:
     return rows.reshape(-1, ROWS, n)
 
 
-def _part(weights: ExpertWeights, index: jax.Array | int) -> ExpertWeights:
-    """Part `index` of the first axis: an expert, then gate or up."""
-    return jax.tree.map(lambda leaf: leaf[index], weights)
+def _one(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
+    return jax.tree.map(lambda leaf: leaf[expert], weights)
 
 
 def _expert(
     x: jax.Array, gate_up: ExpertWeights, down: ExpertWeights, limit: float | None
 ) -> jax.Array:
     """[blocks, ROWS, D] -> float32 of the same shape; each weight is dequantised once."""
-    projections = (_part(gate_up, 0), _part(gate_up, 1), down)
-    gate, up, out = (formats.dequantize(p.values, p.scale, x.dtype) for p in projections)
-    gate_bias, up_bias, out_bias = (p.bias for p in projections)
+    gate, up = formats.dequantize(gate_up.values, gate_up.scale, x.dtype)
+    gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias
+    out = formats.dequantize(down.values, down.scale, x.dtype)
 
     def block(rows):  # [ROWS, D]
         inner = _activate(_linear(rows, gate, gate_bias), _linear(rows, up, up_bias), limit)
-        return _linear(inner.astype(x.dtype), out, out_bias)
+        return _linear(inner.astype(x.dtype), out, down.bias)
 
     return jax.lax.map(block, x)
 

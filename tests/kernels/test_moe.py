@@ -1,0 +1,219 @@
+"""Routing and experts against float64; a row's bits do not depend on the rows beside it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.formats import dequantize
+from pallas_kernels.moe.api import ExpertWeights, moe, route
+from peagle_jax.quant import quantize_fp8
+
+FORMATS = ("plain", "fp8", "mxfp4")
+run = jax.jit(moe, static_argnames="limit")
+choose = jax.jit(route, static_argnames=("top_k", "normalize"))
+
+
+def projection(form: str, shape: tuple[int, ...], *, bias: bool, seed: int) -> ExpertWeights:
+    rng = np.random.default_rng(seed)
+    bias = jnp.asarray(rng.normal(size=shape[:-1]), jnp.float32) if bias else None
+    if form == "mxfp4":
+        values = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+        scale = rng.integers(122, 126, (*shape[:-1], shape[-1] // 32), np.uint8)
+        return ExpertWeights(jnp.asarray(values), jnp.asarray(scale), bias)
+    weight = (rng.normal(size=shape) / 4).astype(np.float32)
+    if form == "fp8":
+        return ExpertWeights(*map(jnp.asarray, quantize_fp8(weight)), bias)
+    return ExpertWeights(jnp.asarray(weight), None, bias)
+
+
+def experts(form: str, *, E=6, F=160, D=32, bias=False) -> tuple[ExpertWeights, ExpertWeights]:
+    gate_up = projection(form, (E, 2, F, D), bias=bias, seed=0)
+    return gate_up, projection(form, (E, D, F), bias=bias, seed=1)
+
+
+def routed(R: int, E: int = 6, k: int = 2) -> tuple[jax.Array, jax.Array]:
+    """ids [R, k], weights [R, k]."""
+    logits = jax.random.normal(jax.random.key(R), (R, E)) * 2
+    weights, ids = choose(logits, k, normalize=True)
+    return ids, weights
+
+
+def rows(R: int, D: int = 32, dtype=jnp.float32) -> jax.Array:
+    return (2 * jax.random.normal(jax.random.key(7), (R, D))).astype(dtype)
+
+
+def by_hand(x, ids, weights, gate_up, down, limit) -> np.ndarray:
+    """The rule row by row in float64, the weights as their format and x.dtype give them."""
+    wide = [np.asarray(dequantize(p.values, p.scale, x.dtype), np.float64) for p in (gate_up, down)]
+    bias = [np.asarray(0 if p.bias is None else p.bias, np.float64) for p in (gate_up, down)]
+    bias = [np.broadcast_to(b, w.shape[:-1]) for b, w in zip(bias, wide, strict=True)]
+    out = np.zeros(x.shape)
+    for r, row in enumerate(np.asarray(x, np.float64)):
+        for e, share in zip(np.asarray(ids)[r], np.asarray(weights, np.float64)[r], strict=True):
+            gate, up = wide[0][e] @ row + bias[0][e]
+            if limit is None:
+                inner = gate / (1 + np.exp(-gate)) * up
+            else:
+                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+                inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            out[r] += share * (wide[1][e] @ inner + bias[1][e])
+    return out
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("limit", [None, 1.5])
+@pytest.mark.parametrize("form", FORMATS)
+def test_experts_compute_as_in_float64(form, limit, bias):
+    """The limit is low enough to clamp gates and ups."""
+    weights = experts(form, bias=bias)
+    x, routing = rows(5), routed(5)
+    wanted = by_hand(x, *routing, *weights, limit)
+    found = run(x, *routing, *weights, limit=limit)
+    assert np.allclose(found, wanted, rtol=0, atol=3e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_bfloat16_rounds_the_products_inputs_and_the_result_only(form):
+    weights, routing = experts(form, bias=True), routed(9)
+    x = rows(9, dtype=jnp.bfloat16)
+    wanted = by_hand(x, *routing, *weights, 7.0)
+    found = run(x, *routing, *weights, limit=7.0)
+    assert found.dtype == jnp.bfloat16
+    assert np.allclose(
+        np.asarray(found, np.float64), wanted, rtol=0, atol=0.01 * np.abs(wanted).max()
+    )
+
+
+def test_gpt_oss_activation_clamps_gate_from_above_only():
+    """Two experts with D = F = 1: gate is 2 x, up is -3 x, down is 1, limit 4."""
+    gate_up = ExpertWeights(jnp.array([2.0, -3.0]).reshape(1, 2, 1, 1).repeat(2, axis=0))
+    down = ExpertWeights(jnp.ones((2, 1, 1)), bias=jnp.array([[0.0], [10.0]]))
+    x, ids = jnp.array([[1.0], [3.0], [-3.0]]), jnp.array([[0], [1], [0]], jnp.int32)
+    found = moe(x, ids, jnp.full((3, 1), 0.5), gate_up, down, limit=4.0)[:, 0]
+    act = lambda gate, up: (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    wanted = [0.5 * act(2, -3), 0.5 * (act(4, -4) + 10), 0.5 * act(-6, 4)]
+    assert np.allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [None, 7.0])
+@pytest.mark.parametrize(("F", "D"), [(160, 32), (8, 16), (33, 7), (64, 1)])
+def test_a_row_has_the_same_bits_in_any_company(F, D, limit):
+    weights = experts("plain", F=F, D=D, bias=True)
+    x, (ids, shares) = rows(32, D), routed(32)
+    whole = np.asarray(run(x, ids, shares, *weights, limit=limit))
+    for num_rows in (1, 5, 8, 9):
+        for start in (0, 3, 32 - num_rows):
+            part = slice(start, start + num_rows)
+            alone = run(x[part], ids[part], shares[part], *weights, limit=limit)
+            assert np.array_equal(alone, whole[part]), (num_rows, start)
+
+
+@pytest.mark.parametrize("form", FORMATS[1:])
+def test_quantised_experts_keep_rows_apart_too(form):
+    weights, x, (ids, shares) = experts(form), rows(32), routed(32)
+    whole = np.asarray(run(x, ids, shares, *weights))
+    for part in (slice(0, 1), slice(31, 32), slice(6, 11)):
+        assert np.array_equal(run(x[part], ids[part], shares[part], *weights), whole[part])
+
+
+def test_the_order_of_a_rows_experts_does_not_matter():
+    """They are summed by ascending id, in whatever order the router names them."""
+    weights, x, (ids, shares) = experts("plain"), rows(4), routed(4, k=3)
+    first = run(x, ids, shares, *weights)
+    assert np.array_equal(run(x, ids[:, ::-1], shares[:, ::-1], *weights), first)
+
+
+def test_an_expert_touches_no_row_that_did_not_choose_it():
+    """One full of NaN reaches its own row and no other; one that nobody chose reaches none."""
+    weights, x = experts("plain"), rows(3)
+    ids = jnp.array([[0, 1], [2, 3], [1, 3]], jnp.int32)
+    shares = jnp.full((3, 2), 0.5)
+    clean = np.asarray(run(x, ids, shares, *weights))
+    poison = lambda e: weights[0]._replace(values=weights[0].values.at[e].set(jnp.nan))
+    assert np.array_equal(run(x, ids, shares, poison(5), weights[1]), clean)
+    found = np.asarray(run(x, ids, shares, poison(2), weights[1]))
+    assert np.isnan(found[1]).all()
+    assert np.array_equal(found[[0, 2]], clean[[0, 2]])
+
+
+def test_one_expert_at_a_time_is_unpacked():
+    E, F, D = 16, 256, 256
+    weights = experts("fp8", E=E, F=F, D=D)
+    compiled = jax.jit(moe).lower(rows(1, D), *routed(1, E), *weights).compile()
+    one = 4 * 3 * F * D
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * one
+
+
+@settings(deadline=None, max_examples=20)
+@given(R=st.integers(1, 20), E=st.integers(1, 40), normalize=st.booleans(), data=st.data())
+def test_routing_takes_the_largest_and_ties_go_to_the_lower_id(R, E, normalize, data):
+    """Logits are few whole numbers, so that most rows have ties."""
+    k = data.draw(st.integers(1, min(E, 8)))
+    logits = np.random.default_rng(R * E).integers(-3, 4, (R, E)).astype(np.float32)
+    weights, ids = route(jnp.asarray(logits), k, normalize=normalize)
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
+    powers = np.exp(logits.astype(np.float64))
+    chosen = np.take_along_axis(powers, order, axis=-1)
+    total = (chosen if normalize else powers).sum(-1, keepdims=True)
+    assert (weights.dtype, ids.dtype) == (jnp.float32, jnp.int32)
+    assert np.array_equal(ids, order)
+    assert np.allclose(weights, chosen / total, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("E", "k"), [(6, 2), (32, 4), (128, 8)])
+def test_routing_of_a_row_has_the_same_bits_in_any_company(E, k, normalize):
+    logits = 3 * jax.random.normal(jax.random.key(0), (40, E))
+    whole = [np.asarray(part) for part in choose(logits, k, normalize=normalize)]
+    for part in (slice(0, 1), slice(39, 40), slice(3, 8), slice(0, 32)):
+        for found, wanted in zip(choose(logits[part], k, normalize=normalize), whole, strict=True):
+            assert np.array_equal(found, wanted[part])
+
+
+def test_routing_survives_large_logits():
+    weights, ids = route(jnp.array([[-1e4, 1e4, 9999.0]]), 2, normalize=False)
+    assert ids.tolist() == [[1, 2]]
+    assert np.allclose(weights, [[np.e / (1 + np.e), 1 / (1 + np.e)]])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(x=rows(3, 31)), "gate_up is"),
+        (dict(x=rows(3)[0]), "rows of activations"),
+        (dict(ids=jnp.zeros((2, 2), jnp.int32)), "must both be"),
+        (dict(weights=jnp.ones((3, 3))), "must both be"),
+        (dict(ids=jnp.zeros((3, 2))), "int32"),
+        (dict(weights=jnp.ones((3, 2), jnp.bfloat16)), "float32"),
+        (dict(gate_up=ExpertWeights(jnp.zeros((6, 320, 32)))), "gate_up is"),
+        (dict(gate_up=ExpertWeights(jnp.zeros((6, 3, 160, 32)))), "gate_up is"),
+        (dict(gate_up=ExpertWeights(jnp.zeros((6, 2, 160, 32), jnp.uint8))), "without a scale"),
+        (dict(down=ExpertWeights(jnp.zeros((5, 32, 160)))), "down is"),
+        (dict(down=ExpertWeights(jnp.zeros((6, 160, 32)))), "down is"),
+        (dict(gate_up=ExpertWeights(jnp.zeros((6, 2, 160, 32)), None, jnp.zeros(6))), "gate_up's"),
+        (dict(down=ExpertWeights(jnp.zeros((6, 32, 160)), None, jnp.zeros((6, 160)))), "down's"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, says):
+    gate_up, down = experts("plain")
+    ids, weights = routed(3)
+    arguments = dict(x=rows(3), ids=ids, weights=weights, gate_up=gate_up, down=down) | change
+    with pytest.raises(ValueError, match=says):
+        moe(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("logits", "top_k", "says"),
+    [
+        (jnp.zeros((2, 4), jnp.bfloat16), 2, "float32"),
+        (jnp.zeros(4), 2, "float32"),
+        (jnp.zeros((2, 4)), 5, "between 1"),
+        (jnp.zeros((2, 4)), 0, "between 1"),
+    ],
+)
+def test_routing_that_cannot_be_is_refused(logits, top_k, says):
+    with pytest.raises(ValueError, match=says):
+        route(logits, top_k, normalize=True)

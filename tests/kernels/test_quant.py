@@ -1,0 +1,122 @@
+"""Quantising on the host: how far off an element may be, and what a tensor costs in memory."""
+
+import tracemalloc
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.formats import dequantize, kind
+from peagle_jax.quant import FP8_MAX, quantize_fp8
+
+
+def unpack(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return np.asarray(dequantize(jnp.asarray(values), jnp.asarray(scale), jnp.float32))
+
+
+def scale_of_each(weight: np.ndarray) -> np.ndarray:
+    """max |w| / 448 of each element's block of 128 x 128, in float64."""
+    N, K = weight.shape
+    out = np.empty((N, K))
+    for i in range(0, N, 128):
+        for j in range(0, K, 128):
+            block = (slice(i, i + 128), slice(j, j + 128))
+            out[block] = np.abs(weight[block].astype(np.float64)).max() / FP8_MAX
+    return out
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    N=st.integers(1, 300),
+    K=st.integers(1, 300),
+    power=st.integers(-30, 30),
+    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
+)
+def test_an_element_is_off_by_half_a_step_at_most(N, K, power, dtype):
+    """e4m3 has three bits of mantissa down to 2^-6, and steps of 2^-9 below."""
+    rng = np.random.default_rng(N * K)
+    weight = (rng.standard_t(3, (N, K)) * 2.0**power).astype(dtype)
+    values, scale = quantize_fp8(weight)
+    assert kind(values, scale) == "fp8"
+    assert scale.shape == (-(-N // 128), -(-K // 128))
+    wide, step = weight.astype(np.float64), scale_of_each(weight)
+    bound = np.maximum(2.0**-4 * np.abs(wide), 2.0**-10 * step) * (1 + 1e-6)
+    assert (np.abs(unpack(values, scale) - wide) <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_quantising_what_was_quantised_changes_nothing(dtype):
+    """Values stay bit for bit; a scale may move by the rounding of the dtype between."""
+    weight = np.random.default_rng(0).normal(size=(300, 400)).astype(np.float32)
+    values, scale = quantize_fp8(weight)
+    again, scale_again = quantize_fp8(unpack(values, scale).astype(dtype))
+    assert np.array_equal(again.view(np.uint8), values.view(np.uint8))
+    eps = np.finfo(np.float32).eps if dtype == np.float32 else 2.0**-8
+    assert np.allclose(scale_again, scale, rtol=eps, atol=0)
+
+
+def test_halves_go_to_the_even_neighbour_and_the_largest_is_448():
+    """With 448 in the block the scale is 1: steps of 1/8 above 1, of 32 above 256."""
+    weight = np.zeros((2, 8), np.float32)
+    weight[0] = [448, -448, 1 + 1 / 16, 1 + 3 / 16, -(1 + 1 / 16), 400, 432, 2.0**-10]
+    values, scale = quantize_fp8(weight)
+    assert scale.tolist() == [[1.0]]
+    wanted = [448, -448, 1, 1.25, -1, 384, 448, 0]
+    assert values[0].astype(np.float32).tolist() == wanted
+
+
+def test_a_block_of_zeros_has_scale_one():
+    weight = np.zeros((200, 130), np.float32)
+    weight[150, 129] = -7
+    values, scale = quantize_fp8(weight)
+    assert scale.tolist() == [[1.0, 1.0], [1.0, np.float32(7 / 448)]]
+    assert np.array_equal(unpack(values, scale) != 0, weight != 0)
+
+
+@pytest.mark.parametrize("largest", [1e-44, 1e-38, 1e-36, 3e38])
+def test_the_ends_of_float32_stay_finite(largest):
+    weight = np.full((3, 3), largest, np.float32)
+    values, scale = quantize_fp8(weight)
+    assert (scale >= np.finfo(np.float32).tiny).all()
+    back = values.astype(np.float64) * np.float64(scale[0, 0])
+    assert (np.abs(back - weight) <= np.maximum(weight / 16, scale[0, 0] / 1024)).all()
+
+
+def test_experts_are_quantised_one_by_one():
+    weight = np.random.default_rng(1).normal(size=(3, 2, 150, 40)).astype(np.float32)
+    values, scale = quantize_fp8(weight)
+    assert (values.shape, scale.shape) == ((3, 2, 150, 40), (3, 2, 2, 1))
+    one_values, one_scale = quantize_fp8(weight[2, 1])
+    assert np.array_equal(values[2, 1].view(np.uint8), one_values.view(np.uint8))
+    assert np.array_equal(scale[2, 1], one_scale)
+
+
+def test_a_big_tensor_is_never_held_in_float32():
+    weight = np.ones((4096, 512), ml_dtypes.bfloat16)
+    weight.flags.writeable = False  # as a mapped checkpoint is
+    tracemalloc.start()
+    try:
+        values, scale = quantize_fp8(weight)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    rows = 128 * 512 * 4
+    assert peak <= values.nbytes + scale.nbytes + 8 * rows
+    assert peak < 4 * weight.size
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_weights_that_are_no_numbers_are_refused(bad, dtype):
+    weight = np.ones((130, 130), dtype)
+    weight[129, 3] = bad
+    with pytest.raises(ValueError, match="infinite or not a number"):
+        quantize_fp8(weight)
+
+
+def test_a_vector_is_refused():
+    with pytest.raises(ValueError, match="rows and columns"):
+        quantize_fp8(np.ones(4, np.float32))
