@@ -1,5 +1,7 @@
 """Quantises weights on the host: numpy in, numpy out, in the formats of `pallas_kernels.formats`."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 
@@ -47,4 +49,24 @@ def _quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = np.where(largest == 0, 1, np.maximum(largest / FP8_MAX, _SMALLEST)).astype(np.float32)
     scaled = wide / np.repeat(scale, BLOCK)[:K]
     # The quotient may exceed 448 by a rounding; e4m3fn has no infinity, its cast would give NaN.
-    return np.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8), scale
+    return _to_fp8(np.clip(scaled, -FP8_MAX, FP8_MAX)), scale
+
+
+@functools.cache
+def _rounded() -> np.ndarray:
+    """fp8 code of the float32 that begins with each 16 bits, uint8 [65536]."""
+    floats = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    finite = np.where(np.abs(floats) <= FP8_MAX, floats, 0)
+    return finite.astype(FP8).view(np.uint8)
+
+
+def _to_fp8(x: np.ndarray) -> np.ndarray:
+    """x.astype(FP8) of float32 up to 448, to nearest even, in a quarter of the time of the cast.
+
+    The upper 16 bits hold seven bits of mantissa where fp8 keeps three, so of the lower ones it only
+    matters whether any is set: that decides between a half and more than a half.
+    """
+    bits = x.view(np.uint32)
+    upper = (bits >> 16).astype(np.uint16)
+    upper |= (bits & 0xFFFF) != 0
+    return _rounded()[upper].view(FP8)

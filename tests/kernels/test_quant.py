@@ -68,6 +68,24 @@ def test_halves_go_to_the_even_neighbour_and_the_largest_is_448():
     assert values[0].astype(np.float32).tolist() == wanted
 
 
+def test_rounding_is_that_of_ml_dtypes():
+    """Random floats of every size, the codes themselves, what lies between two, and next to that."""
+    rng = np.random.default_rng(0)
+    floats = rng.integers(0, 2**32, 200_000, np.uint32).view(np.float32)
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    codes = np.sort(codes[np.isfinite(codes)])
+    between = (codes[1:] + codes[:-1]) / 2
+    near = [np.nextafter(between, np.float32(side)) for side in (-np.inf, np.inf)]
+    floats = np.concatenate([floats, codes, between, *near])
+    floats = floats[np.abs(floats) <= FP8_MAX]
+    floats = np.append(floats, np.zeros(-len(floats) % 127, np.float32)).reshape(-1, 127)
+    floats = np.pad(floats, ((0, 0), (0, 1)), constant_values=FP8_MAX)  # so that each scale is 1
+    values, scale = quantize_fp8(floats)
+    assert (scale == 1).all()
+    wanted = floats.astype(ml_dtypes.float8_e4m3fn)
+    assert np.array_equal(values.view(np.uint8), wanted.view(np.uint8))
+
+
 def test_a_block_of_zeros_has_scale_one():
     weight = np.zeros((200, 130), np.float32)
     weight[150, 129] = -7
