@@ -115,12 +115,9 @@ def blocks_of(rule: Rule, tensors, limit: int = BLOCK_BYTES) -> Blocks:
 
 
 def _step(rows: int, most: int) -> int:
-    """At most `most` rows in a block. Blocks that are all alike if they need not be many for it: a last
-    one that is smaller would be copied and padded on its way to disk."""
-    for step in range(min(most, rows), most // 4, -1):
-        if rows % step == 0:
-            return step
-    return max(-(-rows // -(-rows // most)), 1)
+    """Rows in a block so that all blocks are about alike and none has more than `most`."""
+    num_blocks = max(-(-rows // most), 1)
+    return max(-(-rows // num_blocks), 1)
 
 
 def _rows(blocks: Blocks) -> Iterator[tuple[int, int]]:

@@ -55,7 +55,8 @@ def rules_of(converted: Converted) -> dict[tuple, Rule]:
                 "export it with the version named in manifest.json"
             )
     if missing := rules.keys() - converted.parameters.keys():
-        raise CheckpointError(f"{converted.folder}: manifest.json lacks {min(map(str, missing))}")
+        names = sorted(".".join(map(str, path)) for path in missing)
+        raise CheckpointError(f"{converted.folder}: manifest.json lacks {names[0]}")
     return rules
 
 

@@ -26,6 +26,7 @@ Place = tuple[int, tuple[int, ...]]
 """A row of the source: which of the rule's tensors, and the index of the row in it."""
 
 
+@np.errstate(over="ignore", invalid="ignore")  # infinities and NaN may be in a file
 def compare_numbers(
     converted: Converted, weight: Rule, scale: Rule, reader: Reader
 ) -> tuple[int, float]:
@@ -62,7 +63,8 @@ def _stored_row(values: np.ndarray, scales: np.ndarray, row: int, rows: int) -> 
     if values.dtype != FP8:
         return _mxfp4(values, scale)
     scale = scale.astype(np.float32)  # as a model holds it
-    return _product(values, scale if len(scale) == 1 else np.repeat(scale, BLOCK)[: len(values)])
+    scale = scale if len(scale) == 1 else np.repeat(scale, BLOCK)[: len(values)]
+    return values.astype(np.float32) * scale
 
 
 def _place(rule: Rule, converted: Converted, index: tuple[int, ...]) -> Place:
@@ -92,7 +94,7 @@ def _source_row(
     row = _read(info, index, reader)
     if info.dtype != FP8:
         return _mxfp4(row, _read(scale_info, index, reader))
-    return _product(row, _fp8_scales(scale_info, info.shape, index[0], reader))
+    return row.astype(np.float32) * _fp8_scales(scale_info, info.shape, index[0], reader)
 
 
 def _fp8_scales(info: TensorInfo, shape: tuple[int, ...], row: int, reader: Reader) -> np.ndarray:
@@ -105,11 +107,6 @@ def _fp8_scales(info: TensorInfo, shape: tuple[int, ...], row: int, reader: Read
         scales = _read(info, (row // BLOCK,), reader)
     scales = scales.astype(np.float32).reshape(-1)
     return scales if len(scales) == 1 else np.repeat(scales, BLOCK)[: shape[1]]
-
-
-def _product(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN may be in a file
-        return values.astype(np.float32) * scale
 
 
 def _read(info: TensorInfo, index: tuple[int, ...], reader: Reader) -> np.ndarray:

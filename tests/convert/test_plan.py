@@ -1,0 +1,131 @@
+"""What `plan` and `inspect` say, and how parameters are meant to lie on a mesh."""
+
+import json
+
+import pytest
+
+from convert.plan import make_plan, partition
+from convert.source import open_source
+from convert.summary import inspect
+from peagle_jax.checkpoint import Checkpoint
+from tests.convert.conftest import GOLDEN, checkpoints
+
+CHECKPOINTS = checkpoints()
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_tensor_of_a_checkpoint_has_a_row(name, cli):
+    folder, options = CHECKPOINTS[name]
+    code, out, err = cli("plan", folder, *options, "--json")
+    assert (code, err) == (0, "")
+    *rows, last = map(json.loads, out.splitlines())
+    tensors = Checkpoint(folder).tensors
+    assert sorted(row["tensor"] for row in rows) == sorted(tensors)
+    for row in rows:
+        assert tuple(row["shape"]) == tensors[row["tensor"]].shape
+        assert row["path"]
+        assert row["made_dtype"] == row["dtype"]
+        assert row["sharding"].startswith("P(")
+    summary = last["summary"]
+    assert summary["tensors"] == len(tensors)
+    assert summary["leftovers"] == summary["missing"] == []
+    assert summary["parameters"] == len({row["path"] for row in rows})
+
+
+def test_a_plan_is_readable(cli):
+    code, out, _ = cli("plan", GOLDEN / "qwen3_moe-fp8")
+    assert code == 0
+    lines = out.splitlines()
+    assert (
+        "model.layers.0.mlp.experts.0.gate_proj.weight  F8_E4M3 [8, 136]  stack experts -> "
+        'layers.0.mlp.gate_up.weight  F8_E4M3 [4, 2, 8, 136]  P("tensor")'
+    ) in lines
+    assert (
+        "model.layers.0.self_attn.o_proj.weight_scale_inv  BF16 [2, 2]  join scales -> "
+        'layers.0.attention.out.scale  BF16 [2, 2]  P(None, "tensor")'
+    ) in lines
+    code, out, _ = cli("plan", GOLDEN / "llama-fp8-tensor")
+    assert "unused.0  F32 []  P()  (not used: activations are not quantised)" in out
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "want"),
+    [
+        ("embed.weight", (256, 64), 'P("tensor")'),
+        ("lm_head.weight", (256, 64), 'P("tensor")'),
+        ("layers.0.attention.qkv.weight", (96, 64), 'P("tensor")'),
+        ("layers.0.attention.qkv.bias", (96,), 'P("tensor")'),
+        ("layers.0.attention.qkv.scale", (96, 1), 'P("tensor")'),
+        ("layers.0.attention.out.weight", (64, 32), 'P(None, "tensor")'),
+        ("layers.0.attention.out.bias", (64,), "P()"),
+        ("layers.0.attention.out.scale", (64, 1), "P()"),
+        ("layers.0.attention.sinks", (8,), 'P("tensor")'),
+        ("layers.0.mlp.gate_up.weight", (192, 64), 'P("tensor")'),
+        ("layers.0.mlp.down.weight", (64, 96), 'P(None, "tensor")'),
+        ("layers.0.mlp.gate_up.weight", (8, 2, 96, 64), 'P("tensor")'),
+        ("layers.0.mlp.gate_up.bias", (8, 2, 96), 'P("tensor")'),
+        ("layers.0.mlp.down.weight", (8, 64, 96), 'P("tensor")'),
+        ("layers.0.mlp.down.scale", (8, 1, 1), 'P("tensor")'),
+        ("layers.0.mlp.down.bias", (8, 64), 'P("tensor")'),
+        ("layers.0.mlp.router.weight", (8, 64), "P()"),
+        ("layers.0.input_norm.weight", (64,), "P()"),
+        ("fc.weight", (64, 192), "P()"),
+        ("mask_hidden", (192,), "P()"),
+        ("unused.7", (256, 64), "P()"),
+    ],
+)
+def test_partitions(path, shape, want):
+    parts = tuple(int(part) if part.isdigit() else part for part in path.split("."))
+    assert partition(parts, shape) == want
+
+
+def test_groups_hold_consecutive_parameters_up_to_their_bound():
+    plan = make_plan(open_source(GOLDEN / "llama"), group_bytes=100_000)
+    assert len(plan.groups) > 5
+    for group in plan.groups:
+        assert group.nbytes <= 100_000 or len(group.members) == 1
+    paths = [member.rule.path for group in plan.groups for member in group.members]
+    assert paths == [rule.path for rule in plan.source.layout.rules]
+    assert plan.nbytes == plan.source.tensors.nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "quantization"),
+    [
+        ("llama", "target", "none"),
+        ("gemma4", "target", "none"),
+        ("gpt_oss-mxfp4", "target", "MXFP4, 16 tensors (mxfp4)"),
+        ("qwen3_moe-fp8", "target", "FP8 E4M3 with a scale a block, 128 tensors (fp8)"),
+        ("qwen3-fp8-channel", "target", "FP8 E4M3 with a scale a row, 56 tensors"),
+        ("llama-fp8-tensor", "target", "FP8 E4M3 with one scale a tensor, 56 tensors (fp8)"),
+        ("peagle-1", "P-EAGLE head", "none"),
+        ("eagle3", "EAGLE-3 head", "none"),
+    ],
+)
+def test_inspect_knows_what_a_folder_holds(name, kind, quantization, cli):
+    summary = inspect(GOLDEN / name)
+    assert summary.kind == kind
+    assert summary.quantization.startswith(quantization)
+    tensors = Checkpoint(GOLDEN / name).tensors
+    assert summary.num_tensors == len(tensors)
+    assert sum(summary.dtypes.values()) == summary.nbytes
+    code, out, _ = cli("inspect", GOLDEN / name)
+    assert code == 0
+    assert out.startswith(f"{name}: {kind}, ")
+    code, out, _ = cli("inspect", GOLDEN / name, "--all", "--json")
+    lines = json.loads(out)["lines"]
+    assert [line["name"] for line in lines] == sorted(tensors)
+
+
+def test_inspect_needs_no_config_and_reads_converted_folders_too(cli, sharded, tmp_path):
+    before = cli("inspect", sharded)[1]
+    cli("convert", sharded, tmp_path / "dst")
+    after = cli("inspect", tmp_path / "dst")[1]
+    assert "converted (Orbax)" in after
+    tensors = lambda text: [line for line in text.splitlines() if line.startswith("  ")]
+    assert tensors(before) == tensors(after)
+    (sharded / "config.json").unlink()
+    code, out, _ = cli("inspect", sharded)
+    assert code == 0
+    assert out.startswith("sharded: target, unknown, safetensors")
+    assert tensors(out) == tensors(before)

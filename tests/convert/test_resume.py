@@ -1,0 +1,96 @@
+"""A run that is killed anywhere leaves nothing under the final name, and the next one goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from convert.partial import JOURNAL
+from convert.synthetic import write_synthetic
+from tests.convert.conftest import ROOT, TINY_MOE, same_files
+
+NUM_LAYERS = 24
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory) -> Path:
+    """Some hundred parameters; in groups of one layer a conversion takes seconds."""
+    folder = tmp_path_factory.mktemp("resume") / "src"
+    config = replace(TINY_MOE, num_layers=NUM_LAYERS)
+    write_synthetic(folder, config, quantization="fp8", shard_bytes=3_000_000)
+    return folder
+
+
+def command(src: Path, dst: Path) -> list[str]:
+    return [sys.executable, "-m", "convert", "convert", str(src), str(dst), "--group-size", "900KB"]
+
+
+def groups_done(dst: Path) -> list[str]:
+    journal = dst.with_name(dst.name + ".partial") / JOURNAL
+    if not journal.exists():
+        return []
+    lines = journal.read_bytes().split(b"\n")[1:-1]  # the first says what is made, the last is torn
+    return [json.loads(line)["group"] for line in lines]
+
+
+def stop_after(process: subprocess.Popen, dst: Path, count: int, number: signal.Signals) -> None:
+    """Sends a signal once `count` groups are finished."""
+    deadline = time.monotonic() + 120
+    while len(groups_done(dst)) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_run_is_gone_on_with(number, src, cli, tmp_path):
+    dst = tmp_path / "dst"
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for count in (2, 7):
+        with subprocess.Popen(command(src, dst), cwd=ROOT, **pipes) as process:
+            stop_after(process, dst, count, number)
+            _, err = process.communicate(timeout=120)
+        assert process.returncode == (-number if number == signal.SIGKILL else 130)
+        if number == signal.SIGINT:
+            assert err == "\ninterrupted; give the same command again to go on\n"
+        assert not dst.exists()
+    before = set(groups_done(dst))
+    assert len(before) >= 7
+    kept = {path: os.stat(path).st_mtime_ns for path in files(dst.with_name("dst.partial"), before)}
+    code, out, _ = cli(*command(src, dst)[3:])
+    assert code == 0
+    assert f"{len(before)} of them made before" in out
+    for path, mtime in kept.items():  # not written again
+        here = dst / path.relative_to(dst.with_name("dst.partial"))
+        assert here.stat().st_mtime_ns == mtime
+    assert not (dst / JOURNAL).exists()
+    assert not dst.with_name("dst.partial").exists()
+    assert cli("verify", src, dst, "--no-logits")[0] == 0
+    assert cli("export", dst, tmp_path / "back")[0] == 0
+    assert same_files(src, tmp_path / "back")
+
+
+def files(partial: Path, groups: set[str]) -> list[Path]:
+    return [path for name in groups for path in (partial / "weights" / name).rglob("*.0")]
+
+
+def test_the_second_of_two_runs_at_once_is_refused(src, cli, tmp_path):
+    dst = tmp_path / "dst"
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(command(src, dst), cwd=ROOT, **pipes) as process:
+        while not groups_done(dst):
+            assert process.poll() is None
+            time.sleep(0.002)
+        code, _, err = cli(*command(src, dst)[3:])
+        assert code == 2
+        assert "another run" in err
+        process.communicate(timeout=120)
+        assert process.returncode == 0
+    assert cli("verify", src, dst, "--no-logits")[0] == 0

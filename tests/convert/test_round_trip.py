@@ -1,0 +1,110 @@
+"""Every checkpoint at hand, converted, verified, restored by plain Orbax, and exported byte for byte."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from convert.source import open_source
+from convert.synthetic import write_synthetic
+from peagle_jax.checkpoint import Checkpoint, CheckpointError
+from peagle_jax.checkpoint.converted import Converted, is_converted, joined, open_checkpoint
+from tests.convert.conftest import TINY_MOE, TINY_OSS, checkpoints, same_files
+
+CHECKPOINTS = checkpoints()
+SMALL = ("--max-in-flight", "90KB", "--group-size", "400KB")
+"""Many blocks and groups, though the checkpoints are small."""
+
+
+def source_of(folder: Path, options: list[str]):
+    return open_source(folder, target=Path(options[1]) if options else None)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_comes_back_byte_for_byte(name, cli, tmp_path):
+    folder, options = CHECKPOINTS[name]
+    code, out, err = cli("convert", folder, tmp_path / "dst", *options, *SMALL)
+    assert (code, err) == (0, "")
+    assert "peak memory" in out
+    assert not (tmp_path / "dst.partial").exists()
+    code, out, err = cli("verify", folder, tmp_path / "dst", *options, "--no-logits")
+    assert (code, err) == (0, "")
+    assert "every bit is right" in out
+    code, out, err = cli("export", tmp_path / "dst", tmp_path / "back")
+    assert (code, err) == (0, "")
+    assert same_files(folder, tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "gemma4", "embedded peagle"])
+def test_plain_orbax_restores_what_the_rules_make(name, cli, tmp_path):
+    folder, options = CHECKPOINTS[name]
+    cli("convert", folder, tmp_path / "dst", *options, *SMALL)
+    checkpoint, converted = Checkpoint(folder), Converted(tmp_path / "dst")
+    restored = {}
+    for group in (tmp_path / "dst" / "weights").iterdir():
+        restored[group.name] = ocp.PyTreeCheckpointer().restore(group)
+    for rule in source_of(folder, options).layout.rules:
+        want = np.ascontiguousarray(joined(checkpoint, rule))
+        got = restored[converted.parameters[rule.path].group]
+        for part in rule.path:
+            got = got[str(part)]
+        for array in (got, joined(converted, rule)):
+            assert (array.dtype, array.shape) == (want.dtype, want.shape)
+            assert array.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization"), [(TINY_MOE, "none"), (TINY_MOE, "fp8"), (TINY_OSS, "mxfp4")]
+)
+def test_shards_come_back_as_they_were(config, quantization, cli, tmp_path):
+    src = tmp_path / "src"
+    write_synthetic(src, config, quantization=quantization, shard_bytes=300_000)
+    assert len(list(src.glob("*.safetensors"))) > 2
+    assert cli("convert", src, tmp_path / "dst", *SMALL)[0] == 0
+    code, out, _ = cli("verify", src, tmp_path / "dst", "--no-logits")
+    assert code == 0
+    assert ("stand for the same numbers" in out) == (quantization != "none")
+    assert cli("export", tmp_path / "dst", tmp_path / "back")[0] == 0
+    assert same_files(src, tmp_path / "back")
+
+
+def test_a_converted_folder_reads_like_its_source(cli, tmp_path):
+    folder, options = CHECKPOINTS["embedded eagle3"]
+    assert not is_converted(folder)
+    assert isinstance(open_checkpoint(folder), Checkpoint)
+    cli("convert", folder, tmp_path / "dst", *options)
+    assert is_converted(tmp_path / "dst")
+    checkpoint, converted = Checkpoint(folder), open_checkpoint(tmp_path / "dst")
+    assert isinstance(converted, Converted)
+    assert converted.names() == checkpoint.names()
+    assert converted.tensors == checkpoint.tensors
+    assert "d2t" in converted
+    for name in ("d2t", "t2d", "norm.weight"):  # the first is a parameter, the second is not used
+        assert converted.info(name) == checkpoint.info(name)
+        assert np.array_equal(converted.read(name), checkpoint.read(name))
+    with pytest.raises(CheckpointError, match=r"'nothing' is missing"):
+        converted.read("nothing")
+    with pytest.raises(CheckpointError, match=r"only there as a part of first\.attention\.qkv"):
+        converted.read("midlayer.self_attn.q_proj.weight")
+    for parameter in converted.parameters.values():
+        converted.check(parameter)
+
+
+def test_side_files_are_copied_and_the_manifest_tells_all(cli, tmp_path):
+    folder, _ = CHECKPOINTS["embedded target"]
+    cli("convert", folder, tmp_path / "dst")
+    for path in folder.iterdir():
+        if path.suffix == ".json":
+            assert (tmp_path / "dst" / path.name).read_bytes() == path.read_bytes()
+    manifest = json.loads((tmp_path / "dst" / "manifest.json").read_text())
+    assert manifest["source"]["name"] == "target"
+    assert manifest["source"]["files"][0]["name"] == "model.safetensors"
+    assert {"python", "orbax-checkpoint", "tensorstore", "jax"} <= manifest["tool"].keys()
+    tensors = Checkpoint(folder).tensors
+    assert manifest["tensors"].keys() == tensors.keys()
+    assert all(len(entry["sha256"]) == 64 for entry in manifest["tensors"].values())
+    assert all(len(entry["sha256"]) == 64 for entry in manifest["parameters"])
+    used = {name for entry in manifest["parameters"] for name in entry["names"]}
+    assert used == tensors.keys()
