@@ -293,7 +293,7 @@ def test_a_torn_line_of_the_journal_is_dropped_and_a_damaged_one_refused(cli, sh
         assert partial.done == [{"group": "0000"}]
         assert len((partial.folder / JOURNAL).read_text().splitlines()) == 2
         (partial.folder / JOURNAL).write_text('{"name": "a"}\nnonsense\n')
-        with pytest.raises(CheckpointError, match="damaged.*--restart"):
+        with pytest.raises(CheckpointError, match=r"damaged.*--restart"):
             partial.begin({"name": "a"})
     refused(cli("convert", sharded, tmp_path / "dst"), "damaged", "--restart")
 
