@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
 from peagle_jax.checkpoint.head_json import drafter_config, head_json
 from peagle_jax.checkpoint.layout import FP8, PACKED, Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
@@ -64,7 +65,7 @@ def _stored(array: np.ndarray, leaf: str, dtype: str) -> np.ndarray:
 def _fill(
     module: nnx.Module,
     layout: Layout,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | Converted,
     dtype: str,
     quantization: Quantization | None = None,
 ) -> None:
@@ -73,7 +74,7 @@ def _fill(
     _check_shapes(params, layout, checkpoint.tensors)
     for rule in layout.rules:
         leaf = rule.path[-1]
-        array = rule.transform.join([checkpoint.read(name) for name in rule.names])
+        array = joined(checkpoint, rule)
         scale = None
         if leaf == "scale":
             scale = array
@@ -103,10 +104,10 @@ def _naming(folder: Path) -> Iterator[None]:
 def load_target(
     folder: str | Path, *, dtype: str, quantization: Quantization | None = None
 ) -> Decoder:
-    """A target model from a Hugging Face folder.
+    """A target model from a Hugging Face folder, or from what `peagle-convert` made of one.
 
     Args:
-      folder: config.json and safetensors; FP8 and MXFP4 weights are kept as they are.
+      folder: config.json and weights; FP8 and MXFP4 weights are kept as they are.
       dtype: of all that is not quantised.
       quantization: "fp8" quantises the matrices of attention, MLP and experts on the way in.
     Raises:
@@ -117,7 +118,7 @@ def load_target(
         raise CheckpointError(f"{quantization=} is not supported; 'fp8' is")
     folder = Path(folder)
     config = target_config(folder)
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     with _naming(folder):
         layout = target_layout(config, checkpoint.tensors)
         layout.check(config.family)
@@ -130,7 +131,7 @@ def load_target(
     return model
 
 
-def _check_d2t(checkpoint: Checkpoint, config: DrafterConfig) -> None:
+def _check_d2t(checkpoint: Checkpoint | Converted, config: DrafterConfig) -> None:
     """Offsets [Vd]: target id = draft id + d2t.
 
     Some trainers write absolute ids, which can pass for offsets; t2d, the mask [V] of target ids that
@@ -168,7 +169,7 @@ def load_head(
     """A P-EAGLE or EAGLE-3 head in the AWS, SafeAILab, SpecForge, NeMo or speculators layout.
 
     Args:
-      folder: config.json and safetensors.
+      folder: config.json and safetensors, or a converted head.
       target: the model that the head will draft for.
       dtype: of all weights.
       taps: ids of the layers whose inputs the head taps, where config.json's are not to be trusted
@@ -177,7 +178,7 @@ def load_head(
       CheckpointError: the head is broken or does not fit `target`.
     """
     folder = Path(folder)
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     with _naming(folder):
         rename = head_names(checkpoint.tensors)
         names = {name.removeprefix("model.") for name in checkpoint.names()}
