@@ -46,6 +46,7 @@ def _add_common(parser: argparse.ArgumentParser, *, out: str, methods: str) -> N
     add("--methods", type=_methods, default=methods.split(","), help=f"default: {methods}")
     add("-K", "--k", type=_list_of_positive, default=[3, 5, 7], metavar="K,K", help="default 3,5,7")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    add("--quantization", choices=("fp8",), help="quantise the target's matrices on the way in")
     add("--max-tokens", type=_positive, default=128, metavar="N", help="new tokens per prompt")
     add("--max-model-len", type=_positive, default=2048, metavar="N")
     add("--prompt-tokens", type=_positive, default=128, metavar="N", help="for prompts cut of text")

@@ -15,7 +15,7 @@ from bench import rows
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
-_SETTING = ("device", "model", "dtype", "temperature")
+_SETTING = ("device", "model", "dtype", "weights", "temperature")
 _KEY = ("kind", *_SETTING, "set", "method", "num_speculative_tokens", "concurrency")
 _METHOD_ORDER = list(METHOD_NAMES)
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
@@ -25,6 +25,7 @@ def newest(all_rows: Iterable[dict]) -> list[dict]:
     """The last row of each measurement, in order of method, K and concurrency."""
     latest: dict[tuple, dict] = {}
     for row in all_rows:
+        row = {"weights": row["dtype"]} | row  # the first rows do not say
         # Concurrency changes no acceptance: a repeat with another one replaces the row.
         key = tuple(row.get(k) for k in _KEY[: -1 if row["kind"] == "acceptance" else None])
         if key not in latest or latest[key]["date"] <= row["date"]:
@@ -36,7 +37,7 @@ def newest(all_rows: Iterable[dict]) -> list[dict]:
 
 
 def _settings(some: list[dict]) -> list[tuple[tuple, list[dict]]]:
-    """Rows by device, model, dtype and temperature, first seen first."""
+    """Rows by device, model, formats and temperature, first seen first."""
     groups: dict[tuple, list[dict]] = {}
     for row in some:
         groups.setdefault(tuple(row[key] for key in _SETTING), []).append(row)
@@ -48,12 +49,16 @@ def _label(row: dict) -> str:
     return name if row["method"] == "none" else f"{name} K={row['num_speculative_tokens']}"
 
 
+def _numbers(dtype: str, weights: str) -> str:
+    return dtype if weights == dtype else f"{dtype} with {weights} weights"
+
+
 def _title(setting: tuple, some: list[dict]) -> str:
-    device, model, dtype, temperature = setting
+    device, model, dtype, weights, temperature = setting
     sampling = "greedy" if temperature == 0 else f"temperature {temperature}"
     one = max(some, key=lambda row: row["date"])
     return (
-        f"**{device}**, model {model}, {dtype}, {sampling}, {one['max_tokens']} new tokens; "
+        f"**{device}**, model {model}, {_numbers(dtype, weights)}, {sampling}, {one['max_tokens']} new tokens; "
         f"jax {one['jax']}, commit {one['sha']}, {one['date'][:10]}"
     )
 
@@ -109,7 +114,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
 
 
 def render(name: str, some: list[dict]) -> str:
-    """Markdown of one named table, a part per device, model, dtype and temperature.
+    """Markdown of one named table, a part per device, model, formats and temperature.
 
     Raises:
       ConfigError: no such table, or no rows for it.
@@ -173,8 +178,8 @@ def plot_acceptance(some: list[dict], path: Path) -> None:
 
 
 def _panel_title(setting: tuple) -> str:
-    device, model, dtype, temperature = setting
-    return f"{device}\n{model}, {dtype}, temperature {temperature:g}"
+    device, model, dtype, weights, temperature = setting
+    return f"{device}\n{model}, {_numbers(dtype, weights)}, temperature {temperature:g}"
 
 
 def _panels(count: int):

@@ -93,10 +93,10 @@ def fraction(
 ) -> dict[str, float | None]:
     """`floor_ms` and `fraction_of_floor` of a throughput row; None where device or model is not counted.
 
-    Counted are dense models without windows, in one dtype.
+    Counted are dense models without windows whose weights are in the row's dtype.
     """
     chip = CHIPS.get(row["device"])
-    if chip is None or target.experts or target.sliding_windows or row.get("quantization"):
+    if chip is None or target.experts or target.sliding_windows or row["weights"] != row["dtype"]:
         return {"floor_ms": None, "fraction_of_floor": None}
     load = Load(
         batch=row["concurrency"],

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.rows import DATA
+from pallas_kernels.formats import kind
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import DraftHead
@@ -30,9 +31,11 @@ class Models:
 
     @classmethod
     def load(cls, args) -> "Models":
-        """From the command line's `--model`, `--drafter`, `--dtype`, `--methods`."""
+        """From the command line's `--model`, `--drafter`, `--dtype`, `--quantization`, `--methods`."""
         dtype = runs.choose_dtype(args.dtype)
-        target, heads, tokenizer = runs.load_methods(args.model, args.drafter, dtype=dtype)
+        target, heads, tokenizer = runs.load_methods(
+            args.model, args.drafter, dtype=dtype, quantization=args.quantization
+        )
         folder = "" if args.model is None else Path(args.model).resolve().name
         return cls(
             name=args.model_name or folder or "embedded",
@@ -41,6 +44,14 @@ class Models:
             heads={method: head for method, head in heads.items() if method in args.methods},
             tokenizer=tokenizer,
         )
+
+    @property
+    def weights(self) -> str:
+        """Format of the target's matrices: its dtype, fp8 or mxfp4."""
+        matrix = self.target.layers[0].mlp.down
+        if matrix.scale is None:
+            return self.dtype
+        return kind(matrix.weight[...], matrix.scale[...])
 
     def variants(self, args) -> list[tuple[str, int]]:
         """(method, K) to measure, plain decoding first when it is asked for."""
@@ -53,6 +64,7 @@ class Models:
         return {
             "model": self.name,
             "dtype": self.dtype,
+            "weights": self.weights,
             "set": prompts,
             "method": method,
             "num_speculative_tokens": num_draft,

@@ -10,7 +10,8 @@ from peagle_jax.config import ConfigError
 
 def row(kind: str, method: str, k: int, **changes) -> dict:
     base = {
-        "kind": kind, "device": "Chip", "model": "m", "dtype": "float32", "temperature": 0.0,
+        "kind": kind, "device": "Chip", "model": "m", "dtype": "float32", "weights": "float32",
+        "temperature": 0.0,
         "set": "HumanEval", "method": method, "num_speculative_tokens": k, "concurrency": 1,
         "prompts": 4, "max_tokens": 64, "tokens_per_second": 100.0, "ms_per_round": 2.5,
         "ttft_ms_median": 7.0, "acceptance_length": 1.0 + 0.5 * k, "date": "2026-01-01T00:00:00Z",
@@ -36,6 +37,12 @@ def test_the_newest_row_of_a_measurement_counts():
 def test_rows_of_another_device_do_not_replace():
     assert len(report.newest([row("throughput", "none", 0), *ROWS])) == len(ROWS)
     assert len(report.newest([row("throughput", "none", 0, device="B"), *ROWS])) == len(ROWS) + 1
+
+
+def test_quantised_weights_are_a_setting_of_their_own():
+    some = report.newest([*ROWS, row("throughput", "none", 0, weights="fp8")])
+    assert len(some) == len(ROWS) + 1
+    assert "float32 with fp8 weights" in report.render("throughput", some)
 
 
 def test_throughput_is_a_grid_of_methods_and_concurrencies():

@@ -46,3 +46,10 @@ def test_parallel_drafting_is_one_pass_and_eagle_is_one_a_draft():
 
 def test_an_unknown_device_has_no_floor():
     assert fraction({"device": "a toaster"}, TARGET, None)["fraction_of_floor"] is None
+
+
+def test_what_is_not_counted_has_no_floor():
+    row = {"device": "NVIDIA H200", "dtype": "bfloat16", "weights": "fp8"}
+    assert fraction(row, TARGET, None)["fraction_of_floor"] is None
+    row["weights"] = "bfloat16"
+    assert fraction(row, PRESETS["gpt-oss-20b"], None)["fraction_of_floor"] is None

@@ -51,6 +51,13 @@ def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few
     assert measured[0]["ratio_to_plain"] == 1
 
 
+def test_a_row_says_what_the_weights_are(folders, tmp_path, few_prompts):
+    out = tmp_path / "rows.jsonl"
+    argv = [*options(folders, out), "--methods", "none", "--set", few_prompts, "--concurrency", "1"]
+    assert main(["throughput", *argv, "--quantization", "fp8"]) == 0
+    assert [(row["dtype"], row["weights"]) for row in read(out)] == [("float32", "fp8")]
+
+
 def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts):
     out = tmp_path / "rows.jsonl"
     source = tmp_path / "source"
