@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom on the embedded model, and are stored without output."""
+"""The notebooks run from top to bottom on models of the repository, and are stored without output."""
 
 from pathlib import Path
 
