@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     one.add_argument(
         "--group-size", type=_nbytes, metavar="BYTES",
-        help="of one Orbax checkpoint, what a crash costs at most (default: 1GB)",
+        help="of one Orbax checkpoint, what a crash costs at most (default: 2GB)",
     )  # fmt: skip
     one.add_argument("--restart", action="store_true", help="do not go on after a crash")
 
@@ -278,7 +278,7 @@ def _verify(args) -> int:
     if skipped:
         print(f"logits against PyTorch: skipped ({skipped})")
         return 0
-    logits = compare_logits(source.tensors.folder, source.tensors.folder)
+    logits = compare_logits(source, args.folder)
     print(
         f"logits against PyTorch at {logits.positions} positions: largest difference "
         f"{logits.largest:.1g} of the largest logit, likeliest token equal at {logits.agreement:.0%}"

@@ -1,12 +1,17 @@
 """The last test of a conversion: our logits against those of the PyTorch model, on random tokens.
 
 PyTorch is no dependency: without it (or without the memory to hold the model twice in float32) the test
-is skipped, and says so.
+is skipped, and says so. An FP8 checkpoint is dequantised for PyTorch first: transformers reads not all
+forms of scales, and some wrongly.
 """
 
 import importlib
 import importlib.util
+import json
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.checkpoint import load_target
+from convert.numbers import BLOCK
+from convert.source import Source
+from peagle_jax.checkpoint import Checkpoint, load_target
+from peagle_jax.checkpoint.layout import FP8
+from peagle_jax.checkpoint.safetensors import write
 
 SEQUENCES, TOKENS = 2, 24
 TOLERANCE = 1e-3
@@ -55,12 +64,12 @@ def free_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def compare_logits(source: Path, model: Path, *, seed: int = 0) -> LogitsComparison:
+def compare_logits(source: Source, model: Path, *, seed: int = 0) -> LogitsComparison:
     """Logits at every position of a few random sequences.
 
     Args:
-      source: Hugging Face folder for transformers.
-      model: folder for us.
+      source: what transformers runs.
+      model: folder for us, converted or not.
     """
     ours = load_target(model, dtype="float32")
     size = (SEQUENCES, TOKENS)
@@ -68,7 +77,9 @@ def compare_logits(source: Path, model: Path, *, seed: int = 0) -> LogitsCompari
     positions = jnp.broadcast_to(jnp.arange(TOKENS), size)
     cache = [None] * ours.config.num_layers
     last, _, _ = ours(jnp.asarray(tokens, jnp.int32), positions, cache, _attend)
-    got, want = np.asarray(ours.unembed(last)), _torch_logits(source, tokens)
+    got = np.asarray(ours.unembed(last))
+    with _readable(source) as folder:
+        want = _torch_logits(folder, tokens)
     return LogitsComparison(
         positions=tokens.size,
         largest=float(np.abs(got - want).max() / np.abs(want).max()),
@@ -83,8 +94,44 @@ def _torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
-        # `.float()`: where a checkpoint is FP8, transformers leaves the other weights as they are.
         return model.float().eval()(torch.from_numpy(tokens)).logits.numpy()
+
+
+@contextmanager
+def _readable(source: Source) -> Iterator[Path]:
+    """The source's folder, or for the time being a copy without FP8."""
+    infos = source.tensors.infos
+    if not any(info.dtype == FP8 for info in infos.values()):
+        yield source.tensors.folder
+        return
+    checkpoint, plain = Checkpoint(source.tensors.folder), {}
+    for rule in source.layout.rules:
+        for name in rule.names if rule.path[-1] != "scale" else ():
+            weight = checkpoint.read(name)
+            ends = [end for end in ("_scale_inv", "_scale") if f"{name}{end}" in infos]
+            if weight.dtype == FP8:
+                weight = _dequantized(weight, checkpoint.read(name + ends[0]))
+            plain[name] = weight
+    with tempfile.TemporaryDirectory() as copy:
+        raw = json.loads((source.tensors.folder / "config.json").read_text(encoding="utf-8"))
+        raw.pop("quantization_config")
+        (Path(copy) / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        write(Path(copy) / "model.safetensors", plain)
+        del plain
+        yield Path(copy)
+
+
+def _dequantized(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """FP8 [n, k] times a scale for the tensor, each row [n, 1] or [n], or each 128 x 128 block."""
+    n, k = weight.shape
+    if scale.size == 1 or scale.shape == (n, 1):
+        spread = scale.reshape(-1, 1)
+    elif scale.shape == (n,):
+        spread = scale[:, None]
+    else:
+        rows = scale if scale.shape[0] == n else np.repeat(scale, BLOCK, axis=0)[:n]
+        spread = np.repeat(rows, BLOCK, axis=1)[:, :k]
+    return weight.astype(np.float32) * spread.astype(np.float32)
 
 
 def _attend(q, k, v, cache: None, *, window: int | None, scale=None, sinks=None):

@@ -11,7 +11,7 @@ from peagle_jax.checkpoint.transforms import Copy, Shape
 
 AXIS = "tensor"
 """Mesh axis that the sharding column names."""
-GROUP_BYTES = 1_000_000_000
+GROUP_BYTES = 2_000_000_000
 """Most bytes in a group of more than one parameter: what a killed run does again at worst."""
 IN_FLIGHT_BYTES = 300_000_000
 WORKERS = 3

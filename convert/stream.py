@@ -11,10 +11,11 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +34,10 @@ from peagle_jax.checkpoint.converted import (
     is_converted,
     sum_of_sums,
 )
-from peagle_jax.checkpoint.safetensors import CheckpointError
+from peagle_jax.checkpoint.safetensors import CheckpointError, TensorInfo
 
 _SUM_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 26
 _WRITE_BYTES = 1 << 16
 """Of one write: larger ones make the page cache take larger pieces of fresh memory, which a virtual
 machine has to ask its host for (half the speed where this was measured)."""
@@ -106,11 +108,10 @@ class _GroupRun:
 
     def fill(self, folders: dict[int, Path]) -> None:
         """Writes all chunks into each member's folder."""
-        jobs = []
-        for number, member in enumerate(self._group.members):
-            write = self._copy if member.copied else self._make
-            jobs.append(self._pool.submit(write, number, member, folders[number]))
-            jobs.append(self._pool.submit(self._sum_tensors, member))
+        jobs = [
+            self._pool.submit(job, *arguments)
+            for _, job, *arguments in sorted(self._work(folders), key=itemgetter(0), reverse=True)
+        ]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
         finally:
@@ -120,6 +121,14 @@ class _GroupRun:
             wait(jobs)
         for job in jobs:
             job.result()
+
+    def _work(self, folders: dict[int, Path]) -> Iterator[tuple]:
+        """(bytes, function, arguments) of each job; none needs another's result."""
+        for number, member in enumerate(self._group.members):
+            write = self._copy if member.copied else self._make
+            yield member.nbytes, write, number, member, folders[number]
+            for infos in _batches(member.infos):
+                yield sum(map(_size, infos)), self._sum_tensors, infos
 
     def _copy(self, number: int, member: Blocks, folder: Path) -> None:
         for block in self._blocks(member):
@@ -145,10 +154,10 @@ class _GroupRun:
             self._progress(len(data))
         self._made[number] = digest.hexdigest()
 
-    def _sum_tensors(self, member: Blocks) -> None:
+    def _sum_tensors(self, infos: Sequence[TensorInfo]) -> None:
         buffer = memoryview(self._buffer(_SUM_BYTES))
-        for info in member.infos:
-            digest, size = hashlib.sha256(), info.end - info.begin
+        for info in infos:
+            digest, size = hashlib.sha256(), _size(info)
             for begin in range(0, size, _SUM_BYTES):
                 if self._stopped.is_set():
                     return
@@ -178,6 +187,22 @@ class _GroupRun:
             for number, member in enumerate(self._group.members)
         ]
         return parameters, self._tensors
+
+
+def _size(info: TensorInfo) -> int:
+    return info.end - info.begin
+
+
+def _batches(infos: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
+    """Runs of tensors, each a job's worth."""
+    batch: list[TensorInfo] = []
+    for info in infos:
+        batch.append(info)
+        if sum(map(_size, batch)) >= _BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 @contextmanager
