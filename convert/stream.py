@@ -91,7 +91,11 @@ class _Handler(ocp.type_handlers.NumpyHandler):
                 "dtype": ts.dtype(value.dtype).name,
             }
             opening.append(ts.open(ts.Spec(spec), create=True))
-        await asyncio.gather(*opening)
+        try:
+            await asyncio.gather(*opening)
+        except ValueError as error:  # tensorstore's word for anything, a full disk included
+            why = str(error).split(" [")[0]
+            raise CheckpointError(f"cannot write an array's description: {why}") from error
         self._fill(folders)
         return []
 
@@ -323,26 +327,30 @@ def convert(
     plan.source.layout.check(plan.source.model)
     if is_same_conversion(plan, final):
         return Result(plan.nbytes, len(plan.groups), already=True)
-    with opened(final, restart=restart) as partial:
-        partial.begin(_identity(plan))
-        done = {entry["group"] for entry in partial.done}
-        skipped_bytes = sum(group.nbytes for group in plan.groups if group.name in done)
-        check_room(partial.folder, plan.nbytes - skipped_bytes)
-        try:
-            entries = _write_groups(plan, partial, progress)
-        except OSError as error:
-            raise CheckpointError(
-                f"{partial.folder}: {error.strerror or error}; what is finished is kept, give the same "
-                "command again to go on"
-            ) from error
-        written = [sha for group in plan.groups for sha in entries[group.name]["parameters"]]
-        parameters = [
-            replace(parameter, sha256=sha256)
-            for parameter, sha256 in zip(plan.parameters(), written, strict=True)
-        ]
-        sums = {name: sha for entry in entries.values() for name, sha in entry["tensors"].items()}
-        copy_side_files(plan.source.tensors.folder, partial.folder)
-        copy_headers(plan.source, partial.folder)
-        write_manifest(partial.folder, plan, parameters, sums)
-        partial.finish()
+    try:
+        with opened(final, restart=restart) as partial:
+            return _convert(plan, partial, progress)
+    except OSError as error:
+        raise CheckpointError(
+            f"{final}: {error.strerror or error}; what is finished is kept, give the same command again to "
+            "go on"
+        ) from error
+
+
+def _convert(plan: Plan, partial: Partial, progress: Progress) -> Result:
+    partial.begin(_identity(plan))
+    done = {entry["group"] for entry in partial.done}
+    skipped_bytes = sum(group.nbytes for group in plan.groups if group.name in done)
+    check_room(partial.folder, plan.nbytes - skipped_bytes)
+    entries = _write_groups(plan, partial, progress)
+    written = [sha for group in plan.groups for sha in entries[group.name]["parameters"]]
+    parameters = [
+        replace(parameter, sha256=sha256)
+        for parameter, sha256 in zip(plan.parameters(), written, strict=True)
+    ]
+    sums = {name: sha for entry in entries.values() for name, sha in entry["tensors"].items()}
+    copy_side_files(plan.source.tensors.folder, partial.folder)
+    copy_headers(plan.source, partial.folder)
+    write_manifest(partial.folder, plan, parameters, sums)
+    partial.finish()
     return Result(plan.nbytes, len(plan.groups), len(done), skipped_bytes)

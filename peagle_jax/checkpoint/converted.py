@@ -250,7 +250,8 @@ class Converted:
 
     def _damaged(self, parameter: Parameter, why) -> CheckpointError:
         return CheckpointError(
-            f"{self.folder}: {parameter.key} in weights/{parameter.group} cannot be read: {why}"
+            f"{self.folder}: {parameter.key} in weights/{parameter.group} cannot be read: "
+            f"{str(why).split(' [')[0]}"
         )
 
 
