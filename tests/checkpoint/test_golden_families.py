@@ -14,6 +14,7 @@ from peagle_jax.checkpoint import load_target
 from peagle_jax.config import EngineConfig, SamplingParams
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
+from tests import tiny
 from tests.tiny import causal_attention
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -61,16 +62,26 @@ def test_the_highest_tap_is_what_leaves_the_last_layer():
     np.testing.assert_allclose(tapped[..., 64:], want["last"], atol=STATES_ATOL)
 
 
+def greedy(name: str, head, num_draft: int) -> list[list[int]]:
+    config = EngineConfig(
+        num_draft=num_draft, max_num_seqs=2, max_model_len=72, page_size=8, prefill_chunk=32,
+        prefill_rows=2,
+    )  # fmt: skip
+    engine = Engine(load(name), head, config)
+    prompts = expected(name)["tokens"].tolist()
+    return [c.tokens for c in engine.generate(prompts, SamplingParams(max_tokens=24))]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_writes_the_greedy_text_of_transformers(name):
-    want, model = expected(name), load(name)
-    config = EngineConfig(
-        num_draft=0, max_num_seqs=2, max_model_len=72, page_size=8, prefill_chunk=32, prefill_rows=2
-    )
-    done = Engine(model, None, config).generate(
-        want["tokens"].tolist(), SamplingParams(max_tokens=24)
-    )
-    assert [c.tokens for c in done] == want["greedy"].tolist()
+    assert greedy(name, None, 0) == expected(name)["greedy"].tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "gemma4"])
+def test_drafting_does_not_change_it(name):
+    width = expected(name)["last"].shape[-1]
+    sizes = dict(vocab_size=256, draft_vocab_size=256, target_hidden_size=width, taps=TAPS)
+    assert greedy(name, tiny.head(**sizes), 5) == expected(name)["greedy"].tolist()
 
 
 def attention(**changes):
