@@ -17,6 +17,7 @@ from peagle_jax.runs import METHOD_NAMES
 
 _SETTING = ("device", "model", "dtype", "weights", "temperature")
 _KEY = ("kind", *_SETTING, "set", "method", "num_speculative_tokens", "concurrency")
+_KINDS = ("acceptance", "throughput")  # conversions, too, are rows, and stand in docs/conversion.md
 _METHOD_ORDER = list(METHOD_NAMES)
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
 
@@ -25,6 +26,8 @@ def newest(all_rows: Iterable[dict]) -> list[dict]:
     """The last row of each measurement, in order of method, K and concurrency."""
     latest: dict[tuple, dict] = {}
     for row in all_rows:
+        if row["kind"] not in _KINDS:
+            continue
         row = {"weights": row["dtype"]} | row  # the first rows do not say
         # Concurrency changes no acceptance: a repeat with another one replaces the row.
         key = tuple(row.get(k) for k in _KEY[: -1 if row["kind"] == "acceptance" else None])

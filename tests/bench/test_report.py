@@ -39,6 +39,10 @@ def test_rows_of_another_device_do_not_replace():
     assert len(report.newest([row("throughput", "none", 0, device="B"), *ROWS])) == len(ROWS) + 1
 
 
+def test_rows_of_other_kinds_are_left_alone():
+    assert report.newest([*ROWS, {"kind": "conversion", "seconds": 1.0}]) == report.newest(ROWS)
+
+
 def test_quantised_weights_are_a_setting_of_their_own():
     some = report.newest([*ROWS, row("throughput", "none", 0, weights="fp8")])
     assert len(some) == len(ROWS) + 1
