@@ -80,6 +80,16 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--min-prompts", type=_positive, default=4, metavar="N")
     one.add_argument("--prefill-rows", type=_positive, default=1, metavar="N")
 
+    one = commands.add_parser("conversion", help="peagle-convert against a plain copy")
+    one.add_argument("folder", type=Path, metavar="DIR", help="new folder on the disk to measure")
+    one.add_argument("--preset", default="gpt-oss-20b", help="default: gpt-oss-20b")
+    one.add_argument("--quantization", choices=("none", "fp8", "mxfp4"), default="mxfp4")
+    one.add_argument("--layers", type=_positive, metavar="N", help="its first N layers only")
+    one.add_argument(
+        "--out", type=Path, default=_RESULTS / "conversion.jsonl", metavar="FILE.jsonl"
+    )
+    one.add_argument("--sha", help="commit for the row, where git is not at hand (or PEAGLE_SHA)")
+
     commands.add_parser("sizes", help="weights, KV cache and what fits on one GPU, by model")
 
     one = commands.add_parser("report", help="tables and plots from stored rows")
@@ -123,7 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
-        if args.command == "sizes":
+        if args.command == "conversion":
+            from bench.conversion import conversion
+
+            print(*(f"{name}: {value}" for name, value in conversion(args).items()), sep="\n")
+        elif args.command == "sizes":
             from bench.sizes import table
 
             print(table())
