@@ -10,6 +10,7 @@ import resource
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -346,6 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(error)
         return 2
     except KeyboardInterrupt:
+        # Orbax's coroutines are abandoned where they were; Python would warn of each as it is freed.
+        warnings.simplefilter("ignore", RuntimeWarning)
         again = "; give the same command again to go on" if args.command == "convert" else ""
         print(f"\ninterrupted{again}", file=sys.stderr)
         return 130

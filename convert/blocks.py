@@ -16,19 +16,10 @@ import numpy as np
 
 from peagle_jax.checkpoint.layout import Rule
 from peagle_jax.checkpoint.safetensors import TensorInfo
-from peagle_jax.checkpoint.transforms import (
-    Concat,
-    Copy,
-    Deinterleave,
-    Merge,
-    Shape,
-    Stack,
-    Transpose,
-)
+from peagle_jax.checkpoint.transforms import IN_ORDER, Deinterleave, Shape, Transpose
 
 BLOCK_BYTES = 32_000_000
 """Below glibc's largest threshold for fresh pages (32 MiB): larger arrays would fault in on every use."""
-IN_ORDER = (Copy, Merge, Concat, Stack)
 BY_ENTRY = (Deinterleave, Transpose)
 _ALIGNMENT = 64
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.blocks import BY_ENTRY, IN_ORDER
+from convert.blocks import BY_ENTRY
 from convert.partial import check_room, opened
 from convert.side_files import copy_side_files
-from convert.source import INDEX, layout_of
+from convert.source import layout_of
 from peagle_jax.checkpoint.converted import MANIFEST, UNUSED, Converted, Parameter, as_bytes
 from peagle_jax.checkpoint.layout import Rule
-from peagle_jax.checkpoint.safetensors import CheckpointError
+from peagle_jax.checkpoint.safetensors import INDEX, CheckpointError
 from peagle_jax.checkpoint.transforms import Copy
 
 Progress = Callable[[int], None]
@@ -63,7 +63,7 @@ def rules_of(converted: Converted) -> dict[tuple, Rule]:
 def runs(converted: Converted, parameter: Parameter, rule: Rule) -> Iterator[Run]:
     """The bytes of a parameter's source tensors, each tensor from its beginning to its end."""
     infos = [converted.info(name) for name in rule.names]
-    if isinstance(rule.transform, IN_ORDER):
+    if parameter.in_order:
         yield from _in_order(infos, converted.blocks(parameter))
     elif isinstance(rule.transform, BY_ENTRY):
         begin = 0

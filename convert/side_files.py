@@ -3,7 +3,8 @@
 import shutil
 from pathlib import Path
 
-from convert.source import INDEX, Source, read_header_bytes
+from convert.source import Source, read_header_bytes
+from peagle_jax.checkpoint.safetensors import INDEX
 
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
 _LIMIT = 100_000_000

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,11 +11,10 @@ from typing import Literal
 
 from peagle_jax.checkpoint.head_json import drafter_config
 from peagle_jax.checkpoint.layout import PACKED, Layout
-from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, read_header
+from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo
 from peagle_jax.checkpoint.tables import head_layout, head_names, target_layout
 from peagle_jax.checkpoint.target_json import target_config
 
-INDEX = "model.safetensors.index.json"
 TARGET_FILES = ("config.json", "generation_config.json")
 _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """What `copy_file_range` says between some file systems."""
@@ -83,22 +81,10 @@ def read_tensors(folder: Path) -> Tensors:
     Raises:
       CheckpointError: no checkpoint, a broken file, or an index that does not fit the files.
     """
-    infos = Checkpoint(folder).tensors
-    files, file_of = [], {}
-    for path in _files(folder):
-        files.append(_source_file(path))
-        file_of |= dict.fromkeys(read_header(path), path.name)
-    return Tensors(folder, infos, tuple(files), file_of)
-
-
-def _files(folder: Path) -> list[Path]:
-    """Those that `Checkpoint` has read and found in order."""
-    index = folder / INDEX
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    checkpoint = Checkpoint(folder)
+    files = tuple(map(_source_file, checkpoint.files))
+    file_of = {name: path.name for name, path in checkpoint.file_of.items()}
+    return Tensors(folder, checkpoint.tensors, files, file_of)
 
 
 def _source_file(path: Path) -> SourceFile:

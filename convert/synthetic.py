@@ -13,10 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from convert.numbers import BLOCK, GROUP
-from convert.source import INDEX
 from peagle_jax.checkpoint.converted import DTYPE_NAMES
 from peagle_jax.checkpoint.layout import FP8, PACKED
-from peagle_jax.checkpoint.safetensors import CheckpointError
+from peagle_jax.checkpoint.safetensors import INDEX, CheckpointError
 from peagle_jax.checkpoint.tables import target_tensors
 from peagle_jax.checkpoint.target_json import target_json
 from peagle_jax.config import TargetConfig

@@ -11,7 +11,7 @@ from convert.blocks import blocks_of
 from convert.export import rules_of, runs
 from convert.numbers import TOLERANCE, compare_numbers
 from convert.source import Reader, Source
-from peagle_jax.checkpoint.converted import IN_ORDER, Converted, Parameter, as_bytes
+from peagle_jax.checkpoint.converted import Converted, Parameter, as_bytes
 from peagle_jax.checkpoint.layout import Rule
 from peagle_jax.checkpoint.safetensors import CheckpointError
 
@@ -60,7 +60,7 @@ def verify(
         for path, parameter in converted.parameters.items():
             rule = rules[path]
             _check_bits(converted, parameter, rule, reader)
-            if parameter.transform in IN_ORDER:
+            if parameter.in_order:
                 found.copied += 1
             else:
                 _check_made(converted, parameter, rule, reader)

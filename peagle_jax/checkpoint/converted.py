@@ -22,15 +22,19 @@ import numpy as np
 import tensorstore as ts
 
 from peagle_jax.checkpoint.layout import Path, Rule
-from peagle_jax.checkpoint.safetensors import DTYPES, Checkpoint, CheckpointError, TensorInfo
-from peagle_jax.checkpoint.transforms import Concat, Copy, Merge, Stack
+from peagle_jax.checkpoint.safetensors import (
+    DTYPES,
+    Checkpoint,
+    CheckpointError,
+    Headers,
+    TensorInfo,
+)
+from peagle_jax.checkpoint.transforms import IN_ORDER, Copy, Merge
 
 FORMAT = "peagle-jax converted checkpoint, 1"
 MANIFEST = "manifest.json"
 UNUSED = "unused"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-IN_ORDER = {one.name for one in (Concat, Copy, Merge, Stack)}
-"""Transforms whose result has the bytes of the tensors, one after the other."""
 _CONTEXT = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 4}}
 
 
@@ -57,6 +61,11 @@ class Parameter:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its bytes are those of its tensors, one after the other."""
+        return self.transform in {one.name for one in IN_ORDER}
 
     def as_json(self) -> dict:
         return {
@@ -108,7 +117,7 @@ def _manifest(folder: FilePath) -> dict:
     return raw if isinstance(raw, dict) else {}
 
 
-class Converted:
+class Converted(Headers):
     """`tensors`, `names`, `info` and `read` as `Checkpoint` has them, and `joined(rule)`: a parameter as
     stored. `info(name)` is the header entry of the source, with offsets in the source's file.
 
@@ -141,15 +150,6 @@ class Converted:
     def _holder(self) -> dict[str, Parameter]:
         return {name: one for one in self.parameters.values() for name in one.names}
 
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def info(self, name: str) -> TensorInfo:
-        return self.tensors[name]
-
     def read(self, name: str) -> np.ndarray:
         """A source tensor that was not joined with others, in its own shape.
 
@@ -159,7 +159,7 @@ class Converted:
         if name not in self._holder:
             raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
         parameter, info = self._holder[name], self.tensors[name]
-        if parameter.transform not in ("copy", "merge axes"):
+        if parameter.transform not in (Copy.name, Merge.name):
             raise CheckpointError(
                 f"{self.folder}: tensor {name!r} is only there as a part of {parameter.key}"
             )
@@ -211,10 +211,9 @@ class Converted:
         Raises:
           CheckpointError: they differ.
         """
-        in_order = parameter.transform in IN_ORDER
         sizes = [info.end - info.begin for info in map(self.info, parameter.names)]
         digests = [hashlib.sha256()]
-        room = sizes[0] if in_order else parameter.nbytes
+        room = sizes[0] if parameter.in_order else parameter.nbytes
         for block in self.blocks(parameter):
             data = as_bytes(block)
             while data.nbytes:

@@ -11,6 +11,7 @@ import numpy as np
 
 from peagle_jax.config import ConfigError
 
+INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 
 DTYPES: dict[str, np.dtype] = {
@@ -130,8 +131,25 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-class Checkpoint:
+class Headers:
+    """Tensors by name, as headers state them; reading them is a subclass's business."""
+
+    tensors: dict[str, TensorInfo]
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def info(self, name: str) -> TensorInfo:
+        return self.tensors[name]
+
+
+class Checkpoint(Headers):
     """All tensors of a folder, mapped: `tensors` (the headers), `read(name)` (the contents).
+
+    `files` are those that were read, `file_of[name]` is the one that holds a tensor.
 
     Files that count: those the index names if there is one, else `model.safetensors`, else the only
     `*.safetensors`. Other copies of the weights in the folder are left alone.
@@ -140,18 +158,18 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._paths: dict[str, Path] = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        index = self.folder / "model.safetensors.index.json"
+        self.file_of: dict[str, Path] = {}
+        self.tensors = {}
+        index = self.folder / INDEX
         weight_map = _weight_map(index) if index.is_file() else None
-        files = self._files() if weight_map is None else self._shards(index, weight_map)
-        for path in files:
+        self.files = self._files() if weight_map is None else self._shards(index, weight_map)
+        for path in self.files:
             for name, info in read_header(path).items():
                 if name in self.tensors:
                     raise CheckpointError(
-                        f"{path}: tensor {name!r} is also in {self._paths[name].name}"
+                        f"{path}: tensor {name!r} is also in {self.file_of[name].name}"
                     )
-                self._paths[name] = path
+                self.file_of[name] = path
                 self.tensors[name] = info
         if weight_map is not None:
             self._check_agreement(index, weight_map)
@@ -165,15 +183,15 @@ class Checkpoint:
         for name, shard in weight_map.items():
             if name not in self.tensors:
                 raise CheckpointError(f"{index}: says {shard} holds tensor {name!r}; it does not")
-            if self._paths[name].name != shard:
+            if self.file_of[name].name != shard:
                 raise CheckpointError(
-                    f"{index}: says {shard} holds tensor {name!r}; it is in {self._paths[name].name}"
+                    f"{index}: says {shard} holds tensor {name!r}; it is in {self.file_of[name].name}"
                 )
         extra = self.tensors.keys() - weight_map.keys()
         if extra:
             name = min(extra)
             raise CheckpointError(
-                f"{index}: does not list tensor {name!r} of {self._paths[name].name}; "
+                f"{index}: does not list tensor {name!r} of {self.file_of[name].name}; "
                 "download index and files again, together"
             )
 
@@ -191,8 +209,7 @@ class Checkpoint:
             return files
         found = f"{len(files)} *.safetensors files and" if files else "no *.safetensors file,"
         raise CheckpointError(
-            f"{self.folder}: holds {found} no model.safetensors or model.safetensors.index.json "
-            "to say which to read"
+            f"{self.folder}: holds {found} no model.safetensors or {INDEX} to say which to read"
         )
 
     def _shards(self, index: Path, weight_map: dict[str, str]) -> list[Path]:
@@ -204,15 +221,6 @@ class Checkpoint:
                 raise CheckpointError(f"{index}: names {shard}, which is missing")
         return [self.folder / shard for shard in shards]
 
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def info(self, name: str) -> TensorInfo:
-        return self.tensors[name]
-
     def read(self, name: str) -> np.ndarray:
         """A read-only view of the tensor's bytes.
 
@@ -221,7 +229,7 @@ class Checkpoint:
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
-        path, info = self._paths[name], self.tensors[name]
+        path, info = self.file_of[name], self.tensors[name]
         if path not in self._maps:
             with path.open("rb") as file:
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -115,6 +115,10 @@ class Stack:
         return [_as(one, part) for one, part in zip(flat, like, strict=True)]
 
 
+IN_ORDER = (Copy, Merge, Concat, Stack)
+"""Transforms whose result has the bytes of the tensors, one after the other."""
+
+
 @dataclass(frozen=True)
 class Deinterleave:
     """GPT-OSS's alternating rows of gate and up: [E, 2F, ...] -> [E, 2, F, ...].

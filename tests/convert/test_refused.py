@@ -13,11 +13,11 @@ from convert import source
 from convert.export import export
 from convert.partial import JOURNAL, opened
 from convert.plan import make_plan
-from convert.source import INDEX, open_source
+from convert.source import open_source
 from convert.stream import convert
 from peagle_jax.checkpoint import Checkpoint, CheckpointError
 from peagle_jax.checkpoint.converted import Converted
-from peagle_jax.checkpoint.safetensors import write
+from peagle_jax.checkpoint.safetensors import INDEX, write
 from peagle_jax.loading import embedded
 from tests.convert.conftest import GOLDEN
 
