@@ -37,5 +37,5 @@ def linear(
         raise ValueError(f"inner widths differ: {x.shape=} weight [{N}, {K}]")
     if bias is not None and bias.shape != (N,):
         raise ValueError(f"{bias.shape=} must be ({N},), the rows of the weight")
-    dispatch.resolve("block_gemm", implementation, ())
+    dispatch.resolve("block_gemm", implementation)
     return reference.linear(x, weight, scale, bias, jnp.dtype(out_dtype or x.dtype))

@@ -31,5 +31,5 @@ def write_kv(
     Returns:
       The two updated page arrays.
     """
-    dispatch.resolve("kv_write", implementation, ())
+    dispatch.resolve("kv_write", implementation)
     return reference.write_kv(k_pages, v_pages, k, v, page_table, positions, ring)

@@ -34,7 +34,7 @@ def route(
     E = logits.shape[1]
     if not 1 <= top_k <= E:
         raise ValueError(f"{top_k=} must lie between 1 and the number of experts, {E}")
-    dispatch.resolve("moe.route", implementation, ())
+    dispatch.resolve("moe.route", implementation)
     return reference.route(logits, top_k, normalize)
 
 
@@ -68,7 +68,7 @@ def moe(
       ValueError: shapes that contradict each other, dtypes of no format.
     """
     _check(x, ids, weights, gate_up, down)
-    dispatch.resolve("moe", implementation, ())
+    dispatch.resolve("moe", implementation)
     return reference.moe(x, ids, weights, gate_up, down, limit)
 
 

@@ -21,5 +21,5 @@ def rms_norm(
     Returns:
       [..., D] in `x.dtype`.
     """
-    dispatch.resolve("norm_quant", implementation, ())
+    dispatch.resolve("norm_quant", implementation)
     return reference.rms_norm(x, scale, eps)

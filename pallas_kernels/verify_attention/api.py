@@ -31,7 +31,7 @@ def verify_attention(
     Returns:
       [B, T, N, H].
     """
-    dispatch.resolve("verify_attention", implementation, ())
+    dispatch.resolve("verify_attention", implementation)
     # A loop with a data-dependent end reads only the pages in use, which is what counts on a CPU;
     # on an accelerator such a loop stops at the host each turn, so one block covers the whole table.
     block_pages = 128 // k_pages.shape[1] if jax.default_backend() == "cpu" else page_table.shape[1]
