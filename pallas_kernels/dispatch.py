@@ -78,7 +78,8 @@ def resolve(
 
 
 def _interpreter() -> Any:
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # a slow import that plain CPU use spares
+    # Here, because it is a slow import that plain use on a CPU spares.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams()
 
