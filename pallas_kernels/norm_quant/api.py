@@ -1,9 +1,16 @@
-"""RMSNorm over the last axis."""
+"""RMSNorm over the last axis, alone or after a residual sum."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.norm_quant import reference
+
+MAX_PARTS = 32
+CHIPS = (90, 100)
+"""Compute capabilities that the kernel is made for."""
+_WIDTHS = range(256, 8192 + 1, 64)
+"""What the kernel takes: narrower rows are many, and a block for each would be mostly launching."""
 
 
 def rms_norm(
@@ -19,7 +26,88 @@ def rms_norm(
       x: [..., D].
       scale: [D].
     Returns:
-      [..., D] in `x.dtype`.
+      [..., D] in `x.dtype`; a row's bits do not depend on the rows beside it.
+    Raises:
+      NotImplementedError: the kernel is asked for and cannot.
     """
-    dispatch.resolve("norm_quant", implementation)
-    return reference.rms_norm(x, scale, eps)
+    launch = _resolve(implementation, x)
+    if launch is None:
+        return reference.rms_norm(x, scale, eps)
+    from pallas_kernels.norm_quant import mosaic_gpu  # slow to import
+
+    rows = x.reshape(-1, x.shape[-1])
+    return mosaic_gpu.rms_norm(rows, scale, eps=eps, launch=launch).reshape(x.shape)
+
+
+def add_rms_norm(
+    h: jax.Array,
+    delta: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    weights: jax.Array | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Adds `delta` to the residual stream, and norms the sum for whatever reads it next.
+
+    `delta` may come in parts, as a product that was split along the axis it sums over leaves them, or
+    as a row's experts do: `sum_s weights[..., s] * delta[s]`, in float32 and by ascending s.
+
+    Args:
+      h: [..., D].
+      delta: [..., D], or parts [S, ..., D] with S from 1 to 32.
+      scale: [D].
+      weights: float32 [..., S], for parts only; None weighs all of them by 1.
+    Returns:
+      `h + delta`, and `rms_norm` of it; both [..., D] in `h.dtype`. The sum is rounded once, before
+      it is normed. A row's bits do not depend on the rows beside it.
+    Raises:
+      ValueError: shapes do not fit.
+      NotImplementedError: the kernel is asked for and cannot.
+    """
+    _check(h, delta, scale, weights)
+    launch = _resolve(implementation, h, delta)
+    if launch is None:
+        return reference.add_rms_norm(h, delta, scale, eps, weights)
+    from pallas_kernels.norm_quant import mosaic_gpu  # slow to import
+
+    D = h.shape[-1]
+    S = 1 if delta.ndim == h.ndim else delta.shape[0]
+    if weights is not None:
+        weights = weights.reshape(-1, S)
+    added, normed = mosaic_gpu.add_rms_norm(
+        h.reshape(-1, D), delta.reshape(S, -1, D), scale, weights, eps=eps, launch=launch
+    )
+    return added.reshape(h.shape), normed.reshape(h.shape)
+
+
+def _check(h, delta, scale, weights) -> None:
+    if scale.shape != h.shape[-1:]:
+        raise ValueError(f"{scale.shape=} must be {h.shape[-1:]}, one for each column of h")
+    parts = delta.ndim == h.ndim + 1
+    if (delta.shape[1:] if parts else delta.shape) != h.shape:
+        raise ValueError(f"{delta.shape=} must be {h.shape=}, or that after a number of parts")
+    if parts and not 1 <= delta.shape[0] <= MAX_PARTS:
+        raise ValueError(
+            f"{delta.shape=} has {delta.shape[0]} parts; at most {MAX_PARTS} are added"
+        )
+    if weights is None:
+        return
+    if not parts:
+        raise ValueError(f"weights are for parts [S, ..., D]; {delta.shape=} has none")
+    wanted = (*h.shape[:-1], delta.shape[0])
+    if weights.shape != wanted or weights.dtype != jnp.float32:
+        raise ValueError(f"{weights.shape=} {weights.dtype} must be {wanted} float32")
+
+
+def _resolve(
+    implementation: dispatch.Implementation | None, *arrays: jax.Array
+) -> dispatch.Launch | None:
+    D = arrays[0].shape[-1]
+    odd = [x.dtype for x in arrays if x.dtype not in (jnp.bfloat16, jnp.float32)]
+    refusal = None
+    if D not in _WIDTHS:
+        refusal = f"{D} columns are not a multiple of 64 from {_WIDTHS[0]} to {_WIDTHS[-1]}"
+    elif odd:
+        refusal = f"{odd[0]} is neither bfloat16 nor float32"
+    return dispatch.resolve("norm_quant", implementation, chips=CHIPS, refusal=refusal)

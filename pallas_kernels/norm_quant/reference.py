@@ -1,4 +1,4 @@
-"""Definition of RMSNorm: float32 inside, the input's dtype outside."""
+"""Definition of RMSNorm and of the residual sum before it: float32 inside, h's dtype outside."""
 
 import jax
 import jax.numpy as jnp
@@ -8,3 +8,23 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def add_rms_norm(
+    h: jax.Array, delta: jax.Array, scale: jax.Array, eps: float, weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    h = (h.astype(jnp.float32) + _total(h, delta, weights)).astype(h.dtype)
+    return h, rms_norm(h, scale, eps)
+
+
+def _total(h: jax.Array, delta: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """float32 [..., D]; parts one by one in order, for a reduction may sum them in any."""
+    if delta.ndim == h.ndim:
+        return delta.astype(jnp.float32)
+    parts = [part.astype(jnp.float32) for part in delta]
+    if weights is not None:
+        parts = [part * weights[..., s, None] for s, part in enumerate(parts)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

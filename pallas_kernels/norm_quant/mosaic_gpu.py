@@ -1,0 +1,165 @@
+"""RMSNorm and the residual sum before it as one kernel for Hopper and Blackwell: a block for each row.
+
+A row is cut into strips of 512 columns, four to a thread, that are loaded straight into registers and
+stay there: nothing is read twice, and the only traffic between threads is the sum of squares. All loads
+are issued before anything is stored, because eight rows are a matter of latency, not of bytes. How a
+row is summed follows from its width alone, so its bits do not depend on the rows beside it.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Launch
+
+_TILE = 64
+"""Columns that a row is counted in: addresses are multiples of it, so loads of 16 bytes are aligned."""
+_MAX_GROUPS = 4
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How a row is spread over a block.
+
+    Attributes:
+      strip: tiles that a warpgroup loads at once, 8 or 4: four or two columns to a thread.
+      groups: warpgroups (128 threads) of a block.
+      strips: strips of a warpgroup.
+    """
+
+    strip: int
+    groups: int
+    strips: int
+
+
+def tuning(tiles: int) -> TuningConfig:
+    """The fewest strips for a thread, in at most four warpgroups.
+
+    Where strips do not divide the row, the last one begins early so as to end with it. Its warpgroup
+    must hold the strip that it overlaps as well, for two may not write the same columns.
+    """
+    strip = 8 if tiles >= 8 else 4
+    needed = -(-tiles // strip)
+    together = 1 if tiles % strip == 0 else 2
+    for groups in range(_MAX_GROUPS, 1, -1):
+        strips = -(-needed // groups)
+        if needed - (groups - 1) * strips >= together:
+            return TuningConfig(strip, groups, strips)
+    return TuningConfig(strip, 1, needed)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, launch: Launch) -> jax.Array:
+    """x [R, D], scale [D] -> [R, D]."""
+    (normed,) = _launch(x, None, None, scale, eps, launch)
+    return normed
+
+
+def add_rms_norm(
+    h: jax.Array,
+    parts: jax.Array,
+    scale: jax.Array,
+    weights: jax.Array | None,
+    *,
+    eps: float,
+    launch: Launch,
+) -> tuple[jax.Array, jax.Array]:
+    """h [R, D], parts [S, R, D], scale [D], weights [R, S] -> sum [R, D], normed [R, D]."""
+    return _launch(h, parts, weights, scale, eps, launch)
+
+
+def _launch(h, parts, weights, scale, eps: float, launch: Launch) -> tuple[jax.Array, ...]:
+    R, D = h.shape
+    S = 0 if parts is None else parts.shape[0]
+    tiles = D // _TILE
+    config = tuning(tiles)
+    shape = (config.strip, _TILE)
+    layout = plgpu.Layout.WG_STRIDED(shape, config.strip * _TILE // 128)
+    load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)
+
+    def norm_row(
+        h_gmem,  # [R, tiles, 64]
+        parts_gmem,  # [S * R, tiles, 64] or None
+        weights_gmem,  # [R, S] or None
+        scale_gmem,  # [tiles, 64]
+        outs_gmem,  # [R, tiles, 64]: the sum if there is one, and the norm
+        sums_smem,  # [groups]
+        summed,
+    ):
+        r, g = lax.axis_index("row"), lax.axis_index("group")
+        begins = [(g * config.strips + i) * config.strip for i in range(config.strips)]
+        strips = [pl.ds(lax.min(begin, tiles - config.strip), config.strip) for begin in begins]
+        rows = [load(h_gmem.at[r, strip]) for strip in strips]
+        if S:
+            deltas = [[load(parts_gmem.at[s * R + r, at]) for s in range(S)] for at in strips]
+            shares = None if weights is None else [weights_gmem[r, s] for s in range(S)]
+        scales = [load(scale_gmem.at[strip]) for strip in strips]
+        if S:
+            rows = [_added(x, delta, shares) for x, delta in zip(rows, deltas, strict=True)]
+            for x, strip in zip(rows, strips, strict=True):
+                outs_gmem[0][r, strip] = x
+        rows = [x.astype(jnp.float32) for x in rows]
+        squares = [x * x for x in rows]
+        if tiles != config.strip * config.groups * config.strips:
+            # Tiles before `begin` belong to an earlier strip.
+            tile = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+            squares = [
+                jnp.where(tile + strip.start >= begin, square, 0.0)
+                for square, strip, begin in zip(squares, strips, begins, strict=True)
+            ]
+        total = jnp.sum(_summed(squares))
+        if config.groups > 1:
+            sums_smem[g] = total
+            plgpu.barrier_arrive(summed)
+            plgpu.barrier_wait(summed)
+            total = _summed([sums_smem[i] for i in range(config.groups)])
+        factor = lax.rsqrt(total / D + eps)
+        for x, scaled, strip in zip(rows, scales, strips, strict=True):
+            outs_gmem[-1][r, strip] = (x * factor * scaled.astype(jnp.float32)).astype(h.dtype)
+
+    def body(*refs):
+        refs = list(refs)
+        h_gmem = refs.pop(0)
+        parts_gmem = refs.pop(0) if S else None
+        weights_gmem = refs.pop(0) if weights is not None else None
+        scale_gmem, *outs_gmem, sums_smem, summed = refs
+        norm_row(h_gmem, parts_gmem, weights_gmem, scale_gmem, outs_gmem, sums_smem, summed)
+
+    in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
+    operands = (in_tiles(h), in_tiles(parts), weights, scale.reshape(tiles, _TILE))
+    outs = plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((R, tiles, _TILE), h.dtype),) * (2 if S else 1),
+        scratch_types=(
+            plgpu.SMEM((config.groups,), jnp.float32),
+            plgpu.Barrier(num_arrivals=config.groups),
+        ),
+        # Safe: all that a thread both writes and reads is sums_smem, with a barrier between.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        grid=(R,),
+        grid_names=("row",),
+        num_threads=config.groups,
+        thread_name="group",
+        interpret=launch.interpret,
+        kernel_name="add_rms_norm" if S else "rms_norm",
+    )(*(x for x in operands if x is not None))
+    return tuple(out.reshape(R, D) for out in outs)
+
+
+def _added(x, parts, shares):
+    """A strip of h plus its parts, in h's dtype."""
+    parts = [part.astype(jnp.float32) for part in parts]
+    if shares is not None:
+        parts = [part * share for part, share in zip(parts, shares, strict=True)]
+    return (x.astype(jnp.float32) + _summed(parts)).astype(x.dtype)
+
+
+def _summed(terms):
+    """In ascending order."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total

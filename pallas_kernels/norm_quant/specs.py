@@ -1,0 +1,58 @@
+"""What models ask of the norms, for compile tests and benchmarks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.norm_quant import api
+
+CHIPS = api.CHIPS
+MMA: dict[int, str] = {}
+"""No matrix instruction on any chip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """bfloat16 rows; `parts` float32 terms to add first, 0 for none, weighted for experts."""
+
+    rows: int
+    width: int
+    parts: int = 0
+    weighted: bool = False
+
+
+SPECS = {
+    "qwen3-moe-first": Spec(rows=8, width=2048),
+    "qwen3-moe-attention": Spec(rows=8, width=2048, parts=4),
+    "qwen3-moe-experts": Spec(rows=8, width=2048, parts=8, weighted=True),
+    "qwen3-moe-prefill": Spec(rows=4096, width=2048, parts=1),
+    "gpt-oss-first": Spec(rows=8, width=2880),
+    "gpt-oss-attention": Spec(rows=8, width=2880, parts=4),
+    "gpt-oss-experts": Spec(rows=8, width=2880, parts=4, weighted=True),
+    "gpt-oss-prefill": Spec(rows=4096, width=2880, parts=1),
+    "llama-8b-first": Spec(rows=8, width=4096),
+    "llama-8b-mlp": Spec(rows=64, width=4096, parts=7),
+    "gemma-31b-mlp": Spec(rows=8, width=5376, parts=6),
+    "widest": Spec(rows=8, width=8192, parts=16),
+    "narrowest": Spec(rows=256, width=256),
+}
+
+
+def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The kernel as a function of `args`: h, parts if any, scale, weights if any."""
+    R, D, S = spec.rows, spec.width, spec.parts
+    h = jax.ShapeDtypeStruct((R, D), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((D,), jnp.bfloat16)
+    common = dict(eps=1e-6, implementation="mosaic_gpu")
+    if not S:
+        return lambda h, scale: api.rms_norm(h, scale, **common), (h, scale)
+    parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
+    if not spec.weighted:
+        add = lambda h, parts, scale: api.add_rms_norm(h, parts, scale, **common)
+        return add, (h, parts, scale)
+    add = lambda h, parts, scale, weights: api.add_rms_norm(
+        h, parts, scale, weights=weights, **common
+    )
+    return add, (h, parts, scale, jax.ShapeDtypeStruct((R, S), jnp.float32))

@@ -1,0 +1,22 @@
+"""Kernels on a CPU: Mosaic's interpreter, watched for races."""
+
+import pytest
+
+
+@pytest.fixture
+def race_free(monkeypatch):
+    """Kernels that `dispatch` interprets in this test must not race, and one must run."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels import dispatch
+
+    detect = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(dispatch, "_interpreter", lambda: detect)
+    # The interpreter keeps the state of its last kernel only, and prints what it finds.
+    states, make = [], gpu_callbacks.GPURaceDetectionState
+    record = lambda **options: states.append(make(**options)) or states[-1]
+    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", record)
+    yield
+    assert states, "no kernel was interpreted"
+    assert not any(state.races_found for state in states), "see the races in the output"

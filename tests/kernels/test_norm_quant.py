@@ -1,0 +1,167 @@
+"""Norms and residual sums: the kernel in Mosaic's interpreter against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.norm_quant.api import add_rms_norm, rms_norm
+
+EPS = 1e-5
+
+
+def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def operands(S: int, *shape: int, dtype=jnp.bfloat16) -> tuple[jax.Array, ...]:
+    """h, delta [S, ...], scale [D], weights [..., S]"""
+    weights = jax.nn.softmax(normal(3, *shape[:-1], S))
+    return (
+        normal(0, *shape, dtype=dtype),
+        normal(1, S, *shape),
+        normal(2, shape[-1], dtype=dtype),
+        weights,
+    )
+
+
+def exact_norm(x, scale) -> np.ndarray:
+    wide = np.asarray(x, np.float64)
+    mean = np.mean(wide**2, axis=-1, keepdims=True)
+    return wide / np.sqrt(mean + EPS) * np.asarray(scale, np.float64)
+
+
+def assert_close(found: jax.Array, wanted: np.ndarray, step: float):
+    """To `step` of the element, and to the rounding of 33 float32 terms that cancel."""
+    error = np.abs(np.asarray(found, np.float64) - wanted)
+    assert (error <= step * np.abs(wanted) + 1e-5).all(), error.max()
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(jnp.bfloat16, 2**-8), (jnp.float32, 2**-20)])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("S", [1, 3, 32])
+def test_the_reference_computes_as_in_float64(S, weighted, dtype, step):
+    h, delta, scale, weights = operands(S, 2, 5, 96, dtype=dtype)
+    share = np.asarray(weights, np.float64) if weighted else np.ones((2, 5, S))
+    total = np.einsum("sbtd,bts->btd", np.asarray(delta, np.float64), share)
+    added, normed = add_rms_norm(
+        h, delta, scale, eps=EPS, weights=weights if weighted else None, implementation="reference"
+    )
+    assert added.dtype == normed.dtype == dtype
+    assert_close(added, np.asarray(h, np.float64) + total, step)
+    assert_close(normed, exact_norm(added, scale), step)  # of the sum as rounded
+
+
+def test_one_part_is_a_plain_sum():
+    h, delta, scale, _ = operands(1, 4, 64)
+    parts = add_rms_norm(h, delta, scale, eps=EPS)
+    plain = add_rms_norm(h, delta[0], scale, eps=EPS)
+    by_hand = (h.astype(jnp.float32) + delta[0]).astype(h.dtype)
+    for one in (parts, plain):
+        assert np.array_equal(one[0], by_hand)
+        assert np.array_equal(one[1], rms_norm(by_hand, scale, eps=EPS))
+
+
+def test_parts_are_added_by_ascending_number():
+    """(1e8 + 1) - 1e8 + 1 is 1 in float32, and 2 in any order that cancels first."""
+    parts = jnp.array([1e8, 1.0, -1e8, 1.0])[:, None, None] * jnp.ones((4, 1, 64))
+    zeros = jnp.zeros((1, 64))
+    for implementation in ("reference", None):
+        added, _ = add_rms_norm(zeros, parts, jnp.ones(64), eps=EPS, implementation=implementation)
+        assert (np.asarray(added) == 1).all()
+
+
+kernel = jax.jit(
+    functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu"),
+)
+definition = functools.partial(add_rms_norm, eps=EPS, implementation="reference")
+
+
+def assert_same(found, wanted, dtype):
+    """The sums are the same bits; norms may differ in the order of their sum of squares."""
+    step = 2**-7 if dtype == jnp.bfloat16 else 2**-20
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype == dtype
+    assert np.array_equal(found[0], wanted[0])
+    assert_close(found[-1], np.asarray(wanted[-1], np.float64), step)
+
+
+@pytest.mark.parametrize(
+    ("D", "S", "dtype"),
+    [
+        (256, 1, jnp.bfloat16),  # one strip
+        (320, 4, jnp.bfloat16),  # two that overlap
+        (1024, 2, jnp.bfloat16),  # two warpgroups
+        (1344, 1, jnp.float32),  # too ragged for more than one
+        (2880, 2, jnp.bfloat16),  # three warpgroups of two strips, the last two overlap
+        (2560, 1, jnp.bfloat16),  # a warpgroup with a strip too many
+    ],
+)
+@pytest.mark.usefixtures("race_free")
+def test_the_kernel_is_the_reference(D, S, dtype):
+    h, delta, scale, _ = operands(S, 2, D, dtype=dtype)
+    assert_same(kernel(h, delta, scale), definition(h, delta, scale), dtype)
+
+
+@pytest.mark.usefixtures("race_free")
+def test_the_kernel_takes_leading_axes_weights_and_a_plain_delta():
+    h, delta, scale, weights = operands(3, 2, 2, 320)
+    found = kernel(h, delta, scale, weights=weights)
+    assert_same(found, definition(h, delta, scale, weights=weights), h.dtype)
+    assert_same(kernel(h, delta[0], scale), definition(h, delta[0], scale), h.dtype)
+    half = delta[0].astype(jnp.bfloat16)
+    assert_same(kernel(h, half, scale), definition(h, half, scale), h.dtype)
+
+
+@pytest.mark.usefixtures("race_free")
+def test_the_kernel_norms_without_a_sum():
+    h, _, scale, _ = operands(1, 3, 320)
+    found = rms_norm(h, scale, eps=EPS, implementation="mosaic_gpu")
+    assert_same((h, found), (h, rms_norm(h, scale, eps=EPS)), h.dtype)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+def test_a_row_has_the_same_bits_in_any_company(implementation):
+    run = jax.jit(functools.partial(add_rms_norm, eps=EPS, implementation=implementation))
+    h, delta, scale, weights = operands(2, 5, 320)
+    whole = run(h, delta, scale, weights=weights)
+    for part in (slice(0, 1), slice(2, 5)):
+        alone = run(h[part], delta[:, part], scale, weights=weights[part])
+        for one, all_rows in zip(alone, whole, strict=True):
+            assert np.array_equal(one, all_rows[part])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(delta=jnp.zeros((4, 128))), "delta.shape="),
+        (dict(delta=jnp.zeros((33, 4, 64))), "at most 32"),
+        (dict(delta=jnp.zeros((0, 4, 64))), "0 parts"),
+        (dict(scale=jnp.zeros(63)), "scale.shape="),
+        (dict(weights=jnp.zeros((4, 3))), "weights.shape="),
+        (dict(weights=jnp.zeros((4, 2), jnp.bfloat16)), "float32"),
+        (dict(delta=jnp.zeros((4, 64)), weights=jnp.zeros((4, 1))), "has none"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, said):
+    fits = dict(h=jnp.zeros((4, 64)), delta=jnp.zeros((2, 4, 64)), scale=jnp.zeros(64))
+    with pytest.raises(ValueError, match=said):
+        add_rms_norm(**fits | change, eps=EPS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "why"),
+    [
+        ((4, 128), jnp.bfloat16, "128 columns"),
+        ((4, 300), jnp.bfloat16, "300 columns"),
+        ((4, 8256), jnp.bfloat16, "8256 columns"),
+        ((4, 256), jnp.float16, "float16"),
+    ],
+)
+def test_the_kernel_says_what_it_cannot_do(shape, dtype, why):
+    x = jnp.zeros(shape, dtype)
+    with pytest.raises(NotImplementedError, match=why):
+        rms_norm(x, jnp.ones(shape[-1]), eps=EPS, implementation="mosaic_gpu")
+    assert rms_norm(x, jnp.ones(shape[-1]), eps=EPS).shape == shape
