@@ -73,6 +73,21 @@ def logical_shape(values: jax.Array, scale: jax.Array | None) -> tuple[int, ...]
     return (*leading, 2 * width if kind(values, scale) == "mxfp4" else width)
 
 
+def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
+    """Why GPU kernels cannot read a weight [..., N, K], or None; raises as `kind` does."""
+    form = kind(values, scale)
+    if form == "plain" and values.dtype != jnp.bfloat16:
+        return f"plain weights are bfloat16 there, not {values.dtype}"
+    if form == "mxfp4":
+        return "mxfp4 is not unpacked there yet"
+    *_, N, K = values.shape
+    if form == "fp8" and scale.shape[-2:] != (-(-N // BLOCK), -(-K // BLOCK)):
+        return f"fp8 scales are those of {BLOCK}x{BLOCK} blocks there, not {scale.shape}"
+    if N % 8 or K * values.dtype.itemsize % 16:
+        return f"rows of tiles are copied in units of 16 bytes: [{N}, {K}] {values.dtype}"
+    return None
+
+
 def dequantize(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """The weight [..., N, K] in `dtype`.
 

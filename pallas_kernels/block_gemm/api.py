@@ -6,6 +6,9 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import reference
 
+CHIPS = (90,)
+"""Compute capabilities that have a kernel."""
+
 
 def linear(
     x: jax.Array,
@@ -37,5 +40,57 @@ def linear(
         raise ValueError(f"inner widths differ: {x.shape=} weight [{N}, {K}]")
     if bias is not None and bias.shape != (N,):
         raise ValueError(f"{bias.shape=} must be ({N},), the rows of the weight")
-    dispatch.resolve("block_gemm", implementation)
-    return reference.linear(x, weight, scale, bias, jnp.dtype(out_dtype or x.dtype))
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    launch = _launch(x, weight, scale, implementation)
+    if launch is None:
+        return reference.linear(x, weight, scale, bias, out_dtype)
+    parts = _kernel(x, weight, scale, launch)
+    y = add_in_order(parts)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(out_dtype)
+
+
+def partial_products(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    scale: jax.Array | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    """`x @ weight.T` as partial sums, for a consumer that adds them in ascending order as it reads.
+
+    Arguments as of `linear`.
+
+    Returns:
+      float32 [S, ..., N]; S depends on the shapes, and is 1 for the reference.
+    """
+    launch = _launch(x, weight, scale, implementation)
+    if launch is None:
+        return reference.linear(x, weight, scale, None, jnp.dtype(jnp.float32))[None]
+    return _kernel(x, weight, scale, launch)
+
+
+def add_in_order(parts: jax.Array) -> jax.Array:
+    """[S, ...] -> [...], `((p0 + p1) + p2) + ...`: the same bits however many rows there are."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
+    refusal = None
+    if x.dtype != jnp.bfloat16:
+        refusal = f"activations are bfloat16 there, not {x.dtype}"
+    else:
+        refusal = formats.kernel_refusal(weight, scale)
+    return dispatch.resolve("block_gemm", implementation, chips=CHIPS, refusal=refusal)
+
+
+def _kernel(x, weight, scale, launch: dispatch.Launch) -> jax.Array:
+    from pallas_kernels.block_gemm import mosaic_sm90  # a slow import that plain CPU use spares
+
+    *rows, K = x.shape
+    x = x.reshape(-1, K)
+    config = mosaic_sm90.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device.num_sms)
+    parts = mosaic_sm90.product(x, weight, scale, config, launch)
+    return parts.reshape(parts.shape[0], *rows, -1)

@@ -46,6 +46,7 @@ def add_rms_norm(
     *,
     eps: float,
     weights: jax.Array | None = None,
+    rows: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds `delta` to the residual stream, and norms the sum for whatever reads it next.
@@ -55,9 +56,10 @@ def add_rms_norm(
 
     Args:
       h: [..., D].
-      delta: [..., D], or parts [S, ..., D] with S from 1 to 32.
+      delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `rows` a buffer [P, D].
       scale: [D].
       weights: float32 [..., S], for parts only; None weighs all of them by 1.
+      rows: int32 [..., S]: part s of a row is `delta[rows[..., s]]`; comes with weights.
     Returns:
       `h + delta`, and `rms_norm` of it; both [..., D] in `h.dtype`. The sum is rounded once, before
       it is normed. A row's bits do not depend on the rows beside it.
@@ -65,25 +67,31 @@ def add_rms_norm(
       ValueError: shapes do not fit.
       NotImplementedError: the kernel is asked for and cannot.
     """
-    _check(h, delta, scale, weights)
+    _check(h, delta, scale, weights, rows)
     launch = _resolve(implementation, h, delta)
     if launch is None:
-        return reference.add_rms_norm(h, delta, scale, eps, weights)
+        return reference.add_rms_norm(h, delta, scale, eps, weights, rows)
     from pallas_kernels.norm_quant import mosaic_gpu  # slow to import
 
     D = h.shape[-1]
-    S = 1 if delta.ndim == h.ndim else delta.shape[0]
     if weights is not None:
-        weights = weights.reshape(-1, S)
+        weights = weights.reshape(-1, weights.shape[-1])
+    if rows is not None:
+        rows = rows.reshape(weights.shape)
+    else:
+        delta = delta.reshape(1 if delta.ndim == h.ndim else delta.shape[0], -1, D)
     added, normed = mosaic_gpu.add_rms_norm(
-        h.reshape(-1, D), delta.reshape(S, -1, D), scale, weights, eps=eps, launch=launch
+        h.reshape(-1, D), delta, scale, weights, rows, eps=eps, launch=launch
     )
     return added.reshape(h.shape), normed.reshape(h.shape)
 
 
-def _check(h, delta, scale, weights) -> None:
+def _check(h, delta, scale, weights, rows) -> None:
     if scale.shape != h.shape[-1:]:
         raise ValueError(f"{scale.shape=} must be {h.shape[-1:]}, one for each column of h")
+    if rows is not None:
+        _check_rows(h, delta, weights, rows)
+        return
     parts = delta.ndim == h.ndim + 1
     if (delta.shape[1:] if parts else delta.shape) != h.shape:
         raise ValueError(f"{delta.shape=} must be {h.shape=}, or that after a number of parts")
@@ -98,6 +106,19 @@ def _check(h, delta, scale, weights) -> None:
     wanted = (*h.shape[:-1], delta.shape[0])
     if weights.shape != wanted or weights.dtype != jnp.float32:
         raise ValueError(f"{weights.shape=} {weights.dtype} must be {wanted} float32")
+
+
+def _check_rows(h, delta, weights, rows) -> None:
+    if delta.ndim != 2 or delta.shape[1] != h.shape[-1]:
+        raise ValueError(
+            f"{delta.shape=} must be a buffer [P, {h.shape[-1]}] for rows to point into"
+        )
+    if rows.shape[:-1] != h.shape[:-1] or not 1 <= rows.shape[-1] <= MAX_PARTS:
+        raise ValueError(f"{rows.shape=} must be {h.shape[:-1]} and 1 to {MAX_PARTS} parts")
+    if rows.dtype != jnp.int32:
+        raise ValueError(f"rows are int32: {rows.dtype=}")
+    if weights is None or weights.shape != rows.shape or weights.dtype != jnp.float32:
+        raise ValueError(f"rows come with float32 weights of their shape {rows.shape}")
 
 
 def _resolve(

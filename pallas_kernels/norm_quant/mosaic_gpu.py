@@ -54,7 +54,7 @@ def tuning(tiles: int) -> TuningConfig:
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, launch: Launch) -> jax.Array:
     """x [R, D], scale [D] -> [R, D]."""
-    (normed,) = _launch(x, None, None, scale, eps, launch)
+    (normed,) = _launch(x, None, None, None, scale, eps, launch)
     return normed
 
 
@@ -63,17 +63,21 @@ def add_rms_norm(
     parts: jax.Array,
     scale: jax.Array,
     weights: jax.Array | None,
+    sources: jax.Array | None,
     *,
     eps: float,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """h [R, D], parts [S, R, D], scale [D], weights [R, S] -> sum [R, D], normed [R, D]."""
-    return _launch(h, parts, weights, scale, eps, launch)
+    """h [R, D], parts [S, R, D], scale [D], weights [R, S] -> sum [R, D], normed [R, D].
+
+    With sources [R, S] parts are the rows of a buffer [P, D] that they name.
+    """
+    return _launch(h, parts, weights, sources, scale, eps, launch)
 
 
-def _launch(h, parts, weights, scale, eps: float, launch: Launch) -> tuple[jax.Array, ...]:
+def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tuple[jax.Array, ...]:
     R, D = h.shape
-    S = 0 if parts is None else parts.shape[0]
+    S = 0 if parts is None else parts.shape[0] if sources is None else sources.shape[1]
     tiles = D // _TILE
     config = tuning(tiles)
     shape = (config.strip, _TILE)
@@ -82,8 +86,9 @@ def _launch(h, parts, weights, scale, eps: float, launch: Launch) -> tuple[jax.A
 
     def norm_row(
         h_gmem,  # [R, tiles, 64]
-        parts_gmem,  # [S * R, tiles, 64] or None
+        parts_gmem,  # [S * R or P, tiles, 64] or None
         weights_gmem,  # [R, S] or None
+        sources_gmem,  # [R, S] or None
         scale_gmem,  # [tiles, 64]
         outs_gmem,  # [R, tiles, 64]: the sum if there is one, and the norm
         sums_smem,  # [groups]
@@ -94,7 +99,9 @@ def _launch(h, parts, weights, scale, eps: float, launch: Launch) -> tuple[jax.A
         strips = [pl.ds(lax.min(begin, tiles - config.strip), config.strip) for begin in begins]
         rows = [load(h_gmem.at[r, strip]) for strip in strips]
         if S:
-            deltas = [[load(parts_gmem.at[s * R + r, at]) for s in range(S)] for at in strips]
+            part = lambda s: s * R + r if sources is None else sources_gmem[r, s]
+            places = [part(s) for s in range(S)]
+            deltas = [[load(parts_gmem.at[place, at]) for place in places] for at in strips]
             shares = None if weights is None else [weights_gmem[r, s] for s in range(S)]
         scales = [load(scale_gmem.at[strip]) for strip in strips]
         if S:
@@ -125,11 +132,13 @@ def _launch(h, parts, weights, scale, eps: float, launch: Launch) -> tuple[jax.A
         h_gmem = refs.pop(0)
         parts_gmem = refs.pop(0) if S else None
         weights_gmem = refs.pop(0) if weights is not None else None
+        sources_gmem = refs.pop(0) if sources is not None else None
         scale_gmem, *outs_gmem, sums_smem, summed = refs
-        norm_row(h_gmem, parts_gmem, weights_gmem, scale_gmem, outs_gmem, sums_smem, summed)
+        added = (parts_gmem, weights_gmem, sources_gmem)
+        norm_row(h_gmem, *added, scale_gmem, outs_gmem, sums_smem, summed)
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
-    operands = (in_tiles(h), in_tiles(parts), weights, scale.reshape(tiles, _TILE))
+    operands = (in_tiles(h), in_tiles(parts), weights, sources, scale.reshape(tiles, _TILE))
     outs = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((R, tiles, _TILE), h.dtype),) * (2 if S else 1),

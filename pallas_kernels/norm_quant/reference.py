@@ -11,8 +11,15 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def add_rms_norm(
-    h: jax.Array, delta: jax.Array, scale: jax.Array, eps: float, weights: jax.Array | None
+    h: jax.Array,
+    delta: jax.Array,
+    scale: jax.Array,
+    eps: float,
+    weights: jax.Array | None,
+    rows: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
+    if rows is not None:
+        delta = jnp.stack([delta[rows[..., s]] for s in range(rows.shape[-1])])
     h = (h.astype(jnp.float32) + _total(h, delta, weights)).astype(h.dtype)
     return h, rms_norm(h, scale, eps)
 

@@ -49,10 +49,13 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     if not S:
         return lambda h, scale: api.rms_norm(h, scale, **common), (h, scale)
     parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
-    if not spec.weighted:
-        add = lambda h, parts, scale: api.add_rms_norm(h, parts, scale, **common)
-        return add, (h, parts, scale)
-    add = lambda h, parts, scale, weights: api.add_rms_norm(
-        h, parts, scale, weights=weights, **common
-    )
-    return add, (h, parts, scale, jax.ShapeDtypeStruct((R, S), jnp.float32))
+    if spec.weighted:
+        buffer = jax.ShapeDtypeStruct((S * R, D), jnp.float32)
+        shares = jax.ShapeDtypeStruct((R, S), jnp.float32)
+        sources = jax.ShapeDtypeStruct((R, S), jnp.int32)
+        add = lambda h, buffer, scale, weights, rows: api.add_rms_norm(
+            h, buffer, scale, weights=weights, rows=rows, **common
+        )
+        return add, (h, buffer, scale, shares, sources)
+    add = lambda h, parts, scale: api.add_rms_norm(h, parts, scale, **common)
+    return add, (h, parts, scale)

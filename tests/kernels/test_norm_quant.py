@@ -165,3 +165,29 @@ def test_the_kernel_says_what_it_cannot_do(shape, dtype, why):
     with pytest.raises(NotImplementedError, match=why):
         rms_norm(x, jnp.ones(shape[-1]), eps=EPS, implementation="mosaic_gpu")
     assert rms_norm(x, jnp.ones(shape[-1]), eps=EPS).shape == shape
+
+
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+def test_parts_may_be_rows_of_a_buffer(implementation):
+    h, _, scale, weights = operands(3, 5, 320)
+    buffer = normal(4, 11, 320)
+    rows = jax.random.randint(jax.random.key(5), (5, 3), 0, 11)
+    common = dict(eps=EPS, weights=weights, implementation=implementation)
+    found = add_rms_norm(h, buffer, scale, rows=rows, **common)
+    wanted = add_rms_norm(h, jnp.moveaxis(buffer[rows], 1, 0), scale, **common)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_rows_must_fit():
+    h, delta, scale, weights = operands(3, 5, 320)
+    rows = jnp.zeros((5, 3), jnp.int32)
+    for bad in (
+        dict(rows=rows, weights=weights[:4]),
+        dict(rows=rows[:4], weights=weights),
+        dict(rows=rows),
+    ):
+        with pytest.raises(ValueError, match="rows"):
+            add_rms_norm(h, delta[0], scale, eps=EPS, **bad)
+    with pytest.raises(ValueError, match="buffer"):
+        add_rms_norm(h, delta, scale, eps=EPS, rows=rows, weights=weights)

@@ -1,0 +1,131 @@
+"""Hopper kernel of the weight-stationary product.
+
+A block multiplies 64 rows of the weight, over one chunk of K or over all of them, with a tile of tokens. How
+K is cut into chunks depends on the weight's shape alone. Few tokens: each chunk is a block of its own and
+leaves a partial sum. Many tokens: a block adds the same partial sums itself, in the same order. So both
+give the same bits, and the consumer of several partial sums adds them as it reads them.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Launch
+from pallas_kernels.weight_tiles import (
+    ROWS,
+    STEP,
+    Format,
+    activations,
+    each_step,
+    fetch_tile,
+    store_tokens_first,
+    zeros,
+)
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Tokens of a tile, chunks of K, whether each chunk is a block of its own, pipeline stages."""
+
+    tokens: int
+    chunks: int
+    split: bool
+    stages: int
+
+    @classmethod
+    def choose(cls, R: int, N: int, K: int, num_sms: int) -> "TuningConfig":
+        tiles, steps = pl.cdiv(N, ROWS), pl.cdiv(K, STEP)
+        # Up to four blocks an SM: more partial sums would cost what shorter loops save.
+        per_chunk = next(
+            n for n in range(1, steps + 1) if n == steps or pl.cdiv(steps, n) * tiles <= 4 * num_sms
+        )
+        chunks = pl.cdiv(steps, per_chunk)
+        tokens = next(t for t in (8, 16, 32, 64) if t >= R or t == 64)
+        split = chunks > 1 and pl.cdiv(R, tokens) * tiles < num_sms
+        return cls(tokens, chunks, split, stages=4 if tokens <= 32 else 3)
+
+
+def product(
+    x: jax.Array,  # [R, K] bfloat16
+    values: jax.Array,  # [N, K]
+    scale: jax.Array | None,  # [N / 128, K / 128]
+    config: TuningConfig,
+    launch: Launch,
+) -> jax.Array:
+    """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`."""
+    R, K = x.shape
+    N = values.shape[0]
+    form = Format.of(values, scale)
+    # Steps past K are zeros times zeros: tiles outside of an array are filled so.
+    per_chunk = pl.cdiv(pl.cdiv(K, STEP), config.chunks)
+    splits = config.chunks if config.split else 1
+    num_steps = per_chunk * config.chunks // splits
+    stages = min(config.stages, num_steps)
+    tokens = config.tokens
+
+    def body(*refs, w_s, x_s, out_s, ready):
+        *inputs, out = refs
+        x, w = inputs[:2]
+        token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
+        rows, here = pl.ds(row_tile * ROWS, ROWS), pl.ds(token_tile * tokens, tokens)
+        first = split * num_steps
+
+        def fetch(i, slot):
+            columns = pl.ds((first + i) * STEP, STEP)
+            fetch_tile(w.at[rows, columns], w_s.at[slot], ready.at[slot])
+            fetch_tile(x.at[here, columns], x_s.at[slot], ready.at[slot])
+
+        def block_scale(i):
+            if form.kind != "fp8":
+                return jnp.float32(1)
+            column = jnp.minimum(first + i, pl.cdiv(K, STEP) - 1) if form.per_step else 0
+            return inputs[2][lax.div(row_tile * ROWS, STEP), column]
+
+        for i in range(stages):
+            fetch(i, i)
+
+        def multiply(i, slot, carry):
+            chunk, factor = carry
+            upcoming = block_scale(i + 1)  # a step ahead: its latency hides behind this product
+            plgpu.barrier_wait(ready.at[slot])
+            (part,) = form.products([w_s.at[slot]], x_s.at[slot], tokens, launch.interpret)
+            return chunk + (part if form.kind == "plain" else part * factor), upcoming
+
+        def add_chunk(c, carry):
+            total, factor = carry
+            chunk, factor = each_step(
+                c * per_chunk,
+                per_chunk,
+                num_steps,
+                stages,
+                fetch,
+                multiply,
+                (zeros(tokens), factor),
+                fence=form.unpacked,
+            )
+            return total + chunk, factor
+
+        total, _ = lax.fori_loop(
+            0, config.chunks // splits, add_chunk, (zeros(tokens), block_scale(0))
+        )
+        store_tokens_first(out.at[split, here, rows], out_s, total)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((splits, R, N), jnp.float32),
+        scratch_types=dict(
+            w_s=form.buffer(stages),
+            x_s=activations(stages, tokens),
+            out_s=plgpu.SMEM((tokens, ROWS), jnp.float32),
+            ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        ),
+        grid=(pl.cdiv(R, tokens), pl.cdiv(N, ROWS), splits),
+        grid_names=("token", "row", "split"),
+        interpret=launch.interpret,
+        kernel_name="block_gemm",
+    )
+    return kernel(x, values) if scale is None else kernel(x, values, scale)
