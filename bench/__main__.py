@@ -1,13 +1,15 @@
-"""`peagle-bench`: acceptance and throughput sweeps, and the tables made of their rows."""
+"""`peagle-bench`: sweeps, full-size decode rounds, and the tables made of their rows."""
 
 import argparse
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from peagle_jax.config import ConfigError
+from peagle_jax.presets import PRESETS
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -57,6 +59,92 @@ def _add_common(parser: argparse.ArgumentParser, *, out: str, methods: str) -> N
     add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
 
 
+_DECODE_STEP = """\
+Times rounds of a real model's shape, with random weights made on the device, through the engine:
+
+  peagle-bench decode-step --preset qwen3-coder-30b-a3b-fp8 --method none eagle3 peagle -K 3 7 \\
+      --synthetic-acceptance-length 3.1 --concurrency 1 8 32
+
+A cell is a method, a K and a concurrency; each adds a row: milliseconds per round at a full batch
+(host included), tokens/s, prefill, peak memory, and the share of the memory-bound floor. Shorten a
+first try with --layers 4 --max-tokens 64.
+
+Presets: {presets};
+with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
+"""
+
+
+def _add_decode_step(commands) -> None:
+    one = commands.add_parser(
+        "decode-step",
+        help="ms per round of full-size models with random weights",
+        description=_DECODE_STEP.format(presets=textwrap.fill(", ".join(PRESETS), 100)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = one.add_argument
+    add("--preset", required=True, metavar="NAME", help="model; -fp8: its block-quantised form")
+    add("--weights", choices=("random",), default="random", help="where weights come from")
+    add("--layers", type=_positive, metavar="N", help="its first N layers only")
+    add(
+        "--method", nargs="+", choices=("none", "eagle3", "peagle"), metavar="METHOD",
+        default=["none", "eagle3", "peagle"], help="none eagle3 peagle (default: all)",
+    )  # fmt: skip
+    add("-K", "--k", nargs="+", type=_positive, default=[7], metavar="K", help="drafts per round")
+    add(
+        "--concurrency", nargs="+", type=_positive, default=[1, 8, 32], metavar="N",
+        help="requests at once (default: 1 8 32)",
+    )  # fmt: skip
+    add(
+        "--synthetic-acceptance-length", type=float, metavar="A",
+        help="mean tokens per round, 1 to K+1; without it random heads are hardly ever right",
+    )  # fmt: skip
+    add("--prompt-tokens", type=_positive, default=512, metavar="N", help="default: 512")
+    add("--max-tokens", type=_positive, default=512, metavar="N", help="new tokens (default: 512)")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="default: 1, for diverse routing",
+    )
+    add("--draft-sampling", choices=("argmax", "sample"), default="argmax")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    add("--page-size", type=_positive, default=64, metavar="N", help="default: 64")
+    add("--prefill-chunk", type=_positive, default=512, metavar="N", help="default: 512")
+    add("--prefill-rows", type=_positive, default=8, metavar="N", help="prompts per call, at most")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and prompts")
+    add("--out", type=Path, default=_RESULTS / "decode_step.jsonl", metavar="FILE.jsonl")
+    add("--sha", help="commit for the rows, where git is not at hand (or PEAGLE_SHA)")
+    add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
+
+
+def _decode_step(args) -> None:
+    from bench import rows
+    from bench.decode_step import decode_step
+    from peagle_jax import runs
+
+    args.k, args.concurrency = sorted(set(args.k)), sorted(set(args.concurrency))
+    environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
+    if not args.no_cache:
+        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    header = ["method", "K", "conc.", "ms/round", "tokens/s", "floor ms", "of floor", "prefill ms"]
+    lines = [
+        [
+            runs.METHOD_NAMES[row["method"]],
+            str(row["num_speculative_tokens"]),
+            str(row["concurrency"]),
+            f"{row['ms_per_round']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
+            "" if row["floor_ms"] is None else f"{100 * row['fraction_of_floor']:.0f} %",
+            f"{row['prefill_ms']:.0f}",
+        ]
+        for row in decode_step(args, environment)
+    ]
+    print(runs.table(header, lines))
+    print(f"rows: {args.out}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="peagle-bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -79,6 +167,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--prompts-per-slot", type=_positive, default=2, metavar="N")
     one.add_argument("--min-prompts", type=_positive, default=4, metavar="N")
     one.add_argument("--prefill-rows", type=_positive, default=1, metavar="N")
+
+    _add_decode_step(commands)
 
     one = commands.add_parser("conversion", help="peagle-convert against a plain copy")
     one.add_argument("folder", type=Path, metavar="DIR", help="new folder on the disk to measure")
@@ -141,6 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.sizes import table
 
             print(table())
+        elif args.command == "decode-step":
+            _decode_step(args)
         elif args.command == "report":
             from bench.report import report
 

@@ -1,13 +1,16 @@
 """The floor of a round: bytes moved over bandwidth, or arithmetic over peak, whichever is longer.
 
-Counted: every weight matrix once a pass, the KV cache of each sequence once, the new rows, one embedding row
-a token. Not counted: launches, softmax, sampling, norms. So no implementation is faster, and a model whose weights
-stream in microseconds is bound by everything that is not counted.
+Counted: every weight that a pass needs once, in the form it is stored in; the cache of each sequence
+once, up to a layer's window; the new rows, one embedding row a token. A mixture of experts reads the
+experts that its tokens choose: of E, n tokens with k each choose E (1 - (1 - k/E)^n) different ones if
+routing is uniform. Not counted: launches, softmax, sampling, norms. So no implementation is faster, and a
+model whose weights stream in microseconds is bound by everything that is not counted.
 """
 
 from dataclasses import dataclass
 
-from peagle_jax.config import DrafterConfig, TargetConfig
+from pallas_kernels.formats import BLOCK, GROUP
+from peagle_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 
 
 @dataclass(frozen=True)
@@ -24,86 +27,155 @@ CHIPS = {
 }
 
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
+_QUANTISED = {"fp8": 1 + 4 / BLOCK**2, "mxfp4": 1 / 2 + 1 / GROUP}
+"""Bytes of one weight with its share of a scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one round works on: `accepted` drafts per sequence on average, `context` tokens before it."""
+    """What one round works on: `accepted` drafts per sequence on average, `context` tokens before it.
+
+    `dtype` is that of activations, cache and head; `weights` of the target's matrices: a dtype, "fp8"
+    (attention, MLP, experts) or "mxfp4" (experts), None as `dtype`.
+    """
 
     batch: int
     context: float
     num_draft: int
     accepted: float
     dtype: str
+    weights: str | None = None
 
 
-def _layer_weights(config: TargetConfig | DrafterConfig, inputs: int) -> int:
-    heads = config.num_heads * config.head_dim
-    qkv = inputs * (heads + 2 * config.num_kv_heads * config.head_dim)
-    return qkv + heads * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
+@dataclass(frozen=True)
+class Cost:
+    """Bytes moved and floating point operations of one pass, or of several in a row."""
+
+    passes: tuple[tuple[float, float], ...]
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.passes + other.passes)
+
+    @property
+    def bytes(self) -> float:
+        return sum(moved for moved, _ in self.passes)
+
+    def seconds(self, chip: Chip, dtype: str) -> float:
+        """Quantised weights are unpacked, so arithmetic runs at the activations' rate."""
+        return sum(max(b / chip.bandwidth, w / chip.peak[dtype]) for b, w in self.passes)
 
 
-def _pass_seconds(
-    config: TargetConfig | DrafterConfig,
-    load: Load,
-    chip: Chip,
-    *,
-    body: int,
-    head: int,
-    tokens,
-    logits,
-) -> float:
-    """One pass over `tokens` rows, `logits` of them projected; `body` and `head` count weights."""
+def experts_read(num_experts: int, top_k: int, tokens: float) -> float:
+    """Expected number of different experts that `tokens` tokens choose, each uniformly."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+
+
+def _projections(layer: AttentionConfig, inputs: int, outputs: int) -> int:
+    """Weights of q, k, v and output; with `shared_kv` there is no v."""
+    made = layer.num_heads + (1 if layer.shared_kv else 2) * layer.num_kv_heads
+    return layer.head_dim * (inputs * made + layer.num_heads * outputs)
+
+
+def _cache(layers: list[AttentionConfig], load: Load, tokens: float) -> tuple[float, float]:
+    """(elements of cache read and written, operations of attention) of a pass over `tokens` rows."""
+    elements = work = 0.0
+    for layer in layers:
+        seen = load.context if layer.window is None else min(load.context, layer.window)
+        row = 2 * layer.num_kv_heads * layer.head_dim
+        elements += row * (load.batch * seen + tokens)
+        work += 4 * layer.num_heads * layer.head_dim * seen * tokens
+    return elements, work
+
+
+def target_cost(config: TargetConfig, load: Load) -> Cost:
+    """One pass of the target over J+1 rows a sequence, all of them projected to logits."""
+    tokens = load.batch * (load.num_draft + 1)
+    D, F = config.hidden_size, config.intermediate_size
     item = _ITEMSIZE[load.dtype]
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    moved = body + head + kv * (load.batch * load.context + tokens) + config.hidden_size * tokens
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * load.context
-    work = 2 * (tokens * body + logits * head) + tokens * attention
-    return max(item * moved / chip.bandwidth, work / chip.peak[load.dtype])
+    quantised = _QUANTISED.get(load.weights or load.dtype, item)
+    dense = item if load.weights == "mxfp4" else quantised
+    layers = [config.attention(i) for i in range(config.num_layers)]
+    attention = sum(_projections(layer, D, D) for layer in layers)
+    head = config.vocab_size * D
+    expert = config.num_layers * 3 * D * F
+    experts = config.experts
+    if experts is None:
+        moved, active = attention * dense + expert * quantised, attention + expert
+    else:
+        read = experts_read(experts.num_experts, experts.top_k, tokens)
+        router = config.num_layers * experts.num_experts * D
+        moved = attention * dense + read * expert * quantised + item * router
+        active = attention + experts.top_k * expert + router
+    elements, work = _cache(layers, load, tokens)
+    moved += item * (head + elements + D * tokens)
+    return Cost(((moved, 2 * tokens * (active + head) + work),))
+
+
+def drafter_cost(config: DrafterConfig, load: Load) -> Cost:
+    """All passes of a head for one round.
+
+    P-EAGLE is one pass over accepted + J rows; EAGLE-3 is J passes, the first over accepted + 1 rows.
+    """
+    D, B, J = config.hidden_size, load.batch, load.num_draft
+    item = _ITEMSIZE[load.dtype]
+    layers = [config.attention(i) for i in range(config.num_layers)]
+    body = sum(_projections(layer, D if i else 2 * D, D) for i, layer in enumerate(layers))
+    body += config.num_layers * 3 * D * config.intermediate_size
+    fc = config.num_taps * config.target_hidden_size * D
+    head = config.draft_vocab_size * D
+
+    def one(weights: int, tokens: float, logits: int) -> Cost:
+        elements, work = _cache(layers, load, tokens)
+        moved = item * (weights + head + elements + D * tokens)
+        return Cost(((moved, 2 * (tokens * weights + logits * head) + work),))
+
+    if config.method == "peagle":
+        return one(body + fc, B * (load.accepted + J), B * J)
+    cost = one(body + fc, B * (load.accepted + 1), B)
+    for _ in range(J - 1):
+        cost += one(body, B, B)
+    return cost
+
+
+def round_cost(target: TargetConfig, drafter: DrafterConfig | None, load: Load) -> Cost:
+    """One round: the target's pass, then the drafter's passes."""
+    cost = target_cost(target, load)
+    return cost if drafter is None else cost + drafter_cost(drafter, load)
 
 
 def round_seconds(
     target: TargetConfig, drafter: DrafterConfig | None, load: Load, chip: Chip
 ) -> float:
-    """Floor of one round: the target's pass over J+1 rows a sequence, then the drafter's.
-
-    P-EAGLE is one pass over accepted + J rows; EAGLE-3 is J passes, the first over accepted + 1 rows.
-    """
-    D, J, B = target.hidden_size, load.num_draft, load.batch
-    body = target.num_layers * _layer_weights(target, D)
-    rows = B * (J + 1)
-    head = target.vocab_size * D
-    total = _pass_seconds(target, load, chip, body=body, head=head, tokens=rows, logits=rows)
-    if drafter is None:
-        return total
-    d = drafter.hidden_size
-    layers = _layer_weights(drafter, 2 * d) + (drafter.num_layers - 1) * _layer_weights(drafter, d)
-    fc = drafter.num_taps * drafter.target_hidden_size * d
-    head = drafter.draft_vocab_size * d
-    one = lambda body, tokens, logits: _pass_seconds(
-        drafter, load, chip, body=body, head=head, tokens=tokens, logits=logits
-    )
-    if drafter.method == "peagle":
-        return total + one(layers + fc, B * (load.accepted + J), B * J)
-    return total + one(layers + fc, B * (load.accepted + 1), B) + (J - 1) * one(layers, B, B)
+    """Floor of one round in seconds."""
+    return round_cost(target, drafter, load).seconds(chip, load.dtype)
 
 
 def fraction(
     row: dict, target: TargetConfig, drafter: DrafterConfig | None
 ) -> dict[str, float | None]:
-    """`floor_ms` and `fraction_of_floor` of a throughput row; None where device or model is not counted.
+    """The floor's part of a row: None where the device is not known.
 
-    Counted are dense models without windows whose weights are in the row's dtype.
+    Args:
+      row: of a throughput or decode-step measurement; its context is taken halfway through the output.
+    Returns:
+      `floor_ms`, `fraction_of_floor` (1 is the floor itself) and `bytes_per_second`, what the floor
+      counts as moved over the time that the round took.
     """
     chip = CHIPS.get(row["device"])
-    if chip is None or target.experts or target.sliding_windows or row["weights"] != row["dtype"]:
-        return {"floor_ms": None, "fraction_of_floor": None}
+    if chip is None:
+        return {"floor_ms": None, "fraction_of_floor": None, "bytes_per_second": None}
     load = Load(
         batch=row["concurrency"],
         context=row["prompt_tokens"] / row["prompts"] + row["max_tokens"] / 2,
         num_draft=row["num_speculative_tokens"],
         accepted=row["acceptance_length"] - 1,
         dtype=row["dtype"],
+        weights=row["weights"],
     )
-    floor = 1000 * round_seconds(target, drafter, load, chip)
-    return {"floor_ms": floor, "fraction_of_floor": floor / row["ms_per_round"]}
+    cost = round_cost(target, drafter, load)
+    floor = 1000 * cost.seconds(chip, load.dtype)
+    return {
+        "floor_ms": floor,
+        "fraction_of_floor": floor / row["ms_per_round"],
+        "bytes_per_second": 1000 * cost.bytes / row["ms_per_round"],
+    }

@@ -22,7 +22,7 @@ USABLE = 0.92
 """Share left by the driver, programs and activations."""
 
 _BITS = {"bf16": 16, "fp8": 8 + 32 / 128**2, "mxfp4": 4 + 8 / 32}
-_QUANTISED = {"qkv", "out", "gate_up", "down"}
+QUANTISED = {"qkv", "out", "gate_up", "down"}
 FORMATS: dict[str, tuple[Format, ...]] = {
     "llama": ("bf16", "fp8"),
     "qwen3": ("bf16", "fp8"),
@@ -57,7 +57,7 @@ def count(config: TargetConfig) -> Weights:
     model = nnx.eval_shape(lambda: build(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
     sizes = {"experts": 0, "matrices": 0, "rest": 0}
     for path, leaf in dict(nnx.to_flat_state(nnx.state(model))).items():
-        quantised = path[-1] == "weight" and path[-2] in _QUANTISED
+        quantised = path[-1] == "weight" and path[-2] in QUANTISED
         kind = "experts" if len(leaf.shape) > 2 else "matrices"
         sizes[kind if quantised else "rest"] += leaf.size
     return Weights(**sizes)

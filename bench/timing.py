@@ -19,11 +19,13 @@ class Measurement:
 
     `ms_per_round` is the median over rounds with every slot decoding and no prefill beside them;
     where a run was too short for one, decoding time over rounds as the requests saw it.
+    `ms_per_round_mean` is the mean over the same rounds.
     """
 
     requests: list[Request]
     seconds: float
     ms_per_round: float
+    ms_per_round_mean: float
     timed_rounds: int
 
     @property
@@ -41,6 +43,7 @@ class Measurement:
             "seconds": self.seconds,
             "tokens_per_second": tokens / self.seconds,
             "ms_per_round": self.ms_per_round,
+            "ms_per_round_mean": self.ms_per_round_mean,
             "timed_rounds": self.timed_rounds,
             "ttft_ms_median": statistics.median(first),
             "ttft_ms_max": max(first),
@@ -86,14 +89,14 @@ def drive(
                 running -= 1
                 on_finished()
     seconds = time.perf_counter() - start
-    if rounds:
-        per_round = statistics.median(rounds)
-    else:
+    timed_rounds = len(rounds)
+    if not rounds:
         decoding = sum(r.finish_time - r.first_token_time for r in requests)
-        per_round = decoding / max(1, sum(r.rounds for r in requests))
+        rounds = [decoding / max(1, sum(r.rounds for r in requests))]
     return Measurement(
         requests=requests,
         seconds=seconds,
-        ms_per_round=1e3 * per_round,
-        timed_rounds=len(rounds),
+        ms_per_round=1e3 * statistics.median(rounds),
+        ms_per_round_mean=1e3 * statistics.fmean(rounds),
+        timed_rounds=timed_rounds,
     )

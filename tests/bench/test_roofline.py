@@ -1,8 +1,19 @@
-"""The floor model against figures worked out by hand for Llama 3.1 8B on an H200."""
+"""The floor model on an H200: against figures worked out by hand for Llama 3.1 8B, and a second model."""
+
+from dataclasses import replace
 
 import pytest
 
-from bench.roofline import CHIPS, Load, fraction, round_seconds
+from bench.presets import preset
+from bench.roofline import (
+    CHIPS,
+    Load,
+    drafter_cost,
+    experts_read,
+    fraction,
+    round_seconds,
+    target_cost,
+)
 from peagle_jax.config import DrafterConfig, RopeConfig
 from peagle_jax.presets import PRESETS
 
@@ -48,8 +59,59 @@ def test_an_unknown_device_has_no_floor():
     assert fraction({"device": "a toaster"}, TARGET, None)["fraction_of_floor"] is None
 
 
-def test_what_is_not_counted_has_no_floor():
-    row = {"device": "NVIDIA H200", "dtype": "bfloat16", "weights": "fp8"}
-    assert fraction(row, TARGET, None)["fraction_of_floor"] is None
-    row["weights"] = "bfloat16"
-    assert fraction(row, PRESETS["gpt-oss-20b"], None)["fraction_of_floor"] is None
+@pytest.mark.parametrize(
+    ("name", "batch", "num_draft", "milliseconds"),
+    [
+        ("gpt-oss-20b", 1, 0, 0.869),
+        ("gpt-oss-20b", 8, 7, 2.984),
+        ("gpt-oss-120b", 1, 7, 3.912),
+        ("gpt-oss-120b", 32, 0, 10.086),
+        ("qwen3-coder-30b-a3b", 8, 3, 12.535),
+        ("qwen3-coder-30b-a3b-fp8", 1, 7, 3.104),
+        ("qwen3-coder-30b-a3b-fp8", 32, 0, 6.999),
+        ("gemma-4-31b", 8, 0, 15.996),
+        ("gemma-4-31b-fp8", 32, 0, 14.342),
+        ("llama-3.1-8b-fp8", 8, 7, 2.120),
+        ("llama-3.1-8b", 32, 11, 7.557),  # bound by arithmetic
+    ],
+)
+def test_verify_passes_of_full_size_models(name, batch, num_draft, milliseconds):
+    """Figures of an independent model that also counts biases and norms; context 1024."""
+    model = preset(name)
+    some = replace(load(batch, num_draft), weights=model.weights)
+    seconds = target_cost(model.target, some).seconds(CHIP, some.dtype)
+    assert 1000 * seconds == pytest.approx(milliseconds, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "batch", "milliseconds"),
+    [
+        ("gpt-oss-20b", "peagle", 1, 0.570),
+        ("gpt-oss-20b", "peagle", 32, 0.820),
+        ("qwen3-coder-30b-a3b-fp8", "peagle", 32, 0.493),
+        ("qwen3-coder-30b-a3b-fp8", "eagle3", 1, 0.564),
+        ("llama-3.1-8b", "eagle3", 32, 1.463),
+    ],
+)
+def test_drafting_with_seven_drafts(name, method, batch, milliseconds):
+    cost = drafter_cost(preset(name).head(method), load(batch, 7))
+    assert 1000 * cost.seconds(CHIP, "bfloat16") == pytest.approx(milliseconds, rel=0.003)
+
+
+def test_experts_read_grow_to_all_of_them():
+    assert experts_read(128, 8, 1) == pytest.approx(8)
+    assert experts_read(128, 8, 8) == pytest.approx(51.6, abs=0.05)
+    assert experts_read(32, 4, 256) == pytest.approx(32)
+
+
+def test_a_row_gets_its_floor_whatever_its_weights():
+    model = preset("qwen3-coder-30b-a3b-fp8")
+    row = {
+        "device": "NVIDIA H200", "dtype": "bfloat16", "weights": "fp8", "concurrency": 8,
+        "prompts": 8, "prompt_tokens": 8 * 768, "max_tokens": 512, "num_speculative_tokens": 0,
+        "acceptance_length": 1.0, "ms_per_round": 6.536,
+    }  # fmt: skip
+    found = fraction(row, model.target, None)
+    assert found["floor_ms"] == pytest.approx(3.268, rel=0.001)
+    assert found["fraction_of_floor"] == pytest.approx(0.5, rel=0.001)
+    assert found["bytes_per_second"] == pytest.approx(14.05e9 / 6.536e-3, rel=0.001)

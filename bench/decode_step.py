@@ -1,0 +1,251 @@
+"""`peagle-bench decode-step`: rounds of full-size models with random weights, through the real engine.
+
+A cell is a method, a K and a concurrency. All its requests arrive at once with prompts of random tokens;
+the time of a round is taken while every slot decodes, host included.
+"""
+
+import dataclasses
+import gc
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from bench import roofline, rows
+from bench.presets import Preset, preset
+from bench.random_weights import num_bytes, random_head, random_target
+from bench.synthetic import Scattered, synthetic_acceptance
+from bench.timing import drive
+from peagle_jax import runs
+from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.drafter import DraftHead, make_drafter
+from peagle_jax.engine.engine import Engine
+from peagle_jax.models import Decoder
+from peagle_jax.verify import verify
+
+_WARM_UP_TOKENS = 24
+_LOST_PLACES = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
+
+Variant = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellsConfig(EngineConfig):
+    """Engine sizes for some cells: it compiles a round for their concurrencies and no other."""
+
+    concurrencies: tuple[int, ...]
+
+    @property
+    def batch_buckets(self) -> tuple[int, ...]:
+        return tuple(sorted(self.concurrencies))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Weights on the device, shared by all cells, and how long they took."""
+
+    preset: Preset
+    dtype: str
+    target: Decoder
+    heads: dict[str, DraftHead]
+    seconds: float
+
+    @classmethod
+    def make(cls, chosen: Preset, methods: list[str], *, dtype: str, seed: int) -> "Models":
+        start = time.perf_counter()
+        target = random_target(chosen.target, chosen.format, dtype=dtype, seed=seed)
+        drafting = [method for method in methods if method != "none"]
+        heads = {m: random_head(chosen.head(m), dtype=dtype, seed=seed + 1) for m in drafting}
+        jax.block_until_ready(jax.tree.leaves((target, heads)))
+        return cls(
+            preset=chosen,
+            dtype=dtype,
+            target=target,
+            heads=heads,
+            seconds=time.perf_counter() - start,
+        )
+
+    def engine(self, args, variant: Variant, concurrencies: tuple[int, ...]) -> Engine:
+        """An engine for cells that differ in concurrency only, not yet warm.
+
+        Raises:
+          ConfigError: their caches do not fit beside the weights.
+        """
+        method, num_draft = variant
+        most = max(concurrencies)
+        tokens = args.prompt_tokens + args.max_tokens + 2 * num_draft + 1
+        config = CellsConfig(
+            concurrencies=concurrencies,
+            num_draft=num_draft,
+            max_num_seqs=most,
+            max_model_len=-(-tokens // args.page_size) * args.page_size,
+            page_size=args.page_size,
+            prefill_chunk=args.prefill_chunk,
+            prefill_rows=min(args.prefill_rows, most),
+            draft_sampling=args.draft_sampling,
+            dtype=self.dtype,
+        )
+        head, drafter, accept = self.heads.get(method), None, verify
+        if head is not None:
+            made = make_drafter(head, num_draft, args.draft_sampling)
+            drafter = Scattered(made, self.preset.target.vocab_size, num_draft)
+            if args.synthetic_acceptance_length is not None:
+                accept = synthetic_acceptance(args.synthetic_acceptance_length, num_draft)
+        return Engine(self.target, head, config, drafter=drafter, accept=accept)
+
+
+def variants(args) -> list[Variant]:
+    """(method, K) to measure, plain decoding first.
+
+    Raises:
+      ConfigError: the acceptance length asked for is not one that some K can have.
+    """
+    length = args.synthetic_acceptance_length
+    drafting = [(m, k) for m in args.method if m != "none" for k in args.k]
+    if length is not None:
+        if not drafting:
+            raise ConfigError("--synthetic-acceptance-length needs a method that drafts")
+        for _, k in drafting:
+            synthetic_acceptance(length, k)
+    return ([("none", 0)] if "none" in args.method else []) + drafting
+
+
+def decode_step(args, environment: dict) -> list[dict]:
+    """Measures every cell, appends a row each to `args.out`, and returns the rows.
+
+    A cell that does not fit into memory is skipped with a message.
+    """
+    chosen, todo = preset(args.preset, args.layers), variants(args)
+    dtype = runs.choose_dtype(args.dtype)
+    done: list[dict] = []
+    with tqdm(total=len(todo) * len(args.concurrency), unit="cell", disable=None) as bar:
+        bar.set_description("weights")
+        models = Models.make(chosen, args.method, dtype=dtype, seed=args.seed)
+        for variant in todo:
+            for group in _groups(args):
+                for row in _measure(args, models, variant, group, bar):
+                    row |= environment
+                    config = None if variant[0] == "none" else chosen.head(variant[0])
+                    row |= roofline.fraction(row, chosen.target, config)
+                    done.append(rows.rounded(row))
+                    rows.append(args.out, done[-1])
+                gc.collect()  # the engine's cache, before the next one is made
+    return done
+
+
+def _groups(args) -> list[tuple[int, ...]]:
+    """Concurrencies that can share an engine: those whose prefill calls have equally many rows."""
+    width = lambda concurrency: min(args.prefill_rows, concurrency)
+    return [tuple(group) for _, group in itertools.groupby(sorted(args.concurrency), width)]
+
+
+def _measure(
+    args, models: Models, variant: Variant, group: tuple[int, ...], bar: tqdm
+) -> Iterator[dict]:
+    """Rows of one engine, without their environment; what does not fit is left out."""
+    name = f"{variant[0]} K={variant[1]}"
+    while group:
+        try:
+            bar.set_description(f"{name}: compiling for {', '.join(map(str, group))}")
+            start = time.perf_counter()
+            engine = models.engine(args, variant, group)
+            engine.warm_up()
+            compiled = time.perf_counter() - start
+            break
+        except (ConfigError, jax.errors.JaxRuntimeError) as error:
+            _skip(error, f"{name} at concurrency {group[-1]}", bar)
+            group = group[:-1]
+    for concurrency in group:
+        bar.set_description(f"{name} x{concurrency}")
+        try:
+            row = _cell(args, engine, concurrency)
+        except jax.errors.JaxRuntimeError as error:
+            # What was donated to the failed call is gone, and the engine with it.
+            left = group[group.index(concurrency) :]
+            _skip(error, f"{name} at concurrency {', '.join(map(str, left))}", bar, len(left))
+            return
+        yield _identity(args, models, variant, engine) | {"compile_seconds": compiled} | row
+        bar.update()
+
+
+def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
+    """Says that cells are skipped for want of memory; any other error goes on its way."""
+    message = " ".join(str(error).split())
+    lost = isinstance(error, ConfigError) or any(place in message for place in _LOST_PLACES)
+    if not lost:
+        raise error
+    bar.write(f"skipped {what}: {message[:300]}")
+    bar.update(cells)
+
+
+def _identity(args, models: Models, variant: Variant, engine: Engine) -> dict:
+    """What was measured, and on what."""
+    method, num_draft = variant
+    head = models.heads.get(method)
+    return {
+        "kind": "decode-step",
+        "model": models.preset.name,
+        "dtype": models.dtype,
+        "weights": models.preset.weights,
+        "layers": models.preset.target.num_layers,
+        "set": "random tokens",
+        "method": method,
+        "num_speculative_tokens": num_draft,
+        "synthetic_acceptance_length": args.synthetic_acceptance_length if num_draft else None,
+        "draft_sampling": args.draft_sampling,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "engine": {
+            name: getattr(engine.config, name)
+            for name in ("max_num_seqs", "max_model_len", "page_size", "num_pages")
+        }
+        | {
+            "prefill_rows": engine.config.prefill_rows,
+            "prefill_chunk": engine.config.prefill_chunk,
+        },
+        "weights_bytes": num_bytes(models.target, *([] if head is None else [head])),
+        "weights_seconds": models.seconds,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def prompts_of(args, count: int, vocab_size: int) -> list[list[int]]:
+    """Random token ids, a different prompt for each request."""
+    rng = np.random.default_rng(args.seed)
+    return rng.integers(0, vocab_size, (count, args.prompt_tokens)).tolist()
+
+
+def _cell(args, engine: Engine, concurrency: int) -> dict:
+    """Prefill alone, then prefill and decoding, after a short run of both."""
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=True
+    )
+    with_tokens = lambda tokens: dataclasses.replace(params, max_tokens=tokens)
+    prompts = prompts_of(args, concurrency, engine.target_config.vocab_size)
+    run = lambda params: drive(engine, prompts, params, concurrency=concurrency)
+    run(with_tokens(min(_WARM_UP_TOKENS, args.max_tokens)))
+    prefill = run(with_tokens(1)).as_row()
+    before = engine.scheduler.num_preemptions
+    row = run(params).as_row()
+    steady = concurrency * row["acceptance_length"] / row["ms_per_round_mean"]
+    return {
+        "concurrency": concurrency,
+        **row,
+        "decode_tokens_per_second": 1e3 * steady,
+        "ttft_ms_median": prefill["ttft_ms_median"],
+        "ttft_ms_max": prefill["ttft_ms_max"],
+        "prefill_ms": 1e3 * prefill["seconds"],
+        "prefill_tokens_per_second": prefill["prompt_tokens"] / prefill["seconds"],
+        "preemptions": engine.scheduler.num_preemptions - before,
+        "peak_memory_bytes": peak_memory(),
+    }
+
+
+def peak_memory() -> int | None:
+    """Most bytes that were in use on the device since the process started; None where it is not told."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,0 +1,118 @@
+"""Full-size models by name for benches with random weights: target, format of its weights, its heads.
+
+`gpt-oss-20b` is the released MXFP4 checkpoint, `qwen3-coder-30b-a3b` the bfloat16 one, and
+`qwen3-coder-30b-a3b-fp8` the block-quantised one.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from bench.sizes import FORMATS, Format
+from convert.synthetic import with_layers
+from peagle_jax.config import ConfigError, DrafterConfig, Llama3Scaling, RopeConfig, TargetConfig
+from peagle_jax.presets import PRESETS
+
+PEAGLE_LAYERS = 4
+"""Layers of every published P-EAGLE head."""
+EAGLE3_VOCAB = 32000
+"""Draft vocabulary of the published EAGLE-3 heads; P-EAGLE's have the target's."""
+_SUFFIX = "-fp8"
+
+
+class _Shape(NamedTuple):
+    """What a head's config states beside the target's hidden size."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+
+
+_OSS = _Shape(64, 8, 64, 14336)
+# Chosen where no literal config is at hand: gpt-oss-20b's width follows from the head's 1.8e9 parameters,
+# 120b's from its 1.7e9; the other two are assumed. Dense targets: the public EAGLE-3 heads have
+# the shape of one layer of their target, which is the rule for all that are not listed here.
+_SHAPES = {
+    "gpt-oss-20b": _OSS,
+    "gpt-oss-120b": _OSS._replace(intermediate_size=11520),
+    "qwen3-coder-30b-a3b": _Shape(32, 4, 128, 12288),
+    "gemma-4-31b": _Shape(32, 8, 128, 21504),
+}
+_MASK_IDS = {"gpt-oss-20b": 201020, "gpt-oss-120b": 201020}
+_WEIGHTS = {"bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model to make; `name` is what rows call it."""
+
+    name: str
+    base: str
+    target: TargetConfig
+    format: Format
+
+    @property
+    def weights(self) -> str:
+        """What rows call the format: a dtype, fp8 or mxfp4."""
+        return _WEIGHTS.get(self.format, self.format)
+
+    def head(self, method: Literal["eagle3", "peagle"]) -> DrafterConfig:
+        """The head for this target: P-EAGLE with four layers, embedding and logits of its own over the
+        whole vocabulary; EAGLE-3 with one layer, the target's embedding and 32000 draft tokens.
+        """
+        target, parallel = self.target, method == "peagle"
+        dense = (
+            target.num_heads, target.num_kv_heads, target.head_dim, target.intermediate_size,
+        )  # fmt: skip
+        shape = _SHAPES.get(self.base, _Shape(*dense))
+        L, V = target.num_layers, target.vocab_size
+        return DrafterConfig(
+            method=method,
+            vocab_size=V,
+            draft_vocab_size=V if parallel else min(EAGLE3_VOCAB, V),
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            num_layers=PEAGLE_LAYERS if parallel else 1,
+            **shape._asdict(),
+            norm_eps=target.norm_eps,
+            rope=RopeConfig(theta=5e5, scaling=Llama3Scaling(factor=8.0)),
+            # The default (2, L/2, L-3), kept inside of a target that was shortened.
+            taps=tuple(sorted((min(2, L), L // 2, max(L - 3, 0)))),
+            mask_token_id=_MASK_IDS.get(self.base, V - 1) if parallel else None,
+            own_embedding=parallel,
+        )
+
+
+def _released(base: str) -> tuple[Format, ...]:
+    return FORMATS[PRESETS[base].family]
+
+
+def names() -> list[str]:
+    """All that `preset` knows."""
+    found = []
+    for base in PRESETS:
+        forms = _released(base)
+        found += [base, base + _SUFFIX] if "fp8" in forms else [base]
+    return found
+
+
+def preset(name: str, layers: int | None = None) -> Preset:
+    """A full-size model by name.
+
+    Args:
+      name: of `peagle_jax.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x 128.
+      layers: keep the first layers only; the name then says so.
+    Raises:
+      ConfigError: no such preset, or it has fewer layers.
+    """
+    if name not in names():
+        raise ConfigError(f"unknown preset {name!r}; known are {', '.join(names())}")
+    base = name.removesuffix(_SUFFIX)
+    form = "fp8" if name.endswith(_SUFFIX) else _released(base)[0]
+    config = PRESETS[base]
+    if layers is None or layers == config.num_layers:
+        return Preset(name, base, config, form)
+    if layers > config.num_layers:
+        raise ConfigError(f"--layers {layers}: {base} has {config.num_layers}")
+    title = f"{name} ({layers} of {config.num_layers} layers)"
+    return Preset(title, base, with_layers(config, layers), form)

@@ -1,0 +1,85 @@
+"""Acceptance without a trained head: how many drafts survive is drawn, not tested.
+
+`synthetic_acceptance_length` has vLLM's name and meaning: the mean number of tokens that a round emits,
+in 1..J+1. Length 3.1 accepts two drafts always and a third in one round out of ten, whatever they are.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.config import ConfigError
+from peagle_jax.drafter import Drafter, DraftInputs
+from peagle_jax.sampling import RequestParams, accept_uniforms
+from peagle_jax.step import AcceptRule
+from peagle_jax.verify import Verdict, verify
+
+_PLACE_STRIDE, _SLOT_STRIDE = 7919, 104729  # primes
+
+
+def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
+    """An acceptance rule for `peagle_jax.step`: accepts `length` - 1 drafts a round on average.
+
+    The engine's own rule runs too, so that its time is counted; of its verdict only the token that the
+    target drew is kept, and stands after the accepted drafts. At most a request's own number of
+    drafts is accepted.
+
+    Args:
+      length: mean tokens per round and sequence.
+      num_draft: J of the engine.
+    Raises:
+      ConfigError: no rule over J drafts has this mean.
+    """
+    if not 1 <= length <= num_draft + 1:
+        raise ConfigError(
+            f"--synthetic-acceptance-length {length}: with K={num_draft} a round emits 1 to "
+            f"{num_draft + 1} tokens"
+        )
+    certain = math.floor(length) - 1
+    share = length - math.floor(length)
+
+    def accept(
+        logits: jax.Array,  # [B, J+1, V]
+        drafts: jax.Array,  # [B, J]; J is 0 in prefill
+        draft_probs: jax.Array | None,
+        positions: jax.Array,  # [B, J+1]
+        params: RequestParams,
+    ) -> Verdict:
+        verdict = verify(logits, drafts, draft_probs, positions, params)
+        drawn = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)  # [B, 1]
+        uniform = accept_uniforms(params.keys, positions[:, :1])[:, 0]
+        wanted = certain + (uniform < share)
+        J = drafts.shape[1]
+        n = jnp.minimum(wanted, jnp.minimum(params.num_draft, J))
+        padded = jnp.pad(drafts, ((0, 0), (0, 1)))
+        tokens = jnp.where(jnp.arange(J + 1) == n[:, None], drawn, padded)
+        return Verdict(tokens, (n + 1).astype(jnp.int32))
+
+    return accept
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scattered:
+    """A drafter whose argmax drafts are moved by a number of their slot and position.
+
+    A random head proposes nearly the same token for every mask row, and equal tokens go to equal
+    experts: a verify pass would read fewer weights than distinct text makes it read. The drafter's own
+    work is unchanged; the shift is a few integer operations on [B, J]. Sampled drafts are left alone.
+    """
+
+    drafter: Drafter
+    vocab_size: int = field(metadata=dict(static=True))
+    num_draft: int = field(metadata=dict(static=True))
+
+    def propose(self, target, inputs: DraftInputs, cache: list):
+        """As the drafter's own; `drafter.Drafter` states it."""
+        proposal, cache = self.drafter.propose(target, inputs, cache)
+        if proposal.probs is not None:
+            return proposal, cache
+        place = (inputs.start + inputs.num_real)[:, None] + jnp.arange(self.num_draft)
+        shift = (place * _PLACE_STRIDE + inputs.slots[:, None] * _SLOT_STRIDE) % self.vocab_size
+        tokens = (proposal.tokens + shift) % self.vocab_size
+        return proposal._replace(tokens=tokens.astype(jnp.int32)), cache

@@ -1,0 +1,204 @@
+"""Decode rounds of presets: weights of every format, synthetic acceptance, and the rows of a run."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bench import presets
+from bench.__main__ import main
+from bench.presets import preset
+from bench.random_weights import num_bytes, random_head, random_target
+from bench.synthetic import Scattered, synthetic_acceptance
+from pallas_kernels.formats import dequantize, kind
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError
+from peagle_jax.drafter import make_drafter
+from peagle_jax.layers import INIT_STD
+from tests import tiny
+
+MOE = replace(
+    tiny.TARGET, **tiny.FAMILIES["gpt_oss"], hidden_size=64, intermediate_size=96, vocab_size=256
+)
+DENSE = replace(tiny.TARGET, num_layers=4, hidden_size=160, intermediate_size=256, vocab_size=256)
+
+
+def matrices(module) -> dict:
+    """path -> (values, scale) of every matrix."""
+    flat = {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(module))}
+    return {
+        path[:-1]: (leaf, flat.get((*path[:-1], "scale")))
+        for path, leaf in flat.items()
+        if path[-1] == "weight" and leaf.ndim > 1
+    }
+
+
+@pytest.mark.parametrize(("form", "config"), [("bf16", DENSE), ("fp8", DENSE), ("mxfp4", MOE)])
+def test_random_weights_have_the_form_and_the_spread_of_a_real_model(form, config):
+    target = random_target(config, form, dtype="bfloat16")
+    found = matrices(target)
+    quantised = set()
+    for path, (values, scale) in found.items():
+        name = kind(values, scale)
+        quantised |= {path[-1]} if name != "plain" else set()
+        wanted = INIT_STD
+        if path[-1] in ("out", "down"):
+            wanted /= np.sqrt(2 * config.num_layers)
+        spread = np.asarray(dequantize(values, scale, jnp.float32)).std()
+        # A scale is up to 10 % off, and these matrices have few scales; the router has few weights.
+        assert spread == pytest.approx(wanted, rel=0.12), (path, name)
+    assert quantised == {
+        "bf16": set(), "fp8": {"qkv", "out", "gate_up", "down"}, "mxfp4": {"gate_up", "down"},
+    }[form]  # fmt: skip
+    assert float(target.norm.weight[...].min()) == float(target.norm.weight[...].max()) == 1.0
+    assert not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(target))
+
+
+def test_weights_do_not_repeat_and_follow_the_seed():
+    one, again, other = (random_target(DENSE, "fp8", dtype="float32", seed=s) for s in (0, 0, 1))
+    first, second = one.layers[0].mlp.down, one.layers[1].mlp.down
+    same = lambda a, b: np.array_equal(np.asarray(a.weight[...]), np.asarray(b.weight[...]))
+    assert same(first, again.layers[0].mlp.down)
+    assert not same(first, second)
+    assert not same(first, other.layers[0].mlp.down)
+
+
+def test_large_matrices_are_drawn_in_parts(monkeypatch):
+    monkeypatch.setattr("bench.random_weights._LARGE", 1000)
+    draw = random_target(replace(DENSE, vocab_size=320), "fp8", dtype="float32")
+    table = np.asarray(draw.embed.weight[...])
+    assert table.shape == (320, 160)
+    assert len(np.unique(table)) > 0.99 * table.size
+
+
+def test_draft_tokens_of_a_pruned_head_are_spread_over_the_vocabulary():
+    head = random_head(tiny.head(draft_vocab_size=50).config, dtype="float32")
+    ids = np.asarray(head.to_target_ids(jnp.arange(50)))
+    assert ids.tolist() == [i * 128 // 50 for i in range(50)]
+
+
+def test_presets_know_their_formats_heads_and_layers():
+    coder = preset("qwen3-coder-30b-a3b-fp8")
+    assert (coder.format, preset("gpt-oss-120b").format) == ("fp8", "mxfp4")
+    assert preset("llama-3.1-8b").weights == "bfloat16"
+    parallel, eagle = coder.head("peagle"), coder.head("eagle3")
+    assert (parallel.num_layers, parallel.draft_vocab_size) == (4, 151936)
+    assert (eagle.num_layers, eagle.draft_vocab_size) == (1, 32000)
+    assert parallel.taps == (2, 24, 45)
+    short = preset("gpt-oss-20b", layers=2)
+    assert short.target.sliding_windows == (128, None)
+    assert "2 of 24 layers" in short.name
+    assert max(short.head("peagle").taps) <= 2
+    for name in presets.names():
+        for method in ("eagle3", "peagle"):
+            preset(name).head(method)
+    with pytest.raises(ConfigError, match=r"unknown preset .* known are .*gpt-oss-20b"):
+        preset("gpt-oss-20b-fp8")
+    with pytest.raises(ConfigError, match="has 24"):
+        preset("gpt-oss-20b", layers=25)
+
+
+def test_the_released_heads_have_their_published_sizes():
+    """1.8e9 and 1.7e9 parameters (peagle-spec 2.1)."""
+    for name, billions in (("gpt-oss-20b", 1.8), ("gpt-oss-120b", 1.7)):
+        head = nnx.eval_shape(lambda name=name: _head(name))
+        size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(head)))
+        assert size / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+def _head(name: str):
+    from peagle_jax.drafter import DraftHead
+
+    return DraftHead(preset(name).head("peagle"), dtype="bfloat16", rngs=nnx.Rngs(0))
+
+
+def synthetic_engine(length: float, temperature: float) -> tuple[Engine, list]:
+    head = tiny.head()
+    drafter = Scattered(make_drafter(head, 3, "argmax"), 128, 3)
+    config = EngineConfig(num_draft=3, max_num_seqs=8, max_model_len=192)
+    rule = synthetic_acceptance(length, 3)
+    engine = Engine(tiny.target(), head, config, drafter=drafter, accept=rule)
+    params = SamplingParams(max_tokens=120, temperature=temperature, ignore_eos=True)
+    return engine, engine.generate([[i, i + 1] for i in range(8)], params)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_synthetic_acceptance_has_the_mean_asked_for(temperature):
+    _, completions = synthetic_engine(2.4, temperature)
+    rounds = sum(c.rounds for c in completions)
+    mean = 1 + sum(c.accepted for c in completions) / rounds
+    assert mean == pytest.approx(2.4, abs=0.08)
+    counts = np.sum([c.accepted_per_position for c in completions], axis=0) / rounds
+    assert counts[0] == 1.0  # 1, a fraction, 0: vLLM's schedule
+    assert counts[2] == 0.0
+    tokens = [token for c in completions for token in c.tokens]
+    assert len(set(tokens)) > 100  # of 128: routing stays diverse
+
+
+def test_synthetic_acceptance_must_be_possible():
+    with pytest.raises(ConfigError, match=r"K=3 .* 1 to 4"):
+        synthetic_acceptance(4.5, 3)
+    with pytest.raises(ConfigError, match="1 to 8"):
+        synthetic_acceptance(0.5, 7)
+
+
+@pytest.fixture
+def tiny_preset(monkeypatch):
+    changes = tiny.FAMILIES["gpt_oss"] | {"num_layers": 4, "sliding_windows": (6, None, 6, None)}
+    config = replace(tiny.TARGET, **changes, hidden_size=64, intermediate_size=64)
+    monkeypatch.setitem(presets.PRESETS, "tiny", config)
+    shape = presets._Shape(4, 2, 16, 96)
+    monkeypatch.setitem(presets._SHAPES, "tiny", shape)
+    return ["--preset", "tiny", "--layers", "1", "--page-size", "8", "--prefill-chunk", "16"]
+
+
+def test_decode_step_measures_every_cell(tiny_preset, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    argv = [*tiny_preset, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]
+    argv += ["--concurrency", "1", "3", "--prompt-tokens", "20", "--max-tokens", "24"]
+    argv += ["--synthetic-acceptance-length", "2.5", "--prefill-rows", "1"]
+    assert main(["decode-step", *argv]) == 0
+    measured = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["method"], row["num_speculative_tokens"], row["concurrency"]) for row in measured] \
+        == [(m, k, c) for m, k in (("none", 0), ("eagle3", 3), ("peagle", 3)) for c in (1, 3)]  # fmt: skip
+    for row in measured:
+        assert row["kind"] == "decode-step"
+        assert row["model"] == "tiny (1 of 4 layers)"
+        assert (row["weights"], row["sha"], row["layers"]) == ("mxfp4", "abc", 1)
+        assert row["tokens"] == 24 * row["concurrency"]
+        assert row["timed_rounds"] > 0
+        assert 0 < row["ms_per_round"] < 1e3 * row["seconds"]
+        assert row["prefill_tokens_per_second"] > 0
+        assert row["preemptions"] == 0
+        assert row["floor_ms"] is None  # no CPU has one
+    drafted = [row for row in measured if row["method"] != "none"]
+    assert all(1.8 < row["acceptance_length"] < 3.2 for row in drafted)
+    assert "P-EAGLE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--preset", "gpt-5"], "known are"),
+        (["--preset", "qwen3-0.6b", "--layers", "99"], "has 28"),
+        (["--preset", "qwen3-0.6b", "-K", "2", "--synthetic-acceptance-length", "3.5"], "1 to 3"),
+        (
+            ["--preset", "qwen3-0.6b", "--method", "none", "--synthetic-acceptance-length", "2"],
+            "a method that drafts",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_any_weight_is_made(argv, message, capsys, tmp_path):
+    assert main(["decode-step", *argv, "--no-cache", "--out", str(tmp_path / "x")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_num_bytes_counts_what_is_held():
+    target = random_target(MOE, "mxfp4", dtype="bfloat16")
+    held = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(nnx.state(target)))
+    assert num_bytes(target) == held
