@@ -1,0 +1,229 @@
+"""Compiles kernels for a GPU that is not there, and says what came out: `python -m bench.deviceless`.
+
+XLA compiles from a description of the chip (`bench/data/*.txtpb`), down to machine code, with the CUDA
+plugin and ptxas but without a driver: `pip install -e '.[compile]'`. What compiles here has right types,
+layouts and resources on that chip; whether it computes the right thing is for the interpreter to say.
+
+An operation takes part by its `specs.py`:
+
+- `SPECS`: name -> spec, what models ask of it. A spec may have `max_registers`, else 255.
+- `build(spec)`: a function to jit, which insists on the kernel, and a tuple of the shapes it takes.
+- `CHIPS`: compute capabilities (90, 100) that it has a kernel for.
+- `MMA`: capability -> the matrix instruction that must be in a kernel, as "wgmma"; may be empty.
+
+A process compiles for one chip only: Mosaic fixes ptxas' target at its first kernel.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from pallas_kernels.device import B200, H200, Device
+
+CHIPS = {"h200": H200, "b200": B200}
+_ROOT = Path(__file__).parents[1]
+_MMA = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One kernel as it was compiled, or the `error` of a spec that was not.
+
+    Attributes:
+      seconds: all of the spec: tracing, lowering and compiling.
+      registers: of a thread.
+      spills: bytes that ptxas keeps in memory for want of registers.
+      smem: bytes of shared memory that a block asks for, less its barriers.
+      mma: matrix instructions that it holds, each kind once.
+    """
+
+    op: str
+    spec: str
+    chip: str
+    seconds: float
+    name: str = ""
+    registers: int = 0
+    max_registers: int = 255
+    spills: int = 0
+    smem: int = 0
+    mma: tuple[str, ...] = ()
+    error: str = ""
+
+
+def ops() -> list[str]:
+    """Operations with a `specs.py`."""
+    return sorted(path.parent.name for path in (_ROOT / "pallas_kernels").glob("*/specs.py"))
+
+
+def specs_of(op: str) -> ModuleType:
+    return importlib.import_module(f"pallas_kernels.{op}.specs")
+
+
+def missing() -> str | None:
+    """What this machine lacks for compiling, None if nothing."""
+    if not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
+        return "the CUDA plugin is not installed: pip install -e '.[compile]'"
+    if ptxas() is None:
+        return "there is no ptxas: pip install -e '.[compile]'"
+    return None
+
+
+def ptxas() -> Path | None:
+    """The installed wheel's, for its version is pinned, else the one on the path."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("nvidia-cuda-nvcc") or ():
+            if file.name == "ptxas":
+                return Path(file.locate()).resolve()
+    found = shutil.which("ptxas")
+    return Path(found) if found else None
+
+
+@contextlib.contextmanager
+def target(chip: str) -> Iterator:
+    """A mesh of one such GPU, which everything inside is traced for."""
+    import jax
+    from jax.experimental import topologies
+
+    from pallas_kernels import dispatch
+
+    config = (_ROOT / "bench" / "data" / f"{chip}.txtpb").read_text(encoding="utf-8")
+    gpu = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    mesh = topologies.make_mesh(gpu, (1,), ("gpu",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), dispatch.assume(CHIPS[chip]):
+        yield mesh
+
+
+def compile_on(mesh, function, *args, **options):
+    """`jax.jit(function, **options)` compiled for shapes `args`, inside `target`."""
+    import jax
+
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    return jax.jit(function, **options).lower(*jax.tree.map(put, args)).compile()
+
+
+def compile_op(op: str, chip: str, mesh, dump: Path) -> Iterator[Kernel]:
+    """The kernels of every spec of `op`; nothing if it has no kernel for the chip."""
+    specs, device = specs_of(op), CHIPS[chip]
+    if device.sm not in specs.CHIPS:
+        return
+    for name, spec in specs.SPECS.items():
+        before, start = set(dump.iterdir()), time.perf_counter()
+        common = dict(op=op, spec=name, chip=chip)
+        try:
+            function, args = specs.build(spec)
+            with _stderr_to(dump / "stderr.txt"):
+                compile_on(mesh, function, *args)
+        except Exception as error:  # whatever it is, the other kernels are to be tried as well
+            message = f"{type(error).__name__}: {error}"
+            yield Kernel(**common, seconds=time.perf_counter() - start, error=message)
+            continue
+        common["seconds"] = round(time.perf_counter() - start, 3)
+        common["max_registers"] = getattr(spec, "max_registers", 255)
+        codes = sorted(path for path in set(dump.iterdir()) - before if path.suffix == ".ptx")
+        if not codes:
+            yield Kernel(**common, error="no kernel was compiled")
+        for code in codes:
+            yield _read(code, device, common)
+
+
+def _read(code: Path, device: Device, common: dict) -> Kernel:
+    """A kernel from the PTX and the log of ptxas that Mosaic left."""
+    ptx = code.read_text(encoding="utf-8")
+    log = code.with_suffix(".ptxas").read_text(encoding="utf-8")
+    resources = code.with_suffix(".resources.txt").read_text(encoding="utf-8")
+    name = code.stem.rsplit("_", 1)[0]
+    wanted = f".target sm_{device.sm}a"
+    registers = re.search(r"Used (\d+) registers", log)
+    if wanted not in ptx or registers is None:
+        return Kernel(**common, name=name, error=f"no {wanted!r} in its code, or a log without end")
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    return Kernel(
+        **common,
+        name=name,
+        registers=int(registers[1]),
+        spills=max(map(int, spills), default=0),
+        smem=int(re.search(r"smem_scratch_bytes=(\d+)", resources)[1]),
+        mma=tuple(sorted(set(_MMA.findall(ptx)))),
+    )
+
+
+@contextlib.contextmanager
+def _stderr_to(path: Path) -> Iterator[None]:
+    """Of this process, C++ included: for each kernel Mosaic complains that it has no disassembler."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+def prepare(dump: Path) -> None:
+    """Sets up this process to compile for no device and to leave its code; before jax is used."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # what comes from there leaves no code
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump)
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    os.environ["PATH"] = f"{ptxas().parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def _table(kernels: Sequence[Kernel]) -> str:
+    lines = [("op", "spec", "kernel", "regs", "spills", "smem", "s", "")]
+    for one in kernels:
+        last = one.error.splitlines()[0][:100] if one.error else " ".join(one.mma)
+        numbers = (*map(str, (one.registers, one.spills, one.smem)), f"{one.seconds:.2f}")
+        lines.append((one.op, one.spec, one.name, *numbers, last))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    pad = lambda line: "  ".join(map(str.ljust, line, widths)).rstrip()
+    return "\n".join(map(pad, lines))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; 1 if something did not compile, 2 if nothing can be compiled here."""
+    parser = argparse.ArgumentParser(prog="python -m bench.deviceless", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--chip", choices=CHIPS, default="h200", help="default: h200")
+    parser.add_argument("--op", choices=ops(), action="append", help="default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="keep PTX and logs of ptxas here")
+    parser.add_argument("--check", action="store_true", help="only say what would compile")
+    args = parser.parse_args(argv)
+    if lacking := missing():
+        print(f"{parser.prog}: {lacking}", file=sys.stderr)
+        return 2
+    if args.check:
+        print(f"ptxas: {ptxas()}")
+        return 0
+    with contextlib.ExitStack() as stack:
+        dump = args.dump or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        dump.mkdir(parents=True, exist_ok=True)
+        prepare(dump)
+        mesh = stack.enter_context(target(args.chip))
+        kernels = [one for op in args.op or ops() for one in compile_op(op, args.chip, mesh, dump)]
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(one) for one in kernels], indent=1))
+    print(_table(kernels))
+    return 1 if any(one.error for one in kernels) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
