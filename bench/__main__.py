@@ -113,17 +113,50 @@ def _add_decode_step(commands) -> None:
     add("--prefill-chunk", type=_positive, default=512, metavar="N", help="default: 512")
     add("--prefill-rows", type=_positive, default=8, metavar="N", help="prompts per call, at most")
     add("--seed", type=int, default=0, metavar="N", help="of weights and prompts")
+    add(
+        "--profile", nargs="?", const="", metavar="DIR",
+        help="trace some rounds after timing and list their kernels; keep the traces in DIR",
+    )  # fmt: skip
+    add("--profile-rounds", type=_positive, default=4, metavar="N", help="default: 4")
+    add(
+        "--cold-start", action="store_true",
+        help="instead of rounds: seconds from process start to first token, cold and warm cache",
+    )  # fmt: skip
     add("--out", type=Path, default=_RESULTS / "decode_step.jsonl", metavar="FILE.jsonl")
     add("--sha", help="commit for the rows, where git is not at hand (or PEAGLE_SHA)")
     add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
 
 
+def _cold_start(args, variants: list[tuple[str, int]]) -> None:
+    from bench.cold_start import cold_start
+    from peagle_jax import runs
+
+    header = ["method", "K", "cold s", "weights aside", "warm s", "weights aside"]
+    lines = [
+        [
+            runs.METHOD_NAMES[row["method"]],
+            str(row["num_speculative_tokens"]),
+            *(
+                f"{seconds:.1f}"
+                for key, part in (("seconds", "parts"), ("warm_seconds", "warm_parts"))
+                for seconds in (row[key], row[key] - row[part]["weights"])
+            ),
+        ]
+        for row in cold_start(args, variants)
+    ]
+    print(runs.table(header, lines))
+    print(f"rows: {args.out}")
+
+
 def _decode_step(args) -> None:
     from bench import rows
-    from bench.decode_step import decode_step
+    from bench.decode_step import decode_step, variants
     from peagle_jax import runs
 
     args.k, args.concurrency = sorted(set(args.k)), sorted(set(args.concurrency))
+    if args.cold_start:
+        _cold_start(args, variants(args))
+        return
     environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
     if not args.no_cache:
         runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))

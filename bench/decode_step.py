@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import roofline, rows
+from bench.kernel_times import profile_rounds
 from bench.presets import Preset, preset
 from bench.random_weights import num_bytes, random_head, random_target
 from bench.synthetic import Scattered, synthetic_acceptance
@@ -159,11 +160,15 @@ def _measure(
             break
         except (ConfigError, jax.errors.JaxRuntimeError) as error:
             _skip(error, f"{name} at concurrency {group[-1]}", bar)
-            group = group[:-1]
+            group, engine = group[:-1], None
+        gc.collect()  # the one that did not fit, before a smaller one is made
     for concurrency in group:
         bar.set_description(f"{name} x{concurrency}")
         try:
             row = _cell(args, engine, concurrency)
+            if args.profile is not None:
+                bar.set_description(f"{name} x{concurrency}: profile")
+                row |= _profile(args, engine, concurrency, bar)
         except jax.errors.JaxRuntimeError as error:
             # What was donated to the failed call is gone, and the engine with it.
             left = group[group.index(concurrency) :]
@@ -220,11 +225,13 @@ def prompts_of(args, count: int, vocab_size: int) -> list[list[int]]:
     return rng.integers(0, vocab_size, (count, args.prompt_tokens)).tolist()
 
 
+def _params(args) -> SamplingParams:
+    return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=True)
+
+
 def _cell(args, engine: Engine, concurrency: int) -> dict:
     """Prefill alone, then prefill and decoding, after a short run of both."""
-    params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=True
-    )
+    params = _params(args)
     with_tokens = lambda tokens: dataclasses.replace(params, max_tokens=tokens)
     prompts = prompts_of(args, concurrency, engine.target_config.vocab_size)
     run = lambda params: drive(engine, prompts, params, concurrency=concurrency)
@@ -244,6 +251,27 @@ def _cell(args, engine: Engine, concurrency: int) -> dict:
         "preemptions": engine.scheduler.num_preemptions - before,
         "peak_memory_bytes": peak_memory(),
     }
+
+
+def _profile(args, engine: Engine, concurrency: int, bar: tqdm) -> dict:
+    """Kernels of some rounds: printed, and as part of the row (`kernels` None where there are none)."""
+    found = profile_rounds(
+        engine,
+        prompts_of(args, concurrency, engine.target_config.vocab_size),
+        _params(args),
+        rounds=args.profile_rounds,
+        folder=args.profile or None,
+    )
+    if found is None:
+        bar.write("no kernels to list: the trace shows no GPU, or requests were too short")
+        return {"kernels": None}
+    row = found.as_row(engine.target_config.num_layers)
+    bar.write(runs.table(["kernel", "per round", "us per round", "share"], found.lines()))
+    bar.write(
+        f"{found.count:.0f} kernels a round, {row['kernels_per_layer']:.1f} a layer; {found.us:.0f} us of "
+        f"kernels in {found.span_us:.0f} us, the device busy for {100 * found.busy:.0f} %"
+    )
+    return row
 
 
 def peak_memory() -> int | None:

@@ -16,8 +16,12 @@ from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
 _SETTING = ("device", "model", "dtype", "weights", "temperature")
-_KEY = ("kind", *_SETTING, "set", "method", "num_speculative_tokens", "concurrency")
-_KINDS = ("acceptance", "throughput")  # conversions, too, are rows, and stand in docs/conversion.md
+_KEY = (
+    "kind", *_SETTING, "set", "method", "num_speculative_tokens", "synthetic_acceptance_length",
+    "concurrency",
+)  # fmt: skip
+_KINDS = ("acceptance", "throughput", "decode-step")
+"""Conversions and cold starts, too, are rows; what was found stands in docs/."""
 _METHOD_ORDER = list(METHOD_NAMES)
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
 
@@ -101,6 +105,28 @@ def _grid(some: list[dict], cell: Callable[[dict], str]) -> str:
     return _markdown(["concurrency", *map(str, across)], lines)
 
 
+def decode_step_table(some: list[dict]) -> str:
+    """One line per method, K and concurrency: a round, its floor, and what it makes of tokens."""
+    header = [
+        "method", "concurrency", "ms per round", "floor, ms", "of the floor", "AL", "tokens/s",
+        "time to first token, ms",
+    ]  # fmt: skip
+    lines = [
+        [
+            _label(row),
+            str(row["concurrency"]),
+            f"{row['ms_per_round']:.2f}",
+            "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
+            "" if row["floor_ms"] is None else f"{100 * row['fraction_of_floor']:.0f} %",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['ttft_ms_median']:.0f}",
+        ]
+        for row in some
+    ]
+    return _markdown(header, lines)
+
+
 def _speed(row: dict) -> str:
     ratio = row.get("ratio_to_plain")
     speed = f"{row['tokens_per_second']:,.0f}"
@@ -111,6 +137,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "acceptance": ("acceptance", acceptance_table),
     "throughput": ("throughput", lambda some: _grid(some, _speed)),
     "rounds": ("throughput", lambda some: _grid(some, lambda row: f"{row['ms_per_round']:.2f}")),
+    "decode-step": ("decode-step", decode_step_table),
     "ttft": ("throughput", lambda some: _grid(some, lambda row: f"{row['ttft_ms_median']:.0f}")),
 }
 """Table name -> (kind of rows, what one setting's rows look like)."""

@@ -51,13 +51,17 @@ def git_sha() -> str:
         return "unknown"
 
 
+def command() -> str:
+    """The command line, as one would type it again."""
+    return shlex.join(["peagle-bench", *sys.argv[1:]])
+
+
 def environment(sha: str | None) -> dict:
     """What all rows of one command share.
 
     Args:
       sha: the commit, for a machine without git; None asks git.
     """
-    command = shlex.join(["peagle-bench", *sys.argv[1:]])
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": device_name(),
@@ -67,7 +71,7 @@ def environment(sha: str | None) -> dict:
         "flax": version("flax"),
         "python": platform.python_version(),
         "sha": sha or git_sha(),
-        "command": command,
+        "command": command(),
     }
 
 

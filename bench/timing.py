@@ -10,7 +10,7 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.stats import Acceptance
 
-_SETTLED = 3  # rounds with the same full batch before one is timed: two are in flight
+SETTLED = 3  # rounds with the same full batch before one is timed: two are in flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ class Measurement:
         }
 
 
-def _is_full(engine: Engine, concurrency: int) -> bool:
+def is_full(engine: Engine, concurrency: int) -> bool:
+    """Whether `concurrency` requests decode and nobody prefills."""
     active = engine.scheduler.active
     return len(active) == concurrency and all(r.state is RequestState.RUNNING for r in active)
 
@@ -79,10 +80,10 @@ def drive(
             running += 1
         if not engine.has_work:
             break
-        settled = settled + 1 if _is_full(engine, concurrency) else 0
+        settled = settled + 1 if is_full(engine, concurrency) else 0
         before = time.perf_counter()
         updates = engine.step()
-        if settled >= _SETTLED:
+        if settled >= SETTLED:
             rounds.append(time.perf_counter() - before)
         for request, _ in updates:
             if request.is_finished:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from flax import nnx
 
 from bench import presets
 from bench.__main__ import main
+from bench.cold_start import first_token
+from bench.decode_step import CellsConfig, Models, _groups
 from bench.presets import preset
 from bench.random_weights import num_bytes, random_head, random_target
 from bench.synthetic import Scattered, synthetic_acceptance
@@ -160,11 +163,12 @@ def test_decode_step_measures_every_cell(tiny_preset, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     argv = [*tiny_preset, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]
     argv += ["--concurrency", "1", "3", "--prompt-tokens", "20", "--max-tokens", "24"]
-    argv += ["--synthetic-acceptance-length", "2.5", "--prefill-rows", "1"]
+    argv += ["--synthetic-acceptance-length", "2.5", "--prefill-rows", "1", "--profile"]
     assert main(["decode-step", *argv]) == 0
     measured = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["method"], row["num_speculative_tokens"], row["concurrency"]) for row in measured] \
-        == [(m, k, c) for m, k in (("none", 0), ("eagle3", 3), ("peagle", 3)) for c in (1, 3)]  # fmt: skip
+    cells = [(row["method"], row["num_speculative_tokens"], row["concurrency"]) for row in measured]
+    methods = (("none", 0), ("eagle3", 3), ("peagle", 3))
+    assert cells == [(method, k, c) for method, k in methods for c in (1, 3)]
     for row in measured:
         assert row["kind"] == "decode-step"
         assert row["model"] == "tiny (1 of 4 layers)"
@@ -174,10 +178,79 @@ def test_decode_step_measures_every_cell(tiny_preset, tmp_path, capsys):
         assert 0 < row["ms_per_round"] < 1e3 * row["seconds"]
         assert row["prefill_tokens_per_second"] > 0
         assert row["preemptions"] == 0
-        assert row["floor_ms"] is None  # no CPU has one
+        assert row["floor_ms"] is row["kernels"] is None  # no CPU has them
     drafted = [row for row in measured if row["method"] != "none"]
     assert all(1.8 < row["acceptance_length"] < 3.2 for row in drafted)
     assert "P-EAGLE" in capsys.readouterr().out
+
+
+def test_an_engine_compiles_only_the_batch_sizes_of_its_cells():
+    sizes = dict(num_draft=3, max_num_seqs=32, page_size=64, prefill_rows=8)
+    config = CellsConfig(concurrencies=(32, 8), **sizes)
+    assert config.batch_buckets == replace(config, num_pages=700).batch_buckets == (8, 32)
+    grouped = lambda *some: _groups(SimpleNamespace(prefill_rows=8, concurrency=some))
+    assert grouped(1, 8, 32, 128) == [(1,), (8, 32, 128)]
+
+
+def test_cells_that_do_not_fit_are_skipped(tiny_preset, tmp_path, monkeypatch, capsys):
+    make = Models.engine
+
+    def engine(models, args, variant, concurrencies):
+        if max(concurrencies) > 2:
+            raise ConfigError("not enough memory for the KV cache")
+        return make(models, args, variant, concurrencies)
+
+    monkeypatch.setattr(Models, "engine", engine)
+    out = tmp_path / "rows.jsonl"
+    argv = [
+        *tiny_preset,
+        "--out",
+        str(out),
+        "--no-cache",
+        "--method",
+        "none",
+        "--prefill-rows",
+        "1",
+    ]
+    argv += ["--concurrency", "2", "4", "--prompt-tokens", "20", "--max-tokens", "12"]
+    assert main(["decode-step", *argv]) == 0
+    assert [json.loads(line)["concurrency"] for line in out.read_text().splitlines()] == [2]
+    assert "skipped none K=0 at concurrency 4: not enough memory" in "".join(capsys.readouterr())
+
+
+def test_a_cold_start_says_what_weights_cost(tiny_preset, tmp_path, monkeypatch, capsys):
+    requests = []
+
+    def run(command, *, input, **options):
+        request = json.loads(input)
+        requests.append(request)
+        request["args"]["sha"] = "abc"
+        first = first_token(request)
+        return SimpleNamespace(returncode=0, stdout=f"noise\n{json.dumps(first)}\n", stderr="")
+
+    monkeypatch.setattr("bench.cold_start.subprocess.run", run)
+    monkeypatch.setattr("peagle_jax.runs.keep_compiled_programs", lambda folder: None)
+    out = tmp_path / "rows.jsonl"
+    argv = [*tiny_preset, "--out", str(out), "--method", "none", "--cold-start", "--prompt-tokens"]
+    assert main(["decode-step", *argv, "20", "--concurrency", "2"]) == 0
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (row["kind"], row["method"], row["sha"]) == ("cold-start", "none", "abc")
+    for seconds, parts, share in (
+        ("seconds", "parts", "weights_share"),
+        ("warm_seconds", "warm_parts", "warm_weights_share"),
+    ):
+        assert row[seconds] == pytest.approx(sum(row[parts].values()), rel=1e-3)
+        assert 0 < row[share] < 1
+    assert requests[0]["cache"] == requests[1]["cache"]
+    assert "weights aside" in capsys.readouterr().out
+
+
+def test_a_start_that_fails_is_one_line(tiny_preset, tmp_path, monkeypatch, capsys):
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback ...\nValueError: no luck\n")
+    monkeypatch.setattr("bench.cold_start.subprocess.run", lambda *_, **__: failed)
+    argv = [*tiny_preset, "--cold-start", "--out", str(tmp_path / "x")]
+    assert main(["decode-step", *argv]) == 2
+    assert "ValueError: no luck" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,19 @@ def test_throughput_is_a_grid_of_methods_and_concurrencies():
     assert text.count("**Chip**") == 1
 
 
+def test_decode_step_rows_show_their_floor():
+    model = {"model": "coder-fp8", "weights": "fp8", "temperature": 1.0}
+    some = [
+        row("decode-step", "peagle", 7, **model, ms_per_round=8.0, floor_ms=4.0,
+            fraction_of_floor=0.5, synthetic_acceptance_length=3.1),
+        row("decode-step", "none", 0, **model, floor_ms=None, fraction_of_floor=None),
+    ]  # fmt: skip
+    text = report.render("decode-step", report.newest([*some, *ROWS]))
+    assert "model coder-fp8, float32 with fp8 weights, temperature 1.0" in text
+    assert "| P-EAGLE K=7 | 1 | 8.00 | 4.00 | 50 % | 4.50 | 100 | 7 |" in text
+    assert "| plain | 1 | 2.50 |  |  |" in text
+
+
 def test_acceptance_has_a_column_per_position():
     text = report.render("acceptance", report.newest(ROWS))
     assert "| prompts | method | K | AL | 1 | 2 | 3 | 4 | 5 | 6 | 7 |" in text

@@ -1,0 +1,113 @@
+"""`peagle-bench decode-step --cold-start`: from the start of a process to its first token.
+
+Each measurement is a fresh process: once with an empty folder of compiled programs, once with the folder
+that the first one left. The parent never touches the device, whose memory its children need.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+
+from tqdm import tqdm
+
+from bench import rows
+from bench.presets import preset
+from peagle_jax.config import ConfigError
+
+_PARTS = ("imports", "device", "weights", "compile", "first_token")
+
+
+def cold_start(args, variants: list[tuple[str, int]]) -> list[dict]:
+    """Starts a process twice for each (method, K), at the smallest concurrency; appends a row each.
+
+    `seconds` and `warm_seconds` are whole starts; `parts` and `warm_parts` say what they went into;
+    `weights_share` and `warm_weights_share` are for making weights, which a real start would read.
+
+    Raises:
+      ConfigError: a child failed; the message is its last line.
+    """
+    chosen = preset(args.preset, args.layers)
+    done = []
+    for method, num_draft in tqdm(variants, unit="variant", disable=None):
+        with tempfile.TemporaryDirectory(prefix="peagle-cold-start-") as cache:
+            cold, warm = (_start(args, (method, num_draft), cache) for _ in range(2))
+        row = {
+            "kind": "cold-start",
+            "model": chosen.name,
+            "weights": chosen.weights,
+            "layers": chosen.target.num_layers,
+            "method": method,
+            "num_speculative_tokens": num_draft,
+            "concurrency": min(args.concurrency),
+            "seconds": cold["seconds"],
+            "warm_seconds": warm["seconds"],
+            "weights_share": cold["parts"]["weights"] / cold["seconds"],
+            "warm_weights_share": warm["parts"]["weights"] / warm["seconds"],
+            "parts": cold["parts"],
+            "warm_parts": warm["parts"],
+            **cold["environment"],
+            "command": rows.command(),
+        }
+        done.append(rows.rounded(row))
+        rows.append(args.out, done[-1])
+    return done
+
+
+def _start(args, variant: tuple[str, int], cache: str) -> dict:
+    """Seconds, parts and environment of one start."""
+    options = {name: value for name, value in vars(args).items() if name != "out"}
+    request = {"args": options, "variant": variant, "cache": cache, "started": time.time()}
+    command = [sys.executable, "-m", "bench.cold_start"]
+    child = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, check=False
+    )
+    if child.returncode:
+        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        raise ConfigError(f"{' '.join(command[1:])}: {lines[-1]}")
+    return json.loads(child.stdout.strip().splitlines()[-1])
+
+
+def first_token(request: dict) -> dict:
+    """What a child measures: everything up to the first token of one request."""
+    times = [request["started"]]
+    import jax
+
+    from bench.decode_step import Models, prompts_of
+    from peagle_jax import runs
+    from peagle_jax.config import SamplingParams
+
+    args, (method, num_draft) = SimpleNamespace(**request["args"]), request["variant"]
+    runs.keep_compiled_programs(request["cache"])
+    times.append(time.time())
+    jax.devices()
+    dtype = runs.choose_dtype(args.dtype)
+    times.append(time.time())
+    chosen = preset(args.preset, args.layers)
+    models = Models.make(chosen, [method], dtype=dtype, seed=args.seed)
+    times.append(time.time())
+    engine = models.engine(args, (method, num_draft), (min(args.concurrency),))
+    engine.warm_up()
+    times.append(time.time())
+    prompt = prompts_of(args, 1, chosen.target.vocab_size)[0]
+    params = SamplingParams(max_tokens=2, temperature=args.temperature, ignore_eos=True)
+    running = engine.add_request(prompt, params)
+    while not running.output:
+        engine.step()
+    times.append(time.time())
+    while engine.has_work:  # a process must not end below a running call
+        engine.step()
+    spans = [after - before for before, after in itertools.pairwise(times)]
+    return {
+        "seconds": times[-1] - times[0],
+        "parts": dict(zip(_PARTS, spans, strict=True)),
+        "environment": rows.environment(args.sha or os.environ.get("PEAGLE_SHA")),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(first_token(json.load(sys.stdin))))
