@@ -178,6 +178,32 @@ def _decode_step(args) -> None:
     print(f"rows: {args.out}")
 
 
+def _kernels(args) -> None:
+    from bench import rows
+    from bench.kernels import kernels
+    from peagle_jax import runs
+
+    environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
+    if not args.no_cache:
+        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    number = lambda value, form: "" if value is None else format(value, form)
+    header = ["kernel", "us", "TB/s", "of limit", "XLA us", "speedup", "error"]
+    lines = [
+        [
+            f"{row['op']} {row['spec']}",
+            number(row["us"], ".2f"),
+            number(row["bytes_per_second"] / 1e12, ".2f"),
+            number(row["fraction_of_bandwidth"], ".0%"),
+            number(row["reference_us"], ".2f"),
+            number(row["speedup"], ".2f"),
+            number(row["max_relative_error"], ".1e"),
+        ]
+        for row in kernels(args, environment)
+    ]
+    print(runs.table(header, lines))
+    print(f"rows: {args.out}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="peagle-bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -202,6 +228,15 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--prefill-rows", type=_positive, default=1, metavar="N")
 
     _add_decode_step(commands)
+
+    one = commands.add_parser("kernels", help="each kernel beside its reference, on a GPU")
+    one.add_argument("--op", action="append", metavar="NAME", help="repeatable (default: all)")
+    one.add_argument("--spec", action="append", metavar="NAME", help="repeatable (default: all)")
+    one.add_argument("--out", type=Path, default=_RESULTS / "kernels.jsonl", metavar="FILE.jsonl")
+    one.add_argument("--sha", help="commit for the rows, where git is not at hand (or PEAGLE_SHA)")
+    one.add_argument(
+        "--no-cache", action="store_true", help="do not keep compiled programs on disk"
+    )
 
     one = commands.add_parser("conversion", help="peagle-convert against a plain copy")
     one.add_argument("folder", type=Path, metavar="DIR", help="new folder on the disk to measure")
@@ -260,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.conversion import conversion
 
             print(*(f"{name}: {value}" for name, value in conversion(args).items()), sep="\n")
+        elif args.command == "kernels":
+            _kernels(args)
         elif args.command == "sizes":
             from bench.sizes import table
 

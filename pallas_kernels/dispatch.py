@@ -20,6 +20,7 @@ Implementation = Literal["reference", "mosaic_gpu"]
 
 _log = logging.getLogger(__name__)
 _assumed: ContextVar[Device | None] = ContextVar("assumed device", default=None)
+_referring: ContextVar[bool] = ContextVar("references only", default=False)
 
 
 class Launch(NamedTuple):
@@ -39,6 +40,16 @@ def assume(device: Device) -> Iterator[None]:
         _assumed.reset(token)
 
 
+@contextlib.contextmanager
+def references() -> Iterator[None]:
+    """Traces references, whatever is asked for: what a kernel is compared with."""
+    token = _referring.set(True)
+    try:
+        yield
+    finally:
+        _referring.reset(token)
+
+
 def resolve(
     op: str,
     requested: Implementation | None,
@@ -56,7 +67,7 @@ def resolve(
     Raises:
       NotImplementedError: the requested kernel does not exist, or refuses.
     """
-    if requested == "reference":
+    if requested == "reference" or _referring.get():
         return None
     assumed = _assumed.get()
     if requested is not None:

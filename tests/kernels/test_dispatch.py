@@ -50,6 +50,12 @@ def test_an_assumed_chip_decides_as_if_it_were_there():
     assert dispatch.resolve("op", None, chips=(90,)) is None
 
 
+def test_references_replace_kernels_that_are_asked_for():
+    with dispatch.assume(H200), dispatch.references():
+        assert dispatch.resolve("op", "mosaic_gpu", chips=(90,)) is None
+    assert dispatch.resolve("op", "mosaic_gpu", chips=(90,)) is not None
+
+
 @pytest.mark.parametrize(
     ("chips", "refusal", "why"),
     [

@@ -1,0 +1,245 @@
+"""Each kernel beside its reference as XLA compiles it, on the shapes that models ask for.
+
+A call takes microseconds, less than it takes to launch one from the host, so a program of many is timed.
+Each call has arguments of its own, so that weights come from memory as they do in a model, and takes
+something from the call before, or the GPU would run them side by side. What an operation is measured on
+are its specs, see `bench.deviceless`. Beside what is listed there a `specs.py` may have:
+
+- `inputs(spec, key)`: arguments, where random numbers and zeros are none that the operation takes.
+- `bytes(spec)`: what must move, where that is not every argument and every result once.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench import deviceless, rows
+from bench.roofline import CHIPS
+from pallas_kernels import dispatch
+from pallas_kernels.device import describe
+from peagle_jax.config import ConfigError
+
+_COLD_BYTES = 300e6  # several times a level 2 cache, for all calls of a program together
+_CALLS = (
+    8,
+    32,
+)  # at least, for launching the program not to count; at most, for compiling takes long
+_MAX_BYTES = 24e9
+_REPEATS = 5
+_SECONDS = 0.03  # of a repeat
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One spec of one operation: `function` takes arguments of `shapes`, and `bytes` must move."""
+
+    op: str
+    spec: str
+    function: Callable
+    shapes: tuple
+    inputs: Callable[[jax.Array], tuple]
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of one call, in programs of `calls`. `linked_by` is how a call awaits the one before.
+
+    By "result", it costs nothing: an argument is the result of the call before. By "sum", it costs a
+    small kernel, which is not subtracted.
+    """
+
+    seconds: float
+    calls: int
+    linked_by: str
+
+
+def cases(op: str, names: Sequence[str] | None = None) -> Iterator[Case]:
+    """Specs of an operation, all or those named."""
+    specs = deviceless.specs_of(op)
+    for name, spec in specs.SPECS.items():
+        if names is not None and name not in names:
+            continue
+        function, shapes = specs.build(spec)
+        if hasattr(specs, "inputs"):
+            inputs = lambda key, spec=spec: specs.inputs(spec, key)
+        else:
+            inputs = lambda key, shapes=shapes: _random(shapes, key)
+        with dispatch.references():
+            results = jax.eval_shape(function, *shapes)
+        moved = specs.bytes(spec) if hasattr(specs, "bytes") else _bytes((shapes, results))
+        yield Case(op=op, spec=name, function=function, shapes=shapes, inputs=inputs, bytes=moved)
+
+
+def kernels(args, environment: dict) -> Iterator[dict]:
+    """Measures what `peagle-bench kernels` was asked for, a row at a time; rows go to `args.out`.
+
+    Raises:
+      ConfigError: there is no GPU, or no such operation or spec.
+    """
+    device = describe(jax.devices()[0])
+    if device is None:
+        raise ConfigError(
+            f"kernels are timed on an NVIDIA GPU, Hopper or Blackwell; here is {rows.device_name()}"
+        )
+    ops = args.op or deviceless.ops()
+    known = {name for op in ops for name in deviceless.specs_of(op).SPECS}
+    if unknown := sorted(set(args.spec or ()) - known):
+        raise ConfigError(f"no operation has a spec {unknown[0]!r}; there are {sorted(known)}")
+    for op in ops:
+        if device.sm not in deviceless.specs_of(op).CHIPS:
+            _log.warning("%s has no kernel for %s", op, device.name)
+            continue
+        for case in cases(op, args.spec):
+            try:
+                measured = measure(case, device.name)
+            except Exception as error:  # whatever it is, the others are to be measured
+                said = str(error).splitlines() or [""]
+                _log.error("%s %s: %s: %s", op, case.spec, type(error).__name__, said[0])
+                continue
+            row = rows.rounded({"kind": "kernel", **environment, **measured})
+            rows.append(args.out, row)
+            yield row
+
+
+def measure(case: Case, chip: str) -> dict:
+    """A row: times of kernel and reference, and how far apart their results are.
+
+    A reference that cannot be run, for want of memory as a rule, leaves its columns empty.
+    """
+    size = _bytes(case.shapes)
+    calls = min(_CALLS[1], max(_CALLS[0], math.ceil(_COLD_BYTES / size)))
+    calls = max(1, min(calls, int(_MAX_BYTES / size)))
+    make = jax.jit(case.inputs)
+    copies = [make(jax.random.key(i)) for i in range(calls)]
+    kernel = timed(_anew(case.function), copies)
+    row = {
+        "op": case.op,
+        "spec": case.spec,
+        "us": 1e6 * kernel.seconds,
+        "bytes": case.bytes,
+        "bytes_per_second": case.bytes / kernel.seconds,
+        "fraction_of_bandwidth": None,
+        "calls": kernel.calls,
+        "linked_by": kernel.linked_by,
+        "reference_us": None,
+        "speedup": None,
+        "max_relative_error": None,
+    }
+    if chip in CHIPS:
+        row["fraction_of_bandwidth"] = row["bytes_per_second"] / CHIPS[chip].bandwidth
+    try:
+        with dispatch.references():
+            wanted = jax.jit(_anew(case.function))(*copies[0])
+            reference = timed(_anew(case.function), copies)
+    except jax.errors.JaxRuntimeError as error:
+        _log.warning("%s %s: reference: %s", case.op, case.spec, str(error).splitlines()[0])
+        return row
+    found = jax.jit(_anew(case.function))(*copies[0])
+    return row | {
+        "reference_us": 1e6 * reference.seconds,
+        "speedup": reference.seconds / kernel.seconds,
+        "max_relative_error": float(_max_relative_error(found, wanted)),
+    }
+
+
+def timed(function: Callable, copies: Sequence[tuple]) -> Timing:
+    """Times calls of `function`, one for each of the `copies` of its arguments, in one program."""
+    links = _links(copies[0], jax.eval_shape(function, *copies[0]))
+
+    def program(carried, copies):
+        kept = []
+        for args in copies:
+            # Nothing of a call may be fused with its neighbours.
+            made = jax.lax.optimization_barrier(function(*_carry(carried, args, links)))
+            results = jax.tree.leaves(made)
+            carried = [results[j] for j in links.values()] or jnp.ravel(results[0])[:1]
+            # All are results of the program, or what makes some would not be run.
+            kept += [x for j, x in enumerate(results) if j not in links.values()]
+        return carried, kept
+
+    leaves = jax.tree.leaves(copies[0])
+    carried = [jnp.copy(leaves[i]) for i in links]
+    if not links:
+        carried = jnp.zeros(1, jax.tree.leaves(jax.eval_shape(function, *copies[0]))[0].dtype)
+    run = jax.jit(program, donate_argnums=0).lower(carried, copies).compile()
+
+    def seconds(turns: int) -> float:
+        nonlocal carried
+        start = time.perf_counter()
+        for _ in range(turns):
+            carried, kept = run(carried, copies)
+        jax.block_until_ready((carried, kept))
+        return time.perf_counter() - start
+
+    seconds(1)
+    turns = max(1, round(_SECONDS / seconds(1)))
+    best = min(seconds(turns) for _ in range(_REPEATS))
+    return Timing(
+        seconds=best / turns / len(copies),
+        calls=len(copies),
+        linked_by="result" if links else "sum",
+    )
+
+
+def _links(args: tuple, results: Any) -> dict[int, int]:
+    """Which leaf of the arguments can be which result of the call before: the first that fits."""
+    links: dict[int, int] = {}
+    leaves = jax.tree.leaves(args)
+    for j, result in enumerate(jax.tree.leaves(results)):
+        for i, leaf in enumerate(leaves):
+            same = (leaf.size, leaf.dtype) == (result.size, result.dtype)
+            if same and leaf.ndim > 1 and i not in links:
+                links[i] = j
+                break
+    return links
+
+
+def _carry(carried: Any, args: tuple, links: dict[int, int]) -> tuple:
+    """Arguments that need what the call before made: in place of some, or else as a zero to add."""
+    leaves, tree = jax.tree.flatten(args)
+    for i, value in zip(links, carried, strict=False):
+        leaves[i] = value.reshape(leaves[i].shape)
+    if not links:
+        floats = [i for i, leaf in enumerate(leaves) if leaf.dtype in (jnp.bfloat16, jnp.float32)]
+        smallest = min(floats, key=lambda i: leaves[i].size)
+        zero = 0 * carried[0].astype(leaves[smallest].dtype)
+        leaves[smallest] = leaves[smallest] + zero
+    return tree.unflatten(leaves)
+
+
+def _anew(function: Callable) -> Callable:
+    """The same to call and another to `jax.jit`, which would return what it traced before."""
+    return lambda *args: function(*args)
+
+
+def _random(shapes: tuple, key: jax.Array) -> tuple:
+    """Normal where numbers are real, zero where they are indices."""
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(key, len(leaves))
+    one = lambda leaf, key: (
+        jax.random.normal(key, leaf.shape).astype(leaf.dtype)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        else jnp.zeros(leaf.shape, leaf.dtype)
+    )
+    return tree.unflatten([one(leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
+
+
+def _bytes(tree: Any) -> float:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@jax.jit
+def _max_relative_error(found: Any, wanted: Any) -> jax.Array:
+    """Of all results: the largest difference over the largest magnitude."""
+    wide = lambda tree: [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
+    far = lambda one, other: jnp.max(jnp.abs(one - other)) / jnp.max(jnp.abs(other))
+    return jnp.max(jnp.stack(list(map(far, wide(found), wide(wanted)))))

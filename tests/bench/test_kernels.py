@@ -1,0 +1,106 @@
+"""`peagle-bench kernels`: what is timed and compared, on a CPU with small kernels in the interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import deviceless, kernels
+from bench.__main__ import main
+from pallas_kernels.norm_quant import specs
+
+
+def normal(*shape: int, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(len(shape)), shape).astype(dtype)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """One spec that the interpreter is quick with, in programs of three calls."""
+    one = {"small": specs.Spec(rows=2, width=256, parts=2)}
+    monkeypatch.setattr(specs, "SPECS", one)
+    monkeypatch.setattr(kernels, "_CALLS", (3, 3))
+    monkeypatch.setattr(kernels, "_SECONDS", 0)
+    monkeypatch.setattr(kernels, "_REPEATS", 1)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_row_has_the_kernel_beside_its_reference():
+    (case,) = kernels.cases("norm_quant")
+    row = kernels.measure(case, "NVIDIA H200")
+    assert row["bytes"] == 2 * 256 * (2 + 2 * 4 + 2 + 2) + 256 * 2
+    assert row["bytes_per_second"] == pytest.approx(row["bytes"] / row["us"] * 1e6)
+    assert row["fraction_of_bandwidth"] == pytest.approx(row["bytes_per_second"] / 4.3e12)
+    assert row["speedup"] == pytest.approx(row["reference_us"] / row["us"])
+    assert row["speedup"] < 1  # the reference is compiled, the kernel interpreted
+    assert 0 <= row["max_relative_error"] < 2**-7
+    assert (row["calls"], row["linked_by"]) == (3, "result")
+
+
+def test_every_call_runs_on_what_the_one_before_made():
+    """h + 1 + 2 + 3 by three calls; a barrier keeps XLA from adding 6 at once."""
+    seen = []
+
+    def add(h, step):
+        jax.debug.callback(lambda h: seen.append(float(h[0, 0])), h)
+        return h + step
+
+    copies = [(jnp.zeros((2, 2)), jnp.full((2, 2), i + 1.0)) for i in range(3)]
+    timing = kernels.timed(add, copies)
+    jax.effects_barrier()
+    assert (timing.calls, timing.linked_by) == (3, "result")
+    assert seen[:6] == [0, 1, 3, 6, 7, 9]
+
+
+def test_results_that_fit_no_argument_are_awaited_too():
+    product = lambda x, w: x @ w
+    copies = [(normal(4, 8), normal(8, 16)) for _ in range(2)]
+    assert kernels.timed(product, copies).linked_by == "sum"
+
+
+def test_several_results_replace_the_arguments_that_they_fit():
+    """As queries and a cache that is written in place."""
+    shapes = lambda *sizes: [jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes]
+    args = shapes((4, 8), (9,), (2, 16), (100, 8), (100, 8))
+    results = shapes((4, 2, 4), (100, 8), (100, 8), (7, 7))
+    assert kernels._links(tuple(args), results) == {0: 0, 3: 1, 4: 2}
+
+
+def test_random_arguments_are_real_numbers_and_zero_indices():
+    shapes = (
+        jax.ShapeDtypeStruct((64, 64), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((5,), jnp.int32),
+        jax.ShapeDtypeStruct((64,), jnp.bfloat16),
+    )
+    values, indices, scale = kernels._random(shapes, jax.random.key(0))
+    assert [x.dtype for x in (values, indices, scale)] == [x.dtype for x in shapes]
+    assert not indices.any()
+    assert np.std(np.asarray(values, np.float32)) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("op", deviceless.ops())
+def test_every_spec_is_a_case(op):
+    for case in kernels.cases(op):
+        assert case.bytes > 0
+        made = jax.eval_shape(case.inputs, jax.random.key(0))
+        like = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+        assert like(made) == like(case.shapes), case.spec
+
+
+def test_without_a_gpu_it_says_so(capsys, tmp_path):
+    assert main(["kernels", "--out", str(tmp_path / "rows.jsonl")]) == 2
+    assert "timed on an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_are_printed_and_kept(capsys, tmp_path, monkeypatch):
+    from pallas_kernels.device import H200
+
+    monkeypatch.setattr(kernels, "describe", lambda device: H200)
+    out = tmp_path / "rows.jsonl"
+    command = ["kernels", "--op", "norm_quant", "--out", str(out), "--sha", "abc", "--no-cache"]
+    assert main(command) == 0
+    assert "norm_quant small" in capsys.readouterr().out
+    assert '"op": "norm_quant"' in out.read_text()
+    assert main([*command, "--spec", "unknown"]) == 2
+    assert "'unknown'" in capsys.readouterr().err
