@@ -191,15 +191,17 @@ def timed(function: Callable, copies: Sequence[tuple]) -> Timing:
 
 
 def _links(args: tuple, results: Any) -> dict[int, int]:
-    """Which leaf of the arguments can be which result of the call before: the first that fits."""
+    """Which leaf of the arguments can be which result of the call before: alike, and in their order.
+
+    Of too many results the last are taken: what is made of another result is ready when all are.
+    """
     links: dict[int, int] = {}
-    leaves = jax.tree.leaves(args)
-    for j, result in enumerate(jax.tree.leaves(results)):
-        for i, leaf in enumerate(leaves):
-            same = (leaf.size, leaf.dtype) == (result.size, result.dtype)
-            if same and leaf.ndim > 1 and i not in links:
-                links[i] = j
-                break
+    leaves, made = jax.tree.leaves(args), jax.tree.leaves(results)
+    kind = lambda x: (math.prod(x.shape), x.dtype)
+    for alike in dict.fromkeys(map(kind, made)):
+        takers = [i for i, leaf in enumerate(leaves) if kind(leaf) == alike and len(leaf.shape) > 1]
+        givers = [j for j, result in enumerate(made) if kind(result) == alike]
+        links |= zip(takers, givers[-len(takers) :], strict=False)
     return links
 
 

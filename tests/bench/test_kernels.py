@@ -59,11 +59,11 @@ def test_results_that_fit_no_argument_are_awaited_too():
 
 
 def test_several_results_replace_the_arguments_that_they_fit():
-    """As queries and a cache that is written in place."""
-    shapes = lambda *sizes: [jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes]
+    """As queries and caches that are written in place; then a residual stream and its norm."""
+    shapes = lambda *sizes: tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes)
     args = shapes((4, 8), (9,), (2, 16), (100, 8), (100, 8))
-    results = shapes((4, 2, 4), (100, 8), (100, 8), (7, 7))
-    assert kernels._links(tuple(args), results) == {0: 0, 3: 1, 4: 2}
+    assert kernels._links(args, shapes((4, 2, 4), (100, 8), (100, 8), (7, 7))) == {0: 0, 3: 1, 4: 2}
+    assert kernels._links(shapes((4, 8), (8,)), shapes((4, 8), (4, 8))) == {0: 1}
 
 
 def test_random_arguments_are_real_numbers_and_zero_indices():
