@@ -89,7 +89,7 @@ def _add_decode_step(commands) -> None:
         "--method", nargs="+", choices=("none", "eagle3", "peagle"), metavar="METHOD",
         default=["none", "eagle3", "peagle"], help="none eagle3 peagle (default: all)",
     )  # fmt: skip
-    add("-K", "--k", nargs="+", type=_positive, default=[7], metavar="K", help="drafts per round")
+    add("-K", "--k", nargs="+", type=_positive, metavar="K", help="drafts per round (default: 7)")
     add(
         "--concurrency", nargs="+", type=_positive, default=[1, 8, 32], metavar="N",
         help="requests at once (default: 1 8 32)",
@@ -153,7 +153,7 @@ def _decode_step(args) -> None:
     from bench.decode_step import decode_step, variants
     from peagle_jax import runs
 
-    args.k, args.concurrency = sorted(set(args.k)), sorted(set(args.concurrency))
+    args.concurrency = sorted(set(args.concurrency))
     if args.cold_start:
         _cold_start(args, variants(args))
         return

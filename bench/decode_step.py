@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,14 +24,15 @@ from bench.random_weights import num_bytes, random_head, random_target
 from bench.synthetic import Scattered, synthetic_acceptance
 from bench.timing import drive
 from peagle_jax import runs
-from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import DraftHead, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.verify import verify
 
+_DEFAULT_K = 7
 _WARM_UP_TOKENS = 24
-_LOST_PLACES = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 Variant = tuple[str, int]
 
@@ -104,14 +106,19 @@ def variants(args) -> list[Variant]:
     """(method, K) to measure, plain decoding first.
 
     Raises:
-      ConfigError: the acceptance length asked for is not one that some K can have.
+      ConfigError: K or an acceptance length without a drafter, or one that the other excludes.
     """
     length = args.synthetic_acceptance_length
-    drafting = [(m, k) for m in args.method if m != "none" for k in args.k]
-    if length is not None:
-        if not drafting:
-            raise ConfigError("--synthetic-acceptance-length needs a method that drafts")
-        for _, k in drafting:
+    methods = [method for method in dict.fromkeys(args.method) if method != "none"]
+    if not methods:
+        for name, given in (("-K", args.k), ("--synthetic-acceptance-length", length)):
+            if given is not None:
+                raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
+    drafting = [(method, k) for method in methods for k in sorted(set(args.k or [_DEFAULT_K]))]
+    for _, k in drafting:
+        if k > MAX_NUM_DRAFT:
+            raise ConfigError(f"-K {k} is above {MAX_NUM_DRAFT}, the most drafts of a round")
+        if length is not None:
             synthetic_acceptance(length, k)
     return ([("none", 0)] if "none" in args.method else []) + drafting
 
@@ -122,11 +129,18 @@ def decode_step(args, environment: dict) -> list[dict]:
     A cell that does not fit into memory is skipped with a message.
     """
     chosen, todo = preset(args.preset, args.layers), variants(args)
+    _params(args)
+    if args.prompt_tokens + args.max_tokens > chosen.target.max_position:
+        raise ConfigError(
+            f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
+        )
     dtype = runs.choose_dtype(args.dtype)
     done: list[dict] = []
     with tqdm(total=len(todo) * len(args.concurrency), unit="cell", disable=None) as bar:
         bar.set_description("weights")
         models = Models.make(chosen, args.method, dtype=dtype, seed=args.seed)
+        held = num_bytes(models.target, *models.heads.values()) / 1e9
+        _say(bar, f"{chosen.name}: {held:.1f} GB of weights made in {models.seconds:.1f} s")
         for variant in todo:
             for group in _groups(args):
                 for row in _measure(args, models, variant, group, bar):
@@ -135,8 +149,22 @@ def decode_step(args, environment: dict) -> list[dict]:
                     row |= roofline.fraction(row, chosen.target, config)
                     done.append(rows.rounded(row))
                     rows.append(args.out, done[-1])
+                    _say(bar, _progress(done[-1]))
                 gc.collect()  # the engine's cache, before the next one is made
     return done
+
+
+def _say(bar: tqdm, text: str) -> None:
+    """To stderr, which is not held back: a run that is cut off has said how far it came."""
+    bar.write(text, file=sys.stderr)
+
+
+def _progress(row: dict) -> str:
+    return (
+        f"{row['method']} K={row['num_speculative_tokens']} x{row['concurrency']}: "
+        f"{row['ms_per_round']:.2f} ms a round, {row['tokens_per_second']:.0f} tokens/s, "
+        f"prefill {row['prefill_ms']:.0f} ms, compiled in {row['compile_seconds']:.0f} s"
+    )
 
 
 def _groups(args) -> list[tuple[int, ...]]:
@@ -181,10 +209,10 @@ def _measure(
 def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
     """Says that cells are skipped for want of memory; any other error goes on its way."""
     message = " ".join(str(error).split())
-    lost = isinstance(error, ConfigError) or any(place in message for place in _LOST_PLACES)
-    if not lost:
+    no_room = isinstance(error, ConfigError) or any(sign in message for sign in _OUT_OF_MEMORY)
+    if not no_room:
         raise error
-    bar.write(f"skipped {what}: {message[:300]}")
+    _say(bar, f"skipped {what}: {message[:300]}")
     bar.update(cells)
 
 
@@ -255,21 +283,23 @@ def _cell(args, engine: Engine, concurrency: int) -> dict:
 
 def _profile(args, engine: Engine, concurrency: int, bar: tqdm) -> dict:
     """Kernels of some rounds: printed, and as part of the row (`kernels` None where there are none)."""
-    found = profile_rounds(
-        engine,
-        prompts_of(args, concurrency, engine.target_config.vocab_size),
-        _params(args),
-        rounds=args.profile_rounds,
-        folder=args.profile or None,
-    )
+    prompts = prompts_of(args, concurrency, engine.target_config.vocab_size)
+    options = dict(rounds=args.profile_rounds, folder=args.profile or None)
+    try:
+        found = profile_rounds(engine, prompts, _params(args), **options)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        # The cell is timed already; what the profiler could not do must not lose that.
+        _say(bar, f"no kernels to list: {type(error).__name__}: {error}")
+        return {"kernels": None}
     if found is None:
-        bar.write("no kernels to list: the trace shows no GPU, or requests were too short")
+        _say(bar, "no kernels to list: the trace shows no GPU, or requests were too short")
         return {"kernels": None}
     row = found.as_row(engine.target_config.num_layers)
-    bar.write(runs.table(["kernel", "per round", "us per round", "share"], found.lines()))
-    bar.write(
+    _say(bar, runs.table(["kernel", "per round", "us per round", "share"], found.lines()))
+    _say(
+        bar,
         f"{found.count:.0f} kernels a round, {row['kernels_per_layer']:.1f} a layer; {found.us:.0f} us of "
-        f"kernels in {found.span_us:.0f} us, the device busy for {100 * found.busy:.0f} %"
+        f"kernels in {found.span_us:.0f} us, the device busy for {100 * found.busy:.0f} %",
     )
     return row
 

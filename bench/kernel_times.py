@@ -104,11 +104,13 @@ def profile_rounds(
         engine.step()
     with tempfile.TemporaryDirectory() as scratch:
         into = scratch if folder is None else str(folder)
-        traced = _trace(engine, len(prompts), rounds, into)
-        for request in requests:
-            engine.abort(request)
-        while engine.has_work:
-            engine.step()
+        try:
+            traced = _trace(engine, len(prompts), rounds, into)
+        finally:
+            for request in requests:
+                engine.abort(request)
+            while engine.has_work:
+                engine.step()
         return read_trace(latest_trace(Path(into)), traced) if traced else None
 
 

@@ -18,7 +18,7 @@ from bench.presets import preset
 from bench.random_weights import num_bytes, random_head, random_target
 from bench.synthetic import Scattered, synthetic_acceptance
 from pallas_kernels.formats import dequantize, kind
-from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax import Engine, SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.drafter import make_drafter
 from peagle_jax.layers import INIT_STD
@@ -122,7 +122,8 @@ def _head(name: str):
 def synthetic_engine(length: float, temperature: float) -> tuple[Engine, list]:
     head = tiny.head()
     drafter = Scattered(make_drafter(head, 3, "argmax"), 128, 3)
-    config = EngineConfig(num_draft=3, max_num_seqs=8, max_model_len=192)
+    sizes = dict(num_draft=3, max_num_seqs=8, max_model_len=192, prefill_rows=8, prefill_chunk=4)
+    config = CellsConfig(concurrencies=(8,), **sizes)
     rule = synthetic_acceptance(length, 3)
     engine = Engine(tiny.target(), head, config, drafter=drafter, accept=rule)
     params = SamplingParams(max_tokens=120, temperature=temperature, ignore_eos=True)
@@ -150,19 +151,33 @@ def test_synthetic_acceptance_must_be_possible():
 
 
 @pytest.fixture
-def tiny_preset(monkeypatch):
-    changes = tiny.FAMILIES["gpt_oss"] | {"num_layers": 4, "sliding_windows": (6, None, 6, None)}
-    config = replace(tiny.TARGET, **changes, hidden_size=64, intermediate_size=64)
-    monkeypatch.setitem(presets.PRESETS, "tiny", config)
-    shape = presets._Shape(4, 2, 16, 96)
-    monkeypatch.setitem(presets._SHAPES, "tiny", shape)
-    return ["--preset", "tiny", "--layers", "1", "--page-size", "8", "--prefill-chunk", "16"]
+def tiny_presets(monkeypatch):
+    """ "tiny", "tiny-fp8" and, in MXFP4, "tiny-moe"."""
+    moe = tiny.FAMILIES["gpt_oss"] | {"sliding_windows": (None, 6, None)}
+    wide = dict(hidden_size=64, intermediate_size=64)
+    monkeypatch.setitem(presets.PRESETS, "tiny", replace(tiny.TARGET, **wide))
+    monkeypatch.setitem(presets.PRESETS, "tiny-moe", replace(tiny.TARGET, **moe, **wide))
+    monkeypatch.setattr(presets, "PEAGLE_LAYERS", 1)
 
 
-def test_decode_step_measures_every_cell(tiny_preset, tmp_path, capsys):
+TINY = ["--layers", "1", "--page-size", "8", "--prefill-chunk", "16", "--prompt-tokens", "20"]
+
+
+def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    argv = [*tiny_preset, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]
-    argv += ["--concurrency", "1", "3", "--prompt-tokens", "20", "--max-tokens", "24"]
+    argv = [
+        "--preset",
+        "tiny-fp8",
+        *TINY,
+        "--out",
+        str(out),
+        "--no-cache",
+        "--sha",
+        "abc",
+        "-K",
+        "3",
+    ]
+    argv += ["--concurrency", "1", "3", "--max-tokens", "24"]
     argv += ["--synthetic-acceptance-length", "2.5", "--prefill-rows", "1", "--profile"]
     assert main(["decode-step", *argv]) == 0
     measured = [json.loads(line) for line in out.read_text().splitlines()]
@@ -171,8 +186,8 @@ def test_decode_step_measures_every_cell(tiny_preset, tmp_path, capsys):
     assert cells == [(method, k, c) for method, k in methods for c in (1, 3)]
     for row in measured:
         assert row["kind"] == "decode-step"
-        assert row["model"] == "tiny (1 of 4 layers)"
-        assert (row["weights"], row["sha"], row["layers"]) == ("mxfp4", "abc", 1)
+        assert row["model"] == "tiny-fp8 (1 of 3 layers)"
+        assert (row["weights"], row["sha"], row["layers"]) == ("fp8", "abc", 1)
         assert row["tokens"] == 24 * row["concurrency"]
         assert row["timed_rounds"] > 0
         assert 0 < row["ms_per_round"] < 1e3 * row["seconds"]
@@ -192,7 +207,7 @@ def test_an_engine_compiles_only_the_batch_sizes_of_its_cells():
     assert grouped(1, 8, 32, 128) == [(1,), (8, 32, 128)]
 
 
-def test_cells_that_do_not_fit_are_skipped(tiny_preset, tmp_path, monkeypatch, capsys):
+def test_cells_that_do_not_fit_are_skipped(tiny_presets, tmp_path, monkeypatch, capsys):
     make = Models.engine
 
     def engine(models, args, variant, concurrencies):
@@ -202,23 +217,14 @@ def test_cells_that_do_not_fit_are_skipped(tiny_preset, tmp_path, monkeypatch, c
 
     monkeypatch.setattr(Models, "engine", engine)
     out = tmp_path / "rows.jsonl"
-    argv = [
-        *tiny_preset,
-        "--out",
-        str(out),
-        "--no-cache",
-        "--method",
-        "none",
-        "--prefill-rows",
-        "1",
-    ]
-    argv += ["--concurrency", "2", "4", "--prompt-tokens", "20", "--max-tokens", "12"]
+    argv = ["--preset", "tiny-moe", *TINY, "--out", str(out), "--no-cache", "--prefill-rows", "1"]
+    argv += ["--method", "none", "--concurrency", "2", "4", "--max-tokens", "12"]
     assert main(["decode-step", *argv]) == 0
     assert [json.loads(line)["concurrency"] for line in out.read_text().splitlines()] == [2]
     assert "skipped none K=0 at concurrency 4: not enough memory" in "".join(capsys.readouterr())
 
 
-def test_a_cold_start_says_what_weights_cost(tiny_preset, tmp_path, monkeypatch, capsys):
+def test_a_cold_start_says_what_weights_cost(tiny_presets, tmp_path, monkeypatch, capsys):
     requests = []
 
     def run(command, *, input, **options):
@@ -231,8 +237,8 @@ def test_a_cold_start_says_what_weights_cost(tiny_preset, tmp_path, monkeypatch,
     monkeypatch.setattr("bench.cold_start.subprocess.run", run)
     monkeypatch.setattr("peagle_jax.runs.keep_compiled_programs", lambda folder: None)
     out = tmp_path / "rows.jsonl"
-    argv = [*tiny_preset, "--out", str(out), "--method", "none", "--cold-start", "--prompt-tokens"]
-    assert main(["decode-step", *argv, "20", "--concurrency", "2"]) == 0
+    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--method", "none", "--cold-start"]
+    assert main(["decode-step", *argv, "--concurrency", "2"]) == 0
     (row,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert (row["kind"], row["method"], row["sha"]) == ("cold-start", "none", "abc")
     for seconds, parts, share in (
@@ -245,10 +251,10 @@ def test_a_cold_start_says_what_weights_cost(tiny_preset, tmp_path, monkeypatch,
     assert "weights aside" in capsys.readouterr().out
 
 
-def test_a_start_that_fails_is_one_line(tiny_preset, tmp_path, monkeypatch, capsys):
+def test_a_start_that_fails_is_one_line(tiny_presets, tmp_path, monkeypatch, capsys):
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback ...\nValueError: no luck\n")
     monkeypatch.setattr("bench.cold_start.subprocess.run", lambda *_, **__: failed)
-    argv = [*tiny_preset, "--cold-start", "--out", str(tmp_path / "x")]
+    argv = ["--preset", "tiny", "--cold-start", "--out", str(tmp_path / "x")]
     assert main(["decode-step", *argv]) == 2
     assert "ValueError: no luck" in capsys.readouterr().err
 
@@ -263,6 +269,10 @@ def test_a_start_that_fails_is_one_line(tiny_preset, tmp_path, monkeypatch, caps
             ["--preset", "qwen3-0.6b", "--method", "none", "--synthetic-acceptance-length", "2"],
             "a method that drafts",
         ),
+        (["--preset", "qwen3-0.6b", "--method", "none", "-K", "3"], "-K needs a method"),
+        (["--preset", "qwen3-0.6b", "-K", "200"], "above 128"),
+        (["--preset", "qwen3-0.6b", "--temperature", "-1"], "temperature"),
+        (["--preset", "qwen3-0.6b", "--max-tokens", "50000"], "40960 positions"),
     ],
 )
 def test_mistakes_are_told_before_any_weight_is_made(argv, message, capsys, tmp_path):
