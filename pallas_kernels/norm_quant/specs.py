@@ -59,3 +59,15 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
         return add, (h, buffer, scale, shares, sources)
     add = lambda h, parts, scale: api.add_rms_norm(h, parts, scale, **common)
     return add, (h, parts, scale)
+
+
+def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Arguments for `build`: normal numbers, and every row of a buffer is some row's part."""
+    shapes = build(spec)[1]
+    arrays = [
+        jax.random.normal(jax.random.fold_in(key, i), x.shape).astype(x.dtype)
+        for i, x in enumerate(shapes)
+    ]
+    if spec.weighted:
+        arrays[-1] = jax.random.permutation(key, spec.parts * spec.rows).reshape(shapes[-1].shape)
+    return tuple(arrays)
