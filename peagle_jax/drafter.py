@@ -52,8 +52,8 @@ class FirstLayer(nnx.Module):
         residual = normed if self.norm_before_residual else h
         x = jnp.concatenate([self.input_norm(embedding), normed], axis=-1)
         out, cache = self.attention(x, angles, cache, attend)
-        h = residual + out
-        return h + self.mlp(self.post_norm(h)), cache
+        h, x = self.post_norm.after(residual, out)
+        return h, self.mlp(x), cache
 
 
 class DraftHead(nnx.Module):
@@ -119,12 +119,12 @@ class DraftHead(nnx.Module):
         """
         embed = target.embed if self.embed is None else self.embed
         angles = rope_angles(self.config.rope, self.config.head_dim, positions)
-        h, first_cache = self.first(embed(tokens), hidden, angles, cache[0], attend)
+        h, delta, first_cache = self.first(embed(tokens), hidden, angles, cache[0], attend)
         new_cache = [first_cache]
         for layer, layer_cache in zip(self.layers, cache[1:], strict=True):
-            h, layer_cache = layer(h, angles, layer_cache, attend)
+            _, h, delta, layer_cache = layer(h, delta, angles, layer_cache, attend)
             new_cache.append(layer_cache)
-        return h, new_cache
+        return delta.added_to(h), new_cache
 
     def logits(self, target, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 logits over the draft vocabulary [..., Vd]."""

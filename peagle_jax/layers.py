@@ -7,14 +7,14 @@ Axis letters are those of docs/architecture.md.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.block_gemm.api import linear
-from pallas_kernels.norm_quant.api import rms_norm
+from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
+from pallas_kernels.norm_quant.api import add_rms_norm, rms_norm
 from peagle_jax.config import AttentionConfig, Llama3Scaling, RopeConfig, YarnScaling
 
 Attend = Callable[..., tuple[jax.Array, Any]]
@@ -22,6 +22,27 @@ Attend = Callable[..., tuple[jax.Array, Any]]
 `scale=` (default H ** -0.5) and `sinks=` [N] for the families that have them."""
 
 INIT_STD = 0.02
+
+
+class Delta(NamedTuple):
+    """What a block adds to the residual stream: a sum that the next norm takes while it reads.
+
+    Either float32 parts [S, ..., D], or rows of a buffer [P, D] with `weights` and `rows` [..., S].
+    """
+
+    values: jax.Array
+    weights: jax.Array | None = None
+    rows: jax.Array | None = None
+
+    def total(self) -> jax.Array:
+        """The sum, float32 [..., D]."""
+        if self.rows is None:
+            return add_in_order(self.values)
+        parts = jnp.moveaxis(self.values[self.rows] * self.weights[..., None], -2, 0)
+        return add_in_order(parts)
+
+    def added_to(self, h: jax.Array) -> jax.Array:
+        return (h.astype(jnp.float32) + self.total()).astype(h.dtype)
 
 
 class Linear(nnx.Module):
@@ -39,6 +60,18 @@ class Linear(nnx.Module):
         scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
         return linear(x, self.weight[...], scale=scale, bias=bias, out_dtype=out_dtype)
 
+    def parts(self, x: jax.Array) -> jax.Array:
+        """The product without its bias: float32 [S, ..., out], to be added in ascending order."""
+        scale = None if self.scale is None else self.scale[...]
+        return partial_products(x, self.weight[...], scale=scale)
+
+    def delta(self, x: jax.Array) -> Delta:
+        """The layer's output as an update of the residual stream."""
+        parts = self.parts(x)
+        if self.bias is None:
+            return Delta(parts)
+        return Delta((add_in_order(parts) + self.bias[...].astype(jnp.float32))[None])
+
 
 class RMSNorm(nnx.Module):
     """Root mean square norm over the last axis."""
@@ -49,6 +82,13 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.weight[...], eps=self.eps)
+
+    def after(self, h: jax.Array, delta: Delta | None) -> tuple[jax.Array, jax.Array]:
+        """(h + delta, its norm); without a delta (h, its norm)."""
+        if delta is None:
+            return h, self(h)
+        values, weights, rows = delta
+        return add_rms_norm(h, values, self.weight[...], eps=self.eps, weights=weights, rows=rows)
 
 
 class Embed(nnx.Module):
@@ -158,7 +198,7 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(N, dtype)) if config.sinks else None
 
     def __call__(self, x: jax.Array, angles, cache, attend: Attend):
-        """x [B, T, inputs] -> (out [B, T, outputs], cache)."""
+        """x [B, T, inputs] -> (a delta [B, T, outputs], cache)."""
         config = self.config
         N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
         heads = self.qkv(x).reshape(*x.shape[:-1], -1, H)
@@ -174,7 +214,7 @@ class Attention(nnx.Module):
         if self.sinks is not None:
             special["sinks"] = self.sinks[...]
         out, cache = attend(q, k, v, cache, window=config.window, **special)
-        return self.out(out.reshape(*x.shape[:-1], N * H)), cache
+        return self.out.delta(out.reshape(*x.shape[:-1], N * H)), cache
 
 
 class GatedMLP(nnx.Module):
@@ -194,9 +234,9 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear(width, 2 * inner, bias=False, std=INIT_STD, dtype=dtype, rngs=rngs)
         self.down = Linear(inner, width, bias=False, std=std_out, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(self.activation(gate) * up)
+    def __call__(self, x: jax.Array) -> Delta:
+        gate, up = jnp.split(add_in_order(self.gate_up.parts(x)), 2, axis=-1)
+        return self.down.delta((self.activation(gate) * up).astype(x.dtype))
 
 
 class DecoderLayer(nnx.Module):
@@ -211,7 +251,13 @@ class DecoderLayer(nnx.Module):
         self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(D, config.intermediate_size, **init) if mlp is None else mlp
 
-    def __call__(self, h: jax.Array, angles, cache, attend: Attend):
-        out, cache = self.attention(self.input_norm(h), angles, cache, attend)
-        h = h + out
-        return h + self.mlp(self.post_norm(h)), cache
+    def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend):
+        """One block over the stream `h + delta`.
+
+        Returns:
+          (the stream that entered, the stream halfway, the MLP's delta to it, cache).
+        """
+        entered, x = self.input_norm.after(h, delta)
+        out, cache = self.attention(x, angles, cache, attend)
+        h, x = self.post_norm.after(entered, out)
+        return entered, h, self.mlp(x), cache

@@ -1,11 +1,18 @@
 """Mixture of experts: which experts a row goes to, and the sum of what they make of it."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, formats
+from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.moe.worklist import make_worklist
+
+CHIPS = (90,)
+"""Compute capabilities that have kernels for the experts."""
 
 
 def route(
@@ -34,7 +41,7 @@ def route(
     E = logits.shape[1]
     if not 1 <= top_k <= E:
         raise ValueError(f"{top_k=} must lie between 1 and the number of experts, {E}")
-    dispatch.resolve("moe.route", implementation)
+    dispatch.resolve("moe.route", None)
     return reference.route(logits, top_k, normalize)
 
 
@@ -68,8 +75,87 @@ def moe(
       ValueError: shapes that contradict each other, dtypes of no format.
     """
     _check(x, ids, weights, gate_up, down)
-    dispatch.resolve("moe", implementation)
-    return reference.moe(x, ids, weights, gate_up, down, limit)
+    launch = _launch(x, gate_up, down, implementation)
+    if launch is None:
+        return reference.moe(x, ids, weights, gate_up, down, limit)
+    values, rows = _kernels(x, ids, gate_up, down, limit, launch)
+    total = add_in_order(jnp.moveaxis(values[rows] * weights[..., None], 1, 0))
+    return total.astype(x.dtype)
+
+
+class Mixture(NamedTuple):
+    """A mixture's results before they are added: row r is `sum_j weights[r, j] values[rows[r, j]]`.
+
+    Attributes:
+      values: [P, D] float32.
+      weights: [R, k] float32.
+      rows: [R, k] int32.
+    """
+
+    values: jax.Array
+    weights: jax.Array
+    rows: jax.Array
+
+
+def mixture(
+    x: jax.Array,
+    logits: jax.Array,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    router_bias: jax.Array | None,
+    top_k: int,
+    normalize: bool,
+    limit: float | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Mixture:
+    """Routes rows and runs their experts; whoever reads the result adds it up.
+
+    Args:
+      x: [R, D].
+      logits: float32 [S, R, E], the router's partial sums without its bias.
+      gate_up, down, limit: as of `moe`.
+      router_bias: [E] or None.
+      top_k, normalize: as of `route`.
+    Returns:
+      k parts a row, or one where the parts are added already.
+    Raises:
+      ValueError: as of `route` and `moe`.
+    """
+    total = add_in_order(logits)
+    if router_bias is not None:
+        total = total + router_bias.astype(jnp.float32)
+    weights, ids = route(total, top_k, normalize=normalize, implementation=implementation)
+    _check(x, ids, weights, gate_up, down)
+    launch = _launch(x, gate_up, down, implementation)
+    if launch is None:
+        values = reference.moe(x, ids, weights, gate_up, down, limit).astype(jnp.float32)
+        own = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+        return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
+    values, rows = _kernels(x, ids, gate_up, down, limit, launch)
+    return Mixture(values, weights, rows)
+
+
+def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
+    refusal = formats.kernel_refusal(gate_up.values, gate_up.scale)
+    refusal = refusal or formats.kernel_refusal(down.values, down.scale)
+    if x.dtype != jnp.bfloat16:
+        refusal = f"activations are bfloat16 there, not {x.dtype}"
+    return dispatch.resolve("moe", implementation, chips=CHIPS, refusal=refusal)
+
+
+def _kernels(x, ids, gate_up, down, limit, launch) -> tuple[jax.Array, jax.Array]:
+    """values [P, D] and rows [R, k] of a `Mixture`."""
+    from pallas_kernels.moe import mosaic_sm90  # a slow import that plain CPU use spares
+
+    E = gate_up.values.shape[0]
+    config = mosaic_sm90.TuningConfig.choose(x.shape[0], E, ids.shape[1])
+    work = make_worklist(ids, E, config.tokens, config.shared)
+    if work.sources is not None:
+        x = x[work.sources]
+    items = (work.experts, work.num_items)
+    inner = mosaic_sm90.gate_up(x, gate_up, *items, limit, config, launch)
+    return mosaic_sm90.down(inner, down, *items, config, launch), work.slots
 
 
 def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None:

@@ -66,13 +66,13 @@ class Decoder(nnx.Module):
         if self.config.embedding_scale != 1.0:
             h = h * jnp.asarray(self.config.embedding_scale, h.dtype)
         angles = self._angles(positions)
-        streams, new_cache = {}, []
+        streams, new_cache, delta = [], [], None
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            if i in taps:
-                streams[i] = h
-            h, layer_cache = layer(h, angles[i], layer_cache, attend)
+            entered, h, delta, layer_cache = layer(h, delta, angles[i], layer_cache, attend)
+            streams.append(entered)
             new_cache.append(layer_cache)
-        streams[len(self.layers)] = h
+        h = h if delta is None else delta.added_to(h)
+        streams.append(h)
         tapped = jnp.concatenate([streams[i] for i in taps], axis=-1) if taps else None
         return h, tapped, new_cache
 

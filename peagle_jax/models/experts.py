@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.moe.api import ExpertWeights, moe, route
+from pallas_kernels.moe.api import ExpertWeights, mixture
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import INIT_STD, DecoderLayer, Linear
+from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, Linear
 
 
 class ExpertLinear(nnx.Module):
@@ -43,14 +43,22 @@ class MoE(nnx.Module):
         self.gate_up = ExpertLinear((E, 2, F), D, std=INIT_STD, **init)
         self.down = ExpertLinear((E, D), F, std=std_out, **init)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Delta:
         rows = x.reshape(-1, x.shape[-1])
         experts = self.config.experts
-        logits = self.router(rows, out_dtype=jnp.float32)
-        weights, ids = route(logits, experts.top_k, normalize=experts.normalize)
-        limit = self.config.swiglu_limit
-        out = moe(rows, ids, weights, self.gate_up.arrays(), self.down.arrays(), limit=limit)
-        return out.reshape(x.shape)
+        bias = self.router.bias
+        mixed = mixture(
+            rows,
+            self.router.parts(rows),
+            self.gate_up.arrays(),
+            self.down.arrays(),
+            router_bias=None if bias is None else bias[...],
+            top_k=experts.top_k,
+            normalize=experts.normalize,
+            limit=self.config.swiglu_limit,
+        )
+        per_row = lambda leaf: leaf.reshape(*x.shape[:-1], -1)
+        return Delta(mixed.values, per_row(mixed.weights), per_row(mixed.rows))
 
 
 def moe_layer(config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> DecoderLayer:

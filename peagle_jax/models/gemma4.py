@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import INIT_STD, Attend, Attention, GatedMLP, RMSNorm
+from peagle_jax.layers import INIT_STD, Attend, Attention, Delta, GatedMLP, RMSNorm
 
 
 class Gemma4Layer(nnx.Module):
@@ -29,8 +29,11 @@ class Gemma4Layer(nnx.Module):
         )  # tanh form
         self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
-    def __call__(self, h: jax.Array, angles, cache, attend: Attend):
-        out, cache = self.attention(self.input_norm(h), angles, cache, attend)
-        h = h + self.post_attention_norm(out)
-        h = h + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(h)))
-        return h * self.layer_scalar[...], cache
+    def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend):
+        """As `layers.DecoderLayer`; the scalar comes last, so nothing is left to be added."""
+        entered, x = self.input_norm.after(h, delta)
+        out, cache = self.attention(x, angles, cache, attend)
+        h = entered + self.post_attention_norm(out.total().astype(h.dtype))
+        out = self.mlp(self.pre_mlp_norm(h))
+        h = h + self.post_mlp_norm(out.total().astype(h.dtype))
+        return entered, h * self.layer_scalar[...], None, cache
