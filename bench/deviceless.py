@@ -143,22 +143,27 @@ def compile_op(op: str, chip: str, mesh, dump: Path) -> Iterator[Kernel]:
 def _read(code: Path, device: Device, common: dict) -> Kernel:
     """A kernel from the PTX and the log of ptxas that Mosaic left."""
     ptx = code.read_text(encoding="utf-8")
-    log = code.with_suffix(".ptxas").read_text(encoding="utf-8")
     resources = code.with_suffix(".resources.txt").read_text(encoding="utf-8")
-    name = code.stem.rsplit("_", 1)[0]
+    name, registers, spills = read_log(code.with_suffix(".ptxas"))
     wanted = f".target sm_{device.sm}a"
-    registers = re.search(r"Used (\d+) registers", log)
-    if wanted not in ptx or registers is None:
-        return Kernel(**common, name=name, error=f"no {wanted!r} in its code, or a log without end")
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    if wanted not in ptx:
+        return Kernel(**common, name=name, error=f"its code has no {wanted!r}")
     return Kernel(
         **common,
         name=name,
-        registers=int(registers[1]),
-        spills=max(map(int, spills), default=0),
+        registers=registers,
+        spills=spills,
         smem=int(re.search(r"smem_scratch_bytes=(\d+)", resources)[1]),
         mma=tuple(sorted(set(_MMA.findall(ptx)))),
     )
+
+
+def read_log(path: Path) -> tuple[str, int, int]:
+    """Name, registers of a thread and bytes spilled of a kernel, from its log of ptxas."""
+    log = path.read_text(encoding="utf-8")
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    return path.stem.rsplit("_", 1)[0], int(registers[1]), max(map(int, spills), default=0)
 
 
 @contextlib.contextmanager
@@ -213,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check:
         print(f"ptxas: {ptxas()}")
         return 0
+    if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
+        parser.error(f"{args.dump} is not empty")
     with contextlib.ExitStack() as stack:
         dump = args.dump or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         dump.mkdir(parents=True, exist_ok=True)

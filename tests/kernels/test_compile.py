@@ -1,6 +1,6 @@
-"""Every kernel compiles for every chip that it is made for, with registers to spare.
+"""Every kernel compiles for every chip that it is made for, and a round launches them as one graph.
 
-There need be no GPU: see `bench.deviceless`, which this runs once for a chip.
+There need be no GPU: see `bench.deviceless`, which is run once for a chip, and `bench.deviceless_round`.
 """
 
 import functools
@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,23 +18,27 @@ pytestmark = pytest.mark.slow
 _ROOT = Path(__file__).parents[2]
 
 
-@functools.cache
-def compiled(chip: str, folder: Path) -> list[dict]:
-    """The kernels of all operations, compiled in a process of their own: Mosaic takes one chip."""
-    found = folder / f"{chip}.json"
-    command = [sys.executable, "-m", "bench.deviceless", "--chip", chip]
+def run(module: str, chip: str, folder: Path, *options: str) -> Any:
+    """What a command left in its `--json`, run in a process of its own: Mosaic takes one chip."""
+    found = folder / "found.json"
     process = subprocess.run(
-        [*command, "--json", found, "--dump", folder / chip],
+        [sys.executable, "-m", module, "--chip", chip, "--json", found, "--dump", folder, *options],
         cwd=_ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     if not found.is_file():
-        log = folder / chip / "stderr.txt"
+        log = folder / "stderr.txt"
         said = log.read_text() if log.is_file() else ""
         pytest.fail(f"exit code {process.returncode}\n{process.stderr}\n{said}"[-4000:])
     return json.loads(found.read_text())
+
+
+@functools.cache
+def compiled(chip: str, folder: Path) -> list[dict]:
+    """The kernels of all operations."""
+    return run("bench.deviceless", chip, folder / chip)
 
 
 @pytest.mark.parametrize("chip", deviceless.CHIPS)
@@ -64,3 +69,15 @@ def complaint_about(kernel: dict) -> str | None:
     else:
         return None
     return f"{kernel['op']} {kernel['spec']} {kernel['name']}: {what}"
+
+
+def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(tmp_path):
+    """Two layers of Qwen3-Coder-30B in fp8, at full width, and a head of one layer."""
+    if lacking := deviceless.missing():
+        pytest.skip(lacking)
+    made = run("bench.deviceless_round", "h200", tmp_path, "--layers=2", "-k=3", "--concurrency=8")
+    assert (made["graphs"], made["outside"]) == (1, {})
+    assert made["largest_copy"] < made["smallest_matrix"]
+    assert made["aliased_bytes"] >= made["cache_bytes"]
+    assert made["spills"] == 0
+    assert made["mosaic"].keys() >= {"block_gemm", "rms_norm", "add_rms_norm"}

@@ -1,0 +1,170 @@
+"""Compiles a whole decode round for a GPU that is not there: `python -m bench.deviceless_round`.
+
+Kernels may be as fast as they can and a round still be slow: if it is launched in pieces, or if XLA
+copies a weight or the cache before it calls a kernel. Both can be seen in what XLA made of it. Weights
+and caches are shapes only, so a model of any size compiles on any machine.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from bench import deviceless
+from bench.presets import preset
+from bench.random_weights import random_head, random_target
+from peagle_jax import step
+from peagle_jax.config import EngineConfig
+from peagle_jax.drafter import make_drafter
+from peagle_jax.engine.plan import DecodePlan
+from peagle_jax.engine.programs import device_decode_plan
+
+_THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
+_COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (copy|copy-start)\(")
+_BITS = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round:
+    """What XLA made of one round.
+
+    Attributes:
+      graphs: command buffers (CUDA graphs) at the top of the program.
+      outside: what is launched beside them, by kind.
+      kernels: launches in the graphs; a conditional is one.
+      mosaic: how many of them are ours, by name.
+      spills: bytes that the worst of ours keeps in memory for want of registers.
+      largest_copy: bytes of the largest array that is copied, 0 if none is.
+      smallest_matrix: bytes of the smallest weight matrix or cache.
+      cache_bytes, aliased_bytes: of all caches, and of arguments whose memory becomes results.
+      temporary_bytes: of everything between arguments and results.
+      seconds: tracing, lowering and compiling.
+    """
+
+    graphs: int
+    outside: dict[str, int]
+    kernels: int
+    mosaic: dict[str, int]
+    spills: int
+    largest_copy: int
+    smallest_matrix: int
+    cache_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+    seconds: float
+
+
+def compile_round(args, mesh, dump: Path) -> Round:
+    """The round of a preset's first layers with its P-EAGLE head, as the engine compiles it."""
+    chosen = preset(args.preset, args.layers)
+    config = EngineConfig(
+        num_draft=args.k,
+        max_num_seqs=args.concurrency,
+        max_model_len=args.max_model_len,
+        dtype="bfloat16",
+    )
+    head_config = dataclasses.replace(chosen.head("peagle"), num_layers=args.head_layers)
+    target = jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))
+    drafter = jax.eval_shape(
+        lambda: make_drafter(random_head(head_config, dtype="bfloat16"), args.k, "argmax")
+    )
+    state = jax.eval_shape(lambda: step.init_state(chosen.target, head_config, config))
+    plan = device_decode_plan(DecodePlan.build([], args.concurrency, config))
+    weights, structure = jax.tree.flatten((target, drafter))
+    taps = head_config.taps or chosen.target.default_taps
+
+    def decode_round(weights, state, plan):
+        target, drafter = jax.tree.unflatten(structure, weights)
+        return step.speculative_step(target, drafter, state, plan, taps=taps)
+
+    start = time.perf_counter()
+    compiled = deviceless.compile_on(mesh, decode_round, weights, state, plan, donate_argnums=1)
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    caches = jax.tree.leaves((state.target_cache, state.drafter_cache))
+    matrices = [x for x in weights if len(x.shape) > 1 and jax.numpy.result_type(x).itemsize < 4]
+    size = lambda x: math.prod(x.shape) * x.dtype.itemsize
+    (thunks,) = dump.glob("*decode_round*.thunk_sequence_after_thunk_passes.txt")
+    ours = [deviceless.read_log(path) for path in dump.glob("*.ptxas")]
+    return Round(
+        **read_thunks(thunks.read_text(encoding="utf-8")),
+        mosaic=dict(collections.Counter(name for name, _, _ in ours)),
+        spills=max((spills for _, _, spills in ours), default=0),
+        largest_copy=largest_copy(compiled.as_text()),
+        smallest_matrix=min(map(size, [*matrices, *caches])),
+        cache_bytes=sum(map(size, caches)),
+        aliased_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        seconds=round(seconds, 1),
+    )
+
+
+def read_thunks(text: str) -> dict:
+    """`graphs`, `outside` and `kernels` of XLA's list of what it launches; parts are indented."""
+    graphs, kernels, outside, inside = 0, 0, {}, False
+    inner = min((len(indent) for indent, _ in _THUNK.findall(text) if indent), default=0)
+    for indent, kind in _THUNK.findall(text):
+        if not indent:
+            inside = kind == "kCommandBuffer"
+            graphs += inside
+            if not inside:
+                outside[kind] = outside.get(kind, 0) + 1
+        elif inside and len(indent) == inner:
+            kernels += 1
+    return dict(graphs=graphs, outside=outside, kernels=kernels)
+
+
+def largest_copy(hlo: str) -> int:
+    """Bytes of the largest array that an HLO module copies."""
+    sizes = [0]
+    for dtype, shape, _ in _COPY.findall(hlo):
+        bits = int(_BITS.search(dtype)[0]) if dtype != "pred" else 8
+        sizes.append(math.prod(map(int, filter(None, shape.split(",")))) * bits // 8)
+    return max(sizes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; 2 if nothing can be compiled here."""
+    parser = argparse.ArgumentParser(prog="python -m bench.deviceless_round", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--chip", choices=deviceless.CHIPS, default="h200", help="default: h200")
+    parser.add_argument("--preset", default="qwen3-coder-30b-a3b-fp8", help="as of decode-step")
+    parser.add_argument("--layers", type=int, default=2, help="of the target (default: 2)")
+    parser.add_argument("--head-layers", type=int, default=1, help="of the head (default: 1)")
+    parser.add_argument("-k", type=int, default=3, help="drafts (default: 3)")
+    parser.add_argument("--concurrency", type=int, default=2, help="sequences (default: 2)")
+    parser.add_argument("--max-model-len", type=int, default=4096, help="default: 4096")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="keep what XLA and Mosaic dump")
+    args = parser.parse_args(argv)
+    if lacking := deviceless.missing():
+        print(f"{parser.prog}: {lacking}", file=sys.stderr)
+        return 2
+    if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
+        parser.error(f"{args.dump} is not empty")
+    with contextlib.ExitStack() as stack:
+        dump = args.dump or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        dump.mkdir(parents=True, exist_ok=True)
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
+        deviceless.prepare(dump)
+        mesh = stack.enter_context(deviceless.target(args.chip))
+        made = dataclasses.asdict(compile_round(args, mesh, dump))
+    if args.json:
+        args.json.write_text(json.dumps(made))
+    print(*(f"{name}: {value}" for name, value in made.items()), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Reading what compilers leave; that they leave it is tested in tests/kernels/test_compile.py."""
+
+import types
+
+import pytest
+
+from bench import deviceless, deviceless_round
+
+THUNKS = """\
+000: kCommandBuffer [source | sink]
+    001: kCustomCall   [source       | next=002 (1)] kCustomCall
+    004: kConditional  [prev=001 (1) | sink        ]
+      false_branch:
+        002: kCustomKernel [source | sink] sort
+      true_branch:
+        003: kCustomKernel [source | sink] fusion
+005: kWhile [source | sink]
+    006: kCopy [source | sink]
+007: kCopy [source | sink]
+008: kCommandBuffer [source | sink]
+    009: kGemm [source | sink]
+"""
+
+
+def test_launches_are_counted_in_graphs_and_beside_them():
+    assert deviceless_round.read_thunks(THUNKS) == {
+        "graphs": 2,
+        "outside": {"kWhile": 1, "kCopy": 1},
+        "kernels": 3,
+    }
+    alone = {"graphs": 0, "outside": {"kGemm": 1}, "kernels": 0}
+    assert deviceless_round.read_thunks("000: kGemm [source | sink]\n") == alone
+
+
+def test_the_largest_copy_is_found_in_a_program():
+    hlo = """
+    %copy.1 = bf16[4,2048]{1,0} copy(bf16[4,2048]{0,1} %x)
+    ROOT %copy.2 = f8e4m3fn[128,64]{0,1:T(8,128)} copy(%y), metadata={op_name="a"}
+    %copied = f32[1024,1024]{1,0} fusion(%copy.1)
+    %flag = pred[] copy(%z)
+    """
+    assert deviceless_round.largest_copy(hlo) == 4 * 2048 * 2
+    assert deviceless_round.largest_copy("%x = f32[8]{0} add(%y, %z)") == 0
+
+
+def test_a_log_of_ptxas_is_read(tmp_path):
+    log = tmp_path / "add_rms_norm_12.ptxas"
+    log.write_text(
+        "    8 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info    : Used 128 registers, used 16 barriers, 1 bytes smem\n"
+    )
+    assert deviceless.read_log(log) == ("add_rms_norm", 128, 12)
+
+
+def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch, tmp_path):
+    def refuse(spec):
+        raise NotImplementedError(f"not {spec}")
+
+    specs = types.SimpleNamespace(SPECS={"a": 1, "b": 2}, CHIPS=(90,), MMA={}, build=refuse)
+    monkeypatch.setattr(deviceless, "specs_of", lambda op: specs)
+    kernels = list(deviceless.compile_op("op", "h200", None, tmp_path))
+    assert [one.error for one in kernels] == [f"NotImplementedError: not {i}" for i in (1, 2)]
+    assert not list(deviceless.compile_op("op", "b200", None, tmp_path))
+
+
+@pytest.mark.parametrize("module", [deviceless, deviceless_round])
+def test_without_a_compiler_it_says_what_to_install(module, monkeypatch, capsys):
+    monkeypatch.setattr(deviceless, "missing", lambda: "nothing is here")
+    assert module.main([]) == 2
+    assert "nothing is here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", deviceless.ops())
+def test_specs_say_what_a_compiler_needs(op):
+    specs = deviceless.specs_of(op)
+    assert specs.SPECS
+    assert {*specs.CHIPS} <= {90, 100}
+    assert specs.MMA.keys() <= {*specs.CHIPS}
