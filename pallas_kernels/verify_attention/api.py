@@ -1,9 +1,13 @@
 """Attention of a few new rows per sequence (verification, drafting, a prefill chunk) over paged KV."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.verify_attention import reference
+
+CHIPS = (90,)
+"""Compute capabilities that a kernel is made for."""
 
 
 def verify_attention(
@@ -30,11 +34,39 @@ def verify_attention(
       sinks: [N] logits that join each softmax and carry no value (GPT-OSS), or None.
     Returns:
       [B, T, N, H].
+    Raises:
+      NotImplementedError: the requested implementation cannot take these arguments here.
     """
-    dispatch.resolve("verify_attention", implementation)
+    launch = dispatch.resolve(
+        "verify_attention", implementation, chips=CHIPS, refusal=_refusal(q, k_pages, v_pages)
+    )
+    if launch is not None:
+        # Here, because it is a slow import that plain use on a CPU spares.
+        from pallas_kernels.verify_attention import mosaic_sm90
+
+        return mosaic_sm90.verify_attention(
+            q, k_pages, v_pages, page_table, positions, scale, window, sinks, launch
+        )
     # A loop with a data-dependent end reads only the pages in use, which is what counts on a CPU;
     # on an accelerator such a loop stops at the host each turn, so one block covers the whole table.
     block_pages = 128 // k_pages.shape[1] if jax.default_backend() == "cpu" else page_table.shape[1]
     return reference.attend(
         q, k_pages, v_pages, page_table, positions, scale, window, sinks, max(1, block_pages)
     )
+
+
+def _refusal(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None:
+    """Why the Hopper kernel cannot take these arguments, None if it can."""
+    N, H = q.shape[2:]
+    Z, K = k_pages.shape[1:3]
+    if any(x.dtype != jnp.bfloat16 for x in (q, k_pages, v_pages)):
+        return f"it takes bfloat16 only, not {q.dtype} rows over {k_pages.dtype} pages"
+    if H not in (64, 128, 256, 512):
+        return f"a head dim of {H} is none of 64, 128, 256, 512"
+    if N // K > 64:
+        return f"{N // K} query heads for one kv head are more than 64"
+    if H == 512 and (N // K) % 8:
+        return f"with a head dim of {H} the {N // K} query heads of a kv head must come in eights"
+    if Z % 8 or (64 % Z and Z % 64):
+        return f"pages of {Z} tokens neither divide a block of 64 keys nor hold a number of them"
+    return None

@@ -1,0 +1,87 @@
+"""What models ask of attention over pages, for compile tests and benchmarks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.verify_attention import api
+
+CHIPS = api.CHIPS
+MMA = {90: "wgmma"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """bfloat16 rows over a cache for `length` positions a sequence; with a window it is a ring."""
+
+    batch: int
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    length: int = 4096
+    page_size: int = 16
+    window: int | None = None
+    sinks: bool = False
+
+
+QWEN3 = dict(heads=32, kv_heads=4, head_dim=128)
+LLAMA = dict(heads=32, kv_heads=8, head_dim=128)
+GPT_OSS = dict(heads=64, kv_heads=8, head_dim=64, sinks=True)
+GPT_OSS_LOCAL = dict(**GPT_OSS, window=128, length=768)
+GEMMA_LOCAL = dict(heads=32, kv_heads=16, head_dim=256, window=1024, length=1536)
+GEMMA_GLOBAL = dict(heads=32, kv_heads=4, head_dim=512)
+
+SPECS = {
+    "qwen3-moe-one": Spec(batch=1, rows=8, **QWEN3),
+    "qwen3-moe-eight": Spec(batch=8, rows=8, **QWEN3),
+    "qwen3-moe-many": Spec(batch=64, rows=8, **QWEN3),
+    "qwen3-moe-plain": Spec(batch=8, rows=1, **QWEN3),
+    "qwen3-moe-draft": Spec(batch=8, rows=14, **QWEN3),
+    "qwen3-moe-prefill": Spec(batch=1, rows=512, **QWEN3),
+    "qwen3-moe-long": Spec(batch=1, rows=8, length=32768, page_size=64, **QWEN3),
+    "llama-8b-one": Spec(batch=1, rows=8, **LLAMA),
+    "llama-8b-eight": Spec(batch=8, rows=8, page_size=32, **LLAMA),
+    "llama-8b-many": Spec(batch=64, rows=6, **LLAMA),
+    "llama-8b-prefill": Spec(batch=1, rows=512, **LLAMA),
+    "gpt-oss-one": Spec(batch=1, rows=8, **GPT_OSS),
+    "gpt-oss-eight": Spec(batch=8, rows=8, **GPT_OSS),
+    "gpt-oss-many": Spec(batch=64, rows=8, **GPT_OSS),
+    "gpt-oss-prefill": Spec(batch=1, rows=512, **GPT_OSS),
+    "gpt-oss-local-one": Spec(batch=1, rows=8, **GPT_OSS_LOCAL),
+    "gpt-oss-local-eight": Spec(batch=8, rows=8, **GPT_OSS_LOCAL),
+    "gpt-oss-local-prefill": Spec(batch=1, rows=512, **GPT_OSS_LOCAL),
+    "gemma-31b-local-one": Spec(batch=1, rows=8, **GEMMA_LOCAL),
+    "gemma-31b-local-many": Spec(batch=64, rows=8, **GEMMA_LOCAL),
+    "gemma-31b-local-prefill": Spec(batch=1, rows=512, **GEMMA_LOCAL),
+    "gemma-31b-global-one": Spec(batch=1, rows=8, **GEMMA_GLOBAL),
+    "gemma-31b-global-many": Spec(batch=64, rows=8, **GEMMA_GLOBAL),
+    "gemma-31b-global-prefill": Spec(batch=1, rows=512, **GEMMA_GLOBAL),
+    "embedded": Spec(batch=2, rows=4, heads=4, kv_heads=2, head_dim=64, length=512),
+}
+
+
+def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The kernel as a function of `args`: q, pages of keys and values, page table, positions, sinks."""
+    B, T, N, K, H = spec.batch, spec.rows, spec.heads, spec.kv_heads, spec.head_dim
+    W = spec.length // spec.page_size
+    pages = jax.ShapeDtypeStruct((B * W + 1, spec.page_size, K, H), jnp.bfloat16)
+    args = (
+        jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16),
+        pages,
+        pages,
+        jax.ShapeDtypeStruct((B, W), jnp.int32),
+        jax.ShapeDtypeStruct((B, T), jnp.int32),
+    )
+    if spec.sinks:
+        args = (*args, jax.ShapeDtypeStruct((N,), jnp.bfloat16))
+
+    def run(q, k_pages, v_pages, page_table, positions, sinks=None):
+        return api.verify_attention(
+            q, k_pages, v_pages, page_table=page_table, positions=positions, scale=H**-0.5,
+            window=spec.window, sinks=sinks, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    return run, args

@@ -1,0 +1,155 @@
+"""The Hopper attention kernel in Mosaic's interpreter: the definition, and rows that stay themselves."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.device import H200
+from pallas_kernels.verify_attention import mosaic_sm90, reference
+from pallas_kernels.verify_attention.api import verify_attention
+from pallas_kernels.verify_attention.specs import SPECS
+
+interpreted = pytest.mark.usefixtures("race_free")
+
+# Weights (of a mean of values around 1) and results are rounded to bfloat16: 2^-9 each, and some.
+CLOSE = dict(rtol=2**-8, atol=2**-8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Rows start at `starts`; the cache holds scattered pages, as many as `width` a sequence."""
+
+    starts: tuple[int, ...]
+    T: int
+    K: int
+    G: int
+    H: int
+    Z: int
+    width: int
+    window: int | None = None
+    sinks: bool = False
+
+    def inputs(self):
+        B, N = len(self.starts), self.K * self.G
+        keys = jax.random.split(jax.random.key(0), 3)
+        pages = (B * self.width + 1, self.Z, self.K, self.H)
+        q = jax.random.normal(keys[0], (B, self.T, N, self.H), jnp.bfloat16)
+        k, v = (jax.random.normal(key, pages, jnp.bfloat16) for key in keys[1:])
+        order = np.random.default_rng(0).permutation(B * self.width)
+        table = jnp.asarray(1 + order.reshape(B, self.width), jnp.int32)
+        positions = jnp.asarray(self.starts, jnp.int32)[:, None] + jnp.arange(self.T)
+        sinks = jnp.linspace(-1, 3, N).astype(jnp.bfloat16) if self.sinks else None
+        return q, k, v, table, positions, sinks
+
+
+def attend(case: Case, q, k, v, table, positions, sinks, walks: int, split: int = 64):
+    """The kernel with splits so short that a few keys make several."""
+    launch = dispatch.resolve("verify_attention", "mosaic_gpu", chips=(90,))
+    key_block = 32 if case.H == 512 else 64
+    config = mosaic_sm90.TuningConfig(key_block, split, stages=2, walks=walks)
+    scale = case.H**-0.5
+    return mosaic_sm90.verify_attention(
+        q, k, v, table, positions, scale, case.window, sinks, launch, config
+    )
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((70, 5), T=2, K=1, G=8, H=64, Z=16, width=8),
+        Case((126,), T=3, K=2, G=4, H=128, Z=32, width=5, sinks=True),
+        Case((195,), T=3, K=1, G=8, H=64, Z=16, width=8, window=70, sinks=True),
+        Case((95,), T=3, K=1, G=2, H=256, Z=16, width=8),
+        Case((95,), T=1, K=1, G=8, H=512, Z=64, width=2),
+        Case((60,), T=40, K=1, G=2, H=64, Z=16, width=8),
+    ],
+    ids=["two-sequences", "sinks", "ring", "head-dim-256", "head-dim-512", "two-row-tiles"],
+)
+def test_kernel_equals_the_definition_however_the_work_is_cut(case):
+    q, k, v, *rest = case.inputs()
+    exact = [x.astype(jnp.float32) for x in (q, k, v)]
+    want = reference.attend(*exact, *rest[:2], case.H**-0.5, case.window, rest[2], 1)
+    alone = attend(case, q, k, v, *rest, walks=1)
+    np.testing.assert_allclose(alone.astype(jnp.float32), want, **CLOSE)
+    shared = attend(case, q, k, v, *rest, walks=2)
+    np.testing.assert_array_equal(shared, alone)
+
+
+@interpreted
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_row_does_not_depend_on_its_company(window):
+    case = Case((150, 20), T=3, K=1, G=4, H=64, Z=16, width=16, window=window, sinks=True)
+    q, k, v, table, positions, sinks = case.inputs()
+    together = attend(case, q, k, v, table, positions, sinks, walks=1)
+    row = q[:1, 2:], k, v, table[:1], positions[:1, 2:], sinks
+    np.testing.assert_array_equal(attend(case, *row, walks=1), together[:1, 2:])
+    np.testing.assert_array_equal(attend(case, *row, walks=3), together[:1, 2:])
+
+
+@interpreted
+def test_a_row_does_not_depend_on_the_length_of_its_table():
+    case = Case((150,), T=1, K=1, G=8, H=64, Z=16, width=12)
+    q, k, v, table, positions, sinks = case.inputs()
+    want = attend(case, q, k, v, table, positions, sinks, walks=1, split=128)
+    longer = jnp.concatenate([table, table[:, ::-1]], axis=1)
+    for walks in (1, 2):
+        out = attend(case, q, k, v, longer, positions, sinks, walks=walks, split=128)
+        np.testing.assert_array_equal(out, want)
+
+
+@interpreted
+def test_a_row_does_not_depend_on_the_size_of_its_ring():
+    case = Case((200,), T=1, K=1, G=8, H=64, Z=16, width=6, window=50)
+    q, k, v, table, positions, sinks = case.inputs()
+    want = attend(case, q, k, v, table, positions, sinks, walks=1)
+    column = np.arange(200 // 16 - 5, 200 // 16 + 1)  # of the pages that the ring of six holds
+    wider = np.zeros((1, 9), np.int32)
+    wider[:, column % 9] = np.asarray(table)[:, column % 6]
+    out = attend(case, q, k, v, jnp.asarray(wider), positions, sinks, walks=1)
+    np.testing.assert_array_equal(out, want)
+
+
+@interpreted
+def test_padding_sequences_and_positions_past_the_table_are_harmless():
+    case = Case((30, 0, 31), T=2, K=1, G=8, H=64, Z=16, width=2)
+    q, k, v, table, positions, sinks = case.inputs()
+    table = table.at[1].set(0)
+    out = attend(case, q, k, v, table, positions, sinks, walks=1)
+    assert np.isfinite(out.astype(jnp.float32)).all()
+    alone = attend(case, q[:1], k, v, table[:1], positions[:1], sinks, walks=1)
+    np.testing.assert_array_equal(out[:1], alone)
+
+
+@interpreted
+def test_the_api_runs_the_kernel_and_refuses_what_it_cannot_take():
+    case = Case((20,), T=1, K=1, G=8, H=64, Z=16, width=2)
+    q, k, v, table, positions, _ = case.inputs()
+    options = dict(page_table=table, positions=positions, scale=0.125, implementation="mosaic_gpu")
+    want = reference.attend(q, k, v, table, positions, 0.125, None, None, 2)
+    out = verify_attention(q, k, v, **options)
+    np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), **CLOSE)
+    wrong = [
+        (q.astype(jnp.float32), k, v, "bfloat16"),
+        (q[..., :48], k[..., :48], v[..., :48], "head dim of 48"),
+        (q, k[:, :12], v[:, :12], "pages of 12"),
+        (jnp.tile(q, (1, 1, 9, 1)), k, v, "72 query heads"),
+    ]
+    for *args, message in wrong:
+        with pytest.raises(NotImplementedError, match=message):
+            verify_attention(*args, **options)
+
+
+def test_tuning_leaves_the_arithmetic_alone():
+    """`key_block` and `split`, which a result depends on, follow from the head dim."""
+    seen = {}
+    for spec in SPECS.values():
+        shape = (spec.batch, spec.rows, spec.heads, spec.head_dim)
+        config = mosaic_sm90.choose_config(shape, spec.kv_heads, spec.length, spec.window, H200)
+        arithmetic = (config.key_block, config.split)
+        assert seen.setdefault(spec.head_dim, arithmetic) == arithmetic
+        assert config.split % config.key_block == 0
