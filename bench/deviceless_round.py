@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import re
@@ -148,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep what XLA and Mosaic dump")
     args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if lacking := deviceless.missing():
         print(f"{parser.prog}: {lacking}", file=sys.stderr)
         return 2
