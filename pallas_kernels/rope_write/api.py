@@ -1,0 +1,107 @@
+"""From the q/k/v projection to attention in one pass: sum, bias, norms, rope, write to the cache."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.rope_write import reference
+
+MAX_PARTS = 32
+CHIPS = (90,)
+"""Compute capabilities that a kernel is made for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What the columns of a projection are: N heads of q, then K of k, then K of v.
+
+    Attributes:
+      num_heads: N. K and the head dim H are those of the cache.
+      eps: of the norms.
+      shared_kv: there are no columns of v: it is k before its norm.
+      value_norm: v is normed too, without a weight.
+      ring: the page table is a ring, as `kv_write` says.
+    """
+
+    num_heads: int
+    eps: float = 1e-6
+    shared_kv: bool = False
+    value_norm: bool = False
+    ring: bool = False
+
+    def width(self, num_kv_heads: int, head_dim: int) -> int:
+        """Columns of the projection."""
+        return (self.num_heads + (1 if self.shared_kv else 2) * num_kv_heads) * head_dim
+
+
+def rope_write(
+    qkv: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *,
+    angles: tuple[jax.Array, jax.Array],
+    page_table: jax.Array,
+    positions: jax.Array,
+    form: Form,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    bias: jax.Array | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Finishes q, k and v of new rows; k and v go to the cache as `kv_write.write_kv` puts them.
+
+    A head's H numbers are rounded to the cache's dtype where layers done one after the other round:
+    after sum and bias, after the norm and after rope, which is computed in float32 over halves.
+
+    Args:
+      qkv: [B, T, form.width(K, H)], or float32 parts [S, B, T, width] of a product that was split along
+        the axis it sums over; they are added by ascending s.
+      k_pages, v_pages: [P, Z, K, H] pages of one layer; donate them and they are updated in place.
+      angles: float32 cosines and sines, each [B, T, H / 2].
+      page_table: [B, W] int32. Page 0 is a dummy unless the table is a ring: what is written to it may
+        be lost.
+      positions: [B, T] int32.
+      norms: weights of the norm of each head of q and of k, both [H].
+      bias: [width].
+    Returns:
+      q [B, T, N, H] in the cache's dtype, and the two updated page arrays.
+    Raises:
+      ValueError: shapes do not fit.
+      NotImplementedError: the requested implementation cannot take these arguments here.
+    """
+    _check(qkv, k_pages, form)
+    launch = dispatch.resolve(
+        "rope_write", implementation, chips=CHIPS, refusal=_refusal(qkv, k_pages, v_pages)
+    )
+    where = (page_table, positions, form.ring)
+    norms = (None, None) if norms is None else norms
+    value = (form.shared_kv, form.value_norm)
+    args = (qkv, (k_pages, v_pages), angles, where, form.num_heads, norms, form.eps, bias, value)
+    if launch is None:
+        return reference.rope_write(*args)
+    # Here, because it is a slow import that plain use on a CPU spares.
+    from pallas_kernels.rope_write import mosaic_sm90
+
+    return mosaic_sm90.rope_write(*args, launch)
+
+
+def _check(qkv: jax.Array, k_pages: jax.Array, form: Form) -> None:
+    K, H = k_pages.shape[2:]
+    wanted = form.width(K, H)
+    if qkv.ndim not in (3, 4) or qkv.shape[-1] != wanted:
+        raise ValueError(f"{qkv.shape=} must be [B, T, {wanted}] for {form} and {k_pages.shape=}")
+    if qkv.ndim == 4 and not 1 <= qkv.shape[0] <= MAX_PARTS:
+        raise ValueError(f"{qkv.shape=} has {qkv.shape[0]} parts; at most {MAX_PARTS} are added")
+
+
+def _refusal(qkv: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None:
+    """Why the Hopper kernel cannot take these arguments, None if it can."""
+    H = k_pages.shape[3]
+    if k_pages.dtype != jnp.bfloat16 or v_pages.dtype != jnp.bfloat16:
+        return f"it writes bfloat16 pages, not {k_pages.dtype}"
+    if qkv.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the projection is {qkv.dtype}, neither bfloat16 nor float32"
+    if H not in (64, 128, 256, 512):
+        return f"a head dim of {H} is none of 64, 128, 256, 512"
+    return None

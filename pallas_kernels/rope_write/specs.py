@@ -1,0 +1,95 @@
+"""What models ask of the pass between projection and attention, for compile tests and benchmarks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rope_write import api
+
+CHIPS = api.CHIPS
+MMA: dict[int, str] = {}
+"""No matrix instruction on any chip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Rows for a cache of `length` positions a sequence; `parts` float32 terms, 0 for bfloat16."""
+
+    batch: int
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parts: int = 0
+    qk_norm: bool = False
+    bias: bool = False
+    shared_kv: bool = False
+    value_norm: bool = False
+    ring: bool = False
+    length: int = 4096
+    page_size: int = 16
+
+    @property
+    def form(self) -> api.Form:
+        return api.Form(
+            num_heads=self.heads,
+            shared_kv=self.shared_kv,
+            value_norm=self.value_norm,
+            ring=self.ring,
+        )
+
+
+QWEN3 = dict(heads=32, kv_heads=4, head_dim=128, qk_norm=True)
+LLAMA = dict(heads=32, kv_heads=8, head_dim=128)
+GPT_OSS = dict(heads=64, kv_heads=8, head_dim=64, bias=True)
+GEMMA = dict(heads=32, qk_norm=True, value_norm=True)
+GEMMA_LOCAL = dict(**GEMMA, kv_heads=16, head_dim=256, ring=True, length=1536)
+GEMMA_GLOBAL = dict(**GEMMA, kv_heads=4, head_dim=512, shared_kv=True)
+
+SPECS = {
+    "qwen3-moe-one": Spec(batch=1, rows=8, parts=4, **QWEN3),
+    "qwen3-moe-eight": Spec(batch=8, rows=8, parts=2, **QWEN3),
+    "qwen3-moe-whole": Spec(batch=8, rows=8, **QWEN3),
+    "qwen3-moe-prefill": Spec(batch=1, rows=512, **QWEN3),
+    "llama-8b-one": Spec(batch=1, rows=8, parts=4, **LLAMA),
+    "llama-8b-many": Spec(batch=64, rows=6, page_size=32, **LLAMA),
+    "gpt-oss-one": Spec(batch=1, rows=8, parts=4, **GPT_OSS),
+    "gpt-oss-local": Spec(batch=8, rows=8, parts=2, ring=True, length=768, **GPT_OSS),
+    "gpt-oss-prefill": Spec(batch=1, rows=512, **GPT_OSS),
+    "gemma-31b-local": Spec(batch=8, rows=8, parts=4, **GEMMA_LOCAL),
+    "gemma-31b-global": Spec(batch=8, rows=8, parts=4, **GEMMA_GLOBAL),
+    "embedded": Spec(batch=2, rows=4, heads=4, kv_heads=2, head_dim=64, length=512, qk_norm=True),
+}
+
+
+def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The kernel as a function of `args`: qkv, pages of k and v, cos, sin, page table, positions, and
+    norm weights of q and k, bias, if any. Pages are in place where a caller donates them."""
+    B, T, K, H = spec.batch, spec.rows, spec.kv_heads, spec.head_dim
+    W, width = spec.length // spec.page_size, spec.form.width(K, H)
+    made = jax.ShapeDtypeStruct
+    pages = made((B * W + 1, spec.page_size, K, H), jnp.bfloat16)
+    args = (
+        made((spec.parts, B, T, width), jnp.float32)
+        if spec.parts
+        else made((B, T, width), jnp.bfloat16),
+        pages,
+        pages,
+        made((B, T, H // 2), jnp.float32),
+        made((B, T, H // 2), jnp.float32),
+        made((B, W), jnp.int32),
+        made((B, T), jnp.int32),
+        *(2 * [made((H,), jnp.bfloat16)] if spec.qk_norm else []),
+        *([made((width,), jnp.bfloat16)] if spec.bias else []),
+    )
+
+    def run(qkv, k_pages, v_pages, cos, sin, page_table, positions, *weights):
+        return api.rope_write(
+            qkv, k_pages, v_pages, angles=(cos, sin), page_table=page_table, positions=positions,
+            form=spec.form, norms=weights[:2] if spec.qk_norm else None,
+            bias=weights[-1] if spec.bias else None, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    return run, args
