@@ -27,22 +27,23 @@ INIT_STD = 0.02
 class Delta(NamedTuple):
     """What a block adds to the residual stream: a sum that the next norm takes while it reads.
 
-    Either float32 parts [S, ..., D], or rows of a buffer [P, D] with `weights` and `rows` [..., S].
+    Either float32 parts [S, ..., D], or rows of a buffer [P, D] with `weights` and `rows` [S, R'], one
+    column for each row of the stream (there may be more).
     """
 
     values: jax.Array
     weights: jax.Array | None = None
     rows: jax.Array | None = None
 
-    def total(self) -> jax.Array:
-        """The sum, float32 [..., D]."""
-        if self.rows is None:
-            return add_in_order(self.values)
-        parts = jnp.moveaxis(self.values[self.rows] * self.weights[..., None], -2, 0)
-        return add_in_order(parts)
-
     def added_to(self, h: jax.Array) -> jax.Array:
-        return (h.astype(jnp.float32) + self.total()).astype(h.dtype)
+        """h [..., D] plus the sum, rounded once."""
+        if self.rows is None:
+            total = add_in_order(self.values)
+        else:
+            R = h.size // h.shape[-1]
+            parts = self.values[self.rows[:, :R]] * self.weights[:, :R, None]
+            total = add_in_order(parts).reshape(h.shape)
+        return (h.astype(jnp.float32) + total).astype(h.dtype)
 
 
 class Linear(nnx.Module):
@@ -64,6 +65,11 @@ class Linear(nnx.Module):
         """The product without its bias: float32 [S, ..., out], to be added in ascending order."""
         scale = None if self.scale is None else self.scale[...]
         return partial_products(x, self.weight[...], scale=scale)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """The product without its bias, added up: float32 [..., out]."""
+        scale = None if self.scale is None else self.scale[...]
+        return linear(x, self.weight[...], scale=scale, out_dtype=jnp.float32)
 
     def delta(self, x: jax.Array) -> Delta:
         """The layer's output as an update of the residual stream."""

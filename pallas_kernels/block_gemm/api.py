@@ -91,6 +91,9 @@ def _kernel(x, weight, scale, launch: dispatch.Launch) -> jax.Array:
 
     *rows, K = x.shape
     x = x.reshape(-1, K)
+    R = x.shape[0]
+    if R > 8 and R % 8:  # tiles of 8 rows, unless there is only one
+        x = jnp.pad(x, ((0, -R % 8), (0, 0)))
     config = mosaic_sm90.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device.num_sms)
     parts = mosaic_sm90.product(x, weight, scale, config, launch)
-    return parts.reshape(parts.shape[0], *rows, -1)
+    return parts[:, :R].reshape(parts.shape[0], *rows, -1)

@@ -38,13 +38,15 @@ class TuningConfig:
 
     @classmethod
     def choose(cls, R: int, N: int, K: int, num_sms: int) -> "TuningConfig":
+        tokens = next(t for t in (8, 16, 32, 64) if t >= R or t == 64)
+        if N <= 256:  # a router: one block reads the result, and would wait for every part of it
+            return cls(tokens, 1, False, 8)
         tiles, steps = pl.cdiv(N, ROWS), pl.cdiv(K, STEP)
         # Up to four blocks an SM: more partial sums would cost what shorter loops save.
         per_chunk = next(
             n for n in range(1, steps + 1) if n == steps or pl.cdiv(steps, n) * tiles <= 4 * num_sms
         )
         chunks = pl.cdiv(steps, per_chunk)
-        tokens = next(t for t in (8, 16, 32, 64) if t >= R or t == 64)
         split = chunks > 1 and pl.cdiv(R, tokens) * tiles < num_sms
         return cls(tokens, chunks, split, stages=4 if tokens <= 32 else 3)
 

@@ -9,7 +9,7 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
-from pallas_kernels.moe.worklist import make_worklist
+from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items
 
 CHIPS = (90,)
 """Compute capabilities that have kernels for the experts."""
@@ -78,18 +78,20 @@ def moe(
     launch = _launch(x, gate_up, down, implementation)
     if launch is None:
         return reference.moe(x, ids, weights, gate_up, down, limit)
-    values, rows = _kernels(x, ids, gate_up, down, limit, launch)
-    total = add_in_order(jnp.moveaxis(values[rows] * weights[..., None], 1, 0))
-    return total.astype(x.dtype)
+    R, E = x.shape[0], gate_up.values.shape[0]
+    config = _config(R, E, ids.shape[1])
+    work = make_worklist(ids, E, config.tokens, config.shared)
+    values = _experts(x, work, gate_up, down, limit, config, launch)
+    return add_in_order(values[work.slots.T] * weights.T[..., None]).astype(x.dtype)
 
 
 class Mixture(NamedTuple):
-    """A mixture's results before they are added: row r is `sum_j weights[r, j] values[rows[r, j]]`.
+    """A mixture's results before they are added: row r is `sum_j weights[j, r] values[rows[j, r]]`.
 
     Attributes:
       values: [P, D] float32.
-      weights: [R, k] float32.
-      rows: [R, k] int32.
+      weights: [k, R'] float32, R' not below R; what lies past R means nothing.
+      rows: [k, R'] int32.
     """
 
     values: jax.Array
@@ -113,7 +115,7 @@ def mixture(
 
     Args:
       x: [R, D].
-      logits: float32 [S, R, E], the router's partial sums without its bias.
+      logits: float32 [R, E], without the router's bias.
       gate_up, down, limit: as of `moe`.
       router_bias: [E] or None.
       top_k, normalize: as of `route`.
@@ -122,18 +124,40 @@ def mixture(
     Raises:
       ValueError: as of `route` and `moe`.
     """
-    total = add_in_order(logits)
-    if router_bias is not None:
-        total = total + router_bias.astype(jnp.float32)
-    weights, ids = route(total, top_k, normalize=normalize, implementation=implementation)
-    _check(x, ids, weights, gate_up, down)
     launch = _launch(x, gate_up, down, implementation)
+    R, E = logits.shape
     if launch is None:
+        if router_bias is not None:
+            logits = logits + router_bias.astype(jnp.float32)
+        weights, ids = route(logits, top_k, normalize=normalize)
+        _check(x, ids, weights, gate_up, down)
         values = reference.moe(x, ids, weights, gate_up, down, limit).astype(jnp.float32)
-        own = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+        own = jnp.arange(R, dtype=jnp.int32)[None]
         return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
-    values, rows = _kernels(x, ids, gate_up, down, limit, launch)
-    return Mixture(values, weights, rows)
+    from pallas_kernels.moe import mosaic_route  # a slow import that plain CPU use spares
+
+    config = _config(R, E, top_k)
+    if mosaic_route.MOST_ROWS < R:
+        weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)
+        work = make_worklist(ids[:, :R].T, E, config.tokens, config.shared)
+        values = _experts(x, work, gate_up, down, limit, config, launch)
+        return Mixture(values, weights[:, :R], work.slots.T)
+    items = most_items(R, E, top_k, config.tokens, config.shared)
+    weights, slots, experts, num_items = mosaic_route.route_and_plan(
+        logits,
+        router_bias,
+        top_k=top_k,
+        normalize=normalize,
+        tokens=config.tokens,
+        shared=config.shared,
+        items=items,
+        launch=launch,
+    )
+    if not config.shared:
+        x = mosaic_route.spread(x, slots, items * config.tokens, launch)
+    work = Worklist(experts, num_items, slots, None, items)
+    values = _experts(x, work, gate_up, down, limit, config, launch)
+    return Mixture(values, weights, slots)
 
 
 def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
@@ -144,18 +168,23 @@ def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
     return dispatch.resolve("moe", implementation, chips=CHIPS, refusal=refusal)
 
 
-def _kernels(x, ids, gate_up, down, limit, launch) -> tuple[jax.Array, jax.Array]:
-    """values [P, D] and rows [R, k] of a `Mixture`."""
+def _config(R: int, E: int, top_k: int):
     from pallas_kernels.moe import mosaic_sm90  # a slow import that plain CPU use spares
 
-    E = gate_up.values.shape[0]
-    config = mosaic_sm90.TuningConfig.choose(x.shape[0], E, ids.shape[1])
-    work = make_worklist(ids, E, config.tokens, config.shared)
+    return mosaic_sm90.TuningConfig.choose(R, E, top_k)
+
+
+def _experts(x, work: Worklist, gate_up, down, limit, config, launch) -> jax.Array:
+    """float32 [P, D] results of every item; x are all rows, or the items' own."""
+    from pallas_kernels.moe import mosaic_sm90
+
     if work.sources is not None:
         x = x[work.sources]
-    items = (work.experts, work.num_items)
+    elif (R := x.shape[0]) > 8 and R % 8:  # tiles of 8 rows, unless there is only one
+        x = jnp.pad(x, ((0, -R % 8), (0, 0)))
+    items = (work.experts, work.num_items, work.items)
     inner = mosaic_sm90.gate_up(x, gate_up, *items, limit, config, launch)
-    return mosaic_sm90.down(inner, down, *items, config, launch), work.slots
+    return mosaic_sm90.down(inner, down, *items, config, launch)
 
 
 def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None:

@@ -58,6 +58,7 @@ def _grouped(
     experts: jax.Array,
     num_items: jax.Array,
     *,
+    items: int,
     parts: int,
     tokens: int,
     shared: bool,
@@ -72,7 +73,8 @@ def _grouped(
     Args:
       x: [rows, K] bfloat16; item i takes rows i * tokens on, or the first ones if `shared`.
       weight: values [E, parts, N, K].
-      experts: [items] int32; num_items: [1] int32.
+      experts: int32, of `items` and perhaps more; num_items: int32, in its first entry.
+      items: the most there can be.
       parts: weights multiplied together, 2 for gate and up.
       finish: of `parts` float32 [ROWS, tokens] makes one.
     """
@@ -82,7 +84,6 @@ def _grouped(
     num_steps = pl.cdiv(K, STEP)
     stages = min(stages, num_steps)
     row_tiles = pl.cdiv(N, ROWS)
-    items = experts.shape[0]
 
     def body(*refs, w_s, x_s, out_s, ready):
         x, experts, num_items, w, *inputs, out = refs
@@ -161,6 +162,7 @@ def gate_up(
     weight: ExpertWeights,
     experts: jax.Array,
     num_items: jax.Array,
+    items: int,
     limit: float | None,
     config: TuningConfig,
     launch: Launch,
@@ -171,6 +173,7 @@ def gate_up(
         weight,
         experts,
         num_items,
+        items=items,
         parts=2,
         tokens=config.tokens,
         shared=config.shared,
@@ -187,6 +190,7 @@ def down(
     weight: ExpertWeights,
     experts: jax.Array,
     num_items: jax.Array,
+    items: int,
     config: TuningConfig,
     launch: Launch,
 ) -> jax.Array:
@@ -197,6 +201,7 @@ def down(
         with_part,
         experts,
         num_items,
+        items=items,
         parts=1,
         tokens=config.tokens,
         shared=False,

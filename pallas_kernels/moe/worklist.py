@@ -10,17 +10,19 @@ class Worklist(NamedTuple):
     """Items in ascending order of expert; item i owns rows i * tokens .. of the buffers.
 
     Attributes:
-      experts: [items] int32, meaningless from `num_items` on.
-      num_items: [1] int32.
+      experts: int32, meaningless from `num_items` on.
+      num_items: int32, in its first entry.
       slots: [R, k] int32: the buffers' row that holds row r's result of its j-th expert.
       sources: [items * tokens] int32: the row of x that each row of the buffers takes; None when
         every item takes the same rows.
+      items: the most there can be, known beforehand.
     """
 
     experts: jax.Array
     num_items: jax.Array
     slots: jax.Array
     sources: jax.Array | None
+    items: int
 
 
 def most_items(R: int, E: int, top_k: int, tokens: int, shared: bool) -> int:
@@ -44,10 +46,10 @@ def make_worklist(ids: jax.Array, E: int, tokens: int, shared: bool) -> Worklist
     experts = jnp.minimum((ends <= items[:, None]).sum(1), E - 1).astype(jnp.int32)
     row = jnp.arange(R)[:, None]
     if shared:
-        return Worklist(experts, ends[-1:], first[ids] + row, None)
+        return Worklist(experts, ends[-1:], first[ids] + row, None, items.size)
     rank = jnp.cumsum(hit, axis=0) - hit  # rows before this one that chose the expert
     slots = first[ids] + jnp.take_along_axis(rank, ids, axis=1)
     sources = (
         jnp.zeros(items.size * tokens, jnp.int32).at[slots].set(jnp.broadcast_to(row, ids.shape))
     )
-    return Worklist(experts, ends[-1:], slots, sources)
+    return Worklist(experts, ends[-1:], slots, sources, items.size)

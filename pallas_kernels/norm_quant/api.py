@@ -52,14 +52,15 @@ def add_rms_norm(
     """Adds `delta` to the residual stream, and norms the sum for whatever reads it next.
 
     `delta` may come in parts, as a product that was split along the axis it sums over leaves them, or
-    as a row's experts do: `sum_s weights[..., s] * delta[s]`, in float32 and by ascending s.
+    as a row's experts do: `sum_s weights[s, r] * delta[rows[s, r]]`, in float32 and by ascending s.
 
     Args:
       h: [..., D].
       delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `rows` a buffer [P, D].
       scale: [D].
-      weights: float32 [..., S], for parts only; None weighs all of them by 1.
-      rows: int32 [..., S]: part s of a row is `delta[rows[..., s]]`; comes with weights.
+      rows: int32 [S, R'], R' not below the number of rows of h: part s of row r is
+        `delta[rows[s, r]]`.
+      weights: float32 [S, R'], with rows and only with them.
     Returns:
       `h + delta`, and `rms_norm` of it; both [..., D] in `h.dtype`. The sum is rounded once, before
       it is normed. A row's bits do not depend on the rows beside it.
@@ -74,11 +75,7 @@ def add_rms_norm(
     from pallas_kernels.norm_quant import mosaic_gpu  # slow to import
 
     D = h.shape[-1]
-    if weights is not None:
-        weights = weights.reshape(-1, weights.shape[-1])
-    if rows is not None:
-        rows = rows.reshape(weights.shape)
-    else:
+    if rows is None:
         delta = delta.reshape(1 if delta.ndim == h.ndim else delta.shape[0], -1, D)
     added, normed = mosaic_gpu.add_rms_norm(
         h.reshape(-1, D), delta, scale, weights, rows, eps=eps, launch=launch
@@ -92,6 +89,8 @@ def _check(h, delta, scale, weights, rows) -> None:
     if rows is not None:
         _check_rows(h, delta, weights, rows)
         return
+    if weights is not None:
+        raise ValueError("weights come with rows")
     parts = delta.ndim == h.ndim + 1
     if (delta.shape[1:] if parts else delta.shape) != h.shape:
         raise ValueError(f"{delta.shape=} must be {h.shape=}, or that after a number of parts")
@@ -99,22 +98,14 @@ def _check(h, delta, scale, weights, rows) -> None:
         raise ValueError(
             f"{delta.shape=} has {delta.shape[0]} parts; at most {MAX_PARTS} are added"
         )
-    if weights is None:
-        return
-    if not parts:
-        raise ValueError(f"weights are for parts [S, ..., D]; {delta.shape=} has none")
-    wanted = (*h.shape[:-1], delta.shape[0])
-    if weights.shape != wanted or weights.dtype != jnp.float32:
-        raise ValueError(f"{weights.shape=} {weights.dtype} must be {wanted} float32")
 
 
 def _check_rows(h, delta, weights, rows) -> None:
     if delta.ndim != 2 or delta.shape[1] != h.shape[-1]:
-        raise ValueError(
-            f"{delta.shape=} must be a buffer [P, {h.shape[-1]}] for rows to point into"
-        )
-    if rows.shape[:-1] != h.shape[:-1] or not 1 <= rows.shape[-1] <= MAX_PARTS:
-        raise ValueError(f"{rows.shape=} must be {h.shape[:-1]} and 1 to {MAX_PARTS} parts")
+        raise ValueError(f"{delta.shape=} must be a buffer [P, {h.shape[-1]}] that rows point into")
+    R = h.size // h.shape[-1]
+    if rows.ndim != 2 or not 1 <= rows.shape[0] <= MAX_PARTS or rows.shape[1] < R:
+        raise ValueError(f"{rows.shape=} must be 1 to {MAX_PARTS} parts of at least {R} rows")
     if rows.dtype != jnp.int32:
         raise ValueError(f"rows are int32: {rows.dtype=}")
     if weights is None or weights.shape != rows.shape or weights.dtype != jnp.float32:

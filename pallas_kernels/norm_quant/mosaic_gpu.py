@@ -68,16 +68,16 @@ def add_rms_norm(
     eps: float,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """h [R, D], parts [S, R, D], scale [D], weights [R, S] -> sum [R, D], normed [R, D].
+    """h [R, D], parts [S, R, D], scale [D] -> sum [R, D], normed [R, D].
 
-    With sources [R, S] parts are the rows of a buffer [P, D] that they name.
+    With sources [S, R'] parts are the rows of a buffer [P, D] that they name, times weights [S, R'].
     """
     return _launch(h, parts, weights, sources, scale, eps, launch)
 
 
 def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tuple[jax.Array, ...]:
     R, D = h.shape
-    S = 0 if parts is None else parts.shape[0] if sources is None else sources.shape[1]
+    S = 0 if parts is None else parts.shape[0] if sources is None else sources.shape[0]
     tiles = D // _TILE
     config = tuning(tiles)
     shape = (config.strip, _TILE)
@@ -87,8 +87,8 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
     def norm_row(
         h_gmem,  # [R, tiles, 64]
         parts_gmem,  # [S * R or P, tiles, 64] or None
-        weights_gmem,  # [R, S] or None
-        sources_gmem,  # [R, S] or None
+        weights_gmem,  # [S, R'] or None
+        sources_gmem,  # [S, R'] or None
         scale_gmem,  # [tiles, 64]
         outs_gmem,  # [R, tiles, 64]: the sum if there is one, and the norm
         sums_smem,  # [groups]
@@ -99,10 +99,10 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         strips = [pl.ds(lax.min(begin, tiles - config.strip), config.strip) for begin in begins]
         rows = [load(h_gmem.at[r, strip]) for strip in strips]
         if S:
-            part = lambda s: s * R + r if sources is None else sources_gmem[r, s]
+            part = lambda s: s * R + r if sources is None else sources_gmem[s, r]
             places = [part(s) for s in range(S)]
             deltas = [[load(parts_gmem.at[place, at]) for place in places] for at in strips]
-            shares = None if weights is None else [weights_gmem[r, s] for s in range(S)]
+            shares = None if weights is None else [weights_gmem[s, r] for s in range(S)]
         scales = [load(scale_gmem.at[strip]) for strip in strips]
         if S:
             rows = [_added(x, delta, shares) for x, delta in zip(rows, deltas, strict=True)]

@@ -19,18 +19,18 @@ def add_rms_norm(
     rows: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     if rows is not None:
-        delta = jnp.stack([delta[rows[..., s]] for s in range(rows.shape[-1])])
-    h = (h.astype(jnp.float32) + _total(h, delta, weights)).astype(h.dtype)
+        R = h.size // h.shape[-1]
+        delta = delta[rows[:, :R]].astype(jnp.float32) * weights[:, :R, None]
+        delta = delta.reshape(-1, *h.shape)
+    h = (h.astype(jnp.float32) + _total(h, delta)).astype(h.dtype)
     return h, rms_norm(h, scale, eps)
 
 
-def _total(h: jax.Array, delta: jax.Array, weights: jax.Array | None) -> jax.Array:
+def _total(h: jax.Array, delta: jax.Array) -> jax.Array:
     """float32 [..., D]; parts one by one in order, for a reduction may sum them in any."""
     if delta.ndim == h.ndim:
         return delta.astype(jnp.float32)
     parts = [part.astype(jnp.float32) for part in delta]
-    if weights is not None:
-        parts = [part * weights[..., s, None] for s, part in enumerate(parts)]
     total = parts[0]
     for part in parts[1:]:
         total = total + part

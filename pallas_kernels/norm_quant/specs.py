@@ -51,8 +51,8 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
     if spec.weighted:
         buffer = jax.ShapeDtypeStruct((S * R, D), jnp.float32)
-        shares = jax.ShapeDtypeStruct((R, S), jnp.float32)
-        sources = jax.ShapeDtypeStruct((R, S), jnp.int32)
+        shares = jax.ShapeDtypeStruct((S, R), jnp.float32)
+        sources = jax.ShapeDtypeStruct((S, R), jnp.int32)
         add = lambda h, buffer, scale, weights, rows: api.add_rms_norm(
             h, buffer, scale, weights=weights, rows=rows, **common
         )

@@ -49,7 +49,7 @@ class MoE(nnx.Module):
         bias = self.router.bias
         mixed = mixture(
             rows,
-            self.router.parts(rows),
+            self.router.whole(rows),
             self.gate_up.arrays(),
             self.down.arrays(),
             router_bias=None if bias is None else bias[...],
@@ -57,8 +57,7 @@ class MoE(nnx.Module):
             normalize=experts.normalize,
             limit=self.config.swiglu_limit,
         )
-        per_row = lambda leaf: leaf.reshape(*x.shape[:-1], -1)
-        return Delta(mixed.values, per_row(mixed.weights), per_row(mixed.rows))
+        return Delta(*mixed)
 
 
 def moe_layer(config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> DecoderLayer:

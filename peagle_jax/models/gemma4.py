@@ -33,7 +33,7 @@ class Gemma4Layer(nnx.Module):
         """As `layers.DecoderLayer`; the scalar comes last, so nothing is left to be added."""
         entered, x = self.input_norm.after(h, delta)
         out, cache = self.attention(x, angles, cache, attend)
-        h = entered + self.post_attention_norm(out.total().astype(h.dtype))
+        h = entered + self.post_attention_norm(out.added_to(jnp.zeros_like(x)))
         out = self.mlp(self.pre_mlp_norm(h))
-        h = h + self.post_mlp_norm(out.total().astype(h.dtype))
+        h = h + self.post_mlp_norm(out.added_to(jnp.zeros_like(h)))
         return entered, h * self.layer_scalar[...], None, cache

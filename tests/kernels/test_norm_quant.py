@@ -1,6 +1,7 @@
 """Norms and residual sums: the kernel in Mosaic's interpreter against the reference."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,22 @@ def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
 
 
 def operands(S: int, *shape: int, dtype=jnp.bfloat16) -> tuple[jax.Array, ...]:
-    """h, delta [S, ...], scale [D], weights [..., S]"""
-    weights = jax.nn.softmax(normal(3, *shape[:-1], S))
+    """h, delta [S, ...], scale [D], weights [S, rows of h]"""
+    weights = jax.nn.softmax(normal(3, S, math.prod(shape[:-1])), axis=0)
     return (
         normal(0, *shape, dtype=dtype),
         normal(1, S, *shape),
         normal(2, shape[-1], dtype=dtype),
         weights,
     )
+
+
+def in_buffer(delta: jax.Array, weights: jax.Array, order: int = 7) -> dict:
+    """Parts as rows of one buffer, in an order of no meaning, for `add_rms_norm`."""
+    S, R = weights.shape
+    place = jax.random.permutation(jax.random.key(order), S * R)
+    buffer = jnp.zeros((S * R, delta.shape[-1])).at[place].set(delta.reshape(S * R, -1))
+    return dict(delta=buffer, rows=place.reshape(S, R).astype(jnp.int32), weights=weights)
 
 
 def exact_norm(x, scale) -> np.ndarray:
@@ -44,11 +53,10 @@ def assert_close(found: jax.Array, wanted: np.ndarray, step: float):
 @pytest.mark.parametrize("S", [1, 3, 32])
 def test_the_reference_computes_as_in_float64(S, weighted, dtype, step):
     h, delta, scale, weights = operands(S, 2, 5, 96, dtype=dtype)
-    share = np.asarray(weights, np.float64) if weighted else np.ones((2, 5, S))
-    total = np.einsum("sbtd,bts->btd", np.asarray(delta, np.float64), share)
-    added, normed = add_rms_norm(
-        h, delta, scale, eps=EPS, weights=weights if weighted else None, implementation="reference"
-    )
+    share = np.asarray(weights, np.float64) if weighted else np.ones((S, 10))
+    total = np.einsum("sbtd,sbt->btd", np.asarray(delta, np.float64), share.reshape(S, 2, 5))
+    parts = in_buffer(delta, weights) if weighted else dict(delta=delta)
+    added, normed = add_rms_norm(h, scale=scale, eps=EPS, implementation="reference", **parts)
     assert added.dtype == normed.dtype == dtype
     assert_close(added, np.asarray(h, np.float64) + total, step)
     assert_close(normed, exact_norm(added, scale), step)  # of the sum as rounded
@@ -108,8 +116,8 @@ def test_the_kernel_is_the_reference(D, S, dtype):
 @pytest.mark.usefixtures("race_free")
 def test_the_kernel_takes_leading_axes_weights_and_a_plain_delta():
     h, delta, scale, weights = operands(3, 2, 2, 320)
-    found = kernel(h, delta, scale, weights=weights)
-    assert_same(found, definition(h, delta, scale, weights=weights), h.dtype)
+    found = kernel(h, scale=scale, **in_buffer(delta, weights))
+    assert_same(found, definition(h, scale=scale, **in_buffer(delta, weights)), h.dtype)
     assert_same(kernel(h, delta[0], scale), definition(h, delta[0], scale), h.dtype)
     half = delta[0].astype(jnp.bfloat16)
     assert_same(kernel(h, half, scale), definition(h, half, scale), h.dtype)
@@ -126,9 +134,9 @@ def test_the_kernel_norms_without_a_sum():
 def test_a_row_has_the_same_bits_in_any_company(implementation):
     run = jax.jit(functools.partial(add_rms_norm, eps=EPS, implementation=implementation))
     h, delta, scale, weights = operands(2, 5, 320)
-    whole = run(h, delta, scale, weights=weights)
+    whole = run(h, scale=scale, **in_buffer(delta, weights))
     for part in (slice(0, 1), slice(2, 5)):
-        alone = run(h[part], delta[:, part], scale, weights=weights[part])
+        alone = run(h[part], scale=scale, **in_buffer(delta[:, part], weights[:, part], 8))
         for one, all_rows in zip(alone, whole, strict=True):
             assert np.array_equal(one, all_rows[part])
 
@@ -140,9 +148,7 @@ def test_a_row_has_the_same_bits_in_any_company(implementation):
         (dict(delta=jnp.zeros((33, 4, 64))), "at most 32"),
         (dict(delta=jnp.zeros((0, 4, 64))), "0 parts"),
         (dict(scale=jnp.zeros(63)), "scale.shape="),
-        (dict(weights=jnp.zeros((4, 3))), "weights.shape="),
-        (dict(weights=jnp.zeros((4, 2), jnp.bfloat16)), "float32"),
-        (dict(delta=jnp.zeros((4, 64)), weights=jnp.zeros((4, 1))), "has none"),
+        (dict(weights=jnp.zeros((2, 4))), "come with rows"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, said):
@@ -167,27 +173,16 @@ def test_the_kernel_says_what_it_cannot_do(shape, dtype, why):
     assert rms_norm(x, jnp.ones(shape[-1]), eps=EPS).shape == shape
 
 
-@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
-def test_parts_may_be_rows_of_a_buffer(implementation):
-    h, _, scale, weights = operands(3, 5, 320)
-    buffer = normal(4, 11, 320)
-    rows = jax.random.randint(jax.random.key(5), (5, 3), 0, 11)
-    common = dict(eps=EPS, weights=weights, implementation=implementation)
-    found = add_rms_norm(h, buffer, scale, rows=rows, **common)
-    wanted = add_rms_norm(h, jnp.moveaxis(buffer[rows], 1, 0), scale, **common)
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_rows_must_fit():
     h, delta, scale, weights = operands(3, 5, 320)
-    rows = jnp.zeros((5, 3), jnp.int32)
-    for bad in (
-        dict(rows=rows, weights=weights[:4]),
-        dict(rows=rows[:4], weights=weights),
-        dict(rows=rows),
+    fits = in_buffer(delta, weights)
+    for bad, said in (
+        (dict(weights=weights[:2]), "weights of their shape"),
+        (dict(weights=weights.astype(jnp.bfloat16)), "float32 weights"),
+        (dict(weights=None), "come with float32 weights"),
+        (dict(rows=fits["rows"][:, :4]), "at least 5 rows"),
+        (dict(rows=fits["rows"].astype(jnp.float32)), "int32"),
+        (dict(delta=delta), "buffer"),
     ):
-        with pytest.raises(ValueError, match="rows"):
-            add_rms_norm(h, delta[0], scale, eps=EPS, **bad)
-    with pytest.raises(ValueError, match="buffer"):
-        add_rms_norm(h, delta, scale, eps=EPS, rows=rows, weights=weights)
+        with pytest.raises(ValueError, match=said):
+            add_rms_norm(h, scale=scale, eps=EPS, **fits | bad)
