@@ -141,17 +141,19 @@ def _kernel(plan: _Plan, interpret):
             for half, x in zip(halves, both, strict=True):
                 ref[(*index, half)] = x.astype(jnp.bfloat16)
 
-        def write(pages, both, head):
+        def destination():
+            """Page and slot of the row, and whether it has one."""
             position = positions[b, t]
             column = lax.div(position, plan.Z)
             column = lax.rem(column, plan.W) if plan.ring else column
             page = table[b, jnp.minimum(column, plan.W - 1)]
             # Page 0 of a table that is no ring is there to be written to in vain.
             real = True if plan.ring else (column < plan.W) & (page != 0)
+            return page, lax.rem(position, plan.Z), real
 
-            @pl.when(real)
-            def _():
-                store(pages, (page, lax.rem(position, plan.Z), pl.ds(head, G)), both)
+        def write(pages, to, head, both):
+            page, slot, real = to
+            pl.when(real)(lambda: store(pages, (page, slot, pl.ds(head, G)), both))
 
         @pl.when(first < plan.N)
         def _():
@@ -161,19 +163,20 @@ def _kernel(plan: _Plan, interpret):
 
         @pl.when((first >= plan.N) & (first < plan.N + plan.K))
         def _():
-            raw = projected()
+            to, raw = destination(), projected()
             x = normed(raw, norms[1]) if plan.has_norms else raw
-            write(k_pages, rotated(x), first - plan.N)
+            write(k_pages, to, first - plan.N, rotated(x))
             if plan.shared_kv:
-                write(v_pages, normed(raw, None) if plan.value_norm else raw, first - plan.N)
+                value = normed(raw, None) if plan.value_norm else raw
+                write(v_pages, to, first - plan.N, value)
 
         if not plan.shared_kv:
 
             @pl.when(first >= plan.N + plan.K)
             def _():
-                x = projected()
+                to, x = destination(), projected()
                 x = normed(x, None) if plan.value_norm else x
-                write(v_pages, x, first - plan.N - plan.K)
+                write(v_pages, to, first - plan.N - plan.K, x)
 
     num_heads = plan.N + (1 if plan.shared_kv else 2) * plan.K
     return plgpu.kernel(
@@ -181,6 +184,10 @@ def _kernel(plan: _Plan, interpret):
         out_type=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.H), jnp.bfloat16),
         grid=(plan.B, plan.T, num_heads // G),
         grid_names=("batch", "row", "block"),
+        # Nothing lies in shared memory, and nothing is both read and written.
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
         interpret=interpret,
         kernel_name="rope_write",
     )

@@ -160,8 +160,8 @@ def choose_config(
     blocks = B * kv_heads * pl.cdiv(T, queries)
     splits = _max_splits(256, table_size, window, queries)
     walks = min(splits, pl.cdiv(2 * device.num_sms, blocks))
-    # Storing and merging splits costs a kernel: worth it only if a walk is long and SMs are idle.
-    if splits <= 2 or blocks >= device.num_sms or not _can_store_splits(G, H):
+    # Storing and merging splits costs a kernel: worth it only if walks are long and SMs are idle.
+    if splits <= 2 or 4 * blocks >= 3 * device.num_sms or not _can_store_splits(G, H):
         walks = 1
     return TuningConfig(key_block, 256, stages, walks)
 
@@ -584,7 +584,10 @@ def _merge_kernel(plan: _Plan, interpret):
         out_type=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N * plan.H), jnp.bfloat16),
         grid=(plan.B, plan.T, plan.N // heads),
         grid_names=("batch", "query", "pack"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Nothing lies in shared memory, and nothing is both read and written.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
         interpret=interpret,
         kernel_name="verify_attention_merge",
     )
