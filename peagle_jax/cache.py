@@ -7,13 +7,13 @@ and positions past a page table are written there and never read by a real row.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_write.api import write_kv
+from pallas_kernels.rope_write.api import Form, rope_write
 from pallas_kernels.verify_attention.api import verify_attention
 from peagle_jax.config import AttentionConfig, EngineConfig
 
@@ -52,7 +52,7 @@ def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """`layers.Attend` over pages and rings: writes the new rows, then attends causally by position.
+    """`layers.CachedAttend` over pages and rings: writes the new rows, then attends causally by position.
 
     Writing comes first so that rows of one call see each other; a stale row of a rejected draft is
     overwritten by the round that reaches its position before any query may see it.
@@ -62,17 +62,44 @@ class PagedAttention:
     slots: jax.Array  # [B]
     positions: jax.Array  # [B, T]
 
-    def __call__(
-        self, q, k, v, cache: LayerCache, *, window: int | None, scale=None, sinks=None
+    def write(
+        self, parts, cache: LayerCache, *, angles, form: Form, norms, bias
     ) -> tuple[jax.Array, LayerCache]:
-        ring = isinstance(cache, RingCache)
-        table, shape = self.page_table, cache.k.shape
-        if ring:
-            S, R = shape[:2]
-            table = self.slots[:, None] * R + jnp.arange(R)
-            cache = RingCache(*(x.reshape(S * R, *shape[2:]) for x in cache))
-        where = dict(page_table=table, positions=self.positions)
-        pages = write_kv(cache.k, cache.v, k, v, **where, ring=ring)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out = verify_attention(q, *pages, **where, scale=scale, window=window, sinks=sinks)
-        return out, type(cache)(*(x.reshape(shape) for x in pages))
+        """q [B, T, N, H] of the new rows, and the cache with their keys and values."""
+        table, ring = self._table(cache)
+        q, *pages = rope_write(
+            parts,
+            *_as_pages(cache),
+            angles=angles,
+            page_table=table,
+            positions=self.positions,
+            form=replace(form, ring=ring),
+            norms=norms,
+            bias=bias,
+        )
+        return q, type(cache)(*(x.reshape(cache.k.shape) for x in pages))
+
+    def read(
+        self, q, cache: LayerCache, *, window: int | None, scale=None, sinks=None
+    ) -> jax.Array:
+        return verify_attention(
+            q,
+            *_as_pages(cache),
+            page_table=self._table(cache)[0],
+            positions=self.positions,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            window=window,
+            sinks=sinks,
+        )
+
+    def _table(self, cache: LayerCache) -> tuple[jax.Array, bool]:
+        """Pages of each sequence [B, W], and whether they are a ring."""
+        if isinstance(cache, PageCache):
+            return self.page_table, False
+        R = cache.k.shape[1]
+        return self.slots[:, None] * R + jnp.arange(R, dtype=jnp.int32), True
+
+
+def _as_pages(cache: LayerCache) -> list[jax.Array]:
+    """Keys and values as [P, Z, K, H], rings one after the other."""
+    return [x.reshape(-1, *x.shape[-3:]) for x in cache]

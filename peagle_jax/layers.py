@@ -1,13 +1,14 @@
 """Building blocks shared by targets and drafter: Linear, RMSNorm, rope, Attention, GatedMLP, Embed.
 
-A block never owns a cache. `Attention` receives `attend`, a function that puts its fresh keys and
-values somewhere and attends: over pages when serving (`cache.PagedAttention`), densely when training.
+A block never owns a cache. `Attention` receives `attend`, which puts its fresh keys and values
+somewhere and attends: over pages when serving (`cache.PagedAttention`), densely when training.
+Blocks hand on what they add to the residual stream as a `Delta`: the next norm adds it.
 Axis letters are those of docs/architecture.md.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,26 @@ from flax import nnx
 
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.norm_quant.api import add_rms_norm, rms_norm
+from pallas_kernels.rope_write.api import Form
 from peagle_jax.config import AttentionConfig, Llama3Scaling, RopeConfig, YarnScaling
 
 Attend = Callable[..., tuple[jax.Array, Any]]
 """`attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache, window=...) -> (out [B,T,N,H], cache)`; with
 `scale=` (default H ** -0.5) and `sinks=` [N] for the families that have them."""
+
+
+@runtime_checkable
+class CachedAttend(Protocol):
+    """Attention over a cache that finishes the projection itself, as `rope_write` does in one pass."""
+
+    def write(
+        self, parts: jax.Array, cache, *, angles, form: Form, norms, bias
+    ) -> tuple[jax.Array, Any]:
+        """Arguments as of `rope_write`: (q [B,T,N,H], cache)."""
+
+    def read(self, q: jax.Array, cache, *, window: int | None, scale=None, sinks=None) -> jax.Array:
+        """[B,T,N,H]."""
+
 
 INIT_STD = 0.02
 
@@ -206,6 +222,20 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, angles, cache, attend: Attend):
         """x [B, T, inputs] -> (a delta [B, T, outputs], cache)."""
         config = self.config
+        # Only what a family has is passed on: most ways to attend know neither.
+        special = {} if config.scale is None else {"scale": config.scale}
+        if self.sinks is not None:
+            special["sinks"] = self.sinks[...]
+        if isinstance(attend, CachedAttend):
+            q, cache = self._write(x, angles, cache, attend)
+            out = attend.read(q, cache, window=config.window, **special)
+        else:
+            out, cache = attend(*self._heads(x, angles), cache, window=config.window, **special)
+        return self.out.delta(out.reshape(*x.shape[:-1], -1)), cache
+
+    def _heads(self, x: jax.Array, angles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, T, N, H], k and v [B, T, K, H] as they are attended with."""
+        config = self.config
         N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
         heads = self.qkv(x).reshape(*x.shape[:-1], -1, H)
         q, k = heads[..., :N, :], heads[..., N : N + K, :]
@@ -214,13 +244,21 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if config.value_norm:
             v = rms_norm(v, jnp.ones(H, v.dtype), eps=self.eps)
-        q, k = apply_rope(q, angles), apply_rope(k, angles)
-        # Only what a family has is passed on: most ways to attend know neither.
-        special = {} if config.scale is None else {"scale": config.scale}
-        if self.sinks is not None:
-            special["sinks"] = self.sinks[...]
-        out, cache = attend(q, k, v, cache, window=config.window, **special)
-        return self.out.delta(out.reshape(*x.shape[:-1], N * H)), cache
+        return apply_rope(q, angles), apply_rope(k, angles), v
+
+    def _write(self, x: jax.Array, angles, cache, attend: "CachedAttend"):
+        """The same as `_heads`, with k and v put into the cache on their way: (q, cache)."""
+        config = self.config
+        form = Form(
+            num_heads=config.num_heads,
+            eps=self.eps,
+            shared_kv=config.shared_kv,
+            value_norm=config.value_norm,
+        )
+        norms = None if self.q_norm is None else (self.q_norm.weight[...], self.k_norm.weight[...])
+        bias = None if self.qkv.bias is None else self.qkv.bias[...]
+        parts = self.qkv.parts(x)
+        return attend.write(parts, cache, angles=angles, form=form, norms=norms, bias=bias)
 
 
 class GatedMLP(nnx.Module):

@@ -40,7 +40,7 @@ class TuningConfig:
     def choose(cls, R: int, N: int, K: int, num_sms: int) -> "TuningConfig":
         tokens = next(t for t in (8, 16, 32, 64) if t >= R or t == 64)
         if N <= 256:  # a router: one block reads the result, and would wait for every part of it
-            return cls(tokens, 1, False, 8)
+            return cls(tokens, 1, False, stages=8 if tokens <= 16 else 5)
         tiles, steps = pl.cdiv(N, ROWS), pl.cdiv(K, STEP)
         # Up to four blocks an SM: more partial sums would cost what shorter loops save.
         per_chunk = next(
