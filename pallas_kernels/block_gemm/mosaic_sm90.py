@@ -6,6 +6,7 @@ leaves a partial sum. Many tokens: a block adds the same partial sums itself, in
 give the same bits, and the consumer of several partial sums adds them as it reads them.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -51,6 +52,7 @@ class TuningConfig:
         return cls(tokens, chunks, split, stages=4 if tokens <= 32 else 3)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "launch"))
 def product(
     x: jax.Array,  # [R, K] bfloat16
     values: jax.Array,  # [N, K]

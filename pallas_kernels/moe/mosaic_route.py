@@ -6,6 +6,8 @@ ones, which tensor cores take exactly: ranks of rows within an expert are a tria
 choices, first items of experts are the number of items times another.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -121,6 +123,7 @@ def _fill_triangles(sums_s, before_s, E: int, width: int) -> None:
             )
 
 
+@functools.partial(jax.jit, static_argnames=("top_k", "normalize", "launch"))
 def route(
     logits: jax.Array,  # [R, E] float32
     bias: jax.Array | None,  # [E]
@@ -189,6 +192,7 @@ def _softmax(logits, bias, logits_s, loaded, block, *, top_k: int, normalize: bo
     return powers, ids, _halves(sums)
 
 
+@functools.partial(jax.jit, static_argnames=("top_k", "normalize", "tokens", "shared", "items", "launch"))
 def route_and_plan(
     logits: jax.Array,  # [R, E] float32, R <= MOST_ROWS
     bias: jax.Array | None,  # [E]
@@ -302,6 +306,7 @@ def route_and_plan(
     )(logits, *([] if bias is None else [bias]))
 
 
+@functools.partial(jax.jit, static_argnames=("size", "launch"))
 def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> jax.Array:
     """Copies row r of x [R, D] to rows `slots[:, r]` of a buffer [size, D]; its other rows are undefined."""
     R, D = x.shape

@@ -5,6 +5,7 @@ expert's weight and one item, so an expert's weight streams from memory once and
 do not exist return at once.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -157,6 +158,7 @@ def _grouped(
     return kernel(x, experts, num_items, weight.values, *extra)
 
 
+@functools.partial(jax.jit, static_argnames=("items", "limit", "config", "launch"))
 def gate_up(
     x: jax.Array,
     weight: ExpertWeights,
@@ -185,6 +187,7 @@ def gate_up(
     )
 
 
+@functools.partial(jax.jit, static_argnames=("items", "config", "launch"))
 def down(
     x: jax.Array,
     weight: ExpertWeights,

@@ -6,6 +6,7 @@ are issued before anything is stored, because eight rows are a matter of latency
 row is summed follows from its width alone, so its bits do not depend on the rows beside it.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -52,12 +53,14 @@ def tuning(tiles: int) -> TuningConfig:
     return TuningConfig(strip, 1, needed)
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "launch"))
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, launch: Launch) -> jax.Array:
     """x [R, D], scale [D] -> [R, D]."""
     (normed,) = _launch(x, None, None, None, scale, eps, launch)
     return normed
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "launch"))
 def add_rms_norm(
     h: jax.Array,
     parts: jax.Array,

@@ -8,6 +8,7 @@ head dim alone, so its bits do not depend on the rows and heads beside it.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -91,6 +92,7 @@ def rope_write(
     return q, k_ref[...], v_ref[...]
 
 
+@functools.cache
 def _kernel(plan: _Plan, interpret):
     """(parts, cos, sin, table, positions[, q_norm, k_norm][, bias], k_pages, v_pages) -> q."""
     G, layout = plan.heads, plan.layout
@@ -179,17 +181,19 @@ def _kernel(plan: _Plan, interpret):
                 write(v_pages, to, first - plan.N - plan.K, x)
 
     num_heads = plan.N + (1 if plan.shared_kv else 2) * plan.K
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.H), jnp.bfloat16),
-        grid=(plan.B, plan.T, num_heads // G),
-        grid_names=("batch", "row", "block"),
-        # Nothing lies in shared memory, and nothing is both read and written.
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        interpret=interpret,
-        kernel_name="rope_write",
+    return jax.jit(
+        plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.H), jnp.bfloat16),
+            grid=(plan.B, plan.T, num_heads // G),
+            grid_names=("batch", "row", "block"),
+            # Nothing lies in shared memory, and nothing is both read and written.
+            compiler_params=plgpu.CompilerParams(
+                unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
+            interpret=interpret,
+            kernel_name="rope_write",
+        )
     )
 
 

@@ -171,6 +171,7 @@ def _can_store_splits(group: int, head_dim: int) -> bool:
     return head_dim % 128 == 0 or group % (128 // head_dim) == 0
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window", "launch", "config"))
 def verify_attention(
     q: jax.Array,  # [B, T, N, H]
     k_pages: jax.Array,  # [P, Z, K, H]
