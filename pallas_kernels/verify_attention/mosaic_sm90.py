@@ -29,9 +29,8 @@ from pallas_kernels.dispatch import Launch
 
 _ROWS = 64  # of one wgmma
 _MASKED = -1e30
-_NOTHING = (
-    -1e29
-)  # best of no key at all: above _MASKED, so that exp2(_MASKED - _NOTHING) is exactly 0
+# Best of no key at all: above _MASKED, so that exp2(_MASKED - _NOTHING) is exactly 0.
+_NOTHING = -1e29
 _LOG2E = math.log2(math.e)
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
@@ -290,15 +289,14 @@ def _walk_kernel(plan: _Plan, interpret):
         def fetch(item, pages):
             slot = lax.rem(item, stages)
             within = lax.rem(block_of(item) * key_block, plan.Z) if key_block < plan.Z else 0
+            rows = pl.ds(within, plan.copy_keys)
             for j, page in enumerate(pages):
                 keys = pl.ds(j * plan.copy_keys, plan.copy_keys)
-                rows = pl.ds(within, plan.copy_keys)
                 plgpu.copy_gmem_to_smem(
                     k_pages.at[page, rows, kv], k_s.at[slot, keys], k_ready.at[slot]
                 )
             for j, page in enumerate(pages):
                 keys = pl.ds(j * plan.copy_keys, plan.copy_keys)
-                rows = pl.ds(within, plan.copy_keys)
                 for g in range(groups):
                     plgpu.copy_gmem_to_smem(
                         v_pages.at[page, rows, kv, pl.ds((share * groups + g) * columns, columns)],
