@@ -10,11 +10,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
+from pallas_kernels.weight_tiles import swizzled
 
 ROWS = 64
 """Rows of one warpgroup."""
@@ -32,9 +34,9 @@ def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_LAYOUT)
 
 
-def _wide(column: jax.Array, E: int) -> jax.Array:
-    """[ROWS] -> [ROWS, E]."""
-    return lax.broadcast_in_dim(column, (ROWS, E), (0,))
+def _wide(column: jax.Array) -> jax.Array:
+    """[ROWS] -> [ROWS, _WIDTH]."""
+    return lax.broadcast_in_dim(column, (ROWS, _WIDTH), (0,))
 
 
 def _halves(terms: list) -> jax.Array:
@@ -46,34 +48,40 @@ def _halves(terms: list) -> jax.Array:
     return terms[0]
 
 
-def _choose(parts: list, top_k: int) -> tuple[list, list]:
-    """The largest logits of 64 rows and their ids, each a list of [ROWS]; ties to the lower id.
+def _choose(parts: list, top_k: int, values_s, ids_s) -> list:
+    """Stores the largest logits of 64 rows and their ids, each [k, ROWS]; ties to the lower id.
 
-    `parts` are the logits of `_WIDTH` experts after the other: smaller arrays need fewer registers.
+    `parts` are the logits of `_WIDTH` experts after the other: smaller arrays need fewer registers. They
+    come back with -inf where an expert was chosen. The rounds are a loop, for code that runs once is
+    fetched more slowly than it runs.
     """
-    width = parts[0].shape[1]
-    E = width * len(parts)
-    values, ids = [], []
-    for _ in range(top_k):
+    E = _WIDTH * len(parts)
+
+    def choose(j, parts):
         best = _largest([jnp.max(part, axis=1) for part in parts])
         # The lowest id is the largest of E - id.
         ties = [
-            jnp.max(jnp.where(part == _wide(best, width), E - _experts(i, width), 0), axis=1)
+            jnp.max(jnp.where(part == _wide(best), E - _experts(i), 0), axis=1)
             for i, part in enumerate(parts)
         ]
         chosen = E - _largest(ties)
-        parts = [
-            jnp.where(_experts(i, width) == _wide(chosen, width), -jnp.inf, part)
-            for i, part in enumerate(parts)
+        values_s[j] = best
+        ids_s[j] = chosen
+        return [
+            jnp.where(_experts(i) == _wide(chosen), -jnp.inf, part) for i, part in enumerate(parts)
         ]
-        values.append(best)
-        ids.append(chosen)
-    return values, ids
+
+    return lax.fori_loop(0, top_k, choose, parts)
 
 
-def _experts(part: int, width: int) -> jax.Array:
-    """Ids of the experts of a part [ROWS, width]."""
-    return _iota((ROWS, width), 1) + part * width
+def _column(ref, j) -> jax.Array:
+    """Row j of a shared array [k, ROWS] as a number for each of 64 rows."""
+    return plgpu.load(ref.at[j], layout=_LAYOUT.reduce(1), optimized=False)
+
+
+def _experts(part: int) -> jax.Array:
+    """Ids of the experts of a part [ROWS, _WIDTH]."""
+    return _iota((ROWS, _WIDTH), 1) + part * _WIDTH
 
 
 def _largest(terms: list) -> jax.Array:
@@ -83,8 +91,8 @@ def _largest(terms: list) -> jax.Array:
     return largest
 
 
-def _product(pairs: list, columns: int) -> jax.Array:
-    """Sum of left [ROWS, n] times right [n, columns], whole numbers in shared memory: exact float32."""
+def _product(pairs: list) -> jax.Array:
+    """Sum of left [ROWS, n] times right [n, _WIDTH], whole numbers in shared memory: exact float32."""
 
     def multiply(acc):
         for left, right in pairs:
@@ -92,35 +100,12 @@ def _product(pairs: list, columns: int) -> jax.Array:
         plgpu.wgmma_wait(0)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, columns), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, _WIDTH), jnp.float32))
 
 
 def _operand(*shape: int):
     """Shared memory for a bfloat16 matrix that tensor cores read."""
-    width = min(64, shape[-1])
-    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
-
-
-def _any(expert: jax.Array, ids: list) -> jax.Array:
-    """Where expert [ROWS, n] is one of its row's ids."""
-    hit = expert == _wide(ids[0], expert.shape[1])
-    for other in ids[1:]:
-        hit = hit | (expert == _wide(other, expert.shape[1]))
-    return hit
-
-
-def _fill_triangles(sums_s, before_s, E: int, width: int) -> None:
-    """sums_s [3, ROWS, ROWS]: ones, ones below the diagonal, zeros. before_s [E, E]: ones above it."""
-    row, column = _iota((ROWS, ROWS), 0), _iota((ROWS, ROWS), 1)
-    for which, mask in ((_ALL, row >= 0), (_BELOW, column < row), (_NONE, row < 0)):
-        sums_s[which] = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
-    for start in range(0, E, ROWS):  # with fewer than 64 experts rows past them stay unread
-        for left in range(0, E, width):
-            part = _iota((ROWS, width), 0) + start < _iota((ROWS, width), 1) + left
-            before_s[pl.ds(start, ROWS), pl.ds(left, width)] = jnp.where(part, 1.0, 0.0).astype(
-                jnp.bfloat16
-            )
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
 
 
 @functools.partial(jax.jit, static_argnames=("top_k", "normalize", "launch"))
@@ -135,64 +120,83 @@ def route(
     R, E = logits.shape
     blocks = pl.cdiv(R, ROWS)
 
-    def body(*refs, logits_s, loaded):
+    def body(*refs, logits_s, values_s, ids_s, loaded):
         logits, *bias, weights, ids = refs
         block = lax.axis_index("block")
         rows = pl.ds(block * ROWS, ROWS)
-        values, chosen, total = _softmax(
-            logits, bias, logits_s, loaded, block, top_k=top_k, normalize=normalize
-        )
+        parts = _load(logits, bias, logits_s, loaded, block)
+        _choose(parts, top_k, values_s, ids_s)
+        _store_weights(parts, top_k, normalize, values_s, weights, rows)
         for j in range(top_k):
-            weights[j, rows] = values[j] / total
-            ids[j, rows] = chosen[j]
+            ids[j, rows] = _column(ids_s, j)
 
     shape = (top_k, blocks * ROWS)
     return plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)),
         scratch_types=dict(
-            logits_s=plgpu.SMEM((ROWS, E), jnp.float32),
+            logits_s=plgpu.SMEM((ROWS, _padded(E)), jnp.float32),
+            values_s=plgpu.SMEM((top_k, ROWS), jnp.float32),
+            ids_s=plgpu.SMEM((top_k, ROWS), jnp.int32),
             loaded=plgpu.Barrier(),
         ),
         grid=(blocks,),
         grid_names=("block",),
         interpret=launch.interpret,
         kernel_name="moe_route",
-    )(logits, *([] if bias is None else [bias]))
+    )(logits, *_bias(bias))
+
+
+def _padded(E: int) -> int:
+    """Experts as registers hold them; those past E have a logit of -inf."""
+    return pl.cdiv(E, _WIDTH) * _WIDTH
+
+
+def _bias(bias: jax.Array | None) -> list[jax.Array]:
+    return [] if bias is None else [jnp.pad(bias, (0, _padded(bias.size) - bias.size))]
 
 
 def _staged(R: int, E: int) -> bool:
     """Whether logits go through shared memory rather than straight to registers."""
-    return bool(R % ROWS) or E < _WIDTH
+    return bool(R % ROWS or E % _WIDTH)
 
 
-def _softmax(logits, bias, logits_s, loaded, block, *, top_k: int, normalize: bool):
-    """Powers and ids of the chosen experts of 64 rows, and what the powers are divided by."""
+def _load(logits, bias, logits_s, loaded, block) -> list:
+    """The logits of 64 rows, `_WIDTH` experts after the other."""
     R, E = logits.shape
-    width = min(E, _WIDTH)
-    rows = pl.ds(block * ROWS, ROWS)
-    source = logits.at[rows]
-    if _staged(R, E):  # through shared memory, where rows that do not exist become zeros
+    source = logits.at[pl.ds(block * ROWS, ROWS), pl.ds(0, _padded(E))]
+    if _staged(R, E):  # rows and experts that do not exist become zeros
         plgpu.copy_gmem_to_smem(source, logits_s, loaded, oob_mode=plgpu.OOBFillMode.ZEROS)
         plgpu.barrier_wait(loaded)
         source = logits_s
     parts = []
-    for start in range(0, E, width):
-        part = plgpu.load(source.at[:, pl.ds(start, width)], layout=_LAYOUT, optimized=False)
+    for start in range(0, E, _WIDTH):
+        columns = pl.ds(start, _WIDTH)
+        part = plgpu.load(source.at[:, columns], layout=_LAYOUT, optimized=False)
         if bias:
-            row = bias[0].at[pl.ds(start, width)]
-            row = plgpu.load(row, layout=_LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
-            part = part + lax.broadcast_in_dim(row, (ROWS, width), (1,))
+            row = plgpu.load(bias[0].at[columns], layout=_LAYOUT.reduce(0), optimized=False)
+            part = part + lax.broadcast_in_dim(row.astype(jnp.float32), (ROWS, _WIDTH), (1,))
+        if start + _WIDTH > E:
+            part = jnp.where(_experts(start // _WIDTH) < E, part, -jnp.inf)
         parts.append(part)
-    values, ids = _choose(parts, top_k)
+    return parts
+
+
+def _store_weights(parts, top_k: int, normalize: bool, values_s, weights, rows) -> None:
+    values = [_column(values_s, j) for j in range(top_k)]
     powers = [jnp.exp(value - values[0]) for value in values]
     if normalize:
-        return powers, ids, _halves(powers)
-    sums = [jnp.sum(jnp.exp(part - _wide(values[0], width)), axis=1) for part in parts]
-    return powers, ids, _halves(sums)
+        total = _halves(powers)
+    else:
+        total = _halves([jnp.sum(jnp.exp(p - _wide(values[0])), axis=1) for p in parts])
+    for j in range(top_k):
+        weights[j, rows] = powers[j] / total
 
 
-@functools.partial(jax.jit, static_argnames=("top_k", "normalize", "tokens", "shared", "items", "launch"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("top_k", "normalize", "tokens", "shared", "items", "launch"),
+)
 def route_and_plan(
     logits: jax.Array,  # [R, E] float32, R <= MOST_ROWS
     bias: jax.Array | None,  # [E]
@@ -213,88 +217,112 @@ def route_and_plan(
     R, E = logits.shape
     groups = pl.cdiv(R, ROWS)
     item_tiles = pl.cdiv(items, ROWS)
+    padded_E = _padded(E)
+    columns = [pl.ds(start, _WIDTH) for start in range(0, E, _WIDTH)]
 
-    width = min(E, _WIDTH)
-    parts = [pl.ds(start, width) for start in range(0, E, width)]
-
-    def body(*refs, logits_s, hits_s, tiles_s, sums_s, before_s, loaded, stored):
-        logits, *bias, weights, slots, experts, num_items = refs
+    def body(
+        *refs,
+        logits_s,
+        values_s,
+        ids_s,
+        hits_s,
+        tiles_s,
+        sums_s,
+        before_s,
+        loaded,
+        constant,
+        stored,
+    ):
+        logits, sums, before, *bias, weights, slots, experts, num_items = refs
         g = lax.axis_index("group")
         rows = pl.ds(g * ROWS, ROWS)
+
+        @pl.when(g == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(sums, sums_s, constant)
+            plgpu.copy_gmem_to_smem(before, before_s, constant)
+
         own_logits_s = logits_s.at[g if _staged(R, E) else 0]
-        values, ids, total = _softmax(
-            logits, bias, own_logits_s, loaded.at[g], g, top_k=top_k, normalize=normalize
-        )
-        for j in range(top_k):
-            weights[j, rows] = values[j] / total
-        real = _iota((ROWS, width), 0) + g * ROWS < R
-        for part in parts:
-            hit = _any(_iota((ROWS, width), 1) + part.start, ids)
-            hits_s[g, :, part] = jnp.where(hit & real, 1.0, 0.0).astype(jnp.bfloat16)
-        pl.when(g == 0)(lambda: _fill_triangles(sums_s, before_s, E, width))
+        parts = _load(logits, bias, own_logits_s, loaded.at[g], g)
+        left = _choose(parts, top_k, values_s.at[g], ids_s.at[g])
+        real = _iota((ROWS, _WIDTH), 0) + g * ROWS < R
+        for i, (part, column) in enumerate(zip(left, columns, strict=True)):
+            hit = (part == -jnp.inf) & real & (_experts(i) < E)
+            hits_s[g, :, column] = jnp.where(hit, 1.0, 0.0).astype(jnp.bfloat16)
+        _store_weights(parts, top_k, normalize, values_s.at[g], weights, rows)
         plgpu.commit_smem()
         plgpu.barrier_arrive(stored)
         plgpu.barrier_wait(stored)
+        plgpu.barrier_wait(constant)
 
-        for part in parts:
-            all_rows = [(sums_s.at[_ALL], hits_s.at[other, :, part]) for other in range(groups)]
-            count = _product(all_rows, width)
+        for column in columns:
+            all_rows = [(sums_s.at[_ALL], hits_s.at[i, :, column]) for i in range(groups)]
+            count = _product(all_rows)
             if shared:
                 tiles = jnp.minimum(count, 1.0)
             else:
                 whole = count.astype(jnp.int32) + (tokens - 1)
-                tiles = lax.div(whole, jnp.full_like(whole, tokens)).astype(jnp.float32)
-            tiles_s[g, :, part] = tiles.astype(jnp.bfloat16)
+                tiles = (whole >> tokens.bit_length() - 1).astype(jnp.float32)
+            tiles_s[g, :, column] = tiles.astype(jnp.bfloat16)
         plgpu.commit_smem()
 
-        found = [jnp.zeros_like(i) for i in ids]
-        done = [jnp.zeros_like(ids[0]) for _ in range(item_tiles)]
-        for part in parts:
-            first = _product([(tiles_s.at[g], before_s.at[pl.ds(0, E), part])], width)
-            ends = (first + plgpu.load(tiles_s.at[g, :, part], layout=_LAYOUT)).astype(jnp.int32)
-            for tile in range(item_tiles):
-                over = ends <= _iota((ROWS, width), 0) + tile * ROWS
-                done[tile] = done[tile] + jnp.sum(jnp.where(over, 1, 0), axis=1)
+        ends, places = [], []
+        for column in columns:
+            first = _product([(tiles_s.at[g], before_s.at[:, column])])
+            tiles = plgpu.load(tiles_s.at[g, :, column], layout=_LAYOUT)
+            ends.append((first + tiles).astype(jnp.int32))
             if shared:
-                rank = _iota((ROWS, width), 0).astype(jnp.float32)
+                rank = _iota((ROWS, _WIDTH), 0).astype(jnp.float32)
             else:
-                which = lambda other: jnp.where(
-                    other < g, _ALL, jnp.where(other == g, _BELOW, _NONE)
-                )
-                earlier = [
-                    (sums_s.at[which(other)], hits_s.at[other, :, part]) for other in range(groups)
-                ]
-                rank = _product(earlier, width)
-            place = (first * tokens + rank).astype(jnp.int32)
-            expert = _iota((ROWS, width), 1) + part.start
-            for j in range(top_k):
-                here = jnp.where(expert == _wide(ids[j], width), place, 0)
-                found[j] = found[j] + jnp.sum(here, axis=1)
-        for j in range(top_k):
-            slots[j, rows] = found[j]
+                which = lambda i: jnp.where(i < g, _ALL, jnp.where(i == g, _BELOW, _NONE))
+                earlier = [(sums_s.at[which(i)], hits_s.at[i, :, column]) for i in range(groups)]
+                rank = _product(earlier)
+            places.append((first * tokens + rank).astype(jnp.int32))
+
+        def store_slots(j, _):
+            chosen = _wide(_column(ids_s.at[g], j))
+            here = [
+                jnp.sum(jnp.where(_experts(i) == chosen, place, 0), axis=1)
+                for i, place in enumerate(places)
+            ]
+            slots[j, rows] = _halves(here)
+            return 0
+
+        lax.fori_loop(0, top_k, store_slots, 0)
 
         @pl.when(g == 0)
         def _():
-            for tile in range(item_tiles):
-                experts[pl.ds(tile * ROWS, ROWS)] = jnp.minimum(done[tile], E - 1)
-            num_items[...] = jnp.max(ends, axis=1)
+            num_items[...] = _largest([jnp.max(end, axis=1) for end in ends])
 
-    padded = (top_k, groups * ROWS)
+            def store_experts(tile, _):
+                item = _iota((ROWS, _WIDTH), 0) + tile * ROWS
+                done = _halves([jnp.sum(jnp.where(end <= item, 1, 0), axis=1) for end in ends])
+                experts[pl.ds(tile * ROWS, ROWS)] = jnp.minimum(done, E - 1)
+                return 0
+
+            lax.fori_loop(0, item_tiles, store_experts, 0)
+
+    per_row = (top_k, groups * ROWS)
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct(padded, jnp.float32),
-            jax.ShapeDtypeStruct(padded, jnp.int32),
+            jax.ShapeDtypeStruct(per_row, jnp.float32),
+            jax.ShapeDtypeStruct(per_row, jnp.int32),
             jax.ShapeDtypeStruct((item_tiles * ROWS,), jnp.int32),
             jax.ShapeDtypeStruct((ROWS,), jnp.int32),
         ),
         scratch_types=dict(
-            logits_s=plgpu.SMEM((groups if _staged(R, E) else 1, ROWS, E), jnp.float32),
-            hits_s=_operand(groups, ROWS, E),
-            tiles_s=_operand(groups, ROWS, E),
+            logits_s=plgpu.SMEM(
+                (groups, ROWS, padded_E) if _staged(R, E) else (1, 1, E), jnp.float32
+            ),
+            values_s=plgpu.SMEM((groups, top_k, ROWS), jnp.float32),
+            ids_s=plgpu.SMEM((groups, top_k, ROWS), jnp.int32),
+            hits_s=_operand(groups, ROWS, padded_E),
+            tiles_s=_operand(groups, ROWS, padded_E),
             sums_s=_operand(3, ROWS, ROWS),
-            before_s=_operand(max(E, ROWS), E),
+            before_s=_operand(padded_E, padded_E),
             loaded=plgpu.Barrier(num_barriers=groups),
+            constant=plgpu.Barrier(num_arrivals=2),
             stored=plgpu.Barrier(num_arrivals=groups),
         ),
         grid=(1,),
@@ -303,7 +331,14 @@ def route_and_plan(
         thread_name="group",
         interpret=launch.interpret,
         kernel_name="moe_route_and_plan",
-    )(logits, *([] if bias is None else [bias]))
+    )(logits, *_triangles(padded_E), *_bias(bias))
+
+
+def _triangles(E: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ones, ones below the diagonal, zeros [3, ROWS, ROWS]; ones above the diagonal [E, E]."""
+    ones = np.ones((ROWS, ROWS))
+    sums = np.stack([ones, np.tril(ones, -1), 0 * ones])
+    return sums.astype(jnp.bfloat16), np.triu(np.ones((E, E)), 1).astype(jnp.bfloat16)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "launch"))
