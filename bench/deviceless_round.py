@@ -75,15 +75,17 @@ def compile_round(args, mesh, dump: Path) -> Round:
         max_model_len=args.max_model_len,
         dtype="bfloat16",
     )
-    head_config = dataclasses.replace(chosen.head("peagle"), num_layers=args.head_layers)
+    head_config, drafter, taps = None, None, ()
     target = jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))
-    drafter = jax.eval_shape(
-        lambda: make_drafter(random_head(head_config, dtype="bfloat16"), args.k, "argmax")
-    )
+    if args.k:  # K = 0 is plain decoding
+        head_config = dataclasses.replace(chosen.head("peagle"), num_layers=args.head_layers)
+        drafter = jax.eval_shape(
+            lambda: make_drafter(random_head(head_config, dtype="bfloat16"), args.k, "argmax")
+        )
+        taps = head_config.taps or chosen.target.default_taps
     state = jax.eval_shape(lambda: step.init_state(chosen.target, head_config, config))
     plan = device_decode_plan(DecodePlan.build([], args.concurrency, config))
     weights, structure = jax.tree.flatten((target, drafter))
-    taps = head_config.taps or chosen.target.default_taps
 
     def decode_round(weights, state, plan):
         target, drafter = jax.tree.unflatten(structure, weights)

@@ -44,7 +44,14 @@ def random_target(config: TargetConfig, form: Format, *, dtype: str, seed: int =
     """
     model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
     narrow = INIT_STD / math.sqrt(2 * config.num_layers)
-    spread = lambda path: narrow if path[-2] in ("out", "down") else INIT_STD
+
+    def spread(path: Path) -> float:
+        if path[-2] == "embed" and not config.tie_embeddings:
+            # Rows of one sequence see nearly the same keys; what tells them apart, and sends them to
+            # different experts, is their token.
+            return 1.0
+        return narrow if path[-2] in ("out", "down") else INIT_STD
+
     _fill(model, form, spread, seed)
     return model
 
