@@ -78,13 +78,18 @@ def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
     form = kind(values, scale)
     if form == "plain" and values.dtype != jnp.bfloat16:
         return f"plain weights are bfloat16 there, not {values.dtype}"
-    if form == "mxfp4":
-        return "mxfp4 is not unpacked there yet"
-    *_, N, K = values.shape
-    if form == "fp8" and scale.shape[-2:] != (-(-N // BLOCK), -(-K // BLOCK)):
-        return f"fp8 scales are those of {BLOCK}x{BLOCK} blocks there, not {scale.shape}"
-    if N % 8 or K * values.dtype.itemsize % 16:
-        return f"rows of tiles are copied in units of 16 bytes: [{N}, {K}] {values.dtype}"
+    *_, N, width = values.shape
+    if form == "fp8" and scale.shape[-2:] not in (
+        (-(-N // BLOCK), -(-width // BLOCK)),
+        (N, 1),
+    ):
+        return f"fp8 scales are those of {BLOCK}x{BLOCK} blocks or rows there, not {scale.shape}"
+    if form == "mxfp4" and N * scale.shape[-1] % 16:
+        return f"mxfp4 scales are copied in units of 16 bytes: {scale.shape}"
+    if form == "mxfp4" and width % 32:
+        return f"mxfp4 rows are multiples of 64 columns there: [{N}, {2 * width}]"
+    if N % 8 or width * values.dtype.itemsize % 16:
+        return f"rows of tiles are copied in units of 16 bytes: [{N}, {width}] {values.dtype}"
     return None
 
 

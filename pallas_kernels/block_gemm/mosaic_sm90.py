@@ -16,13 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
+from pallas_kernels.formats import BLOCK
 from pallas_kernels.weight_tiles import (
     ROWS,
     STEP,
+    TOTAL,
     Format,
-    activations,
     each_step,
+    fetch_scales,
     fetch_tile,
+    load_rows,
     store_tokens_first,
     zeros,
 )
@@ -55,8 +58,8 @@ class TuningConfig:
 @functools.partial(jax.jit, static_argnames=("config", "launch"))
 def product(
     x: jax.Array,  # [R, K] bfloat16
-    values: jax.Array,  # [N, K]
-    scale: jax.Array | None,  # [N / 128, K / 128]
+    values: jax.Array,  # [N, K], mxfp4 [N, K / 2]
+    scale: jax.Array | None,  # see formats.kernel_refusal
     config: TuningConfig,
     launch: Launch,
 ) -> jax.Array:
@@ -65,13 +68,14 @@ def product(
     N = values.shape[0]
     form = Format.of(values, scale)
     # Steps past K are zeros times zeros: tiles outside of an array are filled so.
-    per_chunk = pl.cdiv(pl.cdiv(K, STEP), config.chunks)
+    per_chunk = pl.cdiv(pl.cdiv(K, form.step), config.chunks)
     splits = config.chunks if config.split else 1
     num_steps = per_chunk * config.chunks // splits
     stages = min(config.stages, num_steps)
     tokens = config.tokens
+    x = form.arrange(x)
 
-    def body(*refs, w_s, x_s, out_s, ready):
+    def body(*refs, w_s, x_s, out_s, ready, scale_s=None, scales_ready=None):
         *inputs, out = refs
         x, w = inputs[:2]
         token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
@@ -79,25 +83,35 @@ def product(
         first = split * num_steps
 
         def fetch(i, slot):
-            columns = pl.ds((first + i) * STEP, STEP)
-            fetch_tile(w.at[rows, columns], w_s.at[slot], ready.at[slot])
+            stored = pl.ds((first + i) * form.width, form.width)
+            fetch_tile(w.at[rows, stored], w_s.at[slot, 0], ready.at[slot])
+            columns = pl.ds((first + i) * form.step, form.step)
             fetch_tile(x.at[here, columns], x_s.at[slot], ready.at[slot])
 
         def block_scale(i):
-            if form.kind != "fp8":
-                return jnp.float32(1)
-            column = jnp.minimum(first + i, pl.cdiv(K, STEP) - 1) if form.per_step else 0
-            return inputs[2][lax.div(row_tile * ROWS, STEP), column]
+            if not form.in_blocks:
+                return jnp.float32(TOTAL if form.staged else 1)
+            column = jnp.minimum(first + i, pl.cdiv(K, BLOCK) - 1)
+            return inputs[2][lax.div(row_tile * ROWS, BLOCK), column]
 
+        if form.staged:
+            fetch_scales(inputs[2], row_tile * ROWS, scale_s.at[0], scales_ready)
         for i in range(stages):
             fetch(i, i)
+        if form.staged:
+            plgpu.barrier_wait(scales_ready)
 
         def multiply(i, slot, carry):
             chunk, factor = carry
             upcoming = block_scale(i + 1)  # a step ahead: its latency hides behind this product
             plgpu.barrier_wait(ready.at[slot])
-            (part,) = form.products([w_s.at[slot]], x_s.at[slot], tokens, launch.interpret)
-            return chunk + (part if form.kind == "plain" else part * factor), upcoming
+            staged = [scale_s.at[0]] if form.staged else ()
+            tile = w_s.at[slot, 0]
+            (part,) = form.products(
+                [tile], x_s.at[slot], tokens, launch.interpret, staged, first + i
+            )
+            scaled = form.in_blocks or form.staged
+            return chunk + (part * factor if scaled else part), upcoming
 
         def add_chunk(c, carry):
             total, factor = carry
@@ -116,20 +130,21 @@ def product(
         total, _ = lax.fori_loop(
             0, config.chunks // splits, add_chunk, (zeros(tokens), block_scale(0))
         )
+        if form.per_row:
+            total = total * load_rows(inputs[2].at[rows, 0], tokens)
         store_tokens_first(out.at[split, here, rows], out_s, total)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((splits, R, N), jnp.float32),
         scratch_types=dict(
-            w_s=form.buffer(stages),
-            x_s=activations(stages, tokens),
             out_s=plgpu.SMEM((tokens, ROWS), jnp.float32),
-            ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            **form.scratch(stages, 1, tokens, K),
         ),
+        # The last axis is the fastest: blocks that share a tile of the weight run together.
         grid=(pl.cdiv(R, tokens), pl.cdiv(N, ROWS), splits),
         grid_names=("token", "row", "split"),
         interpret=launch.interpret,
         kernel_name="block_gemm",
     )
-    return kernel(x, values) if scale is None else kernel(x, values, scale)
+    return kernel(x, values) if scale is None else kernel(x, values, form.kernel_scale(scale))

@@ -183,8 +183,9 @@ def _experts(x, work: Worklist, gate_up, down, limit, config, launch) -> jax.Arr
     elif (R := x.shape[0]) > 8 and R % 8:  # tiles of 8 rows, unless there is only one
         x = jnp.pad(x, ((0, -R % 8), (0, 0)))
     items = (work.experts, work.num_items, work.items)
-    inner = mosaic_sm90.gate_up(x, gate_up, *items, limit, config, launch)
-    return mosaic_sm90.down(inner, down, *items, config, launch)
+    arranged = formats.kind(down.values, down.scale) == "mxfp4"
+    inner = mosaic_sm90.gate_up(x, gate_up, *items, limit, config, launch, arranged)
+    return mosaic_sm90.down(inner, down, *items, config, launch, arranged)
 
 
 def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None:

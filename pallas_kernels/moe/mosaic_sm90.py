@@ -15,14 +15,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
+from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
 from pallas_kernels.weight_tiles import (
     ROWS,
-    STEP,
+    TOTAL,
     Format,
-    activations,
     each_step,
+    fetch_scales,
     fetch_tile,
+    load_rows,
+    pad_rows,
     store_tokens_first,
     zeros,
 )
@@ -68,25 +71,28 @@ def _grouped(
     out_dtype: jnp.dtype,
     launch: Launch,
     name: str,
+    arranged: bool = False,
 ) -> jax.Array:
     """`finish(products)` of every item: [items * tokens, N] of `out_dtype`.
 
     Args:
-      x: [rows, K] bfloat16; item i takes rows i * tokens on, or the first ones if `shared`.
+      x: [rows, K] bfloat16, arranged as the weight's `Format` wants it; item i takes rows i * tokens
+        on, or the first ones if `shared`.
       weight: values [E, parts, N, K].
       experts: int32, of `items` and perhaps more; num_items: int32, in its first entry.
       items: the most there can be.
       parts: weights multiplied together, 2 for gate and up.
       finish: of `parts` float32 [ROWS, tokens] makes one.
+      arranged: columns of the result are in the order in which products with mxfp4 weights take them.
     """
     K = x.shape[1]
     N = weight.values.shape[-2]
     form = Format.of(weight.values, weight.scale)
-    num_steps = pl.cdiv(K, STEP)
+    num_steps = pl.cdiv(K, form.step)
     stages = min(stages, num_steps)
     row_tiles = pl.cdiv(N, ROWS)
 
-    def body(*refs, w_s, x_s, out_s, ready):
+    def body(*refs, w_s, x_s, out_s, ready, scale_s=None, scales_ready=None):
         x, experts, num_items, w, *inputs, out = refs
         scale = inputs.pop(0) if weight.scale is not None else None
         bias = inputs.pop(0) if weight.bias is not None else None
@@ -100,29 +106,35 @@ def _grouped(
             source = 0 if shared else item * tokens
 
             def fetch(i, slot):
-                columns = pl.ds(i * STEP, STEP)
+                stored = pl.ds(i * form.width, form.width)
                 for part in range(parts):
-                    fetch_tile(
-                        w.at[expert, part, rows, columns], w_s.at[slot, part], ready.at[slot]
-                    )
+                    fetch_tile(w.at[expert, part, rows, stored], w_s.at[slot, part], ready.at[slot])
+                columns = pl.ds(i * form.step, form.step)
                 fetch_tile(x.at[pl.ds(source, tokens), columns], x_s.at[slot], ready.at[slot])
 
             def block_scales(i):
-                if scale is None:
-                    return [jnp.float32(1)] * parts
-                at = (lax.div(row_tile * ROWS, STEP), jnp.minimum(i, num_steps - 1))
+                if not form.in_blocks:
+                    return [jnp.float32(TOTAL if form.staged else 1)] * parts
+                at = (lax.div(row_tile * ROWS, BLOCK), jnp.minimum(i, num_steps - 1))
                 return [scale[expert, part, *at] for part in range(parts)]
 
+            if form.staged:
+                for part in range(parts):
+                    row = (expert * parts + part) * N + row_tile * ROWS
+                    fetch_scales(scale, row, scale_s.at[part], scales_ready)
             for i in range(stages):
-                fetch(i, i)
+                fetch(jnp.int32(i), i)  # a Python number must not lie outside of the array
+            if form.staged:
+                plgpu.barrier_wait(scales_ready)
 
             def visit(i, slot, carry):
                 totals, factors = carry
                 upcoming = block_scales(i + 1)
                 plgpu.barrier_wait(ready.at[slot])
                 tiles = [w_s.at[slot, part] for part in range(parts)]
-                new = form.products(tiles, x_s.at[slot], tokens, launch.interpret)
-                if scale is not None:
+                staged = [scale_s.at[part] for part in range(parts)] if form.staged else ()
+                new = form.products(tiles, x_s.at[slot], tokens, launch.interpret, staged, i)
+                if form.in_blocks or form.staged:
                     new = [p * factor for p, factor in zip(new, factors, strict=True)]
                 return [t + p for t, p in zip(totals, new, strict=True)], upcoming
 
@@ -130,35 +142,34 @@ def _grouped(
             totals, _ = each_step(
                 0, num_steps, num_steps, stages, fetch, visit, carry, fence=form.unpacked
             )
-            if bias is not None:
-                for part in range(parts):
-                    one = plgpu.load(
-                        bias.at[expert, part, rows], layout=plgpu.Layout.WGMMA.reduce(1)
-                    )
-                    wide = lax.broadcast_in_dim(one.astype(jnp.float32), (ROWS, tokens), (0,))
-                    totals[part] = totals[part] + wide
+            for part in range(parts):
+                at = (expert, part, rows)
+                if form.per_row:
+                    totals[part] = totals[part] * load_rows(scale.at[*at, 0], tokens)
+                if bias is not None:
+                    totals[part] = totals[part] + load_rows(bias.at[*at], tokens)
             here = out.at[pl.ds(item * tokens, tokens), rows]
-            store_tokens_first(here, out_s, finish(*totals))
+            store_tokens_first(
+                here, out_s, finish(*totals), arranged=arranged, interpret=launch.interpret
+            )
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((items * tokens, N), out_dtype),
         scratch_types=dict(
-            w_s=form.buffer(stages, parts),
-            x_s=activations(stages, tokens),
             out_s=plgpu.SMEM((tokens, ROWS), out_dtype),
-            ready=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages),
+            **form.scratch(stages, parts, tokens, K),
         ),
         grid=(items * row_tiles,),
         grid_names=("block",),
         interpret=launch.interpret,
         kernel_name=name,
     )
-    extra = [a for a in (weight.scale, weight.bias) if a is not None]
+    extra = [a for a in (form.kernel_scale(weight.scale), pad_rows(weight.bias)) if a is not None]
     return kernel(x, experts, num_items, weight.values, *extra)
 
 
-@functools.partial(jax.jit, static_argnames=("items", "limit", "config", "launch"))
+@functools.partial(jax.jit, static_argnames=("items", "limit", "config", "launch", "arranged"))
 def gate_up(
     x: jax.Array,
     weight: ExpertWeights,
@@ -168,10 +179,14 @@ def gate_up(
     limit: float | None,
     config: TuningConfig,
     launch: Launch,
+    arranged: bool = False,
 ) -> jax.Array:
-    """`activation(gate(x), up(x))` of every item, bfloat16 [items * tokens, F]."""
+    """`activation(gate(x), up(x))` of every item, bfloat16 [items * tokens, F].
+
+    With `arranged` F is in the order that `down` takes with `arranged`; down's weight is mxfp4 then.
+    """
     return _grouped(
-        x,
+        Format.of(weight.values, weight.scale).arrange(x),
         weight,
         experts,
         num_items,
@@ -184,10 +199,11 @@ def gate_up(
         out_dtype=jnp.bfloat16,
         launch=launch,
         name="moe_gate_up",
+        arranged=arranged,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("items", "config", "launch"))
+@functools.partial(jax.jit, static_argnames=("items", "config", "launch", "arranged"))
 def down(
     x: jax.Array,
     weight: ExpertWeights,
@@ -196,8 +212,11 @@ def down(
     items: int,
     config: TuningConfig,
     launch: Launch,
+    arranged: bool = False,
 ) -> jax.Array:
-    """`down(x)` of every item, float32 [items * tokens, D]."""
+    """`down(x)` of every item, float32 [items * tokens, D]; see `gate_up` for `arranged`."""
+    if not arranged:
+        x = Format.of(weight.values, weight.scale).arrange(x)
     with_part = ExpertWeights(*(None if leaf is None else leaf[:, None] for leaf in weight))
     return _grouped(
         x,

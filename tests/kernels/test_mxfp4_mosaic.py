@@ -1,0 +1,143 @@
+"""Hopper kernels of mxfp4 and per-row fp8 weights, in Mosaic's interpreter, against the definitions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.block_gemm.api import linear
+from pallas_kernels.formats import dequantize, kernel_refusal
+from pallas_kernels.moe import reference
+from pallas_kernels.moe.api import ExpertWeights, moe
+
+KERNEL = "mosaic_gpu"
+
+
+def packed(*shape: int, seed: int = 0, low: int = 110, high: int = 131) -> tuple:
+    """Values and scales of mxfp4 weights `shape`: codes from low to high - 1."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+    return jnp.asarray(values), jnp.asarray(
+        rng.integers(low, high, (*shape[:-1], shape[-1] // 32), np.uint8)
+    )
+
+
+def per_row(*shape: int, seed: int = 0) -> tuple:
+    rng = np.random.default_rng(seed)
+    values = jnp.asarray(rng.normal(size=shape), jnp.float8_e4m3fn)
+    return values, jnp.asarray(rng.uniform(0.1, 2, (*shape[:-1], 1)), jnp.float32)
+
+
+def rows(R: int, K: int, seed: int = 3) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (R, K)).astype(jnp.bfloat16)
+
+
+def product(x, values, scale) -> tuple[np.ndarray, np.ndarray]:
+    """In float64, and the sum of sizes that bounds how far a float32 sum may be from it."""
+    weight = np.asarray(dequantize(values, scale, jnp.float32), np.float64).T
+    x = np.asarray(x, np.float64)
+    return x @ weight, np.abs(x) @ np.abs(weight)
+
+
+@pytest.mark.usefixtures("race_free")
+@pytest.mark.parametrize(("R", "N", "K"), [(8, 144, 320), (9, 64, 768), (1, 80, 64)])
+def test_mxfp4_products_are_exact_but_for_the_order_of_sums(R, N, K):
+    """K is no multiple of a step and N none of a tile, but for the second."""
+    values, scale = packed(N, K)
+    x = rows(R, K)
+    found = linear(x, values, scale=scale, out_dtype=jnp.float32, implementation=KERNEL)
+    wanted, size = product(x, values, scale)
+    assert np.all(np.abs(found - wanted) <= 1e-6 * size)
+
+
+@pytest.mark.usefixtures("race_free")
+def test_every_code_and_the_whole_documented_range_of_scales():
+    """A unit vector per column reads weights one by one."""
+    N, K = 128, 64
+    codes = np.random.default_rng(0).integers(0, 256, (N, K // 2), np.uint8)
+    scale = np.linspace(70, 192, 2 * N).astype(np.uint8).reshape(N, 2)  # lower: CPUs flush results
+    found = linear(
+        jnp.eye(K, dtype=jnp.bfloat16),
+        jnp.asarray(codes),
+        scale=jnp.asarray(scale),
+        out_dtype=jnp.float32,
+        implementation=KERNEL,
+    )
+    assert np.array_equal(found.T, dequantize(jnp.asarray(codes), jnp.asarray(scale), jnp.float32))
+
+
+@pytest.mark.usefixtures("race_free")
+def test_per_row_fp8():
+    values, scale = per_row(80, 144)
+    x = rows(9, 144)
+    found = linear(x, values, scale=scale, out_dtype=jnp.float32, implementation=KERNEL)
+    wanted, size = product(x, values, scale)
+    assert np.all(np.abs(found - wanted) <= 1e-6 * size)
+
+
+def experts(make, E: int, F: int, D: int, dtype=jnp.bfloat16) -> tuple:
+    rng = np.random.default_rng(5)
+    made = []
+    for seed, shape in enumerate([(E, 2, F, D), (E, D, F)]):
+        bias = jnp.asarray(rng.normal(size=shape[:-1]), dtype)
+        made.append(ExpertWeights(*make(*shape, seed=seed), bias))
+    return tuple(made)
+
+
+def routed(R: int, E: int, k: int = 2) -> tuple:
+    logits = jax.random.normal(jax.random.key(R), (R, E)) * 2
+    weights, ids = reference.route(logits, k, True)
+    return ids, weights
+
+
+def small(*shape: int, seed: int) -> tuple:
+    return packed(*shape, seed=seed, low=118, high=124)
+
+
+@pytest.mark.usefixtures("race_free")
+@pytest.mark.parametrize(
+    ("make", "R", "F", "D"), [(small, 3, 128, 320), (small, 17, 64, 64), (per_row, 3, 64, 128)]
+)
+def test_experts_with_bias_and_limit(make, R, F, D):
+    """17 rows are sorted by expert; D of 320 is a step and a quarter."""
+    E, x = 3, rows(R, D)
+    both, routing = experts(make, E, F, D), routed(R, E)
+    found = moe(x, *routing, *both, limit=1.5, implementation=KERNEL)
+    wanted = reference.moe(x, *routing, *both, 1.5)
+    found, wanted = (np.asarray(y, np.float32) for y in (found, wanted))
+    assert np.allclose(found, wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
+
+
+@pytest.mark.usefixtures("race_free")
+def test_rows_do_not_depend_on_their_company():
+    E, F, D, R = 2, 64, 64, 17
+    x, (ids, shares), both = rows(R, D), routed(R, E), experts(small, E, F, D)
+    run = lambda part: moe(
+        x[part], ids[part], shares[part], *both, limit=7.0, implementation=KERNEL
+    )
+    whole = np.asarray(run(slice(None)), np.float32)
+    for part in (slice(0, 1), slice(16, 17)):
+        assert np.array_equal(np.asarray(run(part), np.float32), whole[part])
+
+
+@pytest.mark.usefixtures("race_free")
+def test_mixed_formats():
+    """Plain gates and ups write the order that mxfp4's down wants, and the other way round."""
+    E, F, D = 2, 64, 64
+    plain = lambda *shape, seed: (rows(int(np.prod(shape[:-1])), shape[-1]).reshape(shape), None)
+    x, routing = rows(2, D), routed(2, E)
+    for first, second in ((plain, small), (small, plain)):
+        both = experts(first, E, F, D)[0], experts(second, E, F, D)[1]
+        found = moe(x, *routing, *both, limit=7.0, implementation=KERNEL)
+        wanted = np.asarray(reference.moe(x, *routing, *both, 7.0), np.float32)
+        assert np.allclose(found, wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
+
+
+def test_what_kernels_read_is_said():
+    values, scale = packed(64, 192)
+    assert kernel_refusal(values, scale) is None
+    assert kernel_refusal(*per_row(64, 128)) is None
+    assert "16 bytes" in kernel_refusal(*packed(36, 64))
+    assert "64 columns" in kernel_refusal(*packed(64, 96))
+    values, scale = per_row(256, 256)
+    assert "blocks or rows" in kernel_refusal(values, jnp.ones((256, 2), jnp.float32))
