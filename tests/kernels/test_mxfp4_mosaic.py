@@ -141,3 +141,32 @@ def test_what_kernels_read_is_said():
     assert "64 columns" in kernel_refusal(*packed(64, 96))
     values, scale = per_row(256, 256)
     assert "blocks or rows" in kernel_refusal(values, jnp.ones((256, 2), jnp.float32))
+
+
+def registers(x: np.ndarray, layout) -> np.ndarray:
+    """[registers, warps, lanes, vector]: who holds what of x, by Mosaic's definition of its layouts."""
+    for tile in layout.tiling.tiles:
+        outer = x.shape[: x.ndim - len(tile)]
+        pairs = [(size // t, t) for size, t in zip(x.shape[len(outer) :], tile, strict=True)]
+        x = x.reshape(*outer, *(n for pair in pairs for n in pair))
+        at, end = len(outer), x.ndim
+        x = x.transpose(*range(at), *range(at, end, 2), *range(at + 1, end, 2))
+    threads = [*layout.warp_dims, *layout.lane_dims, layout.vector_dim]
+    x = np.moveaxis(x, threads, range(-len(threads), 0))
+    return x.reshape(-1, 4, 32, x.shape[-1])
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_threads_hold_the_columns_that_they_are_to_multiply(half):
+    """What no interpreter sees: which numbers the unpacked registers stand for."""
+    from jax.experimental.mosaic import gpu as mgpu
+
+    from pallas_kernels.weight_tiles_mxfp4 import STEP, arrange
+
+    numbers = np.arange(64 * STEP).reshape(64, STEP)  # of the weights of a tile
+    wanted = np.asarray(arrange(jnp.asarray(numbers)))[:, half * 128 : half * 128 + 128]
+    wanted = registers(wanted, mgpu.WGMMA_LAYOUT)
+    first = registers(numbers[:, ::2], mgpu.WGMMA_LAYOUT_8BIT)  # of each byte
+    nibbles = np.stack([first, first + 1], axis=-1).reshape(-1, 2, 4, 32, 8)
+    found = np.stack([nibbles[..., i::4] for i in range(4)], axis=1)[4 * half : 4 * half + 4]
+    assert np.array_equal(found.reshape(wanted.shape), wanted)
