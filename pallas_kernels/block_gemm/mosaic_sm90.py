@@ -44,11 +44,11 @@ class TuningConfig:
     def choose(cls, R: int, N: int, K: int, num_sms: int) -> "TuningConfig":
         tokens = next(t for t in (8, 16, 32, 64) if t >= R or t == 64)
         if N <= 256:  # a router: one block reads the result, and would wait for every part of it
-            return cls(tokens, 1, False, stages=8 if tokens <= 16 else 5)
+            return cls(8 if R <= 128 else 32, 1, False, stages=8)
         tiles, steps = pl.cdiv(N, ROWS), pl.cdiv(K, STEP)
-        # Up to four blocks an SM: more partial sums would cost what shorter loops save.
+        # Up to two blocks an SM: more partial sums would cost what shorter loops save.
         per_chunk = next(
-            n for n in range(1, steps + 1) if n == steps or pl.cdiv(steps, n) * tiles <= 4 * num_sms
+            n for n in range(1, steps + 1) if n == steps or pl.cdiv(steps, n) * tiles <= 2 * num_sms
         )
         chunks = pl.cdiv(steps, per_chunk)
         split = chunks > 1 and pl.cdiv(R, tokens) * tiles < num_sms
@@ -142,8 +142,8 @@ def product(
             **form.scratch(stages, 1, tokens, K),
         ),
         # The last axis is the fastest: blocks that share a tile of the weight run together.
-        grid=(pl.cdiv(R, tokens), pl.cdiv(N, ROWS), splits),
-        grid_names=("token", "row", "split"),
+        grid=(pl.cdiv(N, ROWS), pl.cdiv(R, tokens), splits),
+        grid_names=("row", "token", "split"),
         interpret=launch.interpret,
         kernel_name="block_gemm",
     )

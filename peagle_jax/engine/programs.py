@@ -2,6 +2,10 @@
 
 Each is compiled ahead of time for its exact shapes, so a running engine cannot recompile: a call
 either finds its program or, before warm-up, compiles it once.
+
+A round reads and writes the same addresses every time: its plan is copied into arrays that stay, its
+output overwrites that of the round before, and what the host reads is a copy. On a GPU a round is one
+CUDA graph of hundreds of kernels; were an address new, the driver would be told about each of them.
 """
 
 import threading
@@ -11,6 +15,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
@@ -52,18 +57,21 @@ class Programs:
         self._weights, structure = jax.tree.flatten((target, drafter))
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
 
-        def jitted(function: Callable):
-            def run(weights, state, plan):
-                target, drafter = jax.tree.unflatten(structure, weights)
-                return function(target, drafter, state, plan, **static)
+        # The state is donated: caches are updated in place.
+        @partial(jax.jit, donate_argnums=1)
+        def prefill(weights, state, plan):
+            target, drafter = jax.tree.unflatten(structure, weights)
+            return step.prefill(target, drafter, state, plan, **static)
 
-            run.__name__ = function.__name__
-            # The state is donated: caches are updated in place.
-            return jax.jit(run, donate_argnums=1)
+        # So is the output of the round before, which nothing reads.
+        @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True)
+        def speculative_step(weights, state, plan, previous):
+            target, drafter = jax.tree.unflatten(structure, weights)
+            return step.speculative_step(target, drafter, state, plan, **static)
 
-        self._prefill = jitted(step.prefill)
-        self._round = jitted(step.speculative_step)
+        self._prefill, self._round = prefill, speculative_step
         self._compiled: dict[object, Callable] = {}
+        self._resident: dict[int, _Resident] = {}
         self._lock = threading.Lock()
 
     @property
@@ -77,14 +85,30 @@ class Programs:
 
     def round(self, state: step.State, plan: host.DecodePlan):
         """Dispatches one round; `state` is consumed."""
-        arrays = device_decode_plan(plan)
-        program = self._get(len(plan.slots), self._round, state, arrays)
-        return program(self._weights, state, arrays)
+        size = len(plan.slots)
+        resident = self._resident.get(size)
+        if resident is None:
+            resident = self._resident[size] = _Resident(plan, self._blank_output(size))
+        resident.update(plan)
+        operands = (state, resident.plan, resident.output)
+        program = self._get(size, self._round, *operands)
+        state, resident.output = program(self._weights, *operands)
+        return state, _copied(resident.output)
 
-    def _get(self, key, function, state, plan) -> Callable:
+    def _blank_output(self, size: int) -> step.StepOutput:
+        """An output of a round over `size` slots that no round has made."""
+        T, n = self._config.num_draft + 1, self._config.max_logprobs
+        return step.StepOutput(
+            packed=jnp.zeros((size, T + 1), jnp.int32),
+            logprobs=jnp.zeros((size, T), jnp.float32),
+            top_ids=jnp.zeros((size, T, n), jnp.int32),
+            top_logprobs=jnp.zeros((size, T, n), jnp.float32),
+        )
+
+    def _get(self, key, function, *operands) -> Callable:
         program = self._compiled.get(key)
         if program is None:
-            program = function.lower(*jax.tree.map(_spec, (self._weights, state, plan))).compile()
+            program = function.lower(*jax.tree.map(_spec, (self._weights, *operands))).compile()
             with self._lock:
                 program = self._compiled.setdefault(key, program)
         return program
@@ -95,11 +119,38 @@ class Programs:
         jobs = [partial(self._get, "prefill", self._prefill, state, device_prefill_plan(idle))]
         for size in self._config.batch_buckets:
             arrays = device_decode_plan(host.DecodePlan.build([], size, self._config))
-            jobs.append(partial(self._get, size, self._round, state, arrays))
+            blank = jax.eval_shape(partial(self._blank_output, size))
+            jobs.append(partial(self._get, size, self._round, state, arrays, blank))
         with ThreadPoolExecutor(max_workers=4) as pool:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
                 on_compiled()
+
+
+class _Resident:
+    """What stays on the device for the rounds over one number of slots."""
+
+    def __init__(self, plan: host.DecodePlan, output: step.StepOutput):
+        self.output = output
+        self._known = device_decode_plan(plan)
+        self.plan = jax.tree.map(jnp.array, self._known)  # copies: they will be written to
+
+    def update(self, plan: host.DecodePlan) -> None:
+        """Makes `plan` the one on the device."""
+        new = device_decode_plan(plan)
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(self._known), strict=True)
+        if not all(np.array_equal(a, b) for a, b in pairs):
+            self.plan, self._known = _overwritten(self.plan, new), new
+
+
+@partial(jax.jit, donate_argnums=0)
+def _overwritten(old, new):
+    return jax.tree.map(lambda o, n: o.at[...].set(n), old, new)
+
+
+@jax.jit
+def _copied(tree):
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _spec(leaf) -> jax.ShapeDtypeStruct:
