@@ -1,0 +1,299 @@
+"""Hopper kernels of a mixture of experts in Mosaic's interpreter: routing, worklist, grouped products."""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.formats import BLOCK, dequantize
+from pallas_kernels.moe import mosaic_route, mosaic_sm90, reference
+from pallas_kernels.moe.api import ExpertWeights, Mixture, mixture, moe
+from pallas_kernels.moe.mosaic_sm90 import TuningConfig
+from pallas_kernels.moe.worklist import make_worklist, most_items
+
+race_free = pytest.mark.usefixtures("race_free")
+LIMIT = 1.5
+"""Low enough to clamp some gates and ups."""
+
+
+four_threads = pytest.mark.skipif(
+    int(os.environ.get("NPROC", os.cpu_count())) < 4,
+    reason="the interpreter blocks one of XLA's threads for each warpgroup that waits; there are three",
+)
+
+
+def launch() -> dispatch.Launch:
+    return dispatch.resolve("moe", "mosaic_gpu", chips=(90,))
+
+
+def logits_of(R: int, E: int, *, ties: bool = False) -> jax.Array:
+    """float32 [R, E]; with ties few whole numbers, so that most rows have some."""
+    logits = 2 * jax.random.normal(jax.random.key(R + E), (R, E))
+    return jnp.round(logits) if ties else logits
+
+
+def bias_of(E: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (E,)).astype(jnp.bfloat16)
+
+
+def by_definition(logits, bias, k, normalize) -> tuple[np.ndarray, np.ndarray]:
+    logits = logits if bias is None else logits + bias.astype(jnp.float32)
+    return tuple(map(np.asarray, reference.route(logits, k, normalize)))
+
+
+def plan(logits, bias, k: int, *, normalize=True, config: TuningConfig | None = None):
+    """What `route_and_plan` makes for `mixture`."""
+    R, E = logits.shape
+    config = config or TuningConfig.choose(R, E, k)
+    cut = dict(tokens=config.tokens, shared=config.shared)
+    return mosaic_route.route_and_plan(
+        logits, bias, top_k=k, normalize=normalize, items=most_items(R, E, k, **cut),
+        launch=launch(), **cut,
+    )  # fmt: skip
+
+
+def assert_weights(found: jax.Array, wanted: np.ndarray):
+    """[k, R'] as [R, k], to a few units in the last place; sums are taken in another order."""
+    np.testing.assert_allclose(np.asarray(found)[:, : len(wanted)].T, wanted, rtol=1e-6)
+
+
+def assert_worklist(found, ids: np.ndarray, E: int, config: TuningConfig):
+    """slots, experts and num_items, as far as they mean something."""
+    slots, experts, num_items = map(np.asarray, found)
+    work = make_worklist(jnp.asarray(ids), E, config.tokens, config.shared)
+    wanted = int(work.num_items[0])
+    assert (num_items == wanted).all()
+    assert np.array_equal(experts[:wanted], work.experts[:wanted])
+    assert np.array_equal(slots[:, : len(ids)].T, work.slots)
+
+
+ROUTES = [
+    # R, E, k, normalize, bias, ties
+    (5, 32, 4, True, True, False),
+    (1, 128, 8, True, False, False),
+    (12, 128, 8, True, False, True),
+    (64, 128, 8, False, True, True),  # straight to registers
+    (70, 64, 4, False, False, False),
+    (130, 128, 8, True, False, True),
+]
+
+
+@race_free
+@pytest.mark.parametrize(("R", "E", "k", "normalize", "bias", "ties"), ROUTES)
+def test_routing_is_the_definition(R, E, k, normalize, bias, ties):
+    logits, bias = logits_of(R, E, ties=ties), bias_of(E) if bias and not ties else None
+    wanted, ids = by_definition(logits, bias, k, normalize)
+    weights, found = mosaic_route.route(logits, bias, k, normalize, launch())
+    assert np.array_equal(np.asarray(found)[:, :R].T, ids)
+    assert_weights(weights, wanted)
+
+
+@race_free
+@pytest.mark.parametrize(
+    ("R", "E", "k", "normalize", "bias", "ties"),
+    [*ROUTES[:-1], pytest.param(*ROUTES[-1], marks=four_threads)],
+)
+def test_the_plan_is_the_worklist(R, E, k, normalize, bias, ties):
+    logits, bias = logits_of(R, E, ties=ties), bias_of(E) if bias and not ties else None
+    wanted, ids = by_definition(logits, bias, k, normalize)
+    weights, *work = plan(logits, bias, k, normalize=normalize)
+    assert_weights(weights, wanted)
+    assert_worklist(work, ids, E, TuningConfig.choose(R, E, k))
+    routed, _ = mosaic_route.route(logits, bias, k, normalize, launch())
+    assert np.array_equal(weights[:, :R], routed[:, :R])  # whichever of the two kernels routes
+
+
+@race_free
+@pytest.mark.parametrize(("R", "shared"), [(11, True), (70, False)])
+def test_all_rows_may_go_to_the_same_experts(R, shared):
+    """Then other experts have no items, and these have many rows."""
+    logits = jnp.zeros((R, 32)).at[:, jnp.array([3, 31])].set(jnp.array([1.0, 2.0]))
+    config = TuningConfig(16 if shared else 8, shared, (2, 2))
+    weights, *work = plan(logits, None, 2, config=config)
+    wanted, ids = by_definition(logits, None, 2, True)
+    assert set(ids.ravel().tolist()) == {3, 31}
+    assert_weights(weights, wanted)
+    assert_worklist(work, ids, 32, config)
+
+
+@pytest.mark.parametrize("E", [32, 128])
+def test_routing_of_a_row_has_the_same_bits_in_any_company(E):
+    logits, bias = logits_of(128, E), bias_of(E)
+    run = lambda logits: mosaic_route.route(logits, bias, 4, True, launch())
+    whole = [np.asarray(x) for x in run(logits)]
+    for rows in (slice(0, 1), slice(7, 12), slice(64, 128)):
+        R = rows.stop - rows.start
+        weights, ids = run(logits[rows])
+        assert np.array_equal(weights[:, :R], whole[0][:, rows])
+        assert np.array_equal(ids[:, :R], whole[1][:, rows])
+        planned = plan(logits[rows], bias, 4)[0]
+        assert np.array_equal(planned[:, :R], whole[0][:, rows])
+
+
+@race_free
+def test_rows_are_spread_to_their_slots():
+    R, k, D, size = 5, 3, 128, 40
+    x = jax.random.normal(jax.random.key(0), (R, D), jnp.bfloat16)
+    slots = jax.random.permutation(jax.random.key(1), size)[: R * k].reshape(k, R).astype(jnp.int32)
+    found = mosaic_route.spread(x, slots, size, launch())
+    assert found.shape == (size, D)
+    for j in range(k):
+        assert np.array_equal(found[slots[j]], x)
+
+
+def projection(form: str, shape: tuple[int, ...], *, bias: bool, seed: int) -> ExpertWeights:
+    """Values of about 1 / 8."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    values = jnp.round(2 * jax.random.normal(keys[0], shape))
+    bias = jax.random.normal(keys[1], shape[:-1]).astype(jnp.bfloat16) if bias else None
+    if form == "bf16":
+        return ExpertWeights((values / 16).astype(jnp.bfloat16), None, bias)
+    blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
+    scale = jnp.exp(0.3 * jax.random.normal(keys[2], blocks)) / 16
+    return ExpertWeights(values.astype(jnp.float8_e4m3fn), scale, bias)
+
+
+def experts(form: str, E: int = 8, D: int = 128, F: int = 192, *, bias: bool = False):
+    F = F if form == "bf16" else 128
+    gate_up = projection(form, (E, 2, F, D), bias=bias, seed=0)
+    return gate_up, projection(form, (E, D, F), bias=bias, seed=1)
+
+
+def rows(R: int, D: int = 128) -> jax.Array:
+    return jnp.round(jax.random.normal(jax.random.key(7), (R, D))).astype(jnp.bfloat16)
+
+
+def by_hand(x, ids, weights, gate_up, down, limit) -> np.ndarray:
+    """In float64, but for the inner activations, which are bfloat16."""
+    wide = [
+        np.asarray(dequantize(p.values, p.scale, jnp.float32), np.float64) for p in (gate_up, down)
+    ]
+    bias = [0 if p.bias is None else np.asarray(p.bias, np.float64) for p in (gate_up, down)]
+    bias = [np.broadcast_to(b, w.shape[:-1]) for b, w in zip(bias, wide, strict=True)]
+    out = np.zeros(x.shape)
+    for r, row in enumerate(np.asarray(x, np.float64)):
+        for e, share in zip(ids[r], np.asarray(weights, np.float64)[r], strict=True):
+            gate, up = wide[0][e] @ row + bias[0][e]
+            if limit is None:
+                inner = gate / (1 + np.exp(-gate)) * up
+            else:
+                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+                inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            inner = np.asarray(jnp.asarray(inner, jnp.bfloat16), np.float64)
+            out[r] += share * (wide[1][e] @ inner + bias[1][e])
+    return out
+
+
+def added(mixed: Mixture, R: int) -> np.ndarray:
+    """As whoever reads a mixture adds it up."""
+    values, weights, places = map(np.asarray, mixed)
+    total = np.float32(0)
+    for share, place in zip(weights[:, :R], places[:, :R], strict=True):
+        total = total + share[:, None] * values[place]
+    return total
+
+
+def mix(x, logits, weights, implementation="mosaic_gpu", *, k=2, **options) -> np.ndarray:
+    options = dict(router_bias=None, normalize=True) | options
+    mixed = mixture(x, logits, *weights, top_k=k, implementation=implementation, **options)
+    return added(mixed, x.shape[0])
+
+
+@race_free
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("R", "bias", "limit"), [(3, True, LIMIT), (11, False, None), (21, True, None)]
+)
+def test_experts_compute_as_in_float64(form, R, bias, limit):
+    """Items that share the rows of x, and sorted ones; few rows, so that experts stay without."""
+    weights = experts(form, bias=bias and form == "bf16")
+    shares, ids = by_definition(logits_of(R, 8), None, 2, True)
+    wanted = by_hand(rows(R), ids, shares, *weights, limit)
+    found = moe(
+        rows(R), jnp.asarray(ids), jnp.asarray(shares), *weights, limit=limit,
+        implementation="mosaic_gpu",
+    )  # fmt: skip
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), wanted, rtol=0, atol=0.01 * np.abs(wanted).max()
+    )
+
+
+@race_free
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_expert_without_rows_is_not_read(shared):
+    """It and a buffer's rows that nobody fills may hold anything: here NaN."""
+    R, tokens, E = 4, 8, 8
+    gate_up, down = experts("bf16", bias=True)
+    ids = jnp.array([[0, 6], [0, 2], [2, 0], [6, 0]], jnp.int32)
+    poison = jnp.array([1, 3, 4, 5, 7])
+    bad = [p._replace(values=p.values.at[poison].set(jnp.nan)) for p in (gate_up, down)]
+    config = TuningConfig(tokens, shared, (2, 2))
+    work = make_worklist(ids, E, tokens, shared)
+    items = (work.experts, work.num_items, work.items)
+    source = rows(R) if shared else rows(R)[work.sources]
+
+    def run(gate_up, down):
+        inner = mosaic_sm90.gate_up(source, gate_up, *items, LIMIT, config, launch())
+        made = mosaic_sm90.down(inner, down, *items, config, launch())
+        return np.asarray(made)[np.asarray(work.slots)]
+
+    found = run(*bad)
+    assert np.isfinite(found).all()
+    assert np.array_equal(found, run(gate_up, down))
+    ones = np.ones((R, 1))
+    for j in range(2):
+        wanted = by_hand(rows(R), np.asarray(ids)[:, j : j + 1], ones, gate_up, down, LIMIT)
+        np.testing.assert_allclose(found[:, j], wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
+
+
+@race_free
+@pytest.mark.parametrize(
+    ("R", "form", "options"),
+    [
+        (5, "bf16", dict(router_bias=bias_of(16), limit=LIMIT)),
+        (12, "fp8", dict(normalize=False)),
+        (21, "bf16", dict(router_bias=bias_of(16), normalize=False)),
+        (70, "fp8", dict()),
+    ],
+)
+def test_a_mixture_is_the_reference(R, form, options):
+    weights = experts(form, E=16, F=64, bias="limit" in options)
+    x, logits = rows(R), logits_of(R, 16)
+    wanted = mix(x, logits, weights, "reference", **options)
+    found = mix(x, logits, weights, **options)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
+
+
+def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch):
+    """Then routing is a kernel of its own, and the worklist is made in plain jnp."""
+    weights, x, logits = experts("bf16", E=16, F=64), rows(21), logits_of(21, 16)
+    planned = mix(x, logits, weights)
+    monkeypatch.setattr(mosaic_route, "MOST_ROWS", 20)
+    assert np.array_equal(mix(x, logits, weights), planned)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_a_row_has_the_same_bits_in_any_company(form):
+    """Alone, among 5 that share items, among 21 that are sorted; tiles are of 8 rows in all of them."""
+    weights, x, logits = experts(form, E=16, F=64), rows(21), logits_of(21, 16)
+    run = functools.partial(mix, weights=weights, router_bias=bias_of(16), normalize=False)
+    whole = run(x, logits)
+    for part in (slice(20, 21), slice(3, 8)):
+        assert np.array_equal(run(x[part], logits[part]), whole[part])
+
+
+def test_what_the_kernels_cannot_do_they_say():
+    weights, ids = experts("bf16"), jnp.zeros((3, 1), jnp.int32)
+    call = functools.partial(moe, weights=jnp.ones((3, 1)), implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="activations are bfloat16 there, not float32"):
+        call(rows(3).astype(jnp.float32), ids, gate_up=weights[0], down=weights[1])
+    wide = [p._replace(values=p.values.astype(jnp.float32)) for p in weights]
+    with pytest.raises(NotImplementedError, match="plain weights are bfloat16 there, not float32"):
+        call(rows(3), ids, gate_up=wide[0], down=weights[1])
+    with pytest.raises(NotImplementedError, match="plain weights are bfloat16 there, not float32"):
+        call(rows(3), ids, gate_up=weights[0], down=wide[1])
