@@ -108,7 +108,8 @@ class Programs:
     def _get(self, key, function, *operands) -> Callable:
         program = self._compiled.get(key)
         if program is None:
-            program = function.lower(*jax.tree.map(_spec, (self._weights, *operands))).compile()
+            lowered = function.lower(*jax.tree.map(_spec, (self._weights, *operands)))
+            program = lowered.compile(compiler_options=_compiler_options())
             with self._lock:
                 program = self._compiled.setdefault(key, program)
         return program
@@ -151,6 +152,14 @@ def _overwritten(old, new):
 @jax.jit
 def _copied(tree):
     return jax.tree.map(jnp.copy, tree)
+
+
+def _compiler_options() -> dict[str, bool]:
+    if jax.default_backend() != "gpu":
+        return {}
+    # CUB's sort cannot be part of a CUDA graph. As it stands in a branch (top-k and top-p), the host
+    # would wait for the device in each round to learn which branch to launch.
+    return {"xla_gpu_enable_cub_radix_sort": False}
 
 
 def _spec(leaf) -> jax.ShapeDtypeStruct:
