@@ -26,8 +26,8 @@ MOST_ROWS = 256
 _LAYOUT = plgpu.Layout.WGMMA
 _WIDTH = 64
 """Experts at a time, so that what 64 rows know of them fits into registers."""
-_ALL, _BELOW, _NONE = range(3)
-"""Rows that a rank counts: all of them, those before the row, none."""
+_ALL, _BELOW, _ABOVE, _NONE = range(4)
+"""Matrices [ROWS, ROWS] of ones: everywhere, below the diagonal, above it, nowhere."""
 
 
 def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
@@ -48,6 +48,14 @@ def _halves(terms: list) -> jax.Array:
     return terms[0]
 
 
+def _from_end() -> jax.Array:
+    """[ROWS, _WIDTH]: how far a part's experts are from its end, and the largest is the lowest id.
+
+    The only numbers of columns, the same for all parts: compilers keep each kind in registers.
+    """
+    return _WIDTH - _iota((ROWS, _WIDTH), 1)
+
+
 def _choose(parts: list, top_k: int, values_s, ids_s) -> list:
     """Stores the largest logits of 64 rows and their ids, each [k, ROWS]; ties to the lower id.
 
@@ -55,20 +63,18 @@ def _choose(parts: list, top_k: int, values_s, ids_s) -> list:
     come back with -inf where an expert was chosen. The rounds are a loop, for code that runs once is
     fetched more slowly than it runs.
     """
-    E = _WIDTH * len(parts)
+    from_end = _from_end()
+    after = [_WIDTH * (len(parts) - 1 - i) for i in range(len(parts))]
 
     def choose(j, parts):
         best = _largest([jnp.max(part, axis=1) for part in parts])
-        # The lowest id is the largest of E - id.
-        ties = [
-            jnp.max(jnp.where(part == _wide(best), E - _experts(i), 0), axis=1)
-            for i, part in enumerate(parts)
-        ]
-        chosen = E - _largest(ties)
+        ties = [jnp.max(jnp.where(part == _wide(best), from_end, 0), axis=1) for part in parts]
+        last = _largest([jnp.where(t > 0, t + n, 0) for t, n in zip(ties, after, strict=True)])
         values_s[j] = best
-        ids_s[j] = chosen
+        ids_s[j] = _WIDTH * len(parts) - last
         return [
-            jnp.where(_experts(i) == _wide(chosen), -jnp.inf, part) for i, part in enumerate(parts)
+            jnp.where(from_end == _wide(last - n), -jnp.inf, part)
+            for part, n in zip(parts, after, strict=True)
         ]
 
     return lax.fori_loop(0, top_k, choose, parts)
@@ -91,13 +97,18 @@ def _largest(terms: list) -> jax.Array:
     return largest
 
 
-def _product(pairs: list) -> jax.Array:
-    """Sum of left [ROWS, n] times right [n, _WIDTH], whole numbers in shared memory: exact float32."""
+def _product(left, right, terms: int = 1) -> jax.Array:
+    """Sum of left(i) [ROWS, n] times right(i) [n, _WIDTH] over `terms` i: exact, they are whole numbers.
+
+    Both are in shared memory. The terms are a loop, or addresses of all of them would fill registers.
+    """
 
     def multiply(acc):
-        for left, right in pairs:
-            plgpu.wgmma(acc, left, right)
-        plgpu.wgmma_wait(0)
+        def add(i, _):
+            plgpu.wgmma(acc, left(i), right(i))
+            plgpu.wgmma_wait(0)
+
+        lax.fori_loop(0, terms, add, None) if terms > 1 else add(0, None)
         return acc[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, _WIDTH), jnp.float32))
@@ -117,6 +128,7 @@ def route(
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
     """weights float32 and ids int32, both [k, R'] with R' the next multiple of 64; any number of rows."""
+    logits = _copyable(logits)
     R, E = logits.shape
     blocks = pl.cdiv(R, ROWS)
 
@@ -125,15 +137,19 @@ def route(
         block = lax.axis_index("block")
         rows = pl.ds(block * ROWS, ROWS)
         parts = _load(logits, bias, logits_s, loaded, block)
+        total = None if normalize else _sum_of_powers(parts)
         _choose(parts, top_k, values_s, ids_s)
-        _store_weights(parts, top_k, normalize, values_s, weights, rows)
+        _store_weights(total, top_k, values_s, weights, rows)
         for j in range(top_k):
             ids[j, rows] = _column(ids_s, j)
 
     shape = (top_k, blocks * ROWS)
     return plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)),
+        out_type=(
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+        ),
         scratch_types=dict(
             logits_s=plgpu.SMEM((ROWS, _padded(E)), jnp.float32),
             values_s=plgpu.SMEM((top_k, ROWS), jnp.float32),
@@ -154,6 +170,14 @@ def _padded(E: int) -> int:
 
 def _bias(bias: jax.Array | None) -> list[jax.Array]:
     return [] if bias is None else [jnp.pad(bias, (0, _padded(bias.size) - bias.size))]
+
+
+def _copyable(logits: jax.Array) -> jax.Array:
+    """With rows below that mean nothing: of an 8 x n tile copies take all or, if it is the only one,
+    some rows, and more than 128 rows would not fit into shared memory."""
+    R = logits.shape[0]
+    unit = ROWS if R > 2 * ROWS else 8 if R > 8 else 1
+    return jnp.pad(logits, ((0, -R % unit), (0, 0)))
 
 
 def _staged(R: int, E: int) -> bool:
@@ -182,13 +206,17 @@ def _load(logits, bias, logits_s, loaded, block) -> list:
     return parts
 
 
-def _store_weights(parts, top_k: int, normalize: bool, values_s, weights, rows) -> None:
+def _sum_of_powers(parts: list) -> jax.Array:
+    """[ROWS], over all experts."""
+    best = _largest([jnp.max(part, axis=1) for part in parts])
+    return _halves([jnp.sum(jnp.exp(part - _wide(best)), axis=1) for part in parts])
+
+
+def _store_weights(total: jax.Array | None, top_k: int, values_s, weights, rows) -> None:
+    """Softmax over the chosen experts, or over those that add up to `total`."""
     values = [_column(values_s, j) for j in range(top_k)]
     powers = [jnp.exp(value - values[0]) for value in values]
-    if normalize:
-        total = _halves(powers)
-    else:
-        total = _halves([jnp.sum(jnp.exp(p - _wide(values[0])), axis=1) for p in parts])
+    total = _halves(powers) if total is None else total
     for j in range(top_k):
         weights[j, rows] = powers[j] / total
 
@@ -215,10 +243,18 @@ def route_and_plan(
       alike); R' and items' are the next multiples of 64.
     """
     R, E = logits.shape
+    logits = _copyable(logits)
+    staged = _staged(*logits.shape)
     groups = pl.cdiv(R, ROWS)
     item_tiles = pl.cdiv(items, ROWS)
-    padded_E = _padded(E)
-    columns = [pl.ds(start, _WIDTH) for start in range(0, E, _WIDTH)]
+    parts = _padded(E) // _WIDTH
+
+    def each_part(visit) -> None:
+        """In a loop: one part after the other needs the registers of one."""
+        if parts == 1:
+            visit(0)
+        else:
+            lax.fori_loop(0, parts, lambda part, _: visit(part), None)
 
     def body(
         *refs,
@@ -228,79 +264,87 @@ def route_and_plan(
         hits_s,
         tiles_s,
         sums_s,
-        before_s,
+        found_s,
+        done_s,
         loaded,
         constant,
         stored,
     ):
-        logits, sums, before, *bias, weights, slots, experts, num_items = refs
+        logits, sums, *bias, weights, slots, experts, num_items = refs
         g = lax.axis_index("group")
         rows = pl.ds(g * ROWS, ROWS)
 
-        @pl.when(g == 0)
-        def _():
-            plgpu.copy_gmem_to_smem(sums, sums_s, constant)
-            plgpu.copy_gmem_to_smem(before, before_s, constant)
-
-        own_logits_s = logits_s.at[g if _staged(R, E) else 0]
-        parts = _load(logits, bias, own_logits_s, loaded.at[g], g)
-        left = _choose(parts, top_k, values_s.at[g], ids_s.at[g])
+        pl.when(g == 0)(lambda: plgpu.copy_gmem_to_smem(sums, sums_s, constant))
+        own_logits_s = logits_s.at[g if staged else 0]
+        values = _load(logits, bias, own_logits_s, loaded.at[g], g)
+        # Before logits are taken away: to keep both would take more registers than there are.
+        total = None if normalize else _sum_of_powers(values)
+        left = _choose(values, top_k, values_s.at[g], ids_s.at[g])
         real = _iota((ROWS, _WIDTH), 0) + g * ROWS < R
-        for i, (part, column) in enumerate(zip(left, columns, strict=True)):
-            hit = (part == -jnp.inf) & real & (_experts(i) < E)
-            hits_s[g, :, column] = jnp.where(hit, 1.0, 0.0).astype(jnp.bfloat16)
-        _store_weights(parts, top_k, normalize, values_s.at[g], weights, rows)
+        for i, part in enumerate(left):
+            hit = (part == -jnp.inf) & real
+            if (i + 1) * _WIDTH > E:
+                hit = hit & (_experts(i) < E)
+            hits_s[g, i] = jnp.where(hit, 1.0, 0.0).astype(jnp.bfloat16)
+        _store_weights(total, top_k, values_s.at[g], weights, rows)
         plgpu.commit_smem()
         plgpu.barrier_arrive(stored)
         plgpu.barrier_wait(stored)
         plgpu.barrier_wait(constant)
 
-        for column in columns:
-            all_rows = [(sums_s.at[_ALL], hits_s.at[i, :, column]) for i in range(groups)]
-            count = _product(all_rows)
+        @each_part
+        def _(part):
+            count = _product(lambda _: sums_s.at[_ALL], lambda i: hits_s.at[i, part], groups)
             if shared:
                 tiles = jnp.minimum(count, 1.0)
             else:
                 whole = count.astype(jnp.int32) + (tokens - 1)
                 tiles = (whole >> tokens.bit_length() - 1).astype(jnp.float32)
-            tiles_s[g, :, column] = tiles.astype(jnp.bfloat16)
+            tiles_s[g, part] = tiles.astype(jnp.bfloat16)
+
         plgpu.commit_smem()
 
-        ends, places = [], []
-        for column in columns:
-            first = _product([(tiles_s.at[g], before_s.at[:, column])])
-            tiles = plgpu.load(tiles_s.at[g, :, column], layout=_LAYOUT)
-            ends.append((first + tiles).astype(jnp.int32))
+        @each_part
+        def _(part):
+            before = lambda i: jnp.where(i < part, _ALL, jnp.where(i == part, _ABOVE, _NONE))
+            first = _product(lambda i: tiles_s.at[g, i], lambda i: sums_s.at[before(i)], parts)
+            later = jnp.minimum(part, 1)  # whether there were parts before
+
+            @pl.when(g == 0)
+            def _():
+                ends = (first + plgpu.load(tiles_s.at[g, part], layout=_LAYOUT)).astype(jnp.int32)
+                num_items[...] = jnp.max(ends, axis=1)
+
+                def store_experts(tile, _):
+                    item = _iota((ROWS, _WIDTH), 0) + tile * ROWS
+                    done = jnp.sum(jnp.where(ends <= item, 1, 0), axis=1)
+                    if parts > 1:
+                        done = done + _column(done_s, tile) * later
+                        done_s[tile] = done
+                    experts[pl.ds(tile * ROWS, ROWS)] = jnp.minimum(done, E - 1)
+                    return 0
+
+                lax.fori_loop(0, item_tiles, store_experts, 0)
+
             if shared:
-                rank = _iota((ROWS, _WIDTH), 0).astype(jnp.float32)
+                rank = _iota((ROWS, _WIDTH), 0)
             else:
-                which = lambda i: jnp.where(i < g, _ALL, jnp.where(i == g, _BELOW, _NONE))
-                earlier = [(sums_s.at[which(i)], hits_s.at[i, :, column]) for i in range(groups)]
-                rank = _product(earlier)
-            places.append((first * tokens + rank).astype(jnp.int32))
+                above = lambda i: jnp.where(i < g, _ALL, jnp.where(i == g, _BELOW, _NONE))
+                rank = _product(
+                    lambda i: sums_s.at[above(i)], lambda i: hits_s.at[i, part], groups
+                ).astype(jnp.int32)
+            place = first.astype(jnp.int32) * tokens + rank
 
-        def store_slots(j, _):
-            chosen = _wide(_column(ids_s.at[g], j))
-            here = [
-                jnp.sum(jnp.where(_experts(i) == chosen, place, 0), axis=1)
-                for i, place in enumerate(places)
-            ]
-            slots[j, rows] = _halves(here)
-            return 0
-
-        lax.fori_loop(0, top_k, store_slots, 0)
-
-        @pl.when(g == 0)
-        def _():
-            num_items[...] = _largest([jnp.max(end, axis=1) for end in ends])
-
-            def store_experts(tile, _):
-                item = _iota((ROWS, _WIDTH), 0) + tile * ROWS
-                done = _halves([jnp.sum(jnp.where(end <= item, 1, 0), axis=1) for end in ends])
-                experts[pl.ds(tile * ROWS, ROWS)] = jnp.minimum(done, E - 1)
+            def store_slots(j, _):
+                chosen = _wide((part + 1) * _WIDTH - _column(ids_s.at[g], j))
+                found = jnp.sum(jnp.where(_from_end() == chosen, place, 0), axis=1)
+                if parts > 1:
+                    found = found + _column(found_s.at[g], j) * later
+                    found_s[g, j] = found
+                slots[j, rows] = found
                 return 0
 
-            lax.fori_loop(0, item_tiles, store_experts, 0)
+            lax.fori_loop(0, top_k, store_slots, 0)
 
     per_row = (top_k, groups * ROWS)
     return plgpu.kernel(
@@ -312,17 +356,16 @@ def route_and_plan(
             jax.ShapeDtypeStruct((ROWS,), jnp.int32),
         ),
         scratch_types=dict(
-            logits_s=plgpu.SMEM(
-                (groups, ROWS, padded_E) if _staged(R, E) else (1, 1, E), jnp.float32
-            ),
+            logits_s=plgpu.SMEM((groups, ROWS, _padded(E)) if staged else (1, 1, E), jnp.float32),
             values_s=plgpu.SMEM((groups, top_k, ROWS), jnp.float32),
             ids_s=plgpu.SMEM((groups, top_k, ROWS), jnp.int32),
-            hits_s=_operand(groups, ROWS, padded_E),
-            tiles_s=_operand(groups, ROWS, padded_E),
-            sums_s=_operand(3, ROWS, ROWS),
-            before_s=_operand(padded_E, padded_E),
+            hits_s=_operand(groups, parts, ROWS, _WIDTH),
+            tiles_s=_operand(groups, parts, ROWS, _WIDTH),
+            sums_s=_operand(4, ROWS, ROWS),
+            found_s=plgpu.SMEM((groups, top_k, ROWS), jnp.int32),
+            done_s=plgpu.SMEM((item_tiles, ROWS), jnp.int32),
             loaded=plgpu.Barrier(num_barriers=groups),
-            constant=plgpu.Barrier(num_arrivals=2),
+            constant=plgpu.Barrier(),
             stored=plgpu.Barrier(num_arrivals=groups),
         ),
         grid=(1,),
@@ -331,14 +374,13 @@ def route_and_plan(
         thread_name="group",
         interpret=launch.interpret,
         kernel_name="moe_route_and_plan",
-    )(logits, *_triangles(padded_E), *_bias(bias))
+    )(logits, _triangles(), *_bias(bias))
 
 
-def _triangles(E: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ones, ones below the diagonal, zeros [3, ROWS, ROWS]; ones above the diagonal [E, E]."""
+def _triangles() -> np.ndarray:
+    """[4, ROWS, ROWS], see `_ALL`."""
     ones = np.ones((ROWS, ROWS))
-    sums = np.stack([ones, np.tril(ones, -1), 0 * ones])
-    return sums.astype(jnp.bfloat16), np.triu(np.ones((E, E)), 1).astype(jnp.bfloat16)
+    return np.stack([ones, np.tril(ones, -1), np.triu(ones, 1), 0 * ones]).astype(jnp.bfloat16)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "launch"))

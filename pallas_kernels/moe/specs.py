@@ -1,0 +1,269 @@
+"""What models ask of a mixture of experts, kernel by kernel, for compile tests and benchmarks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import dispatch, formats
+from pallas_kernels.moe import api, reference
+from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.moe.worklist import make_worklist, most_items
+
+CHIPS = api.CHIPS
+MMA = {90: "wgmma"}
+"""Of a spec that has no `mma` of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One kernel on bfloat16 rows: experts [E, 2, inner, width] and [E, width, inner].
+
+    Attributes:
+      kernel: plan is `mosaic_route.route_and_plan`; the others are called as they are here.
+      items: of gate_up and down; all of them exist, and as many experts as there can be are touched.
+        Random routing makes about so many.
+      fp8: weights, in blocks; else bfloat16.
+      bias: of the router, or of the experts.
+    """
+
+    kernel: Literal["route", "plan", "spread", "gate_up", "down"]
+    rows: int
+    items: int = 0
+    experts: int = 128
+    top_k: int = 8
+    width: int = 2048
+    inner: int = 768
+    fp8: bool = True
+    bias: bool = False
+    limit: float | None = None
+
+    @property
+    def mma(self) -> str:
+        """The matrix instruction it must have, empty for none."""
+        return "" if self.kernel in ("route", "spread") else MMA[90]
+
+
+GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, fp8=False, bias=True)
+
+SPECS = {
+    **{
+        f"qwen3-moe-{kernel.replace('_', '-')}-{R}": Spec(kernel=kernel, rows=R, items=items)
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 51), (12, 69), (64, 129), (256, 128), (4096, 574))
+    },
+    **{f"qwen3-moe-plan-{R}": Spec(kernel="plan", rows=R) for R in (1, 8, 12, 64, 128, 200, 256)},
+    **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
+    **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256)},
+    **{
+        f"gpt-oss-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, limit=7.0, **GPT_OSS
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 21), (64, 37))
+    },
+    **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
+    "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),
+    "gpt-oss-spread-64": Spec(kernel="spread", rows=64, **GPT_OSS),
+}
+
+
+def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The kernel as a function of `args`, see the functions below."""
+    return _BUILD[spec.kernel](spec)
+
+
+def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Arguments for `build`: normal numbers, items in ascending order of expert, slots all different."""
+    shapes = build(spec)[1]
+    arrays = [
+        jax.random.normal(jax.random.fold_in(key, i), x.shape).astype(x.dtype)
+        for i, x in enumerate(shapes)
+    ]
+    if spec.kernel == "spread":
+        slots = jax.random.permutation(key, spec.top_k * spec.rows)
+        arrays[1] = slots.reshape(shapes[1].shape).astype(jnp.int32)
+    if spec.kernel in ("gate_up", "down"):
+        arrays[1] = _experts_of_items(spec, key)
+        arrays[2] = jnp.full(1, spec.items, jnp.int32)
+        if spec.fp8:
+            arrays[4] = jnp.exp(arrays[4])
+    return tuple(arrays)
+
+
+def bytes(spec: Spec) -> int:
+    """That must move: every argument and every result once, but weights of touched experts only."""
+    function, args = build(spec)
+    with dispatch.references():
+        results = jax.tree.leaves(jax.eval_shape(function, *args))
+    size = lambda x: x.size * x.dtype.itemsize
+    moved = sum(map(size, (*args, *results)))
+    if spec.kernel in ("gate_up", "down"):
+        weights = sum(map(size, args[3:]))
+        moved -= weights - weights * min(spec.items, spec.experts) // spec.experts
+    return moved
+
+
+def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
+    """int32 [items]: different ones while there are some left, and all about as often."""
+    once = min(spec.items, spec.experts)
+    chosen = jnp.sort(jax.random.permutation(key, spec.experts)[:once])
+    return chosen[jnp.arange(spec.items) * once // spec.items].astype(jnp.int32)
+
+
+def _config(spec: Spec):
+    from pallas_kernels.moe import mosaic_sm90  # a slow import that references spare
+
+    return mosaic_sm90.TuningConfig.choose(spec.rows, spec.experts, spec.top_k)
+
+
+def _launch() -> dispatch.Launch | None:
+    return dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
+
+
+def _made(dtype: jnp.dtype, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _route(spec: Spec) -> tuple[Callable, tuple]:
+    """Of logits [R, E] and perhaps a bias [E]: weights and ids, both [k, R]."""
+
+    def run(logits, bias=None):
+        if launch := _launch():
+            from pallas_kernels.moe import mosaic_route
+
+            made = mosaic_route.route(logits, bias, spec.top_k, True, launch)
+            return tuple(x[:, : spec.rows] for x in made)
+        weights, ids = _route_by_definition(spec, logits, bias)
+        return weights.T, ids.T
+
+    return run, _logits(spec)
+
+
+def _plan(spec: Spec) -> tuple[Callable, tuple]:
+    """Of the same: weights and slots [k, R], experts [items], num_items [1]; without padding."""
+
+    def run(logits, bias=None):
+        config = _config(spec)
+        plan = dict(tokens=config.tokens, shared=config.shared)
+        if launch := _launch():
+            from pallas_kernels.moe import mosaic_route
+
+            items = most_items(spec.rows, spec.experts, spec.top_k, **plan)
+            weights, slots, experts, num_items = mosaic_route.route_and_plan(
+                logits, bias, top_k=spec.top_k, normalize=True, items=items, launch=launch, **plan
+            )
+            return weights[:, : spec.rows], slots[:, : spec.rows], experts[:items], num_items[:1]
+        weights, ids = _route_by_definition(spec, logits, bias)
+        work = make_worklist(ids, spec.experts, **plan)
+        return weights.T, work.slots.T, work.experts, work.num_items
+
+    return run, _logits(spec)
+
+
+def _spread(spec: Spec) -> tuple[Callable, tuple]:
+    """Of x [R, width] and slots [k, R], all rows of the buffer: the buffer [k * R, width]."""
+    size = spec.top_k * spec.rows
+
+    def run(x, slots):
+        if launch := _launch():
+            from pallas_kernels.moe import mosaic_route
+
+            return mosaic_route.spread(x, slots, size, launch)
+        copies = jnp.broadcast_to(x, (*slots.shape, spec.width))
+        return jnp.zeros((size, spec.width), x.dtype).at[slots].set(copies)
+
+    args = _made(jnp.bfloat16, spec.rows, spec.width), _made(jnp.int32, spec.top_k, spec.rows)
+    return run, args
+
+
+def _gate_up(spec: Spec) -> tuple[Callable, tuple]:
+    """Of x [rows, width], experts [items], num_items [1], weight: bfloat16 [items * tokens, inner]."""
+    config = _config(spec)
+
+    def run(x, experts, num_items, *leaves):
+        weight = _weight(spec, leaves)
+        if launch := _launch():
+            from pallas_kernels.moe import mosaic_sm90
+
+            items = (experts, num_items, spec.items)
+            return mosaic_sm90.gate_up(x, weight, *items, spec.limit, config, launch)
+        own = jnp.broadcast_to(x, (spec.items, *x.shape)) if config.shared else x
+        both = _products(own.reshape(spec.items, -1, spec.width), experts, weight)
+        inner = reference._activate(both[..., 0, :], both[..., 1, :], spec.limit)
+        return inner.reshape(-1, spec.inner).astype(jnp.bfloat16)
+
+    rows = config.tokens * (1 if config.shared else spec.items)
+    return run, _items(spec, rows, spec.width, (2, spec.inner))
+
+
+def _down(spec: Spec) -> tuple[Callable, tuple]:
+    """Of inner [items * tokens, inner] and the like: float32 [items * tokens, width]."""
+    config = _config(spec)
+
+    def run(inner, experts, num_items, *leaves):
+        weight = _weight(spec, leaves)
+        if launch := _launch():
+            from pallas_kernels.moe import mosaic_sm90
+
+            items = (experts, num_items, spec.items)
+            return mosaic_sm90.down(inner, weight, *items, config, launch)
+        own = inner.reshape(spec.items, -1, spec.inner)
+        return _products(own, experts, weight).reshape(-1, spec.width)
+
+    return run, _items(spec, config.tokens * spec.items, spec.inner, (spec.width,))
+
+
+_BUILD = dict(route=_route, plan=_plan, spread=_spread, gate_up=_gate_up, down=_down)
+
+
+def _logits(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    logits = _made(jnp.float32, spec.rows, spec.experts)
+    return (logits, _made(jnp.bfloat16, spec.experts)) if spec.bias else (logits,)
+
+
+def _items(spec: Spec, rows: int, K: int, outputs: tuple[int, ...]) -> tuple:
+    """x [rows, K], experts, num_items, and values, scale, bias of weights [E, *outputs, K]."""
+    values = (spec.experts, *outputs, K)
+    blocks = (*values[:-2], -(-values[-2] // formats.BLOCK), -(-K // formats.BLOCK))
+    return (
+        _made(jnp.bfloat16, rows, K),
+        _made(jnp.int32, spec.items),
+        _made(jnp.int32, 1),
+        _made(jnp.float8_e4m3fn if spec.fp8 else jnp.bfloat16, *values),
+        *([_made(jnp.float32, *blocks)] if spec.fp8 else []),
+        *([_made(jnp.bfloat16, *values[:-1])] if spec.bias else []),
+    )
+
+
+def _weight(spec: Spec, leaves: tuple) -> ExpertWeights:
+    values, *rest = leaves
+    scale = rest.pop(0) if spec.fp8 else None
+    return ExpertWeights(values, scale, *rest)
+
+
+def _route_by_definition(spec: Spec, logits, bias) -> tuple[jax.Array, jax.Array]:
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    return reference.route(logits, spec.top_k, True)
+
+
+def _products(x: jax.Array, experts: jax.Array, weight: ExpertWeights) -> jax.Array:
+    """x [items, tokens, K] times [E, ..., N, K], each item with its own expert: [items, tokens, ..., N]."""
+
+    def one(item):
+        rows, expert = item
+        values, scale, bias = jax.tree.map(lambda leaf: leaf[expert], weight)
+        unpacked = formats.dequantize(values, scale, rows.dtype)
+        made = lax.dot_general(
+            rows,
+            unpacked,
+            (((1,), (unpacked.ndim - 1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return made if bias is None else made + bias.astype(jnp.float32)
+
+    return lax.map(one, (x, experts))
