@@ -137,7 +137,7 @@ def mixture(
     from pallas_kernels.moe import mosaic_route  # a slow import that plain CPU use spares
 
     config = _config(R, E, top_k)
-    if mosaic_route.MOST_ROWS < R:
+    if mosaic_route.MOST_ROWS < R or E > mosaic_route.MOST_EXPERTS:
         weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)
         work = make_worklist(ids[:, :R].T, E, config.tokens, config.shared)
         values = _experts(x, work, gate_up, down, limit, config, launch)
@@ -163,6 +163,8 @@ def mixture(
 def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
     refusal = formats.kernel_refusal(gate_up.values, gate_up.scale)
     refusal = refusal or formats.kernel_refusal(down.values, down.scale)
+    if (E := gate_up.values.shape[0]) % 32:
+        refusal = f"experts come in multiples of 32 there, not {E}"
     if x.dtype != jnp.bfloat16:
         refusal = f"activations are bfloat16 there, not {x.dtype}"
     return dispatch.resolve("moe", implementation, chips=CHIPS, refusal=refusal)

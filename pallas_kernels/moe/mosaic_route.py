@@ -20,8 +20,8 @@ from pallas_kernels.weight_tiles import swizzled
 
 ROWS = 64
 """Rows of one warpgroup."""
-MOST_ROWS = 256
-"""Rows whose worklist one block makes."""
+MOST_ROWS, MOST_EXPERTS = 256, 128
+"""Of a call whose worklist one block makes."""
 
 _LAYOUT = plgpu.Layout.WGMMA
 _WIDTH = 64

@@ -42,10 +42,10 @@ class TuningConfig:
     @classmethod
     def choose(cls, R: int, E: int, top_k: int) -> "TuningConfig":
         if R <= 16:  # as many tokens as an expert could have: nothing needs sorting
-            return cls(8 if R <= 8 else 16, True, (3, 6))
+            return cls(8 if R <= 8 else 16, True, (2, 3))
         busy = R * top_k / E
         tokens = next((t for t in (8, 16, 32) if t >= 1.5 * busy), 64)
-        return cls(tokens, False, (3, 6) if tokens <= 16 else (2, 4))
+        return cls(tokens, False, (4, 2) if tokens == 32 else (2, 3) if tokens <= 16 else (2, 2))
 
 
 def _activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
