@@ -88,10 +88,18 @@ def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
         return f"mxfp4 scales are copied in units of 16 bytes: {scale.shape}"
     if form == "mxfp4" and width % 32:
         return f"mxfp4 rows are multiples of 64 columns there: [{N}, {2 * width}]"
-    if (N > 32 and N % 32) or N % 8:
+    if N % 8 or width * values.dtype.itemsize % 16:
+        return f"rows of tiles are copied in units of 16 bytes: [{N}, {width}] {values.dtype}"
+    return None
+
+
+def compile_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
+    """Why kernels that read such a weight would not compile for a GPU (the interpreter takes them)."""
+    *_, N, width = values.shape
+    if N > 32 and N % 32:
         return f"rows come in multiples of 32 there: [{N}, {width}]"
     unit = 128 // values.dtype.itemsize
-    if form != "mxfp4" and width % unit:
+    if kind(values, scale) != "mxfp4" and width % unit:
         return f"columns come in multiples of {unit} there: [{N}, {width}] {values.dtype}"
     return None
 

@@ -83,6 +83,8 @@ def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
         refusal = f"activations are bfloat16 there, not {x.dtype}"
     else:
         refusal = formats.kernel_refusal(weight, scale)
+        if implementation is None:
+            refusal = refusal or formats.compile_refusal(weight, scale)
     return dispatch.resolve("block_gemm", implementation, chips=CHIPS, refusal=refusal)
 
 

@@ -163,8 +163,11 @@ def mixture(
 def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
     refusal = formats.kernel_refusal(gate_up.values, gate_up.scale)
     refusal = refusal or formats.kernel_refusal(down.values, down.scale)
-    if (E := gate_up.values.shape[0]) % 32:
-        refusal = f"experts come in multiples of 32 there, not {E}"
+    if implementation is None:
+        refusal = refusal or formats.compile_refusal(gate_up.values, gate_up.scale)
+        refusal = refusal or formats.compile_refusal(down.values, down.scale)
+        if (E := gate_up.values.shape[0]) % 32:
+            refusal = f"experts come in multiples of 32 there, not {E}"
     if x.dtype != jnp.bfloat16:
         refusal = f"activations are bfloat16 there, not {x.dtype}"
     return dispatch.resolve("moe", implementation, chips=CHIPS, refusal=refusal)
