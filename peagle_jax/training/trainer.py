@@ -26,6 +26,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
+from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError
 from peagle_jax.training.curves import Curves, averages, flatten, plot, write_whole
 
@@ -167,7 +168,8 @@ def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformatio
     @partial(jax.jit, donate_argnames=("params", "opt_state"))
     def train_step(params, opt_state, constants, batch, step, scale):
         key = jax.random.fold_in(root, step)
-        (loss, (count, metrics)), grads = accumulate(params, constants, batch, key)
+        with dispatch.references():  # kernels have no gradients
+            (loss, (count, metrics)), grads = accumulate(params, constants, batch, key)
         count = jnp.maximum(count, 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
