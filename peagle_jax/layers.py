@@ -17,6 +17,7 @@ from flax import nnx
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.norm_quant.api import add_rms_norm, rms_norm
 from pallas_kernels.rope_write.api import Form
+from pallas_kernels.rope_write.reference import apply_rope
 from peagle_jax.config import AttentionConfig, Llama3Scaling, RopeConfig, YarnScaling
 
 Attend = Callable[..., tuple[jax.Array, Any]]
@@ -180,14 +181,6 @@ def rope_angles(
     if isinstance(config.scaling, YarnScaling):
         factor = config.scaling.attention_factor or 0.1 * math.log(config.scaling.factor) + 1.0
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
-
-
-def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates halves (NeoX layout) of x [..., T, N, H]; float32 inside."""
-    cos, sin = (a[..., None, :] for a in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 class Attention(nnx.Module):

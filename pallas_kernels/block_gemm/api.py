@@ -77,8 +77,13 @@ def add_in_order(parts: jax.Array) -> jax.Array:
     return total
 
 
+def whole_tiles(x: jax.Array) -> jax.Array:
+    """x [R, K] with zero rows added, as copies want it: tiles of 8 rows, unless there is only one."""
+    R = x.shape[0]
+    return jnp.pad(x, ((0, -R % 8), (0, 0))) if R > 8 and R % 8 else x
+
+
 def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
-    refusal = None
     if x.dtype != jnp.bfloat16:
         refusal = f"activations are bfloat16 there, not {x.dtype}"
     else:
@@ -94,8 +99,7 @@ def _kernel(x, weight, scale, launch: dispatch.Launch) -> jax.Array:
     *rows, K = x.shape
     x = x.reshape(-1, K)
     R = x.shape[0]
-    if R > 8 and R % 8:  # tiles of 8 rows, unless there is only one
-        x = jnp.pad(x, ((0, -R % 8), (0, 0)))
+    x = whole_tiles(x)
     config = mosaic_sm90.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device.num_sms)
     parts = mosaic_sm90.product(x, weight, scale, config, launch)
     return parts[:, :R].reshape(parts.shape[0], *rows, -1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.block_gemm.api import add_in_order
+from pallas_kernels.block_gemm.api import add_in_order, whole_tiles
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items
@@ -183,10 +183,7 @@ def _experts(x, work: Worklist, gate_up, down, limit, config, launch) -> jax.Arr
     """float32 [P, D] results of every item; x are all rows, or the items' own."""
     from pallas_kernels.moe import mosaic_sm90
 
-    if work.sources is not None:
-        x = x[work.sources]
-    elif (R := x.shape[0]) > 8 and R % 8:  # tiles of 8 rows, unless there is only one
-        x = jnp.pad(x, ((0, -R % 8), (0, 0)))
+    x = whole_tiles(x) if work.sources is None else x[work.sources]
     items = (work.experts, work.num_items, work.items)
     arranged = formats.kind(down.values, down.scale) == "mxfp4"
     inner = mosaic_sm90.gate_up(x, gate_up, *items, limit, config, launch, arranged)
