@@ -1,5 +1,6 @@
 """Tests compile hundreds of tiny programs and run each for milliseconds: compile cheaply, once."""
 
+import gc
 import os
 
 _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -17,3 +18,14 @@ def compilation_cache(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp().parent / "jax-cache"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_forgotten():
+    """Drops what a file compiled: a process may hold 65,530 memory maps, and every small kernel of a
+    compiled program takes some. Past that bound LLVM crashes."""
+    import jax
+
+    yield
+    jax.clear_caches()
+    gc.collect()
