@@ -9,7 +9,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.rope_write import reference
 
 MAX_PARTS = 32
-CHIPS = (90,)
+CHIPS = (90, 100)
 """Compute capabilities that a kernel is made for."""
 
 
@@ -81,9 +81,9 @@ def rope_write(
     if launch is None:
         return reference.rope_write(*args)
     # Here, because it is a slow import that plain use on a CPU spares.
-    from pallas_kernels.rope_write import mosaic_sm90
+    from pallas_kernels.rope_write import mosaic_gpu
 
-    return mosaic_sm90.rope_write(*args, launch)
+    return mosaic_gpu.rope_write(*args, launch)
 
 
 def _check(qkv: jax.Array, k_pages: jax.Array, form: Form) -> None:
@@ -96,7 +96,7 @@ def _check(qkv: jax.Array, k_pages: jax.Array, form: Form) -> None:
 
 
 def _refusal(qkv: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None:
-    """Why the Hopper kernel cannot take these arguments, None if it can."""
+    """Why the kernel cannot take these arguments, None if it can."""
     H = k_pages.shape[3]
     if k_pages.dtype != jnp.bfloat16 or v_pages.dtype != jnp.bfloat16:
         return f"it writes bfloat16 pages, not {k_pages.dtype}"

@@ -1,4 +1,4 @@
-"""Sum, bias, norms, rope and cache write in one pass: the separate layers, and the Hopper kernel."""
+"""Sum, bias, norms, rope and cache write in one pass: the separate layers, and the kernel."""
 
 import dataclasses
 

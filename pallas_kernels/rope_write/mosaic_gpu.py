@@ -1,4 +1,4 @@
-"""Sum, bias, norms, rope and cache write as one kernel for Hopper, in place on the cache.
+"""Sum, bias, norms, rope and cache write as one kernel, for Hopper and Blackwell, in place on the cache.
 
 A thread block takes one row and up to four heads of one kind (q, k or v), a warp to a head, so that
 eight rows of a model keep many multiprocessors busy. A head lies in registers as its two halves, which
