@@ -127,6 +127,17 @@ def _add_decode_step(commands) -> None:
     add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
 
 
+def _environment(args) -> dict:
+    """What all rows of this command share; turns on the cache of compiled programs."""
+    from bench import rows
+    from peagle_jax import runs
+
+    environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
+    if not args.no_cache:
+        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    return environment
+
+
 def _cold_start(args, variants: list[tuple[str, int]]) -> None:
     from bench.cold_start import cold_start
     from peagle_jax import runs
@@ -149,7 +160,6 @@ def _cold_start(args, variants: list[tuple[str, int]]) -> None:
 
 
 def _decode_step(args) -> None:
-    from bench import rows
     from bench.decode_step import decode_step, variants
     from peagle_jax import runs
 
@@ -157,9 +167,7 @@ def _decode_step(args) -> None:
     if args.cold_start:
         _cold_start(args, variants(args))
         return
-    environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
-    if not args.no_cache:
-        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    environment = _environment(args)
     header = ["method", "K", "conc.", "ms/round", "tokens/s", "floor ms", "of floor", "prefill ms"]
     lines = [
         [
@@ -179,13 +187,10 @@ def _decode_step(args) -> None:
 
 
 def _kernels(args) -> None:
-    from bench import rows
     from bench.kernels import kernels
     from peagle_jax import runs
 
-    environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
-    if not args.no_cache:
-        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    environment = _environment(args)
     number = lambda value, form: "" if value is None else format(value, form)
     header = ["kernel", "us", "TB/s", "of limit", "XLA us", "speedup", "error"]
     lines = [
@@ -258,14 +263,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sweep(args) -> None:
-    from bench import rows
     from bench.acceptance import acceptance
     from bench.throughput import throughput
     from peagle_jax import runs
 
-    environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
-    if not args.no_cache:
-        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    environment = _environment(args)
     measure = acceptance if args.command == "acceptance" else throughput
     header = ["set", "method", "K", "conc.", "tokens/s", "x plain", "ms/round", "TTFT ms", "AL"]
     lines = [
