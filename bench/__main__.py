@@ -1,130 +1,12 @@
 """`peagle-bench`: sweeps, full-size decode rounds, and the tables made of their rows."""
 
-import argparse
 import logging
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
+from bench.options import parser
 from peagle_jax.config import ConfigError
-from peagle_jax.presets import PRESETS
-
-_RESULTS = Path(__file__).parent / "results"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
-def _list_of_positive(text: str) -> list[int]:
-    return sorted({_positive(item) for item in text.split(",")})
-
-
-def _methods(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = sorted(set(names) - {"none", "eagle3", "peagle"})
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown method {unknown[0]!r}")
-    return names
-
-
-def _add_common(parser: argparse.ArgumentParser, *, out: str, methods: str) -> None:
-    add = parser.add_argument
-    add("--model", metavar="DIR", help="Hugging Face folder of the target (default: embedded)")
-    add("--drafter", metavar="DIR", action="append", default=[], help="a head; repeatable")
-    add("--model-name", metavar="NAME", help="what rows call the model (default: its folder)")
-    add("--methods", type=_methods, default=methods.split(","), help=f"default: {methods}")
-    add("-K", "--k", type=_list_of_positive, default=[3, 5, 7], metavar="K,K", help="default 3,5,7")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    add("--quantization", choices=("fp8",), help="quantise the target's matrices on the way in")
-    add("--max-tokens", type=_positive, default=128, metavar="N", help="new tokens per prompt")
-    add("--max-model-len", type=_positive, default=2048, metavar="N")
-    add("--prompt-tokens", type=_positive, default=128, metavar="N", help="for prompts cut of text")
-    add("--temperature", type=float, default=0.0, metavar="T")
-    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
-    add("--out", type=Path, default=_RESULTS / out, metavar="FILE.jsonl", help="rows are appended")
-    add("--sha", help="commit for the rows, where git is not at hand (or PEAGLE_SHA)")
-    add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
-
-
-_DECODE_STEP = """\
-Times rounds of a real model's shape, with random weights made on the device, through the engine:
-
-  peagle-bench decode-step --preset qwen3-coder-30b-a3b-fp8 --method none eagle3 peagle -K 3 7 \\
-      --synthetic-acceptance-length 3.1 --concurrency 1 8 32
-
-A cell is a method, a K and a concurrency; each adds a row: milliseconds per round at a full batch
-(host included), tokens/s, prefill, peak memory, and the share of the memory-bound floor. Shorten a
-first try with --layers 4 --max-tokens 64.
-
-Presets: {presets};
-with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
-"""
-
-
-def _add_decode_step(commands) -> None:
-    one = commands.add_parser(
-        "decode-step",
-        help="ms per round of full-size models with random weights",
-        description=_DECODE_STEP.format(presets=textwrap.fill(", ".join(PRESETS), 100)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = one.add_argument
-    add("--preset", required=True, metavar="NAME", help="model; -fp8: its block-quantised form")
-    add("--weights", choices=("random",), default="random", help="where weights come from")
-    add("--layers", type=_positive, metavar="N", help="its first N layers only")
-    add(
-        "--method", nargs="+", choices=("none", "eagle3", "peagle"), metavar="METHOD",
-        default=["none", "eagle3", "peagle"], help="none eagle3 peagle (default: all)",
-    )  # fmt: skip
-    add("-K", "--k", nargs="+", type=_positive, metavar="K", help="drafts per round (default: 7)")
-    add(
-        "--concurrency", nargs="+", type=_positive, default=[1, 8, 32], metavar="N",
-        help="requests at once (default: 1 8 32)",
-    )  # fmt: skip
-    add(
-        "--synthetic-acceptance-length", type=float, metavar="A",
-        help="mean tokens per round, 1 to K+1; without it random heads are hardly ever right",
-    )  # fmt: skip
-    add("--prompt-tokens", type=_positive, default=512, metavar="N", help="default: 512")
-    add("--max-tokens", type=_positive, default=512, metavar="N", help="new tokens (default: 512)")
-    add(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="default: 1, for diverse routing",
-    )
-    add("--draft-sampling", choices=("argmax", "sample"), default="argmax")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    add("--page-size", type=_positive, default=64, metavar="N", help="default: 64")
-    add("--prefill-chunk", type=_positive, default=512, metavar="N", help="default: 512")
-    add("--prefill-rows", type=_positive, default=8, metavar="N", help="prompts per call, at most")
-    add("--seed", type=int, default=0, metavar="N", help="of weights and prompts")
-    add(
-        "--profile", nargs="?", const="", metavar="DIR",
-        help="trace some rounds after timing and list their kernels; keep the traces in DIR",
-    )  # fmt: skip
-    add("--profile-rounds", type=_positive, default=4, metavar="N", help="default: 4")
-    add(
-        "--cold-start", action="store_true",
-        help="instead of rounds: seconds from process start to first token, cold and warm cache",
-    )  # fmt: skip
-    add("--out", type=Path, default=_RESULTS / "decode_step.jsonl", metavar="FILE.jsonl")
-    add("--sha", help="commit for the rows, where git is not at hand (or PEAGLE_SHA)")
-    add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
 
 
 def _environment(args) -> dict:
@@ -186,6 +68,29 @@ def _decode_step(args) -> None:
     print(f"rows: {args.out}")
 
 
+def _lossless(args) -> int:
+    from bench.lossless import lossless
+    from peagle_jax import runs
+
+    header = ["method", "K", "conc.", "texts", "equal", "tokens", "differ", "AL"]
+    lines, differing = [], 0
+    for row in lossless(args, _environment(args)):
+        differing += row["tokens_differing"]
+        counts = ("texts", "texts_equal", "tokens_compared", "tokens_differing")
+        lines.append(
+            [
+                runs.METHOD_NAMES[row["method"]],
+                str(row["num_speculative_tokens"]),
+                str(row["concurrency"]),
+                *(f"{row[name]:,}" for name in counts),
+                f"{row['acceptance_length']:.2f}",
+            ]
+        )
+    print(runs.table(header, lines))
+    print(f"rows: {args.out}")
+    return 1 if differing else 0
+
+
 def _kernels(args) -> None:
     from bench.kernels import kernels
     from peagle_jax import runs
@@ -207,59 +112,6 @@ def _kernels(args) -> None:
     ]
     print(runs.table(header, lines))
     print(f"rows: {args.out}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="peagle-bench", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-
-    one = commands.add_parser("acceptance", help="acceptance length by head, K and prompt set")
-    _add_common(one, out="acceptance.jsonl", methods="eagle3,peagle")
-    one.add_argument(
-        "--sets", nargs="+", default=["HumanEval", "MT-Bench"], metavar="SET",
-        help="HumanEval, MT-Bench, or NAME=FILE (JSONL, a text file, a folder of *.py)",
-    )  # fmt: skip
-    one.add_argument("--num-prompts", type=_positive, metavar="N", help="per set (default: all)")
-    one.add_argument("--concurrency", type=_positive, default=8, metavar="N")
-
-    one = commands.add_parser("throughput", help="tokens/s by method, K and concurrency")
-    _add_common(one, out="throughput.jsonl", methods="none,eagle3,peagle")
-    one.add_argument("--set", default="HumanEval", metavar="SET", help="as for acceptance")
-    one.add_argument(
-        "--concurrency", type=_list_of_positive, default=[1, 2, 4, 8, 16, 32], metavar="N,N"
-    )
-    one.add_argument("--prompts-per-slot", type=_positive, default=2, metavar="N")
-    one.add_argument("--min-prompts", type=_positive, default=4, metavar="N")
-    one.add_argument("--prefill-rows", type=_positive, default=1, metavar="N")
-
-    _add_decode_step(commands)
-
-    one = commands.add_parser("kernels", help="each kernel beside its reference, on a GPU")
-    one.add_argument("--op", action="append", metavar="NAME", help="repeatable (default: all)")
-    one.add_argument("--spec", action="append", metavar="NAME", help="repeatable (default: all)")
-    one.add_argument("--out", type=Path, default=_RESULTS / "kernels.jsonl", metavar="FILE.jsonl")
-    one.add_argument("--sha", help="commit for the rows, where git is not at hand (or PEAGLE_SHA)")
-    one.add_argument(
-        "--no-cache", action="store_true", help="do not keep compiled programs on disk"
-    )
-
-    one = commands.add_parser("conversion", help="peagle-convert against a plain copy")
-    one.add_argument("folder", type=Path, metavar="DIR", help="new folder on the disk to measure")
-    one.add_argument("--preset", default="gpt-oss-20b", help="default: gpt-oss-20b")
-    one.add_argument("--quantization", choices=("none", "fp8", "mxfp4"), default="mxfp4")
-    one.add_argument("--layers", type=_positive, metavar="N", help="its first N layers only")
-    one.add_argument(
-        "--out", type=Path, default=_RESULTS / "conversion.jsonl", metavar="FILE.jsonl"
-    )
-    one.add_argument("--sha", help="commit for the row, where git is not at hand (or PEAGLE_SHA)")
-
-    commands.add_parser("sizes", help="weights, KV cache and what fits on one GPU, by model")
-
-    one = commands.add_parser("report", help="tables and plots from stored rows")
-    one.add_argument("--results", type=Path, default=_RESULTS, metavar="DIR")
-    one.add_argument("--readme", type=Path, metavar="FILE", help="redraw its bench:NAME blocks")
-    one.add_argument("--plots", type=Path, metavar="DIR", help="default: beside the rows")
-    return parser
 
 
 def _sweep(args) -> None:
@@ -290,7 +142,7 @@ def _sweep(args) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         if args.command == "conversion":
@@ -305,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(table())
         elif args.command == "decode-step":
             _decode_step(args)
+        elif args.command == "lossless":
+            return _lossless(args)
         elif args.command == "report":
             from bench.report import report
 

@@ -20,7 +20,7 @@ _KEY = (
     "kind", *_SETTING, "set", "method", "num_speculative_tokens", "synthetic_acceptance_length",
     "concurrency",
 )  # fmt: skip
-_KINDS = ("acceptance", "throughput", "decode-step")
+_KINDS = ("acceptance", "throughput", "decode-step", "lossless")
 """Conversions and cold starts, too, are rows; what was found stands in docs/."""
 _METHOD_ORDER = list(METHOD_NAMES)
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
@@ -127,6 +127,19 @@ def decode_step_table(some: list[dict]) -> str:
     return _markdown(header, lines)
 
 
+def lossless_table(some: list[dict]) -> str:
+    """Tokens that differ of those compared, and AL; methods down, concurrencies across, a sum below."""
+    total = lambda name: sum(row[name] for row in some)
+    cell = lambda row: (
+        f"{row['tokens_differing']:,} of {row['tokens_compared']:,} (AL {row['acceptance_length']:.2f})"
+    )
+    beside = max(row["reference_concurrency"] for row in some)
+    return (
+        f"{_grid(some, cell)}\n\nBeside plain decoding at concurrency {beside}: "
+        f"{total('tokens_differing'):,} of {total('tokens_compared'):,} tokens differ."
+    )
+
+
 def _speed(row: dict) -> str:
     ratio = row.get("ratio_to_plain")
     speed = f"{row['tokens_per_second']:,.0f}"
@@ -138,6 +151,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "throughput": ("throughput", lambda some: _grid(some, _speed)),
     "rounds": ("throughput", lambda some: _grid(some, lambda row: f"{row['ms_per_round']:.2f}")),
     "decode-step": ("decode-step", decode_step_table),
+    "lossless": ("lossless", lossless_table),
     "ttft": ("throughput", lambda some: _grid(some, lambda row: f"{row['ttft_ms_median']:.0f}")),
 }
 """Table name -> (kind of rows, what one setting's rows look like)."""

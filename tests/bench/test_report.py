@@ -70,6 +70,23 @@ def test_decode_step_rows_show_their_floor():
     assert "| plain | 1 | 2.50 |  |  |" in text
 
 
+def test_lossless_rows_are_counted_together():
+    counts = dict(tokens_compared=1500, tokens_differing=0, reference_concurrency=32)
+    some = [
+        row("lossless", "none", 0, **counts),
+        row("lossless", "peagle", 7, **counts),
+        row("lossless", "peagle", 7, **counts | {"tokens_differing": 9, "concurrency": 32}),
+        row("lossless", "peagle", 7, **counts, model="other"),
+    ]
+    text = report.render("lossless", report.newest([*some, *ROWS]))
+    assert "model m, float32, greedy, 64 new tokens" in text
+    assert "| concurrency | 1 | 32 |" in text
+    assert "| plain | 0 of 1,500 (AL 1.00) |  |" in text
+    assert "| P-EAGLE K=7 | 0 of 1,500 (AL 4.50) | 9 of 1,500 (AL 4.50) |" in text
+    assert "Beside plain decoding at concurrency 32: 9 of 4,500 tokens differ." in text
+    assert "0 of 1,500 tokens differ." in text
+
+
 def test_acceptance_has_a_column_per_position():
     text = report.render("acceptance", report.newest(ROWS))
     assert "| prompts | method | K | AL | 1 | 2 | 3 | 4 | 5 | 6 | 7 |" in text

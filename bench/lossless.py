@@ -1,0 +1,278 @@
+"""`peagle-bench lossless`: greedy output with and without speculation, token by token.
+
+Plain decoding at the largest concurrency is the reference. Every other cell (method, K, concurrency)
+decodes the same prompts; where a text leaves the reference's, all its tokens from there on differ.
+
+A head of random weights is hardly ever right, and accepted drafts would go untested. For presets the
+reference itself stands in for what the head was not taught, see `Oracle`; the rule that accepts is the
+engine's own, and so is everything else.
+"""
+
+import gc
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from bench import decode_step, rows, sweep
+from bench.decode_step import CellsConfig
+from bench.presets import preset
+from bench.timing import drive
+from peagle_jax import runs
+from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig, SamplingParams
+from peagle_jax.drafter import Drafter, DraftHead, DraftInputs, make_drafter
+from peagle_jax.engine.engine import Engine
+from peagle_jax.models import Decoder
+from peagle_jax.sampling import accept_uniforms
+
+KNOWN = 0.7
+"""Share of drafts that an `Oracle` knows: AL 2.5 with K = 3 and 3.1 with K = 7."""
+_PLAIN = ("none", 0)
+_LISTED = 8  # differences in a row, at most
+_COUNTED = (
+    "prompt_tokens", "rounds", "drafted", "accepted", "acceptance_length",
+    "acceptance_per_position", "seconds",
+)  # fmt: skip
+
+Variant = tuple[str, int]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Oracle:
+    """A drafter that knows some of the text: each draft is the reference's token, or else its head's.
+
+    Which is which is drawn by request and position. A sequence is told from the others by its newest
+    token and where that stands; should two agree in both, a draft may be the other's, and wrong.
+    """
+
+    drafter: Drafter
+    texts: jax.Array  # [R, L] int32: prompts with what follows them, by position
+    num_draft: int = field(metadata=dict(static=True))
+
+    def propose(self, target, inputs: DraftInputs, cache: list):
+        """As the drafter's own; `drafter.Drafter` states it."""
+        proposal, cache = self.drafter.propose(target, inputs, cache)
+        row = jnp.maximum(inputs.num_real - 1, 0)[:, None]
+        newest = jnp.take_along_axis(inputs.tokens, row, axis=1)  # [B, 1]
+        place = inputs.start[:, None] + row + 1  # [B, 1], the newest token's
+        token_at = lambda text, place: self.texts[text, jnp.minimum(place, self.texts.shape[1] - 1)]
+        text = jnp.argmax(token_at(jnp.arange(self.texts.shape[0]), place) == newest, axis=1)
+        ahead = place + 1 + jnp.arange(self.num_draft)  # [B, J]
+        known = accept_uniforms(inputs.keys, ahead) < KNOWN
+        tokens = jnp.where(known, token_at(text[:, None], ahead), proposal.tokens)
+        return proposal._replace(tokens=tokens), cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, its heads, and where its prompts come from: `prompts(n)` are n lists of token ids."""
+
+    name: str
+    dtype: str
+    weights: str
+    target: Decoder
+    heads: dict[str, DraftHead]
+    set: str
+    prompts: Callable[[int], list[list[int]]]
+    is_random: bool
+
+    def engine(self, variant: Variant, config: CellsConfig, texts: jax.Array | None) -> Engine:
+        """One for a method and a K; `texts` are what an `Oracle` knows."""
+        method, num_draft = variant
+        head, drafter = self.heads.get(method), None
+        if head is not None and self.is_random:
+            drafter = Oracle(make_drafter(head, num_draft, "argmax"), texts, num_draft)
+        config = replace(config, num_draft=num_draft, dtype=self.dtype)
+        return Engine(self.target, head, config, drafter=drafter)
+
+
+def _made(args) -> Subject:
+    """A preset with random weights, and prompts of random tokens, 1 to `--prompt-tokens` of them."""
+    chosen, dtype = preset(args.preset, args.layers), runs.choose_dtype(args.dtype)
+    if args.model is not None or args.drafter or args.quantization is not None:
+        raise ConfigError("--preset makes its weights: no --model, --drafter or --quantization")
+    longest = args.prompt_tokens + args.max_tokens
+    if longest > chosen.target.max_position:
+        raise ConfigError(
+            f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
+        )
+    models = decode_step.Models.make(chosen, args.methods, dtype=dtype, seed=args.seed)
+
+    def prompts(count: int) -> list[list[int]]:
+        rng = np.random.default_rng(args.seed)
+        lengths = rng.integers(1, args.prompt_tokens + 1, count)
+        return [rng.integers(0, chosen.target.vocab_size, length).tolist() for length in lengths]
+
+    return Subject(
+        name=chosen.name,
+        dtype=dtype,
+        weights=chosen.weights,
+        target=models.target,
+        heads=models.heads,
+        set="random tokens",
+        prompts=prompts,
+        is_random=True,
+    )
+
+
+def _loaded(args) -> Subject:
+    """The embedded model or `--model`, and prompts of `--set`, from its start again when they end."""
+    models = sweep.Models.load(args)
+    name, found = sweep.prompt_set(
+        args.set, models.tokenizer, prompt_tokens=args.prompt_tokens, limit=None
+    )
+    if models.tokenizer is None:
+        raise ConfigError(f"{args.model}: has no tokenizer, so it cannot read the set {name}")
+    as_tokens = lambda one: models.tokenizer.encode(one) if isinstance(one, str) else one
+    pool = [as_tokens(one) for one in found]
+    return Subject(
+        name=models.name,
+        dtype=models.dtype,
+        weights=models.weights,
+        target=models.target,
+        heads=models.heads,
+        set=name,
+        prompts=lambda count: list(itertools.islice(itertools.cycle(pool), count)),
+        is_random=False,
+    )
+
+
+def lossless(args, environment: dict) -> Iterator[dict]:
+    """Compares every cell, a row at a time; rows go to `args.out`.
+
+    Raises:
+      ConfigError: there is nothing to compare, or it does not fit.
+    """
+    if max(args.k) > MAX_NUM_DRAFT:
+        raise ConfigError(f"-K {max(args.k)} is above {MAX_NUM_DRAFT}, the most drafts of a round")
+    subject = _loaded(args) if args.preset is None else _made(args)
+    cells, most = _cells(args, subject), max(args.concurrency)
+    prompts = subject.prompts(_num_prompts(args, cells))
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    reference: list[list[int]] = []
+    texts = None
+    shares = [_share(args, len(prompts), c) for some in cells.values() for c in some]
+    with tqdm(total=len(prompts) + sum(shares), unit="text", disable=None) as bar:
+        for variant in dict.fromkeys([_PLAIN, *cells]):
+            todo = cells.get(variant, ())
+            if variant == _PLAIN:
+                todo = (most, *todo)
+            bar.set_description(f"{variant[0]} K={variant[1]}: compiling")
+            start = time.perf_counter()
+            engine = subject.engine(variant, _config(args, prompts, todo), texts)
+            engine.warm_up()
+            compiled = time.perf_counter() - start
+            for concurrency in todo:
+                bar.set_description(f"{variant[0]} K={variant[1]} x{concurrency}")
+                some = prompts[: _share(args, len(prompts), concurrency)]
+                run = drive(engine, some, params, concurrency=concurrency, on_finished=bar.update)
+                if not reference:
+                    reference = run.outputs
+                    texts = _table(prompts, reference, engine.config)
+                    continue
+                row = _row(args, subject, variant, concurrency, reference, run)
+                row |= {"compile_seconds": compiled} | environment
+                rows.append(args.out, rows.rounded(row))
+                bar.write(_progress(row), file=sys.stderr)
+                yield row
+            del engine
+            gc.collect()  # its cache, before the next one is made
+
+
+def _cells(args, subject: Subject) -> dict[Variant, tuple[int, ...]]:
+    """What is compared with plain decoding at the largest concurrency: concurrencies by method and K."""
+    across = tuple(sorted(set(args.concurrency), reverse=True))
+    cells = {(method, k): across for method in subject.heads for k in args.k}
+    if "none" in args.methods and across[1:]:
+        cells = {_PLAIN: across[1:]} | cells
+    if not cells:
+        raise ConfigError("nothing to compare: no head to draft, and one concurrency only")
+    return cells
+
+
+def _num_prompts(args, cells: dict[Variant, tuple[int, ...]]) -> int:
+    """As many as bring `--tokens` to compare, when a cell takes its share of them."""
+    shares = sum(c for some in cells.values() for c in some) / max(args.concurrency)
+    return max(args.min_prompts, math.ceil(args.tokens / (args.max_tokens * shares)))
+
+
+def _share(args, num_prompts: int, concurrency: int) -> int:
+    """Prompts of a cell: few at once are fewer in all, or they would take most of the time."""
+    proportional = math.ceil(num_prompts * concurrency / max(args.concurrency))
+    return min(num_prompts, max(args.min_prompts, proportional))
+
+
+def _config(args, prompts: list[list[int]], concurrencies: tuple[int, ...]) -> CellsConfig:
+    """Sizes of an engine: but for the number of drafts the same for all, as on a server."""
+    longest = max(map(len, prompts)) + args.max_tokens + 2 * max(args.k) + 1
+    most = max(args.concurrency)
+    return CellsConfig(
+        concurrencies=concurrencies,
+        max_num_seqs=most,
+        max_model_len=-(-longest // args.page_size) * args.page_size,
+        page_size=args.page_size,
+        prefill_chunk=args.prefill_chunk,
+        prefill_rows=min(args.prefill_rows, most),
+    )
+
+
+def _table(prompts, outputs, config: EngineConfig) -> jax.Array:
+    """[texts, positions]: what an `Oracle` knows."""
+    table = np.zeros((len(prompts), config.max_model_len), np.int32)
+    for row, prompt, output in zip(table, prompts, outputs, strict=True):
+        row[: len(prompt) + len(output)] = prompt + output
+    return jnp.asarray(table)
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two texts part, None where they are equal."""
+    pairs = enumerate(itertools.zip_longest(one, other))
+    return next((place for place, (a, b) in pairs if a != b), None)
+
+
+def _row(args, subject: Subject, variant: Variant, concurrency: int, reference, run) -> dict:
+    outputs, row = run.outputs, run.as_row()
+    wanted = reference[: len(outputs)]
+    parted = [first_difference(*pair) for pair in zip(wanted, outputs, strict=True)]
+    ends = [max(map(len, pair)) for pair in zip(wanted, outputs, strict=True)]
+    differing = [end - place for end, place in zip(ends, parted, strict=True) if place is not None]
+    return {
+        "kind": "lossless",
+        "model": subject.name,
+        "dtype": subject.dtype,
+        "weights": subject.weights,
+        "layers": subject.target.config.num_layers,
+        "set": subject.set,
+        "method": variant[0],
+        "num_speculative_tokens": variant[1],
+        "concurrency": concurrency,
+        "max_tokens": args.max_tokens,
+        "temperature": 0.0,
+        "oracle": KNOWN if subject.is_random and variant != _PLAIN else None,
+        "reference_concurrency": max(args.concurrency),
+        "texts": len(outputs),
+        "texts_equal": parted.count(None),
+        "tokens_compared": sum(map(len, wanted)),
+        "tokens_differing": sum(differing),
+        "distinct_tokens": len(set(itertools.chain(*wanted))),
+        "parted_at": [[text, place] for text, place in enumerate(parted) if place is not None][
+            :_LISTED
+        ],
+        **{name: row[name] for name in _COUNTED},
+    }
+
+
+def _progress(row: dict) -> str:
+    return (
+        f"{row['method']} K={row['num_speculative_tokens']} x{row['concurrency']}: "
+        f"{row['tokens_differing']} of {row['tokens_compared']:,} tokens differ, AL "
+        f"{row['acceptance_length']:.2f}; {row['seconds']:.1f} s, compiled in {row['compile_seconds']:.0f} s"
+    )

@@ -1,0 +1,124 @@
+"""Losslessness as measured: what is compared, that drafts are accepted, and that a difference is found."""
+
+import functools
+import json
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+
+from bench import presets
+from bench.__main__ import main
+from bench.lossless import first_difference
+from peagle_jax import Engine
+from peagle_jax.verify import Verdict, verify
+from tests import tiny
+
+TINY = [
+    "--layers", "1", "--page-size", "8", "--prefill-chunk", "16", "--prompt-tokens", "40", "--max-tokens", "24", "--no-cache",
+    "--sha", "abc",
+]  # fmt: skip
+
+
+@pytest.fixture
+def tiny_preset(monkeypatch):
+    """ "tiny" and "tiny-fp8"."""
+    wide = replace(tiny.TARGET, hidden_size=64, intermediate_size=64)
+    monkeypatch.setitem(presets.PRESETS, "tiny", wide)
+    monkeypatch.setattr(presets, "PEAGLE_LAYERS", 1)
+
+
+def measured(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_k_and_concurrency_is_compared(tiny_preset, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    argv = ["--preset", "tiny-fp8", *TINY, "--out", str(out), "--methods", "none,peagle"]
+    argv += ["-K", "2,5", "--concurrency", "1,4", "--tokens", "1000", "--min-prompts", "2"]
+    assert main(["lossless", *argv]) == 0
+    found = measured(out)
+    cells = [(row["method"], row["num_speculative_tokens"], row["concurrency"]) for row in found]
+    assert cells == [("none", 0, 1), *(("peagle", k, c) for k in (2, 5) for c in (4, 1))]
+    assert sum(row["tokens_compared"] for row in found) >= 1000
+    for row in found:
+        assert (row["kind"], row["model"], row["weights"]) == (
+            "lossless", "tiny-fp8 (1 of 3 layers)", "fp8",
+        )  # fmt: skip
+        assert (row["sha"], row["temperature"]) == ("abc", 0.0)
+        assert row["tokens_compared"] == 24 * row["texts"]
+        assert row["texts_equal"] == row["texts"]
+        assert (row["tokens_differing"], row["parted_at"]) == (0, [])
+        assert row["texts"] < row["prompt_tokens"] < 40 * row["texts"]
+        assert row["distinct_tokens"] > 20
+    # Drafts are accepted and rejected, as often as the oracle knows: 2.2 and 2.9 without an end.
+    for row in found[1:]:
+        assert row["oracle"] == 0.7
+        assert 1.7 < row["acceptance_length"] < row["num_speculative_tokens"] + 1
+        assert row["drafted"] > row["accepted"] > 0
+    text = capsys.readouterr().out
+    assert "P-EAGLE" in text
+    assert "differ" in text
+
+
+def accept_one_too_many(logits, drafts, draft_probs, positions, params) -> Verdict:
+    """The engine's rule, but for a wrong draft that gets through now and then."""
+    verdict = verify(logits, drafts, draft_probs, positions, params)
+    J = drafts.shape[1]
+    wrong = (verdict.count <= J) & (positions[:, 0] % 5 == 0)
+    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
+    slip = wrong[:, None] & (jnp.arange(J + 1) == verdict.count[:, None] - 1)
+    return Verdict(jnp.where(slip, padded, verdict.tokens), verdict.count)
+
+
+def test_a_wrong_draft_that_is_accepted_is_found_out(tiny_preset, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "bench.lossless.Engine", functools.partial(Engine, accept=accept_one_too_many)
+    )
+    out = tmp_path / "rows.jsonl"
+    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--methods", "none,peagle", "-K", "3"]
+    assert main(["lossless", *argv, "--concurrency", "1,2", "--tokens", "500"]) == 1
+    plain, *drafting = measured(out)
+    assert plain["tokens_differing"] == 0
+    for row in drafting:
+        assert 0 < row["texts"] - row["texts_equal"] <= len(row["parted_at"])
+        text, place = row["parted_at"][0]
+        assert 0 <= text < row["texts"]
+        assert row["tokens_differing"] >= 24 - place
+    assert "tokens differ" in capsys.readouterr().err
+
+
+def test_trained_heads_draft_for_themselves(folders, tmp_path):
+    prompts = tmp_path / "few.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):" * i}) + "\n" for i in (1, 2)))
+    out = tmp_path / "rows.jsonl"
+    argv = ["--model", folders.target, "--drafter", folders.eagle3, "--set", f"few={prompts}"]
+    argv += [*TINY[2:], "--out", out, "--concurrency", "3", "-K", "3", "--tokens", "150"]
+    assert main(["lossless", *map(str, argv)]) == 0
+    (row,) = measured(out)
+    assert (row["method"], row["set"], row["oracle"], row["texts"]) == ("eagle3", "few", None, 7)
+    assert row["tokens_differing"] == 0
+
+
+def test_from_the_first_difference_on_a_text_is_another():
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--preset", "gpt-5"], "known are"),
+        (["--preset", "tiny", "--max-tokens", "500"], "512 positions"),
+        (["--preset", "tiny", "-K", "200"], "above 128"),
+        (["--preset", "tiny", "--layers", "9"], "has 3"),
+        (["--preset", "tiny", "--quantization", "fp8"], "makes its weights"),
+        (["--preset", "tiny", "--methods", "none", "--concurrency", "2"], "nothing to compare"),
+    ],
+)
+def test_mistakes_are_told(tiny_preset, argv, message, capsys, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    assert main(["lossless", *argv, "--no-cache", "--out", str(out)]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
