@@ -25,7 +25,7 @@ ORDER = [
     "checkpoint.fields", "checkpoint.rope_json", "checkpoint.target_json", "checkpoint.head_json",
     "checkpoint.converted", "checkpoint.loader", "checkpoint",
     "text",
-    "engine", "engine.pages", "engine.request", "engine.plan", "engine.scheduler", "engine.stats",
+    "engine", "engine.pages", "engine.request", "engine.plan", "engine.stats", "engine.scheduler",
     "engine.memory", "engine.programs", "engine.engine",
     "loading", "prompts", "runs",
     "training", "training.corpus", "training.data", "training.cod", "training.attention",

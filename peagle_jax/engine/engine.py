@@ -180,6 +180,9 @@ class Engine:
             self._state, output = self.programs.round(self._state, plan.decode)
             dispatched.append((plan.decode, output))
         if plan.prefill is not None:
+            now = time.monotonic()
+            for request in plan.prefill.requests:
+                request.start_time = request.start_time or now
             self._state, output = self.programs.prefill(self._state, plan.prefill)
             dispatched.append((plan.prefill, output))
         for _, output in dispatched:

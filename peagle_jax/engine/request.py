@@ -95,6 +95,8 @@ class Request:
     preemptions: int = 0
 
     arrival_time: float | None = None
+    start_time: float | None = None
+    """When its first prefill call was planned; until then it waited."""
     first_token_time: float | None = None
     finish_time: float | None = None
 

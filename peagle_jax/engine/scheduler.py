@@ -21,6 +21,7 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.plan import DecodePlan, Plan, PrefillPlan
 from peagle_jax.engine.request import BatchLogprobs, Request, RequestState
+from peagle_jax.engine.stats import Acceptance
 
 MAX_IN_FLIGHT = 2  # the round being dispatched, and the one before it
 
@@ -48,6 +49,8 @@ class Scheduler:
         self.active: list[Request] = []  # PREFILL and RUNNING, in order of admission
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        self._drafted = 0
+        self._rounds_by_accepted = [0] * (config.num_draft + 1)
 
     @property
     def has_work(self) -> bool:
@@ -61,6 +64,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Over all rounds so far that had drafts, requests that still run included."""
+        rounds = self._rounds_by_accepted
+        reached = tuple(sum(rounds[i + 1 :]) for i in range(self.config.num_draft))
+        return Acceptance(sum(rounds), self._drafted, sum(reached), reached)
 
     def add(self, request: Request) -> None:
         """Queues a request: `QueueFull` at the queue's bound, `ConfigError` if it can never run."""
@@ -135,7 +145,11 @@ class Scheduler:
             request.in_flight -= 1
             if not request.is_finished:
                 produced = int(count[row])
-                request.record_round(min(produced - 1, request.num_draft))
+                accepted = min(produced - 1, request.num_draft)
+                request.record_round(accepted)
+                if request.num_draft:
+                    self._drafted += request.num_draft
+                    self._rounds_by_accepted[accepted] += 1
                 updates.append(self._receive(request, row, tokens, produced, logprobs))
         return updates
 

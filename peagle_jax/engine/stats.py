@@ -29,6 +29,17 @@ class Acceptance:
                 positions[i] += count
         return cls(rounds, drafted, accepted, tuple(positions))
 
+    def __sub__(self, before: Self) -> Self:
+        """What was counted after `before`, an earlier state of the same counts."""
+        earlier = before.per_position or (0,) * len(self.per_position)
+        positions = zip(self.per_position, earlier, strict=True)
+        return Acceptance(
+            self.rounds - before.rounds,
+            self.drafted - before.drafted,
+            self.accepted - before.accepted,
+            tuple(now - then for now, then in positions),
+        )
+
     @property
     def length(self) -> float:
         """AL: tokens emitted per round, the bonus included: 1 + accepted / rounds."""

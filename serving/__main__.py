@@ -1,0 +1,29 @@
+"""`peagle-serve`: the engine behind gRPC and HTTP."""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from peagle_jax.config import ConfigError
+from serving.settings import parser, resolve
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code."""
+    try:
+        settings, sources = resolve(sys.argv[1:] if arguments is None else arguments)
+    except ConfigError as error:
+        parser().exit(2, f"peagle-serve: error: {error}\n")
+    print("\n".join(settings.lines(sources)), flush=True)
+    # Imported once the options are known to be good: help and mistakes answer at once.
+    from serving.app import serve
+
+    try:
+        return serve(settings, say=partial(print, flush=True))
+    except (ConfigError, OSError) as error:
+        print(f"peagle-serve: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""From settings to a running server, and down again."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from peagle_jax import Engine, EngineConfig, runs
+from peagle_jax.engine.memory import page_bytes
+from peagle_jax.loading import load_weights
+from serving.frontend import Frontend, Limits, State
+from serving.logs import configure, log_figures, log_request
+from serving.rpc.guard import read_tokens
+from serving.rpc.security import Certificates
+from serving.rpc.server import RpcServer
+from serving.settings import Settings, num_bytes
+
+_log = logging.getLogger(__name__)
+_GRACE = 5.0  # seconds for the last messages of calls that have ended
+
+
+def serve(settings: Settings, *, say: Callable[[str], None]) -> int:
+    """Serves until a signal ends it; the exit code, 1 if the engine died on the way.
+
+    Args:
+      say: is told, in plain words, where the server listens.
+
+    Raises:
+      ConfigError: weights, sizes, certificates or tokens that do not do.
+      OSError: a port that cannot be had.
+    """
+    configure(settings.log_level)
+    if not settings.no_cache:
+        runs.keep_compiled_programs(None)
+    engine = make_engine(settings)
+    return asyncio.run(_serve(settings, engine, say))
+
+
+def served_name(settings: Settings) -> str:
+    """What clients call the model."""
+    if settings.served_model_name:
+        return settings.served_model_name
+    return "embedded" if settings.model is None else Path(settings.model).resolve().name
+
+
+def make_engine(settings: Settings) -> Engine:
+    """The engine that the settings ask for, not yet warm.
+
+    Raises:
+      ConfigError: see `load_weights` and `Engine`.
+    """
+    config = EngineConfig(
+        num_draft=settings.num_speculative_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        max_waiting=settings.max_waiting,
+        prefill_chunk=settings.prefill_chunk,
+        prefill_rows=settings.prefill_rows,
+        max_logprobs=settings.max_logprobs,
+        dtype=runs.choose_dtype(settings.dtype),
+    )
+    target, head, tokenizer = load_weights(
+        settings.model,
+        settings.drafter,
+        method=settings.method,
+        dtype=config.dtype,
+        quantization=settings.quantization,
+    )
+    if settings.kv_cache_memory is not None:
+        drafter = None if head is None else head.config
+        pages = num_bytes(settings.kv_cache_memory) // page_bytes(target.config, drafter, config)
+        config = replace(config, num_pages=pages)
+    return Engine(target, head, config, tokenizer=tokenizer)
+
+
+def _certificates(settings: Settings) -> Certificates | None:
+    if settings.tls_cert is None:
+        return None
+    return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+async def _announce(frontend: Frontend, server: RpcServer) -> None:
+    """Health follows the frontend's states."""
+    state = frontend.state
+    while state is not State.DEAD:
+        state = await frontend.change(state)
+        _log.info("the engine is %s", state.value)
+        await server.show(state)
+
+
+async def _serve(settings: Settings, engine: Engine, say: Callable[[str], None]) -> int:
+    frontend = Frontend(
+        engine,
+        name=served_name(settings),
+        limits=Limits(max_seconds=settings.max_request_seconds or None, max_n=settings.max_n),
+        report=log_request,
+    )
+    tokens = read_tokens(settings.auth_token_file) if settings.auth_token_file else ()
+    is_open = settings.is_loopback if settings.reflection is None else settings.reflection
+    server = RpcServer(
+        frontend,
+        tokens=tokens,
+        certificates=_certificates(settings),
+        max_message_bytes=settings.max_message_mib << 20,
+        with_reflection=is_open,
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    port = await server.start(settings.host, settings.port)
+    say(f"gRPC listens on {settings.host}:{port}")
+    frontend.start()
+    tasks = [asyncio.create_task(_announce(frontend, server))]
+    if settings.stats_seconds:
+        tasks.append(asyncio.create_task(log_figures(frontend, settings.stats_seconds)))
+    await stop.wait()
+    _log.info("told to stop; waiting up to %g s for open requests", settings.drain_seconds)
+    await server.show(State.DRAINING)
+    await frontend.drain(settings.drain_seconds)
+    await server.stop(_GRACE)
+    for task in tasks:
+        task.cancel()
+    return 1 if frontend.state is State.DEAD else 0

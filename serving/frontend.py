@@ -1,0 +1,313 @@
+"""From a request in any protocol to a stream of deltas: admission, deadlines, draining, accounting.
+
+A servicer turns its message into an `Ask`, opens it, and reads:
+
+    async with frontend.open(ask) as stream:
+        async for delta in stream:
+            ...
+
+Leaving the block early, for whatever reason, ends the request in the engine. Every stream is reported
+exactly once, with one status. All of this runs in one event loop; only the worker has a thread.
+"""
+
+import asyncio
+import enum
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+
+from peagle_jax import ConfigError, Engine, SamplingParams
+from peagle_jax.engine.scheduler import QueueFull
+from peagle_jax.text import Tokenizer
+from serving.errors import ServiceError, invalid
+from serving.metrics import Metrics
+from serving.stream import Ask, Stream
+from serving.worker import EngineWorker, Event, Job, Load, Refused
+
+_LONG_TEXT = 4096  # characters; above it the tokenizer would hold up the event loop
+
+
+class State(enum.Enum):
+    """STARTING -> SERVING -> DRAINING -> STOPPED; DEAD from anywhere."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a client may ask for, beyond the engine's own limits.
+
+    Args:
+      max_seconds: longest a request may take, queue included; None is no limit.
+      max_n: most sequences of one request.
+    """
+
+    max_seconds: float | None = None
+    max_n: int = 16
+
+
+class Frontend:
+    """One engine, open for requests.
+
+    Args:
+      engine: not yet warm, with or without a tokenizer.
+      name: what clients call the model.
+      limits: see `Limits`.
+      report: called with each stream after its end (logs, traces).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        limits: Limits | None = None,
+        report: Callable[[Stream], None] = lambda stream: None,
+    ):
+        self.name = name
+        self.tokenizer: Tokenizer | None = engine.tokenizer
+        self.config = engine.config
+        self.target_config = engine.target_config
+        self.drafter_config = engine.drafter_config
+        self.method = "none" if self.drafter_config is None else self.drafter_config.method
+        self.limits = limits or Limits()
+        self.started = time.time()
+        self._report = report
+        self._worker = EngineWorker(
+            engine,
+            deliver=self._deliver,
+            on_ready=lambda: self._enter(State.SERVING),
+            on_death=self._die,
+        )
+        self.metrics = Metrics(name, self)
+        self._numbers = itertools.count()
+        self._streams: dict[int, Stream] = {}
+        self._by_id: dict[str, Stream] = {}
+        self._changed = asyncio.Event()
+        self.state = State.STARTING
+
+    @property
+    def load(self) -> Load:
+        """What the engine held after its last round."""
+        return self._worker.load
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted and not yet ended."""
+        return len(self._streams)
+
+    def start(self) -> None:
+        """Starts the engine; `state` becomes SERVING when everything is compiled."""
+        self._worker.start()
+
+    async def change(self, known: State) -> State:
+        """Waits until the state is another than `known`, and returns it."""
+        while self.state is known:
+            await self._changed.wait()
+        return self.state
+
+    async def encode(self, text: str, *, field: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+          ServiceError: the model has no tokenizer, or the text is not one.
+        """
+        return await self._tokenize(field, len(text), "encode", text)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, object], *, field: str
+    ) -> list[int]:
+        """Token ids of a conversation through the model's chat template; raises as `encode` does."""
+        return await self._tokenize(field, _LONG_TEXT + 1, "chat", messages, **variables)
+
+    async def _tokenize(self, field: str, size: int, method: str, *args, **named) -> list[int]:
+        if self.tokenizer is None:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{field}: this model is served without a tokenizer; send token ids",
+            )
+        function = getattr(self.tokenizer, method)
+        try:
+            if size <= _LONG_TEXT:
+                return function(*args, **named)
+            return await asyncio.to_thread(function, *args, **named)
+        except ConfigError as error:
+            raise invalid(field, str(error)) from error
+
+    def open(self, ask: Ask) -> Stream:
+        """Accepts a request; what the engine does not accept arrives when the stream is read.
+
+        Raises:
+          ServiceError: UNAVAILABLE while the engine starts, drains or is dead; INVALID_ARGUMENT and
+            ALREADY_EXISTS for requests that cannot run; DEADLINE_EXCEEDED when it is too late already.
+        """
+        try:
+            self._check(ask)
+        except ServiceError as error:
+            self.metrics.refused(error)
+            raise
+        number = next(self._numbers)
+        deadline = ask.deadline
+        if self.limits.max_seconds is not None:
+            latest = time.monotonic() + self.limits.max_seconds
+            deadline = latest if deadline is None else min(deadline, latest)
+        tokenizer = self.tokenizer if ask.wants_text else None
+        stream = Stream(
+            ask, number, tokenizer, end=self._worker.abort, on_close=self._close, deadline=deadline
+        )
+        self._streams[number] = stream
+        self._by_id[ask.request_id] = stream
+        jobs = [
+            Job((number, index), ask.prompt, _numbered(ask.params, index)) for index in range(ask.n)
+        ]
+        self._worker.submit(jobs)
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request: its stream ends with the reason "abort". False if there is none of that id."""
+        stream = self._by_id.get(request_id)
+        if stream is not None:
+            stream.abort()
+        return stream is not None
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuses new requests, lets the open ones end, and stops the engine.
+
+        Returns:
+          Whether all ended by themselves within `seconds`; the rest get UNAVAILABLE.
+        """
+        if self.state is not State.DEAD:
+            self._enter(State.DRAINING)
+        deadline = time.monotonic() + seconds
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        rest = list(self._streams.values())
+        for stream in rest:
+            stream.fail(
+                ServiceError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    f"the server shut down after waiting {seconds:g} s for its requests; "
+                    "send this one to another server",
+                )
+            )
+        await asyncio.to_thread(self._worker.stop, 30.0)
+        if self.state is not State.DEAD:
+            self._enter(State.STOPPED)
+        return not rest
+
+    def _check(self, ask: Ask) -> None:
+        if self.state is not State.SERVING:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                f"the engine is {self.state.value}; try again or use another server",
+                retry_after=None if self.state is State.DEAD else 1.0,
+            )
+        if ask.request_id in self._by_id:
+            raise ServiceError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"request_id {ask.request_id!r} is running; ids must be unique while they run",
+            )
+        for name, broken, rule in self._rules(ask):
+            if broken:
+                raise invalid(ask.spelling.get(name, name), rule)
+        if ask.deadline is not None and ask.deadline <= time.monotonic():
+            raise ServiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline had passed when the request came"
+            )
+
+    def _rules(self, ask: Ask) -> Iterator[tuple[str, bool, str]]:
+        """What the engine would refuse too, but with the field's name: (field, broken, rule)."""
+        config, params = self.config, ask.params
+        size, vocab, limit = len(ask.prompt), self.target_config.vocab_size, config.max_model_len
+        yield "prompt", size == 0, "is empty; it needs at least one token"
+        yield (
+            "prompt",
+            size >= limit,
+            f"{size} tokens leave no room for output: prompt and output may have {limit}",
+        )
+        yield (
+            "prompt",
+            any(not 0 <= token < vocab for token in ask.prompt),
+            f"token ids must lie between 0 and {vocab - 1}",
+        )
+        most = self.limits.max_n
+        yield "n", not 1 <= ask.n <= most, f"{ask.n} must lie between 1 and {most}"
+        yield (
+            "n",
+            ask.n > 1 and params.temperature == 0,
+            f"{ask.n} greedy sequences would be equal; set a temperature, or n to 1",
+        )
+        drafts = params.num_speculative_tokens or 0
+        yield (
+            "num_speculative_tokens",
+            drafts > config.num_draft,
+            f"{drafts} is more than this server's {config.num_draft}",
+        )
+        logprobs = params.logprobs or 0
+        yield (
+            "logprobs",
+            logprobs > config.max_logprobs,
+            f"{logprobs} is more than this server's {config.max_logprobs}",
+        )
+        yield (
+            "stop",
+            bool(params.stop) and self.tokenizer is None,
+            "this model is served without a tokenizer; use ids of tokens",
+        )
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Refused):
+                number = event.keys[0][0]
+                if stream := self._streams.get(number):
+                    stream.fail(self._refusal(event.error))
+            elif stream := self._streams.get(event.key[0]):
+                stream.push(event.key[1], event)
+        self.metrics.round(events)
+
+    def _refusal(self, error: Exception) -> ServiceError:
+        if isinstance(error, QueueFull):
+            return ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the queue is full: {error}",
+                retry_after=self.metrics.seconds_per_request(),
+            )
+        return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _close(self, stream: Stream) -> None:
+        del self._streams[stream.number]
+        if self._by_id.get(stream.ask.request_id) is stream:
+            del self._by_id[stream.ask.request_id]
+        self.metrics.ended(stream)
+        self._report(stream)
+
+    def _die(self, error: BaseException) -> None:
+        self._enter(State.DEAD)
+        for stream in list(self._streams.values()):
+            stream.fail(
+                ServiceError(
+                    grpc.StatusCode.INTERNAL,
+                    f"the engine died ({type(error).__name__}); the server's log says why",
+                )
+            )
+
+    def _enter(self, state: State) -> None:
+        if self.state is State.DRAINING and state is State.SERVING:
+            return  # told to stop while it was compiling
+        self.state = state
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _numbered(params: SamplingParams, index: int) -> SamplingParams:
+    """Parameters of sequence `index` of a request: seeds must differ, and stay the client's for 0."""
+    if index == 0 or params.seed is None:
+        return params
+    return replace(params, seed=(params.seed + index) % 2**63)

@@ -1,0 +1,88 @@
+"""Log lines: one a request, and one with the engine's figures every few seconds; JSON, on stderr."""
+
+import asyncio
+import json
+import logging
+import sys
+import time
+
+from peagle_jax.engine.stats import Acceptance
+from serving.frontend import Frontend
+from serving.stream import Stream
+
+_log = logging.getLogger("serving")
+
+
+class _Lines(logging.Formatter):
+    """One JSON object a line; `extra={"fields": {...}}` adds to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure(level: str) -> None:
+    """Sends all log lines to stderr as JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines())
+    logging.basicConfig(level="WARNING", handlers=[handler], force=True)
+    for name in ("serving", "peagle_jax", "pallas_kernels"):
+        logging.getLogger(name).setLevel(level.upper())
+
+
+def log_request(stream: Stream) -> None:
+    """One line about a stream that has ended."""
+    ask, usage = stream.ask, stream.usage()
+    fields = dict(
+        request_id=ask.request_id,
+        protocol=ask.protocol,
+        method=ask.method,
+        status=stream.code.name,
+        finish_reasons=[request.finish_reason for request in stream.requests],
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        n=ask.n,
+        time_to_first_token=round(usage.time_to_first_token, 6),
+        duration=round(usage.duration, 6),
+        acceptance_length=round(usage.acceptance.length, 3),
+    )
+    if "traceparent" in ask.trace:
+        fields["traceparent"] = ask.trace["traceparent"]
+    if stream.error is not None:
+        fields["error"] = stream.error.message
+    _log.info("request", extra={"fields": fields})
+
+
+async def log_figures(frontend: Frontend, seconds: float) -> None:
+    """Every `seconds` while there is work: what runs, how fast, and how well drafts do."""
+    before, then = Acceptance(), time.monotonic()
+    tokens_before = frontend.metrics.num_tokens
+    while True:
+        await asyncio.sleep(seconds)
+        load, now, tokens = frontend.load, time.monotonic(), frontend.metrics.num_tokens
+        counts = load.acceptance
+        if tokens == tokens_before and not frontend.num_open:
+            then = now
+            continue
+        fresh = counts - before
+        fields = dict(
+            running=load.num_running,
+            waiting=load.num_waiting,
+            kv_usage=round(load.kv_usage, 4),
+            tokens_per_second=round((tokens - tokens_before) / (now - then), 1),
+            drafted_per_second=round(fresh.drafted / (now - then), 1),
+            accepted_per_second=round(fresh.accepted / (now - then), 1),
+            acceptance_length=round(fresh.length, 3),
+            acceptance_per_position=[round(rate, 3) for rate in fresh.rates],
+            preemptions=load.num_preemptions,
+        )
+        _log.info("figures", extra={"fields": fields})
+        before, then, tokens_before = counts, now, tokens

@@ -1,0 +1,205 @@
+"""Prometheus metrics: vLLM's names, which load tools and dashboards know, and our own beside them.
+
+Counters of the engine are read off its last `Load` when somebody scrapes; only latencies and request
+counts are kept here.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from serving.errors import ServiceError
+from serving.worker import Event, Tokens
+
+if TYPE_CHECKING:
+    from serving.frontend import Frontend
+    from serving.stream import Stream
+
+_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_PER_TOKEN = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_REMEMBERED = 64  # latest ends of requests, for the pace of the queue
+
+_LATENCIES = {
+    "time_to_first_token": ("Arrival to first token.", _SECONDS),
+    "inter_token_latency": ("Between a request's rounds that gave it tokens.", _PER_TOKEN),
+    "request_time_per_output_token": ("After the first token, per token.", _PER_TOKEN),
+    "e2e_request_latency": ("Arrival to end.", _SECONDS),
+    "request_queue_time": ("Arrival to first prefill.", _SECONDS),
+    "request_prefill_time": ("First prefill to first token.", _SECONDS),
+    "request_decode_time": ("First token to end.", _SECONDS),
+    "request_inference_time": ("First prefill to end.", _SECONDS),
+}
+_COUNTERS = {
+    "vllm:prompt_tokens": ("Prompt tokens of requests that ended.", ()),
+    "vllm:generation_tokens": ("Tokens generated.", ()),
+    "vllm:request_success": ("Sequences that ended, by reason.", ("finished_reason",)),
+    "vllm:admission_rejections": ("Requests refused for load: full queue, draining.", ("reason",)),
+    "peagle:requests": ("Requests by protocol and gRPC status.", ("protocol", "code")),
+}
+
+
+class Metrics:
+    """All metrics of one frontend, in a registry of their own."""
+
+    def __init__(self, model: str, frontend: "Frontend"):
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model, "engine": "0"}
+        names = tuple(self._labels)
+        self._counters = {
+            name: Counter(name, text, names + labels, registry=self.registry)
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self._latencies = {
+            name: Histogram(
+                f"vllm:{name}_seconds", text, names, buckets=buckets, registry=self.registry
+            ).labels(**self._labels)
+            for name, (text, buckets) in _LATENCIES.items()
+        }
+        # Their names, whole: vLLM's histogram of tokens per round ends in _total.
+        self._iteration = Histogram(
+            "vllm:iteration_tokens_total",
+            "Tokens a round gave to all requests.",
+            names,
+            buckets=_TOKENS,
+            registry=self.registry,
+        ).labels(**self._labels)
+        self.registry.register(_EngineCollector(frontend, self._labels))
+        self.num_tokens = 0
+        """Generated since the start."""
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED)
+        self._last_tokens: dict[object, float] = {}
+        for reason in ("stop", "length", "abort"):
+            self._count("vllm:request_success", 0, finished_reason=reason)
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def round(self, events: Sequence[Event]) -> None:
+        """Counts what a round of the engine gave."""
+        now, total = time.monotonic(), 0
+        for event in events:
+            if not isinstance(event, Tokens):
+                continue
+            total += len(event.tokens)
+            before = self._last_tokens.pop(event.key, None)
+            if event.tokens and before is not None:
+                self._latencies["inter_token_latency"].observe(now - before)
+            if event.request is None:
+                self._last_tokens[event.key] = now
+        self.num_tokens += total
+        if total:
+            self._count("vllm:generation_tokens", total)
+            self._iteration.observe(total)
+
+    def refused(self, error: ServiceError) -> None:
+        """Counts a request that never became a stream."""
+        if error.retry_after is not None:
+            self._count("vllm:admission_rejections", 1, reason=error.code.name.lower())
+
+    def ended(self, stream: "Stream") -> None:
+        """Counts a stream that was closed."""
+        self._count("peagle:requests", 1, protocol=stream.ask.protocol, code=stream.code.name)
+        if stream.error is not None:
+            self.refused(stream.error)
+        self._ends.append(stream.end)
+        self._count("vllm:prompt_tokens", len(stream.ask.prompt))
+        for request in stream.requests:
+            self._count("vllm:request_success", 1, finished_reason=request.finish_reason)
+        if stream.first_token is None:
+            return
+        self._observe("time_to_first_token", stream.first_token - stream.arrival)
+        self._observe("e2e_request_latency", stream.end - stream.arrival)
+        for request in stream.requests:
+            if request.first_token_time is None:
+                continue
+            self._observe("request_queue_time", request.start_time - stream.arrival)
+            self._observe("request_prefill_time", request.first_token_time - request.start_time)
+            decode = request.finish_time - request.first_token_time
+            self._observe("request_decode_time", decode)
+            self._observe("request_inference_time", request.finish_time - request.start_time)
+            if len(request.output) > 1:
+                each = decode / (len(request.output) - 1)
+                self._observe("request_time_per_output_token", each)
+
+    def seconds_per_request(self) -> float:
+        """How long until the queue has room, guessed from the pace of late: for RetryInfo."""
+        if len(self._ends) < 2 or self._ends[-1] == self._ends[0]:
+            return 1.0
+        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return min(30.0, max(0.1, pace))
+
+    def _count(self, name: str, amount: float, **labels: str) -> None:
+        self._counters[name].labels(**self._labels, **labels).inc(amount)
+
+    def _observe(self, name: str, seconds: float) -> None:
+        self._latencies[name].observe(max(0.0, seconds))
+
+
+class _EngineCollector(Collector):
+    """What the engine itself counts, read when somebody asks."""
+
+    def __init__(self, frontend: "Frontend", labels: dict[str, str]):
+        self._frontend = frontend
+        self._names, self._values = tuple(labels), tuple(labels.values())
+
+    def collect(self) -> Iterable[Metric]:
+        frontend, load = self._frontend, self._frontend.load
+        counts = load.acceptance
+        yield self._gauge("vllm:num_requests_running", "Requests on the device.", load.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", load.num_waiting)
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "The same.", labels=[*self._names, "reason"]
+        )
+        waiting.add_metric([*self._values, "capacity"], load.num_waiting)
+        yield waiting
+        yield self._gauge("vllm:kv_cache_usage_perc", "KV pages in use, 0 to 1.", load.kv_usage)
+        yield self._counter("vllm:num_preemptions", "Preemptions.", load.num_preemptions)
+        # There is no prefix cache: nothing is asked of it and nothing found.
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", 0)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found.", 0)
+        yield self._counter("vllm:spec_decode_num_drafts", "Rounds with drafts.", counts.rounds)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", counts.drafted)
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafts accepted.", counts.accepted
+        )
+        positions = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by position.",
+            labels=[*self._names, "position"],
+        )
+        for position, count in enumerate(counts.per_position):
+            positions.add_metric([*self._values, str(position)], count)
+        yield positions
+        yield self._gauge("peagle:acceptance_length", "AL since the start.", counts.length)
+        yield self._gauge("peagle:open_requests", "Requests not yet ended.", frontend.num_open)
+        yield self._counter("peagle:rounds", "Rounds of the engine.", load.rounds)
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Sizes of the KV cache.",
+            labels=[*self._names, "block_size", "num_gpu_blocks"],
+        )
+        info.add_metric([*self._values, str(frontend.config.page_size), str(load.pages_total)], 1.0)
+        yield info
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family

@@ -1,0 +1,1 @@
+"""gRPC: the services and the server that holds them."""

@@ -1,0 +1,137 @@
+"""What surrounds every call: authentication, and exceptions that become statuses with details."""
+
+import hmac
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from peagle_jax.config import ConfigError
+from serving.errors import ServiceError
+
+_log = logging.getLogger(__name__)
+_OPEN = "/grpc.health.v1.Health/"
+
+
+def read_tokens(path: str | Path) -> tuple[bytes, ...]:
+    """Bearer tokens of a file, one a line; empty lines and lines with # count for nothing.
+
+    Raises:
+      ConfigError: no such file, or no token in it.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot read the bearer tokens ({error})") from error
+    tokens = tuple(
+        line.strip().encode() for line in lines if line.strip() and not line.startswith("#")
+    )
+    if not tokens:
+        raise ConfigError(f"{path}: holds no bearer token; write one a line")
+    return tokens
+
+
+def is_authorized(header: str | bytes | None, tokens: Sequence[bytes]) -> bool:
+    """Whether an `authorization` header holds one of `tokens`; takes the same time for all of them."""
+    if isinstance(header, str):
+        header = header.encode()
+    scheme, _, given = (header or b"").partition(b" ")
+    # Every token is compared: the time must not tell which was close.
+    matches = [hmac.compare_digest(given.strip(), token) for token in tokens]
+    return scheme.lower() == b"bearer" and any(matches)
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Refuses calls without a token, and gives every exception of a servicer its status.
+
+    Args:
+      tokens: bearer tokens; empty lets everybody in.
+    """
+
+    def __init__(self, tokens: Sequence[bytes] = ()):
+        self._tokens = tokens
+
+    async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails):
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(_OPEN):
+            return handler
+        metadata = dict(details.invocation_metadata)
+        if self._tokens and not is_authorized(metadata.get("authorization"), self._tokens):
+            return _rebuilt(handler, _refuse_stream if handler.response_streaming else _refuse)
+        if handler.response_streaming:
+            behaviour = handler.stream_stream or handler.unary_stream
+            return _rebuilt(handler, _guarded_stream(behaviour))
+        behaviour = handler.stream_unary or handler.unary_unary
+        return _rebuilt(handler, _guarded(behaviour))
+
+
+async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
+    """Ends a call with the error's status, and details for programs (google.rpc)."""
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code.name), message=error.message)
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after is not None:
+        delay = Duration()
+        delay.FromMilliseconds(int(1000 * error.retry_after))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    await context.abort_with_status(rpc_status.to_status(status))
+
+
+def _guarded(behaviour: Callable) -> Callable:
+    async def call(request, context):
+        try:
+            return await behaviour(request, context)
+        except Exception as error:
+            await _fail(context, error)
+
+    return call
+
+
+def _guarded_stream(behaviour: Callable) -> Callable:
+    async def call(request, context):
+        try:
+            async for message in behaviour(request, context):
+                yield message
+        except Exception as error:
+            await _fail(context, error)
+
+    return call
+
+
+async def _fail(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, ServiceError):
+        _log.exception("a call failed", exc_info=error)
+        text = f"the server failed ({type(error).__name__}); its log says why"
+        error = ServiceError(grpc.StatusCode.INTERNAL, text)
+    await abort(context, error)
+
+
+_UNAUTHENTICATED = ServiceError(
+    grpc.StatusCode.UNAUTHENTICATED, "send a known token as metadata: authorization: Bearer TOKEN"
+)
+
+
+async def _refuse(request, context):
+    await abort(context, _UNAUTHENTICATED)
+
+
+async def _refuse_stream(request, context):
+    await abort(context, _UNAUTHENTICATED)
+    yield  # makes this a generator, as the handler's kind demands
+
+
+def _rebuilt(handler: grpc.RpcMethodHandler, behaviour: Callable) -> grpc.RpcMethodHandler:
+    requests = "stream" if handler.request_streaming else "unary"
+    responses = "stream" if handler.response_streaming else "unary"
+    make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)

@@ -1,0 +1,231 @@
+"""`peagle.v1.Generation`: the engine's own service; its proto documents every field."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from peagle_jax import SamplingParams
+from peagle_jax.engine.request import TokenLogprob
+from peagle_jax.engine.stats import Acceptance
+from serving.errors import invalid
+from serving.frontend import Frontend
+from serving.params import sampling_params
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
+from serving.rpc import calls
+from serving.stream import Ask, Delta, Finish, Usage
+
+_MAX_ABORTS = 1024
+
+
+class Generation(peagle_v1_pb2_grpc.GenerationServicer):
+    """The service over one frontend."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context
+    ) -> AsyncIterator[pb.GenerateDelta]:
+        """Streams deltas; the last of all carries the usage."""
+        ask = await self._ask(request, context, "Generate")
+        left = ask.n
+        async with self._frontend.open(ask) as stream:
+            async for delta in stream:
+                message = _delta(delta)
+                if delta.finish is not None:
+                    left -= 1
+                    if left == 0:
+                        message.usage.CopyFrom(_usage(stream.usage()))
+                yield message
+
+    async def GenerateOnce(self, request: pb.GenerateRequest, context) -> pb.GenerateResponse:
+        """Everything in one message."""
+        ask = await self._ask(request, context, "GenerateOnce")
+        response = pb.GenerateResponse(request_id=ask.request_id)
+        for _ in range(ask.n):
+            response.sequences.add()
+        texts: list[list[str]] = [[] for _ in range(ask.n)]
+        async with self._frontend.open(ask) as stream:
+            async for delta in stream:
+                sequence = response.sequences[delta.index]
+                texts[delta.index].append(delta.text)
+                sequence.token_ids.extend(delta.tokens)
+                sequence.logprobs.extend(_logprobs(delta.logprobs))
+                if delta.finish is not None:
+                    sequence.finish.CopyFrom(_finish(delta.finish))
+            response.usage.CopyFrom(_usage(stream.usage()))
+        for sequence, pieces in zip(response.sequences, texts, strict=True):
+            sequence.text = "".join(pieces)
+        return response
+
+    async def Abort(self, request: pb.AbortRequest, context) -> pb.AbortResponse:
+        """Ends requests by id."""
+        if len(request.request_ids) > _MAX_ABORTS:
+            raise invalid("request_ids", f"more than {_MAX_ABORTS}")
+        return pb.AbortResponse(aborted=sum(map(self._frontend.abort, request.request_ids)))
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context
+    ) -> pb.GetModelInfoResponse:
+        """What is served, and its limits."""
+        frontend = self._frontend
+        config, target = frontend.config, frontend.target_config
+        return pb.GetModelInfoResponse(
+            name=frontend.name,
+            max_model_len=config.max_model_len,
+            vocab_size=target.vocab_size,
+            eos_token_ids=target.eos_ids,
+            method=frontend.method,
+            num_speculative_tokens=config.num_draft,
+            dtype=config.dtype,
+            has_tokenizer=frontend.tokenizer is not None,
+            max_num_seqs=config.max_num_seqs,
+            max_logprobs=config.max_logprobs,
+        )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context) -> pb.GetStatsResponse:
+        """What the engine holds now."""
+        load = self._frontend.load
+        return pb.GetStatsResponse(
+            state=self._frontend.state.value,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            kv_pages_used=load.pages_used,
+            kv_pages_total=load.pages_total,
+            preemptions=load.num_preemptions,
+            uptime_seconds=time.time() - self._frontend.started,
+            acceptance=_acceptance(load.acceptance),
+        )
+
+    async def _ask(self, request: pb.GenerateRequest, context, method: str) -> Ask:
+        request_id = calls.request_id(request.request_id)
+        params = self._params(request)
+        prompt = await self._prompt(request)
+        await context.send_initial_metadata((("x-request-id", calls.ascii_only(request_id)),))
+        return Ask(
+            request_id=request_id,
+            prompt=prompt,
+            params=params,
+            n=request.n or 1,
+            deadline=calls.deadline(context),
+            wants_text=not request.output.tokens_only,
+            method=f"peagle.v1.Generation/{method}",
+            trace=calls.trace(context),
+            spelling=_SPELLING | {"prompt": request.WhichOneof("prompt")},
+        )
+
+    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+        match request.WhichOneof("prompt"):
+            case "text":
+                return await self._frontend.encode(request.text, field="text")
+            case "tokens":
+                return list(request.tokens.ids)
+            case "chat":
+                if not request.chat.messages:
+                    raise invalid("chat.messages", "must not be empty")
+                messages = [dict(role=m.role, content=m.content) for m in request.chat.messages]
+                variables = _variables(request.chat.variables_json)
+                return await self._frontend.chat(messages, variables, field="chat")
+        raise invalid("prompt", "set one of text, tokens and chat")
+
+    def _params(self, request: pb.GenerateRequest) -> SamplingParams:
+        sampling, stopping = request.sampling, request.stopping
+        optional = lambda message, name: getattr(message, name) if message.HasField(name) else None
+        return sampling_params(
+            _SPELLING,
+            max_tokens=stopping.max_tokens or self._frontend.config.max_model_len,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p or 1.0,
+            min_p=sampling.min_p,
+            seed=optional(sampling, "seed"),
+            stop=tuple(stopping.stop),
+            stop_ids=tuple(stopping.stop_token_ids),
+            ignore_eos=stopping.ignore_eos,
+            logprobs=optional(request.output, "logprobs"),
+            num_speculative_tokens=optional(request.speculation, "num_speculative_tokens"),
+        )
+
+
+_SPELLING = {
+    "max_tokens": "stopping.max_tokens",
+    "temperature": "sampling.temperature",
+    "top_k": "sampling.top_k",
+    "top_p": "sampling.top_p",
+    "min_p": "sampling.min_p",
+    "seed": "sampling.seed",
+    "stop": "stopping.stop",
+    "stop_ids": "stopping.stop_token_ids",
+    "logprobs": "output.logprobs",
+    "num_speculative_tokens": "speculation.num_speculative_tokens",
+}
+
+_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+}
+
+
+def _usage(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        acceptance=_acceptance(usage.acceptance),
+        time_to_first_token=usage.time_to_first_token,
+        duration=usage.duration,
+    )
+
+
+def _variables(text: str) -> dict:
+    if not text:
+        return {}
+    try:
+        variables = json.loads(text)
+    except ValueError as error:
+        raise invalid("chat.variables_json", f"not valid JSON ({error})") from error
+    if not isinstance(variables, dict):
+        raise invalid("chat.variables_json", "must be a JSON object")
+    return variables
+
+
+def _delta(delta: Delta) -> pb.GenerateDelta:
+    message = pb.GenerateDelta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.tokens,
+        logprobs=_logprobs(delta.logprobs),
+    )
+    if delta.finish is not None:
+        message.finish.CopyFrom(_finish(delta.finish))
+    return message
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob] | None) -> list[pb.TokenLogprob]:
+    return [
+        pb.TokenLogprob(
+            logprob=one.logprob,
+            alternatives=[pb.Alternative(token_id=t, logprob=value) for t, value in one.top],
+        )
+        for one in logprobs or ()
+    ]
+
+
+def _finish(finish: Finish) -> pb.Finish:
+    message = pb.Finish(reason=_REASONS[finish.reason])
+    if isinstance(finish.stop_reason, str):
+        message.stop_string = finish.stop_reason
+    elif finish.stop_reason is not None:
+        message.stop_token_id = finish.stop_reason
+    return message
+
+
+def _acceptance(counts: Acceptance) -> pb.Acceptance:
+    return pb.Acceptance(
+        rounds=counts.rounds,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        accepted_per_position=counts.per_position,
+        acceptance_length=counts.length,
+    )

@@ -1,0 +1,87 @@
+"""The gRPC server: services, health, reflection, limits."""
+
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from serving.frontend import Frontend, State
+from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
+from serving.rpc.guard import Guard
+from serving.rpc.peagle import Generation
+from serving.rpc.security import Certificates
+
+_OPTIONS = (
+    # Two servers on one port would take turns without a word.
+    ("grpc.so_reuseport", 0),
+    # Gateways ping idle connections every 30 s, load generators faster; the default kills them.
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Clients that vanished without a word are noticed within 80 s.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+_SERVICES = (peagle_v1_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
+
+
+class RpcServer:
+    """All gRPC services over one frontend.
+
+    Args:
+      frontend: may still be starting.
+      tokens: bearer tokens that let clients in; empty lets everybody in.
+      certificates: None serves without TLS.
+      max_message_bytes: of a request.
+      with_reflection: whether clients may list the services.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        *,
+        tokens: Sequence[bytes] = (),
+        certificates: Certificates | None = None,
+        max_message_bytes: int = 16 << 20,
+        with_reflection: bool = False,
+    ):
+        options = (*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
+        self._server = grpc.aio.server(interceptors=[Guard(tokens)], options=options)
+        self._certificates = certificates
+        self._health = health.aio.HealthServicer()
+        self._frontend = frontend
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        peagle_v1_pb2_grpc.add_GenerationServicer_to_server(Generation(frontend), self._server)
+        if with_reflection:
+            names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens, and returns the port. Health says NOT_SERVING until the frontend serves.
+
+        Raises:
+          OSError: the address cannot be had.
+        """
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._certificates is None:
+                port = self._server.add_insecure_port(where)
+            else:
+                port = self._server.add_secure_port(where, self._certificates.credentials())
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {where}; is another server there?") from error
+        await self.show(self._frontend.state)
+        await self._server.start()
+        return port
+
+    async def show(self, state: State) -> None:
+        """Makes health tell of `state`, to those who watch as well."""
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if state is State.SERVING else statuses.NOT_SERVING
+        for service in ("", *_SERVICES):
+            await self._health.set(service, status)
+
+    async def stop(self, grace: float) -> None:
+        """Takes no more calls, and cancels those that run after `grace` seconds."""
+        await self._server.stop(grace)

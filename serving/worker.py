@@ -1,0 +1,231 @@
+"""The engine in a thread of its own. Nothing else may touch the engine once the worker runs.
+
+    event loop                         engine thread
+    submit, abort -> mailbox ------>   between two rounds: take all mail, then engine.step()
+    deliver(batch of events) <------   one call_soon_threadsafe per round, whatever its size
+
+Mail is read between rounds, so an abort frees its pages within one round.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from peagle_jax import ConfigError, Engine, SamplingParams, runs
+from peagle_jax.engine.request import Request, TokenLogprob
+from peagle_jax.engine.scheduler import QueueFull
+from peagle_jax.engine.stats import Acceptance
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sequence to generate. `key` is the submitter's name for it; unique while it runs."""
+
+    key: Hashable
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one round gave a sequence; `request` is set with the last, and no longer changes then."""
+
+    key: Hashable
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    request: Request | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Jobs that were submitted together and will not run: `ConfigError` or `QueueFull`."""
+
+    keys: tuple[Hashable, ...]
+    error: Exception
+
+
+Event = Tokens | Refused
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the engine holds, after a round."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    num_preemptions: int = 0
+    rounds: int = 0
+    """Calls of `Engine.step` so far."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """Of all rounds so far that had drafts."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV pages that is in use."""
+        return self.pages_used / self.pages_total if self.pages_total else 0.0
+
+
+@dataclass(frozen=True)
+class _Submit:
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True)
+class _Abort:
+    key: Hashable
+
+
+@dataclass(frozen=True)
+class _Stop:
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class EngineWorker:
+    """Runs an engine in a daemon thread.
+
+    Args:
+      engine: not yet warm; the worker owns it from `start` on.
+      deliver: called in the event loop with the events of a round, in order.
+      on_ready: called in the event loop when everything is compiled.
+      on_death: called in the event loop with the exception that ended the engine; no events follow.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        deliver: Callable[[Sequence[Event]], None],
+        on_ready: Callable[[], None],
+        on_death: Callable[[BaseException], None],
+    ):
+        self._engine = engine
+        self._deliver, self._on_ready, self._on_death = deliver, on_ready, on_death
+        self._mail: queue.SimpleQueue = queue.SimpleQueue()
+        self._running: dict[Hashable, Request] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._rounds = 0
+        self._before = Acceptance()  # what warming up counted
+        self.load = Load(pages_total=engine.scheduler.config.total_pages - 1)
+        """After the last round; replaced as a whole, so any thread may read it."""
+        self.busy_since: float | None = None
+        """`time.monotonic()` at which the round in progress began; None between rounds."""
+
+    def start(self) -> None:
+        """Starts the thread, which compiles first; call it in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queues jobs, all or none; what becomes of them arrives as events."""
+        self._mail.put(_Submit(tuple(jobs)))
+
+    def abort(self, key: Hashable) -> None:
+        """Ends a job; unless it has ended already, its last event says "abort"."""
+        self._mail.put(_Abort(key))
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the thread after its round; True if that happened within `timeout` seconds."""
+        stop = _Stop()
+        self._mail.put(stop)
+        return not self._thread.is_alive() or stop.done.wait(timeout)
+
+    def _post(self, function: Callable, *args) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            _log.debug("the event loop ended before the engine")
+
+    def _run(self) -> None:
+        try:
+            runs.warm_up(self._engine)
+            self._before = self._engine.scheduler.acceptance
+            self._post(self._on_ready)
+            while self._step():
+                pass
+        except BaseException as error:
+            _log.exception("the engine died")
+            self.busy_since = None
+            self._post(self._on_death, error)
+
+    def _step(self) -> bool:
+        """Mail, then a round if there is work; False when told to stop."""
+        events: list[Event] = []
+        for item in self._all_mail(block=not self._engine.has_work):
+            match item:
+                case _Submit(jobs):
+                    events += self._add(jobs)
+                case _Abort(key):
+                    events += self._end(key)
+                case _Stop(done):
+                    done.set()
+                    return False
+        if self._engine.has_work:
+            self.busy_since = time.monotonic()
+            for request, tokens in self._engine.step():
+                events.append(self._event(request, tokens))
+            self._rounds += 1
+            self.busy_since = None
+        self.load = self._measure()
+        if events:
+            self._post(self._deliver, events)
+        return True
+
+    def _all_mail(self, *, block: bool) -> list:
+        mail = [self._mail.get()] if block else []
+        while not self._mail.empty():
+            mail.append(self._mail.get())
+        return mail
+
+    def _add(self, jobs: tuple[Job, ...]) -> list[Event]:
+        scheduler = self._engine.scheduler
+        added: list[Request] = []
+        try:
+            if scheduler.num_waiting + len(jobs) > self._engine.config.max_waiting:
+                raise QueueFull(f"{scheduler.num_waiting} requests are waiting")
+            for job in jobs:
+                added.append(self._engine.add_request(job.prompt, job.params, request_id=job.key))
+        except (ConfigError, QueueFull) as error:
+            for request in added:
+                self._engine.abort(request)
+            return [Refused(tuple(job.key for job in jobs), error)]
+        for job, request in zip(jobs, added, strict=True):
+            self._running[job.key] = request
+        return []
+
+    def _end(self, key: Hashable) -> list[Event]:
+        request = self._running.pop(key, None)
+        if request is None:
+            return []
+        self._engine.abort(request)
+        return [Tokens(key, [], None, request)]
+
+    def _event(self, request: Request, tokens: list[int]) -> Tokens:
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
+        if not request.is_finished:
+            return Tokens(request.id, tokens, logprobs)
+        del self._running[request.id]
+        return Tokens(request.id, tokens, logprobs, request)
+
+    def _measure(self) -> Load:
+        scheduler = self._engine.scheduler
+        total = scheduler.config.total_pages - 1
+        return Load(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            pages_used=total - scheduler.pool.num_free,
+            pages_total=total,
+            num_preemptions=scheduler.num_preemptions,
+            rounds=self._rounds,
+            acceptance=scheduler.acceptance - self._before,
+        )
