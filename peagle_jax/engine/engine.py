@@ -181,7 +181,7 @@ class Engine:
             dispatched.append((plan.decode, output))
         if plan.prefill is not None:
             now = time.monotonic()
-            for request in plan.prefill.requests:
+            for request in filter(None, plan.prefill.requests):
                 request.start_time = request.start_time or now
             self._state, output = self.programs.prefill(self._state, plan.prefill)
             dispatched.append((plan.prefill, output))

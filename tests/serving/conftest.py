@@ -1,0 +1,64 @@
+"""A tiny model behind a live server, shared by the tests of a file."""
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from peagle_jax import Engine, EngineConfig
+from peagle_jax.text import Tokenizer
+from tests import tiny
+from tests.serving.live import LiveServer
+
+EOS_IDS = (126, 127)
+SIZES = dict(
+    num_draft=3, max_num_seqs=4, max_model_len=96, page_size=4, prefill_chunk=16, prefill_rows=2,
+    max_waiting=64, max_logprobs=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """Byte-level BPE of 128 tokens: printable ASCII, space and pairs of letters; chats are lines."""
+    letters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
+    pairs = [(a, b) for a in "abcdef" for b in "ghijkl"][: tiny.TARGET.vocab_size - len(letters)]
+    tokens = [*letters, *(a + b for a, b in pairs)]
+    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(f'{{"chat_template": "{template}"}}')
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def target():
+    return tiny.target(eos_ids=EOS_IDS)
+
+
+@pytest.fixture(scope="session")
+def make_engine(target, tokenizer):
+    """Makes engines of the tiny model; keyword arguments override sizes."""
+
+    def make(*, head=True, with_tokenizer=True, **sizes) -> Engine:
+        config = EngineConfig(**(SIZES | sizes))
+        drafter = tiny.head() if head else None
+        return Engine(target, drafter, config, tokenizer=tokenizer if with_tokenizer else None)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def live(make_engine) -> LiveServer:
+    """A server that stays up for the file; whatever a test does, it must be empty afterwards."""
+    server = LiveServer(make_engine(), with_reflection=True)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(live) -> LiveServer:
+    """The shared server; the test must leave it empty."""
+    yield live
+    live.check_empty()

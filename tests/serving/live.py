@@ -1,0 +1,87 @@
+"""A server within the test's process: its event loop runs in a thread, clients talk to it over TCP."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from peagle_jax import Engine
+from serving.frontend import Frontend, Limits, State
+from serving.rpc.server import RpcServer
+
+
+class LiveServer:
+    """Serves `engine` until it is closed.
+
+    Args:
+      engine: not yet warm.
+      name, limits, report: as `Frontend` takes them.
+      options: as `RpcServer` takes them.
+
+    Attributes:
+      frontend: touch it in the server's loop only, through `call` or `run`.
+      address: "127.0.0.1:port" of gRPC.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str = "tiny",
+        limits: Limits | None = None,
+        report=lambda stream: None,
+        **options,
+    ):
+        self.engine = engine
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.run(self._start(name, limits, report, options))
+
+    async def _start(self, name: str, limits: Limits | None, report, options: dict) -> None:
+        self.frontend = Frontend(self.engine, name=name, limits=limits, report=report)
+        self.server = RpcServer(self.frontend, **options)
+        port = await self.server.start("127.0.0.1", 0)
+        self.address = f"127.0.0.1:{port}"
+        self.frontend.start()
+        state = await self.frontend.change(State.STARTING)
+        await self.server.show(state)
+
+    def run(self, work: Coroutine, timeout: float = 120.0) -> Any:
+        """Runs a coroutine in the server's loop and returns what it does."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+    def call(self, function, *args) -> Any:
+        """Calls a function in the server's loop."""
+
+        async def call():
+            return function(*args)
+
+        return self.run(call())
+
+    def check_empty(self) -> None:
+        """Fails unless every request has ended and every page is free."""
+
+        async def settle():
+            for _ in range(500):
+                load = self.frontend.load
+                if not (self.frontend.num_open or load.num_running or load.num_waiting):
+                    break
+                await asyncio.sleep(0.01)
+            assert self.frontend.num_open == 0
+            assert (self.frontend.load.num_running, self.frontend.load.num_waiting) == (0, 0)
+            assert self.frontend.load.pages_used == 0
+
+        self.run(settle())
+        self.engine.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Drains and stops everything."""
+
+        async def stop():
+            await self.frontend.drain(1.0)
+            await self.server.stop(0.5)
+
+        self.run(stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)

@@ -1,0 +1,290 @@
+"""`peagle.v1.Generation` through a live server and a stock client."""
+
+import threading
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from peagle_jax import SamplingParams
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
+
+PROMPT = "hello there"
+LONG = pb.Stopping(max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def stub(live):
+    with grpc.insecure_channel(live.address) as channel:
+        yield peagle_v1_pb2_grpc.GenerationStub(channel)
+
+
+@pytest.fixture(scope="module")
+def alone(make_engine):
+    """An engine of its own, for what the server should say."""
+    return make_engine()
+
+
+def ids(*tokens: int) -> pb.TokenIds:
+    return pb.TokenIds(ids=tokens)
+
+
+def joined(deltas) -> pb.Sequence:
+    """All deltas of one sequence, as one."""
+    whole = pb.Sequence()
+    for delta in deltas:
+        whole.text += delta.text
+        whole.token_ids.extend(delta.token_ids)
+        whole.logprobs.extend(delta.logprobs)
+        if delta.HasField("finish"):
+            whole.finish.CopyFrom(delta.finish)
+    return whole
+
+
+def violation(error: grpc.RpcError) -> str:
+    """The field that an INVALID_ARGUMENT names."""
+    details = error_details_pb2.BadRequest()
+    assert rpc_status.from_call(error).details[0].Unpack(details)
+    return details.field_violations[0].field
+
+
+def test_a_stream_is_what_the_engine_says_alone(server, stub, alone):
+    expected = alone.generate([PROMPT], SamplingParams(max_tokens=30))[0]
+    request = pb.GenerateRequest(text=PROMPT, stopping=pb.Stopping(max_tokens=30))
+    deltas = list(stub.Generate(request))
+    whole = joined(deltas)
+    assert list(whole.token_ids) == expected.tokens
+    assert whole.text == expected.text
+    usage = deltas[-1].usage
+    assert usage.prompt_tokens == len(expected.prompt)
+    assert usage.completion_tokens == len(expected.tokens)
+    assert usage.acceptance.rounds == expected.rounds
+    assert list(usage.acceptance.accepted_per_position) == expected.accepted_per_position
+    assert 0 < usage.time_to_first_token <= usage.duration
+    once = stub.GenerateOnce(request)
+    assert once.sequences[0] == whole
+    assert once.usage.completion_tokens == usage.completion_tokens
+
+
+def test_text_tokens_and_chat_are_prompts(server, stub, tokenizer):
+    stopping = pb.Stopping(max_tokens=12)
+    of = lambda **prompt: stub.GenerateOnce(pb.GenerateRequest(stopping=stopping, **prompt))
+    by_text = of(text=PROMPT)
+    by_ids = of(tokens=ids(*tokenizer.encode(PROMPT)))
+    assert by_text.sequences == by_ids.sequences
+    messages = [pb.ChatMessage(role="user", content="ab")]
+    by_chat = of(chat=pb.Chat(messages=messages))
+    assert by_chat.sequences == of(text="user:ab\n").sequences
+
+
+def test_concurrent_requests_say_what_they_say_alone(server, stub, alone):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 120, n).tolist() for n in rng.integers(1, 50, 24)]
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    expected = [c.tokens for c in alone.generate(prompts, params)]
+    stopping = pb.Stopping(max_tokens=25, ignore_eos=True)
+    calls = [
+        stub.GenerateOnce.future(pb.GenerateRequest(tokens=ids(*prompt), stopping=stopping))
+        for prompt in prompts
+    ]
+    assert [list(call.result().sequences[0].token_ids) for call in calls] == expected
+
+
+def test_seeds_repeat_and_differ_between_sequences(server, stub):
+    request = pb.GenerateRequest(
+        text=PROMPT, n=3, sampling=pb.Sampling(temperature=1.0, seed=5), stopping=LONG
+    )
+    first, second = stub.GenerateOnce(request), stub.GenerateOnce(request)
+    tokens = [tuple(one.token_ids) for one in first.sequences]
+    assert tokens == [tuple(one.token_ids) for one in second.sequences]
+    assert len(set(tokens)) == 3
+    request.n, request.sampling.seed = 1, 6
+    assert tuple(stub.GenerateOnce(request).sequences[0].token_ids) == tokens[1]
+
+
+def test_stop_strings_end_the_text_across_tokens(server, stub, alone):
+    text = alone.generate([PROMPT], SamplingParams(max_tokens=60, ignore_eos=True))[0].text
+    stop = text[10:14]
+    stopping = pb.Stopping(max_tokens=60, ignore_eos=True, stop=[stop])
+    deltas = list(stub.Generate(pb.GenerateRequest(text=PROMPT, stopping=stopping)))
+    whole = joined(deltas)
+    assert whole.text == text[: text.index(stop)]
+    assert whole.finish.reason == pb.FINISH_REASON_STOP
+    assert whole.finish.stop_string == stop
+
+
+def test_logprobs_and_opting_out_of_drafts(server, stub):
+    request = pb.GenerateRequest(
+        text=PROMPT,
+        stopping=pb.Stopping(max_tokens=9, ignore_eos=True),
+        output=pb.Output(logprobs=2, tokens_only=True),
+        speculation=pb.Speculation(num_speculative_tokens=0),
+    )
+    response = stub.GenerateOnce(request)
+    sequence = response.sequences[0]
+    assert len(sequence.logprobs) == len(sequence.token_ids) == 9
+    assert sequence.text == ""
+    for token, one in zip(sequence.token_ids, sequence.logprobs, strict=True):
+        assert one.alternatives[0].token_id == token  # greedy
+        assert one.alternatives[0].logprob == pytest.approx(one.logprob, abs=1e-5)
+        assert len(one.alternatives) == 2
+    assert response.usage.acceptance.drafted == 0
+    request.ClearField("speculation")
+    assert stub.GenerateOnce(request).usage.acceptance.drafted > 0
+
+
+WRONG = {
+    "prompt": pb.GenerateRequest(),
+    "tokens": pb.GenerateRequest(tokens=ids(5, 128)),
+    "text": pb.GenerateRequest(text=""),
+    "chat.messages": pb.GenerateRequest(chat=pb.Chat()),
+    "chat.variables_json": pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user")], variables_json="{")
+    ),
+    "request_id": pb.GenerateRequest(text="a", request_id="x" * 257),
+    "n": pb.GenerateRequest(text="a", n=17, sampling=pb.Sampling(temperature=1)),
+    "sampling.temperature": pb.GenerateRequest(text="a", sampling=pb.Sampling(temperature=-1)),
+    "sampling.top_p": pb.GenerateRequest(text="a", sampling=pb.Sampling(top_p=float("nan"))),
+    "sampling.min_p": pb.GenerateRequest(text="a", sampling=pb.Sampling(min_p=2)),
+    "sampling.seed": pb.GenerateRequest(text="a", sampling=pb.Sampling(seed=2**63)),
+    "stopping.stop": pb.GenerateRequest(text="a", stopping=pb.Stopping(stop=[""])),
+    "stopping.stop_token_ids": pb.GenerateRequest(
+        text="a", stopping=pb.Stopping(stop_token_ids=range(257))
+    ),
+    "output.logprobs": pb.GenerateRequest(text="a", output=pb.Output(logprobs=4)),
+    "speculation.num_speculative_tokens": pb.GenerateRequest(
+        text="a", speculation=pb.Speculation(num_speculative_tokens=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_what_is_wrong_is_named(server, stub, field):
+    for call in (lambda request: list(stub.Generate(request)), stub.GenerateOnce):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(WRONG[field])
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert violation(caught.value) == field
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(server, stub):
+    with pytest.raises(grpc.RpcError, match="leave no room"):
+        stub.GenerateOnce(pb.GenerateRequest(tokens=ids(*[5] * 96)))
+
+
+def test_abort_ends_the_stream_of_its_id(server, stub):
+    call = stub.Generate(pb.GenerateRequest(text="a", request_id="mine", stopping=LONG))
+    assert dict(call.initial_metadata())["x-request-id"] == "mine"
+    assert stub.Abort(pb.AbortRequest(request_ids=["mine", "other"])).aborted == 1
+    assert list(call)[-1].finish.reason == pb.FINISH_REASON_ABORT
+    assert stub.Abort(pb.AbortRequest(request_ids=["mine"])).aborted == 0
+
+
+def test_an_id_is_unique_while_it_runs(server, stub):
+    request = pb.GenerateRequest(text="a", request_id="twice", stopping=LONG)
+    first = stub.Generate(request)
+    next(first)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GenerateOnce(request)
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    list(first)
+    stub.GenerateOnce(request)
+
+
+def test_cancelling_frees_everything(server, stub):
+    calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(12)]
+    next(calls[0])
+    for call in calls:
+        call.cancel()
+    server.check_empty()
+
+
+def test_deadlines_are_kept(server, stub):
+    calls = [
+        stub.GenerateOnce.future(pb.GenerateRequest(text="a", stopping=LONG), timeout=timeout)
+        for timeout in (0.001, 0.01, 0.02, 0.03) * 3
+    ]
+    codes = {call.code() for call in calls}
+    assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK}
+    assert grpc.StatusCode.DEADLINE_EXCEEDED in codes
+    server.check_empty()
+
+
+def test_a_full_queue_says_when_to_come_back(server, stub):
+    request = pb.GenerateRequest(text="a", stopping=LONG)
+    calls = [stub.GenerateOnce.future(request) for _ in range(120)]
+    codes = [call.code() for call in calls]
+    refused = calls[codes.index(grpc.StatusCode.RESOURCE_EXHAUSTED)]
+    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    info = error_details_pb2.RetryInfo()
+    assert rpc_status.from_call(refused).details[0].Unpack(info)
+    assert 0 < info.retry_delay.ToMilliseconds() <= 30_000
+
+
+def test_a_slow_reader_stops_nobody(server, stub):
+    slow = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
+    next(slow)
+    for _ in range(8):
+        stub.GenerateOnce(pb.GenerateRequest(text="b", stopping=LONG))
+    assert len(joined(slow).token_ids) > 0
+
+
+def test_model_info_and_stats(server, stub):
+    info = stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (info.name, info.method, info.num_speculative_tokens) == ("tiny", "peagle", 3)
+    assert (info.vocab_size, info.max_model_len, info.has_tokenizer) == (128, 96, True)
+    before = stub.GetStats(pb.GetStatsRequest())
+    assert before.state == "serving"
+    stub.GenerateOnce(pb.GenerateRequest(text="a", stopping=LONG))
+    after = stub.GetStats(pb.GetStatsRequest())
+    assert after.acceptance.rounds > before.acceptance.rounds
+    assert after.kv_pages_total == server.engine.config.total_pages - 1
+
+
+def test_the_death_of_the_engine_ends_every_stream(make_engine):
+    from tests.serving.live import LiveServer
+
+    server = LiveServer(make_engine())
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(8)]
+        next(calls[0])
+
+        def die(*args):
+            raise RuntimeError("out of luck")
+
+        server.engine.programs.round = die
+        for call in calls:
+            with pytest.raises(grpc.RpcError, match="RuntimeError") as caught:
+                list(call)
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.GenerateOnce(pb.GenerateRequest(text="a"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    server.close()
+
+
+def test_draining_refuses_new_requests_and_finishes_old_ones(make_engine):
+    from tests.serving.live import LiveServer
+
+    server = LiveServer(make_engine())
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(8)]
+        for call in calls:
+            call.initial_metadata()
+        drained = threading.Thread(target=lambda: server.run(server.frontend.drain(60.0)))
+        drained.start()
+        while server.frontend.state.value == "serving":
+            pass
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.GenerateOnce(pb.GenerateRequest(text="a"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        lengths = {len(joined(call).token_ids) for call in calls}
+        assert lengths == {60}
+        drained.join()
+        assert server.frontend.state.value == "stopped"
+    server.close()
