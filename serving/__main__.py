@@ -15,6 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser().exit(2, f"peagle-serve: error: {error}\n")
     print("\n".join(settings.lines(sources)), flush=True)
+    for warning in settings.warnings:
+        print(f"peagle-serve: warning: {warning}", file=sys.stderr)
     # Imported once the options are known to be good: help and mistakes answer at once.
     from serving.app import serve
 
@@ -23,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"peagle-serve: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while it loads; later the server takes the signal and drains
+        return 130
 
 
 if __name__ == "__main__":

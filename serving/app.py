@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
-from dataclasses import replace
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peagle_jax import Engine, EngineConfig, runs
@@ -12,8 +13,7 @@ from peagle_jax.engine.memory import page_bytes
 from peagle_jax.loading import load_weights
 from serving.frontend import Frontend, Limits, State
 from serving.logs import configure, log_figures, log_request
-from serving.rpc.guard import read_tokens
-from serving.rpc.security import Certificates
+from serving.rpc.security import Certificates, TokenFile
 from serving.rpc.server import RpcServer
 from serving.settings import Settings, num_bytes
 
@@ -34,8 +34,9 @@ def serve(settings: Settings, *, say: Callable[[str], None]) -> int:
     configure(settings.log_level)
     if not settings.no_cache:
         runs.keep_compiled_programs(None)
+    doors = _doors(settings)
     engine = make_engine(settings)
-    return asyncio.run(_serve(settings, engine, say))
+    return asyncio.run(_serve(settings, engine, doors, say))
 
 
 def served_name(settings: Settings) -> str:
@@ -75,10 +76,35 @@ def make_engine(settings: Settings) -> Engine:
     return Engine(target, head, config, tokenizer=tokenizer)
 
 
-def _certificates(settings: Settings) -> Certificates | None:
-    if settings.tls_cert is None:
-        return None
-    return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+@dataclass(frozen=True, kw_only=True)
+class _Doors:
+    """Who may come in."""
+
+    tokens: Sequence[bytes]
+    certificates: Certificates | None
+
+
+def _doors(settings: Settings) -> _Doors:
+    """Looked at before weights are loaded: a mistake here should not take minutes to show."""
+    tokens = TokenFile(settings.auth_token_file) if settings.auth_token_file else ()
+    certificates = None
+    if settings.tls_cert is not None:
+        certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    for port in (settings.port, settings.http_port):
+        if port > 0:
+            _check_free(settings.host, port)
+    return _Doors(tokens=tokens, certificates=certificates)
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 async def _announce(frontend: Frontend, server: RpcServer) -> None:
@@ -90,21 +116,22 @@ async def _announce(frontend: Frontend, server: RpcServer) -> None:
         await server.show(state)
 
 
-async def _serve(settings: Settings, engine: Engine, say: Callable[[str], None]) -> int:
+async def _serve(
+    settings: Settings, engine: Engine, doors: _Doors, say: Callable[[str], None]
+) -> int:
     frontend = Frontend(
         engine,
         name=served_name(settings),
         limits=Limits(max_seconds=settings.max_request_seconds or None, max_n=settings.max_n),
         report=log_request,
     )
-    tokens = read_tokens(settings.auth_token_file) if settings.auth_token_file else ()
-    is_open = settings.is_loopback if settings.reflection is None else settings.reflection
     server = RpcServer(
         frontend,
-        tokens=tokens,
-        certificates=_certificates(settings),
+        tokens=doors.tokens,
+        certificates=doors.certificates,
         max_message_bytes=settings.max_message_mib << 20,
-        with_reflection=is_open,
+        max_connection_seconds=settings.max_connection_seconds,
+        with_reflection=settings.offers_reflection,
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

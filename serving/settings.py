@@ -1,6 +1,8 @@
 """What `peagle-serve` can be told, and by whom: command line > environment > file > default."""
 
 import argparse
+import ipaddress
+import math
 import os
 import re
 import types
@@ -13,6 +15,16 @@ from peagle_jax.config import ConfigError
 
 PREFIX = "PEAGLE_"
 _OTHERS = {"PEAGLE_SHA"}  # variables of other commands
+_SECTIONS = {
+    "model": "what is served",
+    "max_num_seqs": "sizes of the engine; everything is compiled for them at the start",
+    "host": "where it listens",
+    "tls_cert": "who may call",
+    "max_request_seconds": "what a request may ask for",
+    "drain_seconds": "running it",
+}
+"""Sections of --help, by the option that begins each."""
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_[0-9]+_(TCP|UDP).*)?$")
 
 
 def _option(default, text: str, *, metavar: str | None = None, choices: Sequence | None = None):
@@ -39,7 +51,9 @@ class Settings:
     num_speculative_tokens: int = _option(7, "most drafts per round (the papers' K)", metavar="K")
     max_num_seqs: int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: int = _option(2048, "most tokens of prompt and output together", metavar="N")
-    max_waiting: int = _option(1024, "bound of the queue; beyond it requests are refused")
+    max_waiting: int = _option(
+        1024, "bound of the queue; beyond it requests are refused", metavar="N"
+    )
     kv_cache_memory: str | None = _option(
         None, "memory for KV pages, as 8GiB or 500MB (default: what all slots need)", metavar="SIZE"
     )
@@ -66,13 +80,21 @@ class Settings:
         None, "bearer tokens, one a line; clients must then send one", metavar="FILE"
     )
     max_request_seconds: float = _option(
-        0.0, "longest a request may take, queue included; 0 is no limit", metavar="S"
+        0.0, "longest a request may take, queue included; 0 sets no limit", metavar="S"
     )
     max_message_mib: int = _option(16, "largest message to accept, MiB", metavar="N")
     max_n: int = _option(16, "most sequences of one request", metavar="N")
     drain_seconds: float = _option(60.0, "how long SIGTERM lets open requests run on", metavar="S")
     reflection: bool | None = _option(None, "gRPC reflection (default: on loopback only)")
-    stats_seconds: float = _option(10.0, "between two log lines of figures; 0 is never")
+    max_connection_seconds: float = _option(
+        0.0,
+        "asks clients to connect anew after this long, which spreads them over new servers; open "
+        "calls go on; 0 never asks",
+        metavar="S",
+    )
+    stats_seconds: float = _option(
+        10.0, "between two log lines of figures; 0 writes none", metavar="S"
+    )
     log_level: str = _option(
         "info", "least severe log lines to write", choices=("debug", "info", "warning", "error")
     )
@@ -82,25 +104,57 @@ class Settings:
         checks = (
             (-1 <= self.http_port < 65536, "http_port", "a port, 0 or -1"),
             (0 <= self.port < 65536, "port", "a port or 0"),
-            (self.max_message_mib >= 1, "max_message_mib", "at least 1"),
+            (
+                self.http_port in (0, -1) or self.http_port != self.port,
+                "http_port",
+                "not port's own",
+            ),
+            (1 <= self.max_message_mib <= 1024, "max_message_mib", "between 1 and 1024"),
             (self.max_n >= 1, "max_n", "at least 1"),
-            (self.drain_seconds >= 0, "drain_seconds", "0 or more"),
-            (self.max_request_seconds >= 0, "max_request_seconds", "0 or more"),
-            (self.stats_seconds >= 0, "stats_seconds", "0 or more"),
+            *(
+                (0 <= getattr(self, name) < math.inf, name, "0 or more seconds")
+                for name in _SECONDS
+            ),
+            *(
+                (getattr(self, one.name) != "", one.name, "left out or given")
+                for one in fields(self)
+            ),
         )
         for ok, name, rule in checks:
             if not ok:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be {rule}")
+        if self.kv_cache_memory is not None:
+            num_bytes(self.kv_cache_memory)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together: give both or neither")
         if self.tls_client_ca and not self.tls_cert:
             raise ConfigError("tls_client_ca checks clients of TLS: give tls_cert and tls_key too")
         if self.drafter and self.method == "none":
-            raise ConfigError("method none takes no drafter")
+            raise ConfigError("method none takes no drafter: leave one of the two out")
 
     @property
     def is_loopback(self) -> bool:
-        return self.host in ("127.0.0.1", "::1", "localhost")
+        """Whether nobody on another machine can connect."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def offers_reflection(self) -> bool:
+        """Whether clients may list services and messages."""
+        return self.is_loopback if self.reflection is None else self.reflection
+
+    @property
+    def warnings(self) -> list[str]:
+        """What an operator should know about who may call."""
+        if self.is_loopback:
+            return []
+        if self.auth_token_file and not self.tls_cert:
+            return [f"bearer tokens reach {self.host} unencrypted; give tls-cert and tls-key"]
+        if not self.auth_token_file and not self.tls_client_ca:
+            return [f"whoever reaches {self.host} may use the model: see docs/serving.md, Secure"]
+        return []
 
     def lines(self, sources: Mapping[str, str]) -> list[str]:
         """One line an option: its value and who gave it."""
@@ -110,29 +164,62 @@ class Settings:
         ]
 
 
+_NAMES = {one.name for one in fields(Settings)}
+_SECONDS = [one.name for one in fields(Settings) if one.name.endswith("_seconds")]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes are one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
+
+
+_EPILOG = f"""\
+Every option may also stand in the environment, as {PREFIX}MAX_NUM_SEQS=32, and in the YAML file of
+--config, as `max-num-seqs: 32`. The command line wins over the environment, the environment over the
+file. What is in force, and who said so, is printed at the start. Unknown options are refused in all three.
+
+  peagle-serve                                          the small code model of the package
+  peagle-serve --model DIR --drafter DIR --max-num-seqs 32 --max-model-len 8192
+  peagle-serve --config server.yaml --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
+
+Ask it: peagle-client "def quicksort(xs):". The rest is in docs/serving.md."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line; options that are not given are absent from what it returns."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="peagle-serve",
         description="Serves a model over gRPC, with metrics and OpenAI's routes over HTTP.",
-        epilog="Every option may also stand in --config FILE (YAML, by its name without dashes in "
-        f"front) or in the environment ({PREFIX}MAX_NUM_SEQS=32). The command line wins over the "
-        "environment, the environment over the file. docs/serving.md tells the rest.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
     made.add_argument("--config", metavar="FILE", help="YAML file of options")
+    group = made
     for one in fields(Settings):
+        if one.name in _SECTIONS:
+            group = made.add_argument_group(_SECTIONS[one.name])
         flag = f"--{one.name.replace('_', '-')}"
         text = one.metadata["help"]
-        if one.default not in (None, False):
-            text += f" (default {one.default})"
+        if one.default is False:
+            group.add_argument(flag, action="store_true", help=text)
+            continue
+        if one.default is not None:
+            shown = f"{one.default:g}" if isinstance(one.default, float) else one.default
+            text += f" (default: {shown})"
         kind = _kind(one.name)
         if kind is bool:
-            made.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
             continue
-        metavar = one.metadata["metavar"] or (None if one.metadata["choices"] else "N")
-        made.add_argument(
-            flag, type=kind, choices=one.metadata["choices"], metavar=metavar, help=text
+        group.add_argument(
+            flag,
+            type=kind,
+            choices=one.metadata["choices"],
+            metavar=one.metadata["metavar"],
+            help=text,
         )
     return made
 
@@ -143,7 +230,8 @@ def resolve(
     """Settings from all sources, and where each came from.
 
     Raises:
-      ConfigError: an unknown key, or a value that is not one; the message says where it stands.
+      ConfigError: an unknown key, a value that is not one, or one that changes nothing because of
+        another; the message says where it stands.
     """
     given = vars(parser().parse_args(arguments))
     from_environment = _from_environment(environment)
@@ -159,7 +247,19 @@ def resolve(
     for source, layer in layers:
         values |= layer
         sources |= dict.fromkeys(layer, source)
-    return Settings(**values), sources
+    settings = Settings(**values)
+    _refuse_idle(settings, sources)
+    return settings, sources
+
+
+def _refuse_idle(settings: Settings, sources: Mapping[str, str]) -> None:
+    """What was given but changes nothing misleads: it is refused."""
+    rules = (("num_speculative_tokens", settings.method == "none", "method none drafts nothing"),)
+    for name, is_idle, why in rules:
+        value = getattr(settings, name)
+        if is_idle and value and sources[name] != "default":
+            option = f"{name.replace('_', '-')}={value} ({sources[name]})"
+            raise ConfigError(f"{option} has no effect: {why}; leave it out")
 
 
 def _kind(name: str) -> type:
@@ -176,6 +276,11 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
         if not variable.startswith(PREFIX) or variable in _OTHERS:
             continue
         name = variable.removeprefix(PREFIX).lower()
+        if name not in _NAMES | {"config"} and _SERVICE_LINK.search(variable):
+            raise ConfigError(
+                f"variable {variable}: Kubernetes sets it for a Service of that name; set "
+                "enableServiceLinks: false in the Pod's spec"
+            )
         found[name] = text if name == "config" else _value(name, text, f"variable {variable}")
     return found
 
@@ -184,27 +289,34 @@ def _from_file(path: Path) -> dict[str, object]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML ({error})") from error
-    if content is None:
+    if tree is None:
         return {}
-    if not isinstance(content, dict):
+    if not isinstance(tree, yaml.MappingNode):
         raise ConfigError(f"{path}: must hold options, as `max-num-seqs: 32`")
-    found = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        found[name] = _value(name, value, f"{path}: {key}")
+    found: dict[str, object] = {}
+    # Pairs, not a dict: of an option that stands there twice YAML would keep the last without a word.
+    for key, node in tree.value:
+        where = f"{path}, line {key.start_mark.line + 1}: {key.value}"
+        name = str(key.value).replace("-", "_")
+        if name in found:
+            raise ConfigError(f"{where}: stands there twice; leave one out")
+        try:
+            value = yaml.SafeLoader("").construct_object(node, deep=True)
+        except (ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{where}: cannot be read as YAML ({error})") from error
+        found[name] = _value(name, value, where)
     return found
 
 
 def _value(name: str, value: object, where: str) -> object:
     """A value of the option's type, from a text or from YAML."""
-    known = {one.name: one for one in fields(Settings)}
-    if name not in known:
+    if name not in _NAMES:
         raise ConfigError(f"{where}: there is no option {name!r}; peagle-serve --help lists them")
-    kind = _kind(name)
-    if value is None and known[name].default is None:
+    kind, default = _kind(name), Settings.__dataclass_fields__[name].default
+    if value is None and default is None:
         return None
     if kind is bool:
         if isinstance(value, bool):
@@ -219,9 +331,9 @@ def _value(name: str, value: object, where: str) -> object:
         made = kind(value)
         if kind is int and float(value) != made:
             raise ValueError
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: {value!r} must be of type {kind.__name__}") from error
-    choices = known[name].metadata["choices"]
+    choices = Settings.__dataclass_fields__[name].metadata["choices"]
     if choices and made not in choices:
         raise ConfigError(f"{where}: {value!r} must be one of {', '.join(choices)}")
     return made

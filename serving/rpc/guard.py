@@ -3,36 +3,16 @@
 import hmac
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from peagle_jax.config import ConfigError
 from serving.errors import ServiceError
 
 _log = logging.getLogger(__name__)
 _OPEN = "/grpc.health.v1.Health/"
-
-
-def read_tokens(path: str | Path) -> tuple[bytes, ...]:
-    """Bearer tokens of a file, one a line; empty lines and lines with # count for nothing.
-
-    Raises:
-      ConfigError: no such file, or no token in it.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot read the bearer tokens ({error})") from error
-    tokens = tuple(
-        line.strip().encode() for line in lines if line.strip() and not line.startswith("#")
-    )
-    if not tokens:
-        raise ConfigError(f"{path}: holds no bearer token; write one a line")
-    return tokens
 
 
 def is_authorized(header: str | bytes | None, tokens: Sequence[bytes]) -> bool:
@@ -49,7 +29,7 @@ class Guard(grpc.aio.ServerInterceptor):
     """Refuses calls without a token, and gives every exception of a servicer its status.
 
     Args:
-      tokens: bearer tokens; empty lets everybody in.
+      tokens: bearer tokens, looked at anew for every call; empty lets everybody in.
     """
 
     def __init__(self, tokens: Sequence[bytes] = ()):

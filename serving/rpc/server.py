@@ -34,6 +34,7 @@ class RpcServer:
       tokens: bearer tokens that let clients in; empty lets everybody in.
       certificates: None serves without TLS.
       max_message_bytes: of a request.
+      max_connection_seconds: after which clients are asked to connect anew; 0 never asks.
       with_reflection: whether clients may list the services.
     """
 
@@ -44,9 +45,12 @@ class RpcServer:
         tokens: Sequence[bytes] = (),
         certificates: Certificates | None = None,
         max_message_bytes: int = 16 << 20,
+        max_connection_seconds: float = 0.0,
         with_reflection: bool = False,
     ):
-        options = (*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
+        options = [*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+        if max_connection_seconds:
+            options.append(("grpc.max_connection_age_ms", int(1000 * max_connection_seconds)))
         self._server = grpc.aio.server(interceptors=[Guard(tokens)], options=options)
         self._certificates = certificates
         self._health = health.aio.HealthServicer()
