@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.verify_attention import reference
 
-CHIPS = (90,)
+CHIPS = (90, 100)
 """Compute capabilities that a kernel is made for."""
 
 
@@ -20,6 +20,7 @@ def verify_attention(
     scale: float,
     window: int | None = None,
     sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention: row (b, t) sees keys at positions `0..positions[b, t]`.
@@ -32,6 +33,7 @@ def verify_attention(
       scale: factor on the scores.
       window: sliding window in tokens (the row's own position counts), None for all.
       sinks: [N] logits that join each softmax and carry no value (GPT-OSS), or None.
+      soft_cap: c in `c tanh(scores / c)` (Gemma 2), after `scale`; None for none. Sinks are not capped.
     Returns:
       [B, T, N, H].
     Raises:
@@ -42,21 +44,32 @@ def verify_attention(
     )
     if launch is not None:
         # Here, because it is a slow import that plain use on a CPU spares.
-        from pallas_kernels.verify_attention import mosaic_sm90
+        from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100
 
-        return mosaic_sm90.verify_attention(
-            q, k_pages, v_pages, page_table, positions, scale, window, sinks, launch
-        )
+        chip = {90: mosaic_sm90, 100: mosaic_sm100}[launch.device.sm]
+        return chip.verify_attention(
+            q, k_pages, v_pages, page_table, positions, scale, window, sinks, launch,
+            soft_cap=soft_cap,
+        )  # fmt: skip
     # A loop with a data-dependent end reads only the pages in use, which is what counts on a CPU;
     # on an accelerator such a loop stops at the host each turn, so one block covers the whole table.
     block_pages = 128 // k_pages.shape[1] if jax.default_backend() == "cpu" else page_table.shape[1]
     return reference.attend(
-        q, k_pages, v_pages, page_table, positions, scale, window, sinks, max(1, block_pages)
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        positions,
+        scale,
+        window,
+        sinks,
+        max(1, block_pages),
+        soft_cap,
     )
 
 
 def _refusal(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None:
-    """Why the Hopper kernel cannot take these arguments, None if it can."""
+    """Why the kernels cannot take these arguments, None if it can."""
     N, H = q.shape[2:]
     Z, K = k_pages.shape[1:3]
     if any(x.dtype != jnp.bfloat16 for x in (q, k_pages, v_pages)):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.verify_attention import api
 
 CHIPS = api.CHIPS
-MMA = {90: "wgmma"}
+MMA = {90: "wgmma", 100: "tcgen05.mma"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Spec:
     page_size: int = 16
     window: int | None = None
     sinks: bool = False
+    soft_cap: float | None = None
 
 
 QWEN3 = dict(heads=32, kv_heads=4, head_dim=128)
@@ -33,6 +34,7 @@ GPT_OSS = dict(heads=64, kv_heads=8, head_dim=64, sinks=True)
 GPT_OSS_LOCAL = dict(**GPT_OSS, window=128, length=768)
 GEMMA_LOCAL = dict(heads=32, kv_heads=16, head_dim=256, window=1024, length=1536)
 GEMMA_GLOBAL = dict(heads=32, kv_heads=4, head_dim=512)
+GEMMA_2 = dict(heads=16, kv_heads=8, head_dim=256, soft_cap=50.0)
 
 SPECS = {
     "qwen3-moe-one": Spec(batch=1, rows=8, **QWEN3),
@@ -59,6 +61,7 @@ SPECS = {
     "gemma-31b-global-one": Spec(batch=1, rows=8, **GEMMA_GLOBAL),
     "gemma-31b-global-many": Spec(batch=64, rows=8, **GEMMA_GLOBAL),
     "gemma-31b-global-prefill": Spec(batch=1, rows=512, **GEMMA_GLOBAL),
+    "gemma-2-9b": Spec(batch=8, rows=8, **GEMMA_2),
     "embedded": Spec(batch=2, rows=4, heads=4, kv_heads=2, head_dim=64, length=512),
 }
 
@@ -81,7 +84,7 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     def run(q, k_pages, v_pages, page_table, positions, sinks=None):
         return api.verify_attention(
             q, k_pages, v_pages, page_table=page_table, positions=positions, scale=H**-0.5,
-            window=spec.window, sinks=sinks, implementation="mosaic_gpu",
+            window=spec.window, sinks=sinks, soft_cap=spec.soft_cap, implementation="mosaic_gpu",
         )  # fmt: skip
 
     return run, args

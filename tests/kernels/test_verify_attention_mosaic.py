@@ -1,4 +1,4 @@
-"""The Hopper attention kernel in Mosaic's interpreter: the definition, and rows that stay themselves."""
+"""The attention kernels in Mosaic's interpreter: the definition, and rows that stay themselves."""
 
 import dataclasses
 
@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.device import H200
-from pallas_kernels.verify_attention import mosaic_sm90, reference
+from pallas_kernels.device import B200, H200
+from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, reference
 from pallas_kernels.verify_attention.api import verify_attention
 from pallas_kernels.verify_attention.specs import SPECS
 
 interpreted = pytest.mark.usefixtures("race_free")
+on_each_chip = pytest.mark.parametrize(
+    "chip", [mosaic_sm90, mosaic_sm100], ids=["hopper", "blackwell"]
+)
+DEVICES = {mosaic_sm90: H200, mosaic_sm100: B200}
 
 # Weights (of a mean of values around 1) and results are rounded to bfloat16: 2^-9 each, and some.
 CLOSE = dict(rtol=2**-8, atol=2**-8)
@@ -32,6 +36,7 @@ class Case:
     width: int
     window: int | None = None
     sinks: bool = False
+    soft_cap: float | None = None
 
     def inputs(self):
         B, N = len(self.starts), self.K * self.G
@@ -46,18 +51,20 @@ class Case:
         return q, k, v, table, positions, sinks
 
 
-def attend(case: Case, q, k, v, table, positions, sinks, walks: int, split: int = 64):
+def attend(chip, case: Case, q, k, v, table, positions, sinks, walks: int, split: int = 64):
     """The kernel with splits so short that a few keys make several."""
     launch = dispatch.resolve("verify_attention", "mosaic_gpu", chips=(90,))
+    launch = launch._replace(device=DEVICES[chip])
     key_block = 32 if case.H == 512 else 64
-    config = mosaic_sm90.TuningConfig(key_block, split, stages=2, walks=walks)
+    config = chip.TuningConfig(key_block, split, stages=2, walks=walks)
     scale = case.H**-0.5
-    return mosaic_sm90.verify_attention(
-        q, k, v, table, positions, scale, case.window, sinks, launch, config
+    return chip.verify_attention(
+        q, k, v, table, positions, scale, case.window, sinks, launch, config, case.soft_cap
     )
 
 
 @interpreted
+@on_each_chip
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,62 +73,67 @@ def attend(case: Case, q, k, v, table, positions, sinks, walks: int, split: int 
         Case((195,), T=3, K=1, G=8, H=64, Z=16, width=8, window=70, sinks=True),
         Case((95,), T=3, K=1, G=2, H=256, Z=16, width=8),
         Case((95,), T=1, K=1, G=8, H=512, Z=64, width=2),
-        Case((60,), T=40, K=1, G=2, H=64, Z=16, width=8),
+        Case((40,), T=70, K=1, G=2, H=64, Z=16, width=8),
+        Case((90,), T=2, K=1, G=8, H=64, Z=16, width=8, soft_cap=2.0),
     ],
-    ids=["two-sequences", "sinks", "ring", "head-dim-256", "head-dim-512", "two-row-tiles"],
+    ids=["two-sequences", "sinks", "ring", "head-dim-256", "head-dim-512", "two-row-tiles", "cap"],
 )
-def test_kernel_equals_the_definition_however_the_work_is_cut(case):
+def test_kernel_equals_the_definition_however_the_work_is_cut(chip, case):
     q, k, v, *rest = case.inputs()
     exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    want = reference.attend(*exact, *rest[:2], case.H**-0.5, case.window, rest[2], 1)
-    alone = attend(case, q, k, v, *rest, walks=1)
+    want = reference.attend(*exact, *rest[:2], case.H**-0.5, case.window, rest[2], 1, case.soft_cap)
+    alone = attend(chip, case, q, k, v, *rest, walks=1)
     np.testing.assert_allclose(alone.astype(jnp.float32), want, **CLOSE)
-    shared = attend(case, q, k, v, *rest, walks=2)
+    shared = attend(chip, case, q, k, v, *rest, walks=2)
     np.testing.assert_array_equal(shared, alone)
 
 
 @interpreted
+@on_each_chip
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_row_does_not_depend_on_its_company(window):
+def test_a_row_does_not_depend_on_its_company(chip, window):
     case = Case((150, 20), T=3, K=1, G=4, H=64, Z=16, width=16, window=window, sinks=True)
     q, k, v, table, positions, sinks = case.inputs()
-    together = attend(case, q, k, v, table, positions, sinks, walks=1)
+    together = attend(chip, case, q, k, v, table, positions, sinks, walks=1)
     row = q[:1, 2:], k, v, table[:1], positions[:1, 2:], sinks
-    np.testing.assert_array_equal(attend(case, *row, walks=1), together[:1, 2:])
-    np.testing.assert_array_equal(attend(case, *row, walks=3), together[:1, 2:])
+    np.testing.assert_array_equal(attend(chip, case, *row, walks=1), together[:1, 2:])
+    np.testing.assert_array_equal(attend(chip, case, *row, walks=3), together[:1, 2:])
 
 
 @interpreted
-def test_a_row_does_not_depend_on_the_length_of_its_table():
+@on_each_chip
+def test_a_row_does_not_depend_on_the_length_of_its_table(chip):
     case = Case((150,), T=1, K=1, G=8, H=64, Z=16, width=12)
     q, k, v, table, positions, sinks = case.inputs()
-    want = attend(case, q, k, v, table, positions, sinks, walks=1, split=128)
+    want = attend(chip, case, q, k, v, table, positions, sinks, walks=1, split=128)
     longer = jnp.concatenate([table, table[:, ::-1]], axis=1)
     for walks in (1, 2):
-        out = attend(case, q, k, v, longer, positions, sinks, walks=walks, split=128)
+        out = attend(chip, case, q, k, v, longer, positions, sinks, walks=walks, split=128)
         np.testing.assert_array_equal(out, want)
 
 
 @interpreted
-def test_a_row_does_not_depend_on_the_size_of_its_ring():
+@on_each_chip
+def test_a_row_does_not_depend_on_the_size_of_its_ring(chip):
     case = Case((200,), T=1, K=1, G=8, H=64, Z=16, width=6, window=50)
     q, k, v, table, positions, sinks = case.inputs()
-    want = attend(case, q, k, v, table, positions, sinks, walks=1)
+    want = attend(chip, case, q, k, v, table, positions, sinks, walks=1)
     column = np.arange(200 // 16 - 5, 200 // 16 + 1)  # of the pages that the ring of six holds
     wider = np.zeros((1, 9), np.int32)
     wider[:, column % 9] = np.asarray(table)[:, column % 6]
-    out = attend(case, q, k, v, jnp.asarray(wider), positions, sinks, walks=1)
+    out = attend(chip, case, q, k, v, jnp.asarray(wider), positions, sinks, walks=1)
     np.testing.assert_array_equal(out, want)
 
 
 @interpreted
-def test_padding_sequences_and_positions_past_the_table_are_harmless():
+@on_each_chip
+def test_padding_sequences_and_positions_past_the_table_are_harmless(chip):
     case = Case((30, 0, 31), T=2, K=1, G=8, H=64, Z=16, width=2)
     q, k, v, table, positions, sinks = case.inputs()
     table = table.at[1].set(0)
-    out = attend(case, q, k, v, table, positions, sinks, walks=1)
+    out = attend(chip, case, q, k, v, table, positions, sinks, walks=1)
     assert np.isfinite(out.astype(jnp.float32)).all()
-    alone = attend(case, q[:1], k, v, table[:1], positions[:1], sinks, walks=1)
+    alone = attend(chip, case, q[:1], k, v, table[:1], positions[:1], sinks, walks=1)
     np.testing.assert_array_equal(out[:1], alone)
 
 
@@ -144,12 +156,14 @@ def test_the_api_runs_the_kernel_and_refuses_what_it_cannot_take():
             verify_attention(*args, **options)
 
 
-def test_tuning_leaves_the_arithmetic_alone():
+@on_each_chip
+def test_tuning_leaves_the_arithmetic_alone(chip):
     """`key_block` and `split`, which a result depends on, follow from the head dim."""
     seen = {}
     for spec in SPECS.values():
         shape = (spec.batch, spec.rows, spec.heads, spec.head_dim)
-        config = mosaic_sm90.choose_config(shape, spec.kv_heads, spec.length, spec.window, H200)
+        where = (spec.kv_heads, spec.length, spec.window, DEVICES[chip])
+        config = chip.choose_config(shape, *where)
         arithmetic = (config.key_block, config.split)
         assert seen.setdefault(spec.head_dim, arithmetic) == arithmetic
         assert config.split % config.key_block == 0
