@@ -382,7 +382,7 @@ class SamplingParams:
         checks = (
             (self.max_tokens >= 1, "max_tokens", "at least 1"),
             (0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100"),
-            (self.top_k >= 0, "top_k", "0 (off) or positive"),
+            (0 <= self.top_k < 2**31, "top_k", "0 (off) or positive, below 2**31"),
             (0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]"),
             (0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]"),
             (self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1"),

@@ -142,6 +142,17 @@ class Tokenizer:
             known = self._bytes[token] = b"" if text is None else self._pieces.of(text)
         return known
 
+    def special_id(self, name: str) -> int | None:
+        """Id of a special token by its spelling, such as "<|end|>"; None if there is none."""
+        token = self._backend.token_to_id(name)
+        return token if token in self._hidden else None
+
+    def name_of(self, token: int) -> str:
+        """A token for the eye: what it writes, or a special token's spelling; for reports."""
+        if token in self._hidden:
+            return self._backend.id_to_token(token)
+        return self.bytes_of(token).decode("utf-8", "replace")
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens; bytes that are no UTF-8 become U+FFFD, their neighbours stay.
 

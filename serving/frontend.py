@@ -13,6 +13,7 @@ exactly once, with one status. All of this runs in one event loop; only the work
 import asyncio
 import enum
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +24,12 @@ from peagle_jax import ConfigError, Engine, SamplingParams
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from serving.errors import ServiceError, invalid
+from serving.harmony import Channels, listener
 from serving.metrics import Metrics
 from serving.stream import Ask, Stream
 from serving.worker import EngineWorker, Event, Job, Load, Refused
 
+_log = logging.getLogger(__name__)
 _LONG_TEXT = 4096  # characters; above it the tokenizer would hold up the event loop
 
 
@@ -73,6 +76,7 @@ class Frontend:
     ):
         self.name = name
         self.tokenizer: Tokenizer | None = engine.tokenizer
+        self.channels = Channels.of(self.tokenizer)
         self.config = engine.config
         self.target_config = engine.target_config
         self.drafter_config = engine.drafter_config
@@ -112,6 +116,17 @@ class Frontend:
         while self.state is known:
             await self._changed.wait()
         return self.state
+
+    async def watch(self, seconds: float) -> None:
+        """Declares the engine dead when one of its rounds takes longer than `seconds`.
+
+        A device that hangs raises nothing: without this, clients would wait for ever.
+        """
+        while self.state in (State.STARTING, State.SERVING, State.DRAINING):
+            await asyncio.sleep(min(1.0, seconds / 4))
+            since = self._worker.busy_since
+            if since is not None and time.monotonic() - since > seconds:
+                self._die(TimeoutError(f"a round has taken more than {seconds:g} s"))
 
     async def encode(self, text: str, *, field: str) -> list[int]:
         """Token ids of a prompt.
@@ -158,9 +173,13 @@ class Frontend:
         if self.limits.max_seconds is not None:
             latest = time.monotonic() + self.limits.max_seconds
             deadline = latest if deadline is None else min(deadline, latest)
-        tokenizer = self.tokenizer if ask.wants_text else None
+        listen = listener(
+            self.tokenizer if ask.wants_text else None,
+            self.channels if ask.is_chat else None,
+            ask.params.stop,
+        )
         stream = Stream(
-            ask, number, tokenizer, end=self._worker.abort, on_close=self._close, deadline=deadline
+            ask, number, listen, end=self._worker.abort, on_close=self._close, deadline=deadline
         )
         self._streams[number] = stream
         self._by_id[ask.request_id] = stream
@@ -289,6 +308,7 @@ class Frontend:
         self._report(stream)
 
     def _die(self, error: BaseException) -> None:
+        _log.error("the engine is dead: %r", error)
         self._enter(State.DEAD)
         for stream in list(self._streams.values()):
             stream.fail(

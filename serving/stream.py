@@ -15,8 +15,8 @@ import grpc
 from peagle_jax import SamplingParams
 from peagle_jax.engine.request import Request, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
-from peagle_jax.text import TextStream, Tokenizer
 from serving.errors import ServiceError
+from serving.harmony import Speech, Spoken
 from serving.worker import Tokens
 
 
@@ -31,6 +31,7 @@ class Ask:
       n: sequences to generate.
       deadline: `time.monotonic()` at which it must have ended.
       wants_text: whether deltas hold text; tokens come in any case.
+      is_chat: whether the reply's reasoning is told apart, where the model marks it.
       protocol: "grpc" or "http"; for logs.
       method: what the client called; for logs.
       trace: headers of the client's trace (W3C), lower-case.
@@ -43,6 +44,7 @@ class Ask:
     n: int = 1
     deadline: float | None = None
     wants_text: bool = True
+    is_chat: bool = False
     protocol: str = "grpc"
     method: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -64,11 +66,13 @@ class Delta:
     """What a sequence grew by since the last delta of the same `index`.
 
     Of a text that a stop string ended, `tokens` go on to the token in which it ended, `text` does not.
+    `reasoning` is what a chat's model thought aloud; it is no part of `text`.
     """
 
     index: int
     tokens: list[int]
     text: str
+    reasoning: str = ""
     logprobs: list[TokenLogprob] | None
     finish: Finish | None
 
@@ -88,7 +92,7 @@ class Usage:
 class _Sequence:
     """What came for one sequence and was not read yet."""
 
-    text: TextStream | None
+    text: Speech | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     request: Request | None = None
@@ -101,10 +105,10 @@ class _Sequence:
     def take(self, index: int) -> Delta:
         tokens, logprobs, request = self.tokens, self.logprobs, self.request
         self.tokens, self.logprobs = [], None
-        text = self.text.add(tokens) if self.text else ""
+        spoken = self.text.add(tokens) if self.text else Spoken()
         finish = None
         if request is not None:
-            text += self.text.finish() if self.text else ""
+            spoken += self.text.finish() if self.text else Spoken()
             self.is_read = True
             finish = Finish(
                 reason=request.finish_reason,
@@ -112,7 +116,14 @@ class _Sequence:
                 completion_tokens=len(request.output),
                 acceptance=Acceptance.of([request]),
             )
-        return Delta(index=index, tokens=tokens, text=text, logprobs=logprobs, finish=finish)
+        return Delta(
+            index=index,
+            tokens=tokens,
+            text=spoken.text,
+            reasoning=spoken.reasoning,
+            logprobs=logprobs,
+            finish=finish,
+        )
 
 
 class Stream:
@@ -129,7 +140,7 @@ class Stream:
         self,
         ask: Ask,
         number: int,
-        tokenizer: Tokenizer | None,
+        listen: Callable[[], Speech | None],
         *,
         end: Callable[[tuple[int, int]], None],
         on_close: Callable[["Stream"], None],
@@ -144,10 +155,7 @@ class Stream:
         self.requests: list[Request] = []
         """Of the sequences that have ended."""
         self._end, self._on_close = end, on_close
-        stops = ask.params.stop
-        self._sequences = [
-            _Sequence(TextStream(tokenizer, stops) if tokenizer else None) for _ in range(ask.n)
-        ]
+        self._sequences = [_Sequence(listen()) for _ in range(ask.n)]
         self._news = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         if deadline is not None:

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eserving/protos/peagle_v1.proto\x12\tpeagle.v1\"\xb0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.peagle.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.peagle.v1.ChatH\x00\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.peagle.v1.Sampling\x12%\n\x08stopping\x18\x06 \x01(\x0b\x32\x13.peagle.v1.Stopping\x12+\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x16.peagle.v1.Speculation\x12!\n\x06output\x18\x08 \x01(\x0b\x32\x11.peagle.v1.Output\x12\t\n\x01n\x18\t \x01(\rB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"H\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.peagle.v1.ChatMessage\x12\x16\n\x0evariables_json\x18\x02 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"h\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"X\n\x08Stopping\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\"M\n\x0bSpeculation\x12#\n\x16num_speculative_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x19\n\x17_num_speculative_tokens\"A\n\x06Output\x12\x15\n\x08logprobs\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btokens_only\x18\x02 \x01(\x08\x42\x0b\n\t_logprobs\"\xae\x01\n\rGenerateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.peagle.v1.TokenLogprob\x12!\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x11.peagle.v1.Finish\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.peagle.v1.Usage\"o\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\tsequences\x18\x02 \x03(\x0b\x32\x13.peagle.v1.Sequence\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.peagle.v1.Usage\"y\n\x08Sequence\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.peagle.v1.TokenLogprob\x12!\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x11.peagle.v1.Finish\"M\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12,\n\x0c\x61lternatives\x18\x02 \x03(\x0b\x32\x16.peagle.v1.Alternative\"0\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"o\n\x06\x46inish\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.peagle.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x42\x0c\n\nstopped_by\"\x93\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12)\n\nacceptance\x18\x03 \x01(\x0b\x32\x15.peagle.v1.Acceptance\x12\x1b\n\x13time_to_first_token\x18\x04 \x01(\x01\x12\x10\n\x08\x64uration\x18\x05 \x01(\x01\"y\n\nAcceptance\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x04\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x04 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x05 \x01(\x01\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xe8\x01\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x0e\n\x06method\x18\x05 \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x14\n\x0cmax_logprobs\x18\n \x01(\r\"\x11\n\x0fGetStatsRequest\"\xd2\x01\n\x10GetStatsResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x15\n\rkv_pages_used\x18\x04 \x01(\r\x12\x16\n\x0ekv_pages_total\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x07 \x01(\x01\x12)\n\nacceptance\x18\x08 \x01(\x0b\x32\x15.peagle.v1.Acceptance*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xeb\x02\n\nGeneration\x12\x42\n\x08Generate\x12\x1a.peagle.v1.GenerateRequest\x1a\x18.peagle.v1.GenerateDelta0\x01\x12G\n\x0cGenerateOnce\x12\x1a.peagle.v1.GenerateRequest\x1a\x1b.peagle.v1.GenerateResponse\x12:\n\x05\x41\x62ort\x12\x17.peagle.v1.AbortRequest\x1a\x18.peagle.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.peagle.v1.GetModelInfoRequest\x1a\x1f.peagle.v1.GetModelInfoResponse\x12\x43\n\x08GetStats\x12\x1a.peagle.v1.GetStatsRequest\x1a\x1b.peagle.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eserving/protos/peagle_v1.proto\x12\tpeagle.v1\"\xb0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.peagle.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.peagle.v1.ChatH\x00\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.peagle.v1.Sampling\x12%\n\x08stopping\x18\x06 \x01(\x0b\x32\x13.peagle.v1.Stopping\x12+\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x16.peagle.v1.Speculation\x12!\n\x06output\x18\x08 \x01(\x0b\x32\x11.peagle.v1.Output\x12\t\n\x01n\x18\t \x01(\rB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"H\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.peagle.v1.ChatMessage\x12\x16\n\x0evariables_json\x18\x02 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"h\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"X\n\x08Stopping\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\"M\n\x0bSpeculation\x12#\n\x16num_speculative_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x19\n\x17_num_speculative_tokens\"A\n\x06Output\x12\x15\n\x08logprobs\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btokens_only\x18\x02 \x01(\x08\x42\x0b\n\t_logprobs\"\xc1\x01\n\rGenerateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.peagle.v1.TokenLogprob\x12!\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x11.peagle.v1.Finish\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.peagle.v1.Usage\x12\x11\n\treasoning\x18\x07 \x01(\t\"o\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\tsequences\x18\x02 \x03(\x0b\x32\x13.peagle.v1.Sequence\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.peagle.v1.Usage\"\x8c\x01\n\x08Sequence\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.peagle.v1.TokenLogprob\x12!\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x11.peagle.v1.Finish\x12\x11\n\treasoning\x18\x05 \x01(\t\"M\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12,\n\x0c\x61lternatives\x18\x02 \x03(\x0b\x32\x16.peagle.v1.Alternative\"0\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"o\n\x06\x46inish\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.peagle.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x42\x0c\n\nstopped_by\"\x93\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12)\n\nacceptance\x18\x03 \x01(\x0b\x32\x15.peagle.v1.Acceptance\x12\x1b\n\x13time_to_first_token\x18\x04 \x01(\x01\x12\x10\n\x08\x64uration\x18\x05 \x01(\x01\"y\n\nAcceptance\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x04\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x04 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x05 \x01(\x01\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xe8\x01\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x0e\n\x06method\x18\x05 \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x14\n\x0cmax_logprobs\x18\n \x01(\r\"\x11\n\x0fGetStatsRequest\"\xd2\x01\n\x10GetStatsResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x15\n\rkv_pages_used\x18\x04 \x01(\r\x12\x16\n\x0ekv_pages_total\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x07 \x01(\x01\x12)\n\nacceptance\x18\x08 \x01(\x0b\x32\x15.peagle.v1.Acceptance*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xeb\x02\n\nGeneration\x12\x42\n\x08Generate\x12\x1a.peagle.v1.GenerateRequest\x1a\x18.peagle.v1.GenerateDelta0\x01\x12G\n\x0cGenerateOnce\x12\x1a.peagle.v1.GenerateRequest\x1a\x1b.peagle.v1.GenerateResponse\x12:\n\x05\x41\x62ort\x12\x17.peagle.v1.AbortRequest\x1a\x18.peagle.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.peagle.v1.GetModelInfoRequest\x1a\x1f.peagle.v1.GetModelInfoResponse\x12\x43\n\x08GetStats\x12\x1a.peagle.v1.GetStatsRequest\x1a\x1b.peagle.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'serving.protos.peagle_v1_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2328
-  _globals['_FINISHREASON']._serialized_end=2448
+  _globals['_FINISHREASON']._serialized_start=2367
+  _globals['_FINISHREASON']._serialized_end=2487
   _globals['_GENERATEREQUEST']._serialized_start=46
   _globals['_GENERATEREQUEST']._serialized_end=350
   _globals['_TOKENIDS']._serialized_start=352
@@ -50,33 +50,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OUTPUT']._serialized_start=772
   _globals['_OUTPUT']._serialized_end=837
   _globals['_GENERATEDELTA']._serialized_start=840
-  _globals['_GENERATEDELTA']._serialized_end=1014
-  _globals['_GENERATERESPONSE']._serialized_start=1016
-  _globals['_GENERATERESPONSE']._serialized_end=1127
-  _globals['_SEQUENCE']._serialized_start=1129
-  _globals['_SEQUENCE']._serialized_end=1250
-  _globals['_TOKENLOGPROB']._serialized_start=1252
-  _globals['_TOKENLOGPROB']._serialized_end=1329
-  _globals['_ALTERNATIVE']._serialized_start=1331
-  _globals['_ALTERNATIVE']._serialized_end=1379
-  _globals['_FINISH']._serialized_start=1381
-  _globals['_FINISH']._serialized_end=1492
-  _globals['_USAGE']._serialized_start=1495
-  _globals['_USAGE']._serialized_end=1642
-  _globals['_ACCEPTANCE']._serialized_start=1644
-  _globals['_ACCEPTANCE']._serialized_end=1765
-  _globals['_ABORTREQUEST']._serialized_start=1767
-  _globals['_ABORTREQUEST']._serialized_end=1802
-  _globals['_ABORTRESPONSE']._serialized_start=1804
-  _globals['_ABORTRESPONSE']._serialized_end=1836
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1838
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1859
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1862
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2094
-  _globals['_GETSTATSREQUEST']._serialized_start=2096
-  _globals['_GETSTATSREQUEST']._serialized_end=2113
-  _globals['_GETSTATSRESPONSE']._serialized_start=2116
-  _globals['_GETSTATSRESPONSE']._serialized_end=2326
-  _globals['_GENERATION']._serialized_start=2451
-  _globals['_GENERATION']._serialized_end=2814
+  _globals['_GENERATEDELTA']._serialized_end=1033
+  _globals['_GENERATERESPONSE']._serialized_start=1035
+  _globals['_GENERATERESPONSE']._serialized_end=1146
+  _globals['_SEQUENCE']._serialized_start=1149
+  _globals['_SEQUENCE']._serialized_end=1289
+  _globals['_TOKENLOGPROB']._serialized_start=1291
+  _globals['_TOKENLOGPROB']._serialized_end=1368
+  _globals['_ALTERNATIVE']._serialized_start=1370
+  _globals['_ALTERNATIVE']._serialized_end=1418
+  _globals['_FINISH']._serialized_start=1420
+  _globals['_FINISH']._serialized_end=1531
+  _globals['_USAGE']._serialized_start=1534
+  _globals['_USAGE']._serialized_end=1681
+  _globals['_ACCEPTANCE']._serialized_start=1683
+  _globals['_ACCEPTANCE']._serialized_end=1804
+  _globals['_ABORTREQUEST']._serialized_start=1806
+  _globals['_ABORTREQUEST']._serialized_end=1841
+  _globals['_ABORTRESPONSE']._serialized_start=1843
+  _globals['_ABORTRESPONSE']._serialized_end=1875
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1877
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1898
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1901
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2133
+  _globals['_GETSTATSREQUEST']._serialized_start=2135
+  _globals['_GETSTATSREQUEST']._serialized_end=2152
+  _globals['_GETSTATSRESPONSE']._serialized_start=2155
+  _globals['_GETSTATSRESPONSE']._serialized_end=2365
+  _globals['_GENERATION']._serialized_start=2490
+  _globals['_GENERATION']._serialized_end=2853
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from peagle_jax.engine.request import TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from serving.errors import invalid
 from serving.frontend import Frontend
+from serving.harmony import Spoken
 from serving.params import sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -45,18 +46,18 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         response = pb.GenerateResponse(request_id=ask.request_id)
         for _ in range(ask.n):
             response.sequences.add()
-        texts: list[list[str]] = [[] for _ in range(ask.n)]
+        spoken = [Spoken()] * ask.n
         async with self._frontend.open(ask) as stream:
             async for delta in stream:
                 sequence = response.sequences[delta.index]
-                texts[delta.index].append(delta.text)
+                spoken[delta.index] += Spoken(delta.text, delta.reasoning)
                 sequence.token_ids.extend(delta.tokens)
                 sequence.logprobs.extend(_logprobs(delta.logprobs))
                 if delta.finish is not None:
                     sequence.finish.CopyFrom(_finish(delta.finish))
             response.usage.CopyFrom(_usage(stream.usage()))
-        for sequence, pieces in zip(response.sequences, texts, strict=True):
-            sequence.text = "".join(pieces)
+        for sequence, said in zip(response.sequences, spoken, strict=True):
+            sequence.text, sequence.reasoning = said.text, said.reasoning
         return response
 
     async def Abort(self, request: pb.AbortRequest, context) -> pb.AbortResponse:
@@ -110,6 +111,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             n=request.n or 1,
             deadline=calls.deadline(context),
             wants_text=not request.output.tokens_only,
+            is_chat=request.WhichOneof("prompt") == "chat",
             method=f"peagle.v1.Generation/{method}",
             trace=calls.trace(context),
             spelling=_SPELLING | {"prompt": request.WhichOneof("prompt")},
@@ -194,6 +196,7 @@ def _delta(delta: Delta) -> pb.GenerateDelta:
     message = pb.GenerateDelta(
         index=delta.index,
         text=delta.text,
+        reasoning=delta.reasoning,
         token_ids=delta.tokens,
         logprobs=_logprobs(delta.logprobs),
     )
