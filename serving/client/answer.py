@@ -1,0 +1,79 @@
+"""An answer, put together from its deltas: as figures and as JSON."""
+
+from serving.protos import peagle_v1_pb2 as pb
+
+
+def add(whole: pb.GenerateResponse, delta: pb.GenerateDelta) -> None:
+    """Puts a delta where it belongs; `whole` has all its sequences from the start."""
+    sequence = whole.sequences[delta.index]
+    sequence.text += delta.text
+    sequence.reasoning += delta.reasoning
+    sequence.token_ids.extend(delta.token_ids)
+    sequence.logprobs.extend(delta.logprobs)
+    if delta.HasField("finish"):
+        sequence.finish.CopyFrom(delta.finish)
+    if delta.HasField("usage"):
+        whole.usage.CopyFrom(delta.usage)
+
+
+def figures(whole: pb.GenerateResponse) -> str:
+    """One line on speed, and one on speculation if there was any."""
+    usage, counts = whole.usage, whole.usage.acceptance
+    speed = usage.completion_tokens / usage.duration if usage.duration else 0.0
+    reasons = ", ".join(_reason(sequence.finish) for sequence in whole.sequences)
+    lines = [
+        f"{speed:.1f} tokens/s ({usage.completion_tokens} tokens in {usage.duration:.2f} s), "
+        f"time to first token {usage.time_to_first_token:.3f} s; ended by {reasons}"
+    ]
+    if counts.drafted:
+        rates = " ".join(f"{n / counts.rounds:.2f}" for n in counts.accepted_per_position)
+        lines.append(
+            f"acceptance length {counts.acceptance_length:.2f} over {counts.rounds} rounds; "
+            f"accepted at position 1, 2, ...: {rates}"
+        )
+    return "\n".join(lines)
+
+
+def as_json(whole: pb.GenerateResponse) -> dict:
+    """Everything."""
+    usage, counts = whole.usage, whole.usage.acceptance
+    return {
+        "request_id": whole.request_id,
+        "sequences": [_sequence(sequence) for sequence in whole.sequences],
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "time_to_first_token": usage.time_to_first_token,
+            "duration": usage.duration,
+            "rounds": counts.rounds,
+            "drafted": counts.drafted,
+            "accepted": counts.accepted,
+            "accepted_per_position": list(counts.accepted_per_position),
+            "acceptance_length": counts.acceptance_length,
+        },
+    }
+
+
+def _sequence(sequence: pb.Sequence) -> dict:
+    stopped_by = sequence.finish.WhichOneof("stopped_by")
+    made = {
+        "text": sequence.text,
+        "token_ids": list(sequence.token_ids),
+        "finish_reason": _reason(sequence.finish),
+        "stopped_by": getattr(sequence.finish, stopped_by) if stopped_by else None,
+    }
+    if sequence.reasoning:
+        made["reasoning"] = sequence.reasoning
+    if sequence.logprobs:
+        made["logprobs"] = [
+            {
+                "logprob": one.logprob,
+                "alternatives": [[other.token_id, other.logprob] for other in one.alternatives],
+            }
+            for one in sequence.logprobs
+        ]
+    return made
+
+
+def _reason(finish: pb.Finish) -> str:
+    return pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()

@@ -1,0 +1,244 @@
+"""What `peagle-client` does: one call, or a conversation of several."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+
+from serving.client.answer import add, as_json, figures
+from serving.client.options import ClientError, check, parser
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
+
+_EXITS = {
+    grpc.StatusCode.CANCELLED: 130,
+    grpc.StatusCode.INVALID_ARGUMENT: 2,
+    grpc.StatusCode.FAILED_PRECONDITION: 2,
+    grpc.StatusCode.ALREADY_EXISTS: 2,
+    grpc.StatusCode.UNAUTHENTICATED: 2,
+    grpc.StatusCode.UNAVAILABLE: 3,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 3,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 4,
+}
+_FAILED = 1
+_HEALTH_SECONDS = 5.0
+_OPTIONS = (("grpc.max_receive_message_length", -1),)  # the client asked for it
+_LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    args = parser().parse_args(arguments)
+    try:
+        check(args)
+        with _channel(args) as channel:
+            return _run(args, channel)
+    except ClientError as error:
+        _tell(f"peagle-client: error: {error}")
+        return error.code
+    except KeyboardInterrupt:
+        _tell("\npeagle-client: interrupted")
+        return 130
+    except BrokenPipeError:  # as when piped into head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+
+
+def _channel(args: argparse.Namespace) -> grpc.Channel:
+    if not (args.tls or args.tls_ca):
+        return grpc.insecure_channel(args.address, options=_OPTIONS)
+    ca, key, cert = (
+        None if path is None else _read(path) for path in (args.tls_ca, args.tls_key, args.tls_cert)
+    )
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    return grpc.secure_channel(args.address, credentials, options=_OPTIONS)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ClientError(f"{path}: {error.strerror}") from error
+
+
+def _metadata(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if args.token_file is None:
+        return []
+    token = _read(args.token_file).decode(errors="replace").partition("\n")[0].strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise ClientError(f"{args.token_file}: its first line must be a token")
+    if not (args.tls or args.tls_ca or args.address.startswith(_LOOPBACK)):
+        _tell("peagle-client: warning: the token travels unencrypted; use --tls or --tls-ca")
+    return [("authorization", f"Bearer {token}")]
+
+
+def _run(args: argparse.Namespace, channel: grpc.Channel) -> int:
+    if args.health:
+        return _health(args, channel)
+    stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+    metadata = _metadata(args)
+    if args.info:
+        return _info(args, stub, metadata)
+    is_terminal = args.prompt is None and sys.stdin.isatty()
+    if args.chat and is_terminal:
+        return _converse(args, stub, metadata)
+    if is_terminal:
+        _tell("(reading the prompt from the terminal; Ctrl-D ends it)")
+    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    if args.chat:
+        request = _request(args, chat=[dict(role="user", content=prompt)])
+    else:
+        request = _request(args, text=prompt)
+    _answer(args, stub, metadata, request)
+    return 0
+
+
+def _health(args: argparse.Namespace, channel: grpc.Channel) -> int:
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    timeout = args.timeout or _HEALTH_SECONDS
+    with _plainly(args):
+        stub = health_pb2_grpc.HealthStub(channel)
+        status = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout).status
+    _write(f"{health_pb2.HealthCheckResponse.ServingStatus.Name(status)}\n")
+    return 0 if status == health_pb2.HealthCheckResponse.SERVING else 3
+
+
+def _info(args: argparse.Namespace, stub, metadata: list) -> int:
+    from google.protobuf.json_format import MessageToDict
+
+    with _plainly(args):
+        options = dict(timeout=args.timeout, metadata=metadata)
+        model = stub.GetModelInfo(pb.GetModelInfoRequest(), **options)
+        stats = stub.GetStats(pb.GetStatsRequest(), **options)
+    as_dict = lambda message: MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    _write(json.dumps({"model": as_dict(model), "stats": as_dict(stats)}, indent=2) + "\n")
+    return 0
+
+
+def _converse(args: argparse.Namespace, stub, metadata: list) -> int:
+    """Turn after turn until the end of stdin; a turn that fails leaves the conversation as it was."""
+    turns: list[dict] = []
+    while True:
+        _tell("> ", end="")
+        line = sys.stdin.readline()
+        if not line:
+            _tell("")
+            return 0
+        if not line.strip():
+            continue
+        turn = dict(role="user", content=line.rstrip("\n"))
+        try:
+            text = _answer(args, stub, metadata, _request(args, chat=[*turns, turn]))
+        except ClientError as error:
+            _tell(f"peagle-client: error: {error}")
+        except KeyboardInterrupt:
+            _tell("\n(interrupted; this turn is forgotten)")
+        else:
+            turns += [turn, dict(role="assistant", content=text)]
+
+
+def _request(
+    args: argparse.Namespace, *, text: str | None = None, chat: Sequence[dict] = ()
+) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(request_id=args.request_id)
+    sampling, stopping = request.sampling, request.stopping
+    try:
+        if text is None:
+            first = [] if args.system is None else [dict(role="system", content=args.system)]
+            request.chat.messages.extend(pb.ChatMessage(**turn) for turn in [*first, *chat])
+            request.chat.variables_json = json.dumps(dict(args.chat_option))
+        else:
+            request.text = text
+        request.n = args.n
+        sampling.temperature, sampling.min_p = args.temperature, args.min_p
+        sampling.top_k, sampling.top_p = args.top_k, args.top_p
+        if args.seed is not None:
+            sampling.seed = args.seed
+        stopping.max_tokens, stopping.ignore_eos = args.max_tokens, args.ignore_eos
+        stopping.stop.extend(args.stop)
+        if args.logprobs is not None:
+            request.output.logprobs = args.logprobs
+        if args.num_speculative_tokens is not None:
+            request.speculation.num_speculative_tokens = args.num_speculative_tokens
+    except ValueError as error:  # what the wire cannot hold: a negative seed, text that is none
+        raise ClientError(f"cannot be sent: {error}") from error
+    return request
+
+
+def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.GenerateRequest) -> str:
+    """Shows the answer and its figures; returns the text of the first sequence."""
+    whole = pb.GenerateResponse(sequences=[pb.Sequence() for _ in range(args.n)])
+    streams = args.n == 1 and not args.json
+    with _plainly(args):
+        call = stub.Generate(request, timeout=args.timeout, metadata=metadata)
+        with _cancelled_on_exit(call) as deltas:
+            for delta in deltas:
+                add(whole, delta)
+                if streams:
+                    _tell(delta.reasoning, end="")
+                    _write(delta.text)
+        whole.request_id = dict(call.initial_metadata()).get("x-request-id", "")
+    text = whole.sequences[0].text
+    if args.json:
+        _write(json.dumps(as_json(whole)) + "\n")
+        return text
+    if streams:
+        _write("\n")
+    else:
+        for number, sequence in enumerate(whole.sequences, start=1):
+            _write(f"=== {number} of {args.n}\n{sequence.text}\n")
+    _tell("-" * 40)
+    _tell(figures(whole))
+    return text
+
+
+@contextlib.contextmanager
+def _cancelled_on_exit(call: grpc.Call) -> Iterator[grpc.Call]:
+    """However the block is left (Ctrl-C, a closed pipe), the server stops working for us."""
+    try:
+        yield call
+    finally:
+        call.cancel()  # of a call that has ended it does nothing
+
+
+@contextlib.contextmanager
+def _plainly(args: argparse.Namespace) -> Iterator[None]:
+    """Statuses become words and exit codes."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise ClientError(_words(error, args.address), _EXITS.get(error.code(), _FAILED)) from error
+
+
+def _words(error: grpc.Call, address: str) -> str:
+    code, details = error.code(), error.details()
+    keys = {key for key, _ in error.trailing_metadata() or ()}
+    is_the_servers = "grpc-status-details-bin" in keys
+    if code is grpc.StatusCode.UNAVAILABLE and not is_the_servers:
+        return (
+            f"no answer from {address}: is peagle-serve running there, and do both sides use TLS or "
+            f"neither? ({details})"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and not is_the_servers:
+        return f"no answer from {address} in time (--timeout)"
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return f"what listens on {address} is no peagle-serve ({details})"
+    return f"{details} [{code.name}]"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _tell(text: str, end: str = "\n") -> None:
+    sys.stderr.write(text + end)
+    sys.stderr.flush()

@@ -1,0 +1,249 @@
+"""`peagle-client` against a live server: what people type, and what they see."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import grpc
+import pytest
+
+from peagle_jax import SamplingParams
+from serving.client import main
+from tests.serving.live import LiveServer
+
+PROMPT = "hello there"
+
+
+@pytest.fixture
+def ask(server, capsys):
+    """Runs the command in this process; returns its exit code, stdout and stderr."""
+
+    def run(*arguments: str):
+        code = main(["--address", server.address, *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def slow(server, monkeypatch):
+    """Rounds that take their time, so that a request can be caught while it runs."""
+    step = server.engine.step
+
+    def slowly():
+        time.sleep(0.2)
+        return step()
+
+    monkeypatch.setattr(server.engine, "step", slowly)
+
+
+def start(server, *arguments: str, **options) -> subprocess.Popen:
+    """The command as a process of its own."""
+    command = [sys.executable, "-m", "serving.client", "--address", server.address, *arguments]
+    streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, text=True, **streams | options)
+
+
+def wait_until(condition) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it never came to be")
+
+
+def test_text_streams_and_figures_follow(ask, make_engine):
+    expected = make_engine().generate([PROMPT], SamplingParams(max_tokens=30))[0]
+    code, out, err = ask(PROMPT, "--max-tokens", "30")
+    assert (code, out) == (0, expected.text + "\n")
+    assert f"({len(expected.tokens)} tokens in " in err
+    assert f"over {expected.rounds} rounds" in err
+    rates = [f"{n / expected.rounds:.2f}" for n in expected.accepted_per_position]
+    assert err.endswith(f"accepted at position 1, 2, ...: {' '.join(rates)}\n")
+
+
+def test_json_holds_everything(ask, make_engine):
+    expected = make_engine().generate([PROMPT], SamplingParams(max_tokens=9, logprobs=2))[0]
+    code, out, err = ask(
+        PROMPT, "--max-tokens", "9", "--json", "--logprobs", "2", "--request-id", "a"
+    )
+    answer = json.loads(out)
+    assert (code, err, answer["request_id"]) == (0, "", "a")
+    (sequence,) = answer["sequences"]
+    assert (sequence["token_ids"], sequence["text"]) == (expected.tokens, expected.text)
+    assert sequence["finish_reason"] == expected.finish_reason == "length"
+    assert [len(one["alternatives"]) for one in sequence["logprobs"]] == [2] * 9
+    assert answer["usage"]["rounds"] == expected.rounds
+    assert answer["usage"]["accepted_per_position"] == expected.accepted_per_position
+
+
+def test_options_reach_the_engine(ask):
+    _, sampled, _ = ask(PROMPT, "--temperature", "1", "--seed", "5", "--max-tokens", "20", "--json")
+    _, again, _ = ask(PROMPT, "--temperature", "1", "--seed", "5", "--max-tokens", "20", "--json")
+    _, other, _ = ask(PROMPT, "--temperature", "1", "--seed", "6", "--max-tokens", "20", "--json")
+    tokens = [json.loads(one)["sequences"][0]["token_ids"] for one in (sampled, again, other)]
+    assert tokens[0] == tokens[1] != tokens[2]
+    _, plain, err = ask(PROMPT, "-K", "0", "--max-tokens", "20")
+    assert "acceptance length" not in err
+    stop = plain[4:7]
+    _, stopped, err = ask(PROMPT, "--max-tokens", "20", "--stop", stop)
+    assert stopped == plain[: plain.index(stop)] + "\n"
+    assert "ended by stop" in err
+
+
+def test_several_sequences_come_one_after_the_other(ask):
+    options = ("--temperature", "1", "--seed", "3", "--max-tokens", "12", "--ignore-eos")
+    code, out, err = ask(PROMPT, "--n", "3", *options)
+    assert (code, out.count("=== ")) == (0, 3)
+    assert "(36 tokens in" in err
+    assert out.startswith(f"=== 1 of 3\n{ask(PROMPT, *options)[1]}=== 2 of 3\n")
+
+
+def test_chat_goes_through_the_template(ask):
+    options = ("--max-tokens", "12")
+    _, spelled, _ = ask("system:be brief\nuser:ab\n", *options)
+    assert ask("ab", "--chat", "--system", "be brief", *options)[:2] == (0, spelled)
+
+
+def test_a_prompt_may_come_from_a_pipe(server, ask):
+    _, expected, _ = ask("ab\ncd", "--max-tokens", "5")
+    process = start(server, "--max-tokens", "5", stdin=subprocess.PIPE)
+    out, _ = process.communicate("ab\ncd", timeout=60)
+    assert (process.returncode, out) == (0, expected)
+
+
+def test_a_conversation_remembers_its_turns(server, ask):
+    options = ("--chat", "--max-tokens", "4", "--ignore-eos")
+    _, first, _ = ask("ab", *options)
+    spelled = f"user:ab\nassistant:{first[:-1]}\nuser:cd\n"
+    _, second, _ = ask(spelled, "--max-tokens", "4", "--ignore-eos")
+    ours, theirs = pty.openpty()
+    process = start(server, *options, stdin=theirs)
+    os.write(ours, b"ab\n\ncd\n\x04")  # an empty line is no turn; Ctrl-D ends
+    out, err = process.communicate(timeout=60)
+    os.close(ours), os.close(theirs)
+    assert (process.returncode, out) == (0, first + second)
+    assert err.count("tokens/s") == 2
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(server, ask):
+    options = ("--chat", "--max-tokens", "4", "--ignore-eos")
+    _, first, _ = ask("ab", *options)
+    ours, theirs = pty.openpty()
+    process = start(server, *options, stdin=theirs)
+    os.write(ours, b"x" * 120 + b"\nab\n\x04")
+    out, err = process.communicate(timeout=60)
+    os.close(ours), os.close(theirs)
+    assert (process.returncode, out) == (0, first)
+    assert "leave no room" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["a", "--temperature", "-1"], "sampling.temperature"),
+        (["a", "--n", "2"], "greedy sequences would be equal"),
+        (["a", "--top-p", "0"], "--top-p must lie above 0"),
+        (["a", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["a", "--top-k", "-1"], "cannot be sent"),
+        (["a", "--timeout", "0"], "--timeout must be above 0"),
+        (["a", "--system", "b"], "need --chat"),
+        (["a", "--logprobs", "1"], "--logprobs needs --json"),
+        (["a", "--info"], "take no PROMPT"),
+        (["a", "--tls-cert", "x"], "belong together"),
+        (["a", "--tls-ca", "/no/such"], "/no/such: No such file"),
+        (["a", "--token-file", "/no/such"], "/no/such: No such file"),
+        (["a", "-K", "9"], "more than this server's 3"),
+        (["a\udcff"], "cannot be sent"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(ask, arguments, word):
+    code, out, err = ask(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("peagle-client: error: ")
+    assert word in err
+    assert err.count("\n") == 1
+
+
+def test_unknown_options_are_refused(ask, capsys):
+    for arguments in (["--temp", "1"], ["--chat-option", "x"], ["a", "b"]):
+        with pytest.raises(SystemExit) as caught:
+            ask(*arguments)
+        assert caught.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_no_server_is_said_plainly(capsys):
+    assert main(["--address", "127.0.0.1:1", "a"]) == 3
+    assert "is peagle-serve running there" in capsys.readouterr().err
+
+
+def test_what_is_no_peagle_serve_is_said_plainly(capsys):
+    from concurrent.futures import ThreadPoolExecutor
+
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    assert main(["--address", f"127.0.0.1:{port}", "a"]) == 1
+    assert "is no peagle-serve" in capsys.readouterr().err
+    other.stop(None).wait()
+
+
+def test_the_time_is_up(ask, slow):
+    code, _, err = ask("a", "--timeout", "0.5", "--ignore-eos")
+    assert code == 4
+    assert "time" in err
+
+
+def test_info_and_health(ask):
+    code, out, _ = ask("--info")
+    told = json.loads(out)
+    assert (code, told["model"]["name"], told["stats"]["state"]) == (0, "tiny", "serving")
+    assert told["stats"]["num_running"] == 0
+    assert ask("--health")[:2] == (0, "SERVING\n")
+
+
+def test_health_tells_of_a_server_that_does_not_serve(make_engine, capsys):
+    server = LiveServer(make_engine())
+    server.run(server.frontend.drain(1.0))
+    server.run(server.server.show(server.frontend.state))
+    assert main(["--address", server.address, "--health"]) == 3
+    assert capsys.readouterr().out == "NOT_SERVING\n"
+    assert main(["--address", server.address, "a"]) == 3
+    assert "the engine is stopped" in capsys.readouterr().err
+    server.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_ends_the_command_ends_the_request(server, slow, number):
+    process = start(server, "a", "--ignore-eos")
+    assert process.stdout.read(1)
+    assert server.call(lambda: server.frontend.num_open) == 1
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    wait_until(lambda: server.call(lambda: server.frontend.num_open) == 0)
+    if number == signal.SIGINT:
+        assert (process.returncode, err.strip()) == (130, "peagle-client: interrupted")
+
+
+def test_a_closed_pipe_ends_the_request(server, slow):
+    process = start(server, "a", "--ignore-eos")
+    assert process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(20) == 1
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_only_grpc_and_the_stubs_are_imported():
+    code = (
+        "import sys, serving.client; "
+        "heavy = {'jax', 'numpy', 'flax', 'peagle_jax', 'yaml', 'transformers'} & set(sys.modules); "
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
