@@ -1,0 +1,264 @@
+"""Where options come from, which of them wins, and what is refused."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from peagle_jax.config import ConfigError
+from serving.settings import PREFIX, Settings, num_bytes, parser, resolve
+
+NAMES = [one.name for one in fields(Settings)]
+
+
+def settings(*arguments: str, **environment: str) -> Settings:
+    return resolve(arguments, environment)[0]
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a YAML file and returns the arguments that name it."""
+
+    def write(text: str) -> list[str]:
+        (tmp_path / "server.yaml").write_text(text)
+        return ["--config", str(tmp_path / "server.yaml")]
+
+    return write
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(file):
+    arguments = file("max-num-seqs: 2\nmax-waiting: 3\nport: 4\n")
+    found, sources = resolve(
+        [*arguments, "--max-num-seqs", "20"],
+        {"PEAGLE_MAX_NUM_SEQS": "10", "PEAGLE_MAX_WAITING": "30", "HOME": "/"},
+    )
+    assert (found.max_num_seqs, found.max_waiting, found.port) == (20, 30, 4)
+    assert found.max_model_len == Settings().max_model_len
+    assert sources["max_num_seqs"] == "command line"
+    assert sources["max_waiting"] == "environment"
+    assert sources["port"] == f"file {arguments[1]}"
+    assert sources["max_model_len"] == "default"
+
+
+def test_the_file_may_be_named_by_the_environment_or_the_command_line(file, tmp_path):
+    _, path = file("port: 4")
+    assert settings(PEAGLE_CONFIG=path).port == 4
+    other = tmp_path / "other.yaml"
+    other.write_text("port: 5")
+    assert settings("--config", str(other), PEAGLE_CONFIG=path).port == 5
+
+
+def test_every_option_exists_in_all_three_places(file):
+    """With a value that is not its default, and so must come from where it was written."""
+    special = dict(
+        method="eagle3", dtype="float32", quantization="fp8", log_level="debug",
+        kv_cache_memory="1GiB", reflection=True, no_cache=True,
+    )  # fmt: skip
+    together = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
+    for name in NAMES:
+        default = getattr(Settings(), name)
+        value = special.get(name, default + 1 if isinstance(default, int | float) else "text")
+        given = {name: value} | (together if name in together else {})
+        flags = [
+            f"--{key.replace('_', '-')}" if text is True else f"--{key.replace('_', '-')}={text}"
+            for key, text in given.items()
+        ]
+        environment = {PREFIX + key.upper(): str(text) for key, text in given.items()}
+        yaml = "".join(f"{key.replace('_', '-')}: {text}\n" for key, text in given.items())
+        expected = Settings(**given)
+        assert expected != Settings()
+        assert settings(*flags) == settings(**environment) == settings(*file(yaml)) == expected
+
+
+def test_negations_and_words_for_truth(file):
+    assert settings("--no-reflection").reflection is False
+    for text, value in (("1", True), ("TRUE", True), ("no", False), ("0", False)):
+        assert settings(PEAGLE_REFLECTION=text).reflection is value
+    assert settings(*file("reflection: off")).reflection is False
+    assert settings(*file("reflection: null\nmodel:\n")) == Settings()
+    assert settings(*file("# nothing\n")) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("max-nums-seqs: 2", "line 1: max-nums-seqs: there is no option 'max_nums_seqs'"),
+        ("port: 1\nport: 2", "line 2: port: stands there twice"),
+        ("max-n: 1\nmax_n: 2", "line 2: max_n: stands there twice"),
+        ("config: other.yaml", "there is no option 'config'"),
+        ("port: some", "port: 'some' must be of type int"),
+        ("port: 1.5", "port: 1.5 must be of type int"),
+        ("port: .inf", "must be of type int"),
+        ("port: true", "port: True must be of type int"),
+        ("port:", "port: None must be of type int"),
+        ("port: [1]", "port: [1] must be of type int"),
+        ("host: {a: 1}", "must be of type str"),
+        ("dtype: float16", "'float16' must be one of auto, float32, bfloat16"),
+        ("no-cache: perhaps", "'perhaps' must be true or false"),
+        ("- port", "must hold options"),
+        ("port: [", "cannot be read as YAML"),
+        ("host: 2026-99-99", "cannot be read as YAML"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_with_its_place(file, text, word):
+    arguments = file(text)
+    with pytest.raises(ConfigError) as caught:
+        settings(*arguments)
+    assert word in str(caught.value)
+    assert arguments[1] in str(caught.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match="/no/such"):
+        settings("--config", "/no/such")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "word"),
+    [
+        (
+            "PEAGLE_MAX_NUM_SEQ",
+            "2",
+            "variable PEAGLE_MAX_NUM_SEQ: there is no option 'max_num_seq'",
+        ),
+        ("PEAGLE_PORT", "x", "variable PEAGLE_PORT: 'x' must be of type int"),
+        ("PEAGLE_METHOD", "medusa", "must be one of peagle, eagle3, none"),
+        ("PEAGLE_TLS_CERT", "", "tls_cert='' must be left out or given"),
+        ("PEAGLE_SERVICE_PORT", "50051", "enableServiceLinks: false"),
+        ("PEAGLE_SERVE_PORT_50051_TCP_ADDR", "10.0.0.1", "enableServiceLinks: false"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_refused_by_name(variable, value, word):
+    with pytest.raises(ConfigError, match=word):
+        settings(**{variable: value})
+
+
+def test_variables_of_others_do_not_count():
+    assert settings(PEAGLE_SHA="abc", PEAGLES="1", PATH="/bin") == Settings()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [
+            "--max-num-seq",
+            "2",
+        ],  # no abbreviations either: they would change meaning with new options
+        ["--port", "x"],
+        ["--dtype", "float16"],
+        ["--reflection", "yes"],
+        ["stray"],
+    ],
+)
+def test_a_command_line_that_is_wrong_is_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        settings(*arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("peagle-serve: error: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        (dict(port=65536), "port=65536"),
+        (dict(http_port=-2), "http_port=-2"),
+        (dict(port=8000), "http_port=8000"),
+        (dict(max_message_mib=0), "max_message_mib=0"),
+        (dict(max_n=0), "max_n=0"),
+        (dict(drain_seconds=-1.0), "drain_seconds=-1"),
+        (dict(max_request_seconds=float("nan")), "max_request_seconds=nan"),
+        (dict(stats_seconds=float("inf")), "stats_seconds=inf"),
+        (dict(kv_cache_memory="8 gigs"), "not a size"),
+        (dict(tls_cert="a"), "tls_cert and tls_key belong together"),
+        (dict(tls_client_ca="a"), "tls_client_ca"),
+        (dict(method="none", drafter="a"), "takes no drafter"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(given, word):
+    with pytest.raises(ConfigError, match=word):
+        Settings(**given)
+
+
+def test_what_would_have_no_effect_is_refused(file):
+    with pytest.raises(ConfigError, match=r"num-speculative-tokens=3 .* has no effect"):
+        settings("--method", "none", PEAGLE_NUM_SPECULATIVE_TOKENS="3")
+    assert settings("--method", "none").method == "none"
+    assert settings("--method", "none", "--num-speculative-tokens", "0").num_speculative_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+    ],
+)
+def test_reflection_is_offered_on_loopback_unless_told_otherwise(host, is_loopback):
+    assert Settings(host=host).offers_reflection is is_loopback
+    assert Settings(host=host, reflection=True).offers_reflection is True
+    assert Settings(host=host, reflection=False).offers_reflection is False
+
+
+def test_open_doors_are_warned_of():
+    tls = dict(tls_cert="cert", tls_key="key")
+    assert Settings().warnings == []
+    assert "may use the model" in Settings(host="0.0.0.0").warnings[0]
+    assert "may use the model" in Settings(host="0.0.0.0", **tls).warnings[0]
+    assert "unencrypted" in Settings(host="0.0.0.0", auth_token_file="a").warnings[0]
+    assert Settings(host="0.0.0.0", auth_token_file="a", **tls).warnings == []
+    assert Settings(host="0.0.0.0", tls_client_ca="a", **tls).warnings == []
+
+
+def test_help_tells_of_every_option_once_with_its_default():
+    text = parser().format_help()
+    options = text[text.index("\nwhat is served:") :]
+    for name in NAMES:
+        found = re.findall(rf"^  --{name.replace('_', '-')}[\s,]", options, re.MULTILINE)
+        assert len(found) == 1, name
+    flat = " ".join(text.split())
+    for value in ("50051", "1024", "127.0.0.1", "60", "info"):
+        assert f"(default: {value})" in flat
+
+
+def test_what_is_in_force_is_printed_but_no_secret(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("open sesame\n")
+    found, sources = resolve(["--auth-token-file", str(tokens), "--port", "5"], {})
+    lines = found.lines(sources)
+    assert "port: 5  (command line)" in lines
+    assert "max-waiting: 1024  (default)" in lines
+    assert len(lines) == len(NAMES)
+    assert "sesame" not in "\n".join(lines)
+
+
+def test_mistakes_show_without_loading_anything():
+    code = (
+        "import sys; from serving.__main__ import main\n"
+        "try: main(['--method', 'none', '--drafter', 'x'])\n"
+        "except SystemExit as end: sys.exit(9 if 'jax' in sys.modules else end.code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "peagle-serve: error: method none takes no drafter: leave one of the two out\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1", 1), ("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 kib", 1536)]
+)
+def test_sizes(text, size):
+    assert num_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1e9"])
+def test_what_is_no_size(text):
+    with pytest.raises(ConfigError, match="not a size"):
+        num_bytes(text)
