@@ -1,11 +1,12 @@
-"""Mxfp4 tiles inside a Hopper kernel: 4-bit values become bfloat16 in tensor cores' own registers.
+"""Mxfp4 tiles inside a kernel: 4-bit values become bfloat16 in registers.
 
-A thread reads 32 bits, 8 neighbours in a row: columns 8j .. 8j + 7 of 32, where j = 0 .. 3 counts the four
-threads of a row. A tensor core wants other columns from that thread. No value is exchanged between threads
-for it: a sum over columns may run in any order, so activations are stored in the order in which weights
-are unpacked. That order is `arrange`'s: in each 32 columns, place 8i + 2j + h holds column 8j + 4h + i.
-(i = 0 .. 3 counts the pairs that a thread takes out of its 32 bits; the halves h of a pair lie 16 bits
-apart, so that few instructions put both where bfloat16 has its sign, exponent and mantissa.)
+A Hopper thread reads 32 bits, 8 neighbours in a row: columns 8j .. 8j + 7 of 32, where j = 0 .. 3 counts the
+four threads of a row. A tensor core wants other columns from that thread. No value is exchanged between
+threads for it: a sum over columns may run in any order, so activations are stored in the order in which
+weights are unpacked. That order is `arrange`'s: in each 32 columns, place 8i + 2j + h holds column
+8j + 4h + i. (i = 0 .. 3 counts the pairs that a thread takes out of its 32 bits; the halves h of a pair lie
+16 bits apart, so that few instructions put both where bfloat16 has its sign, exponent and mantissa.) A
+Blackwell thread reads whole rows, all j of them, and keeps that order for the sake of the pairs.
 
 Scales: e2m1's exponent and mantissa in bfloat16's place are the value times 2^-126, subnormal ones
 included, and one product with 2^(126 - SHIFT) times the group's scale makes them the weight times 2^-SHIFT.
@@ -34,7 +35,7 @@ TOTAL = 2.0**SHIFT
 
 _HALF = STEP // 2  # columns unpacked at once, which bounds the registers that they take
 _MOST = 254 - 126 + SHIFT  # the scale code whose multiplier has the largest exponent
-_ROW = plgpu.Layout.WGMMA.reduce(1)
+_ROW = plgpu.Layout.WGMMA.reduce(1)  # Hopper's layout of one number a row
 
 
 def arrange(x: jax.Array) -> jax.Array:
@@ -43,8 +44,10 @@ def arrange(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(pairs, -1, -3).reshape(x.shape)
 
 
-def load_scales(scales: Any, rows: int, step: Any, interpret: Any) -> list[jax.Array]:
-    """The scales of one tile, GROUPS arrays uint8 [rows].
+def load_scales(
+    scales: Any, rows: int, step: Any, interpret: Any, layout: Any = _ROW
+) -> list[jax.Array]:
+    """The scales of one tile, GROUPS arrays uint8 [rows] in the given layout.
 
     Past K, where weights are zeros, they are those of the last group: anything finite would do.
 
@@ -62,7 +65,7 @@ def load_scales(scales: Any, rows: int, step: Any, interpret: Any) -> list[jax.A
     # By hand, because a column is not contiguous, which layout inference does not take.
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * GROUPS),
-        return_type=[plgpu.ShapeDtypeStruct((rows,), jnp.uint8, layout=_ROW)] * GROUPS,
+        return_type=[plgpu.ShapeDtypeStruct((rows,), jnp.uint8, layout=layout)] * GROUPS,
     )
     def load(_, scales, *columns):
         from jax._src.lib.mlir import ir
@@ -74,7 +77,7 @@ def load_scales(scales: Any, rows: int, step: Any, interpret: Any) -> list[jax.A
             column = arith.index_cast(ir.IndexType.get(), column.registers.item())
             return mgpu.FragmentedArray.load_untiled(
                 mgpu.utils.memref_slice(scales, (slice(None), column)),
-                layout=mgpu.WGMMA_ROW_LAYOUT,
+                layout=layout.to_mgpu(),
                 is_signed=False,
                 optimized=False,
             )
@@ -125,14 +128,14 @@ def interpreted(tile: jax.Array, scales: list[jax.Array]) -> jax.Array:
     return jnp.swapaxes(made, -1, -2).reshape(-1, STEP)
 
 
-def store_arranged(buffer: Any, tile: jax.Array, interpret: Any) -> None:
-    """Writes tile [rows, tokens] to shared memory [tokens, rows], each token's rows arranged."""
+def store_arranged(buffer: Any, tile: jax.Array, layout: plgpu.Layout, interpret: Any) -> None:
+    """Writes tile [rows, tokens], which has `layout`, to shared memory [tokens, rows], rows arranged."""
     tile = tile.astype(buffer.dtype)
     if interpret is not None:
         buffer[...] = arrange(tile.T)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def scatter(_, tile, buffer):
         from jax._src.lib.mlir.dialects import arith, memref
 
@@ -182,24 +185,6 @@ def _unpack(words: jax.Array, codes: list[jax.Array], half: int) -> jax.Array:
 
 def _unpack_registers(words: Any, codes: Any, half: int) -> Any:
     """`_unpack` of one thread's registers: 2 of 32 bits a group (rows 8 apart) become 8."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, llvm, vector
-
-    i32 = ir.IntegerType.get_signless(32)
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
-
-    def multiplier(code):
-        """Both halves of 32 bits: the exponent of 2^(code - 1 - SHIFT)."""
-        # Written out, because LLVM would narrow the minimum to 16 bits and widen it again.
-        text = f"{{ .reg .b32 t; min.u32 t, $1, {_MOST}; mad.lo.u32 $0, t, $2, $3; }}"
-        operands = [
-            arith.extui(i32, vector.extract(code, [], [0])),
-            constant(0x00800080),
-            constant((126 - SHIFT) * 0x00800080),
-        ]
-        return llvm.inline_asm(i32, operands, text, "=r,r,n,n")
-
     packed = words.registers.reshape(-1, 2)  # [groups of the tile, rows 8 apart]
     shape = (words.shape[0], _HALF)
     layout = mgpu.WGMMA_LAYOUT
@@ -207,17 +192,55 @@ def _unpack_registers(words: Any, codes: Any, half: int) -> Any:
     flat = np.empty((len(codes), 4, 2), dtype=object)
     for group, code in enumerate(codes):
         for row, one in enumerate(code.registers.flat):
-            factor = multiplier(one)
-            word = mgpu.utils.bitcast(packed[half * len(codes) + group, row], i32)
-            high = arith.shrui(word, constant(8))
-            for i in range(4):
-                source, at = (word, i) if i < 2 else (high, i - 2)
-                # As `_place`.
-                alone = arith.andi(source, constant(0x000F000F << 4 * at))
-                spread = arith.muli(alone, constant((1 << 6 - 4 * at) + (1 << 12 - 4 * at)))
-                bits = arith.andi(spread, constant(0x81C081C0 - 2**32))
-                # This product keeps subnormal inputs and results, by its definition in PTX.
-                made = llvm.inline_asm(i32, [bits, factor], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")
-                flat[group, i, row] = mgpu.utils.bitcast(made, pair)
+            flat[group, :, row] = pairs_of(packed[half * len(codes) + group, row], multiplier(one))
     out.flat = flat.flat
     return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+
+
+def multiplier(code: Any) -> Any:
+    """Both halves of 32 bits: the exponent of 2^(code - 1 - SHIFT), for a register with a scale's code."""
+    from jax._src.lib.mlir.dialects import arith, llvm, vector
+
+    # Written out, because LLVM would narrow the minimum to 16 bits and widen it again.
+    text = f"{{ .reg .b32 t; min.u32 t, $1, {_MOST}; mad.lo.u32 $0, t, $2, $3; }}"
+    i32 = i32()
+    operands = [
+        arith.extui(i32, vector.extract(code, [], [0])),
+        _constant(0x00800080),
+        _constant((126 - SHIFT) * 0x00800080),
+    ]
+    return llvm.inline_asm(i32, operands, text, "=r,r,n,n")
+
+
+def pairs_of(word: Any, factor: Any) -> list:
+    """32 bits of a group, and its `multiplier`: pairs i = 0 .. 3 as registers of 2 bfloat16."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith, llvm
+
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    word = mgpu.utils.bitcast(word, i32())
+    high = arith.shrui(word, _constant(8))
+    made = []
+    for i in range(4):
+        source, at = (word, i) if i < 2 else (high, i - 2)
+        # As `_place`.
+        alone = arith.andi(source, _constant(0x000F000F << 4 * at))
+        spread = arith.muli(alone, _constant((1 << 6 - 4 * at) + (1 << 12 - 4 * at)))
+        bits = arith.andi(spread, _constant(0x81C081C0 - 2**32))
+        # This product keeps subnormal inputs and results, by its definition in PTX.
+        one = llvm.inline_asm(i32(), [bits, factor], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")
+        made.append(mgpu.utils.bitcast(one, pair))
+    return made
+
+
+def i32() -> Any:
+    from jax._src.lib.mlir import ir
+
+    return ir.IntegerType.get_signless(32)
+
+
+def _constant(value: int) -> Any:
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith
+
+    return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))

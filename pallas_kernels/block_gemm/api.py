@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import reference
 
-CHIPS = (90,)
+CHIPS = (90, 100)
 """Compute capabilities that have a kernel."""
 
 
@@ -94,12 +94,12 @@ def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
 
 
 def _kernel(x, weight, scale, launch: dispatch.Launch) -> jax.Array:
-    from pallas_kernels.block_gemm import mosaic_sm90  # a slow import that plain CPU use spares
+    from pallas_kernels.block_gemm import mosaic_gpu  # a slow import that plain CPU use spares
 
     *rows, K = x.shape
     x = x.reshape(-1, K)
     R = x.shape[0]
     x = whole_tiles(x)
-    config = mosaic_sm90.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device.num_sms)
-    parts = mosaic_sm90.product(x, weight, scale, config, launch)
+    config = mosaic_gpu.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device)
+    parts = mosaic_gpu.product(x, weight, scale, config, launch)
     return parts[:, :R].reshape(parts.shape[0], *rows, -1)

@@ -10,7 +10,7 @@ from pallas_kernels import formats
 from pallas_kernels.block_gemm import api
 
 CHIPS = api.CHIPS
-MMA = {90: "wgmma"}
+MMA = {90: "wgmma", 100: "tcgen05.mma"}
 
 
 @dataclass(frozen=True, kw_only=True)

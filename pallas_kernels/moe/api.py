@@ -11,7 +11,7 @@ from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items
 
-CHIPS = (90,)
+CHIPS = (90, 100)
 """Compute capabilities that have kernels for the experts."""
 
 
@@ -174,20 +174,20 @@ def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
 
 
 def _config(R: int, E: int, top_k: int):
-    from pallas_kernels.moe import mosaic_sm90  # a slow import that plain CPU use spares
+    from pallas_kernels.moe import mosaic_gpu  # a slow import that plain CPU use spares
 
-    return mosaic_sm90.TuningConfig.choose(R, E, top_k)
+    return mosaic_gpu.TuningConfig.choose(R, E, top_k)
 
 
 def _experts(x, work: Worklist, gate_up, down, limit, config, launch) -> jax.Array:
     """float32 [P, D] results of every item; x are all rows, or the items' own."""
-    from pallas_kernels.moe import mosaic_sm90
+    from pallas_kernels.moe import mosaic_gpu
 
     x = whole_tiles(x) if work.sources is None else x[work.sources]
     items = (work.experts, work.num_items, work.items)
     arranged = formats.kind(down.values, down.scale) == "mxfp4"
-    inner = mosaic_sm90.gate_up(x, gate_up, *items, limit, config, launch, arranged)
-    return mosaic_sm90.down(inner, down, *items, config, launch, arranged)
+    inner = mosaic_gpu.gate_up(x, gate_up, *items, limit, config, launch, arranged)
+    return mosaic_gpu.down(inner, down, *items, config, launch, arranged)
 
 
 def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None:

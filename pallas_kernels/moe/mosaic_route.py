@@ -1,4 +1,4 @@
-"""Hopper kernel of routing: softmax over the chosen experts, and the worklist for the grouped products.
+"""Kernels of routing: softmax over the chosen experts, and the worklist for the grouped products.
 
 A warpgroup holds the logits of 64 rows in registers, [64, E] in the accumulator's layout, where a maximum
 over a row is a few exchanges between four threads. Positions in the worklist are prefix sums of zeros and
@@ -7,6 +7,7 @@ choices, first items of experts are the number of items times another.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.weight_tiles import swizzled
 
 ROWS = 64
 """Rows of one warpgroup."""
@@ -26,6 +27,10 @@ MOST_ROWS, MOST_EXPERTS = 256, 128
 _LAYOUT = plgpu.Layout.WGMMA
 _WIDTH = 64
 """Experts at a time, so that what 64 rows know of them fits into registers."""
+_SWIZZLE = {90: 128, 100: 64}
+"""Bytes, of operands of `_product`."""
+Core = tuple[Any, Any] | None
+"""An accumulator in tensor memory and its barrier; None for Hopper."""
 _ALL, _BELOW, _ABOVE, _NONE = range(4)
 """Matrices [ROWS, ROWS] of ones: everywhere, below the diagonal, above it, nowhere."""
 
@@ -97,26 +102,58 @@ def _largest(terms: list) -> jax.Array:
     return largest
 
 
-def _product(left, right, terms: int = 1) -> jax.Array:
+def _product(left, right, core: Core, terms: int = 1) -> jax.Array:
     """Sum of left(i) [ROWS, n] times right(i) [n, _WIDTH] over `terms` i: exact, they are whole numbers.
 
     Both are in shared memory. The terms are a loop, or addresses of all of them would fill registers.
     """
+
+    def each_term(multiply) -> None:
+        lax.fori_loop(0, terms, multiply, None) if terms > 1 else multiply(0, None)
+
+    if core is not None:
+        acc, done = core
+        each_term(
+            lambda i, _: plgpu.tcgen05_mma(acc, left(i), right(i), accumulate=jnp.int32(i) > 0)
+        )
+        plgpu.tcgen05_commit_arrive(done)
+        plgpu.barrier_wait(done)
+        return _last_product(core)
 
     def multiply(acc):
         def add(i, _):
             plgpu.wgmma(acc, left(i), right(i))
             plgpu.wgmma_wait(0)
 
-        lax.fori_loop(0, terms, add, None) if terms > 1 else add(0, None)
+        each_term(add)
         return acc[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, _WIDTH), jnp.float32))
 
 
-def _operand(*shape: int):
+def _last_product(core: Core) -> jax.Array:
+    """Of a warpgroup on Blackwell, from tensor memory."""
+    found = plgpu.async_load_tmem(core[0], layout=_LAYOUT)
+    plgpu.wait_load_tmem()
+    return found
+
+
+def _cores(device: Device, groups: int) -> dict:
+    """What `_product` needs beside registers: on Blackwell tensor memory and barriers, one a warpgroup."""
+    if device.sm == 90:
+        return {}
+    return dict(
+        accs=plgpu.TMEM((groups, ROWS, _WIDTH), jnp.float32),
+        done=plgpu.Barrier(num_barriers=groups, orders_tensor_core=True),
+    )
+
+
+def _operand(device: Device, *shape: int):
     """Shared memory for a bfloat16 matrix that tensor cores read."""
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
+    # Blackwell's product of 64 rows takes half of the columns at a time.
+    width = _SWIZZLE[device.sm]
+    transforms = plgpu.TilingTransform((8, width // 2)), plgpu.SwizzleTransform(width)
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
 @functools.partial(jax.jit, static_argnames=("top_k", "normalize", "launch"))
@@ -269,9 +306,12 @@ def route_and_plan(
         loaded,
         constant,
         stored,
+        accs=None,
+        done=None,
     ):
         logits, sums, *bias, weights, slots, experts, num_items = refs
         g = lax.axis_index("group")
+        core = None if accs is None else (accs.at[g], done.at[g])
         rows = pl.ds(g * ROWS, ROWS)
 
         pl.when(g == 0)(lambda: plgpu.copy_gmem_to_smem(sums, sums_s, constant))
@@ -294,7 +334,7 @@ def route_and_plan(
 
         @each_part
         def _(part):
-            count = _product(lambda _: sums_s.at[_ALL], lambda i: hits_s.at[i, part], groups)
+            count = _product(lambda _: sums_s.at[_ALL], lambda i: hits_s.at[i, part], core, groups)
             if shared:
                 tiles = jnp.minimum(count, 1.0)
             else:
@@ -307,7 +347,7 @@ def route_and_plan(
         @each_part
         def _(part):
             before = lambda i: jnp.where(i < part, _ALL, jnp.where(i == part, _ABOVE, _NONE))
-            first = _product(lambda i: tiles_s.at[g, i], lambda i: sums_s.at[before(i)], parts)
+            first = _product(lambda i: tiles_s.at[g, i], lambda i: sums_s.at[before(i)], core, parts)
             later = jnp.minimum(part, 1)  # whether there were parts before
 
             @pl.when(g == 0)
@@ -326,12 +366,14 @@ def route_and_plan(
 
                 lax.fori_loop(0, item_tiles, store_experts, 0)
 
+            if core is not None:  # rather than to keep it in registers, which are few
+                first = _last_product(core)
             if shared:
                 rank = _iota((ROWS, _WIDTH), 0)
             else:
                 above = lambda i: jnp.where(i < g, _ALL, jnp.where(i == g, _BELOW, _NONE))
                 rank = _product(
-                    lambda i: sums_s.at[above(i)], lambda i: hits_s.at[i, part], groups
+                    lambda i: sums_s.at[above(i)], lambda i: hits_s.at[i, part], core, groups
                 ).astype(jnp.int32)
             place = first.astype(jnp.int32) * tokens + rank
 
@@ -359,14 +401,15 @@ def route_and_plan(
             logits_s=plgpu.SMEM((groups, ROWS, _padded(E)) if staged else (1, 1, E), jnp.float32),
             values_s=plgpu.SMEM((groups, top_k, ROWS), jnp.float32),
             ids_s=plgpu.SMEM((groups, top_k, ROWS), jnp.int32),
-            hits_s=_operand(groups, parts, ROWS, _WIDTH),
-            tiles_s=_operand(groups, parts, ROWS, _WIDTH),
-            sums_s=_operand(4, ROWS, ROWS),
+            hits_s=_operand(launch.device, groups, parts, ROWS, _WIDTH),
+            tiles_s=_operand(launch.device, groups, parts, ROWS, _WIDTH),
+            sums_s=_operand(launch.device, 4, ROWS, ROWS),
             found_s=plgpu.SMEM((groups, top_k, ROWS), jnp.int32),
             done_s=plgpu.SMEM((item_tiles, ROWS), jnp.int32),
             loaded=plgpu.Barrier(num_barriers=groups),
             constant=plgpu.Barrier(),
             stored=plgpu.Barrier(num_arrivals=groups),
+            **_cores(launch.device, groups),
         ),
         grid=(1,),
         grid_names=("block",),

@@ -14,7 +14,7 @@ from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import make_worklist, most_items
 
 CHIPS = api.CHIPS
-MMA = {90: "wgmma"}
+MMA = {90: "wgmma", 100: "tcgen05.mma"}
 """Of a spec that has no `mma` of its own."""
 
 
@@ -42,9 +42,9 @@ class Spec:
     limit: float | None = None
 
     @property
-    def mma(self) -> str:
-        """The matrix instruction it must have, empty for none."""
-        return "" if self.kernel in ("route", "spread") else MMA[90]
+    def mma(self) -> dict[int, str]:
+        """The matrix instructions it must have, as `MMA`."""
+        return {} if self.kernel in ("route", "spread") else MMA
 
 
 GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, fp8=False, bias=True)
@@ -115,9 +115,9 @@ def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
 
 
 def _config(spec: Spec):
-    from pallas_kernels.moe import mosaic_sm90  # a slow import that references spare
+    from pallas_kernels.moe import mosaic_gpu  # a slow import that references spare
 
-    return mosaic_sm90.TuningConfig.choose(spec.rows, spec.experts, spec.top_k)
+    return mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k)
 
 
 def _launch() -> dispatch.Launch | None:
@@ -187,10 +187,10 @@ def _gate_up(spec: Spec) -> tuple[Callable, tuple]:
     def run(x, experts, num_items, *leaves):
         weight = _weight(spec, leaves)
         if launch := _launch():
-            from pallas_kernels.moe import mosaic_sm90
+            from pallas_kernels.moe import mosaic_gpu
 
             items = (experts, num_items, spec.items)
-            return mosaic_sm90.gate_up(x, weight, *items, spec.limit, config, launch)
+            return mosaic_gpu.gate_up(x, weight, *items, spec.limit, config, launch)
         own = jnp.broadcast_to(x, (spec.items, *x.shape)) if config.shared else x
         both = _products(own.reshape(spec.items, -1, spec.width), experts, weight)
         inner = reference._activate(both[..., 0, :], both[..., 1, :], spec.limit)
@@ -207,10 +207,10 @@ def _down(spec: Spec) -> tuple[Callable, tuple]:
     def run(inner, experts, num_items, *leaves):
         weight = _weight(spec, leaves)
         if launch := _launch():
-            from pallas_kernels.moe import mosaic_sm90
+            from pallas_kernels.moe import mosaic_gpu
 
             items = (experts, num_items, spec.items)
-            return mosaic_sm90.down(inner, weight, *items, config, launch)
+            return mosaic_gpu.down(inner, weight, *items, config, launch)
         own = inner.reshape(spec.items, -1, spec.inner)
         return _products(own, experts, weight).reshape(-1, spec.width)
 

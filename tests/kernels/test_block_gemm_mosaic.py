@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.block_gemm import mosaic_sm90
+from pallas_kernels.block_gemm import mosaic_gpu
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
-from pallas_kernels.block_gemm.mosaic_sm90 import TuningConfig
+from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig
 from pallas_kernels.block_gemm.specs import SPECS
 from pallas_kernels.device import H200
 from pallas_kernels.weight_tiles import STEP
@@ -51,7 +51,7 @@ def kernel(x, values, scale, **options):
 
 def product(x, values, scale, config: TuningConfig) -> jax.Array:
     launch = dispatch.resolve("block_gemm", "mosaic_gpu", chips=(90,))
-    return mosaic_sm90.product(x, values, scale, config, launch)
+    return mosaic_gpu.product(x, values, scale, config, launch)
 
 
 @pytest.mark.parametrize("R", [1, 3, 11, 12, 21])
@@ -146,7 +146,7 @@ def test_partial_products_add_up_to_the_layer(form):
 def test_tuning_leaves_the_arithmetic_alone():
     """Chunks, which a result depends on, follow from the weight's shape; a split has something to cut."""
     for spec in SPECS.values():
-        weight = (spec.outputs, spec.inputs, H200.num_sms)
+        weight = (spec.outputs, spec.inputs, H200)
         configs = [TuningConfig.choose(R, *weight) for R in (1, 8, 12, 21, 64, 256, 4096)]
         assert len({config.chunks for config in configs}) == 1
         assert all(config.chunks > 1 or not config.split for config in configs)

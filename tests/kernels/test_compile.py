@@ -54,7 +54,7 @@ def test_kernels_compile(op, chip, tmp_path_factory):
     wrong = [complaint for one in kernels if (complaint := complaint_about(one))]
     assert not wrong, "\n".join(wrong)
     for name, spec in specs.SPECS.items():
-        if wanted := getattr(spec, "mma", specs.MMA.get(sm)):  # one without may say so itself
+        if wanted := getattr(spec, "mma", specs.MMA).get(sm):  # one without may say so itself
             kinds = [kind for one in kernels if one["spec"] == name for kind in one["mma"]]
             assert any(kind.startswith(wanted) for kind in kinds), f"{name} has {kinds or 'none'}"
 

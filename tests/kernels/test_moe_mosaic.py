@@ -10,9 +10,9 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.formats import BLOCK, dequantize
-from pallas_kernels.moe import mosaic_route, mosaic_sm90, reference
+from pallas_kernels.moe import mosaic_route, mosaic_gpu, reference
 from pallas_kernels.moe.api import ExpertWeights, Mixture, mixture, moe
-from pallas_kernels.moe.mosaic_sm90 import TuningConfig
+from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.worklist import make_worklist, most_items
 
 race_free = pytest.mark.usefixtures("race_free")
@@ -238,8 +238,8 @@ def test_an_expert_without_rows_is_not_read(shared):
     source = rows(R) if shared else rows(R)[work.sources]
 
     def run(gate_up, down):
-        inner = mosaic_sm90.gate_up(source, gate_up, *items, LIMIT, config, launch())
-        made = mosaic_sm90.down(inner, down, *items, config, launch())
+        inner = mosaic_gpu.gate_up(source, gate_up, *items, LIMIT, config, launch())
+        made = mosaic_gpu.down(inner, down, *items, config, launch())
         return np.asarray(made)[np.asarray(work.slots)]
 
     found = run(*bad)

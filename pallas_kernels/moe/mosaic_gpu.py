@@ -1,6 +1,6 @@
-"""Hopper kernels of a mixture of experts: grouped products that read only the experts that were chosen.
+"""Kernels of a mixture of experts: grouped products that read only the experts that were chosen.
 
-Work comes as items: `tokens` rows of a buffer that all go to one expert. A block takes 64 rows of one
+Work comes as items: `tokens` rows of a buffer that all go to one expert. A block takes a tile of one
 expert's weight and one item, so an expert's weight streams from memory once and blocks of items that
 do not exist return at once.
 """
@@ -17,23 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
-from pallas_kernels.weight_tiles import (
-    ROWS,
-    TOTAL,
-    Format,
-    each_step,
-    fetch_scales,
-    fetch_tile,
-    load_rows,
-    pad_rows,
-    store_tokens_first,
-    zeros,
-)
+from pallas_kernels.weight_chips import formats_of
+from pallas_kernels.weight_tiles import TOTAL, each_step, fetch_scales, fetch_tile
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Tokens of an item; whether items share the rows of x; pipeline stages of the two products."""
+    """Tokens of an item; whether items share the rows of x; `Format.stages` wanted of two products."""
 
     tokens: int
     shared: bool
@@ -82,23 +72,24 @@ def _grouped(
       experts: int32, of `items` and perhaps more; num_items: int32, in its first entry.
       items: the most there can be.
       parts: weights multiplied together, 2 for gate and up.
-      finish: of `parts` float32 [ROWS, tokens] makes one.
+      finish: of `parts` float32 [rows, tokens] makes one.
       arranged: columns of the result are in the order in which products with mxfp4 weights take them.
     """
     K = x.shape[1]
     N = weight.values.shape[-2]
-    form = Format.of(weight.values, weight.scale)
+    form = formats_of(launch.device).of(weight.values, weight.scale)
     num_steps = pl.cdiv(K, form.step)
-    stages = min(stages, num_steps)
-    row_tiles = pl.cdiv(N, ROWS)
+    stages = form.stages(stages, num_steps)
+    row_tiles = pl.cdiv(N, form.rows)
 
-    def body(*refs, w_s, x_s, out_s, ready, scale_s=None, scales_ready=None):
+    def body(*refs, w_s, x_s, out_s, ready, scale_s=None, scales_ready=None, **memory):
         x, experts, num_items, w, *inputs, out = refs
         scale = inputs.pop(0) if weight.scale is not None else None
         bias = inputs.pop(0) if weight.bias is not None else None
         block = lax.axis_index("block")
         item, row_tile = lax.div(block, row_tiles), lax.rem(block, row_tiles)
-        rows = pl.ds(row_tile * ROWS, ROWS)
+        first_row = row_tile * form.rows
+        rows = pl.ds(first_row, form.rows)
 
         @pl.when(item < num_items[0])
         def _():
@@ -115,41 +106,49 @@ def _grouped(
             def block_scales(i):
                 if not form.in_blocks:
                     return [jnp.float32(TOTAL if form.staged else 1)] * parts
-                at = (lax.div(row_tile * ROWS, BLOCK), jnp.minimum(i, num_steps - 1))
+                at = (lax.div(first_row, BLOCK), jnp.minimum(i, num_steps - 1))
                 return [scale[expert, part, *at] for part in range(parts)]
 
             if form.staged:
                 for part in range(parts):
-                    row = (expert * parts + part) * N + row_tile * ROWS
-                    fetch_scales(scale, row, scale_s.at[part], scales_ready)
+                    row = (expert * parts + part) * N + first_row
+                    fetch_scales(scale, row, form.rows, scale_s.at[part], scales_ready)
             for i in range(stages):
                 fetch(jnp.int32(i), i)  # a Python number must not lie outside of the array
             if form.staged:
                 plgpu.barrier_wait(scales_ready)
 
-            def visit(i, slot, carry):
+            def visit(i, slot, refill, carry):
                 totals, factors = carry
                 upcoming = block_scales(i + 1)
                 plgpu.barrier_wait(ready.at[slot])
                 tiles = [w_s.at[slot, part] for part in range(parts)]
                 staged = [scale_s.at[part] for part in range(parts)] if form.staged else ()
-                new = form.products(tiles, x_s.at[slot], tokens, launch.interpret, staged, i)
-                if form.in_blocks or form.staged:
-                    new = [p * factor for p, factor in zip(new, factors, strict=True)]
-                return [t + p for t, p in zip(totals, new, strict=True)], upcoming
+                totals = form.add_products(
+                    totals,
+                    factors,
+                    tiles,
+                    x_s.at[slot],
+                    refill,
+                    launch.interpret,
+                    staged,
+                    i,
+                    **memory,
+                )
+                return totals, upcoming
 
-            carry = [zeros(tokens)] * parts, block_scales(0)
+            carry = [form.zeros(tokens)] * parts, block_scales(0)
             totals, _ = each_step(
                 0, num_steps, num_steps, stages, fetch, visit, carry, fence=form.unpacked
             )
+            own = lambda source: form.load_rows(source, first_row, tokens, launch.interpret)
             for part in range(parts):
-                at = (expert, part, rows)
                 if form.per_row:
-                    totals[part] = totals[part] * load_rows(scale.at[*at, 0], tokens)
+                    totals[part] = totals[part] * own(scale.at[expert, part, :, 0])
                 if bias is not None:
-                    totals[part] = totals[part] + load_rows(bias.at[*at], tokens)
+                    totals[part] = totals[part] + own(bias.at[expert, part])
             here = out.at[pl.ds(item * tokens, tokens), rows]
-            store_tokens_first(
+            form.store_tokens_first(
                 here, out_s, finish(*totals), arranged=arranged, interpret=launch.interpret
             )
 
@@ -157,7 +156,7 @@ def _grouped(
         body,
         out_type=jax.ShapeDtypeStruct((items * tokens, N), out_dtype),
         scratch_types=dict(
-            out_s=plgpu.SMEM((tokens, ROWS), out_dtype),
+            out_s=plgpu.SMEM((tokens, form.rows), out_dtype),
             **form.scratch(stages, parts, tokens, K),
         ),
         grid=(items * row_tiles,),
@@ -165,8 +164,10 @@ def _grouped(
         interpret=launch.interpret,
         kernel_name=name,
     )
-    extra = [a for a in (form.kernel_scale(weight.scale), pad_rows(weight.bias)) if a is not None]
-    return kernel(x, experts, num_items, weight.values, *extra)
+    extra = form.kernel_scale(weight.scale), form.pad_rows(weight.bias)
+    return kernel(
+        x, experts, num_items, weight.values, *(one for one in extra if one is not None)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("items", "limit", "config", "launch", "arranged"))
@@ -186,7 +187,7 @@ def gate_up(
     With `arranged` F is in the order that `down` takes with `arranged`; down's weight is mxfp4 then.
     """
     return _grouped(
-        Format.of(weight.values, weight.scale).arrange(x),
+        formats_of(launch.device).of(weight.values, weight.scale).arrange(x),
         weight,
         experts,
         num_items,
@@ -216,7 +217,7 @@ def down(
 ) -> jax.Array:
     """`down(x)` of every item, float32 [items * tokens, D]; see `gate_up` for `arranged`."""
     if not arranged:
-        x = Format.of(weight.values, weight.scale).arrange(x)
+        x = formats_of(launch.device).of(weight.values, weight.scale).arrange(x)
     with_part = ExpertWeights(*(None if leaf is None else leaf[:, None] for leaf in weight))
     return _grouped(
         x,
