@@ -1,0 +1,370 @@
+"""Who may call: TLS, certificates of clients, bearer tokens, and what the server tells to whom."""
+
+import logging
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from peagle_jax.config import ConfigError
+from serving.client import main
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
+from serving.rpc import guard
+from serving.rpc.security import Certificates, TokenFile
+from tests.serving.certificates import authority, signed
+from tests.serving.live import LiveServer
+
+SHORT = pb.GenerateRequest(text="a", stopping=pb.Stopping(max_tokens=3, ignore_eos=True))
+TOKENS = "# of the tests\nopen sesame\n\n  second  \n"
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    """Two authorities, and what they signed."""
+    folder = tmp_path_factory.mktemp("pki")
+    ca, other = authority(folder, "ca"), authority(folder, "other")
+    return dict(
+        ca=ca, other=other, server=signed(folder, "server", ca), client=signed(folder, "client", ca),
+        second=signed(folder, "second", ca), stranger=signed(folder, "stranger", other),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(pki, tmp_path_factory):
+    """What the secure server reads: a certificate, a key and tokens, which tests may replace."""
+    folder = tmp_path_factory.mktemp("server")
+    put(pki["server"].cert, folder / "cert.pem")
+    put(pki["server"].key, folder / "key.pem")
+    (folder / "tokens").write_text(TOKENS)
+    return folder
+
+
+def put(source: str, target: Path) -> None:
+    """As a rotation does it: another file in the old one's place."""
+    shutil.copy(source, f"{target}.new")
+    os.replace(f"{target}.new", target)
+
+
+@pytest.fixture(scope="module")
+def secure(make_engine, files, pki):
+    """TLS, certificates of clients and tokens, all at once."""
+    server = LiveServer(
+        make_engine(),
+        certificates=Certificates(str(files / "cert.pem"), str(files / "key.pem"), pki["ca"].cert),
+        tokens=TokenFile(files / "tokens"),
+        with_reflection=True,
+    )
+    yield server
+    server.close()
+
+
+def channel(server, pki, client="client", ca="ca") -> grpc.Channel:
+    """A new connection: gRPC would share those of equal options."""
+    roots = Path(pki[ca].cert).read_bytes()
+    cert, key = pki[client].bytes() if client else (None, None)
+    credentials = grpc.ssl_channel_credentials(roots, key, cert)
+    return grpc.secure_channel(
+        server.address, credentials, options=[("grpc.use_local_subchannel_pool", 1)]
+    )
+
+
+def bearer(token: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {token}")]
+
+
+def generate(over: grpc.Channel, token: str | None = "open sesame", **options):
+    stub = peagle_v1_pb2_grpc.GenerationStub(over)
+    metadata = None if token is None else bearer(token)
+    return stub.GenerateOnce(SHORT, metadata=metadata, timeout=20, **options)
+
+
+def status(function, *args, **named) -> grpc.StatusCode:
+    try:
+        function(*args, **named)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_the_right_certificate_and_token_get_an_answer(secure, pki):
+    with channel(secure, pki) as over:
+        assert generate(over).usage.completion_tokens == 3
+        assert generate(over, "second").usage.completion_tokens == 3
+
+
+def test_without_tls_nobody_gets_in(secure):
+    with grpc.insecure_channel(secure.address) as over:
+        assert status(generate, over) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(("client", "ca"), [(None, "ca"), ("stranger", "ca"), ("client", "other")])
+def test_certificates_of_nobody_we_know_do_not_connect(secure, pki, client, ca):
+    with channel(secure, pki, client, ca) as over:
+        assert status(generate, over) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_tls_asks_clients_for_no_certificate_unless_told_to(make_engine, pki):
+    server = LiveServer(
+        make_engine(), certificates=Certificates(pki["server"].cert, pki["server"].key)
+    )
+    with channel(server, pki, client=None) as over:
+        assert generate(over, token=None).usage.completion_tokens == 3
+    server.close()
+
+
+def subject(server, pki) -> str:
+    """Whose certificate the server shows now."""
+    context = ssl.create_default_context(cafile=pki["ca"].cert)
+    context.load_cert_chain(pki["client"].cert, pki["client"].key)
+    context.set_alpn_protocols(["h2"])
+    host, _, port = server.address.partition(":")
+    with (
+        socket.create_connection((host, int(port))) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as wrapped,
+    ):
+        return dict(pair[0] for pair in wrapped.getpeercert()["subject"])["commonName"]
+
+
+def test_new_certificates_are_used_without_a_restart(secure, pki, files, caplog):
+    with channel(secure, pki) as old:
+        generate(old)
+        assert subject(secure, pki) == "server"
+        put(pki["second"].cert, files / "cert.pem")
+        with caplog.at_level(logging.INFO):
+            assert subject(secure, pki) == "server"  # half of a rotation changes nothing
+            assert "the key is not this certificate's" in caplog.text
+            put(pki["second"].key, files / "key.pem")
+            assert subject(secure, pki) == "second"
+            assert "were read again" in caplog.text
+        generate(old)  # connections that stand go on
+        (files / "key.pem").unlink()
+        assert subject(secure, pki) == "second"
+        put(pki["server"].cert, files / "cert.pem")
+        put(pki["server"].key, files / "key.pem")
+        assert subject(secure, pki) == "server"
+    with channel(secure, pki) as new:
+        generate(new)
+
+
+def every_call(over: grpc.Channel, metadata) -> dict[str, grpc.StatusCode]:
+    """The status of each call there is, reflection included, by name."""
+    generation = peagle_v1_pb2_grpc.GenerationStub(over)
+    mirror = reflection_pb2_grpc.ServerReflectionStub(over)
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    calls = {
+        "Generate": lambda: list(generation.Generate(SHORT, metadata=metadata)),
+        "GenerateOnce": lambda: generation.GenerateOnce(SHORT, metadata=metadata),
+        "Abort": lambda: generation.Abort(pb.AbortRequest(), metadata=metadata),
+        "GetModelInfo": lambda: generation.GetModelInfo(
+            pb.GetModelInfoRequest(), metadata=metadata
+        ),
+        "GetStats": lambda: generation.GetStats(pb.GetStatsRequest(), metadata=metadata),
+        "reflection": lambda: list(mirror.ServerReflectionInfo(iter([ask]), metadata=metadata)),
+    }
+    assert set(calls) - {"reflection"} == {
+        method.name for method in pb.DESCRIPTOR.services_by_name["Generation"].methods
+    }
+    return {name: status(call) for name, call in calls.items()}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "open sesame",
+        "Bearer",
+        "Bearer ",
+        "Bearer open sesam",
+        "Bearer open sesame!",
+        "Bearer # of the tests",
+        "Basic open sesame",
+    ],
+)
+def test_every_call_needs_a_token(secure, pki, header):
+    metadata = None if header is None else [("authorization", header)]
+    with channel(secure, pki) as over:
+        assert set(every_call(over, metadata).values()) == {grpc.StatusCode.UNAUTHENTICATED}
+    secure.check_empty()
+
+
+def test_a_right_token_opens_every_call(secure, pki):
+    with channel(secure, pki) as over:
+        for header in ("Bearer open sesame", "bearer  second "):
+            assert set(every_call(over, [("authorization", header)]).values()) == {
+                grpc.StatusCode.OK
+            }
+
+
+def test_health_needs_no_token(secure, pki):
+    with channel(secure, pki) as over:
+        stub = health_pb2_grpc.HealthStub(over)
+        request = health_pb2.HealthCheckRequest()
+        assert stub.Check(request).status == health_pb2.HealthCheckResponse.SERVING
+        watch = stub.Watch(request)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+
+
+def test_tokens_change_without_a_restart(secure, pki, files, caplog):
+    with channel(secure, pki) as over:
+        assert status(generate, over, "third") is grpc.StatusCode.UNAUTHENTICATED
+        (files / "tokens").write_text("third\n")
+        assert status(generate, over, "third") is grpc.StatusCode.OK
+        assert status(generate, over, "open sesame") is grpc.StatusCode.UNAUTHENTICATED
+        (files / "tokens").write_text("# all gone\n")
+        assert status(generate, over, "third") is grpc.StatusCode.OK
+        assert status(generate, over, "# all gone") is grpc.StatusCode.UNAUTHENTICATED
+        assert "the old ones stay in use" in caplog.text
+        (files / "tokens").unlink()
+        assert status(generate, over, None) is grpc.StatusCode.UNAUTHENTICATED
+        (files / "tokens").write_text(TOKENS)
+        assert status(generate, over) is grpc.StatusCode.OK
+    assert "sesame" not in caplog.text
+
+
+def test_every_token_is_compared_in_constant_time(monkeypatch):
+    compared = []
+
+    def compare(given, token):
+        compared.append(token)
+        return given == token
+
+    monkeypatch.setattr(guard.hmac, "compare_digest", compare)
+    tokens = (b"first", b"second", b"third")
+    assert guard.is_authorized("Bearer first", tokens)
+    assert compared == list(tokens)
+    assert not guard.is_authorized("Bearer fourth", tokens)
+    assert compared == [*tokens, *tokens]
+
+
+def test_messages_have_a_limit(make_engine):
+    server = LiveServer(make_engine(), max_message_bytes=1 << 20)
+    with grpc.insecure_channel(server.address) as over:
+        stub = peagle_v1_pb2_grpc.GenerationStub(over)
+        with pytest.raises(grpc.RpcError, match="larger than max") as caught:
+            stub.GenerateOnce(pb.GenerateRequest(text="a" * (1 << 20)))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.RpcError, match="leave no room") as caught:
+            stub.GenerateOnce(pb.GenerateRequest(text="a" * (1 << 19)))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        mirror = reflection_pb2_grpc.ServerReflectionStub(over)
+        with pytest.raises(grpc.RpcError) as caught:  # reflection was not asked for
+            list(mirror.ServerReflectionInfo(iter([request])))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    server.close()
+
+
+def test_old_connections_are_given_up_but_not_their_calls(make_engine):
+    server = LiveServer(make_engine(), max_connection_seconds=0.5)
+    states = []
+    with grpc.insecure_channel(server.address) as over:
+        over.subscribe(states.append)
+        watch = health_pb2_grpc.HealthStub(over).Watch(health_pb2.HealthCheckRequest())
+        next(watch)
+        for _ in range(200):
+            if grpc.ChannelConnectivity.IDLE in states[1:]:
+                break
+            time.sleep(0.05)
+        assert states[-1] is grpc.ChannelConnectivity.IDLE  # it was asked to go
+        assert watch.is_active()
+        generate(over, token=None)  # over a new connection, without a word
+        assert watch.is_active()
+        watch.cancel()
+    server.close()
+
+
+def test_the_client_speaks_tls_and_shows_its_token(secure, pki, tmp_path, capsys):
+    (tmp_path / "token").write_text("second\n")
+    tls = [
+        "--tls-ca",
+        pki["ca"].cert,
+        "--tls-cert",
+        pki["client"].cert,
+        "--tls-key",
+        pki["client"].key,
+    ]
+    command = ["--address", secure.address, "a", "--max-tokens", "3", "--ignore-eos"]
+    assert main([*command, *tls, "--token-file", str(tmp_path / "token")]) == 0
+    assert "(3 tokens in" in capsys.readouterr().err
+    assert main([*command, *tls]) == 2
+    assert "authorization: Bearer" in capsys.readouterr().err
+    assert main(command) == 3
+    assert "do both sides use TLS" in capsys.readouterr().err
+    (tmp_path / "token").write_text("\n")
+    assert main([*command, *tls, "--token-file", str(tmp_path / "token")]) == 2
+    assert "must be a token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "ca", "word"),
+    [
+        ("/no/such", "server.key", None, "/no/such.*No such file"),
+        ("server.pem", "/no/such", None, "/no/such.*No such file"),
+        ("server.pem", "server.key", "/no/such", "/no/such.*No such file"),
+        ("server.pem", "second.key", None, "the key is not this certificate's"),
+        ("server.key", "server.key", None, "not PEM"),
+        ("server.pem", "server.key", "server.csr", "server.csr.*not PEM"),
+        ("server.pem", "locked.key", None, "encrypted"),
+    ],
+)
+def test_certificates_that_do_not_do_are_refused_at_the_start(pki, cert, key, ca, word):
+    folder = Path(pki["server"].cert).parent
+    if key == "locked.key":
+        arguments = (
+            "-in",
+            folder / "server.key",
+            "-aes128",
+            "-passout",
+            "pass:a",
+            "-out",
+            folder / key,
+        )
+        subprocess.run(["openssl", "ec", *arguments], check=True, capture_output=True)
+    paths = [None if name is None else str(folder / name) for name in (cert, key, ca)]
+    with pytest.raises(ConfigError, match=word):
+        Certificates(*paths)
+
+
+def test_token_files_that_do_not_do_are_refused_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the bearer tokens"):
+        TokenFile(tmp_path / "none")
+    (tmp_path / "empty").write_text("# nothing\n\n")
+    with pytest.raises(ConfigError, match="holds no bearer token"):
+        TokenFile(tmp_path / "empty")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot read the bearer tokens"):
+        TokenFile(tmp_path / "binary")
+
+
+def serve(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "serving", "--http-port", "-1", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = serve("--port", str(port), "--model", "/no/such/model")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"peagle-serve: error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+def test_missing_files_are_said_before_anything_is_loaded():
+    done = serve("--auth-token-file", "/no/such/tokens", "--model", "/no/such/model")
+    assert done.returncode == 2
+    assert done.stderr.startswith("peagle-serve: error: /no/such/tokens: cannot read")
+    assert done.stderr.count("\n") == 1
