@@ -6,16 +6,14 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 
 
-def main() -> int:
+def main(out: Path = _ROOT) -> int:
+    """Writes them below `out`, at their places in the package; returns protoc's exit code."""
     from grpc_tools import protoc
 
-    protos = sorted(str(path.relative_to(_ROOT)) for path in Path(__file__).parent.glob("*.proto"))
-    outputs = ["--python_out=.", "--pyi_out=.", "--grpc_python_out=."]
+    protos = sorted(str(path) for path in Path(__file__).parent.glob("*.proto"))
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
     return protoc.main(["protoc", f"--proto_path={_ROOT}", *outputs, *protos])
 
 
 if __name__ == "__main__":
-    import os
-
-    os.chdir(_ROOT)
     sys.exit(main())

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from serving.frontend import Frontend, State
-from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
+from serving.protos import open_inference_pb2, peagle_v1_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
+from serving.rpc import foreign, open_inference, vllm
 from serving.rpc.guard import Guard
 from serving.rpc.peagle import Generation
 from serving.rpc.security import Certificates
@@ -23,7 +24,16 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
-_SERVICES = (peagle_v1_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
+_SERVICES = (
+    peagle_v1_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
+    vllm.SERVICE,
+    open_inference.SERVICE,
+)
+_OWN_FILES = (peagle_v1_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+_FOREIGN_FILES = {
+    vllm.PACKAGE: vllm_engine_pb2.DESCRIPTOR,
+    open_inference.PACKAGE: open_inference_pb2.DESCRIPTOR,
+}
 
 
 class RpcServer:
@@ -57,9 +67,13 @@ class RpcServer:
         self._frontend = frontend
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         peagle_v1_pb2_grpc.add_GenerationServicer_to_server(Generation(frontend), self._server)
+        self._server.add_generic_rpc_handlers(
+            (vllm.make_handler(frontend), open_inference.make_handler(frontend))
+        )
         if with_reflection:
             names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
+            pool = foreign.pool(_OWN_FILES, _FOREIGN_FILES)
+            reflection.enable_server_reflection(names, self._server, pool=pool)
 
     async def start(self, host: str, port: int) -> int:
         """Listens, and returns the port. Health says NOT_SERVING until the frontend serves.

@@ -1,0 +1,152 @@
+"""Sampling parameters as the JSON object that language models behind Triton take."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from peagle_jax import SamplingParams
+from serving.errors import invalid
+from serving.params import refuse_unless_neutral, sampling_params
+
+FIELD = "sampling_parameters"
+_LARGEST = 2**63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What the object asks for."""
+
+    params: SamplingParams
+    n: int
+
+
+def read_sampling(text: bytes, *, max_tokens: int) -> Sampling:
+    """Parameters of a JSON object; an empty text is an empty object.
+
+    Args:
+      max_tokens: if the object does not say.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT that names the key.
+    """
+    try:
+        given = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise invalid(FIELD, f"not valid JSON ({error})") from error
+    if not isinstance(given, dict):
+        raise invalid(FIELD, "must be a JSON object")
+    values: dict = dict(max_tokens=max_tokens, temperature=1.0)
+    n = 1
+    for key, value in given.items():
+        field = f"{FIELD}.{key}"
+        if key in _NEUTRAL:
+            refuse_unless_neutral(field, _plain(value), _NEUTRAL[key], key)
+        elif key not in _READERS:
+            raise invalid(field, f"is not known; there are {', '.join(_READERS)}")
+        elif value is None:
+            continue
+        elif key == "n":
+            n = _int(field, value)
+        else:
+            values[_OURS.get(key, key)] = _READERS[key](field, value)
+    if values.get("top_k") == -1:  # vLLM's other way to say: all
+        values["top_k"] = 0
+    return Sampling(params=sampling_params(SPELLING, **values), n=n)
+
+
+def _int(field: str, value: object) -> int:
+    # Triton's own example writes numbers as strings.
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    try:
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError
+        number = int(value)
+    except ValueError:
+        raise invalid(field, f"{value!r} must be a whole number") from None
+    if abs(number) > _LARGEST:
+        raise invalid(field, f"{number} is too large")
+    return number
+
+
+def _float(field: str, value: object) -> float:
+    try:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError
+        return float(value)
+    except (ValueError, OverflowError):
+        raise invalid(field, f"{value!r} must be a number") from None
+
+
+def _bool(field: str, value: object) -> bool:
+    found = _plain(value)
+    if not isinstance(found, bool):
+        raise invalid(field, f"{value!r} must be true or false")
+    return found
+
+
+def _strings(field: str, value: object) -> tuple[str, ...]:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise invalid(field, "must be a string or a list of strings")
+    return tuple(listed)
+
+
+def _ints(field: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise invalid(field, "must be a list of token ids")
+    return tuple(_int(field, one) for one in value)
+
+
+def _plain(value: object) -> object:
+    """A value that was written as a string, as what it says; lists as tuples."""
+    if isinstance(value, list | dict):
+        return tuple(value)
+    if not isinstance(value, str):
+        return value
+    words = {"true": True, "false": False}
+    if value.lower() in words:
+        return words[value.lower()]
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+_READERS: dict[str, Callable] = {
+    "max_tokens": _int,
+    "temperature": _float,
+    "top_k": _int,
+    "top_p": _float,
+    "min_p": _float,
+    "seed": _int,
+    "stop": _strings,
+    "stop_token_ids": _ints,
+    "ignore_eos": _bool,
+    "n": _int,
+    "num_speculative_tokens": _int,
+}
+_OURS = {"stop_token_ids": "stop_ids"}
+SPELLING = {_OURS.get(key, key): f"{FIELD}.{key}" for key in _READERS}
+"""The client's names of the fields."""
+
+_NEUTRAL = {
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "min_tokens": (0, None),
+    "best_of": (1, None),
+    "use_beam_search": (False, None),
+    "length_penalty": (1, None),
+    "early_stopping": (False, None),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "logit_bias": ((), None),
+    "bad_words": ((), None),
+    "guided_decoding": (None,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "include_stop_str_in_output": (False,),
+    "detokenize": (True,),
+}
+"""vLLM's parameters that this server does not have: the values that ask for nothing."""

@@ -1,0 +1,275 @@
+"""`inference.GRPCInferenceService`: the Open Inference Protocol; its proto documents the tensors."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from serving.errors import ServiceError, invalid
+from serving.frontend import Frontend, State
+from serving.params import refuse_unless_neutral
+from serving.protos import open_inference_pb2 as pb
+from serving.protos import open_inference_pb2_grpc
+from serving.rpc import calls, json_params, tensors
+from serving.rpc.foreign import handler, refuse_unknown
+from serving.rpc.version import NAME, VERSION
+from serving.stream import Ask, Usage
+
+_log = logging.getLogger(__name__)
+PACKAGE = "inference"
+SERVICE = f"{PACKAGE}.GRPCInferenceService"
+_VERSION = "1"
+_MAX_OPEN = 256  # requests of one stream; beyond them it is not read on
+_UNREAD = 64  # responses of one stream that wait for its client
+
+_NEUTRAL = {
+    "priority": (0,),
+    "sequence_id": (0, ""),
+    "sequence_start": (False,),
+    "sequence_end": (False,),
+    # Its answer, the flag in the last response, comes in any case.
+    "triton_enable_empty_final_response": (False, True),
+}
+"""Parameters of requests: what asks for nothing."""
+
+
+def make_handler(frontend: Frontend) -> grpc.GenericRpcHandler:
+    """The service over one frontend, under its foreign name."""
+    service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    return handler(OpenInference(frontend), service, PACKAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """A request, understood."""
+
+    ask: Ask
+    client_id: str
+    is_streamed: bool
+    is_raw: bool
+
+
+class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """The service over one frontend."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context) -> pb.ServerLiveResponse:
+        """Live is everything but dead."""
+        return pb.ServerLiveResponse(live=self._frontend.state is not State.DEAD)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context) -> pb.ServerReadyResponse:
+        """Ready for requests."""
+        return pb.ServerReadyResponse(ready=self._frontend.state is State.SERVING)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context) -> pb.ModelReadyResponse:
+        """Whether the model of that name is served; others never are."""
+        is_ours = request.name == self._frontend.name and request.version in ("", _VERSION)
+        is_ready = is_ours and self._frontend.state is State.SERVING
+        return pb.ModelReadyResponse(ready=is_ready)
+
+    async def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, context
+    ) -> pb.ServerMetadataResponse:
+        """What the server is."""
+        return pb.ServerMetadataResponse(name=NAME, version=VERSION)
+
+    async def ModelMetadata(
+        self, request: pb.ModelMetadataRequest, context
+    ) -> pb.ModelMetadataResponse:
+        """The model's tensors."""
+        self._check_model(request.name, request.version)
+        metadata = pb.ModelMetadataResponse(
+            name=self._frontend.name, versions=[_VERSION], platform=NAME
+        )
+        for name, kind in tensors.KINDS.items():
+            metadata.inputs.add(name=name, datatype=kind, shape=[1])
+        metadata.outputs.add(name=tensors.OUTPUT, datatype="BYTES", shape=[-1])
+        return metadata
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context) -> pb.ModelInferResponse:
+        """Everything in one response."""
+        work = await self._work(request, context, "ModelInfer")
+        if work.is_streamed:
+            raise invalid("inputs['stream']", "true is for ModelStreamInfer; leave it out here")
+        return await self._infer(work)
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        """Answers of many requests, as they come."""
+        replies: asyncio.Queue = asyncio.Queue(_UNREAD)
+        reader = asyncio.create_task(self._read(request_iterator, context, replies))
+        try:
+            while (reply := await replies.get()) is not None:
+                if isinstance(reply, Exception):
+                    raise reply
+                yield reply
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator, context, replies: asyncio.Queue) -> None:
+        """Starts what the client asks for; the last reply is None, or what went wrong."""
+        room = asyncio.Semaphore(_MAX_OPEN)
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    await room.acquire()
+                    task = group.create_task(self._answer(request, context, replies))
+                    task.add_done_callback(lambda _: room.release())
+        except Exception as error:
+            await replies.put(error)
+        else:
+            await replies.put(None)
+
+    async def _answer(self, request: pb.ModelInferRequest, context, replies: asyncio.Queue) -> None:
+        try:
+            work = await self._work(request, context, "ModelStreamInfer")
+            if work.is_streamed:
+                await self._stream(work, replies)
+                return
+            response = await self._infer(work)
+            response.parameters["triton_final_response"].bool_param = True
+            await replies.put(pb.ModelStreamInferResponse(infer_response=response))
+        except Exception as error:
+            # The protocol's place for errors: a status would end the client's other requests.
+            failed = pb.ModelInferResponse(id=request.id, model_name=request.model_name)
+            failed.parameters["triton_final_response"].bool_param = True
+            text = _error_message(error)
+            reply = pb.ModelStreamInferResponse(error_message=text, infer_response=failed)
+            await replies.put(reply)
+
+    async def _infer(self, work: _Work) -> pb.ModelInferResponse:
+        texts: list[list[str]] = [[] for _ in range(work.ask.n)]
+        reasons = [""] * work.ask.n
+        async with self._frontend.open(work.ask) as stream:
+            async for delta in stream:
+                texts[delta.index].append(delta.text)
+                if delta.finish is not None:
+                    reasons[delta.index] = delta.finish.reason
+            usage = stream.usage()
+        response = self._response(work, ["".join(pieces) for pieces in texts])
+        response.parameters["finish_reason"].string_param = ",".join(reasons)
+        _finish(response, usage)
+        return response
+
+    async def _stream(self, work: _Work, replies: asyncio.Queue) -> None:
+        left = work.ask.n
+        async with self._frontend.open(work.ask) as stream:
+            async for delta in stream:
+                response = self._response(work, [delta.text])
+                if delta.finish is not None:
+                    left -= 1
+                    response.parameters["finish_reason"].string_param = delta.finish.reason
+                if left == 0:
+                    _finish(response, stream.usage())
+                response.parameters["index"].int64_param = delta.index
+                response.parameters["triton_final_response"].bool_param = left == 0
+                await replies.put(pb.ModelStreamInferResponse(infer_response=response))
+
+    def _response(self, work: _Work, texts: list[str]) -> pb.ModelInferResponse:
+        response = pb.ModelInferResponse(
+            model_name=self._frontend.name, model_version=_VERSION, id=work.client_id
+        )
+        return tensors.text_output(response, texts, is_raw=work.is_raw)
+
+    async def _work(self, request: pb.ModelInferRequest, context, method: str) -> _Work:
+        refuse_unknown(request, "")
+        self._check_model(request.model_name, request.model_version)
+        client_id = calls.request_id(request.id, field="id") if request.id else ""
+        deadline = _deadline(request.parameters, calls.deadline(context))
+        _check_outputs(request)
+        inputs = tensors.read_inputs(request)
+        if "text_input" not in inputs:
+            raise invalid("inputs['text_input']", "is missing")
+        if not inputs.get("exclude_input_in_output", True):
+            raise invalid(
+                "inputs['exclude_input_in_output']",
+                "the output never repeats the prompt; send true",
+            )
+        sampling = json_params.read_sampling(
+            inputs.get(json_params.FIELD, b""), max_tokens=self._frontend.config.max_model_len
+        )
+        where = "inputs['text_input']"
+        try:
+            text = inputs["text_input"].decode()
+        except UnicodeDecodeError as error:
+            raise invalid(where, f"not valid UTF-8 ({error})") from error
+        ask = Ask(
+            # Ids of this protocol tell a client's own requests apart, and clients all begin at 1.
+            request_id=f"{client_id}-{uuid.uuid4().hex}" if client_id else uuid.uuid4().hex,
+            prompt=await self._frontend.encode(text, field=where),
+            params=sampling.params,
+            n=sampling.n,
+            deadline=deadline,
+            method=f"{SERVICE}/{method}",
+            trace=calls.trace(context),
+            spelling=json_params.SPELLING | {"prompt": where},
+        )
+        return _Work(
+            ask=ask,
+            client_id=client_id,
+            is_streamed=inputs.get("stream", False),
+            is_raw=bool(request.raw_input_contents),
+        )
+
+    def _check_model(self, name: str, version: str) -> None:
+        ours = self._frontend.name
+        if name != ours:
+            raise ServiceError(
+                grpc.StatusCode.NOT_FOUND, f"there is no model {name!r}; this server has {ours!r}"
+            )
+        if version not in ("", _VERSION):
+            raise ServiceError(
+                grpc.StatusCode.NOT_FOUND,
+                f"model {ours!r} has no version {version!r}; it has {_VERSION!r}",
+            )
+
+
+def _deadline(parameters: Mapping[str, pb.InferParameter], deadline: float | None) -> float | None:
+    """The earlier of the call's deadline and the request's own; refuses other parameters."""
+    for name, parameter in parameters.items():
+        where = f"parameters[{name!r}]"
+        kind = parameter.WhichOneof("parameter_choice")
+        value = getattr(parameter, kind) if kind else None
+        if name in _NEUTRAL:
+            refuse_unless_neutral(where, value, (*_NEUTRAL[name], None), name)
+        elif name != "timeout":
+            raise invalid(where, f"is not known; sampling parameters go into {json_params.FIELD}")
+        elif kind not in ("int64_param", "uint64_param") or value < 0:
+            raise invalid(where, "must be a whole number of microseconds")
+        elif value:
+            latest = time.monotonic() + value / 1e6
+            deadline = latest if deadline is None else min(deadline, latest)
+    return deadline
+
+
+def _check_outputs(request: pb.ModelInferRequest) -> None:
+    for output in request.outputs:
+        where = f"outputs[{output.name!r}]"
+        if output.name != tensors.OUTPUT:
+            raise invalid(where, f"is not an output of this model; it has {tensors.OUTPUT}")
+        if output.parameters:
+            names = ", ".join(sorted(output.parameters))
+            raise invalid(where, f"parameters are not supported ({names}); leave them out")
+
+
+def _finish(response: pb.ModelInferResponse, usage: Usage) -> None:
+    """What a request's last response tells beside its text."""
+    parameters = response.parameters
+    parameters["prompt_tokens"].int64_param = usage.prompt_tokens
+    parameters["completion_tokens"].int64_param = usage.completion_tokens
+    parameters["spec_draft_tokens"].int64_param = usage.acceptance.drafted
+    parameters["spec_accepted_tokens"].int64_param = usage.acceptance.accepted
+
+
+def _error_message(error: Exception) -> str:
+    if isinstance(error, ServiceError):
+        return f"{error.code.name}: {error.message}"
+    _log.exception("a request failed", exc_info=error)
+    return f"INTERNAL: the server failed ({type(error).__name__}); its log says why"

@@ -1,0 +1,326 @@
+"""`vllm.grpc.engine.VllmEngine`: what gateways for vLLM speak; its proto documents every field."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+
+import grpc
+
+from peagle_jax import SamplingParams
+from peagle_jax.engine.request import TokenLogprob
+from peagle_jax.engine.stats import Acceptance
+from serving.errors import ServiceError, invalid
+from serving.frontend import Frontend, State
+from serving.params import refuse_unless_neutral, sampling_params
+from serving.protos import vllm_engine_pb2 as pb
+from serving.protos import vllm_engine_pb2_grpc
+from serving.rpc import calls
+from serving.rpc.foreign import handler, refuse_unknown
+from serving.rpc.tokenizer_files import TokenizerFiles
+from serving.rpc.version import NAME, VERSION
+from serving.stream import Ask, Delta
+
+PACKAGE = "vllm.grpc.engine"
+SERVICE = f"{PACKAGE}.VllmEngine"
+DRAFTS = "x-spec-k"
+"""Metadata: drafts per round of a request."""
+_MAX_ABORTS = 1024
+_CHUNK = 64 << 10  # bytes of the tokenizer's archive in one message
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+}
+
+
+def make_handler(frontend: Frontend) -> grpc.GenericRpcHandler:
+    """The service over one frontend, under its foreign name."""
+    return handler(VllmEngine(frontend), pb.DESCRIPTOR.services_by_name["VllmEngine"], PACKAGE)
+
+
+class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """The service over one frontend."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+        tokenizer = frontend.tokenizer
+        self._files = None if tokenizer is None else TokenizerFiles(tokenizer.folder)
+        self._last_request = 0.0
+        self._pace = _Pace(frontend)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Chunks if the client wants a stream, and each sequence as a whole at its end."""
+        self._last_request = time.time()
+        ask = await self._ask(request, context)
+        wholes = [pb.GenerateComplete(index=index) for index in range(ask.n)]
+        async with self._frontend.open(ask) as stream:
+            async for delta in stream:
+                whole = wholes[delta.index]
+                _extend(whole, delta, prompt_tokens=len(ask.prompt))
+                if request.stream and delta.tokens:
+                    yield pb.GenerateResponse(chunk=_chunk(whole, delta))
+                if delta.finish is not None:
+                    yield pb.GenerateResponse(complete=whole)
+            context.set_trailing_metadata(_figures(stream.usage().acceptance))
+
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context) -> pb.HealthCheckResponse:
+        """Healthy is ready for requests."""
+        state = self._frontend.state
+        return pb.HealthCheckResponse(healthy=state is State.SERVING, message=state.value)
+
+    async def Abort(self, request: pb.AbortRequest, context) -> pb.AbortResponse:
+        """Ends requests by id."""
+        if len(request.request_ids) > _MAX_ABORTS:
+            raise invalid("request_ids", f"more than {_MAX_ABORTS}")
+        for request_id in request.request_ids:
+            self._frontend.abort(request_id)
+        return pb.AbortResponse()
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context
+    ) -> pb.GetModelInfoResponse:
+        """What is served, and its limits."""
+        frontend, target = self._frontend, self._frontend.target_config
+        limit = frontend.config.max_model_len
+        return pb.GetModelInfoResponse(
+            model_path=frontend.name,
+            is_generation=True,
+            max_context_length=limit,
+            vocab_size=target.vocab_size,
+            served_model_name=frontend.name,
+            tokenizer_path=frontend.name if frontend.tokenizer else "",
+            model_type=target.family,
+            architectures=[_ARCHITECTURES[target.family]],
+            eos_token_ids=target.eos_ids,
+            bos_token_id=target.bos_id or 0,
+            max_req_input_len=limit - 1,
+        )
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context
+    ) -> pb.GetServerInfoResponse:
+        """What the server is, under its own name."""
+        frontend = self._frontend
+        return pb.GetServerInfoResponse(
+            active_requests=frontend.num_open,
+            last_receive_timestamp=self._last_request,
+            uptime_seconds=time.time() - frontend.started,
+            server_type=NAME,
+            data_parallel_size=1,
+            kv_cache_dtype=frontend.config.dtype,
+            block_size=frontend.config.page_size,
+            model_dtype=frontend.config.dtype,
+            max_num_seqs=frontend.config.max_num_seqs,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context) -> pb.GetLoadsResponse:
+        """What the engine holds now."""
+        config, load = self._frontend.config, self._frontend.load
+        one = pb.SchedulerLoad(
+            num_running_reqs=load.num_running,
+            num_waiting_reqs=load.num_waiting,
+            num_total_reqs=load.num_running + load.num_waiting,
+            num_used_tokens=load.pages_used * config.page_size,
+            max_total_num_tokens=load.pages_total * config.page_size,
+            token_usage=load.kv_usage,
+            gen_throughput=self._pace.measure(),
+            utilization=load.num_running / config.max_num_seqs,
+            max_running_requests=config.max_num_seqs,
+        )
+        return pb.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=VERSION,
+            dp_rank_count=1,
+            loads=[] if request.dp_rank else [one],
+        )
+
+    async def GetTokenizer(
+        self, request: pb.GetTokenizerRequest, context
+    ) -> AsyncIterator[pb.GetTokenizerChunk]:
+        """The tokenizer's files in pieces; the last has the sum."""
+        if self._files is None:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION, "this model is served without a tokenizer"
+            )
+        archive = await self._files.archive()
+        size = len(archive.content)
+        for start in range(0, size, _CHUNK):
+            end = start + _CHUNK
+            sha256 = archive.sha256 if end >= size else ""
+            yield pb.GetTokenizerChunk(data=archive.content[start:end], sha256=sha256)
+
+    async def _ask(self, request: pb.GenerateRequest, context) -> Ask:
+        _refuse_unsupported(request)
+        request_id = calls.request_id(request.request_id)
+        params = self._params(request.sampling_params, _drafts(context))
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise invalid("input", "set one of tokenized and text")
+        if kind == "text":
+            prompt = await self._frontend.encode(request.text, field="text")
+        else:
+            prompt = list(request.tokenized.input_ids)
+        await context.send_initial_metadata((("x-request-id", calls.ascii_only(request_id)),))
+        return Ask(
+            request_id=request_id,
+            prompt=prompt,
+            params=params,
+            n=request.sampling_params.n or 1,
+            deadline=calls.deadline(context),
+            wants_text=False,
+            method=f"{SERVICE}/Generate",
+            trace=calls.trace(context),
+            spelling=_SPELLING | {"prompt": "text" if kind == "text" else "tokenized.input_ids"},
+        )
+
+    def _params(self, given: pb.SamplingParams, drafts: int | None) -> SamplingParams:
+        optional = lambda name: getattr(given, name) if given.HasField(name) else None
+        temperature, max_tokens, seed = map(optional, ("temperature", "max_tokens", "seed"))
+        return sampling_params(
+            _SPELLING,
+            max_tokens=self._frontend.config.max_model_len if max_tokens is None else max_tokens,
+            temperature=1.0 if temperature is None else temperature,
+            top_k=given.top_k,
+            top_p=given.top_p or 1.0,
+            min_p=given.min_p,
+            seed=None if seed == -1 else seed,
+            stop=tuple(given.stop),
+            stop_ids=tuple(given.stop_token_ids),
+            ignore_eos=given.ignore_eos,
+            logprobs=optional("logprobs"),
+            num_speculative_tokens=drafts,
+        )
+
+
+class _Pace:
+    """Tokens per second, over the last second or more before somebody asked."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+        self._then, self._tokens, self._rate = time.monotonic(), 0, 0.0
+
+    def measure(self) -> float:
+        """However many ask, and how often: none spoils the figure for the others."""
+        now, tokens = time.monotonic(), self._frontend.metrics.num_tokens
+        if now - self._then >= 1.0:
+            self._rate = (tokens - self._tokens) / (now - self._then)
+            self._then, self._tokens = now, tokens
+        return self._rate
+
+
+_SPELLING = {
+    name: f"sampling_params.{name}"
+    for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs")
+} | {
+    "n": "sampling_params.n",
+    "stop_ids": "sampling_params.stop_token_ids",
+    "num_speculative_tokens": DRAFTS,
+}
+
+_UNSUPPORTED = {
+    "kv_transfer_params": "KV transfer",
+    "kv_transfer_params_json": "KV transfer",
+    "mm_inputs": "multimodal input",
+    "media_refs": "multimodal input",
+}
+"""Optional fields of a request that are refused when set."""
+
+_NEUTRAL = {
+    "frequency_penalty": ((0.0,), "a penalty"),
+    "presence_penalty": ((0.0,), "a penalty"),
+    "repetition_penalty": ((0.0, 1.0), "a penalty"),
+    "min_tokens": ((0,), "a least number of tokens"),
+}
+"""Sampling parameters: what asks for nothing, and what anything else asks for."""
+
+
+def _refuse_unsupported(request: pb.GenerateRequest) -> None:
+    given = request.sampling_params
+    refuse_unknown(request, "")
+    refuse_unknown(given, "sampling_params")
+    for name, what in _UNSUPPORTED.items():
+        refuse_unless_neutral(name, request.HasField(name), (False,), what)
+    refuse_unless_neutral("extra_mm_inputs", len(request.extra_mm_inputs), (0,), "multimodal input")
+    if request.data_parallel_rank != 0:
+        raise invalid("data_parallel_rank", f"{request.data_parallel_rank}: there is only rank 0")
+    for name, (neutral, what) in _NEUTRAL.items():
+        refuse_unless_neutral(f"sampling_params.{name}", getattr(given, name), neutral, what)
+    for name, what in (
+        ("prompt_logprobs", "the prompt's logprobs"),
+        ("truncate_prompt_tokens", "cutting prompts"),
+    ):
+        field = f"sampling_params.{name}"
+        refuse_unless_neutral(field, given.HasField(name), (False,), what)
+    refuse_unless_neutral(
+        "sampling_params.logit_bias", any(given.logit_bias.values()), (False,), "a logit bias"
+    )
+    constraint = given.WhichOneof("constraint")
+    if constraint is not None:
+        value = getattr(given, constraint)
+        refuse_unless_neutral(
+            f"sampling_params.{constraint}", value, (False,), "constrained output"
+        )
+
+
+def _drafts(context) -> int | None:
+    """Drafts per round that the call's metadata ask for."""
+    text = dict(context.invocation_metadata() or ()).get(DRAFTS)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise invalid(DRAFTS, f"{text!r} must be a number, 0 or more")
+    return int(text)
+
+
+def _extend(whole: pb.GenerateComplete, delta: Delta, *, prompt_tokens: int) -> None:
+    """Appends a delta to its sequence."""
+    whole.output_ids.extend(delta.tokens)
+    whole.prompt_tokens = prompt_tokens
+    whole.completion_tokens = len(whole.output_ids)
+    if delta.logprobs:
+        whole.output_logprobs.MergeFrom(_logprobs(delta.tokens, delta.logprobs))
+    finish = delta.finish
+    if finish is None:
+        return
+    whole.finish_reason = finish.reason
+    whole.spec_accepted_tokens = finish.acceptance.accepted
+    whole.spec_draft_tokens = finish.acceptance.drafted
+    if isinstance(finish.stop_reason, str):
+        whole.matched_stop_str = finish.stop_reason
+    elif finish.stop_reason is not None:
+        whole.matched_token_id = finish.stop_reason
+
+
+def _chunk(whole: pb.GenerateComplete, delta: Delta) -> pb.GenerateStreamChunk:
+    chunk = pb.GenerateStreamChunk(
+        token_ids=delta.tokens,
+        prompt_tokens=whole.prompt_tokens,
+        completion_tokens=whole.completion_tokens,
+        index=whole.index,
+    )
+    if delta.logprobs:
+        chunk.output_logprobs.CopyFrom(_logprobs(delta.tokens, delta.logprobs))
+    return chunk
+
+
+def _logprobs(tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs:
+    message = pb.OutputLogProbs(token_logprobs=[one.logprob for one in logprobs], token_ids=tokens)
+    if any(one.top for one in logprobs):
+        for one in logprobs:
+            values = [value for _, value in one.top]
+            message.top_logprobs.add(values=values, token_ids=[token for token, _ in one.top])
+    return message
+
+
+def _figures(counts: Acceptance) -> tuple[tuple[str, str], ...]:
+    return (
+        ("x-spec-rounds", str(counts.rounds)),
+        ("x-spec-draft-tokens", str(counts.drafted)),
+        ("x-spec-accepted-tokens", str(counts.accepted)),
+        ("x-spec-accepted-per-position", ",".join(map(str, counts.per_position))),
+        ("x-spec-acceptance-length", f"{counts.length:.4f}"),
+    )
