@@ -1,5 +1,7 @@
 """An answer, put together from its deltas: as figures and as JSON."""
 
+from google.protobuf.message import Message
+
 from serving.protos import peagle_v1_pb2 as pb
 
 
@@ -52,6 +54,18 @@ def as_json(whole: pb.GenerateResponse) -> dict:
             "acceptance_length": counts.acceptance_length,
         },
     }
+
+
+def fields(message: Message) -> dict:
+    """All fields of a message, those that are zero too."""
+    made = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            made[field.name] = list(value)
+        else:
+            made[field.name] = fields(value) if isinstance(value, Message) else value
+    return made
 
 
 def _sequence(sequence: pb.Sequence) -> dict:

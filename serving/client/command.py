@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from serving.client.answer import add, as_json, figures
+from serving.client.answer import add, as_json, fields, figures
 from serving.client.options import ClientError, check, parser
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -110,16 +110,11 @@ def _health(args: argparse.Namespace, channel: grpc.Channel) -> int:
 
 
 def _info(args: argparse.Namespace, stub, metadata: list) -> int:
-    from google.protobuf.json_format import MessageToDict
-
     with _plainly(args):
         options = dict(timeout=args.timeout, metadata=metadata)
         model = stub.GetModelInfo(pb.GetModelInfoRequest(), **options)
         stats = stub.GetStats(pb.GetStatsRequest(), **options)
-    as_dict = lambda message: MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    _write(json.dumps({"model": as_dict(model), "stats": as_dict(stats)}, indent=2) + "\n")
+    _write(json.dumps({"model": fields(model), "stats": fields(stats)}) + "\n")
     return 0
 
 

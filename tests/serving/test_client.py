@@ -204,6 +204,8 @@ def test_info_and_health(ask):
     told = json.loads(out)
     assert (code, told["model"]["name"], told["stats"]["state"]) == (0, "tiny", "serving")
     assert told["stats"]["num_running"] == 0
+    assert told["stats"]["acceptance"]["rounds"] >= 0
+    assert told["model"]["eos_token_ids"] == [126, 127]
     assert ask("--health")[:2] == (0, "SERVING\n")
 
 
