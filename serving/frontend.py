@@ -31,6 +31,13 @@ from serving.worker import EngineWorker, Event, Job, Load, Refused
 
 _log = logging.getLogger(__name__)
 _LONG_TEXT = 4096  # characters; above it the tokenizer would hold up the event loop
+_NO_VARIABLES = {
+    *("self", "messages", "conversation", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+}
+"""Arguments of the functions that apply a chat template: clients choose variables, not these."""
 
 
 class State(enum.Enum):
@@ -134,25 +141,29 @@ class Frontend:
         Raises:
           ServiceError: the model has no tokenizer, or the text is not one.
         """
-        return await self._tokenize(field, len(text), "encode", text)
+        return await self._tokenize(field, len(text), lambda tokenizer: tokenizer.encode(text))
 
     async def chat(
         self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, object], *, field: str
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template; raises as `encode` does."""
-        return await self._tokenize(field, _LONG_TEXT + 1, "chat", messages, **variables)
+        if taken := sorted(variables.keys() & _NO_VARIABLES):
+            raise invalid(field, f"{taken[0]!r} is no variable of a chat template; leave it out")
+        chat = lambda tokenizer: tokenizer.chat(messages, **variables)
+        return await self._tokenize(field, _LONG_TEXT + 1, chat)
 
-    async def _tokenize(self, field: str, size: int, method: str, *args, **named) -> list[int]:
+    async def _tokenize(
+        self, field: str, size: int, encode: Callable[[Tokenizer], list[int]]
+    ) -> list[int]:
         if self.tokenizer is None:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"{field}: this model is served without a tokenizer; send token ids",
             )
-        function = getattr(self.tokenizer, method)
         try:
             if size <= _LONG_TEXT:
-                return function(*args, **named)
-            return await asyncio.to_thread(function, *args, **named)
+                return encode(self.tokenizer)
+            return await asyncio.to_thread(encode, self.tokenizer)
         except ConfigError as error:
             raise invalid(field, str(error)) from error
 

@@ -70,6 +70,7 @@ class _Pems:
     cert: bytes
     key: bytes
     ca: bytes | None
+    context: ssl.SSLContext
 
 
 class Certificates:
@@ -107,6 +108,17 @@ class Certificates:
             require_client_authentication=self._client_ca is not None,
         )
 
+    def context(self) -> ssl.SSLContext:
+        """The same for a server of asyncio."""
+        listening = self._files.value().context
+
+        def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            """Called at every handshake, whether or not the client names a host."""
+            connection.context = self._files.value().context
+
+        listening.sni_callback = renew
+        return listening
+
     def _read(self) -> _Pems:
         """gRPC would take anything, and then fail at every handshake: check first."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -116,8 +128,10 @@ class Certificates:
             if self._client_ca is not None:
                 where = self._client_ca
                 context.load_verify_locations(self._client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
             ca = None if self._client_ca is None else Path(self._client_ca).read_bytes()
-            return _Pems(Path(self._cert).read_bytes(), Path(self._key).read_bytes(), ca)
+            cert, key = Path(self._cert).read_bytes(), Path(self._key).read_bytes()
+            return _Pems(cert, key, ca, context)
         except (OSError, ConfigError) as error:
             raise ConfigError(f"TLS: {where}: {_reason(error)}") from error
 

@@ -7,7 +7,10 @@ from typing import Any
 
 from peagle_jax import Engine
 from serving.frontend import Frontend, Limits, State
+from serving.http.server import HttpServer
 from serving.rpc.server import RpcServer
+
+_OF_BOTH = ("tokens", "certificates", "max_message_bytes")
 
 
 class LiveServer:
@@ -16,11 +19,13 @@ class LiveServer:
     Args:
       engine: not yet warm.
       name, limits, report: as `Frontend` takes them.
-      options: as `RpcServer` takes them.
+      http: whether to serve HTTP too.
+      options: as `RpcServer` and `HttpServer` take them.
 
     Attributes:
       frontend: touch it in the server's loop only, through `call` or `run`.
       address: "127.0.0.1:port" of gRPC.
+      http_address: the same of HTTP.
     """
 
     def __init__(
@@ -30,19 +35,25 @@ class LiveServer:
         name: str = "tiny",
         limits: Limits | None = None,
         report=lambda stream: None,
+        http: bool = False,
         **options,
     ):
         self.engine = engine
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.run(self._start(name, limits, report, options))
+        self.http: HttpServer | None = None
+        self.run(self._start(dict(name=name, limits=limits, report=report), http, options))
 
-    async def _start(self, name: str, limits: Limits | None, report, options: dict) -> None:
-        self.frontend = Frontend(self.engine, name=name, limits=limits, report=report)
+    async def _start(self, frontend_options: dict, http: bool, options: dict) -> None:
+        self.frontend = Frontend(self.engine, **frontend_options)
         self.server = RpcServer(self.frontend, **options)
         port = await self.server.start("127.0.0.1", 0)
         self.address = f"127.0.0.1:{port}"
+        if http:
+            both = {name: options[name] for name in _OF_BOTH if name in options}
+            self.http = HttpServer(self.frontend, **both)
+            self.http_address = f"127.0.0.1:{await self.http.start('127.0.0.1', 0)}"
         self.frontend.start()
         state = await self.frontend.change(State.STARTING)
         await self.server.show(state)
@@ -81,6 +92,8 @@ class LiveServer:
         async def stop():
             await self.frontend.drain(1.0)
             await self.server.stop(0.5)
+            if self.http is not None:
+                await self.http.stop(0.5)
 
         self.run(stop())
         self._loop.call_soon_threadsafe(self._loop.stop)

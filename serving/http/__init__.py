@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's routes, metrics and health, beside gRPC and over the same frontend."""

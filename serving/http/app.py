@@ -1,0 +1,111 @@
+"""All routes as one ASGI application, behind a guard."""
+
+import importlib.metadata
+from collections.abc import Sequence
+
+import grpc
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.errors import ServiceError
+from serving.frontend import Frontend, State
+from serving.http.chat import Chat
+from serving.http.completions import Completions
+from serving.http.errors import answer, content_of, error_answer
+from serving.http.generation import Generation
+from serving.rpc.guard import is_authorized
+
+_OPEN = ("/health", "/ready")  # probes have no tokens
+
+
+def make_app(frontend: Frontend, *, tokens: Sequence[bytes], max_bytes: int) -> ASGIApp:
+    """The application.
+
+    Args:
+      tokens: bearer tokens, looked at anew for every request; empty lets everybody in.
+      max_bytes: of a request's body.
+    """
+    pages = _Pages(frontend)
+    routes = [
+        Route("/health", pages.health),
+        Route("/ready", pages.health),
+        Route("/metrics", pages.metrics),
+        Route("/version", pages.version),
+        Route("/v1/models", pages.models),
+        Route("/v1/models/{name:path}", pages.model),
+        *(
+            Route(one.path, Generation(one, frontend, max_bytes=max_bytes), methods=["POST"])
+            for one in (Completions(frontend), Chat(frontend))
+        ),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_page})
+    return _Guard(app, tokens)
+
+
+class _Guard:
+    """Lets in who has a token."""
+
+    def __init__(self, app: ASGIApp, tokens: Sequence[bytes]):
+        self._app, self._tokens = app, tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = not self._tokens or scope["path"] in _OPEN
+        given = dict(scope["headers"]).get(b"authorization")
+        if is_open or is_authorized(given, self._tokens):
+            await self._app(scope, receive, send)
+            return
+        error = ServiceError(
+            grpc.StatusCode.UNAUTHENTICATED, "send a known token: Authorization: Bearer TOKEN"
+        )
+        await error_answer(error)(scope, receive, send)
+
+
+class _Pages:
+    """What is there to be looked at."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+
+    async def health(self, request: Request) -> Response:
+        state = self._frontend.state
+        return answer({"status": state.value}, 200 if state is State.SERVING else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(
+            self._frontend.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
+
+    async def version(self, request: Request) -> Response:
+        return answer({"version": importlib.metadata.version("peagle-jax")})
+
+    async def models(self, request: Request) -> Response:
+        return answer({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._frontend.name:
+            error = ServiceError(grpc.StatusCode.NOT_FOUND, f"model: there is no {name!r} here")
+            return error_answer(error)
+        return answer(self._model())
+
+    def _model(self) -> dict:
+        frontend = self._frontend
+        return {
+            "id": frontend.name,
+            "object": "model",
+            "created": int(frontend.started),
+            "owned_by": "peagle-jax",
+            "root": frontend.name,
+            "parent": None,
+            "max_model_len": frontend.config.max_model_len,
+        }
+
+
+async def _no_such_page(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return answer(content_of(error.status_code, message), error.status_code, error.headers)

@@ -1,0 +1,175 @@
+"""Runs OpenAI's two generating routes: body in, answer or events out, and an eye on the client.
+
+Nothing is sent before the first delta, so whatever goes wrong until then has its own status, for streams
+too. A client that leaves, waiting in the queue or reading, ends its requests at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import ServiceError, invalid
+from serving.frontend import Frontend
+from serving.harmony import Spoken
+from serving.http import reports
+from serving.http.body import Gone, read_body
+from serving.http.errors import error_answer, failure
+from serving.http.fields import parse
+from serving.http.reply import Reply
+from serving.http.route import Call, Caller, Route
+from serving.rpc import calls
+from serving.stream import Delta, Stream
+
+_log = logging.getLogger(__name__)
+_TRACE = ("traceparent", "tracestate")
+
+
+class Generation:
+    """One route as an ASGI application.
+
+    Args:
+      max_bytes: of a body.
+    """
+
+    def __init__(self, route: Route, frontend: Frontend, *, max_bytes: int):
+        self._route, self._frontend, self._max_bytes = route, frontend, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(scope, receive, send)
+        try:
+            body = await read_body(Headers(scope=scope), receive, self._max_bytes)
+        except Gone:
+            return
+        except ServiceError as error:
+            await reply.whole(error_answer(error))
+            return
+        work = asyncio.create_task(self._work(Headers(scope=scope), body, reply))
+        leave = asyncio.create_task(_client_leaves(receive))
+        try:
+            await asyncio.wait((work, leave), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            leave.cancel()
+            await asyncio.gather(work, leave, return_exceptions=True)
+
+    async def _work(self, headers: Headers, body: bytes, reply: Reply) -> None:
+        """Answers; every error ends in a response or, once that has begun, in an event."""
+        try:
+            await self._answer(headers, body, reply)
+        except ServiceError as error:
+            await reply.fail(error)
+        except OSError as error:
+            _log.debug("a client left while it was answered: %r", error)
+        except Exception as error:
+            _log.exception("a request failed")
+            await reply.fail(failure(error))
+
+    async def _answer(self, headers: Headers, body: bytes, reply: Reply) -> None:
+        fields = parse(body)
+        given = fields.text("request_id")
+        request_id = _request_id(headers.get("x-request-id", "") if given is None else given)
+        reply.headers["x-request-id"] = request_id
+        trace = {name: headers[name] for name in _TRACE if name in headers}
+        call = await self._route.read(fields, Caller(request_id=request_id, trace=trace))
+        envelope = {
+            "id": f"{self._route.prefix}{request_id}",
+            "object": None,
+            "created": int(time.time()),
+            "model": self._frontend.name,
+        }
+        async with contextlib.AsyncExitStack() as stack:
+            streams = [
+                await stack.enter_async_context(self._frontend.open(ask)) for ask in call.asks
+            ]
+            if call.options.is_stream:
+                envelope["object"] = self._route.part_object
+                await _send_events(call, streams, envelope, reply)
+            else:
+                envelope["object"] = self._route.whole_object
+                await reply.content(await _whole(call, streams, envelope))
+
+
+async def _whole(call: Call, streams: Sequence[Stream], envelope: dict) -> dict:
+    """The complete answer."""
+    deltas: dict[int, list[Delta]] = {}
+    async with contextlib.aclosing(_deltas(streams, call.options.n)) as news:
+        async for index, delta in news:
+            deltas.setdefault(index, []).append(delta)
+    choices = [call.choices.whole(index, _joined(deltas[index])) for index in sorted(deltas)]
+    usage = {"usage": reports.final_usage(streams)}
+    return envelope | {"choices": choices} | usage | reports.speculation(streams)
+
+
+async def _send_events(call: Call, streams: Sequence[Stream], envelope: dict, reply: Reply) -> None:
+    """The answer in chunks; the usage comes last, without choices."""
+    options = call.options
+    num_prompt = sum(len(ask.prompt) for ask in call.asks)
+    num_tokens = 0
+    async with contextlib.aclosing(_deltas(streams, options.n)) as news:
+        async for index, delta in news:
+            chunk = envelope | {"choices": [call.choices.part(index, delta)]}
+            num_tokens += len(delta.tokens)
+            if options.with_running_usage:
+                chunk["usage"] = reports.running_usage(num_prompt, num_tokens)
+            await reply.event(chunk)
+    if options.with_usage:
+        usage = {"choices": [], "usage": reports.final_usage(streams)}
+        await reply.event(envelope | usage | reports.speculation(streams))
+    await reply.end_events()
+
+
+async def _deltas(streams: Sequence[Stream], n: int) -> AsyncIterator[tuple[int, Delta]]:
+    """Deltas of all prompts as they come, with the number of their choice."""
+    waiting = {asyncio.create_task(_next(stream)): place for place, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                place = waiting[task]
+                delta = task.result()
+                del waiting[task]
+                if delta is not None:
+                    waiting[asyncio.create_task(_next(streams[place]))] = place
+                    yield place * n + delta.index, delta
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _next(stream: Stream) -> Delta | None:
+    return await anext(stream, None)
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of a sequence as one."""
+    spoken, logprobs = Spoken(), None
+    for delta in deltas:
+        spoken += Spoken(delta.text, delta.reasoning)
+        if delta.logprobs is not None:
+            logprobs = (logprobs or []) + delta.logprobs
+    return replace(
+        deltas[-1],
+        tokens=[token for delta in deltas for token in delta.tokens],
+        text=spoken.text,
+        reasoning=spoken.reasoning,
+        logprobs=logprobs,
+    )
+
+
+def _request_id(given: str) -> str:
+    if not (given.isascii() and given.isprintable()):
+        raise invalid("request_id", "must be printable ASCII")
+    return calls.request_id(given)
+
+
+async def _client_leaves(receive: Receive) -> None:
+    """Returns when the connection is lost."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

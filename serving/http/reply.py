@@ -1,0 +1,63 @@
+"""One response on its way out: as a whole, or as server-sent events."""
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import ServiceError
+from serving.http.errors import answer, dump, error_answer, error_content
+
+_EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would collect the events
+}
+
+
+class Reply:
+    """Sends one response, and knows whether it has begun.
+
+    Attributes:
+      headers: sent with it, whatever it is.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send):
+        self._scope, self._receive, self._send = scope, receive, send
+        self._has_begun = False
+        self.headers: dict[str, str] = {}
+
+    async def whole(self, response: Response) -> None:
+        """Sends a response as it is."""
+        self._has_begun = True
+        await response(self._scope, self._receive, self._send)
+
+    async def content(self, content: dict) -> None:
+        """Sends a JSON object."""
+        await self.whole(answer(content, headers=self.headers))
+
+    async def event(self, content: dict) -> None:
+        """Sends an event; the first begins the response."""
+        await self._data(dump(content))
+
+    async def end_events(self) -> None:
+        """Sends OpenAI's last event and ends the response."""
+        await self._data(b"[DONE]")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: ServiceError) -> None:
+        """Sends an error: with its status while that can be, as an event from then on."""
+        if not self._has_begun:
+            await self.whole(error_answer(error, self.headers))
+            return
+        await self.event(error_content(error))
+        await self.end_events()
+
+    async def _data(self, data: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            headers = [
+                (name.encode("latin-1"), value.encode("latin-1"))
+                for name, value in (_EVENT_HEADERS | self.headers).items()
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = b"data: " + data + b"\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,120 @@
+"""What answers report beside text: log-probabilities, usage, how speculation went."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from peagle_jax.engine.request import Request, TokenLogprob
+from peagle_jax.engine.stats import Acceptance
+from peagle_jax.text import Detokenizer, Tokenizer
+from serving.stream import Stream
+
+_LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
+
+
+def token_name(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token in a report."""
+    return f"token_id:{token}" if tokenizer is None else tokenizer.name_of(token)
+
+
+class CompletionLogprobs:
+    """`logprobs` of completions, one object a sequence: it counts where each token's text begins."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer) if tokenizer else None
+        self._offset = 0
+
+    def of(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict:
+        """Of the next tokens."""
+        name = lambda token: token_name(self._tokenizer, token)
+        return {
+            "tokens": [name(token) for token in tokens],
+            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "top_logprobs": [
+                self._top(token, one) for token, one in zip(tokens, logprobs, strict=True)
+            ],
+            "text_offset": [self._next_offset(token) for token in tokens],
+        }
+
+    def _top(self, token: int, one: TokenLogprob) -> dict[str, float]:
+        """The alternatives, and the token itself if it is not among them."""
+        found: dict[str, float] = {}
+        for other, logprob in (*one.top, (token, one.logprob)):
+            # Tokens that are pieces of characters share a name: the likeliest keeps it.
+            found.setdefault(token_name(self._tokenizer, other), _finite(logprob))
+        return found
+
+    def _next_offset(self, token: int) -> int:
+        before = self._offset
+        if self._text is not None:
+            self._offset += len(self._text.add([token]))
+        return before
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer | None, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+) -> dict:
+    """`logprobs` of chats: of every token, those that are no part of the content included."""
+
+    def entry(token: int, logprob: float) -> dict:
+        written = b"" if tokenizer is None else tokenizer.bytes_of(token)
+        name = token_name(tokenizer, token)
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(written)}
+
+    content = [
+        entry(token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top]}
+        for token, one in zip(tokens, logprobs, strict=True)
+    ]
+    return {"content": content}
+
+
+def running_usage(prompt_tokens: int, completion_tokens: int) -> dict:
+    """Tokens so far."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def final_usage(streams: Sequence[Stream]) -> dict:
+    """Over all sequences of all prompts, drafts as OpenAI counts predictions."""
+    usages = [stream.usage() for stream in streams]
+    counts = Acceptance.of(_requests(streams))
+    usage = running_usage(
+        sum(one.prompt_tokens for one in usages), sum(one.completion_tokens for one in usages)
+    )
+    usage["completion_tokens_details"] = {
+        "accepted_prediction_tokens": counts.accepted,
+        "rejected_prediction_tokens": counts.drafted - counts.accepted,
+    }
+    return usage
+
+
+def speculation(streams: Sequence[Stream]) -> dict:
+    """vLLM's block about one sequence's drafts; nothing for several sequences, or without drafts."""
+    requests = _requests(streams)
+    if len(requests) != 1 or not requests[0].drafted:
+        return {}
+    counts = Acceptance.of(requests)
+    # Drafts are accepted from the front: as many rounds accepted exactly i of them as accepted the i-th
+    # but not the next.
+    at_least = (counts.rounds, *counts.per_position, 0)
+    block = {
+        "mean_acceptance_length": counts.length,
+        "draft_acceptance_rate": counts.accepted / counts.drafted,
+        "acceptance_histogram": [now - after for now, after in pairwise(at_least)],
+        "num_spec_steps": counts.rounds,
+        "num_accepted_draft_tokens": counts.accepted,
+        "num_draft_tokens": counts.drafted,
+        "num_spec_tokens": requests[0].num_draft,
+    }
+    return {"metrics": {"speculative_decoding": block}}
+
+
+def _requests(streams: Sequence[Stream]) -> list[Request]:
+    return [request for stream in streams for request in stream.requests]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

@@ -1,0 +1,69 @@
+"""What the two generating routes have in common, seen from `Generation`, which runs them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from serving.http.fields import Fields
+from serving.http.options import Options
+from serving.stream import Ask, Delta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Who asks: the request's id, and headers of the client's trace (W3C)."""
+
+    request_id: str
+    trace: Mapping[str, str] = field(default_factory=dict)
+
+
+class Choices(Protocol):
+    """Writes what `Delta`s hold as OpenAI's choices; one object a request, as it remembers what it
+    wrote."""
+
+    def part(self, index: int, delta: Delta) -> dict:
+        """A choice in a chunk of a stream."""
+
+    def whole(self, index: int, delta: Delta) -> dict:
+        """A choice of a complete answer; `delta` is all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A request that was understood: one ask for each prompt."""
+
+    asks: Sequence[Ask]
+    options: Options
+    choices: Choices
+
+
+class Route(Protocol):
+    """One of OpenAI's generating routes.
+
+    Attributes:
+      path: as in the URL.
+      prefix: what ids of answers begin with.
+      whole_object, part_object: the "object" of an answer and of a stream's chunk.
+    """
+
+    path: str
+    prefix: str
+    whole_object: str
+    part_object: str
+
+    async def read(self, fields: Fields, caller: Caller) -> Call:
+        """Understands a request.
+
+        Raises:
+          ServiceError: it asks for what is not there, or is no request.
+        """
+
+
+def one_ask_each(ask: Ask, prompts: Sequence[list[int]]) -> list[Ask]:
+    """`ask` for every prompt; of several each gets an id of its own, "ID-0" and so on."""
+    if len(prompts) == 1:
+        return [replace(ask, prompt=prompts[0])]
+    return [
+        replace(ask, prompt=prompt, request_id=f"{ask.request_id}-{place}")
+        for place, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,93 @@
+"""The HTTP server: uvicorn within the running event loop."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+
+from serving.frontend import Frontend
+from serving.http.app import make_app
+from serving.rpc.security import Certificates
+
+_KEEP_ALIVE = 75  # seconds that an idle connection is kept: longer than proxies keep theirs
+_BACKLOG = 2048
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are the application's, not uvicorn's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """All HTTP routes over one frontend.
+
+    Args:
+      frontend: may still be starting.
+      tokens: bearer tokens that let clients in; empty lets everybody in. Health is open to all.
+      certificates: None serves without TLS.
+      max_message_bytes: of a request's body.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        *,
+        tokens: Sequence[bytes] = (),
+        certificates: Certificates | None = None,
+        max_message_bytes: int = 16 << 20,
+    ):
+        self._config = uvicorn.Config(
+            make_app(frontend, tokens=tokens, max_bytes=max_message_bytes),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE,
+        )
+        self._config.load()
+        if certificates is not None:
+            self._config.ssl = certificates.context()
+        self._server = _Uvicorn(self._config)
+        self._task: asyncio.Task | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens, and returns the port.
+
+        Raises:
+          OSError: the address cannot be had.
+        """
+        listener = _listen(host, port)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not (self._server.started or self._task.done()):
+            await asyncio.sleep(0.01)
+        if self._task.done():
+            await self._task
+        return listener.getsockname()[1]
+
+    async def stop(self, grace: float) -> None:
+        """Takes no more requests, and cancels those that run after `grace` seconds."""
+        if self._task is None:
+            return
+        self._config.timeout_graceful_shutdown = grace
+        self._server.should_exit = True
+        await self._task
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        # gRPC takes IPv4 too when it is told to listen on "::".
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

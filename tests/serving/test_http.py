@@ -1,0 +1,379 @@
+"""OpenAI's routes through a live server: a stock client, and requests by hand."""
+
+import asyncio
+import json
+import threading
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from peagle_jax import SamplingParams
+from tests.serving.live import LiveServer
+
+PROMPT = "hello there"
+PLAIN = dict(model="tiny", temperature=0)
+
+
+@pytest.fixture(scope="module")
+def live(make_engine):
+    server = LiveServer(make_engine(), http=True)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    with openai.OpenAI(base_url=url(live, "/v1"), api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(live):
+    with httpx.Client(base_url=url(live), timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(make_engine):
+    """An engine of its own, for what the server should say."""
+    return make_engine()
+
+
+def url(live: LiveServer, path: str = "") -> str:
+    return f"http://{live.http_address}{path}"
+
+
+def events(response: httpx.Response) -> list[dict]:
+    """The chunks of a stream, which must end as OpenAI's do."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_completion_is_what_the_engine_says_alone(server, client, alone):
+    expected = alone.generate([PROMPT], SamplingParams(max_tokens=30))[0]
+    answer = client.completions.create(prompt=PROMPT, max_tokens=30, **PLAIN)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert (answer.object, answer.model) == ("text_completion", "tiny")
+    assert answer.id.startswith("cmpl-")
+    usage = answer.usage
+    assert usage.prompt_tokens == len(expected.prompt)
+    assert usage.completion_tokens == len(expected.tokens)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == expected.accepted
+    assert details.rejected_prediction_tokens == expected.drafted - expected.accepted
+
+
+def test_a_stream_is_the_same_in_pieces(server, client):
+    options = dict(prompt=PROMPT, max_tokens=30, **PLAIN)
+    whole = client.completions.create(**options)
+    chunks = list(
+        client.completions.create(stream=True, stream_options={"include_usage": True}, **options)
+    )
+    assert "".join(c.choices[0].text for c in chunks[:-1]) == whole.choices[0].text
+    assert [c.choices[0].finish_reason for c in chunks[:-2]] == [None] * (len(chunks) - 2)
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].metrics == whole.metrics
+    assert len({c.id for c in chunks}) == 1
+    assert len(list(client.completions.create(stream=True, **options))) == len(chunks) - 1
+
+
+def test_the_block_about_speculation_agrees_with_itself(server, client):
+    answer = client.completions.create(prompt=PROMPT, max_tokens=30, **PLAIN)
+    block = answer.metrics["speculative_decoding"]
+    histogram, steps = block["acceptance_histogram"], block["num_spec_steps"]
+    assert len(histogram) == block["num_spec_tokens"] + 1 == 4
+    assert sum(histogram) == steps
+    assert min(histogram) >= 0
+    accepted = sum(i * count for i, count in enumerate(histogram))
+    assert accepted == block["num_accepted_draft_tokens"]
+    assert block["num_draft_tokens"] == 3 * steps
+    assert block["draft_acceptance_rate"] == pytest.approx(accepted / block["num_draft_tokens"])
+    assert block["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+    # The first token is the prefill's; rounds give the rest, less what the last gave too much.
+    assert 0 <= 1 + steps + accepted - answer.usage.completion_tokens <= 3
+
+
+def test_drafts_are_a_matter_of_the_request(server, client):
+    ask = lambda drafts: client.completions.create(
+        prompt=PROMPT, max_tokens=20, extra_body={"num_speculative_tokens": drafts}, **PLAIN
+    )
+    plain, two = ask(0), ask(2)
+    assert plain.choices[0].text == two.choices[0].text
+    assert not hasattr(plain, "metrics")
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert two.metrics["speculative_decoding"]["num_spec_tokens"] == 2
+
+
+def test_a_chat_is_the_completion_of_its_template(server, client):
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": "ab"}], max_tokens=12, **PLAIN
+    )
+    plain = client.completions.create(prompt="user:ab\n", max_tokens=12, **PLAIN)
+    assert chat.choices[0].message.content == plain.choices[0].text
+    assert chat.choices[0].message.role == "assistant"
+    assert not hasattr(chat.choices[0].message, "reasoning_content")
+    assert chat.usage == plain.usage
+    assert (chat.object, chat.id[:9]) == ("chat.completion", "chatcmpl-")
+    parts = [{"type": "text", "text": "ab"}]
+    again = client.chat.completions.create(
+        messages=[{"role": "user", "content": parts}], max_completion_tokens=12, **PLAIN
+    )
+    assert again.choices[0].message.content == plain.choices[0].text
+
+
+def test_a_chat_streams(server, client):
+    options = dict(messages=[{"role": "user", "content": "ab"}], max_tokens=20, **PLAIN)
+    whole = client.chat.completions.create(**options)
+    chunks = list(
+        client.chat.completions.create(
+            stream=True, stream_options={"include_usage": True}, **options
+        )
+    )
+    assert {c.object for c in chunks} == {"chat.completion.chunk"}
+    roles = [c.choices[0].delta.role for c in chunks[:-1]]
+    assert roles == ["assistant"] + [None] * (len(roles) - 1)
+    text = "".join(c.choices[0].delta.content for c in chunks[:-1])
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+def test_a_chat_without_a_bound_runs_to_the_models_length(server, client):
+    answer = client.chat.completions.create(
+        messages=[{"role": "user", "content": "ab"}], extra_body={"ignore_eos": True}, **PLAIN
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == 96
+    short = client.completions.create(prompt="a", extra_body={"ignore_eos": True}, **PLAIN)
+    assert short.usage.completion_tokens == 16
+
+
+def test_prompts_are_texts_or_tokens_one_or_several(server, client, tokenizer):
+    ask = lambda prompt: client.completions.create(prompt=prompt, max_tokens=9, **PLAIN).choices
+    first, second = ask("ab")[0].text, ask("xyz")[0].text
+    assert first != second
+    ids = [tokenizer.encode(text) for text in ("ab", "xyz")]
+    assert ask(ids[0])[0].text == first
+    for several in (["ab", "xyz"], ids):
+        choices = ask(several)
+        assert [(c.index, c.text) for c in choices] == [(0, first), (1, second)]
+
+
+def test_n_sequences_of_several_prompts_are_numbered_by_prompt(server, client):
+    options = dict(model="tiny", max_tokens=15, n=3, seed=7)
+    single = [client.completions.create(prompt=p, **options).choices for p in ("ab", "xyz")]
+    texts = [choice.text for choices in single for choice in choices]
+    assert len(set(texts)) == 6
+    whole = client.completions.create(prompt=["ab", "xyz"], **options)
+    assert [c.text for c in whole.choices] == texts
+    assert [c.index for c in whole.choices] == list(range(6))
+    assert not hasattr(whole, "metrics")  # they are of one sequence
+    streamed = [""] * 6
+    for chunk in client.completions.create(prompt=["ab", "xyz"], stream=True, **options):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+
+
+def test_temperature_is_one_unless_told_otherwise(server, client):
+    texts = {
+        client.completions.create(model="tiny", prompt="ab", max_tokens=20).choices[0].text
+        for _ in range(4)
+    }
+    assert len(texts) > 1
+    greedy = dict(model="tiny", prompt="ab", max_tokens=20)
+    expected = client.completions.create(temperature=0, **greedy).choices[0].text
+    top = client.completions.create(extra_body={"top_k": 1}, **greedy).choices[0].text
+    assert top == expected
+    with_all = {"top_k": -1, "min_p": 1.0}  # min_p 1 leaves the likeliest
+    assert client.completions.create(extra_body=with_all, **greedy).choices[0].text == expected
+
+
+def test_stop_strings_and_stop_tokens_say_what_stopped(server, client, alone):
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    expected = alone.generate([PROMPT], params)[0]
+    stop = expected.text[10:14]
+    options = dict(prompt=PROMPT, max_tokens=60, **PLAIN)
+    for given in (stop, ["never in it", stop]):
+        answer = client.completions.create(stop=given, extra_body={"ignore_eos": True}, **options)
+        choice = answer.choices[0]
+        assert choice.text == expected.text[: expected.text.index(stop)]
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    token = expected.tokens[5]
+    body = {"ignore_eos": True, "stop_token_ids": [token], "return_token_ids": True}
+    choice = client.completions.create(extra_body=body, **options).choices[0]
+    assert choice.token_ids == expected.tokens[: expected.tokens.index(token) + 1]
+    assert choice.prompt_token_ids == expected.prompt
+    assert choice.stop_reason == token
+
+
+def test_logprobs_of_completions(server, client, tokenizer):
+    body = {"return_token_ids": True, "ignore_eos": True}
+    options = dict(prompt=PROMPT, max_tokens=12, logprobs=2, extra_body=body, **PLAIN)
+    choice = client.completions.create(**options).choices[0]
+    report = choice.logprobs
+    assert report.tokens == [tokenizer.name_of(token) for token in choice.token_ids]
+    for token, logprob, top in zip(
+        report.tokens, report.token_logprobs, report.top_logprobs, strict=True
+    ):
+        assert len(top) == 2
+        assert max(top, key=top.get) == token  # greedy
+        assert top[token] == pytest.approx(logprob, abs=1e-5)
+    for token, offset in zip(report.tokens, report.text_offset, strict=True):
+        assert choice.text[offset : offset + len(token)] == token
+    pieces = list(client.completions.create(stream=True, **options))
+    offsets = [offset for c in pieces for offset in c.choices[0].logprobs.text_offset]
+    assert offsets == report.text_offset
+    assert pieces[0].choices[0].prompt_token_ids == tokenizer.encode(PROMPT)
+    none = client.completions.create(prompt=PROMPT, **PLAIN)
+    assert none.choices[0].logprobs is None
+
+
+def test_logprobs_of_chats(server, client):
+    options = dict(messages=[{"role": "user", "content": "ab"}], max_tokens=9, **PLAIN)
+    choice = client.chat.completions.create(
+        logprobs=True, top_logprobs=3, extra_body={"return_token_ids": True}, **options
+    ).choices[0]
+    entries = choice.logprobs.content
+    assert len(entries) == len(choice.token_ids)
+    assert "".join(entry.token for entry in entries) == choice.message.content
+    for entry in entries:
+        assert bytes(entry.bytes).decode() == entry.token
+        assert entry.top_logprobs[0].token == entry.token
+        assert len(entry.top_logprobs) == 3
+    own = client.chat.completions.create(logprobs=True, **options).choices[0].logprobs.content
+    assert [entry.logprob for entry in own] == pytest.approx([e.logprob for e in entries])
+    assert own[0].top_logprobs == []
+
+
+def test_usage_in_every_chunk(server, http, tokenizer):
+    body = dict(
+        model="tiny", prompt=PROMPT, max_tokens=20, temperature=0, stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )  # fmt: skip
+    chunks = events(http.post("/v1/completions", json=body))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == counts[-2]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {len(tokenizer.encode(PROMPT))}
+
+
+def test_ids_come_back(server, http):
+    body = dict(model="tiny", prompt="a")
+    given = http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+    assert given.headers["x-request-id"] == "mine"
+    assert given.json()["id"] == "cmpl-mine"
+    made = http.post("/v1/completions", json=body)
+    assert made.json()["id"] == f"cmpl-{made.headers['x-request-id']}"
+    named = http.post("/v1/completions", json=body | {"request_id": "yours"})
+    assert named.headers["x-request-id"] == "yours"
+
+
+def test_concurrent_requests_say_what_they_say_alone(server, alone):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 120, n).tolist() for n in rng.integers(1, 50, 24)]
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    expected = [c.tokens for c in alone.generate(prompts, params)]
+    body = dict(max_tokens=25, temperature=0, ignore_eos=True, return_token_ids=True)
+
+    async def ask_all():
+        async with httpx.AsyncClient(base_url=url(server), timeout=120) as http:
+            calls = [
+                http.post("/v1/completions", json=body | dict(prompt=prompt, stream=i % 2 == 0))
+                for i, prompt in enumerate(prompts)
+            ]
+            return await asyncio.gather(*calls)
+
+    for i, response in enumerate(asyncio.run(ask_all())):
+        answers = events(response) if i % 2 == 0 else [response.json()]
+        tokens = [t for one in answers for t in one["choices"][0]["token_ids"]]
+        assert tokens == expected[i]
+
+
+LONG = dict(prompt="a", max_tokens=90, ignore_eos=True, temperature=0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
+def test_a_client_that_leaves_frees_everything(server, http, stream, prompt):
+    """Running or queued: of 20 requests at most 4 run at once."""
+    before = http.get("/metrics").text
+
+    async def ask_and_leave():
+        async with httpx.AsyncClient(base_url=url(server), timeout=60) as client:
+            body = LONG | dict(stream=stream, prompt=prompt)
+            calls = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(20)
+            ]
+            while server.frontend.num_open < 20:
+                await asyncio.sleep(0.001)
+            assert server.frontend.load.num_running <= 4
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    asyncio.run(ask_and_leave())
+    server.check_empty()
+    cancelled = 'peagle:requests_total{code="CANCELLED"'
+    count = lambda text: sum(
+        float(line.split()[-1]) for line in text.splitlines() if line.startswith(cancelled)
+    )
+    assert count(http.get("/metrics").text) > count(before)
+
+
+def test_a_client_that_leaves_amid_a_stream_frees_everything(server, http):
+    with http.stream("POST", "/v1/completions", json=LONG | dict(stream=True)) as response:
+        next(response.iter_lines())
+    server.check_empty()
+
+
+def test_a_slow_reader_stops_nobody(server, http, client):
+    with http.stream("POST", "/v1/completions", json=LONG | dict(stream=True)) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for _ in range(6):
+            client.completions.create(prompt="b", max_tokens=20, **PLAIN)
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
+
+
+def test_draining_finishes_old_requests_and_refuses_new_ones(make_engine):
+    server = LiveServer(make_engine(), http=True)
+    with httpx.Client(base_url=url(server), timeout=60) as http:
+        answers = []
+        threads = [
+            threading.Thread(
+                target=lambda: answers.append(httpx.post(url(server, "/v1/completions"), json=LONG))
+            )
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        while server.frontend.num_open < 6:
+            time.sleep(0.001)
+        drained = threading.Thread(target=lambda: server.run(server.frontend.drain(60.0)))
+        drained.start()
+        while server.frontend.state.value == "serving":
+            time.sleep(0.001)
+        refused = http.post("/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert http.get("/health").status_code == 503
+        for thread in (*threads, drained):
+            thread.join()
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {90}
+    server.close()
+
+
+def test_a_server_without_http_has_no_port(make_engine):
+    server = LiveServer(make_engine())
+    assert server.http is None
+    server.close()
