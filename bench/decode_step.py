@@ -92,6 +92,7 @@ class Models:
             prefill_rows=min(args.prefill_rows, most),
             draft_sampling=args.draft_sampling,
             dtype=self.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
         head, drafter, accept = self.heads.get(method), None, verify
         if head is not None:
@@ -225,6 +226,7 @@ def _identity(args, models: Models, variant: Variant, engine: Engine) -> dict:
         "model": models.preset.name,
         "dtype": models.dtype,
         "weights": models.preset.weights,
+        "kv_cache_dtype": engine.config.kv_cache_dtype,
         "layers": models.preset.target.num_layers,
         "set": "random tokens",
         "method": method,

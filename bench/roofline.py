@@ -35,8 +35,9 @@ _QUANTISED = {"fp8": 1 + 4 / BLOCK**2, "mxfp4": 1 / 2 + 1 / GROUP}
 class Load:
     """What one round works on: `accepted` drafts per sequence on average, `context` tokens before it.
 
-    `dtype` is that of activations, cache and head; `weights` of the target's matrices: a dtype, "fp8"
-    (attention, MLP, experts) or "mxfp4" (experts), None as `dtype`.
+    `dtype` is that of activations and head; `weights` of the target's matrices: a dtype, "fp8"
+    (attention, MLP, experts) or "mxfp4" (experts), None as `dtype`; `cache` of keys and values: "fp8",
+    or "auto" as `dtype`.
     """
 
     batch: int
@@ -45,6 +46,12 @@ class Load:
     accepted: float
     dtype: str
     weights: str | None = None
+    cache: str = "auto"
+
+    @property
+    def cache_item(self) -> int:
+        """Bytes of one number in the cache."""
+        return 1 if self.cache == "fp8" else _ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def target_cost(config: TargetConfig, load: Load) -> Cost:
         moved = attention * dense + read * expert * quantised + item * router
         active = attention + experts.top_k * expert + router
     elements, work = _cache(layers, load, tokens)
-    moved += item * (head + elements + D * tokens)
+    moved += item * (head + D * tokens) + load.cache_item * elements
     return Cost(((moved, 2 * tokens * (active + head) + work),))
 
 
@@ -126,7 +133,7 @@ def drafter_cost(config: DrafterConfig, load: Load) -> Cost:
 
     def one(weights: int, tokens: float, logits: int) -> Cost:
         elements, work = _cache(layers, load, tokens)
-        moved = item * (weights + head + elements + D * tokens)
+        moved = item * (weights + head + D * tokens) + load.cache_item * elements
         return Cost(((moved, 2 * (tokens * weights + logits * head) + work),))
 
     if config.method == "peagle":
@@ -171,6 +178,7 @@ def fraction(
         accepted=row["acceptance_length"] - 1,
         dtype=row["dtype"],
         weights=row["weights"],
+        cache=row.get("kv_cache_dtype", "auto"),
     )
     cost = round_cost(target, drafter, load)
     floor = 1000 * cost.seconds(chip, load.dtype)

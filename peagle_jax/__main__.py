@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
         help="auto: bfloat16 on GPUs, float32 on CPUs",
     )  # fmt: skip
+    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
     add(
         "--quantization", choices=("fp8",),
         help="quantise an unquantised target while it is read (128x128 blocks)",
@@ -166,6 +167,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
         max_num_seqs=min(args.concurrency, len(prompts)),
         max_model_len=args.max_model_len,
         max_logprobs=max(5, most),
+        kv_cache_dtype=args.kv_cache_dtype,
     )
 
 

@@ -45,7 +45,7 @@ def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[
         else:
             ring = config.ring_pages(layer.window)
             kind, shape = RingCache, (config.max_num_seqs + 1, ring, *tail)
-        return kind(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+        return kind(jnp.zeros(shape, config.cache_dtype), jnp.zeros(shape, config.cache_dtype))
 
     return [zeros(layer) for layer in layers]
 

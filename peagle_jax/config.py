@@ -271,7 +271,8 @@ class EngineConfig:
       max_waiting: bound of the waiting queue; above it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
       max_logprobs: alternatives returned per token when a request asks for logprobs.
-      dtype: of weights, activations and KV cache.
+      dtype: of weights and activations.
+      kv_cache_dtype: keys and values are kept as `dtype` ("auto"), or e4m3 with scale 1 ("fp8").
     """
 
     num_draft: int = 7
@@ -285,16 +286,11 @@ class EngineConfig:
     draft_sampling: Literal["argmax", "sample"] = "argmax"
     max_logprobs: int = 5
     dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     def __post_init__(self):
-        for name in (
-            "max_num_seqs",
-            "max_model_len",
-            "page_size",
-            "prefill_chunk",
-            "prefill_rows",
-            "max_waiting",
-        ):
+        sizes = "max_num_seqs max_model_len page_size prefill_chunk prefill_rows max_waiting"
+        for name in sizes.split():
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
@@ -331,9 +327,12 @@ class EngineConfig:
     @property
     def total_pages(self) -> int:
         """P, pages in the pool, with the dummy page 0."""
-        if self.num_pages is not None:
-            return self.num_pages
-        return self.max_num_seqs * self.pages_per_seq + 1
+        return self.num_pages or self.max_num_seqs * self.pages_per_seq + 1
+
+    @property
+    def cache_dtype(self) -> str:
+        """dtype of keys and values in the cache."""
+        return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else self.dtype
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:

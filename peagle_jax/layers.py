@@ -247,6 +247,7 @@ class Attention(nnx.Module):
             eps=self.eps,
             shared_kv=config.shared_kv,
             value_norm=config.value_norm,
+            dtype=x.dtype,
         )
         norms = None if self.q_norm is None else (self.q_norm.weight[...], self.k_norm.weight[...])
         bias = None if self.qkv.bias is None else self.qkv.bias[...]

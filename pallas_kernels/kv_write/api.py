@@ -23,7 +23,7 @@ def write_kv(
     nobody reads. With Z = 4 and a page table row [7, 3], position 5 is slot 1 of page 3.
 
     Args:
-      k_pages, v_pages: [P, Z, K, H] pages of one layer.
+      k_pages, v_pages: [P, Z, K, H] pages of one layer; float8_e4m3fn saturates.
       k, v: [B, T, K, H] new rows.
       page_table: [B, W] int32 page of each Z positions.
       positions: [B, T] int32.

@@ -22,6 +22,14 @@ def write_kv(
     page = jnp.where(inside, page, 0)
     offset = positions % page_size
     return (
-        k_pages.at[page, offset].set(k.astype(k_pages.dtype)),
-        v_pages.at[page, offset].set(v.astype(v_pages.dtype)),
+        k_pages.at[page, offset].set(stored(k, k_pages.dtype)),
+        v_pages.at[page, offset].set(stored(v, v_pages.dtype)),
     )
+
+
+def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """As the cache keeps x: e4m3 saturates, where a plain conversion would make NaN of what is large."""
+    if dtype == jnp.float8_e4m3fn:
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.minimum(jnp.maximum(x, -most), most)
+    return x.astype(dtype)

@@ -23,6 +23,7 @@ class Form:
       shared_kv: there are no columns of v: it is k before its norm.
       value_norm: v is normed too, without a weight.
       ring: the page table is a ring, as `kv_write` says.
+      dtype: of q, and what numbers are rounded to before the cache; None is that of the pages.
     """
 
     num_heads: int
@@ -30,6 +31,7 @@ class Form:
     shared_kv: bool = False
     value_norm: bool = False
     ring: bool = False
+    dtype: jnp.dtype | None = None
 
     def width(self, num_kv_heads: int, head_dim: int) -> int:
         """Columns of the projection."""
@@ -51,13 +53,14 @@ def rope_write(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finishes q, k and v of new rows; k and v go to the cache as `kv_write.write_kv` puts them.
 
-    A head's H numbers are rounded to the cache's dtype where layers done one after the other round:
-    after sum and bias, after the norm and after rope, which is computed in float32 over halves.
+    A head's H numbers are rounded to `form.dtype` where layers done one after the other round: after
+    sum and bias, after the norm and after rope, which is computed in float32 over halves.
 
     Args:
       qkv: [B, T, form.width(K, H)], or float32 parts [S, B, T, width] of a product that was split along
         the axis it sums over; they are added by ascending s.
       k_pages, v_pages: [P, Z, K, H] pages of one layer; donate them and they are updated in place.
+        float8_e4m3fn pages take the rounded numbers, saturated.
       angles: float32 cosines and sines, each [B, T, H / 2].
       page_table: [B, W] int32. Page 0 is a dummy unless the table is a ring: what is written to it may
         be lost.
@@ -65,21 +68,22 @@ def rope_write(
       norms: weights of the norm of each head of q and of k, both [H].
       bias: [width].
     Returns:
-      q [B, T, N, H] in the cache's dtype, and the two updated page arrays.
+      q [B, T, N, H] in `form.dtype`, and the two updated page arrays.
     Raises:
       ValueError: shapes do not fit.
       NotImplementedError: the requested implementation cannot take these arguments here.
     """
     _check(qkv, k_pages, form)
+    dtype = jnp.dtype(form.dtype or k_pages.dtype)
     launch = dispatch.resolve(
-        "rope_write", implementation, chips=CHIPS, refusal=_refusal(qkv, k_pages, v_pages)
+        "rope_write", implementation, chips=CHIPS, refusal=_refusal(qkv, k_pages, v_pages, dtype)
     )
     where = (page_table, positions, form.ring)
     norms = (None, None) if norms is None else norms
     value = (form.shared_kv, form.value_norm)
     args = (qkv, (k_pages, v_pages), angles, where, form.num_heads, norms, form.eps, bias, value)
     if launch is None:
-        return reference.rope_write(*args)
+        return reference.rope_write(*args, dtype)
     # Here, because it is a slow import that plain use on a CPU spares.
     from pallas_kernels.rope_write import mosaic_gpu
 
@@ -95,11 +99,15 @@ def _check(qkv: jax.Array, k_pages: jax.Array, form: Form) -> None:
         raise ValueError(f"{qkv.shape=} has {qkv.shape[0]} parts; at most {MAX_PARTS} are added")
 
 
-def _refusal(qkv: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None:
+def _refusal(
+    qkv: jax.Array, k_pages: jax.Array, v_pages: jax.Array, dtype: jnp.dtype
+) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     H = k_pages.shape[3]
-    if k_pages.dtype != jnp.bfloat16 or v_pages.dtype != jnp.bfloat16:
-        return f"it writes bfloat16 pages, not {k_pages.dtype}"
+    if k_pages.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn) or v_pages.dtype != k_pages.dtype:
+        return f"it writes bfloat16 pages or e4m3 ones, not {k_pages.dtype} and {v_pages.dtype}"
+    if dtype != jnp.bfloat16:
+        return f"it rounds to bfloat16, not {dtype}"
     if qkv.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the projection is {qkv.dtype}, neither bfloat16 nor float32"
     if H not in (64, 128, 256, 512):

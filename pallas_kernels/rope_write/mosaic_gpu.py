@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
+from pallas_kernels.kv_write.reference import stored
 
 _WARPS = 4
 _LANES = 32
@@ -141,7 +142,8 @@ def _kernel(plan: _Plan, interpret):
 
         def store(ref, index, both):
             for half, x in zip(halves, both, strict=True):
-                ref[(*index, half)] = x.astype(jnp.bfloat16)
+                x = x if ref.dtype == jnp.bfloat16 else _round(x)
+                ref[(*index, half)] = stored(x, ref.dtype)
 
         def destination():
             """Page and slot of the row, and whether it has one."""

@@ -17,10 +17,11 @@ def rope_write(
     eps: float,
     bias: jax.Array | None,  # [W]
     value: tuple[bool, bool],  # shared_kv, value_norm
+    dtype: jnp.dtype,  # of q, and of the numbers that are converted for the pages
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     K, H = pages[0].shape[2:]
     shared_kv, value_norm = value
-    heads = _projected(qkv, bias, pages[0].dtype).reshape(*qkv.shape[-3:-1], -1, H)
+    heads = _projected(qkv, bias, dtype).reshape(*qkv.shape[-3:-1], -1, H)
     q, k = heads[..., :num_heads, :], heads[..., num_heads : num_heads + K, :]
     v = k if shared_kv else heads[..., num_heads + K :, :]
     q, k = (

@@ -30,6 +30,7 @@ class Spec:
     ring: bool = False
     length: int = 4096
     page_size: int = 16
+    fp8: bool = False
 
     @property
     def form(self) -> api.Form:
@@ -38,6 +39,7 @@ class Spec:
             shared_kv=self.shared_kv,
             value_norm=self.value_norm,
             ring=self.ring,
+            dtype=jnp.dtype(jnp.bfloat16),
         )
 
 
@@ -60,6 +62,10 @@ SPECS = {
     "gpt-oss-prefill": Spec(batch=1, rows=512, **GPT_OSS),
     "gemma-31b-local": Spec(batch=8, rows=8, parts=4, **GEMMA_LOCAL),
     "gemma-31b-global": Spec(batch=8, rows=8, parts=4, **GEMMA_GLOBAL),
+    "qwen3-moe-fp8-cache": Spec(batch=8, rows=8, parts=2, fp8=True, **QWEN3),
+    "gpt-oss-fp8-cache": Spec(batch=8, rows=8, parts=2, fp8=True, **GPT_OSS),
+    "gemma-31b-local-fp8-cache": Spec(batch=8, rows=8, parts=4, fp8=True, **GEMMA_LOCAL),
+    "gemma-31b-global-fp8-cache": Spec(batch=8, rows=8, parts=4, fp8=True, **GEMMA_GLOBAL),
     "embedded": Spec(batch=2, rows=4, heads=4, kv_heads=2, head_dim=64, length=512, qk_norm=True),
 }
 
@@ -70,7 +76,7 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     B, T, K, H = spec.batch, spec.rows, spec.kv_heads, spec.head_dim
     W, width = spec.length // spec.page_size, spec.form.width(K, H)
     made = jax.ShapeDtypeStruct
-    pages = made((B * W + 1, spec.page_size, K, H), jnp.bfloat16)
+    pages = made((B * W + 1, spec.page_size, K, H), jnp.float8_e4m3fn if spec.fp8 else jnp.bfloat16)
     args = (
         made((spec.parts, B, T, width), jnp.float32)
         if spec.parts

@@ -22,7 +22,7 @@ def _layers(target: TargetConfig, drafter: DrafterConfig | None) -> list[Attenti
 
 
 def _token_bytes(layer: AttentionConfig, config: EngineConfig) -> int:
-    itemsize = 2 if config.dtype == "bfloat16" else 4
+    itemsize = jax.numpy.dtype(config.cache_dtype).itemsize
     return 2 * itemsize * layer.num_kv_heads * layer.head_dim
 
 

@@ -16,6 +16,7 @@ PAGE = 5 * 2 * 8 * 2 * 16 * 4
 def test_a_page_counts_target_and_drafter():
     assert memory.page_bytes(TARGET, HEAD, CONFIG) == PAGE
     assert memory.page_bytes(TARGET, HEAD, replace(CONFIG, dtype="bfloat16")) == PAGE // 2
+    assert memory.page_bytes(TARGET, HEAD, replace(CONFIG, kv_cache_dtype="fp8")) == PAGE // 4
 
 
 @pytest.mark.parametrize(("free_pages", "expected"), [(1000, 17), (10, 10), (5, 5)])
