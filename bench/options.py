@@ -161,6 +161,7 @@ def _add_decode_step(commands) -> None:
     )
     add("--draft-sampling", choices=("argmax", "sample"), default="argmax")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
     add("--page-size", type=_positive, default=64, metavar="N", help="default: 64")
     add("--prefill-chunk", type=_positive, default=512, metavar="N", help="default: 512")
     add("--prefill-rows", type=_positive, default=8, metavar="N", help="prompts per call, at most")
