@@ -35,6 +35,8 @@ _HEADER = re.compile(
     r'^([ \t]*)def [^\n]*(?:\n[^\n]*){0,4}?:[ \t]*\n[ \t]+"""(?:[^"]|"(?!"")){20,800}?"""', re.M
 )
 MAX_HEADER = 192
+CHAT_TEMPLATE = r"{{ messages | map(attribute='content') | join('\n') }}"
+"""For clients that can only chat: the answer continues the code of the last message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         mask_token=MASK,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
