@@ -203,13 +203,12 @@ def multiplier(code: Any) -> Any:
 
     # Written out, because LLVM would narrow the minimum to 16 bits and widen it again.
     text = f"{{ .reg .b32 t; min.u32 t, $1, {_MOST}; mad.lo.u32 $0, t, $2, $3; }}"
-    i32 = i32()
     operands = [
-        arith.extui(i32, vector.extract(code, [], [0])),
+        arith.extui(i32(), vector.extract(code, [], [0])),
         _constant(0x00800080),
         _constant((126 - SHIFT) * 0x00800080),
     ]
-    return llvm.inline_asm(i32, operands, text, "=r,r,n,n")
+    return llvm.inline_asm(i32(), operands, text, "=r,r,n,n")
 
 
 def pairs_of(word: Any, factor: Any) -> list:
