@@ -12,10 +12,13 @@ from peagle_jax import Engine, EngineConfig, runs
 from peagle_jax.engine.memory import page_bytes
 from peagle_jax.loading import load_weights
 from serving.frontend import Frontend, Limits, State
+from serving.http.server import HttpServer
 from serving.logs import configure, log_figures, log_request
 from serving.rpc.security import Certificates, TokenFile
 from serving.rpc.server import RpcServer
 from serving.settings import Settings, num_bytes
+from serving.stream import Stream
+from serving.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 _GRACE = 5.0  # seconds for the last messages of calls that have ended
@@ -35,8 +38,15 @@ def serve(settings: Settings, *, say: Callable[[str], None]) -> int:
     if not settings.no_cache:
         runs.keep_compiled_programs(None)
     doors = _doors(settings)
+    tracer = None
+    if settings.otlp_endpoint is not None:
+        tracer = Tracer.to(settings.otlp_endpoint, served_name(settings))
     engine = make_engine(settings)
-    return asyncio.run(_serve(settings, engine, doors, say))
+    try:
+        return asyncio.run(_serve(settings, engine, doors, _reports(tracer), say))
+    finally:
+        if tracer is not None:
+            tracer.close()
 
 
 def served_name(settings: Settings) -> str:
@@ -107,6 +117,18 @@ def _check_free(host: str, port: int) -> None:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
+def _reports(tracer: Tracer | None) -> Callable[[Stream], None]:
+    """What is written about a stream that has ended."""
+    if tracer is None:
+        return log_request
+
+    def report(stream: Stream) -> None:
+        log_request(stream)
+        tracer.report(stream)
+
+    return report
+
+
 async def _announce(frontend: Frontend, server: RpcServer) -> None:
     """Health follows the frontend's states."""
     state = frontend.state
@@ -117,19 +139,27 @@ async def _announce(frontend: Frontend, server: RpcServer) -> None:
 
 
 async def _serve(
-    settings: Settings, engine: Engine, doors: _Doors, say: Callable[[str], None]
+    settings: Settings,
+    engine: Engine,
+    doors: _Doors,
+    report: Callable[[Stream], None],
+    say: Callable[[str], None],
 ) -> int:
     frontend = Frontend(
         engine,
         name=served_name(settings),
         limits=Limits(max_seconds=settings.max_request_seconds or None, max_n=settings.max_n),
-        report=log_request,
+        report=report,
     )
-    server = RpcServer(
-        frontend,
+    common = dict(
         tokens=doors.tokens,
         certificates=doors.certificates,
         max_message_bytes=settings.max_message_mib << 20,
+    )
+    http = HttpServer(frontend, **common)
+    server = RpcServer(
+        frontend,
+        **common,
         max_connection_seconds=settings.max_connection_seconds,
         with_reflection=settings.offers_reflection,
     )
@@ -139,6 +169,9 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     port = await server.start(settings.host, settings.port)
     say(f"gRPC listens on {settings.host}:{port}")
+    if settings.http_port >= 0:
+        port = await http.start(settings.host, settings.http_port)
+        say(f"HTTP listens on {settings.host}:{port}")
     frontend.start()
     tasks = [asyncio.create_task(_announce(frontend, server))]
     if settings.stats_seconds:
@@ -147,7 +180,7 @@ async def _serve(
     _log.info("told to stop; waiting up to %g s for open requests", settings.drain_seconds)
     await server.show(State.DRAINING)
     await frontend.drain(settings.drain_seconds)
-    await server.stop(_GRACE)
+    await asyncio.gather(server.stop(_GRACE), http.stop(_GRACE))
     for task in tasks:
         task.cancel()
     return 1 if frontend.state is State.DEAD else 0

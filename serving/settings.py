@@ -95,6 +95,9 @@ class Settings:
     stats_seconds: float = _option(
         10.0, "between two log lines of figures; 0 writes none", metavar="S"
     )
+    otlp_endpoint: str | None = _option(
+        None, "collector of OpenTelemetry spans, as http://host:4317", metavar="URL"
+    )
     log_level: str = _option(
         "info", "least severe log lines to write", choices=("debug", "info", "warning", "error")
     )

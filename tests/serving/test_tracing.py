@@ -1,0 +1,165 @@
+"""Spans of requests: children of the client's, with the numbers of the request."""
+
+import builtins
+import time
+
+import grpc
+import httpx
+import pytest
+
+from peagle_jax.config import ConfigError
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
+from serving.tracing import Tracer
+from tests.serving.live import LiveServer
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
+LONG = dict(max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def exporter():
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    return InMemorySpanExporter()
+
+
+@pytest.fixture(scope="module")
+def live(make_engine, exporter):
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = Tracer(provider, "tiny")
+    server = LiveServer(make_engine(), http=True, report=tracer.report)
+    yield server
+    server.close()
+    tracer.close()
+
+
+@pytest.fixture
+def spans(server, exporter):
+    """The spans of what has ended since the test began."""
+    exporter.clear()
+
+    def take():
+        server.check_empty()
+        return exporter.get_finished_spans()
+
+    return take
+
+
+def post(server, path: str, body: dict, **options) -> httpx.Response:
+    return httpx.post(f"http://{server.http_address}{path}", json=body, timeout=60, **options)
+
+
+def test_a_span_is_the_child_of_the_clients(server, spans):
+    body = dict(prompt="hello", max_tokens=20, temperature=0.5, top_p=0.9, seed=3, ignore_eos=True)
+    before = time.time_ns()
+    response = post(server, "/v1/completions", body, headers=HEADERS | {"x-request-id": "mine"})
+    after = time.time_ns()
+    (span,) = spans()
+    assert span.name == "text_completion tiny"
+    assert f"{span.context.trace_id:032x}" == TRACE
+    assert f"{span.parent.span_id:016x}" == PARENT
+    assert span.context.trace_state.get("vendor") == "1"
+    assert span.status.is_ok
+    assert before <= span.start_time < span.end_time <= after
+    found = span.attributes
+    usage = response.json()["usage"]
+    expected = {
+        "gen_ai.request.id": "mine",
+        "gen_ai.request.max_tokens": 20,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.n": 1,
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.completion_tokens": 20,
+        "gen_ai.operation.name": "text_completion",
+        "peagle.protocol": "http",
+        "peagle.status": "OK",
+        "peagle.accepted_tokens": usage["completion_tokens_details"]["accepted_prediction_tokens"],
+    }
+    assert {name: found[name] for name in expected} == expected
+    latency = {
+        name.removeprefix("gen_ai.latency."): value
+        for name, value in found.items()
+        if name.startswith("gen_ai.latency.")
+    }
+    assert latency["e2e"] == pytest.approx((span.end_time - span.start_time) / 1e9, abs=1e-6)
+    parts = [latency[f"time_in_model_{part}"] for part in ("prefill", "decode")]
+    assert latency["time_in_model_inference"] == pytest.approx(sum(parts))
+    assert 0 < latency["time_to_first_token"] < latency["e2e"]
+    assert latency["time_in_queue"] + latency["time_in_model_inference"] <= latency["e2e"]
+    (first,) = span.events
+    assert span.start_time < first.timestamp < span.end_time
+
+
+def test_calls_of_grpc_have_spans_too(server, spans):
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])
+    request = pb.GenerateRequest(chat=chat, stopping=pb.Stopping(max_tokens=5))
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        stub.GenerateOnce(request, metadata=list(HEADERS.items()))
+    (span,) = spans()
+    assert f"{span.parent.span_id:016x}" == PARENT
+    assert span.name == "chat tiny"
+    assert span.attributes["peagle.method"] == "peagle.v1.Generation/GenerateOnce"
+
+
+def test_a_client_that_does_not_sample_gets_no_span(server, spans):
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    assert post(server, "/v1/completions", dict(prompt="a"), headers=headers).status_code == 200
+    assert spans() == ()
+
+
+@pytest.mark.parametrize("headers", [{}, {"traceparent": "nonsense"}])
+def test_without_a_parent_the_span_is_a_root(server, spans, headers):
+    post(server, "/v1/completions", dict(prompt="a"), headers=headers)
+    (span,) = spans()
+    assert span.parent is None
+
+
+def test_errors_and_departures_show(server, spans):
+    request = pb.GenerateRequest(text="a", stopping=pb.Stopping(**LONG))
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        with pytest.raises(grpc.RpcError):
+            [call.result() for call in
+             [stub.GenerateOnce.future(request, timeout=0.01) for _ in range(9)]]  # fmt: skip
+        late = [one for one in spans() if one.attributes["peagle.status"] == "DEADLINE_EXCEEDED"]
+        assert not late[0].status.is_ok
+        assert "time was up" in late[0].status.description
+        assert late[0].attributes["error.type"] == "DEADLINE_EXCEEDED"
+        call = stub.Generate(request)
+        next(call)
+        call.cancel()
+        left = [one for one in spans() if one.attributes["peagle.status"] == "CANCELLED"]
+        assert left[-1].status.status_code.name == "UNSET"
+
+
+def test_without_opentelemetry_the_option_says_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *rest, **more):
+        if name.startswith("opentelemetry"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match=r"pip install 'peagle-jax\[tracing\]'"):
+        Tracer.to("http://localhost:4317", "tiny")
+
+
+def test_the_server_imports_no_opentelemetry_unless_told():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, serving.app; sys.exit(any(m.startswith('opentelemetry') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
