@@ -1,0 +1,198 @@
+"""The whole way: OpenAI's client, the smg gateway, `vllm.grpc.engine.VllmEngine`, the embedded model."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from peagle_jax import EngineConfig, SamplingParams
+from peagle_jax.loading import load
+from tests.serving.live import LiveServer
+
+pytestmark = pytest.mark.slow
+MODEL = "embedded"
+PROMPT = "def quicksort(xs):"
+SHORT = dict(model=MODEL, max_tokens=40, temperature=0)
+SIZES = EngineConfig(
+    num_draft=5, max_num_seqs=4, max_model_len=256, prefill_chunk=32, max_waiting=64
+)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def live():
+    server = LiveServer(load(config=SIZES), name=MODEL)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(live):
+    """The test must leave it empty."""
+    yield live
+    live.check_empty()
+
+
+@pytest.fixture(scope="module")
+def gateway(live, tmp_path_factory):
+    """The gateway's base URL. It knows the worker's address and nothing else, and has no network."""
+    port, metrics_port = free_ports(2)
+    log = tmp_path_factory.mktemp("smg") / "log"
+    command = [
+        Path(sys.executable).with_name("smg"), "launch", "--host", "127.0.0.1", "--port", port,
+        "--worker-urls", f"grpc://{live.address}", "--disable-retries",
+        "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port,
+    ]  # fmt: skip
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+    try:
+        url = f"http://127.0.0.1:{port}/v1"
+        wait_for_model(url, process, log)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_for_model(url: str, process: subprocess.Popen, log: Path) -> None:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for _ in range(300):
+            assert process.poll() is None, log.read_text()
+            try:
+                if [model.id for model in client.models.list()] == [MODEL]:
+                    client.completions.create(prompt="a", model=MODEL, max_tokens=1)
+                    return
+            except openai.APIError:
+                pass  # not up, or still fetching the tokenizer
+            time.sleep(0.2)
+    pytest.fail(f"the gateway did not find the server: {log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    with openai.OpenAI(base_url=gateway, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the engine says alone."""
+    engine = load(config=SIZES)
+    return engine.generate([PROMPT], SamplingParams(max_tokens=40))[0]
+
+
+def check_usage(usage, expected) -> None:
+    """Tokens as they are, and speculation as it went."""
+    assert usage.prompt_tokens == len(expected.prompt)
+    assert usage.completion_tokens == len(expected.tokens)
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == expected.accepted > 0
+    assert details.rejected_prediction_tokens == expected.drafted - expected.accepted
+
+
+def user(text: str) -> list[dict]:
+    return [dict(role="user", content=text)]
+
+
+def test_a_completion_is_what_the_engine_says_alone(server, client, expected):
+    completion = client.completions.create(prompt=PROMPT, **SHORT)
+    assert completion.choices[0].text == expected.text
+    assert completion.choices[0].finish_reason == "length"
+    check_usage(completion.usage, expected)
+
+
+def test_a_chat_continues_the_last_message(server, client, expected):
+    chat = client.chat.completions.create(messages=user(PROMPT), **SHORT)
+    assert chat.choices[0].message.content == expected.text
+    check_usage(chat.usage, expected)
+    first, _, second = "import os\n\n\ndef main():".partition("\n")
+    talk = [dict(role="system", content=first), *user(second)]
+    joined = client.completions.create(prompt=f"{first}\n{second}", **SHORT)
+    chat = client.chat.completions.create(messages=talk, **SHORT)
+    assert chat.choices[0].message.content == joined.choices[0].text
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_streams_are_the_same_in_pieces(server, client, expected, kind):
+    options = SHORT | dict(stream=True, stream_options=dict(include_usage=True))
+    if kind == "chat":
+        chunks = list(client.chat.completions.create(messages=user(PROMPT), **options))
+        pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    else:
+        chunks = list(client.completions.create(prompt=PROMPT, **options))
+        pieces = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert sum(map(bool, pieces)) > 3
+    assert "".join(piece or "" for piece in pieces) == expected.text
+    check_usage(chunks[-1].usage, expected)
+
+
+def test_logprobs_reach_the_client(server, client, expected):
+    options = SHORT | dict(logprobs=True, top_logprobs=2)
+    chat = client.chat.completions.create(messages=user(PROMPT), **options)
+    content = chat.choices[0].logprobs.content
+    assert "".join(one.token for one in content) == expected.text
+    stream = client.chat.completions.create(messages=user(PROMPT), stream=True, **options)
+    streamed = [
+        one
+        for chunk in stream
+        if chunk.choices and chunk.choices[0].logprobs
+        for one in chunk.choices[0].logprobs.content or ()
+    ]
+    assert streamed == content
+    for one in content:
+        assert one.top_logprobs[0].logprob == pytest.approx(one.logprob, abs=1e-4)  # greedy
+        assert len(one.top_logprobs) == 2
+
+
+def test_sampling_and_stop_strings_reach_the_engine(server, client, expected):
+    stop = expected.text[12:17]
+    stopped = client.completions.create(prompt=PROMPT, stop=[stop], **SHORT)
+    assert stopped.choices[0].text == expected.text[: expected.text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+    options = SHORT | dict(temperature=1, n=2, seed=3)
+    twice = [client.chat.completions.create(messages=user(PROMPT), **options) for _ in range(2)]
+    first, second = ({c.index: c.message.content for c in one.choices} for one in twice)
+    assert first == second
+    assert len(set(first.values())) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (dict(presence_penalty=0.5), "sampling_params.presence_penalty"),
+        (dict(response_format=dict(type="json_object")), "sampling_params.json_schema"),
+        (dict(n=2), "sampling_params.n"),
+    ],
+)
+def test_what_the_engine_refuses_is_a_bad_request(server, client, options, field):
+    with pytest.raises(openai.BadRequestError, match=field):
+        client.chat.completions.create(messages=user(PROMPT), **SHORT | options)
+
+
+def test_leaving_a_stream_frees_its_pages(server, client):
+    options = SHORT | dict(max_tokens=230, temperature=1, extra_body=dict(ignore_eos=True))
+    streams = [client.completions.create(prompt=PROMPT, stream=True, **options) for _ in range(3)]
+    next(iter(streams[0]))
+    assert server.call(lambda: server.frontend.load.pages_used) > 0
+    rounds = server.frontend.load.rounds
+    for stream in streams:
+        stream.close()
+    server.check_empty()
+    assert server.frontend.load.rounds - rounds < 100
