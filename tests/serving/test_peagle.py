@@ -11,6 +11,7 @@ from grpc_status import rpc_status
 from peagle_jax import SamplingParams
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from tests.serving.live import LiveServer
 
 PROMPT = "hello there"
 LONG = pb.Stopping(max_tokens=60, ignore_eos=True)
@@ -245,8 +246,6 @@ def test_model_info_and_stats(server, stub):
 
 
 def test_the_death_of_the_engine_ends_every_stream(make_engine):
-    from tests.serving.live import LiveServer
-
     server = LiveServer(make_engine())
     with grpc.insecure_channel(server.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
@@ -267,9 +266,23 @@ def test_the_death_of_the_engine_ends_every_stream(make_engine):
     server.close()
 
 
-def test_draining_refuses_new_requests_and_finishes_old_ones(make_engine):
-    from tests.serving.live import LiveServer
+def test_a_round_that_hangs_counts_as_death(make_engine):
+    server = LiveServer(make_engine())
+    held = threading.Event()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        call = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
+        next(call)
+        server.engine.scheduler.schedule = held.wait
+        server.run(server.frontend.watch(0.2))
+        with pytest.raises(grpc.RpcError, match="TimeoutError") as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+    held.set()
+    server.close()
 
+
+def test_draining_refuses_new_requests_and_finishes_old_ones(make_engine):
     server = LiveServer(make_engine())
     with grpc.insecure_channel(server.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
