@@ -174,6 +174,8 @@ async def _serve(
         say(f"HTTP listens on {settings.host}:{port}")
     frontend.start()
     tasks = [asyncio.create_task(_announce(frontend, server))]
+    if settings.round_seconds:
+        tasks.append(asyncio.create_task(frontend.watch(settings.round_seconds)))
     if settings.stats_seconds:
         tasks.append(asyncio.create_task(log_figures(frontend, settings.stats_seconds)))
     await stop.wait()

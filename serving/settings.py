@@ -92,6 +92,9 @@ class Settings:
         "calls go on; 0 never asks",
         metavar="S",
     )
+    round_seconds: float = _option(
+        300.0, "a round that takes longer means a dead engine; 0 waits for ever", metavar="S"
+    )
     stats_seconds: float = _option(
         10.0, "between two log lines of figures; 0 writes none", metavar="S"
     )
