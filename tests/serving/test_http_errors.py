@@ -1,0 +1,333 @@
+"""What the HTTP port refuses, and how: statuses, named fields, sizes."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import openai
+import pytest
+
+from serving.frontend import Limits
+from tests.serving.live import LiveServer
+
+LONG = dict(prompt="a", max_tokens=90, ignore_eos=True, temperature=0)
+HELLO = [{"role": "user", "content": "a"}]
+BOUND = 50_000  # bytes of a body
+
+
+@pytest.fixture(scope="module")
+def live(make_engine):
+    server = LiveServer(make_engine(), http=True, max_message_bytes=BOUND)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def http(live):
+    with httpx.Client(base_url=f"http://{live.http_address}", timeout=60) as made:
+        yield made
+
+
+def refusal(response: httpx.Response, status: int = 400) -> dict:
+    """The error object of a response with that status."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+SAMPLING = {
+    "temperature": [-1, 101, "hot", True],
+    "top_p": [0, 1.5, []],
+    "top_k": [-2, 1.5, 2**31, False],
+    "min_p": [2, "x"],
+    "seed": [-1, 2**63, 0.5],
+    "n": [0, 17, "2", 10**400],
+    "stop": [[""], 5, [5], ["x"] * 17, {}],
+    "stop_token_ids": [5, ["a"], [True], list(range(257))],
+    "num_speculative_tokens": [4, -1, "all"],
+    "ignore_eos": [1, "yes"],
+    "stream": ["true", 1],
+    "return_token_ids": [1],
+    "model": [5],
+    "request_id": ["x" * 257, "a\nb", "ä", 5],
+    "frequency_penalty": [0.5, "none", False],
+    "presence_penalty": [-1],
+    "repetition_penalty": [1.1, True],
+    "logit_bias": [{"5": 1}],
+    "best_of": [2],
+    "min_tokens": [1],
+    "bad_words": [["x"]],
+    "response_format": [{"type": "json_object"}],
+    "structured_outputs": [{"regex": "a"}],
+    "guided_regex": ["a"],
+    "prompt_logprobs": [1],
+    "skip_special_tokens": [False],
+    "store": [True],
+    "tempratur": [1],
+    "_": [0],
+}
+COMPLETION = SAMPLING | {
+    "prompt": ["", [], [[]], ["a", 5], [5, "a"], [128], [-1], [True], 5, {}, [5] * 96, ["a"] * 17],
+    "max_tokens": [0, -1, 1.5, "16", True],
+    "logprobs": [4, -1, True],
+    "echo": [True],
+    "suffix": ["x"],
+}
+CHAT = SAMPLING | {
+    "messages": [[], 5, "hi"],
+    "messages[0]": [[5], [[]]],
+    "messages[0].role": [[{"content": "a"}], [{"role": 5, "content": "a"}]],
+    "messages[0].content": [[{"role": "user"}], [{"role": "user", "content": 5}]],
+    "messages[1].content[0].type": [
+        [*HELLO, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    ],
+    "messages[0].content[0].text": [[{"role": "user", "content": [{"type": "text"}]}]],
+    "messages[0].content[0].extra": [
+        [{"role": "user", "content": [{"type": "text", "text": "a", "extra": 1}]}]
+    ],
+    "messages[0].tool_calls": [[{"role": "assistant", "content": "a", "tool_calls": [{}]}]],
+    "messages[0].extra": [[{"role": "user", "content": "a", "extra": 1}]],
+    "max_tokens": [0, "5"],
+    "max_completion_tokens": [0, 2.5],
+    "logprobs": [5, "yes"],
+    "top_logprobs": [4, -1, "x"],
+    "tools": [[{"type": "function"}]],
+    "tool_choice": ["auto", "required"],
+    "reasoning_effort": [5],
+    "chat_template_kwargs": [5],
+}
+
+
+def cases(table: dict) -> list[tuple[str, object]]:
+    return [(field, value) for field, values in table.items() for value in values]
+
+
+def as_text(value: object) -> str:
+    return json.dumps(value)[:40] if not isinstance(value, str) else repr(value[:40])
+
+
+@pytest.mark.parametrize(("field", "value"), cases(COMPLETION), ids=as_text)
+def test_completions_name_what_is_wrong(server, http, field, value):
+    body = dict(prompt="a") | {field: value}
+    if field == "n":
+        body["temperature"] = 1
+    for stream in (False, True):
+        if field == "stream":
+            stream = value
+        error = refusal(http.post("/v1/completions", json=body | dict(stream=stream)))
+        assert (error["param"], error["type"]) == (field, "invalid_request_error")
+        assert error["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(("field", "value"), cases(CHAT), ids=as_text)
+def test_chats_name_what_is_wrong(server, http, field, value):
+    body = dict(messages=HELLO, logprobs=True) | {field.partition("[")[0]: value}
+    error = refusal(http.post("/v1/chat/completions", json=body))
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ")
+
+
+def test_what_asks_for_nothing_passes(server, http):
+    nothing = dict(
+        user="me", metadata={"a": "b"}, frequency_penalty=0, presence_penalty=0.0, best_of=1,
+        repetition_penalty=1.0, logit_bias={}, min_tokens=0, store=False, stop=None, seed=None,
+        response_format={"type": "text"}, stream_options=None, nonsense=None, top_k=-1,
+    )  # fmt: skip
+    completion = nothing | dict(prompt="a", max_tokens=3, echo=False, suffix="", logprobs=None)
+    assert http.post("/v1/completions", json=completion).status_code == 200
+    answered = {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}
+    chat = nothing | dict(messages=[*HELLO, answered], max_tokens=3, tools=[], tool_choice="none")
+    chat |= dict(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+
+
+def test_arguments_of_the_templates_code_are_no_variables(server, http):
+    for name in ("tokenize", "chat_template", "messages", "self", "padding"):
+        body = dict(messages=HELLO, chat_template_kwargs={name: "x"})
+        error = refusal(http.post("/v1/chat/completions", json=body))
+        assert repr(name) in error["message"]
+
+
+def test_combinations_that_contradict_themselves_are_refused(server, http):
+    post = lambda path, **body: refusal(http.post(path, json=body))
+    wrong = post("/v1/completions", prompt="a", stream_options={"include_usage": True})
+    assert wrong["param"] == "stream_options"
+    wrong = post("/v1/completions", prompt="a", stream=True, stream_options={"usage": True})
+    assert wrong["param"] == "stream_options.usage"
+    wrong = post("/v1/completions", prompt="a", n=2, temperature=0)
+    assert wrong["param"] == "n"
+    wrong = post("/v1/completions", prompt=["a"] * 6, n=3)
+    assert wrong["param"] == "prompt"
+    wrong = post("/v1/chat/completions", messages=HELLO, top_logprobs=2)
+    assert wrong["param"] == "top_logprobs"
+    wrong = post("/v1/chat/completions", messages=HELLO, max_tokens=2, max_completion_tokens=3)
+    assert wrong["param"] == "max_tokens"
+    assert post("/v1/completions")["param"] == "prompt"
+    assert post("/v1/chat/completions")["param"] == "messages"
+
+
+BODIES = [b"", b"{", b"[]", b"5", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 20000,
+          b'{"prompt": "a", "temperature": Infinity}', b'{"prompt": [' + b"1" * 5000 + b"]}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:20]))
+def test_what_is_no_json_object_is_refused(server, http, body):
+    headers = {"content-type": "application/json"}
+    error = refusal(http.post("/v1/completions", content=body, headers=headers))
+    assert error["param"] == "body"
+
+
+def test_half_a_surrogate_pair_is_refused_without_harm(server, http):
+    headers = {"content-type": "application/json"}
+    for body in (rb'{"prompt": "\ud800"}', rb'{"\ud800": 1, "prompt": "a"}'):
+        refusal(http.post("/v1/completions", content=body, headers=headers))
+    body = rb'{"prompt": "a", "stop": "\ud800"}'
+    assert http.post("/v1/completions", content=body, headers=headers).status_code == 200
+
+
+def test_bodies_are_bounded(server, http):
+    body = json.dumps(dict(prompt="a" * BOUND)).encode()
+    headers = {"content-type": "application/json"}
+    for content in (body, iter([body])):  # with its length in front, and in chunks without
+        error = refusal(http.post("/v1/completions", content=content, headers=headers))
+        assert "50000 bytes" in error["message"]
+    assert http.get("/health").status_code == 200
+
+
+def test_other_types_of_content_are_refused(server, http):
+    error = refusal(http.post("/v1/completions", data={"prompt": "a"}))
+    assert error["param"] == "content-type"
+
+
+def test_there_is_one_model(server, http):
+    for path, body in (
+        ("completions", dict(prompt="a")),
+        ("chat/completions", dict(messages=HELLO)),
+    ):
+        error = refusal(http.post(f"/v1/{path}", json=body | dict(model="gpt-5")), 404)
+        assert (error["param"], error["code"]) == ("model", "not_found")
+    models = http.get("/v1/models").json()["data"]
+    assert [(one["id"], one["max_model_len"]) for one in models] == [("tiny", 96)]
+    assert http.get("/v1/models/tiny").json() == models[0]
+    refusal(http.get("/v1/models/gpt-5"), 404)
+
+
+def test_unknown_pages_and_methods(server, http):
+    refusal(http.get("/v1/nothing"), 404)
+    refusal(http.get("/v1/completions"), 405)
+    refusal(http.post("/metrics"), 405)
+    assert set(http.get("/version").json()) == {"version"}
+
+
+def test_an_id_is_unique_while_it_runs(server, http):
+    body = LONG | dict(stream=True)
+    headers = {"x-request-id": "twice"}
+    with http.stream("POST", "/v1/completions", json=body, headers=headers) as first:
+        assert first.status_code == 200
+        error = refusal(http.post("/v1/completions", json=LONG, headers=headers), 409)
+        assert error["code"] == "already_exists"
+        first.read()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_says_when_to_come_back(server, stream):
+    async def ask():
+        limits = httpx.Limits(max_connections=None)
+        address = f"http://{server.http_address}"
+        async with httpx.AsyncClient(base_url=address, timeout=120, limits=limits) as http:
+            body = LONG | dict(stream=stream)
+            return await asyncio.gather(
+                *(http.post("/v1/completions", json=body) for _ in range(120))
+            )
+
+    answers = asyncio.run(ask())
+    assert {one.status_code for one in answers} == {200, 429}
+    refused = next(one for one in answers if one.status_code == 429)
+    assert refusal(refused, 429)["type"] == "rate_limit_error"
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+
+
+def test_several_prompts_are_accepted_together_or_not_at_all(server, http):
+    """The second has no room for output: the first must not run on."""
+    error = refusal(http.post("/v1/completions", json=LONG | dict(prompt=[[5], [5] * 96])))
+    assert error["param"] == "prompt"
+    server.check_empty()
+
+
+def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
+    server = LiveServer(make_engine(), http=True, limits=Limits(max_seconds=1.5))
+    schedule = server.engine.scheduler.schedule
+
+    def slow():
+        time.sleep(0.1)  # of 90 tokens the first come in time, the last do not
+        return schedule()
+
+    server.engine.scheduler.schedule = slow
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=60) as http:
+        assert refusal(http.post("/v1/completions", json=LONG), 504)["type"] == "server_error"
+        # Begun with a status of 200, it can tell of the error by an event only.
+        answer = http.post("/v1/completions", json=LONG | dict(stream=True))
+        assert answer.status_code == 200
+        lines = [line for line in answer.text.split("\n\n") if line]
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+        assert lines[-1] == "data: [DONE]"
+        with openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="x") as client:
+            stream = client.completions.create(
+                model="tiny", prompt="a", max_tokens=90, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            with pytest.raises(openai.APIError, match="time was up"):
+                list(stream)
+    server.check_empty()
+    server.close()
+
+
+def test_the_death_of_the_engine_is_told(make_engine):
+    server = LiveServer(make_engine(), http=True)
+
+    def die(*args):
+        raise RuntimeError("out of luck")
+
+    server.engine.programs.round = die
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=60) as http:
+        assert http.get("/ready").json() == {"status": "serving"}
+        assert "RuntimeError" in refusal(http.post("/v1/completions", json=LONG), 500)["message"]
+        refused = http.post("/v1/completions", json=LONG | dict(stream=True))
+        refusal(refused, 503)
+        assert "retry-after" not in refused.headers
+        for path in ("/health", "/ready"):
+            assert http.get(path).status_code == 503
+            assert http.get(path).json() == {"status": "dead"}
+    server.close()
+
+
+def test_a_defect_of_ours_is_a_500_without_details(make_engine, monkeypatch):
+    server = LiveServer(make_engine(), http=True)
+
+    def fail(*args, **named):
+        raise KeyError("secret")
+
+    monkeypatch.setattr(server.frontend, "open", fail)
+    error = refusal(httpx.post(f"http://{server.http_address}/v1/completions", json=LONG), 500)
+    assert "KeyError" in error["message"]
+    assert "secret" not in error["message"]
+    server.close()
+
+
+def test_without_a_tokenizer_tokens_go_in_and_out(make_engine):
+    server = LiveServer(make_engine(with_tokenizer=False), http=True)
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=60) as http:
+        body = LONG | dict(prompt=[5, 6], max_tokens=8, return_token_ids=True, logprobs=1)
+        choice = http.post("/v1/completions", json=body).json()["choices"][0]
+        assert (len(choice["token_ids"]), choice["text"]) == (8, "")
+        names = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert choice["logprobs"]["tokens"] == names
+        assert "tokenizer" in refusal(http.post("/v1/completions", json=LONG))["message"]
+        chat = http.post("/v1/chat/completions", json=dict(messages=HELLO))
+        assert "tokenizer" in refusal(chat)["message"]
+        stop = http.post("/v1/completions", json=body | dict(stop="x"))
+        assert refusal(stop)["param"] == "stop"
+    server.close()

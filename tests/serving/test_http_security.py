@@ -1,0 +1,97 @@
+"""Who may use the HTTP port: bearer tokens, certificates of both sides, and the port itself."""
+
+import os
+import socket
+import ssl
+
+import httpx
+import pytest
+
+from serving.http.server import HttpServer
+from serving.rpc.security import Certificates, TokenFile
+from tests.serving.certificates import authority, signed
+from tests.serving.live import LiveServer
+from tests.serving.test_http_errors import LONG, refusal
+
+
+def test_a_token_opens_everything_but_health(make_engine, tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("open sesame\n")
+    server = LiveServer(make_engine(), http=True, tokens=TokenFile(file))
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=60) as http:
+        for path in ("/health", "/ready"):
+            assert http.get(path).status_code == 200
+        known = {"authorization": "Bearer open sesame"}
+        for given in ({}, {"authorization": "Bearer x"}, {"authorization": "open sesame"}):
+            for path in ("/metrics", "/v1/models", "/version", "/nothing"):
+                refused = http.get(path, headers=given)
+                assert refusal(refused, 401)["type"] == "authentication_error"
+                assert refused.headers["www-authenticate"] == "Bearer"
+            refusal(http.post("/v1/completions", json=LONG, headers=given), 401)
+        assert http.get("/metrics", headers=known).status_code == 200
+        assert http.post("/v1/completions", json=LONG, headers=known).status_code == 200
+        os.utime(file, (1, 1))
+        file.write_text("another one\n")
+        refusal(http.get("/metrics", headers=known), 401)
+        assert http.get("/metrics", headers={"authorization": "bearer another one"}).is_success
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pki")
+    ca = authority(folder, "ca")
+    made = {name: signed(folder, name, ca) for name in ("server", "second", "client")}
+    return made | dict(ca=ca)
+
+
+def peer_certificate(address: str, ca: str) -> bytes:
+    host, _, port = address.partition(":")
+    context = ssl.create_default_context(cafile=ca)
+    with (
+        socket.create_connection((host, int(port)), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname=host) as secure,
+    ):
+        return secure.getpeercert(binary_form=True)
+
+
+def test_tls_certificates_rotate(make_engine, pki, tmp_path):
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    cert.write_bytes(pki["server"].bytes()[0])
+    key.write_bytes(pki["server"].bytes()[1])
+    server = LiveServer(make_engine(), http=True, certificates=Certificates(str(cert), str(key)))
+    der = lambda pair: ssl.PEM_cert_to_DER_cert(pair.bytes()[0].decode())
+    trusted = ssl.create_default_context(cafile=pki["ca"].cert)
+    with httpx.Client(base_url=f"https://{server.http_address}", verify=trusted) as https:
+        answer = https.post("/v1/completions", json=LONG, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 90
+    assert peer_certificate(server.http_address, pki["ca"].cert) == der(pki["server"])
+    key.write_bytes(pki["second"].bytes()[1])
+    cert.write_bytes(pki["second"].bytes()[0])
+    assert peer_certificate(server.http_address, pki["ca"].cert) == der(pki["second"])
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://{server.http_address}/health")
+    server.close()
+
+
+def test_clients_must_show_certificates_where_they_are_asked_for(make_engine, pki):
+    certificates = Certificates(pki["server"].cert, pki["server"].key, pki["ca"].cert)
+    server = LiveServer(make_engine(), http=True, certificates=certificates)
+    trusted = ssl.create_default_context(cafile=pki["ca"].cert)
+    with (
+        httpx.Client(base_url=f"https://{server.http_address}", verify=trusted) as https,
+        pytest.raises(httpx.TransportError),
+    ):
+        https.get("/health")
+    trusted.load_cert_chain(pki["client"].cert, pki["client"].key)
+    with httpx.Client(base_url=f"https://{server.http_address}", verify=trusted) as https:
+        assert https.get("/health").status_code == 200
+    server.close()
+
+
+def test_a_port_that_is_taken_is_said_so(make_engine):
+    server = LiveServer(make_engine(), http=True)
+    port = int(server.http_address.rpartition(":")[2])
+    with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1"):
+        server.run(HttpServer(server.frontend).start("127.0.0.1", port))
+    server.close()

@@ -1,0 +1,241 @@
+"""Prometheus metrics as scrapers see them: vLLM's names, and values that move as requests run."""
+
+import asyncio
+import re
+import threading
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving.live import LiveServer
+
+LABELS = {"model_name": "tiny", "engine": "0"}
+BODY = dict(prompt="hello there", max_tokens=20, temperature=0, ignore_eos=True)
+
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": (),
+    "vllm:spec_decode_num_draft_tokens": (),
+    "vllm:spec_decode_num_accepted_tokens": (),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("position",),
+    "vllm:prefix_cache_queries": (),
+    "vllm:prefix_cache_hits": (),
+    "vllm:prompt_tokens": (),
+    "vllm:generation_tokens": (),
+    "vllm:request_success": ("finished_reason",),
+    "vllm:num_preemptions": (),
+    "vllm:admission_rejections": ("reason",),
+    "peagle:requests": ("protocol", "code"),
+    "peagle:rounds": (),
+}
+GAUGES = {
+    "vllm:num_requests_running": (),
+    "vllm:num_requests_waiting": (),
+    "vllm:num_requests_waiting_by_reason": ("reason",),
+    "vllm:kv_cache_usage_perc": (),
+    "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
+    "peagle:acceptance_length": (),
+    "peagle:open_requests": (),
+}
+HISTOGRAMS = (
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:iteration_tokens_total",
+)
+
+
+@pytest.fixture(scope="module")
+def live(make_engine):
+    server = LiveServer(make_engine(), http=True)
+    yield server
+    server.close()
+
+
+def post(server: LiveServer, **changes) -> dict:
+    answer = httpx.post(
+        f"http://{server.http_address}/v1/completions", json=BODY | changes, timeout=60
+    )
+    return answer.json()
+
+
+def scrape(server: LiveServer) -> dict[str, float]:
+    """Values by sample name, its own labels attached: 'vllm:request_success_total{stop}'."""
+    server.check_empty()
+    found = {}
+    text = httpx.get(f"http://{server.http_address}/metrics").text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = [value for name, value in sample.labels.items() if name not in LABELS]
+            assert sample.labels.items() >= LABELS.items()
+            found[sample.name + (f"{{{','.join(own)}}}" if own else "")] = sample.value
+    return found
+
+
+def moved(server: LiveServer, before: dict[str, float]) -> dict[str, float]:
+    """What changed, and by how much."""
+    now = scrape(server)
+    changes = {name: value - before.get(name, 0) for name, value in now.items()}
+    return {name: value for name, value in changes.items() if value}
+
+
+def test_names_kinds_and_labels_are_vllms(server):
+    post(server)
+    post(server, max_tokens=1)
+    answer = httpx.get(f"http://{server.http_address}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = {one.name: one for one in text_string_to_metric_families(answer.text)}
+    for kind, names in (("counter", COUNTERS), ("gauge", GAUGES)):
+        for name, labels in names.items():
+            assert families[name].type == kind
+            assert families[name].documentation
+            for sample in families[name].samples:
+                assert sample.labels.keys() == {*LABELS, *labels}
+    for name in HISTOGRAMS:
+        assert families[name].type == "histogram"
+        assert families[name].samples[0].labels.keys() == {*LABELS, "le"}
+    created = {name for name in families if name.endswith("_created")}
+    assert families.keys() - created == {*COUNTERS, *GAUGES, *HISTOGRAMS}
+
+
+def test_lines_are_as_load_tools_search_them(server):
+    """They match the text: names that begin with vllm:spec_decode and end in _total."""
+    post(server)
+    text = httpx.get(f"http://{server.http_address}/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith("vllm:spec_decode")]
+    values = {}
+    for line in lines:
+        name, labels, value = re.fullmatch(r"([a-z_:]+)\{(.*)\} ([0-9.e+]+)", line).groups()
+        if name.endswith("_created"):
+            continue
+        assert name.endswith("_total")
+        position = re.search(r'position="([0-9]+)"', labels)
+        values[name + (position[1] if position else "")] = float(value)
+    drafts = values["vllm:spec_decode_num_drafts_total"]
+    per_position = [
+        values[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{i}"] for i in range(3)
+    ]
+    assert len(values) == 6
+    assert values["vllm:spec_decode_num_draft_tokens_total"] == 3 * drafts > 0
+    assert values["vllm:spec_decode_num_accepted_tokens_total"] == sum(per_position)
+    assert per_position == sorted(per_position, reverse=True)
+
+
+def test_a_request_moves_what_it_should(server):
+    before = scrape(server)
+    usage = post(server)["usage"]
+    changes = moved(server, before)
+    rounds = changes["vllm:spec_decode_num_drafts_total"]
+    details = usage["completion_tokens_details"]
+    accepted = details["accepted_prediction_tokens"]
+    assert changes["vllm:prompt_tokens_total"] == usage["prompt_tokens"]
+    assert changes["vllm:generation_tokens_total"] == usage["completion_tokens"] == 20
+    assert changes["vllm:request_success_total{length}"] == 1
+    assert "vllm:request_success_total{stop}" not in changes
+    assert changes["peagle:requests_total{OK,http}"] == 1
+    assert changes["vllm:spec_decode_num_draft_tokens_total"] == 3 * rounds
+    assert changes.get("vllm:spec_decode_num_accepted_tokens_total", 0) == accepted
+    assert details["rejected_prediction_tokens"] == 3 * rounds - accepted
+    assert changes["vllm:iteration_tokens_total_sum"] == 20
+    assert 2 <= changes["vllm:iteration_tokens_total_count"] <= changes["peagle:rounds_total"]
+    gaps = changes["vllm:inter_token_latency_seconds_count"]
+    assert gaps == changes["vllm:iteration_tokens_total_count"] - 1
+    once = set(HISTOGRAMS) - {"vllm:iteration_tokens_total", "vllm:inter_token_latency_seconds"}
+    assert {changes[f"{name}_count"] for name in once} == {1}
+
+
+def test_latencies_add_up(server):
+    before = scrape(server)
+    post(server)
+    changes = moved(server, before)
+    total = lambda name: changes.get(f"vllm:{name}_seconds_sum", 0.0)
+    inference = total("request_inference_time")
+    assert inference == pytest.approx(total("request_prefill_time") + total("request_decode_time"))
+    assert total("request_queue_time") + inference <= total("e2e_request_latency")
+    assert total("time_to_first_token") < total("e2e_request_latency")
+    each = total("request_time_per_output_token")
+    assert each == pytest.approx(total("request_decode_time") / 19)
+    assert total("inter_token_latency") <= total("e2e_request_latency")
+
+
+def test_sequences_and_requests_are_counted_apart(server):
+    before = scrape(server)
+    post(server, n=3, temperature=1)
+    changes = moved(server, before)
+    assert changes["vllm:request_success_total{length}"] == 3
+    assert changes["peagle:requests_total{OK,http}"] == 1
+    assert changes["vllm:time_to_first_token_seconds_count"] == 1
+    assert changes["vllm:request_decode_time_seconds_count"] == 3
+    assert changes["vllm:generation_tokens_total"] == 60
+
+
+def test_requests_without_drafts_draft_nothing(server):
+    before = scrape(server)
+    post(server, num_speculative_tokens=0)
+    changes = moved(server, before)
+    assert not [name for name in changes if name.startswith("vllm:spec_decode")]
+    assert changes["vllm:generation_tokens_total"] == 20
+
+
+def test_stops_and_refusals_are_counted_by_reason(server):
+    before = scrape(server)
+    token = post(server, return_token_ids=True)["choices"][0]["token_ids"][3]
+    post(server, stop_token_ids=[token])
+    post(server, prompt="")
+    changes = moved(server, before)
+    assert changes["vllm:request_success_total{length}"] == 1
+    assert changes["vllm:request_success_total{stop}"] == 1
+    assert changes["peagle:requests_total{OK,http}"] == 2
+
+
+def test_gauges_show_what_runs_and_waits(server):
+    frontend, seen = server.frontend, []
+
+    async def watch():
+        while not frontend.num_open:
+            await asyncio.sleep(0.001)
+        while frontend.num_open:
+            if frontend.load.num_running:
+                seen.append(frontend.metrics.text().decode())
+            await asyncio.sleep(0.005)
+
+    threads = [
+        threading.Thread(target=post, args=(server,), kwargs=dict(prompt="a", max_tokens=80))
+        for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    server.run(watch())
+    for thread in threads:
+        thread.join()
+
+    def largest(name: str) -> float:
+        values = (re.search(rf"^{name}\{{.*\}} (\S+)$", text, re.M)[1] for text in seen)
+        return max(map(float, values))
+
+    assert 1 <= largest("vllm:num_requests_running") <= 4
+    assert largest("vllm:num_requests_waiting") >= 1
+    assert largest("vllm:num_requests_waiting_by_reason") >= 1
+    assert 0 < largest("vllm:kv_cache_usage_perc") <= 1
+    assert largest("peagle:open_requests") >= 5
+    after = scrape(server)
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    assert [after[f"vllm:{name}"] for name in names] == [0, 0, 0]
+
+
+def test_a_full_queue_counts_as_rejection(make_engine):
+    server = LiveServer(make_engine(max_waiting=1), http=True)
+    before = scrape(server)
+    post(server, n=16, temperature=1)  # 16 sequences do not fit into a queue of one
+    changes = moved(server, before)
+    assert changes["vllm:admission_rejections_total{resource_exhausted}"] == 1
+    assert changes["peagle:requests_total{RESOURCE_EXHAUSTED,http}"] == 1
+    server.run(server.frontend.drain(0.1))
+    post(server)
+    assert moved(server, before)["vllm:admission_rejections_total{unavailable}"] == 1
+    server.close()
