@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peagle_jax import Engine, EngineConfig, runs
+from peagle_jax.config import ConfigError
 from peagle_jax.engine.memory import page_bytes
 from peagle_jax.loading import load_weights
 from serving.frontend import Frontend, Limits, State
@@ -71,6 +72,7 @@ def make_engine(settings: Settings) -> Engine:
         prefill_rows=settings.prefill_rows,
         max_logprobs=settings.max_logprobs,
         dtype=runs.choose_dtype(settings.dtype),
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     target, head, tokenizer = load_weights(
         settings.model,
@@ -82,7 +84,11 @@ def make_engine(settings: Settings) -> Engine:
     if settings.kv_cache_memory is not None:
         drafter = None if head is None else head.config
         pages = num_bytes(settings.kv_cache_memory) // page_bytes(target.config, drafter, config)
-        config = replace(config, num_pages=pages)
+        try:
+            config = replace(config, num_pages=pages)
+        except ConfigError as error:
+            given = f"kv_cache_memory={settings.kv_cache_memory!r}"
+            raise ConfigError(f"{given} makes {pages} pages of KV cache: {error}") from error
     return Engine(target, head, config, tokenizer=tokenizer)
 
 

@@ -57,6 +57,9 @@ class Settings:
     kv_cache_memory: str | None = _option(
         None, "memory for KV pages, as 8GiB or 500MB (default: what all slots need)", metavar="SIZE"
     )
+    kv_cache_dtype: str = _option(
+        "auto", "of keys and values: as dtype says, or fp8", choices=("auto", "fp8")
+    )
     prefill_chunk: int = _option(128, "prompt tokens per prefill row and call", metavar="N")
     prefill_rows: int = _option(1, "prompts prefilled together", metavar="N")
     max_logprobs: int = _option(5, "most alternatives per token for logprobs", metavar="N")

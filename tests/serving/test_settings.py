@@ -54,7 +54,7 @@ def test_every_option_exists_in_all_three_places(file):
     """With a value that is not its default, and so must come from where it was written."""
     special = dict(
         method="eagle3", dtype="float32", quantization="fp8", log_level="debug",
-        kv_cache_memory="1GiB", reflection=True, no_cache=True,
+        kv_cache_memory="1GiB", kv_cache_dtype="fp8", reflection=True, no_cache=True,
     )  # fmt: skip
     together = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     for name in NAMES:
