@@ -27,7 +27,8 @@ def verify_attention(
 
     Args:
       q: [B, T, N, H].
-      k_pages, v_pages: [P, Z, K, H] pages of one layer, the new rows already written.
+      k_pages, v_pages: [P, Z, K, H] pages of one layer, the new rows already written; float8_e4m3fn
+        ones are widened to q's dtype, which is exact.
       page_table: [B, W] int32. With a window it is a ring: position p lies in column (p // Z) % W.
       positions: [B, T] int32, ascending within a sequence.
       scale: factor on the scores.
@@ -72,8 +73,10 @@ def _refusal(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None
     """Why the kernels cannot take these arguments, None if it can."""
     N, H = q.shape[2:]
     Z, K = k_pages.shape[1:3]
-    if any(x.dtype != jnp.bfloat16 for x in (q, k_pages, v_pages)):
-        return f"it takes bfloat16 only, not {q.dtype} rows over {k_pages.dtype} pages"
+    if q.dtype != jnp.bfloat16:
+        return f"its rows are bfloat16, not {q.dtype}"
+    if k_pages.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn) or v_pages.dtype != k_pages.dtype:
+        return f"its pages are bfloat16 or e4m3, not {k_pages.dtype} and {v_pages.dtype}"
     if H not in (64, 128, 256, 512):
         return f"a head dim of {H} is none of 64, 128, 256, 512"
     if N // K > 64:

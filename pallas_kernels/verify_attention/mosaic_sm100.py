@@ -74,16 +74,18 @@ def _walk_kernel(plan: Plan, interpret):
     rows, layout = TILE.rows, TILE.layout
     key_block, columns, stages = config.key_block, plan.columns, config.stages
     per = plan.blocks_per_split
-    # Keys that a thread works on at a time: a soft cap leaves registers for fewer.
-    width = key_block if plan.soft_cap is None else 32
+    kinds = 2 if plan.fp8 else 1
+    # Keys that a thread works on at a time: a soft cap, or pages in fp8, leave registers for fewer.
+    width = 32 if plan.soft_cap is not None or plan.fp8 else key_block
     pieces = key_block // width
 
     def body(q, k_pages, v_pages, table, positions, *rest):
         sinks, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
         outs, rest = (rest[:1], rest[1:]) if merges_inside else (rest[:2], rest[2:])
-        q_s, k_s, v_s, scores_t, weights_t, out_t, q_ready, together, *rest = rest
+        q_s, scores_t, weights_t, out_t, q_ready, together, *rest = rest
         k_ready, v_ready, k_done, v_done, *rest = rest
-        plain_s = None if plan.aligned else rest[0]
+        (k_s, *wide_k), (v_s, *wide_v) = rest[:kinds], rest[kinds : 2 * kinds]
+        plain_s = None if plan.aligned else rest[-1]
         b, number, tile, kv = (lax.axis_index(name) for name in ("batch", "walk", "tile", "head"))
         mine = pl.ds(lax.axis_index("share") * columns, columns)
         walk = splits.Walk.of(plan, table, positions, b, number, tile)
@@ -135,18 +137,30 @@ def _walk_kernel(plan: Plan, interpret):
                 def one(item, pages):
                     slot = lax.rem(item, stages)
                     next_pages = walk.pages_of(item + stages)  # early: memory answers meanwhile
+                    after = lambda: pl.when(item > start)(lambda: refill(item - 1, pages))
+                    if plan.fp8:  # only one block at a time is there in bfloat16
+                        after()
                     plgpu.barrier_wait(ready.at[slot])
                     product(item, slot)
-                    pl.when(item > start)(lambda: refill(item - 1, pages))
+                    if not plan.fp8:
+                        after()
                     return next_pages
 
                 refill(end - 1, lax.fori_loop(start, end, one, walk.pages_of(start + stages)))
 
+            def as_bfloat16(block, wide):
+                """A key block as products read it."""
+                if not plan.fp8:
+                    return block
+                splits.widen(block, wide[0])
+                return wide[0]
+
             def score(item, slot):
+                keys = as_bfloat16(k_s.at[slot], wide_k)
                 plgpu.tcgen05_mma(
                     scores_t.at[:, in_split(item)],
                     q_s,
-                    k_s.at[slot].transpose((1, 0)),
+                    keys.transpose((1, 0)),
                     k_done.at[slot],
                     accumulate=False,
                 )
@@ -182,10 +196,11 @@ def _walk_kernel(plan: Plan, interpret):
                 best, total = softmax(start, end)
 
                 def weighted(item, slot):
+                    values = as_bfloat16(v_s.at[slot], wide_v)
                     plgpu.tcgen05_mma(
                         out_t,
                         weights_t.at[:, in_split(item)],
-                        v_s.at[slot],
+                        values,
                         v_done.at[slot],
                         accumulate=item > start,
                     )
@@ -224,6 +239,7 @@ def _walk_kernel(plan: Plan, interpret):
     bf16 = jnp.bfloat16
     chunks = plan.H // columns
     plain = [] if plan.aligned else [plgpu.SMEM((chunks, rows, columns), bf16)]
+    keys, values = plan.slots((plan.H,), _TILED), plan.slots((columns,), plan.v_tiling)
     copied = lambda: plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages)
     multiplied = lambda: plgpu.Barrier(num_barriers=stages, orders_tensor_core=True)
     return plgpu.kernel(
@@ -231,8 +247,6 @@ def _walk_kernel(plan: Plan, interpret):
         out_type=splits.result_type(plan),
         scratch_types=(
             plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
-            plgpu.SMEM((stages, key_block, plan.H), bf16, transforms=_TILED),
-            plgpu.SMEM((stages, key_block, columns), bf16, transforms=plan.v_tiling),
             plgpu.TMEM((rows, config.split), jnp.float32),
             plgpu.TMEM((rows, config.split), bf16, packed=True),
             plgpu.TMEM((rows, columns), jnp.float32),
@@ -242,6 +256,8 @@ def _walk_kernel(plan: Plan, interpret):
             copied(),
             multiplied(),
             multiplied(),
+            *keys,
+            *values,
             *plain,
         ),
         grid=(plan.B, config.walks, plan.tiles, plan.K, plan.shares),

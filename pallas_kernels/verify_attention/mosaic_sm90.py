@@ -65,14 +65,16 @@ def verify_attention(
 def _walk_kernel(plan: Plan, interpret):
     """The kernel that visits keys: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats)."""
     config, merges_inside = plan.config, plan.merges_inside
-    rows = TILE.rows
+    rows, kinds = TILE.rows, 2 if plan.fp8 else 1
     key_block, columns = config.key_block, plan.columns
     per, groups, stages = plan.blocks_per_split, plan.groups, config.stages
 
     def body(q, k_pages, v_pages, table, positions, *rest):
         sinks, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
         outs, rest = (rest[:1], rest[1:]) if merges_inside else (rest[:2], rest[2:])
-        q_s, k_s, v_s, q_ready, k_ready, v_ready, freed, together, *rest = rest
+        q_s, *rest = rest
+        (k_s, *wide_k), (v_s, *wide_v) = rest[:kinds], rest[kinds : 2 * kinds]
+        q_ready, k_ready, v_ready, freed, together, *rest = rest[2 * kinds :]
         plain_s = None if plan.aligned else rest[0]
         b, number, tile, kv = (lax.axis_index(name) for name in ("batch", "walk", "tile", "head"))
         group, share = lax.axis_index("group"), lax.axis_index("share")
@@ -117,36 +119,53 @@ def _walk_kernel(plan: Plan, interpret):
             row_position = splits.row_values(plan, plan.G, [positions[b, t] for t in queries])
             spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
 
+            def all_groups():
+                if groups > 1:
+                    plgpu.barrier_arrive(together)
+                    plgpu.barrier_wait(together)
+
             def visit(item, carry):
                 best, total, out = carry
                 slot = lax.rem(item, stages)
                 pages = walk.pages_of(item + stages)  # early: memory answers while we compute
                 plgpu.barrier_wait(k_ready.at[slot])
+                keys = k_s.at[slot]
+                if plan.fp8:  # each group widens its share of the columns
+                    share_of_k = pl.ds(group * (plan.H // groups), plan.H // groups)
+                    splits.widen(keys.at[:, share_of_k], wide_k[0].at[:, share_of_k])
+                    keys = wide_k[0]
+                    all_groups()
 
                 def score(acc):
                     if plan.H <= _SCORE_COLUMNS:
-                        plgpu.wgmma(acc, q_s, k_s.at[slot].transpose((1, 0)))
+                        plgpu.wgmma(acc, q_s, keys.transpose((1, 0)))
                         return acc[...]
 
                     # A loop, lest the descriptors of all steps take up registers.
                     @pl.loop(0, plan.H // _SCORE_COLUMNS)
                     def _(i):
                         part = pl.ds(i * _SCORE_COLUMNS, _SCORE_COLUMNS)
-                        plgpu.wgmma(acc, q_s.at[:, part], k_s.at[slot, :, part].transpose((1, 0)))
+                        plgpu.wgmma(acc, q_s.at[:, part], keys.at[:, part].transpose((1, 0)))
 
                     return acc[...]
 
                 scores = pl.run_scoped(score, plgpu.ACC((rows, key_block), jnp.float32))
+                if plan.fp8:  # nobody reads the keys any more
+                    all_groups()
                 scores = splits.masked(plan, scores, walk.block_of(item) * key_block, row_position)
                 new_best = jnp.maximum(best, scores.max(1))
                 shrink = jnp.exp2(best - new_best)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(new_best, (rows, key_block), (0,)))
                 total = total * shrink + weights.sum(1)
                 plgpu.barrier_wait(v_ready.at[slot])
+                values = v_s.at[slot, group]
+                if plan.fp8:
+                    splits.widen(values, wide_v[0].at[group])
+                    values = wide_v[0].at[group]
                 out = _accumulate(
                     out * spread(shrink),
                     weights.astype(jnp.bfloat16),
-                    v_s.at[slot, group],
+                    values,
                     interpret,
                 )
                 if groups > 1:
@@ -197,8 +216,8 @@ def _walk_kernel(plan: Plan, interpret):
         out_type=splits.result_type(plan),
         scratch_types=(
             plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
-            plgpu.SMEM((stages, key_block, plan.H), bf16, transforms=_TILED),
-            plgpu.SMEM((stages, groups, key_block, columns), bf16, transforms=plan.v_tiling),
+            *plan.slots((plan.H,), _TILED),
+            *plan.slots((groups, columns), plan.v_tiling),
             plgpu.Barrier(num_arrivals=copies_q),
             plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=plan.copies * groups, num_barriers=stages),

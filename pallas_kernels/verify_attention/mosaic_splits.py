@@ -28,6 +28,10 @@ MASKED = -1e30
 NOTHING = -1e29
 LOG2E = math.log2(math.e)
 _MERGE_UNROLL = 4
+_WIDEN_COLUMNS = 64
+# Eight rows of four times four numbers to a warp.
+_WIDENING = plgpu.Layout.TILED(plgpu.Tiling(((32, 16), (8, 16), (4,))), (-5,), (-3, -2), -1)
+_RAW = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
 
 
 class Tile(NamedTuple):
@@ -134,6 +138,16 @@ class Plan:
         """Of V in SMEM: a product over 32 keys wants rows of 64 bytes."""
         width = min(64, self.config.key_block)
         return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+
+    def slots(self, width: tuple[int, ...], transforms) -> list[Any]:
+        """Shared memory for key blocks as they arrive, and for one as bfloat16 where that differs."""
+        *leading, width = width
+        shape = (*leading, self.config.key_block, width)
+        wide = plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+        slots = (self.config.stages, *shape)
+        if not self.fp8:
+            return [plgpu.SMEM(slots, jnp.bfloat16, transforms=transforms)]
+        return [plgpu.SMEM(slots, jnp.float8_e4m3fn, transforms=_RAW), wide]
 
     @property
     def aligned(self) -> bool:
@@ -282,6 +296,19 @@ class Walk:
             ((page, rows), pl.ds(j * plan.copy_keys, plan.copy_keys))
             for j, page in enumerate(pages)
         ]
+
+
+def widen(raw, wide) -> None:
+    """e4m3 in shared memory [keys, n] to bfloat16 there, for products to read: exact."""
+
+    @pl.loop(0, raw.shape[-1] // _WIDEN_COLUMNS)
+    def _(i):
+        here = pl.ds(i * _WIDEN_COLUMNS, _WIDEN_COLUMNS)
+        # There is no direct conversion to bfloat16.
+        numbers = plgpu.load(raw.at[:, here], layout=_WIDENING, optimized=False)
+        wide[:, here] = numbers.astype(jnp.float32).astype(jnp.bfloat16)
+
+    plgpu.commit_smem()
 
 
 def masked(plan: Plan, scores: jax.Array, first_key, row_position) -> jax.Array:

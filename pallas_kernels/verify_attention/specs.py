@@ -14,7 +14,8 @@ MMA = {90: "wgmma", 100: "tcgen05.mma"}
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """bfloat16 rows over a cache for `length` positions a sequence; with a window it is a ring."""
+    """bfloat16 rows over a cache for `length` positions a sequence; with a window it is a ring, with
+    `fp8` it holds e4m3."""
 
     batch: int
     rows: int
@@ -26,6 +27,7 @@ class Spec:
     window: int | None = None
     sinks: bool = False
     soft_cap: float | None = None
+    fp8: bool = False
 
 
 QWEN3 = dict(heads=32, kv_heads=4, head_dim=128)
@@ -62,6 +64,13 @@ SPECS = {
     "gemma-31b-global-many": Spec(batch=64, rows=8, **GEMMA_GLOBAL),
     "gemma-31b-global-prefill": Spec(batch=1, rows=512, **GEMMA_GLOBAL),
     "gemma-2-9b": Spec(batch=8, rows=8, **GEMMA_2),
+    "qwen3-moe-fp8-cache": Spec(batch=8, rows=8, fp8=True, **QWEN3),
+    "qwen3-moe-fp8-cache-many": Spec(batch=64, rows=8, fp8=True, **QWEN3),
+    "llama-8b-fp8-cache": Spec(batch=64, rows=6, fp8=True, **LLAMA),
+    "gpt-oss-fp8-cache": Spec(batch=64, rows=8, fp8=True, **GPT_OSS),
+    "gpt-oss-local-fp8-cache": Spec(batch=8, rows=8, fp8=True, **GPT_OSS_LOCAL),
+    "gemma-31b-local-fp8-cache": Spec(batch=64, rows=8, fp8=True, **GEMMA_LOCAL),
+    "gemma-31b-global-fp8-cache": Spec(batch=64, rows=8, fp8=True, **GEMMA_GLOBAL),
     "embedded": Spec(batch=2, rows=4, heads=4, kv_heads=2, head_dim=64, length=512),
 }
 
@@ -70,7 +79,8 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     """The kernel as a function of `args`: q, pages of keys and values, page table, positions, sinks."""
     B, T, N, K, H = spec.batch, spec.rows, spec.heads, spec.kv_heads, spec.head_dim
     W = spec.length // spec.page_size
-    pages = jax.ShapeDtypeStruct((B * W + 1, spec.page_size, K, H), jnp.bfloat16)
+    kept = jnp.float8_e4m3fn if spec.fp8 else jnp.bfloat16
+    pages = jax.ShapeDtypeStruct((B * W + 1, spec.page_size, K, H), kept)
     args = (
         jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16),
         pages,

@@ -37,13 +37,15 @@ class Case:
     window: int | None = None
     sinks: bool = False
     soft_cap: float | None = None
+    fp8: bool = False
 
     def inputs(self):
         B, N = len(self.starts), self.K * self.G
         keys = jax.random.split(jax.random.key(0), 3)
         pages = (B * self.width + 1, self.Z, self.K, self.H)
         q = jax.random.normal(keys[0], (B, self.T, N, self.H), jnp.bfloat16)
-        k, v = (jax.random.normal(key, pages, jnp.bfloat16) for key in keys[1:])
+        kept = jnp.float8_e4m3fn if self.fp8 else jnp.bfloat16
+        k, v = (jax.random.normal(key, pages, jnp.bfloat16).astype(kept) for key in keys[1:])
         order = np.random.default_rng(0).permutation(B * self.width)
         table = jnp.asarray(1 + order.reshape(B, self.width), jnp.int32)
         positions = jnp.asarray(self.starts, jnp.int32)[:, None] + jnp.arange(self.T)
@@ -75,8 +77,20 @@ def attend(chip, case: Case, q, k, v, table, positions, sinks, walks: int, split
         Case((95,), T=1, K=1, G=8, H=512, Z=64, width=2),
         Case((40,), T=70, K=1, G=2, H=64, Z=16, width=8),
         Case((90,), T=2, K=1, G=8, H=64, Z=16, width=8, soft_cap=2.0),
+        Case((70, 5), T=2, K=1, G=8, H=64, Z=16, width=8, fp8=True),
+        Case((95,), T=3, K=1, G=2, H=256, Z=16, width=8, fp8=True),
     ],
-    ids=["two-sequences", "sinks", "ring", "head-dim-256", "head-dim-512", "two-row-tiles", "cap"],
+    ids=[
+        "two-sequences",
+        "sinks",
+        "ring",
+        "head-dim-256",
+        "head-dim-512",
+        "two-row-tiles",
+        "cap",
+        "fp8",
+        "fp8-head-dim-256",
+    ],
 )
 def test_kernel_equals_the_definition_however_the_work_is_cut(chip, case):
     q, k, v, *rest = case.inputs()
@@ -90,9 +104,10 @@ def test_kernel_equals_the_definition_however_the_work_is_cut(chip, case):
 
 @interpreted
 @on_each_chip
-@pytest.mark.parametrize("window", [None, 70])
-def test_a_row_does_not_depend_on_its_company(chip, window):
-    case = Case((150, 20), T=3, K=1, G=4, H=64, Z=16, width=16, window=window, sinks=True)
+@pytest.mark.parametrize(("window", "fp8"), [(None, False), (70, True)])
+def test_a_row_does_not_depend_on_its_company(chip, window, fp8):
+    sizes = dict(T=3, K=1, G=4, H=64, Z=16, width=16, sinks=True)
+    case = Case((150, 20), window=window, fp8=fp8, **sizes)
     q, k, v, table, positions, sinks = case.inputs()
     together = attend(chip, case, q, k, v, table, positions, sinks, walks=1)
     row = q[:1, 2:], k, v, table[:1], positions[:1, 2:], sinks
