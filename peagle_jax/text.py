@@ -1,8 +1,10 @@
 """Text <-> token ids: tokenizer, chat template, incremental detokenisation, stop strings."""
 
 import codecs
+import contextlib
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +14,8 @@ from tokenizers import Tokenizer as _Backend
 from peagle_jax.config import ConfigError
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_IMPORT_LOCK = threading.Lock()
+"""Two threads that import transformers at once find it half made."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -173,7 +177,8 @@ class Tokenizer:
         Raises:
           ConfigError: the model has no chat template, or it refuses the conversation.
         """
-        template = self._chat_template
+        with _IMPORT_LOCK:
+            template = self._chat_template
         try:
             text = template.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False, **variables
@@ -182,6 +187,11 @@ class Tokenizer:
             raise ConfigError(f"{self.folder}: the chat template failed: {error}") from error
         # The template wrote the BOS token itself if the model wants one.
         return self.encode(text, special=False)
+
+    def prepare_chat(self) -> None:
+        """Does what the first `chat` would take seconds for; without a template, nothing."""
+        with _IMPORT_LOCK, contextlib.suppress(ConfigError):
+            _ = self._chat_template
 
     @cached_property
     def _chat_template(self):

@@ -117,6 +117,8 @@ class Frontend:
     def start(self) -> None:
         """Starts the engine; `state` becomes SERVING when everything is compiled."""
         self._worker.start()
+        if self.tokenizer is not None:
+            asyncio.get_running_loop().run_in_executor(None, self.tokenizer.prepare_chat)
 
     async def change(self, known: State) -> State:
         """Waits until the state is another than `known`, and returns it."""

@@ -93,6 +93,9 @@ def test_other_tokenizers_speak_plainly(tokenizer, harmony):
     assert Channels.of(tokenizer) is None
     assert Channels.of(None) is None
     assert listener(None, None, ())() is None
+    assert tokenizer.special_id("a") is None
+    assert harmony.name_of(harmony.special_id("<|end|>")) == "<|end|>"
+    assert harmony.name_of(harmony.encode("é")[0]) == "\ufffd"
     plain = listener(harmony, None, ())()
     said = plain.add(harmony.encode(ANALYSIS)) + plain.finish()
     assert said == Spoken("analysisThey greet é.")

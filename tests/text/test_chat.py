@@ -5,6 +5,8 @@ Goldens spell plain bytes as bytes: in these vocabularies (families.py) they are
 
 import json
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import pytest
@@ -121,6 +123,24 @@ def test_chat_is_what_transformers_does(folders, tokenizers, family, talk):
 def test_templates_take_variables(tokenizers, family, variables, text):
     tokenizer = tokenizers[family]
     assert text in tokenizer.decode(tokenizer.chat([USER], **variables))
+
+
+def test_threads_that_chat_at_once_read_the_template_once(folders, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    real, calls = PreTrainedTokenizerFast.from_pretrained, []
+
+    def slow(*args, **named):
+        calls.append(args)
+        time.sleep(0.05)
+        return real(*args, **named)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", slow)
+    tokenizer = Tokenizer(folders["qwen"])
+    with ThreadPoolExecutor(4) as pool:
+        talks = list(pool.map(tokenizer.chat, [TALK] * 4))
+    assert talks == [QWEN] * 4
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(("family", "bos"), [("llama", BOS), ("gemma", 2)])
