@@ -106,7 +106,9 @@ class Format:
         if self.kind == "mxfp4":  # K / 2 need not be a multiple of a tile's width
             transforms = transforms[1:]
         found = dict(
-            w_s=plgpu.SMEM((stages, parts, self.rows, self.width), self.dtype, transforms=transforms),
+            w_s=plgpu.SMEM(
+                (stages, parts, self.rows, self.width), self.dtype, transforms=transforms
+            ),
             x_s=plgpu.SMEM(
                 (stages, tokens, self.step), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)
             ),
@@ -177,7 +179,13 @@ class Format:
         raise NotImplementedError
 
     def store_tokens_first(
-        self, out: Any, buffer: Any, tile: jax.Array, *, arranged: bool = False, interpret: Any = None
+        self,
+        out: Any,
+        buffer: Any,
+        tile: jax.Array,
+        *,
+        arranged: bool = False,
+        interpret: Any = None,
     ) -> None:
         """Writes tile [rows, tokens] to `out` [tokens, rows] in device memory, as far as that has rows.
 

@@ -68,7 +68,9 @@ class Format(weight_tiles.Format):
                         plgpu.barrier_wait(done.at[slot])
                     for group in range(_GROUPS):
                         columns = _span(slot * _GROUPS + group, GROUP)
-                        plgpu.async_store_tmem(pieces.at[:, columns], unpack(piece * _GROUPS + group))
+                        plgpu.async_store_tmem(
+                            pieces.at[:, columns], unpack(piece * _GROUPS + group)
+                        )
                     plgpu.commit_tmem()
                     plgpu.tcgen05_mma(
                         acc,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,13 @@ from pallas_kernels.block_gemm import api
 CHIPS = api.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma"}
 
+Form = Literal["bf16", "fp8", "fp8_rows", "mxfp4"]
+"""Of a weight: bfloat16, fp8 with a scale a block or a row, mxfp4."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """bfloat16 rows times a weight [outputs, inputs], bfloat16 or fp8 in blocks; sums added to float32.
+    """bfloat16 rows times a weight [outputs, inputs]; sums added to float32.
 
     Where the kernel leaves several partial sums, adding them up is part of the call.
     """
@@ -23,18 +27,18 @@ class Spec:
     rows: int
     outputs: int
     inputs: int
-    fp8: bool = False
+    form: Form = "bf16"
     bias: bool = False
 
 
 def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dict[str, Spec]:
-    """Each shape (outputs, inputs) at each number of rows; a shape named *_fp8 or *_bias is so."""
+    """Each shape (outputs, inputs) at each number of rows; a shape named *__fp8 or *__bias is so."""
     specs = {}
     for layer, (outputs, inputs) in shapes.items():
         name, *flags = layer.split("__")
-        options = dict.fromkeys(flags, True)
+        forms = [flag for flag in flags if flag != "bias"] or ["bf16"]
         for R in rows:
-            spec = Spec(rows=R, outputs=outputs, inputs=inputs, **options)
+            spec = Spec(rows=R, outputs=outputs, inputs=inputs, form=forms[0], bias="bias" in flags)
             specs[f"{model}-{name.replace('_', '-')}-{R}"] = spec
     return specs
 
@@ -75,25 +79,53 @@ SPECS = {
         down__fp8=(5376, 21504),
     ),
     "ragged": Spec(rows=21, outputs=224, inputs=448, bias=True),
-    "one-row": Spec(rows=1, outputs=192, inputs=384, fp8=True),
+    "one-row": Spec(rows=1, outputs=192, inputs=384, form="fp8"),
+    **_layers("mxfp4", (8, 64, 4096), wide__mxfp4=(5120, 2880)),
+    **_layers("per-row", (8, 64, 4096), wide__fp8_rows=(5120, 2816)),
+    "mxfp4-ragged": Spec(rows=21, outputs=224, inputs=320, form="mxfp4"),
+    "per-row-ragged": Spec(rows=21, outputs=224, inputs=384, form="fp8_rows"),
 }  # fmt: skip
 
 
-def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The kernel as a function of `args`: x, weight, scale if fp8, bias if any."""
-    N, K = spec.outputs, spec.inputs
+def weight_of(form: Form, *shape: int) -> list[jax.ShapeDtypeStruct]:
+    """Values of a weight [..., N, K], and its scale if it has one."""
+    *leading, N, K = shape
     made = jax.ShapeDtypeStruct
-    blocks = (-(-N // formats.BLOCK), -(-K // formats.BLOCK))
+    match form:
+        case "bf16":
+            return [made(shape, jnp.bfloat16)]
+        case "mxfp4":
+            scale = made((*leading, N, K // formats.GROUP), jnp.uint8)
+            return [made((*leading, N, K // 2), jnp.uint8), scale]
+        case "fp8":
+            scale = -(-N // formats.BLOCK), -(-K // formats.BLOCK)
+        case "fp8_rows":
+            scale = N, 1
+    return [made(shape, jnp.float8_e4m3fn), made((*leading, *scale), jnp.float32)]
+
+
+def random_leaf(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    """Normal numbers; float32 scales are positive, mxfp4's codes any values and scales of about 1."""
+    if shape.dtype == jnp.uint8:
+        return jax.random.randint(key, shape.shape, 118, 128).astype(jnp.uint8)
+    found = jax.random.normal(key, shape.shape)
+    return jnp.exp(found) if shape.dtype == jnp.float32 else found.astype(shape.dtype)
+
+
+def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The kernel as a function of `args`: x, weight, scale if it has one, bias if any."""
+    N, K = spec.outputs, spec.inputs
+    weight = weight_of(spec.form, N, K)
     args = (
-        made((spec.rows, K), jnp.bfloat16),
-        made((N, K), jnp.float8_e4m3fn if spec.fp8 else jnp.bfloat16),
-        *([made(blocks, jnp.float32)] if spec.fp8 else []),
-        *([made((N,), jnp.bfloat16)] if spec.bias else []),
+        jax.ShapeDtypeStruct((spec.rows, K), jnp.bfloat16),
+        *weight,
+        *([jax.ShapeDtypeStruct((N,), jnp.bfloat16)] if spec.bias else []),
     )
 
     def run(x, weight, *rest):
+        scale = None if spec.form == "bf16" else rest[0]
         return api.linear(
-            x, weight, scale=rest[0] if spec.fp8 else None, bias=rest[-1] if spec.bias else None,
+            x, weight, scale=scale, bias=rest[-1] if spec.bias else None,
             out_dtype=jnp.float32, implementation="mosaic_gpu",
         )  # fmt: skip
 
@@ -101,12 +133,6 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Arguments for `build`: normal numbers, and scales that are positive."""
+    """Arguments for `build`, see `random_leaf`."""
     shapes = build(spec)[1]
-    arrays = [
-        jax.random.normal(jax.random.fold_in(key, i), x.shape).astype(x.dtype)
-        for i, x in enumerate(shapes)
-    ]
-    if spec.fp8:
-        arrays[2] = jnp.exp(arrays[2])
-    return tuple(arrays)
+    return tuple(random_leaf(x, jax.random.fold_in(key, i)) for i, x in enumerate(shapes))

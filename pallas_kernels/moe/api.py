@@ -24,6 +24,8 @@ def route(
 ) -> tuple[jax.Array, jax.Array]:
     """The `top_k` experts with the largest logits, ties to the lower id; each row for itself.
 
+    Experts with a logit of -inf come last and have no weight, unless a row has no others.
+
     With logits [0, 3, 1] and top_k 2 the ids are [1, 2]; weights are softmax([3, 1]) when normalised,
     else the second and third entry of softmax([0, 3, 1]).
 
@@ -35,14 +37,24 @@ def route(
       (weights [R, k] float32, ids [R, k] int32), the largest first.
     Raises:
       ValueError: logits that are not float32 [R, E], or `top_k` experts are not among E.
+      NotImplementedError: the kernel is asked for where there is none.
     """
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32 [R, E]: {logits.dtype=} {logits.shape=}")
     E = logits.shape[1]
     if not 1 <= top_k <= E:
         raise ValueError(f"{top_k=} must lie between 1 and the number of experts, {E}")
-    dispatch.resolve("moe.route", None)
-    return reference.route(logits, top_k, normalize)
+    refusal = None
+    if implementation is None and E % 32:  # the interpreter takes any number
+        refusal = f"experts come in multiples of 32 there, not {E}"
+    launch = dispatch.resolve("moe.route", implementation, chips=CHIPS, refusal=refusal)
+    if launch is None:
+        return reference.route(logits, top_k, normalize)
+    from pallas_kernels.moe import mosaic_route  # a slow import that plain CPU use spares
+
+    R = logits.shape[0]
+    weights, ids = mosaic_route.route(logits, None, top_k, normalize, launch)
+    return weights[:, :R].T, ids[:, :R].T
 
 
 def moe(
@@ -129,7 +141,7 @@ def mixture(
     if launch is None:
         if router_bias is not None:
             logits = logits + router_bias.astype(jnp.float32)
-        weights, ids = route(logits, top_k, normalize=normalize)
+        weights, ids = route(logits, top_k, normalize=normalize, implementation="reference")
         _check(x, ids, weights, gate_up, down)
         values = reference.moe(x, ids, weights, gate_up, down, limit).astype(jnp.float32)
         own = jnp.arange(R, dtype=jnp.int32)[None]

@@ -165,9 +165,7 @@ def _grouped(
         kernel_name=name,
     )
     extra = form.kernel_scale(weight.scale), form.pad_rows(weight.bias)
-    return kernel(
-        x, experts, num_items, weight.values, *(one for one in extra if one is not None)
-    )
+    return kernel(x, experts, num_items, weight.values, *(one for one in extra if one is not None))
 
 
 @functools.partial(jax.jit, static_argnames=("items", "limit", "config", "launch", "arranged"))

@@ -27,6 +27,7 @@ MOST_ROWS, MOST_EXPERTS = 256, 128
 _LAYOUT = plgpu.Layout.WGMMA
 _WIDTH = 64
 """Experts at a time, so that what 64 rows know of them fits into registers."""
+_LOWEST = float(jnp.finfo(jnp.float32).min)
 _SWIZZLE = {90: 128, 100: 64}
 """Bytes, of operands of `_product`."""
 Core = tuple[Any, Any] | None
@@ -237,6 +238,7 @@ def _load(logits, bias, logits_s, loaded, block) -> list:
         if bias:
             row = plgpu.load(bias[0].at[columns], layout=_LAYOUT.reduce(0), optimized=False)
             part = part + lax.broadcast_in_dim(row.astype(jnp.float32), (ROWS, _WIDTH), (1,))
+        part = jnp.maximum(part, _LOWEST)  # -inf is for experts that were chosen or do not exist
         if start + _WIDTH > E:
             part = jnp.where(_experts(start // _WIDTH) < E, part, -jnp.inf)
         parts.append(part)
@@ -347,7 +349,9 @@ def route_and_plan(
         @each_part
         def _(part):
             before = lambda i: jnp.where(i < part, _ALL, jnp.where(i == part, _ABOVE, _NONE))
-            first = _product(lambda i: tiles_s.at[g, i], lambda i: sums_s.at[before(i)], core, parts)
+            first = _product(
+                lambda i: tiles_s.at[g, i], lambda i: sums_s.at[before(i)], core, parts
+            )
             later = jnp.minimum(part, 1)  # whether there were parts before
 
             @pl.when(g == 0)

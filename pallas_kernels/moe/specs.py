@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch, formats
+from pallas_kernels.block_gemm.specs import Form, random_leaf, weight_of
 from pallas_kernels.moe import api, reference
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import make_worklist, most_items
@@ -26,7 +27,7 @@ class Spec:
       kernel: plan is `mosaic_route.route_and_plan`; the others are called as they are here.
       items: of gate_up and down; all of them exist, and as many experts as there can be are touched.
         Random routing makes about so many.
-      fp8: weights, in blocks; else bfloat16.
+      form: of the experts' weights.
       bias: of the router, or of the experts.
     """
 
@@ -37,9 +38,14 @@ class Spec:
     top_k: int = 8
     width: int = 2048
     inner: int = 768
-    fp8: bool = True
+    form: Form = "fp8"
     bias: bool = False
     limit: float | None = None
+
+    @property
+    def arranged(self) -> bool:
+        """Whether gate_up's columns are in the order in which down takes them."""
+        return self.form == "mxfp4"
 
     @property
     def mma(self) -> dict[int, str]:
@@ -47,7 +53,7 @@ class Spec:
         return {} if self.kernel in ("route", "spread") else MMA
 
 
-GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, fp8=False, bias=True)
+GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
 
 SPECS = {
     **{
@@ -60,10 +66,23 @@ SPECS = {
     **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256)},
     **{
         f"gpt-oss-{kernel.replace('_', '-')}-{R}": Spec(
-            kernel=kernel, rows=R, items=items, limit=7.0, **GPT_OSS
+            kernel=kernel, rows=R, items=items, limit=7.0, form="bf16", **GPT_OSS
         )
         for kernel in ("gate_up", "down")
         for R, items in ((8, 21), (64, 37))
+    },
+    **{
+        f"gpt-oss-mxfp4-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, limit=7.0, form="mxfp4", **GPT_OSS
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 21), (12, 26), (64, 37), (256, 40))
+    },
+    **{
+        f"per-row-{kernel.replace('_', '-')}-64": Spec(
+            kernel=kernel, rows=64, items=129, form="fp8_rows"
+        )
+        for kernel in ("gate_up", "down")
     },
     **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
     "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),
@@ -79,18 +98,16 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     """Arguments for `build`: normal numbers, items in ascending order of expert, slots all different."""
     shapes = build(spec)[1]
-    arrays = [
-        jax.random.normal(jax.random.fold_in(key, i), x.shape).astype(x.dtype)
-        for i, x in enumerate(shapes)
-    ]
+    keys = [jax.random.fold_in(key, i) for i in range(len(shapes))]
+    normal = lambda x, key: jax.random.normal(key, x.shape).astype(x.dtype)
+    if spec.kernel in ("gate_up", "down"):
+        count = jnp.full(1, spec.items, jnp.int32)
+        weight = map(random_leaf, shapes[3:], keys[3:])
+        return normal(shapes[0], keys[0]), _experts_of_items(spec, key), count, *weight
+    arrays = list(map(normal, shapes, keys))
     if spec.kernel == "spread":
         slots = jax.random.permutation(key, spec.top_k * spec.rows)
         arrays[1] = slots.reshape(shapes[1].shape).astype(jnp.int32)
-    if spec.kernel in ("gate_up", "down"):
-        arrays[1] = _experts_of_items(spec, key)
-        arrays[2] = jnp.full(1, spec.items, jnp.int32)
-        if spec.fp8:
-            arrays[4] = jnp.exp(arrays[4])
     return tuple(arrays)
 
 
@@ -190,11 +207,11 @@ def _gate_up(spec: Spec) -> tuple[Callable, tuple]:
             from pallas_kernels.moe import mosaic_gpu
 
             items = (experts, num_items, spec.items)
-            return mosaic_gpu.gate_up(x, weight, *items, spec.limit, config, launch)
+            return mosaic_gpu.gate_up(x, weight, *items, spec.limit, config, launch, spec.arranged)
         own = jnp.broadcast_to(x, (spec.items, *x.shape)) if config.shared else x
         both = _products(own.reshape(spec.items, -1, spec.width), experts, weight)
         inner = reference._activate(both[..., 0, :], both[..., 1, :], spec.limit)
-        return inner.reshape(-1, spec.inner).astype(jnp.bfloat16)
+        return _arranged(spec, inner.reshape(-1, spec.inner).astype(jnp.bfloat16))
 
     rows = config.tokens * (1 if config.shared else spec.items)
     return run, _items(spec, rows, spec.width, (2, spec.inner))
@@ -210,9 +227,10 @@ def _down(spec: Spec) -> tuple[Callable, tuple]:
             from pallas_kernels.moe import mosaic_gpu
 
             items = (experts, num_items, spec.items)
-            return mosaic_gpu.down(inner, weight, *items, config, launch)
+            return mosaic_gpu.down(inner, weight, *items, config, launch, spec.arranged)
         own = inner.reshape(spec.items, -1, spec.inner)
-        return _products(own, experts, weight).reshape(-1, spec.width)
+        made = _products(own, experts, weight, lambda columns: _arranged(spec, columns))
+        return made.reshape(-1, spec.width)
 
     return run, _items(spec, config.tokens * spec.items, spec.inner, (spec.width,))
 
@@ -227,21 +245,18 @@ def _logits(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def _items(spec: Spec, rows: int, K: int, outputs: tuple[int, ...]) -> tuple:
     """x [rows, K], experts, num_items, and values, scale, bias of weights [E, *outputs, K]."""
-    values = (spec.experts, *outputs, K)
-    blocks = (*values[:-2], -(-values[-2] // formats.BLOCK), -(-K // formats.BLOCK))
     return (
         _made(jnp.bfloat16, rows, K),
         _made(jnp.int32, spec.items),
         _made(jnp.int32, 1),
-        _made(jnp.float8_e4m3fn if spec.fp8 else jnp.bfloat16, *values),
-        *([_made(jnp.float32, *blocks)] if spec.fp8 else []),
-        *([_made(jnp.bfloat16, *values[:-1])] if spec.bias else []),
+        *weight_of(spec.form, spec.experts, *outputs, K),
+        *([_made(jnp.bfloat16, spec.experts, *outputs)] if spec.bias else []),
     )
 
 
 def _weight(spec: Spec, leaves: tuple) -> ExpertWeights:
     values, *rest = leaves
-    scale = rest.pop(0) if spec.fp8 else None
+    scale = None if spec.form == "bf16" else rest.pop(0)
     return ExpertWeights(values, scale, *rest)
 
 
@@ -251,13 +266,25 @@ def _route_by_definition(spec: Spec, logits, bias) -> tuple[jax.Array, jax.Array
     return reference.route(logits, spec.top_k, True)
 
 
-def _products(x: jax.Array, experts: jax.Array, weight: ExpertWeights) -> jax.Array:
-    """x [items, tokens, K] times [E, ..., N, K], each item with its own expert: [items, tokens, ..., N]."""
+def _arranged(spec: Spec, columns: jax.Array) -> jax.Array:
+    """Columns as inner activations have them between the two products."""
+    from pallas_kernels.weight_tiles_mxfp4 import arrange  # a slow import
+
+    return arrange(columns) if spec.arranged else columns
+
+
+def _products(
+    x: jax.Array, experts: jax.Array, weight: ExpertWeights, order: Callable = lambda weight: weight
+) -> jax.Array:
+    """x [items, tokens, K] times [E, ..., N, K], each item with its own expert: [items, tokens, ..., N].
+
+    `order` puts a weight's columns into x's order.
+    """
 
     def one(item):
         rows, expert = item
         values, scale, bias = jax.tree.map(lambda leaf: leaf[expert], weight)
-        unpacked = formats.dequantize(values, scale, rows.dtype)
+        unpacked = order(formats.dequantize(values, scale, rows.dtype))
         made = lax.dot_general(
             rows,
             unpacked,

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.formats import BLOCK, dequantize
-from pallas_kernels.moe import mosaic_route, mosaic_gpu, reference
+from pallas_kernels.moe import mosaic_gpu, mosaic_route, reference
 from pallas_kernels.moe.api import ExpertWeights, Mixture, mixture, moe
 from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.worklist import make_worklist, most_items
