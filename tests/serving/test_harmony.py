@@ -1,6 +1,7 @@
 """Replies in channels: reasoning and text told apart, by tokens and through a live server."""
 
 import grpc
+import openai
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -128,7 +129,7 @@ def scripted(make_engine, harmony):
     config = EngineConfig(**(SIZES | dict(max_model_len=192)))
     engine = Engine(target, None, config, tokenizer=harmony)
     Script(engine, harmony.encode(ANALYSIS + FINAL))
-    server = LiveServer(engine)
+    server = LiveServer(engine, http=True)
     yield server
     server.close()
 
@@ -147,3 +148,27 @@ def test_chats_over_grpc_have_reasoning(scripted):
         plain = stub.GenerateOnce(pb.GenerateRequest(text="Hello"))
         assert plain.sequences[0].text == "analysisThey greet é.assistantfinalHi é!"
         assert plain.sequences[0].reasoning == ""
+
+
+def test_chats_over_http_have_reasoning(scripted):
+    with openai.OpenAI(base_url=f"http://{scripted.http_address}/v1", api_key="x") as client:
+        chat = dict(model="tiny", temperature=0, messages=[{"role": "user", "content": "Hello"}])
+        message = client.chat.completions.create(**chat).choices[0].message
+        assert (message.content, message.reasoning_content) == ("Hi é!", "They greet é.")
+        # An answer may be sent back as it came.
+        again = chat | dict(messages=[*chat["messages"], message.model_dump(), *chat["messages"]])
+        assert client.chat.completions.create(**again).choices[0].message.content == "Hi é!"
+        deltas = [
+            chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **chat)
+        ]
+        assert (
+            "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "They greet é."
+        )
+        assert "".join(delta.content or "" for delta in deltas) == "Hi é!"
+        cut = client.chat.completions.create(max_tokens=15, **chat).choices[0]
+        assert cut.message.content == ""
+        assert "They greet é.".startswith(cut.message.reasoning_content)
+        plain = client.completions.create(
+            model="tiny", temperature=0, prompt="Hello", max_tokens=100
+        )
+        assert plain.choices[0].text == "analysisThey greet é.assistantfinalHi é!"
