@@ -1,5 +1,6 @@
 """`peagle-serve`: the engine behind gRPC and HTTP."""
 
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -14,13 +15,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings, sources = resolve(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         parser().exit(2, f"peagle-serve: error: {error}\n")
-    print("\n".join(settings.lines(sources)), flush=True)
-    for warning in settings.warnings:
-        print(f"peagle-serve: warning: {warning}", file=sys.stderr)
-    # Imported once the options are known to be good: help and mistakes answer at once.
-    from serving.app import serve
-
+    # Until the server takes it: as process 1 of a container a signal without a handler is lost.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        print("\n".join(settings.lines(sources)), flush=True)
+        for warning in settings.warnings:
+            print(f"peagle-serve: warning: {warning}", file=sys.stderr)
+        # Imported once the options are known to be good: help and mistakes answer at once.
+        from serving.app import serve
+
         return serve(settings, say=partial(print, flush=True))
     except (ConfigError, OSError) as error:
         print(f"peagle-serve: error: {error}", file=sys.stderr)

@@ -1,5 +1,10 @@
 """From settings to an engine: every size reaches it."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from peagle_jax.config import ConfigError
@@ -41,3 +46,25 @@ def test_the_name_is_the_folders_unless_given(tmp_path):
     assert served_name(Settings()) == "embedded"
     assert served_name(Settings(model=str(tmp_path / "qwen3-8b") + "/")) == "qwen3-8b"
     assert served_name(Settings(model=str(tmp_path), served_model_name="mine")) == "mine"
+
+
+def test_it_can_be_stopped_while_it_loads(tmp_path):
+    """Process 1 of a container gets only the signals that it handles."""
+    os.mkfifo(tmp_path / "config.json")  # whoever reads it waits for a writer
+    command = [
+        sys.executable,
+        "-m",
+        "serving",
+        "--model",
+        str(tmp_path),
+        "--port",
+        "0",
+        "--http-port",
+        "-1",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while b"no-cache" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 130
