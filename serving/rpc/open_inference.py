@@ -122,8 +122,9 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                     await room.acquire()
                     task = group.create_task(self._answer(request, context, replies))
                     task.add_done_callback(lambda _: room.release())
-        except Exception as error:
-            await replies.put(error)
+        except ExceptionGroup as group:
+            # The client's bytes were no message, or the call broke: requests answer for themselves.
+            await replies.put(group.exceptions[0])
         else:
             await replies.put(None)
 

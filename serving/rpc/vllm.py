@@ -24,6 +24,9 @@ PACKAGE = "vllm.grpc.engine"
 SERVICE = f"{PACKAGE}.VllmEngine"
 DRAFTS = "x-spec-k"
 """Metadata: drafts per round of a request."""
+_NOWHERE = f"/{NAME}/served"
+"""Begins model paths. Gateways look for a tokenizer on their disk, on the Hugging Face hub, and here, in
+that order; a bare name could be that of somebody else's model. The hub has no names of three parts."""
 _MAX_ABORTS = 1024
 _CHUNK = 64 << 10  # bytes of the tokenizer's archive in one message
 _ARCHITECTURES = {
@@ -85,14 +88,14 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> pb.GetModelInfoResponse:
         """What is served, and its limits."""
         frontend, target = self._frontend, self._frontend.target_config
-        limit = frontend.config.max_model_len
+        limit, path = frontend.config.max_model_len, f"{_NOWHERE}/{frontend.name}"
         return pb.GetModelInfoResponse(
-            model_path=frontend.name,
+            model_path=path,
             is_generation=True,
             max_context_length=limit,
             vocab_size=target.vocab_size,
             served_model_name=frontend.name,
-            tokenizer_path=frontend.name if frontend.tokenizer else "",
+            tokenizer_path=path if frontend.tokenizer else "",
             model_type=target.family,
             architectures=[_ARCHITECTURES[target.family]],
             eos_token_ids=target.eos_ids,
@@ -111,7 +114,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             uptime_seconds=time.time() - frontend.started,
             server_type=NAME,
             data_parallel_size=1,
-            kv_cache_dtype=frontend.config.dtype,
+            kv_cache_dtype=frontend.config.cache_dtype,
             block_size=frontend.config.page_size,
             model_dtype=frontend.config.dtype,
             max_num_seqs=frontend.config.max_num_seqs,

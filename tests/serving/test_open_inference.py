@@ -359,3 +359,11 @@ def test_what_is_served(server, client):
 
 def test_a_stream_without_requests_ends(server, stub):
     assert list(stub.ModelStreamInfer(iter([]), timeout=30)) == []
+
+
+def test_bytes_that_are_no_message_end_a_stream_at_once(server, live):
+    with grpc.insecure_channel(live.address) as channel:
+        call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        good = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG), stream=True)
+        with pytest.raises(grpc.RpcError, match="DecodeError"):
+            list(call(iter([good.SerializeToString(), b"\xff\xff"]), timeout=30))

@@ -65,6 +65,7 @@ def gateway(live, tmp_path_factory):
     try:
         url = f"http://127.0.0.1:{port}/v1"
         wait_for_model(url, process, log)
+        assert "Fetching tokenizer from worker" in log.read_text()
         yield url
     finally:
         process.terminate()

@@ -274,6 +274,8 @@ def test_what_the_server_is(server, stub):
     assert (info.max_context_length, info.max_req_input_len, info.vocab_size) == (96, 95, 128)
     assert (info.model_type, list(info.architectures)) == ("qwen3", ["Qwen3ForCausalLM"])
     assert list(info.eos_token_ids) == [126, 127]
+    # No folder of anybody's, and no name on a hub: gateways shall fetch the tokenizer from here.
+    assert info.model_path == info.tokenizer_path == "/peagle-jax/served/tiny"
     about = stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (about.server_type, about.data_parallel_size) == ("peagle-jax", 1)
     assert (about.block_size, about.max_num_seqs, about.model_dtype) == (4, 4, "float32")

@@ -12,7 +12,9 @@ from datetime import datetime
 import pytest
 
 from peagle_jax.config import ConfigError
+from peagle_jax.loading import embedded
 from peagle_jax.text import Tokenizer
+from peagle_jax.training.data import CHAT_TEMPLATE
 from tests.text.families import FAMILIES, FIRST_BYTE, GEMMA_LETTERS, write
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -271,3 +273,11 @@ def test_settings_that_make_no_sense_are_a_config_error(tmp_path, settings):
     with pytest.raises(ConfigError, match="chat template"):
         tokenizer.chat([USER])
     assert tokenizer.encode("Hi") == [BOS, *b"Hi"]
+
+
+def test_the_embedded_model_continues_the_last_message():
+    tokenizer = Tokenizer(embedded("target"))
+    talk = [dict(role="system", content="import os"), dict(role="user", content="def main():")]
+    assert tokenizer.chat(talk) == tokenizer.encode("import os\ndef main():")
+    settings = json.loads((embedded("target") / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == CHAT_TEMPLATE  # as `peagle-train data` writes it
