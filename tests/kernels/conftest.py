@@ -20,3 +20,14 @@ def race_free(monkeypatch):
     yield
     assert states, "no kernel was interpreted"
     assert not any(state.races_found for state in states), "see the races in the output"
+
+
+@pytest.fixture(params=[90, 100])
+def chip(request, monkeypatch):
+    """Runs a test on the kernels of each chip that has some."""
+    from pallas_kernels import dispatch
+    from pallas_kernels.device import B200, H200
+
+    device = {90: H200, 100: B200}[request.param]
+    monkeypatch.setattr(dispatch, "_default_device", lambda: device)
+    return device

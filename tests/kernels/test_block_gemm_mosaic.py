@@ -1,4 +1,4 @@
-"""The Hopper kernel of linear layers in Mosaic's interpreter: the definition, and rows that stay themselves."""
+"""The kernel of linear layers in Mosaic's interpreter: the definition, and rows that stay themselves."""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +7,13 @@ import pytest
 
 from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import mosaic_gpu
-from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
+from pallas_kernels.block_gemm.api import CHIPS, add_in_order, linear, partial_products
 from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig
 from pallas_kernels.block_gemm.specs import SPECS
-from pallas_kernels.device import H200
+from pallas_kernels.device import B200, H200
 from pallas_kernels.weight_tiles import STEP
 
+both_chips = pytest.mark.usefixtures("chip")
 FORMATS = ("bf16", "fp8")
 # K of bfloat16 ends inside of a step of 128 columns, N inside of a block of 128 rows.
 SHAPES = {"bf16": (192, 448), "fp8": (192, 384)}
@@ -50,13 +51,14 @@ def kernel(x, values, scale, **options):
 
 
 def product(x, values, scale, config: TuningConfig) -> jax.Array:
-    launch = dispatch.resolve("block_gemm", "mosaic_gpu", chips=(90,))
+    launch = dispatch.resolve("block_gemm", "mosaic_gpu", chips=CHIPS)
     return mosaic_gpu.product(x, values, scale, config, launch)
 
 
 @pytest.mark.parametrize("R", [1, 3, 11, 12, 21])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.usefixtures("race_free")
+@both_chips
 def test_the_kernel_multiplies_any_number_of_rows(form, R):
     x, *weight = operands(form, R, *SHAPES[form])
     assert_sums(kernel(x, *weight, out_dtype=jnp.float32), x, *weight)
@@ -65,6 +67,7 @@ def test_the_kernel_multiplies_any_number_of_rows(form, R):
 @pytest.mark.parametrize("K", [64, 384, 1024])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.usefixtures("race_free")
+@both_chips
 def test_chunks_need_not_divide_the_width(form, K):
     """Of three steps two chunks have two each: the last one is past the end."""
     x, *weight = operands(form, 8, N_WIDE, K)
@@ -102,6 +105,7 @@ def test_bias_and_dtype_come_after_the_sum_in_float32(form):
 
 @pytest.mark.parametrize(("chunks", "K"), [(2, 512), (3, 640)])
 @pytest.mark.parametrize("form", FORMATS)
+@both_chips
 def test_blocks_of_their_own_give_the_bits_of_one_block(form, chunks, K):
     x, *weight = operands(form, 16, N_WIDE, K)
     whole = product(x, *weight, TuningConfig(16, chunks, False, stages=3))
@@ -111,6 +115,7 @@ def test_blocks_of_their_own_give_the_bits_of_one_block(form, chunks, K):
 
 
 @pytest.mark.parametrize("form", FORMATS)
+@both_chips
 def test_a_row_has_the_same_bits_in_any_company(form):
     """However many rows there are, in whatever tile: of 8, 16, 32 or 64, padded or not.
 
@@ -143,10 +148,11 @@ def test_partial_products_add_up_to_the_layer(form):
     assert np.array_equal(kernel(x[0, 0], values, scale, out_dtype=jnp.float32), whole[0, 0])
 
 
-def test_tuning_leaves_the_arithmetic_alone():
+@pytest.mark.parametrize("device", [H200, B200])
+def test_tuning_leaves_the_arithmetic_alone(device):
     """Chunks, which a result depends on, follow from the weight's shape; a split has something to cut."""
     for spec in SPECS.values():
-        weight = (spec.outputs, spec.inputs, H200)
+        weight = (spec.outputs, spec.inputs, device)
         configs = [TuningConfig.choose(R, *weight) for R in (1, 8, 12, 21, 64, 256, 4096)]
         assert len({config.chunks for config in configs}) == 1
         assert all(config.chunks > 1 or not config.split for config in configs)

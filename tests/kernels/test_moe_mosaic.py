@@ -1,4 +1,4 @@
-"""Hopper kernels of a mixture of experts in Mosaic's interpreter: routing, worklist, grouped products."""
+"""Kernels of a mixture of experts in Mosaic's interpreter: routing, worklist, grouped products."""
 
 import functools
 import os
@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.device import Device
 from pallas_kernels.formats import BLOCK, dequantize
 from pallas_kernels.moe import mosaic_gpu, mosaic_route, reference
-from pallas_kernels.moe.api import ExpertWeights, Mixture, mixture, moe
+from pallas_kernels.moe.api import CHIPS, ExpertWeights, Mixture, mixture, moe, route
 from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.worklist import make_worklist, most_items
 
 race_free = pytest.mark.usefixtures("race_free")
+both_chips = pytest.mark.usefixtures("chip")
 LIMIT = 1.5
 """Low enough to clamp some gates and ups."""
 
@@ -27,7 +29,7 @@ four_threads = pytest.mark.skipif(
 
 
 def launch() -> dispatch.Launch:
-    return dispatch.resolve("moe", "mosaic_gpu", chips=(90,))
+    return dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
 
 
 def logits_of(R: int, E: int, *, ties: bool = False) -> jax.Array:
@@ -97,6 +99,7 @@ def test_routing_is_the_definition(R, E, k, normalize, bias, ties):
     ("R", "E", "k", "normalize", "bias", "ties"),
     [*ROUTES[:-1], pytest.param(*ROUTES[-1], marks=four_threads)],
 )
+@both_chips
 def test_the_plan_is_the_worklist(R, E, k, normalize, bias, ties):
     logits, bias = logits_of(R, E, ties=ties), bias_of(E) if bias and not ties else None
     wanted, ids = by_definition(logits, bias, k, normalize)
@@ -118,6 +121,25 @@ def test_all_rows_may_go_to_the_same_experts(R, shared):
     assert set(ids.ravel().tolist()) == {3, 31}
     assert_weights(weights, wanted)
     assert_worklist(work, ids, 32, config)
+
+
+@race_free
+def test_experts_that_are_masked_are_chosen_last():
+    """Three of a row's logits are not -inf, and it has four experts: the first of the masked is one."""
+    masked = jnp.full((5, 32), -jnp.inf).at[:, jnp.array([3, 9, 31])].set(jnp.arange(3.0))
+    wanted, ids = by_definition(masked, None, 4, True)
+    assert ids.tolist() == [[31, 9, 3, 0]] * 5
+    weights, found = route(masked, 4, normalize=True, implementation="mosaic_gpu")
+    assert np.array_equal(found, ids)
+    assert_weights(weights.T, wanted)
+    weights, *work = plan(masked, None, 4)
+    assert_weights(weights, wanted)
+    assert_worklist(work, ids, 32, TuningConfig.choose(5, 32, 4))
+
+
+def test_routing_says_what_it_cannot_do():
+    with dispatch.assume(Device("a chip", 80, 1, 1)), pytest.raises(NotImplementedError):
+        route(logits_of(3, 32), 4, normalize=True, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize("E", [32, 128])
@@ -208,6 +230,7 @@ def mix(x, logits, weights, implementation="mosaic_gpu", *, k=2, **options) -> n
 @pytest.mark.parametrize(
     ("R", "bias", "limit"), [(3, True, LIMIT), (11, False, None), (21, True, None)]
 )
+@both_chips
 def test_experts_compute_as_in_float64(form, R, bias, limit):
     """Items that share the rows of x, and sorted ones; few rows, so that experts stay without."""
     weights = experts(form, bias=bias and form == "bf16")
@@ -225,6 +248,7 @@ def test_experts_compute_as_in_float64(form, R, bias, limit):
 
 @race_free
 @pytest.mark.parametrize("shared", [True, False])
+@both_chips
 def test_an_expert_without_rows_is_not_read(shared):
     """It and a buffer's rows that nobody fills may hold anything: here NaN."""
     R, tokens, E = 4, 8, 8
@@ -261,6 +285,7 @@ def test_an_expert_without_rows_is_not_read(shared):
         (70, "fp8", dict()),
     ],
 )
+@both_chips
 def test_a_mixture_is_the_reference(R, form, options):
     weights = experts(form, E=16, F=64, bias="limit" in options)
     x, logits = rows(R), logits_of(R, 16)
@@ -278,6 +303,7 @@ def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
+@both_chips
 def test_a_row_has_the_same_bits_in_any_company(form):
     """Alone, among 5 that share items, among 21 that are sorted; tiles are of 8 rows in all of them."""
     weights, x, logits = experts(form, E=16, F=64), rows(21), logits_of(21, 16)

@@ -1,4 +1,4 @@
-"""Hopper kernels of mxfp4 and per-row fp8 weights, in Mosaic's interpreter, against the definitions."""
+"""Kernels of mxfp4 and per-row fp8 weights, in Mosaic's interpreter, against the definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from pallas_kernels.moe import reference
 from pallas_kernels.moe.api import ExpertWeights, moe
 
 KERNEL = "mosaic_gpu"
+both_chips = pytest.mark.usefixtures("chip")
 
 
 def packed(*shape: int, seed: int = 0, low: int = 110, high: int = 131) -> tuple:
@@ -41,6 +42,7 @@ def product(x, values, scale) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.usefixtures("race_free")
 @pytest.mark.parametrize(("R", "N", "K"), [(8, 144, 320), (9, 64, 768), (1, 80, 64)])
+@both_chips
 def test_mxfp4_products_are_exact_but_for_the_order_of_sums(R, N, K):
     """K is no multiple of a step and N none of a tile, but for the second."""
     values, scale = packed(N, K)
@@ -51,6 +53,7 @@ def test_mxfp4_products_are_exact_but_for_the_order_of_sums(R, N, K):
 
 
 @pytest.mark.usefixtures("race_free")
+@both_chips
 def test_every_code_and_the_whole_documented_range_of_scales():
     """A unit vector per column reads weights one by one."""
     N, K = 128, 64
@@ -67,6 +70,7 @@ def test_every_code_and_the_whole_documented_range_of_scales():
 
 
 @pytest.mark.usefixtures("race_free")
+@both_chips
 def test_per_row_fp8():
     values, scale = per_row(80, 144)
     x = rows(9, 144)
@@ -98,6 +102,7 @@ def small(*shape: int, seed: int) -> tuple:
 @pytest.mark.parametrize(
     ("make", "R", "F", "D"), [(small, 3, 128, 320), (small, 17, 64, 64), (per_row, 3, 64, 128)]
 )
+@both_chips
 def test_experts_with_bias_and_limit(make, R, F, D):
     """17 rows are sorted by expert; D of 320 is a step and a quarter."""
     E, x = 3, rows(R, D)
@@ -109,6 +114,7 @@ def test_experts_with_bias_and_limit(make, R, F, D):
 
 
 @pytest.mark.usefixtures("race_free")
+@both_chips
 def test_rows_do_not_depend_on_their_company():
     E, F, D, R = 2, 64, 64, 17
     x, (ids, shares), both = rows(R, D), routed(R, E), experts(small, E, F, D)
@@ -170,3 +176,20 @@ def test_threads_hold_the_columns_that_they_are_to_multiply(half):
     nibbles = np.stack([first, first + 1], axis=-1).reshape(-1, 2, 4, 32, 8)
     found = np.stack([nibbles[..., i::4] for i in range(4)], axis=1)[4 * half : 4 * half + 4]
     assert np.array_equal(found.reshape(wanted.shape), wanted)
+
+
+@pytest.mark.parametrize("group", [0, 7])
+def test_threads_of_blackwell_hold_the_columns_that_they_are_to_store(group):
+    """A thread has a row: its bytes 16 .. 31 are group 1, whose pairs it stores in arranged order."""
+    from jax.experimental.mosaic import gpu as mgpu
+
+    from pallas_kernels.weight_tiles_mxfp4 import STEP, arrange
+
+    numbers = np.arange(128 * STEP).reshape(128, STEP)
+    columns = slice(32 * group, 32 * group + 32)
+    wanted = np.asarray(arrange(jnp.asarray(numbers)))[:, columns]
+    wanted = registers(wanted, mgpu.tmem_native_layout(2))
+    first = registers(numbers[:, ::2], mgpu.tmem_native_layout(16))[group]  # of each byte
+    words = np.stack([first, first + 1], axis=-1).reshape(4, 32, 4, 8)  # [warp, lane, j, nibble]
+    pairs = np.stack([words[..., i::4] for i in range(4)])  # [i, warp, lane, j, h]
+    assert np.array_equal(np.moveaxis(pairs, 3, 1).reshape(wanted.shape), wanted)
