@@ -171,15 +171,14 @@ def _request(
 def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.GenerateRequest) -> str:
     """Shows the answer and its figures; returns the text of the first sequence."""
     whole = pb.GenerateResponse(sequences=[pb.Sequence() for _ in range(args.n)])
-    streams = args.n == 1 and not args.json
+    streams, thinks = args.n == 1 and not args.json, False
     with _plainly(args):
         call = stub.Generate(request, timeout=args.timeout, metadata=metadata)
         with _cancelled_on_exit(call) as deltas:
             for delta in deltas:
                 add(whole, delta)
                 if streams:
-                    _tell(delta.reasoning, end="")
-                    _write(delta.text)
+                    thinks = _show(delta, thinks)
         whole.request_id = dict(call.initial_metadata()).get("x-request-id", "")
     text = whole.sequences[0].text
     if args.json:
@@ -189,10 +188,24 @@ def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.Generate
         _write("\n")
     else:
         for number, sequence in enumerate(whole.sequences, start=1):
+            if sequence.reasoning:
+                _tell(sequence.reasoning)
             _write(f"=== {number} of {args.n}\n{sequence.text}\n")
     _tell("-" * 40)
     _tell(figures(whole))
     return text
+
+
+def _show(delta: pb.GenerateDelta, thinks: bool) -> bool:
+    """Reasoning goes to stderr, a line of its own before the text; returns whether that line is open."""
+    if delta.reasoning:
+        _tell(delta.reasoning, end="")
+        thinks = True
+    if delta.text and thinks:
+        _tell("")
+        thinks = False
+    _write(delta.text)
+    return thinks
 
 
 @contextlib.contextmanager

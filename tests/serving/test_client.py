@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
 from peagle_jax import SamplingParams
 from serving.client import main
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
 
 PROMPT = "hello there"
@@ -177,14 +180,41 @@ def test_unknown_options_are_refused(ask, capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
+class Thinker(peagle_v1_pb2_grpc.GenerationServicer):
+    """Thinks before it answers, as models with channels do."""
+
+    def Generate(self, request, context):
+        finish, usage = pb.Finish(reason=pb.FINISH_REASON_STOP), pb.Usage(completion_tokens=4)
+        for index in range(request.n):
+            yield pb.GenerateDelta(index=index, reasoning="They ")
+            yield pb.GenerateDelta(index=index, reasoning="greet.", text="Hi")
+            yield pb.GenerateDelta(index=index, text="!", finish=finish, usage=usage)
+
+
+def test_reasoning_is_no_part_of_the_text(capsys):
+    other = grpc.server(ThreadPoolExecutor(1))
+    peagle_v1_pb2_grpc.add_GenerationServicer_to_server(Thinker(), other)
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    command = ["--address", f"127.0.0.1:{port}", "--chat", "hello"]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert (out, err[: err.index("--")]) == ("Hi!\n", "They greet.\n")
+    assert main([*command, "--n", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err.count("They greet.\n")) == ("=== 1 of 2\nHi!\n=== 2 of 2\nHi!\n", 2)
+    assert main([*command, "--json"]) == 0
+    (sequence,) = json.loads(capsys.readouterr().out)["sequences"]
+    assert (sequence["text"], sequence["reasoning"]) == ("Hi!", "They greet.")
+    other.stop(None).wait()
+
+
 def test_no_server_is_said_plainly(capsys):
     assert main(["--address", "127.0.0.1:1", "a"]) == 3
     assert "is peagle-serve running there" in capsys.readouterr().err
 
 
 def test_what_is_no_peagle_serve_is_said_plainly(capsys):
-    from concurrent.futures import ThreadPoolExecutor
-
     other = grpc.server(ThreadPoolExecutor(1))
     port = other.add_insecure_port("127.0.0.1:0")
     other.start()
