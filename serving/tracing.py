@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Self
 import grpc
 
 from peagle_jax.config import ConfigError
+from serving.rpc.version import NAME, VERSION
 from serving.stream import Stream
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-NAME = "peagle-jax"
 _CLOSE_SECONDS = 3.0
 
 
@@ -58,7 +58,8 @@ class Tracer:
             raise ConfigError(f"otlp_endpoint={endpoint!r} must begin with http:// or https://")
         exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
         provider = TracerProvider(
-            resource=Resource.create({"service.name": NAME}), shutdown_on_exit=False
+            resource=Resource.create({"service.name": NAME, "service.version": VERSION}),
+            shutdown_on_exit=False,
         )
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider, model)

@@ -1,6 +1,5 @@
 """All routes as one ASGI application, behind a guard."""
 
-import importlib.metadata
 from collections.abc import Sequence
 
 import grpc
@@ -19,6 +18,7 @@ from serving.http.completions import Completions
 from serving.http.errors import answer, content_of, error_answer
 from serving.http.generation import Generation
 from serving.rpc.guard import is_authorized
+from serving.rpc.version import NAME, VERSION
 
 _OPEN = ("/health", "/ready")  # probes have no tokens
 
@@ -81,7 +81,7 @@ class _Pages:
         )
 
     async def version(self, request: Request) -> Response:
-        return answer({"version": importlib.metadata.version("peagle-jax")})
+        return answer({"version": VERSION})
 
     async def models(self, request: Request) -> Response:
         return answer({"object": "list", "data": [self._model()]})
@@ -99,7 +99,7 @@ class _Pages:
             "id": frontend.name,
             "object": "model",
             "created": int(frontend.started),
-            "owned_by": "peagle-jax",
+            "owned_by": NAME,
             "root": frontend.name,
             "parent": None,
             "max_model_len": frontend.config.max_model_len,

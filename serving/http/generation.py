@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+import grpc
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -47,7 +48,9 @@ class Generation:
         except Gone:
             return
         except ServiceError as error:
-            await reply.whole(error_answer(error))
+            is_late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            # Whoever dawdles shall not hold the connection too.
+            await reply.whole(error_answer(error, {"connection": "close"} if is_late else None))
             return
         work = asyncio.create_task(self._work(Headers(scope=scope), body, reply))
         leave = asyncio.create_task(_client_leaves(receive))
