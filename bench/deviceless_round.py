@@ -74,6 +74,7 @@ def compile_round(args, mesh, dump: Path) -> Round:
         max_num_seqs=args.concurrency,
         max_model_len=args.max_model_len,
         dtype="bfloat16",
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     head_config, drafter, taps = None, None, ()
     target = jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))
@@ -148,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-k", type=int, default=3, help="drafts (default: 3)")
     parser.add_argument("--concurrency", type=int, default=2, help="sequences (default: 2)")
     parser.add_argument("--max-model-len", type=int, default=4096, help="default: 4096")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep what XLA and Mosaic dump")
     args = parser.parse_args(argv)

@@ -71,13 +71,23 @@ def complaint_about(kernel: dict) -> str | None:
     return f"{kernel['op']} {kernel['spec']} {kernel['name']}: {what}"
 
 
-def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(tmp_path):
+@pytest.mark.parametrize(("chip", "cache"), [("h200", "auto"), ("h200", "fp8"), ("b200", "auto")])
+def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(chip, cache, tmp_path):
     """Two layers of Qwen3-Coder-30B in fp8, at full width, and a head of one layer."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
-    made = run("bench.deviceless_round", "h200", tmp_path, "--layers=2", "-k=3", "--concurrency=8")
+    sizes = ("--layers=2", "-k=3", "--concurrency=8", f"--kv-cache-dtype={cache}")
+    made = run("bench.deviceless_round", chip, tmp_path, *sizes)
     assert (made["graphs"], made["outside"]) == (1, {})
     assert made["largest_copy"] < made["smallest_matrix"]
     assert made["aliased_bytes"] >= made["cache_bytes"]
     assert made["spills"] == 0
-    assert made["mosaic"].keys() >= {"block_gemm", "rms_norm", "add_rms_norm"}
+    ours = {
+        "block_gemm",
+        "rms_norm",
+        "add_rms_norm",
+        "rope_write",
+        "verify_attention",
+        "moe_gate_up",
+    }
+    assert made["mosaic"].keys() >= ours
