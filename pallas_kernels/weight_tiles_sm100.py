@@ -35,6 +35,7 @@ class Format(weight_tiles.Format):
 
     def scratch(self, stages: int, parts: int, tokens: int, K: int) -> dict[str, Any]:
         found = super().scratch(stages, parts, tokens, K)
+        # Products of one step, and two pieces with the barriers of their products.
         found["sums"] = plgpu.TMEM((self.rows, parts * tokens), jnp.float32)
         found["done"] = plgpu.Barrier(num_barriers=2, orders_tensor_core=True)
         if self.unpacked:
@@ -51,11 +52,9 @@ class Format(weight_tiles.Format):
         interpret: Any,
         scales: Sequence[Any],
         step: Any,
-        *,
-        sums: Any,
-        done: Any,
-        pieces: Any = None,
+        **memory: Any,
     ) -> list[jax.Array]:
+        sums, done, pieces = memory["sums"], memory["done"], memory.get("pieces")
         tokens = x.shape[0]
         accs = [sums.at[:, part * tokens : (part + 1) * tokens] for part in range(len(tiles))]
         started = 0
