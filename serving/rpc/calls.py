@@ -35,5 +35,5 @@ def trace(context: grpc.aio.ServicerContext) -> dict[str, str]:
 
 
 def ascii_only(text: str) -> str:
-    """`text` as metadata may hold it."""
-    return text.encode("ascii", "replace").decode()
+    """`text` as metadata may hold it: what is not printable ASCII becomes a question mark."""
+    return "".join(char if " " <= char <= "~" else "?" for char in text)
