@@ -1,5 +1,6 @@
 """`peagle-serve`: the engine behind gRPC and HTTP."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(settings.lines(sources)), flush=True)
         for warning in settings.warnings:
             print(f"peagle-serve: warning: {warning}", file=sys.stderr)
+        # Its advice to install PyTorch would stand between the log's lines; nothing here needs it.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         # Imported once the options are known to be good: help and mistakes answer at once.
         from serving.app import serve
 

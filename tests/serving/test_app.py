@@ -1,15 +1,27 @@
 """From settings to an engine: every size reaches it."""
 
+import contextlib
+import json
 import os
+import re
 import signal
+import ssl
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
 
+import grpc
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from peagle_jax.config import ConfigError
 from serving.app import make_engine, served_name
+from serving.client import main
 from serving.settings import Settings
+from tests.serving.certificates import authority, signed
 
 
 def test_every_size_reaches_the_engine():
@@ -68,3 +80,78 @@ def test_it_can_be_stopped_while_it_loads(tmp_path):
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     assert process.returncode == 130
+
+
+@contextlib.contextmanager
+def started(*arguments: str, log: Path):
+    """The server as a process of its own, with its ports and what it told on the way to them."""
+    command = [sys.executable, "-m", "serving", *arguments]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            told = ""
+            while len(ports := re.findall(r"listens on 127.0.0.1:(\d+)", told)) < 2:
+                told += process.stdout.readline()
+                assert process.poll() is None, log.read_text()
+            yield process, ports, told
+        finally:
+            process.kill()  # of one that has ended it does nothing
+
+
+def test_the_whole_server_from_start_to_drain(tmp_path, capsys):
+    """TLS and a token on both ports, a file of options, a signal while a request runs."""
+    ca = authority(tmp_path, "ca")
+    pair = signed(tmp_path, "server", ca)
+    token, config, log = (tmp_path / name for name in ("token", "server.yaml", "log"))
+    token.write_text("open sesame\n")
+    config.write_text("max-num-seqs: 1\nmax-model-len: 512\nport: 0\nhttp-port: 0\n")
+    arguments = ["--config", str(config), "--tls-cert", pair.cert, "--tls-key", pair.key]
+    arguments += ["--auth-token-file", str(token), "--no-reflection"]
+    with started(*arguments, log=log) as (process, ports, told):
+        client = ["--address", f"localhost:{ports[0]}", "--tls-ca", ca.cert]
+        while main([*client, "--health"]) != 0:  # it says NOT_SERVING until all is compiled
+            time.sleep(0.5)
+        _check_doors(ports, Path(ca.cert).read_bytes())
+        client += ["--token-file", str(token)]
+        asking = [*client, "def f(", "--ignore-eos", "--json", "--max-tokens"]
+        assert json.loads(_told(capsys, [*asking, "9"]))["usage"]["completion_tokens"] == 9
+        late = subprocess.Popen(
+            [sys.executable, "-m", "serving.client", *asking, "400"], stdout=subprocess.PIPE
+        )
+        while not json.loads(_told(capsys, [*client, "--info"]))["stats"]["num_running"]:
+            assert late.poll() is None
+        process.send_signal(signal.SIGTERM)
+        out, _ = late.communicate(timeout=60)
+        assert json.loads(out)["usage"]["completion_tokens"] == 400  # it was let run on
+        told += process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert "max-num-seqs: 1  (file" in told
+    assert [one["status"] for one in lines if one["message"] == "request"] == ["OK", "OK"]
+    assert "sesame" not in told + json.dumps(lines)
+
+
+def _told(capsys, arguments: list[str]) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def _check_doors(ports: list[str], ca: bytes) -> None:
+    """What a stranger gets on both ports."""
+    credentials = grpc.ssl_channel_credentials(ca)
+    with grpc.secure_channel(f"localhost:{ports[0]}", credentials) as channel:
+        mirror = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(mirror.ServerReflectionInfo(iter([ask])))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    context = ssl.create_default_context(cadata=ca.decode())
+    url = f"https://localhost:{ports[1]}"
+    assert urllib.request.urlopen(f"{url}/health", context=context).status == 200
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{url}/metrics", context=context)
+    assert refused.value.code == 401
+    refused.value.close()
