@@ -7,7 +7,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -392,25 +391,3 @@ def test_token_files_that_do_not_do_are_refused_at_the_start(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot read the bearer tokens"):
         TokenFile(tmp_path / "binary")
-
-
-def serve(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "serving", "--http-port", "-1", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-
-
-def test_a_port_in_use_is_said_before_anything_is_loaded():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = serve("--port", str(port), "--model", "/no/such/model")
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"peagle-serve: error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
-    )
-
-
-def test_missing_files_are_said_before_anything_is_loaded():
-    done = serve("--auth-token-file", "/no/such/tokens", "--model", "/no/such/model")
-    assert done.returncode == 2
-    assert done.stderr.startswith("peagle-serve: error: /no/such/tokens: cannot read")
-    assert done.stderr.count("\n") == 1
