@@ -3,6 +3,7 @@
 Needs the extra `tracing`; nothing of it is imported before somebody asks for spans.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
@@ -90,9 +91,10 @@ class Tracer:
         span.end(end_time=at(stream.end))
 
     def close(self) -> None:
-        """Sends what is left, for a few seconds at most."""
-        self._provider.force_flush(int(1000 * _CLOSE_SECONDS))
-        self._provider.shutdown()
+        """Sends what is left, but does not wait for a collector that is not there."""
+        thread = threading.Thread(target=self._provider.shutdown, daemon=True)
+        thread.start()
+        thread.join(_CLOSE_SECONDS)
 
     def _attributes(self, stream: Stream) -> dict:
         """vLLM's names, and our own for what has none there."""

@@ -1,6 +1,7 @@
 """Spans of requests: children of the client's, with the numbers of the request."""
 
 import builtins
+import threading
 import time
 
 import grpc
@@ -8,6 +9,7 @@ import httpx
 import pytest
 
 from peagle_jax.config import ConfigError
+from serving import tracing
 from serving.frontend import Limits
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -143,6 +145,16 @@ def test_a_client_that_leaves_is_no_error(server, spans):
         (span,) = spans()
     assert span.attributes["peagle.status"] == "CANCELLED"
     assert span.status.status_code.name == "UNSET"
+
+
+def test_closing_does_not_wait_for_a_collector_that_is_not_there(monkeypatch):
+    from opentelemetry.sdk.trace import TracerProvider
+
+    provider, held = TracerProvider(shutdown_on_exit=False), threading.Event()
+    monkeypatch.setattr(provider, "shutdown", held.wait)
+    monkeypatch.setattr(tracing, "_CLOSE_SECONDS", 0.1)
+    Tracer(provider, "tiny").close()
+    held.set()
 
 
 def test_without_opentelemetry_the_option_says_what_to_install(monkeypatch):
