@@ -262,6 +262,20 @@ def test_whoever_ends_the_command_ends_the_request(server, slow, number):
         assert (process.returncode, err.strip()) == (130, "peagle-client: interrupted")
 
 
+def test_in_a_conversation_ctrl_c_ends_the_answer_only(server, slow):
+    ours, theirs = pty.openpty()
+    process = start(server, "--chat", "--ignore-eos", stdin=theirs)
+    os.write(ours, b"ab\n")
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: server.call(lambda: server.frontend.num_open) == 0)
+    assert process.poll() is None
+    os.write(ours, b"\x04")
+    _, err = process.communicate(timeout=20)
+    os.close(ours), os.close(theirs)
+    assert (process.returncode, "this turn is forgotten" in err) == (0, True)
+
+
 def test_a_closed_pipe_ends_the_request(server, slow):
     process = start(server, "a", "--ignore-eos")
     assert process.stdout.read(1)
