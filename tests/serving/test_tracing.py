@@ -62,8 +62,8 @@ def test_a_span_is_the_child_of_the_clients(server, spans):
     body = dict(prompt="hello", max_tokens=20, temperature=0.5, top_p=0.9, seed=3, ignore_eos=True)
     before = time.time_ns()
     response = post(server, "/v1/completions", body, headers=HEADERS | {"x-request-id": "mine"})
-    after = time.time_ns()
     (span,) = spans()
+    after = time.time_ns()
     assert span.name == "text_completion tiny"
     assert f"{span.context.trace_id:032x}" == TRACE
     assert f"{span.parent.span_id:016x}" == PARENT
