@@ -2,10 +2,11 @@
 
 import hmac
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -43,11 +44,8 @@ class Guard(grpc.aio.ServerInterceptor):
         metadata = dict(details.invocation_metadata)
         if self._tokens and not is_authorized(metadata.get("authorization"), self._tokens):
             return _rebuilt(handler, _refuse_stream if handler.response_streaming else _refuse)
-        if handler.response_streaming:
-            behaviour = handler.stream_stream or handler.unary_stream
-            return _rebuilt(handler, _guarded_stream(behaviour))
-        behaviour = handler.stream_unary or handler.unary_unary
-        return _rebuilt(handler, _guarded(behaviour))
+        guarded = _guarded_stream if handler.response_streaming else _guarded
+        return _rebuilt(handler, guarded(_behaviour(handler), _reader(handler)))
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
@@ -65,20 +63,46 @@ async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
     await context.abort_with_status(rpc_status.to_status(status))
 
 
-def _guarded(behaviour: Callable) -> Callable:
+def _behaviour(handler: grpc.RpcMethodHandler) -> Callable:
+    if handler.response_streaming:
+        return handler.stream_stream or handler.unary_stream
+    return handler.stream_unary or handler.unary_unary
+
+
+def _reader(handler: grpc.RpcMethodHandler) -> Callable:
+    """What makes a call's message, or messages, of bytes. gRPC's own would answer UNKNOWN to bytes that
+    are no message, log a traceback for each, and read those of clients without a token."""
+
+    def read(data: bytes) -> Message:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError as error:
+            raise ServiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"the request is no such message, or holds text that is not UTF-8 ({error})",
+            ) from error
+
+    async def read_all(stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        async for data in stream:
+            yield read(data)
+
+    return read_all if handler.request_streaming else read
+
+
+def _guarded(behaviour: Callable, read: Callable) -> Callable:
     async def call(request, context):
         try:
-            return await behaviour(request, context)
+            return await behaviour(read(request), context)
         except Exception as error:
             await _fail(context, error)
 
     return call
 
 
-def _guarded_stream(behaviour: Callable) -> Callable:
+def _guarded_stream(behaviour: Callable, read: Callable) -> Callable:
     async def call(request, context):
         try:
-            async for message in behaviour(request, context):
+            async for message in behaviour(read(request), context):
                 yield message
         except Exception as error:
             await _fail(context, error)
@@ -111,7 +135,8 @@ async def _refuse_stream(request, context):
 
 
 def _rebuilt(handler: grpc.RpcMethodHandler, behaviour: Callable) -> grpc.RpcMethodHandler:
+    """The handler with another behaviour, which takes requests as bytes."""
     requests = "stream" if handler.request_streaming else "unary"
     responses = "stream" if handler.response_streaming else "unary"
     make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return make(behaviour, None, handler.response_serializer)

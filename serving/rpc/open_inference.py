@@ -146,9 +146,10 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             await replies.put(reply)
 
     async def _infer(self, work: _Work) -> pb.ModelInferResponse:
-        texts: list[list[str]] = [[] for _ in range(work.ask.n)]
-        reasons = [""] * work.ask.n
         async with self._frontend.open(work.ask) as stream:
+            # Not before: until the frontend has looked at it, n may be four billion.
+            texts: list[list[str]] = [[] for _ in range(work.ask.n)]
+            reasons = [""] * work.ask.n
             async for delta in stream:
                 texts[delta.index].append(delta.text)
                 if delta.finish is not None:

@@ -44,10 +44,10 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         """Everything in one message."""
         ask = await self._ask(request, context, "GenerateOnce")
         response = pb.GenerateResponse(request_id=ask.request_id)
-        for _ in range(ask.n):
-            response.sequences.add()
-        spoken = [Spoken()] * ask.n
         async with self._frontend.open(ask) as stream:
+            # Not before: until the frontend has looked at it, n may be four billion.
+            response.sequences.extend(pb.Sequence() for _ in range(ask.n))
+            spoken = [Spoken()] * ask.n
             async for delta in stream:
                 sequence = response.sequences[delta.index]
                 spoken[delta.index] += Spoken(delta.text, delta.reasoning)

@@ -59,8 +59,9 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Chunks if the client wants a stream, and each sequence as a whole at its end."""
         self._last_request = time.time()
         ask = await self._ask(request, context)
-        wholes = [pb.GenerateComplete(index=index) for index in range(ask.n)]
         async with self._frontend.open(ask) as stream:
+            # Not before: until the frontend has looked at it, n may be four billion.
+            wholes = [pb.GenerateComplete(index=index) for index in range(ask.n)]
             async for delta in stream:
                 whole = wholes[delta.index]
                 _extend(whole, delta, prompt_tokens=len(ask.prompt))
