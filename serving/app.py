@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -191,4 +192,9 @@ async def _serve(
     await asyncio.gather(server.stop(_GRACE), http.stop(_GRACE))
     for task in tasks:
         task.cancel()
-    return 1 if frontend.state is State.DEAD else 0
+    code = 1 if frontend.state is State.DEAD else 0
+    if frontend.is_stuck:
+        # Python cannot end beside a thread that compiles or waits for a device: it would abort.
+        logging.shutdown()
+        os._exit(code)
+    return code

@@ -103,6 +103,8 @@ class Frontend:
         self._by_id: dict[str, Stream] = {}
         self._changed = asyncio.Event()
         self.state = State.STARTING
+        self.is_stuck = False
+        """Whether the engine's thread outlived `drain`."""
 
     @property
     def load(self) -> Load:
@@ -215,6 +217,8 @@ class Frontend:
         Returns:
           Whether all ended by themselves within `seconds`; the rest get UNAVAILABLE.
         """
+        # Of what still compiles, or hangs, nobody waits for the end.
+        patience = 30.0 if self.state is State.SERVING else 0.0
         if self.state is not State.DEAD:
             self._enter(State.DRAINING)
         deadline = time.monotonic() + seconds
@@ -229,7 +233,7 @@ class Frontend:
                     "send this one to another server",
                 )
             )
-        await asyncio.to_thread(self._worker.stop, 30.0)
+        self.is_stuck = not await asyncio.to_thread(self._worker.stop, patience)
         if self.state is not State.DEAD:
             self._enter(State.STOPPED)
         return not rest

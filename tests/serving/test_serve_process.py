@@ -1,0 +1,184 @@
+"""`peagle-serve` as a process: when it is ready, how it goes, and with what exit code."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.served import Served
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
+from tests.cli import conftest
+
+folders = conftest.folders
+Status = grpc.StatusCode
+STATUSES = health_pb2.HealthCheckResponse
+LONG = pb.Stopping(max_tokens=200, ignore_eos=True)
+NUM_STREAMS = 24  # on four slots: most of them wait when the signal comes
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """Of the servers: one cache of compiled programs, and no options of whoever runs the tests."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("PEAGLE_")}
+    return mine | {"HOME": str(tmp_path_factory.mktemp("home"))}
+
+
+@pytest.fixture
+def serve(folders, environment, tmp_path):
+    """Starts a server of the tiny model; options are added."""
+    servers: list[Served] = []
+
+    def start(*options: str) -> Served:
+        model = [item for item in folders.options() if item != "--no-cache"]
+        sizes = ["--max-model-len", "256", "--max-num-seqs", "4", "--prefill-chunk", "16"]
+        drafts = ["--num-speculative-tokens", "3"]
+        log = tmp_path / f"serve-{len(servers)}.log"
+        arguments = [*model, *sizes, *drafts, *options]
+        servers.append(Served(arguments, log=log, environment=environment))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.__exit__()
+
+
+def read(call, found: list) -> None:
+    """Reads a stream to its end: how many tokens, and the status."""
+    count = 0
+    try:
+        for delta in call:
+            count += len(delta.token_ids)
+    except grpc.RpcError:
+        pass
+    found.append((call.code(), count))
+
+
+class Readers:
+    """Streams that are being read, each in a thread; `found` has one (code, tokens) per ended stream."""
+
+    def __init__(self, stub: peagle_v1_pb2_grpc.GenerationStub, count: int):
+        request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5, 6, 7]), stopping=LONG)
+        self.found: list[tuple[Status, int]] = []
+        calls = [stub.Generate(request) for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=read, args=(call, self.found), daemon=True) for call in calls
+        ]
+        for call in calls:
+            call.initial_metadata()  # comes just before the request is accepted
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        for thread in self._threads:
+            thread.join(120)
+            assert not thread.is_alive()
+
+
+def wait_until_open(stub: peagle_v1_pb2_grpc.GenerationStub, count: int) -> None:
+    for _ in range(500):
+        stats = stub.GetStats(pb.GetStatsRequest())
+        if stats.num_running + stats.num_waiting >= count:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{stats.num_running} run and {stats.num_waiting} wait, not {count}")
+
+
+def refused(stub: peagle_v1_pb2_grpc.GenerationStub) -> grpc.Future:
+    """Sends short requests until one is refused."""
+    request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=pb.Stopping(max_tokens=1))
+    for _ in range(1000):
+        call = stub.GenerateOnce.future(request)
+        if call.code() is not Status.OK:
+            return call
+    raise AssertionError("the server takes everything")
+
+
+def test_a_signal_loses_no_request(serve):
+    server = serve()
+    with grpc.insecure_channel(server.wait()) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        readers = Readers(stub, NUM_STREAMS)
+        wait_until_open(stub, NUM_STREAMS // 2)
+        server.process.terminate()
+        refusal = refused(stub)
+        assert refusal.code() is Status.UNAVAILABLE
+        assert "draining" in refusal.details()
+        assert len(readers.found) < NUM_STREAMS  # or it was no drain
+        readers.wait()
+    assert readers.found == [(Status.OK, 200)] * NUM_STREAMS
+    assert server.process.wait(60) == 0
+
+
+def test_what_the_drain_limit_cuts_off_is_told_so(serve):
+    server = serve("--drain-seconds", "0.2")
+    with grpc.insecure_channel(server.wait()) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        readers = Readers(stub, 60)
+        wait_until_open(stub, 30)
+        server.process.terminate()
+        readers.wait()
+    codes = {code for code, _ in readers.found}
+    assert codes <= {Status.OK, Status.UNAVAILABLE}
+    assert Status.UNAVAILABLE in codes
+    assert all(count == 200 for code, count in readers.found if code is Status.OK)
+    assert server.process.wait(60) == 0
+
+
+def test_health_follows_the_life_of_the_server(serve):
+    server = serve()
+    with grpc.insecure_channel(server.wait_for_port()) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        names = ["", "peagle.v1.Generation"]
+        watches = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in names]
+        # It has just begun to listen, and compiles.
+        for name in names:
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == STATUSES.NOT_SERVING
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        with pytest.raises(grpc.RpcError, match="starting") as caught:
+            stub.GenerateOnce(pb.GenerateRequest(tokens=pb.TokenIds(ids=[5])))
+        assert caught.value.code() is Status.UNAVAILABLE
+        for watch in watches:
+            assert [next(watch).status for _ in range(2)] == [
+                STATUSES.NOT_SERVING,
+                STATUSES.SERVING,
+            ]
+        readers = Readers(stub, 4)
+        server.process.terminate()
+        assert [next(watch).status for watch in watches] == [STATUSES.NOT_SERVING] * 2
+        readers.wait()
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+        assert caught.value.code() in (Status.NOT_FOUND, Status.UNAVAILABLE)
+    assert server.process.wait(60) == 0
+
+
+def test_a_signal_while_it_compiles_ends_it(serve):
+    server = serve("--max-num-seqs", "3")  # programs of its own: nothing lies in the cache
+    server.wait_for_port()
+    started = time.monotonic()
+    assert server.stop(60.0) == 0
+    assert time.monotonic() - started < 15.0
+
+
+@pytest.mark.slow
+def test_the_embedded_model_is_soon_served(environment, tmp_path):
+    """Measured on two quiet cores: see the bounds, which are several times as long."""
+    seconds = []
+    for name in ("cold", "warm"):
+        with Served([], log=Path(tmp_path, name), environment=environment) as server:
+            address = server.wait(300.0)
+            with grpc.insecure_channel(address) as channel:
+                stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+                request = pb.GenerateRequest(text="def", stopping=pb.Stopping(max_tokens=4))
+                assert stub.GenerateOnce(request).usage.completion_tokens > 0
+            seconds.append(time.monotonic() - server.started)
+            assert server.stop(60.0) == 0
+    cold, warm = seconds
+    assert cold < 120
+    assert warm < 60
