@@ -91,6 +91,33 @@ def _lossless(args) -> int:
     return 1 if differing else 0
 
 
+def _serve_load(args) -> None:
+    from bench.serve_load import serve_load
+    from peagle_jax import runs
+
+    triple = lambda found: "/".join(f"{value:.0f}" for value in found.values()) if found else ""
+    header = ["conc.", "per s", "requests", "tokens/s", "req/s", "goodput", "TTFT ms", "TPOT ms"]
+    header += ["e2e ms", "AL", "overhead", "statuses"]
+    args.goodput = dict(args.goodput)
+    lines = [
+        [
+            str(row["concurrency"] or ""),
+            f"{row['rate']:g}" if row["rate"] else "",
+            str(row["requests"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['requests_per_second']:.2f}",
+            f"{row['goodput']:.2f}" if "goodput" in row else "",
+            *(triple(row[f"{name}_ms"]) for name in ("ttft", "tpot", "e2e")),
+            f"{row['acceptance_length']:.2f}",
+            f"{row['overhead_percent']:.1f} %" if "overhead_percent" in row else "",
+            " ".join(f"{code}:{count}" for code, count in row["codes"].items()),
+        ]
+        for row in serve_load(args, _environment(args))
+    ]
+    print(runs.table(header, lines))
+    print(f"latencies: p50/p90/p99; rows: {args.out}")
+
+
 def _kernels(args) -> None:
     from bench.kernels import kernels
     from peagle_jax import runs
@@ -159,6 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _decode_step(args)
         elif args.command == "lossless":
             return _lossless(args)
+        elif args.command == "serve-load":
+            _serve_load(args)
         elif args.command == "report":
             from bench.report import report
 

@@ -111,6 +111,69 @@ def _add_lossless(commands) -> None:
     _add_rows(one, "lossless.jsonl")
 
 
+_SERVE_LOAD = """\
+Loads a peagle-serve through peagle.v1.Generation and reports what clients saw. Without --address it
+starts one on a free port; what follows -- are that server's options:
+
+  peagle-bench serve-load --concurrency 1,8,32 -- --num-speculative-tokens 5
+  peagle-bench serve-load --address 127.0.0.1:50051 --rate 4,8 --goodput ttft:500 tpot:50
+  peagle-bench serve-load --concurrency 32 --overhead
+
+--overhead sends the same prompts through the engine without the service too, in this process and in
+turns with it: what the service costs on this machine, the clients' own work included.
+"""
+
+
+def _list_of_rates(text: str) -> list[float]:
+    rates = sorted({float(item) for item in text.split(",")})
+    if not all(0 < rate < float("inf") for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text}: rates must be positive")
+    return rates
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, value = text.partition(":")
+    if name not in ("ttft", "tpot", "e2e") or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ttft:MS, tpot:MS or e2e:MS")
+    return name, float(value)
+
+
+def _add_serve_load(commands) -> None:
+    one = commands.add_parser(
+        "serve-load",
+        help="a gRPC service under load: latencies, goodput, statuses, overhead",
+        description=_SERVE_LOAD,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = one.add_argument
+    add("--address", metavar="HOST:PORT", help="of a running server (default: start one)")
+    kinds = one.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--concurrency", type=_list_of_positive, default=[1, 8, 32], metavar="N,N",
+        help="clients, each with one request after the other (default: 1,8,32)",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--rate", type=_list_of_rates, metavar="R,R", help="instead: Poisson arrivals per second"
+    )
+    add("--set", default="HumanEval", metavar="SET", help="as for acceptance, or random: ids")
+    add("--num-requests", type=_positive, metavar="N", help="of a cell (default: 4 per client)")
+    add("--max-tokens", type=_positive, default=128, metavar="N", help="new tokens per prompt")
+    add("--prompt-tokens", type=_positive, default=128, metavar="N", help="longest random prompt")
+    add("--temperature", type=float, default=0.0, metavar="T")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    add("--cancel-share", type=float, default=0.0, metavar="SHARE", help="of requests to cancel")
+    add("--deadline-ms", type=_positive, metavar="MS", help="of every request")
+    add("--goodput", type=_limit, nargs="+", default=[], metavar="NAME:MS",
+        help="limits: ttft:MS tpot:MS e2e:MS")  # fmt: skip
+    add("--overhead", action="store_true", help="measure the bare engine beside the service")
+    add(
+        "--repeats", type=_positive, default=3, metavar="N", help="turns of --overhead (default: 3)"
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of arrivals, prompts, cancellations")
+    _add_rows(one, "serve_load.jsonl")
+    add("serve_options", nargs="*", metavar="-- OPTION", help="of peagle-serve")
+
+
 _DECODE_STEP = """\
 Times rounds of a real model's shape, with random weights made on the device, through the engine:
 
@@ -204,6 +267,7 @@ def parser() -> argparse.ArgumentParser:
 
     _add_lossless(commands)
     _add_decode_step(commands)
+    _add_serve_load(commands)
 
     one = commands.add_parser("kernels", help="each kernel beside its reference, on a GPU")
     one.add_argument("--op", action="append", metavar="NAME", help="repeatable (default: all)")

@@ -1,0 +1,90 @@
+"""What a client saw of its requests, and the figures made of it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from peagle_jax.engine.stats import Acceptance
+from serving.protos import peagle_v1_pb2 as pb
+
+LATENCIES = ("ttft", "tpot", "e2e")
+_PERCENTILES = (50, 90, 99)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """One request. Times are `time.perf_counter()`; `first` and `last` are arrivals of tokens.
+
+    `code` is the gRPC status that it ended with, and `acceptance` is of the server's usage, which only a whole
+    stream carries.
+    """
+
+    sent: float
+    code: str = ""
+    first: float | None = None
+    last: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    acceptance: pb.Acceptance | None = None
+
+    def latency(self, name: str) -> float | None:
+        """Milliseconds: to the first token, per token after it, or of all; None if there is none.
+
+        With speculation tokens arrive several at a time, so time per token is counted by tokens, not
+        by messages, as everywhere: (e2e - ttft) / (tokens - 1).
+        """
+        if self.first is None:
+            return None
+        if name == "tpot":
+            rest = len(self.tokens) - 1
+            return 1e3 * (self.last - self.first) / rest if rest else None
+        return 1e3 * ((self.first if name == "ttft" else self.last) - self.sent)
+
+    def meets(self, limits: Mapping[str, float]) -> bool:
+        """Whether it ended well and within all limits, in milliseconds by name of a latency."""
+        latencies = {name: self.latency(name) for name in limits}
+        # A request of one token has no time per token to miss.
+        within = (latencies[name] is None or latencies[name] <= limits[name] for name in limits)
+        return self.code == "OK" and all(within)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """The 50th, 90th and 99th, as "p50" and so on; None of nothing."""
+    if not values:
+        return None
+    found = np.percentile(values, _PERCENTILES)
+    return {f"p{p}": float(value) for p, value in zip(_PERCENTILES, found, strict=True)}
+
+
+def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, float]) -> dict:
+    """The part of a row that says what came out; latencies are of the requests that ended well.
+
+    Args:
+      seconds: wall time from the first request to the last end.
+      limits: of `Outcome.meets`, for goodput; empty asks for none.
+    """
+    good = [outcome for outcome in outcomes if outcome.code == "OK"]
+    tokens = sum(len(outcome.tokens) for outcome in outcomes)
+    counts = Acceptance.of(o.acceptance for o in outcomes if o.acceptance is not None)
+    row = {
+        "requests": len(outcomes),
+        "codes": dict(sorted(Counter(outcome.code for outcome in outcomes).items())),
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "requests_per_second": len(good) / seconds,
+    }
+    for name in LATENCIES:
+        values = [outcome.latency(name) for outcome in good]
+        row[f"{name}_ms"] = percentiles([value for value in values if value is not None])
+    if limits:
+        row["goodput_limits_ms"] = dict(limits)
+        row["goodput"] = sum(outcome.meets(limits) for outcome in outcomes) / seconds
+    return row | {
+        "rounds": counts.rounds,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "acceptance_length": counts.length,
+        "acceptance_per_position": list(counts.rates),
+    }

@@ -1,0 +1,333 @@
+"""`peagle-bench serve-load`: a running service under load, and what it costs beside the bare engine."""
+
+import asyncio
+import contextlib
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+from tqdm import tqdm
+
+from bench import rows
+from bench.latency import Outcome, figures
+from bench.served import Served
+from bench.sweep import Prompts, prompt_set
+from bench.timing import Measurement, drive
+from peagle_jax import ConfigError, Engine, SamplingParams, runs
+from peagle_jax.text import Tokenizer
+from serving.app import make_engine
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos.peagle_v1_pb2_grpc import GenerationStub
+from serving.settings import resolve
+
+_WARM_UP_TOKENS = 16
+_OPTIONS = [("grpc.max_receive_message_length", -1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request to make.
+
+    Args:
+      start: seconds after the beginning; None as soon as a client is free.
+      cancel_after: tokens after which the client cancels it; None lets it end.
+      deadline: in seconds; None sets none.
+    """
+
+    request: pb.GenerateRequest
+    start: float | None = None
+    cancel_after: int | None = None
+    deadline: float | None = None
+
+
+def calls(args, prompts: Prompts, count: int, *, rate: float | None = None) -> list[Call]:
+    """`count` calls over `prompts`, in order; arrivals and cancellations are drawn from the seed."""
+    rng = np.random.default_rng(args.seed)
+    starts = np.cumsum(rng.exponential(1 / rate, count)) if rate else [None] * count
+    made = []
+    for prompt, start in zip(
+        itertools.islice(itertools.cycle(prompts), count), starts, strict=True
+    ):
+        is_cancelled = rng.random() < args.cancel_share
+        made.append(
+            Call(
+                request=_request(prompt, args),
+                start=start,
+                cancel_after=int(rng.integers(0, args.max_tokens)) if is_cancelled else None,
+                deadline=None if args.deadline_ms is None else args.deadline_ms / 1e3,
+            )
+        )
+    return made
+
+
+def _request(prompt: str | list[int], args) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(
+        sampling=pb.Sampling(temperature=args.temperature),
+        stopping=pb.Stopping(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos),
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.tokens.ids.extend(prompt)
+    return request
+
+
+async def load(
+    address: str, todo: Sequence[Call], *, concurrency: int | None, on_done=lambda: None
+) -> tuple[list[Outcome], float]:
+    """Makes all calls and waits for their ends.
+
+    Args:
+      concurrency: clients, each of which makes one call after the other; None makes every call when
+        its `start` comes, however many run.
+
+    Returns:
+      Outcomes in order, and the seconds that they took together.
+    """
+    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+        stub = GenerationStub(channel)
+        await channel.channel_ready()
+        outcomes: list[Outcome | None] = [None] * len(todo)
+        begin = time.perf_counter()
+
+        async def make(index: int) -> None:
+            if (start := todo[index].start) is not None:
+                await asyncio.sleep(max(0.0, begin + start - time.perf_counter()))
+            outcomes[index] = await _make(stub, todo[index])
+            on_done()
+
+        async def client(numbers: Iterator[int]) -> None:
+            for index in numbers:
+                await make(index)
+
+        numbers = iter(range(len(todo)))
+        async with asyncio.TaskGroup() as group:
+            if concurrency is None:
+                for index in numbers:
+                    group.create_task(make(index))
+            else:
+                for _ in range(concurrency):
+                    group.create_task(client(numbers))
+        return outcomes, time.perf_counter() - begin
+
+
+async def _make(stub: GenerationStub, call: Call) -> Outcome:
+    outcome = Outcome(sent=time.perf_counter())
+    rpc = stub.Generate(call.request, timeout=call.deadline)
+    limit = call.cancel_after
+    try:
+        if limit == 0:
+            rpc.cancel()
+        async for delta in rpc:
+            if delta.token_ids:
+                outcome.last = time.perf_counter()
+                outcome.first = outcome.first or outcome.last
+                outcome.tokens.extend(delta.token_ids)
+            if delta.HasField("usage"):
+                outcome.acceptance = delta.usage.acceptance
+            if limit is not None and len(outcome.tokens) >= limit:
+                rpc.cancel()
+    except grpc.RpcError:
+        pass  # its code says what it was
+    except asyncio.CancelledError:
+        if not rpc.cancelled():  # we were, not the call
+            raise
+    outcome.code = (await rpc.code()).name
+    return outcome
+
+
+def _check(args) -> None:
+    if args.address and args.serve_options:
+        raise ConfigError(
+            "options of peagle-serve go to a server that is started here: drop --address"
+        )
+    if args.address and args.overhead:
+        raise ConfigError("--overhead needs the server's model in this process too: drop --address")
+    if args.overhead and (args.rate or args.cancel_share or args.deadline_ms):
+        raise ConfigError("--overhead compares whole requests at a fixed --concurrency only")
+    if not 0 <= args.cancel_share <= 1:
+        raise ConfigError(f"--cancel-share {args.cancel_share} must lie between 0 and 1")
+
+
+def _options(args) -> list[str]:
+    """Of the server that is started here: it holds all requests at once unless told otherwise."""
+    slots = [] if args.rate else ["--max-num-seqs", str(max(args.concurrency))]
+    cache = ["--no-cache"] if args.no_cache else []
+    return [*slots, *cache, *args.serve_options]
+
+
+@contextlib.contextmanager
+def _served(args) -> Iterator[tuple[str, Served | None]]:
+    """The address to load, and the server if it was started here; then it ends with the block."""
+    if args.address:
+        yield args.address, None
+        return
+    resolve(_options(args))  # mistakes are told before anything starts
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "serve.log")
+        with Served(_options(args), log=log) as server:
+            yield server.wait(), server
+            if code := server.stop():
+                raise ConfigError(
+                    f"peagle-serve ended with exit code {code}: {server.text()[-2000:]}"
+                )
+
+
+def _about(address: str) -> pb.GetModelInfoResponse:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            return GenerationStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10.0)
+        except grpc.RpcError as error:
+            raise ConfigError(
+                f"{address}: no answer from peagle.v1.Generation ({error.code().name}: "
+                f"{error.details()}); give the address of a running peagle-serve"
+            ) from error
+
+
+def _prompts(args, about: pb.GetModelInfoResponse, tokenizer: Tokenizer | None) -> Prompts:
+    if args.set == "random":
+        rng = np.random.default_rng(args.seed)
+        most = args.prompt_tokens
+        lengths = rng.integers(max(1, most // 2), most + 1, args.num_requests or 256)
+        return [rng.integers(0, about.vocab_size, length).tolist() for length in lengths]
+    _, prompts = prompt_set(args.set, tokenizer, prompt_tokens=args.prompt_tokens, limit=None)
+    if not about.has_tokenizer and any(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError(f"{about.name} is served without a tokenizer: use --set random")
+    return prompts
+
+
+def serve_load(args, environment: dict) -> list[dict]:
+    """Measures, appends a row each to `args.out`, and returns the rows.
+
+    Raises:
+      ConfigError: options that exclude each other, no server there, or none that starts.
+    """
+    _check(args)
+    engine = _bare(args) if args.overhead else None
+    cells = (
+        [(None, rate) for rate in args.rate] if args.rate else [(c, None) for c in args.concurrency]
+    )
+    counts = [args.num_requests or max(32, 4 * (c or 16)) for c, _ in cells]
+    done = []
+    with _served(args) as (address, server):
+        about = _about(address)
+        prompts = _prompts(args, about, None if engine is None else engine.tokenizer)
+        total = sum(counts) * (2 * args.repeats if args.overhead else 1)
+        with tqdm(total=total, unit="request", disable=None) as bar:
+            for (concurrency, rate), count in zip(cells, counts, strict=True):
+                bar.set_description(f"x{concurrency}" if rate is None else f"{rate:g}/s")
+                todo = calls(args, prompts, count, rate=rate)
+                _warm_up(address, todo, concurrency or 1)
+                if engine is None:
+                    found = _measure(args, address, todo, concurrency, bar)
+                else:
+                    found = _beside_bare(args, server, todo, concurrency, engine, bar)
+                row = {
+                    "kind": "serve-load",
+                    **_identity(args, about, concurrency, rate),
+                    **found,
+                    **environment,
+                }
+                done.append(rows.rounded(row))
+                rows.append(args.out, done[-1])
+    return done
+
+
+def _identity(args, about, concurrency: int | None, rate: float | None) -> dict:
+    return {
+        "model": about.name,
+        "dtype": about.dtype,
+        "set": args.set,
+        "method": about.method,
+        "num_speculative_tokens": about.num_speculative_tokens,
+        "max_num_seqs": about.max_num_seqs,
+        "concurrency": concurrency,
+        "rate": rate,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "cancel_share": args.cancel_share,
+        "deadline_ms": args.deadline_ms,
+        "seed": args.seed,
+    }
+
+
+def _warm_up(address: str, todo: Sequence[Call], concurrency: int) -> None:
+    """Whole requests of a few tokens: the first ones pay for connections and allocations."""
+    short = []
+    for call in todo[:concurrency]:
+        request = pb.GenerateRequest()
+        request.CopyFrom(call.request)
+        request.stopping.max_tokens = min(_WARM_UP_TOKENS, request.stopping.max_tokens)
+        short.append(Call(request=request))
+    asyncio.run(load(address, short, concurrency=concurrency))
+
+
+def _measure(args, address: str, todo: Sequence[Call], concurrency: int | None, bar: tqdm) -> dict:
+    outcomes, seconds = asyncio.run(
+        load(address, todo, concurrency=concurrency, on_done=bar.update)
+    )
+    return figures(outcomes, seconds, args.goodput)
+
+
+def _bare(args) -> Engine:
+    """An engine as the server's, in this process."""
+    settings, _ = resolve(_options(args))
+    engine = make_engine(settings)
+    runs.warm_up(engine)
+    return engine
+
+
+def _beside_bare(
+    args, server: Served, todo: Sequence[Call], concurrency: int, engine: Engine, bar: tqdm
+) -> dict:
+    """Service and bare engine in turns, so that a busy machine slows both; medians of the repeats.
+
+    Processor time tells the service's own cost even where other work delays both: of the server, of the
+    clients, and of the bare engine.
+    """
+    runs_: dict[str, list] = {name: [] for name in ("served", "bare")}
+    cpu: dict[str, list[float]] = {name: [] for name in ("served", "clients", "bare")}
+    for _ in range(args.repeats):
+        before = server.cpu_seconds, time.process_time()
+        runs_["served"].append(
+            asyncio.run(load(server.address, todo, concurrency=concurrency, on_done=bar.update))
+        )
+        cpu["served"].append(server.cpu_seconds - before[0])
+        between = time.process_time()
+        cpu["clients"].append(between - before[1])
+        runs_["bare"].append(_drive(args, todo, concurrency, engine, bar))
+        cpu["bare"].append(time.process_time() - between)
+    seconds = [one[1] for one in runs_["served"]]
+    bare_seconds = [one.seconds for one in runs_["bare"]]
+    middle, bare_middle = statistics.median(seconds), statistics.median(bare_seconds)
+    outcomes = min(runs_["served"], key=lambda one: abs(one[1] - middle))[0]
+    outputs = runs_["bare"][0].outputs
+    return figures(outcomes, middle, args.goodput) | {
+        "bare_seconds": bare_middle,
+        "bare_tokens_per_second": sum(map(len, outputs)) / bare_middle,
+        "overhead_percent": 100 * (middle / bare_middle - 1),
+        "outputs_equal_to_bare": sum(
+            outcome.tokens == tokens for outcome, tokens in zip(outcomes, outputs, strict=True)
+        ),
+        "served_seconds_all": seconds,
+        "bare_seconds_all": bare_seconds,
+        **{f"{name}_cpu_seconds": statistics.median(times) for name, times in cpu.items()},
+    }
+
+
+def _drive(args, todo: Sequence[Call], concurrency: int, engine: Engine, bar: tqdm) -> Measurement:
+    """The calls' prompts through the bare engine."""
+    requests = [call.request for call in todo]
+    prompts = [
+        one.text if one.WhichOneof("prompt") == "text" else list(one.tokens.ids) for one in requests
+    ]
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos
+    )
+    return drive(engine, prompts, params, concurrency=concurrency, on_finished=bar.update)

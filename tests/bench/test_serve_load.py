@@ -1,0 +1,163 @@
+"""Load on a service: what is sent, what the figures are made of, and a run against a real server."""
+
+import json
+from argparse import Namespace
+
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.latency import Outcome, figures, percentiles
+from bench.serve_load import calls
+from serving.protos import peagle_v1_pb2 as pb
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def outcome(code: str = "OK", *, ttft: float = 0.1, per_token: float = 0.01, tokens: int = 11):
+    """A request sent at 100 s."""
+    first = 100 + ttft
+    return Outcome(
+        sent=100.0,
+        code=code,
+        first=first,
+        last=first + per_token * (tokens - 1),
+        tokens=[5] * tokens,
+        acceptance=pb.Acceptance(rounds=5, drafted=15, accepted=6, accepted_per_position=[4, 2, 0]),
+    )
+
+
+def test_latencies_count_tokens_not_messages():
+    one = outcome()
+    assert one.latency("ttft") == pytest.approx(100)
+    assert one.latency("tpot") == pytest.approx(10)
+    assert one.latency("e2e") == pytest.approx(200)
+    assert outcome(tokens=1).latency("tpot") is None
+    assert Outcome(sent=1.0).latency("ttft") is None
+
+
+def test_percentiles_are_those_of_the_values():
+    assert percentiles([]) is None
+    assert percentiles(list(range(101))) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+
+
+def test_figures_are_of_what_ended_well_and_goodput_of_what_was_in_time():
+    slow, late = outcome(per_token=0.1), outcome(ttft=0.6)
+    cancelled = outcome("CANCELLED", ttft=9.0, tokens=3)
+    refused = Outcome(sent=100.0, code="RESOURCE_EXHAUSTED")
+    limits = {"ttft": 500.0, "tpot": 50.0}
+    row = figures([outcome(), outcome(), slow, late, cancelled, refused], 2.0, limits)
+    assert row["codes"] == {"CANCELLED": 1, "OK": 4, "RESOURCE_EXHAUSTED": 1}
+    assert (row["requests"], row["tokens"]) == (6, 47)
+    assert row["tokens_per_second"] == 23.5
+    assert row["requests_per_second"] == 2.0
+    assert row["goodput"] == 1.0
+    assert row["ttft_ms"]["p99"] < 1000  # not of the cancelled one
+    assert row["acceptance_length"] == pytest.approx(1 + 6 / 5)
+    assert row["acceptance_per_position"] == [0.8, 0.4, 0.0]
+    assert "goodput" not in figures([outcome()], 1.0, {})
+
+
+@pytest.fixture
+def options() -> Namespace:
+    return Namespace(
+        seed=3, cancel_share=0.25, deadline_ms=None, max_tokens=8, temperature=0.0, ignore_eos=True
+    )
+
+
+def test_arrivals_are_poisson_and_cancels_a_share_both_from_the_seed(options):
+    made = calls(options, ["a", [5, 6]], 2000, rate=50.0)
+    again = calls(options, ["a", [5, 6]], 2000, rate=50.0)
+    assert [call.start for call in made] == [call.start for call in again]
+    gaps = np.diff([call.start for call in made])
+    assert gaps.min() > 0
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.1)
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.15)  # an exponential's, as its mean
+    cancels = [call.cancel_after for call in made if call.cancel_after is not None]
+    assert len(cancels) == pytest.approx(500, rel=0.15)
+    assert set(cancels) == set(range(8))
+    assert made[0].request.text == "a"
+    assert list(made[1].request.tokens.ids) == [5, 6]
+
+
+@pytest.fixture
+def tiny_server(folders, monkeypatch, tmp_path):
+    """Options that make `serve-load` start a server of the tiny model."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sizes = ["--max-model-len", "256", "--prefill-chunk", "16", "--num-speculative-tokens", "3"]
+    return ["--", *folders.options(), *sizes]
+
+
+def test_load_with_cancels_and_deadlines_ends_every_request(tiny_server, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    argv = [
+        "--concurrency",
+        "2,4",
+        "--set",
+        "random",
+        "--prompt-tokens",
+        "20",
+        "--max-tokens",
+        "16",
+    ]
+    argv += ["--num-requests", "40", "--cancel-share", "0.3", "--deadline-ms", "60000"]
+    argv += [
+        "--goodput",
+        "ttft:60000",
+        "--ignore-eos",
+        "--sha",
+        "abc",
+        "--no-cache",
+        "--out",
+        str(out),
+    ]
+    assert main(["serve-load", *argv, *tiny_server]) == 0
+    found = read(out)
+    assert [row["concurrency"] for row in found] == [2, 4]
+    for row in found:
+        assert (row["kind"], row["model"], row["method"]) == ("serve-load", "target", "peagle")
+        assert (row["num_speculative_tokens"], row["max_num_seqs"]) == (3, 4)
+        assert sum(row["codes"].values()) == 40
+        assert row["codes"].keys() == {"OK", "CANCELLED"}
+        assert row["codes"]["OK"] * 16 <= row["tokens"] < 40 * 16
+        assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
+        assert row["goodput"] == pytest.approx(row["requests_per_second"])
+        assert row["acceptance_length"] >= 1
+    assert "CANCELLED:" in capsys.readouterr().out
+
+
+def test_overhead_is_measured_beside_an_engine_that_says_the_same(tiny_server, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    argv = ["--concurrency", "2", "--set", "random", "--prompt-tokens", "20", "--max-tokens", "16"]
+    argv += ["--num-requests", "8", "--overhead", "--repeats", "2", "--ignore-eos", "--no-cache"]
+    assert main(["serve-load", *argv, "--sha", "abc", "--out", str(out), *tiny_server]) == 0
+    (row,) = read(out)
+    assert row["outputs_equal_to_bare"] == row["requests"] == 8
+    assert len(row["served_seconds_all"]) == len(row["bare_seconds_all"]) == 2
+    expected = 100 * (row["seconds"] / row["bare_seconds"] - 1)
+    assert row["overhead_percent"] == pytest.approx(expected, abs=0.1)
+    assert row["served_cpu_seconds"] > 0
+
+
+MISTAKES = {
+    "--overhead needs": ["--address", "localhost:1", "--overhead"],
+    "drop --address": ["--address", "localhost:1", "--", "--max-num-seqs", "4"],
+    "no answer from peagle.v1.Generation": ["--address", "127.0.0.1:1"],
+    "between 0 and 1": ["--cancel-share", "2"],
+    "at a fixed --concurrency": ["--rate", "3", "--overhead"],
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_one_line(tmp_path, capsys, message):
+    out = ["--out", str(tmp_path / "rows.jsonl"), "--sha", "abc", "--no-cache"]
+    assert main(["serve-load", *out, *MISTAKES[message]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "rows.jsonl"), "--sha", "abc", "--no-cache"]
+    assert main(["serve-load", *out, "--", "--model", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
