@@ -98,3 +98,4 @@ class LiveServer:
         self.run(stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+        self._loop.close()
