@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.options import parser as bench_parser
 from serving.client.options import parser as client_parser
 from serving.settings import Settings, resolve
 from tests.serving.test_deploy import smg_options
@@ -71,6 +72,14 @@ def test_its_calls_can_be_made():
             client_parser().parse_args(arguments)
 
 
+def test_its_loads_can_be_made():
+    shown = [words for words, _ in commands("peagle-bench") if words[0] == "serve-load"]
+    assert len(shown) == 3
+    for words in shown:
+        args = bench_parser().parse_args(words)
+        resolve(args.serve_options, {})
+
+
 def test_its_gateway_can_be_started():
     (shown,) = commands("smg")
     assert shown[0][0] == "launch"
@@ -85,6 +94,8 @@ def test_its_gateway_can_be_started():
 def test_every_option_that_is_named_exists():
     options = {f"--{name.replace('_', '-')}" for name in Settings.__dataclass_fields__}
     options |= {option for action in client_parser()._actions for option in action.option_strings}
+    serve_load = bench_parser()._subparsers._group_actions[0].choices["serve-load"]
+    options |= {option for action in serve_load._actions for option in action.option_strings}
     options |= {"--config", "--help", "--port", "--worker-urls", "--build"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT))
     assert named - options == set()
