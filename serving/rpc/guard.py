@@ -14,6 +14,9 @@ from serving.errors import ServiceError
 
 _log = logging.getLogger(__name__)
 _OPEN = "/grpc.health.v1.Health/"
+_LONGEST = (
+    500  # characters of a message; clients take 8 KiB of trailers, and it may quote a request
+)
 
 
 def is_authorized(header: str | bytes | None, tokens: Sequence[bytes]) -> bool:
@@ -50,10 +53,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
 async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
     """Ends a call with the error's status, and details for programs (google.rpc)."""
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.code.name), message=error.message)
+    message = error.message
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST - 4]} ..."
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code.name), message=message)
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=error.message
+            field=error.field, description=message
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after is not None:

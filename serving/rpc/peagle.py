@@ -185,7 +185,7 @@ def _variables(text: str) -> dict:
         return {}
     try:
         variables = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid("chat.variables_json", f"not valid JSON ({error})") from error
     if not isinstance(variables, dict):
         raise invalid("chat.variables_json", "must be a JSON object")

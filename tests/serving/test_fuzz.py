@@ -241,6 +241,31 @@ TOO_MANY = {
 }
 
 
+LONG_TEXT = "\u00e9" * 100_000
+AWKWARD = {
+    "stopping.stop": pb.GenerateRequest(text="a", stopping=pb.Stopping(stop=["", LONG_TEXT])),
+    "chat.variables_json": pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage()], variables_json="[" * 200_000)
+    ),
+    "chat": pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage()], variables_json='{"messages": []}')
+    ),
+    "text": pb.GenerateRequest(text=LONG_TEXT),
+}
+
+
+@pytest.mark.parametrize("field", AWKWARD)
+def test_long_and_deep_contents_are_refused_by_name(server, client, field):
+    """And briefly: a status that quotes them whole is larger than what clients take."""
+    path = "peagle.v1.Generation/GenerateOnce"
+    (error,) = client.send(path, METHODS[path], [[AWKWARD[field].SerializeToString()]])
+    assert error.code() is Status.INVALID_ARGUMENT, error
+    status = rpc_status.from_call(_AsCall(error))
+    violations = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(violations)
+    assert [one.field for one in violations.field_violations] == [field]
+
+
 @pytest.mark.parametrize("path", TOO_MANY)
 def test_billions_of_sequences_are_refused_at_once(server, client, path):
     started = time.monotonic()
