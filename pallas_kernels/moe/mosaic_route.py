@@ -415,6 +415,8 @@ def route_and_plan(
             stored=plgpu.Barrier(num_arrivals=groups),
             **_cores(launch.device, groups),
         ),
+        # Reductions stay within a warp: warpgroups would share the scratch memory of others.
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         grid=(1,),
         grid_names=("block",),
         num_threads=groups,

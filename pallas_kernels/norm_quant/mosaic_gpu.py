@@ -4,6 +4,10 @@ A row is cut into strips of 512 columns, four to a thread, that are loaded strai
 stay there: nothing is read twice, and the only traffic between threads is the sum of squares. All loads
 are issued before anything is stored, because eight rows are a matter of latency, not of bytes. How a
 row is summed follows from its width alone, so its bits do not depend on the rows beside it.
+
+Mosaic reduces over the warps of a warpgroup in scratch memory that all warpgroups of a block share, and
+only makes a warpgroup wait for itself. Warpgroups that reduced numbers of their own would mix them up, at
+the whim of timing. So they exchange squares first, and then all of them reduce the same numbers.
 """
 
 import functools
@@ -94,8 +98,8 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         sources_gmem,  # [S, R'] or None
         scale_gmem,  # [tiles, 64]
         outs_gmem,  # [R, tiles, 64]: the sum if there is one, and the norm
-        sums_smem,  # [groups]
-        summed,
+        squares_smem,  # [groups, strip, 64]
+        stored,
     ):
         r, g = lax.axis_index("row"), lax.axis_index("group")
         begins = [(g * config.strips + i) * config.strip for i in range(config.strips)]
@@ -120,13 +124,14 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
                 jnp.where(tile + strip.start >= begin, square, 0.0)
                 for square, strip, begin in zip(squares, strips, begins, strict=True)
             ]
-        total = jnp.sum(_summed(squares))
+        square = _summed(squares)
         if config.groups > 1:
-            sums_smem[g] = total
-            plgpu.barrier_arrive(summed)
-            plgpu.barrier_wait(summed)
-            total = _summed([sums_smem[i] for i in range(config.groups)])
-        factor = lax.rsqrt(total / D + eps)
+            squares_smem[g] = square
+            plgpu.commit_smem()  # all threads of the warpgroup have stored before one arrives
+            plgpu.barrier_arrive(stored)
+            plgpu.barrier_wait(stored)
+            square = _summed([load(squares_smem.at[i]) for i in range(config.groups)])
+        factor = lax.rsqrt(jnp.sum(square) / D + eps)
         for x, scaled, strip in zip(rows, scales, strips, strict=True):
             outs_gmem[-1][r, strip] = (x * factor * scaled.astype(jnp.float32)).astype(h.dtype)
 
@@ -136,9 +141,9 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         parts_gmem = refs.pop(0) if S else None
         weights_gmem = refs.pop(0) if weights is not None else None
         sources_gmem = refs.pop(0) if sources is not None else None
-        scale_gmem, *outs_gmem, sums_smem, summed = refs
+        scale_gmem, *outs_gmem, squares_smem, stored = refs
         added = (parts_gmem, weights_gmem, sources_gmem)
-        norm_row(h_gmem, *added, scale_gmem, outs_gmem, sums_smem, summed)
+        norm_row(h_gmem, *added, scale_gmem, outs_gmem, squares_smem, stored)
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
     operands = (in_tiles(h), in_tiles(parts), weights, sources, scale.reshape(tiles, _TILE))
@@ -146,10 +151,10 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         body,
         out_type=(jax.ShapeDtypeStruct((R, tiles, _TILE), h.dtype),) * (2 if S else 1),
         scratch_types=(
-            plgpu.SMEM((config.groups,), jnp.float32),
+            plgpu.SMEM((config.groups, *shape), jnp.float32),
             plgpu.Barrier(num_arrivals=config.groups),
         ),
-        # Safe: all that a thread both writes and reads is sums_smem, with a barrier between.
+        # Safe: all that a thread both writes and reads is squares_smem, with a barrier between.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         grid=(R,),
         grid_names=("row",),

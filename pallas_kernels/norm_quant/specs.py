@@ -62,10 +62,14 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Arguments for `build`: normal numbers, and every row of a buffer is some row's part."""
+    """Arguments for `build`: normal numbers, and every row of a buffer is some row's part.
+
+    They grow along a row, so that no part of it can pass for another.
+    """
     shapes = build(spec)[1]
+    grown = lambda x: 1 + 3 * jnp.arange(x.shape[-1]) / x.shape[-1]
     arrays = [
-        jax.random.normal(jax.random.fold_in(key, i), x.shape).astype(x.dtype)
+        (grown(x) * jax.random.normal(jax.random.fold_in(key, i), x.shape)).astype(x.dtype)
         for i, x in enumerate(shapes)
     ]
     if spec.weighted:
