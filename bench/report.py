@@ -63,10 +63,11 @@ def _numbers(dtype: str, weights: str) -> str:
 def _title(setting: tuple, some: list[dict]) -> str:
     device, model, dtype, weights, temperature = setting
     sampling = "greedy" if temperature == 0 else f"temperature {temperature}"
-    one = max(some, key=lambda row: row["date"])
+    by_date = sorted(some, key=lambda row: row["date"])
+    listed = lambda name: " and ".join(dict.fromkeys(str(row[name]) for row in by_date))
     return (
-        f"**{device}**, model {model}, {_numbers(dtype, weights)}, {sampling}, {one['max_tokens']} new tokens; "
-        f"jax {one['jax']}, commit {one['sha']}, {one['date'][:10]}"
+        f"**{device}**, model {model}, {_numbers(dtype, weights)}, {sampling}, {listed('max_tokens')} new tokens; "
+        f"jax {listed('jax')}, commit {listed('sha')}, {by_date[-1]['date'][:10]}"
     )
 
 
