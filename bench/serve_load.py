@@ -258,7 +258,14 @@ def _identity(args, about, concurrency: int | None, rate: float | None) -> dict:
 
 
 def _warm_up(address: str, todo: Sequence[Call], concurrency: int) -> None:
-    """Whole requests of a few tokens: the first ones pay for connections and allocations."""
+    """Whole requests of a few tokens: the first ones pay for connections and allocations.
+
+    Before them, whatever the server still compiles.
+    """
+    with grpc.insecure_channel(address) as channel:
+        stub = GenerationStub(channel)
+        while stub.GetStats(pb.GetStatsRequest()).batch_sizes_pending:
+            time.sleep(0.1)
     short = []
     for call in todo[:concurrency]:
         request = pb.GenerateRequest()

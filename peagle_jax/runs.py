@@ -118,9 +118,10 @@ def run(
     )
 
 
-def warm_up(engine: Engine) -> None:
-    """Compiles, then decodes a few tokens: first calls pay for allocations that later ones do not."""
-    engine.warm_up()
+def warm_up(engine: Engine, *, sizes: Sequence[int] | None = None) -> None:
+    """Compiles (see `Engine.warm_up`), then decodes a few tokens: first calls pay for allocations that
+    later ones do not."""
+    engine.warm_up(sizes=sizes)
     if engine.config.max_model_len > 1:
         params = SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
         engine.generate([[0]] * engine.config.max_num_seqs, params)

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Imported once the options are known to be good: help and mistakes answer at once.
         from serving.app import serve
 
-        return serve(settings, say=partial(print, flush=True))
+        cache_home = os.environ.get("XDG_CACHE_HOME")
+        return serve(settings, cache_home=cache_home, say=partial(print, flush=True))
     except (ConfigError, OSError) as error:
         print(f"peagle-serve: error: {error}", file=sys.stderr)
         return 2

@@ -26,10 +26,11 @@ _log = logging.getLogger(__name__)
 _GRACE = 5.0  # seconds for the last messages of calls that have ended
 
 
-def serve(settings: Settings, *, say: Callable[[str], None]) -> int:
+def serve(settings: Settings, *, cache_home: str | None, say: Callable[[str], None]) -> int:
     """Serves until a signal ends it; the exit code, 1 if the engine died on the way.
 
     Args:
+      cache_home: the user's cache folder; None is `~/.cache`.
       say: is told, in plain words, where the server listens.
 
     Raises:
@@ -38,7 +39,7 @@ def serve(settings: Settings, *, say: Callable[[str], None]) -> int:
     """
     configure(settings.log_level)
     if not settings.no_cache:
-        runs.keep_compiled_programs(None)
+        runs.keep_compiled_programs(cache_home)
     doors = _doors(settings)
     tracer = None
     if settings.otlp_endpoint is not None:

@@ -112,12 +112,17 @@ class Frontend:
         return self._worker.load
 
     @property
+    def batch_sizes_pending(self) -> int:
+        """Batch sizes that still compile; until then rounds take the next larger."""
+        return self._worker.batch_sizes_pending
+
+    @property
     def num_open(self) -> int:
         """Requests accepted and not yet ended."""
         return len(self._streams)
 
     def start(self) -> None:
-        """Starts the engine; `state` becomes SERVING when everything is compiled."""
+        """Starts the engine; `state` becomes SERVING when the largest batch is compiled."""
         self._worker.start()
         if self.tokenizer is not None:
             asyncio.get_running_loop().run_in_executor(None, self.tokenizer.prepare_chat)

@@ -94,7 +94,7 @@ class EngineWorker:
     Args:
       engine: not yet warm; the worker owns it from `start` on.
       deliver: called in the event loop with the events of a round, in order.
-      on_ready: called in the event loop when everything is compiled.
+      on_ready: called in the event loop when requests can be served; smaller batches may still compile.
       on_death: called in the event loop with the exception that ended the engine; no events follow.
     """
 
@@ -112,12 +112,19 @@ class EngineWorker:
         self._running: dict[Hashable, Request] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._compiler = threading.Thread(target=self._compile, name="compiler", daemon=True)
+        self._is_stopping = False
         self._rounds = 0
         self._before = Acceptance()  # what warming up counted
         self.load = Load(pages_total=engine.scheduler.config.total_pages - 1)
         """After the last round; replaced as a whole, so any thread may read it."""
         self.busy_since: float | None = None
         """`time.monotonic()` at which the round in progress began; None between rounds."""
+
+    @property
+    def batch_sizes_pending(self) -> int:
+        """Batch sizes that still compile; until then rounds take the next larger."""
+        return len(self._engine.config.batch_buckets) - len(self._engine.scheduler.batch_sizes)
 
     def start(self) -> None:
         """Starts the thread, which compiles first; call it in the event loop."""
@@ -133,10 +140,13 @@ class EngineWorker:
         self._mail.put(_Abort(key))
 
     def stop(self, timeout: float) -> bool:
-        """Ends the thread after its round; True if that happened within `timeout` seconds."""
+        """Ends the thread after its round; True if that happened within `timeout` seconds, and nothing
+        compiles any more."""
+        self._is_stopping = True
         stop = _Stop()
         self._mail.put(stop)
-        return not self._thread.is_alive() or stop.done.wait(timeout)
+        has_ended = not self._thread.is_alive() or stop.done.wait(timeout)
+        return has_ended and not self._compiler.is_alive()
 
     def _post(self, function: Callable, *args) -> None:
         try:
@@ -146,8 +156,10 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            runs.warm_up(self._engine)
+            # The largest batch serves any number of requests: clients need not wait for the others.
+            runs.warm_up(self._engine, sizes=self._engine.config.batch_buckets[-1:])
             self._before = self._engine.scheduler.acceptance
+            self._compiler.start()
             self._post(self._on_ready)
             while self._step():
                 pass
@@ -155,6 +167,16 @@ class EngineWorker:
             _log.exception("the engine died")
             self.busy_since = None
             self._post(self._on_death, error)
+
+    def _compile(self) -> None:
+        """The batch sizes that are left, one at a time, while the engine runs."""
+        try:
+            for size in self._engine.config.batch_buckets[:-1]:
+                if self._is_stopping:
+                    return
+                self._engine.warm_up(sizes=[size])
+        except Exception:
+            _log.exception("a smaller batch cannot be compiled; rounds take the next larger")
 
     def _step(self) -> bool:
         """Mail, then a round if there is work; False when told to stop."""

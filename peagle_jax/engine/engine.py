@@ -101,9 +101,19 @@ class Engine:
         self._in_flight: list[tuple[PrefillPlan | DecodePlan, StepOutput]] = []
         self._numbers = itertools.count()
 
-    def warm_up(self, on_compiled: Callable[[], None] = lambda: None) -> None:
-        """Compiles all programs; afterwards nothing ever compiles. `on_compiled` reports progress."""
-        self.programs.warm_up(self._state, on_compiled)
+    def warm_up(
+        self,
+        on_compiled: Callable[[], None] = lambda: None,
+        *,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Compiles all programs; afterwards nothing ever compiles. `on_compiled` reports progress.
+
+        With `sizes` only the rounds of some batch sizes, the largest among them or compiled before. Until
+        a later call compiles the others, in another thread if need be, rounds take the next larger size.
+        """
+        self.programs.warm_up(self._state, on_compiled, sizes or self.config.batch_buckets)
+        self.scheduler.batch_sizes = self.programs.sizes
 
     @property
     def num_programs(self) -> int:

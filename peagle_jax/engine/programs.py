@@ -9,7 +9,7 @@ CUDA graph of hundreds of kernels; were an address new, the driver would be told
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -114,11 +114,23 @@ class Programs:
                 program = self._compiled.setdefault(key, program)
         return program
 
-    def warm_up(self, state: step.State, on_compiled: Callable[[], None]) -> None:
-        """Compiles every program, several at a time; `on_compiled` is called after each."""
-        idle = host.PrefillPlan.build([], self._config)
-        jobs = [partial(self._get, "prefill", self._prefill, state, device_prefill_plan(idle))]
-        for size in self._config.batch_buckets:
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes whose rounds are compiled, ascending."""
+        return tuple(size for size in self._config.batch_buckets if size in self._compiled)
+
+    def warm_up(
+        self, state: step.State, on_compiled: Callable[[], None], sizes: Sequence[int]
+    ) -> None:
+        """Compiles prefill and the rounds of `sizes`, several at a time, unless they are compiled.
+
+        `on_compiled` is called after each.
+        """
+        jobs = []
+        if "prefill" not in self._compiled:
+            idle = device_prefill_plan(host.PrefillPlan.build([], self._config))
+            jobs.append(partial(self._get, "prefill", self._prefill, state, idle))
+        for size in set(sizes) - set(self.sizes):
             arrays = device_decode_plan(host.DecodePlan.build([], size, self._config))
             blank = jax.eval_shape(partial(self._blank_output, size))
             jobs.append(partial(self._get, size, self._round, state, arrays, blank))

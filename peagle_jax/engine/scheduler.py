@@ -49,6 +49,8 @@ class Scheduler:
         self.active: list[Request] = []  # PREFILL and RUNNING, in order of admission
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        self.batch_sizes = config.batch_buckets
+        """What a round may be padded to, ascending; the last is `max_num_seqs`."""
         self._drafted = 0
         self._rounds_by_accepted = [0] * (config.num_draft + 1)
 
@@ -190,7 +192,7 @@ class Scheduler:
             return None
         for request in rows:
             request.in_flight += 1
-        size = next(size for size in self.config.batch_buckets if size >= len(rows))
+        size = next(size for size in self.batch_sizes if size >= len(rows))
         return DecodePlan.build(rows, size, self.config)
 
     def _plan_prefill(self, may_admit: bool) -> PrefillPlan | None:

@@ -243,7 +243,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance")
+    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +252,7 @@ class GetStatsResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZES_PENDING_FIELD_NUMBER: _ClassVar[int]
     state: str
     num_running: int
     num_waiting: int
@@ -260,4 +261,5 @@ class GetStatsResponse(_message.Message):
     preemptions: int
     uptime_seconds: float
     acceptance: Acceptance
-    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ...) -> None: ...
+    batch_sizes_pending: int
+    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ...) -> None: ...

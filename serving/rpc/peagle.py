@@ -97,6 +97,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             preemptions=load.num_preemptions,
             uptime_seconds=time.time() - self._frontend.started,
             acceptance=_acceptance(load.acceptance),
+            batch_sizes_pending=self._frontend.batch_sizes_pending,
         )
 
     async def _ask(self, request: pb.GenerateRequest, context, method: str) -> Ask:

@@ -245,17 +245,35 @@ def test_model_info_and_stats(server, stub):
     assert after.kv_pages_total == server.engine.config.total_pages - 1
 
 
-def test_the_death_of_the_engine_ends_every_stream(make_engine):
+def test_smaller_batches_compile_while_it_serves(make_engine):
     server = LiveServer(make_engine())
     with grpc.insecure_channel(server.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(8)]
-        next(calls[0])
+        request = pb.GenerateRequest(text=PROMPT, stopping=LONG)
+        first = stub.GenerateOnce(request)
+        pending = [stub.GetStats(pb.GetStatsRequest()).batch_sizes_pending]
+        while pending[-1]:
+            assert stub.GenerateOnce(request).sequences == first.sequences
+            pending.append(stub.GetStats(pb.GetStatsRequest()).batch_sizes_pending)
+        assert pending == sorted(pending, reverse=True)
+        assert stub.GenerateOnce(request).sequences == first.sequences
+        assert server.engine.programs.sizes == server.engine.config.batch_buckets
+    server.close()
 
-        def die(*args):
+
+def test_the_death_of_the_engine_ends_every_stream(make_engine):
+    server = LiveServer(make_engine())
+    healthy = server.engine.programs.round
+
+    def dies(*args):
+        if server.frontend.num_open == 8:
             raise RuntimeError("out of luck")
+        return healthy(*args)
 
-        server.engine.programs.round = die
+    server.engine.programs.round = dies
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(8)]
         for call in calls:
             with pytest.raises(grpc.RpcError, match="RuntimeError") as caught:
                 list(call)

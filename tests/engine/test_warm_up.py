@@ -1,0 +1,22 @@
+"""Compiling some batch sizes first, and the others later."""
+
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from tests import tiny
+
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11]]
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+def test_rounds_take_the_next_larger_batch_until_smaller_ones_are_compiled():
+    config = EngineConfig(num_draft=2, max_num_seqs=4, max_model_len=64, page_size=4)
+    engine = Engine(tiny.target(), tiny.head(), config)
+    engine.warm_up(sizes=[4])
+    assert engine.programs.sizes == engine.scheduler.batch_sizes == (4,)
+    padded = [c.tokens for c in engine.generate(PROMPTS, PARAMS)]
+    assert engine.programs.sizes == (4,)
+    engine.warm_up(sizes=[1])
+    assert engine.scheduler.batch_sizes == (1, 4)
+    engine.warm_up()
+    assert engine.scheduler.batch_sizes == config.batch_buckets == (1, 2, 4)
+    assert engine.programs.num_compiled == engine.num_programs == 4
+    assert [c.tokens for c in engine.generate(PROMPTS, PARAMS)] == padded
