@@ -15,7 +15,7 @@ from peagle_jax.engine.memory import page_bytes
 from peagle_jax.loading import load_weights
 from serving.frontend import Frontend, Limits, State
 from serving.http.server import HttpServer
-from serving.logs import configure, log_figures, log_request
+from serving.logs import configure, log_figures, log_refusal, log_request
 from serving.rpc.security import Certificates, TokenFile
 from serving.rpc.server import RpcServer
 from serving.settings import Settings, num_bytes
@@ -158,6 +158,7 @@ async def _serve(
         name=served_name(settings),
         limits=Limits(max_seconds=settings.max_request_seconds or None, max_n=settings.max_n),
         report=report,
+        report_refusal=log_refusal,
     )
     common = dict(
         tokens=doors.tokens,

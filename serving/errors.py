@@ -26,8 +26,16 @@ class ServiceError(Exception):
         self.message = message
         self.field = field
         self.retry_after = retry_after
+        self.is_reported = False
+        """Whether logs and metrics know of it; every request is reported once."""
 
 
 def invalid(field: str, rule: str) -> ServiceError:
     """INVALID_ARGUMENT: `field` breaks `rule`."""
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {rule}", field=field)
+
+
+def failure(error: Exception) -> ServiceError:
+    """INTERNAL: an exception that nobody expected."""
+    text = f"the server failed ({type(error).__name__}); its log says why"
+    return ServiceError(grpc.StatusCode.INTERNAL, text)

@@ -71,6 +71,7 @@ class Frontend:
       name: what clients call the model.
       limits: see `Limits`.
       report: called with each stream after its end (logs, traces).
+      report_refusal: called with protocol, method and error of each request that became no stream.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Frontend:
         name: str,
         limits: Limits | None = None,
         report: Callable[[Stream], None] = lambda stream: None,
+        report_refusal: Callable[[str, str, ServiceError], None] = lambda *refusal: None,
     ):
         self.name = name
         self.tokenizer: Tokenizer | None = engine.tokenizer
@@ -90,7 +92,7 @@ class Frontend:
         self.method = "none" if self.drafter_config is None else self.drafter_config.method
         self.limits = limits or Limits()
         self.started = time.time()
-        self._report = report
+        self._report, self._report_refusal = report, report_refusal
         self._worker = EngineWorker(
             engine,
             deliver=self._deliver,
@@ -186,7 +188,7 @@ class Frontend:
         try:
             self._check(ask)
         except ServiceError as error:
-            self.metrics.refused(error)
+            self.refused(ask.protocol, ask.method, error)
             raise
         number = next(self._numbers)
         deadline = ask.deadline
@@ -215,6 +217,13 @@ class Frontend:
         if stream is not None:
             stream.abort()
         return stream is not None
+
+    def refused(self, protocol: str, method: str, error: ServiceError) -> None:
+        """Reports a request that never became a stream, unless that was done."""
+        if not error.is_reported:
+            error.is_reported = True
+            self.metrics.refused(protocol, error)
+            self._report_refusal(protocol, method, error)
 
     async def drain(self, seconds: float) -> bool:
         """Refuses new requests, lets the open ones end, and stops the engine.

@@ -7,6 +7,7 @@ import sys
 import time
 
 from peagle_jax.engine.stats import Acceptance
+from serving.errors import ServiceError
 from serving.frontend import Frontend
 from serving.stream import Stream
 
@@ -58,6 +59,12 @@ def log_request(stream: Stream) -> None:
         fields["traceparent"] = ask.trace["traceparent"]
     if stream.error is not None:
         fields["error"] = stream.error.message
+    _log.info("request", extra={"fields": fields})
+
+
+def log_refusal(protocol: str, method: str, error: ServiceError) -> None:
+    """One line about a request that never became a stream."""
+    fields = dict(protocol=protocol, method=method, status=error.code.name, error=error.message)
     _log.info("request", extra={"fields": fields})
 
 

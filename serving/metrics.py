@@ -104,16 +104,16 @@ class Metrics:
             self._count("vllm:generation_tokens", total)
             self._iteration.observe(total)
 
-    def refused(self, error: ServiceError) -> None:
+    def refused(self, protocol: str, error: ServiceError) -> None:
         """Counts a request that never became a stream."""
-        if error.retry_after is not None:
-            self._count("vllm:admission_rejections", 1, reason=error.code.name.lower())
+        self._count("peagle:requests", 1, protocol=protocol, code=error.code.name)
+        self._rejected(error)
 
     def ended(self, stream: "Stream") -> None:
         """Counts a stream that was closed."""
         self._count("peagle:requests", 1, protocol=stream.ask.protocol, code=stream.code.name)
         if stream.error is not None:
-            self.refused(stream.error)
+            self._rejected(stream.error)
         self._ends.append(stream.end)
         self._count("vllm:prompt_tokens", len(stream.ask.prompt))
         for request in stream.requests:
@@ -140,6 +140,10 @@ class Metrics:
             return 1.0
         pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return min(30.0, max(0.1, pace))
+
+    def _rejected(self, error: ServiceError) -> None:
+        if error.retry_after is not None:
+            self._count("vllm:admission_rejections", 1, reason=error.code.name.lower())
 
     def _count(self, name: str, amount: float, **labels: str) -> None:
         self._counters[name].labels(**self._labels, **labels).inc(amount)

@@ -15,7 +15,7 @@ import grpc
 from peagle_jax import SamplingParams
 from peagle_jax.engine.request import Request, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
-from serving.errors import ServiceError
+from serving.errors import ServiceError, failure
 from serving.harmony import Speech, Spoken
 from serving.worker import Tokens
 
@@ -166,8 +166,9 @@ class Stream:
         return self
 
     async def __aexit__(self, kind, error, trace) -> None:
-        if isinstance(error, ServiceError) and self.error is None:
-            self.error = error
+        # An OSError is a client that has gone.
+        if isinstance(error, Exception) and not isinstance(error, OSError) and self.error is None:
+            self.error = error if isinstance(error, ServiceError) else failure(error)
         self.close()
 
     def __aiter__(self) -> Self:
@@ -230,6 +231,7 @@ class Stream:
         self.end = time.monotonic()
         if self.error is not None:
             self.code = self.error.code
+            self.error.is_reported = True
         elif all(sequence.is_read for sequence in self._sequences):
             self.code = grpc.StatusCode.OK
         else:

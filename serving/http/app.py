@@ -44,14 +44,14 @@ def make_app(frontend: Frontend, *, tokens: Sequence[bytes], max_bytes: int) -> 
         ),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_page})
-    return _Guard(app, tokens)
+    return _Guard(app, tokens, frontend)
 
 
 class _Guard:
     """Lets in who has a token."""
 
-    def __init__(self, app: ASGIApp, tokens: Sequence[bytes]):
-        self._app, self._tokens = app, tokens
+    def __init__(self, app: ASGIApp, tokens: Sequence[bytes], frontend: Frontend):
+        self._app, self._tokens, self._frontend = app, tokens, frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = not self._tokens or scope["path"] in _OPEN
@@ -62,6 +62,7 @@ class _Guard:
         error = ServiceError(
             grpc.StatusCode.UNAUTHENTICATED, "send a known token: Authorization: Bearer TOKEN"
         )
+        self._frontend.refused("http", scope["path"], error)
         await error_answer(error)(scope, receive, send)
 
 

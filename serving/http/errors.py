@@ -58,9 +58,3 @@ def error_answer(error: ServiceError, headers: dict[str, str] | None = None) -> 
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return answer(error_content(error), STATUS.get(error.code, 500), headers)
-
-
-def failure(error: Exception) -> ServiceError:
-    """INTERNAL: an exception that nobody expected."""
-    text = f"the server failed ({type(error).__name__}); its log says why"
-    return ServiceError(grpc.StatusCode.INTERNAL, text)

@@ -15,12 +15,12 @@ import grpc
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from serving.errors import ServiceError, invalid
+from serving.errors import ServiceError, failure, invalid
 from serving.frontend import Frontend
 from serving.harmony import Spoken
 from serving.http import reports
 from serving.http.body import Gone, read_body
-from serving.http.errors import error_answer, failure
+from serving.http.errors import error_answer
 from serving.http.fields import parse
 from serving.http.reply import Reply
 from serving.http.route import Call, Caller, Route
@@ -48,6 +48,7 @@ class Generation:
         except Gone:
             return
         except ServiceError as error:
+            self._frontend.refused("http", self._route.path, error)
             is_late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
             # Whoever dawdles shall not hold the connection too.
             await reply.whole(error_answer(error, {"connection": "close"} if is_late else None))
@@ -66,6 +67,7 @@ class Generation:
         try:
             await self._answer(headers, body, reply)
         except ServiceError as error:
+            self._frontend.refused("http", self._route.path, error)
             await reply.fail(error)
         except OSError as error:
             _log.debug("a client left while it was answered: %r", error)

@@ -3,6 +3,7 @@
 import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -10,13 +11,15 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from serving.errors import ServiceError
+from serving.errors import ServiceError, failure
 
 _log = logging.getLogger(__name__)
 _OPEN = "/grpc.health.v1.Health/"
 _LONGEST = (
-    500  # characters of a message; clients take 8 KiB of trailers, and it may quote a request
+    500  # characters of a message: clients take 8 KiB of trailers, and it may quote a request
 )
+
+Report = Callable[[ServiceError], None]
 
 
 def is_authorized(header: str | bytes | None, tokens: Sequence[bytes]) -> bool:
@@ -34,10 +37,11 @@ class Guard(grpc.aio.ServerInterceptor):
 
     Args:
       tokens: bearer tokens, looked at anew for every call; empty lets everybody in.
+      on_refused: called with the method and the error of a call that did not end well.
     """
 
-    def __init__(self, tokens: Sequence[bytes] = ()):
-        self._tokens = tokens
+    def __init__(self, tokens: Sequence[bytes], on_refused: Callable[[str, ServiceError], None]):
+        self._tokens, self._on_refused = tokens, on_refused
 
     async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails):
         """See grpc.aio.ServerInterceptor."""
@@ -46,9 +50,14 @@ class Guard(grpc.aio.ServerInterceptor):
             return handler
         metadata = dict(details.invocation_metadata)
         if self._tokens and not is_authorized(metadata.get("authorization"), self._tokens):
-            return _rebuilt(handler, _refuse_stream if handler.response_streaming else _refuse)
+            behaviour, read = _nobody, _nothing
+            if handler.response_streaming:
+                behaviour = _nobody_streams
+        else:
+            behaviour, read = _behaviour(handler), _reader(handler)
         guarded = _guarded_stream if handler.response_streaming else _guarded
-        return _rebuilt(handler, guarded(_behaviour(handler), _reader(handler)))
+        report = partial(self._on_refused, details.method.removeprefix("/"))
+        return _rebuilt(handler, guarded(behaviour, read, report))
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
@@ -95,49 +104,51 @@ def _reader(handler: grpc.RpcMethodHandler) -> Callable:
     return read_all if handler.request_streaming else read
 
 
-def _guarded(behaviour: Callable, read: Callable) -> Callable:
+def _guarded(behaviour: Callable, read: Callable, report: Report) -> Callable:
     async def call(request, context):
         try:
             return await behaviour(read(request), context)
         except Exception as error:
-            await _fail(context, error)
+            await _fail(context, error, report)
 
     return call
 
 
-def _guarded_stream(behaviour: Callable, read: Callable) -> Callable:
+def _guarded_stream(behaviour: Callable, read: Callable, report: Report) -> Callable:
     async def call(request, context):
         try:
             async for message in behaviour(read(request), context):
                 yield message
         except Exception as error:
-            await _fail(context, error)
+            await _fail(context, error, report)
 
     return call
 
 
-async def _fail(context: grpc.aio.ServicerContext, error: Exception) -> None:
+async def _fail(context: grpc.aio.ServicerContext, error: Exception, report: Report) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if not isinstance(error, ServiceError):
+    if isinstance(error, ServiceError):
+        report(error)
+    else:
         _log.exception("a call failed", exc_info=error)
-        text = f"the server failed ({type(error).__name__}); its log says why"
-        error = ServiceError(grpc.StatusCode.INTERNAL, text)
+        error = failure(error)
     await abort(context, error)
 
 
-_UNAUTHENTICATED = ServiceError(
-    grpc.StatusCode.UNAUTHENTICATED, "send a known token as metadata: authorization: Bearer TOKEN"
-)
+def _nothing(data: bytes | AsyncIterator[bytes]) -> None:
+    """Messages of clients without a token are not read."""
 
 
-async def _refuse(request, context):
-    await abort(context, _UNAUTHENTICATED)
+async def _nobody(request, context):
+    raise ServiceError(
+        grpc.StatusCode.UNAUTHENTICATED,
+        "send a known token as metadata: authorization: Bearer TOKEN",
+    )
 
 
-async def _refuse_stream(request, context):
-    await abort(context, _UNAUTHENTICATED)
-    yield  # makes this a generator, as the handler's kind demands
+async def _nobody_streams(request, context):
+    yield await _nobody(request, context)
 
 
 def _rebuilt(handler: grpc.RpcMethodHandler, behaviour: Callable) -> grpc.RpcMethodHandler:

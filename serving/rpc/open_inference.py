@@ -138,6 +138,8 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             response.parameters["triton_final_response"].bool_param = True
             await replies.put(pb.ModelStreamInferResponse(infer_response=response))
         except Exception as error:
+            if isinstance(error, ServiceError):
+                self._frontend.refused("grpc", f"{SERVICE}/ModelStreamInfer", error)
             # The protocol's place for errors: a status would end the client's other requests.
             failed = pb.ModelInferResponse(id=request.id, model_name=request.model_name)
             failed.parameters["triton_final_response"].bool_param = True

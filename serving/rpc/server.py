@@ -1,6 +1,7 @@
 """The gRPC server: services, health, reflection, limits."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -61,7 +62,9 @@ class RpcServer:
         options = [*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         if max_connection_seconds:
             options.append(("grpc.max_connection_age_ms", int(1000 * max_connection_seconds)))
-        self._server = grpc.aio.server(interceptors=[Guard(tokens)], options=options)
+        self._server = grpc.aio.server(
+            interceptors=[Guard(tokens, partial(frontend.refused, "grpc"))], options=options
+        )
         self._certificates = certificates
         self._health = health.aio.HealthServicer()
         self._frontend = frontend

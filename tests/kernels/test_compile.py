@@ -35,13 +35,18 @@ def run(module: str, chip: str, folder: Path, *options: str) -> Any:
     return json.loads(found.read_text())
 
 
+def on(chip: str, *others: str):
+    """Parameters of a test; with `--dist loadgroup` the tests of a chip share a process."""
+    return pytest.param(chip, *others, marks=pytest.mark.xdist_group(chip))
+
+
 @functools.cache
 def compiled(chip: str, folder: Path) -> list[dict]:
     """The kernels of all operations."""
     return run("bench.deviceless", chip, folder / chip)
 
 
-@pytest.mark.parametrize("chip", deviceless.CHIPS)
+@pytest.mark.parametrize("chip", [on(chip) for chip in deviceless.CHIPS])
 @pytest.mark.parametrize("op", deviceless.ops())
 def test_kernels_compile(op, chip, tmp_path_factory):
     if lacking := deviceless.missing():
@@ -71,7 +76,9 @@ def complaint_about(kernel: dict) -> str | None:
     return f"{kernel['op']} {kernel['spec']} {kernel['name']}: {what}"
 
 
-@pytest.mark.parametrize(("chip", "cache"), [("h200", "auto"), ("h200", "fp8"), ("b200", "auto")])
+@pytest.mark.parametrize(
+    ("chip", "cache"), [on("h200", "auto"), on("h200", "fp8"), on("b200", "auto")]
+)
 def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(chip, cache, tmp_path):
     """Two layers of Qwen3-Coder-30B in fp8, at full width, and a head of one layer."""
     if lacking := deviceless.missing():

@@ -171,6 +171,23 @@ def test_what_is_wrong_is_named(server, stub, field):
         assert violation(caught.value) == field
 
 
+def test_every_call_is_reported_once(server, stub):
+    counted = lambda: {
+        sample.labels["code"]: sample.value
+        for family in server.frontend.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "peagle:requests_total"
+    }
+    before = server.call(counted)
+    stub.GenerateOnce(pb.GenerateRequest(text="a", stopping=pb.Stopping(max_tokens=2)))
+    for request in (WRONG["tokens"], WRONG["prompt"], WRONG["sampling.seed"]):
+        with pytest.raises(grpc.RpcError):
+            stub.GenerateOnce(request)
+    after = server.call(counted)
+    assert after["OK"] == before.get("OK", 0) + 1
+    assert after["INVALID_ARGUMENT"] == before.get("INVALID_ARGUMENT", 0) + 3
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(server, stub):
     with pytest.raises(grpc.RpcError, match="leave no room"):
         stub.GenerateOnce(pb.GenerateRequest(tokens=ids(*[5] * 96)))
