@@ -168,8 +168,8 @@ def test_a_signal_while_it_compiles_ends_it(serve):
 
 @pytest.mark.slow
 def test_the_embedded_model_is_soon_served(environment, tmp_path):
-    """On two cores with other work beside it: 25 s, or 9 s once programs lie in the cache. The bounds
-    are for machines that are slower or busier."""
+    """On two idle cores after 9 s, or 5 s once programs lie in the cache. The bounds are for machines
+    that are slower or busier."""
     environment = {name: value for name, value in environment.items() if name != "XLA_FLAGS"}
     seconds = []
     for name in ("cold", "warm"):
