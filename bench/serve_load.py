@@ -295,7 +295,8 @@ def _beside_bare(
 ) -> dict:
     """Service and bare engine in turns, so that a busy machine slows both; medians of the repeats.
 
-    Processor time tells the service's own cost even where other work delays both: of the server, of the
+    The overhead is the median of the turns' ratios: the two halves of a turn are neighbours in time, so
+    other work that comes and goes moves a ratio less than it moves either median. Processor time tells the service's own cost even where other work delays both: of the server, of the
     clients, and of the bare engine.
     """
     runs_: dict[str, list] = {name: [] for name in ("served", "bare")}
@@ -312,13 +313,15 @@ def _beside_bare(
         cpu["bare"].append(time.process_time() - between)
     seconds = [one[1] for one in runs_["served"]]
     bare_seconds = [one.seconds for one in runs_["bare"]]
+    overheads = [100 * (one / bare - 1) for one, bare in zip(seconds, bare_seconds, strict=True)]
     middle, bare_middle = statistics.median(seconds), statistics.median(bare_seconds)
     outcomes = min(runs_["served"], key=lambda one: abs(one[1] - middle))[0]
     outputs = runs_["bare"][0].outputs
     return figures(outcomes, middle, args.goodput) | {
         "bare_seconds": bare_middle,
         "bare_tokens_per_second": sum(map(len, outputs)) / bare_middle,
-        "overhead_percent": 100 * (middle / bare_middle - 1),
+        "overhead_percent": statistics.median(overheads),
+        "overhead_percent_all": overheads,
         "outputs_equal_to_bare": sum(
             outcome.tokens == tokens for outcome, tokens in zip(outcomes, outputs, strict=True)
         ),

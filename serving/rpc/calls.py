@@ -1,5 +1,6 @@
-"""What all gRPC servicers take from a call: id, deadline, trace."""
+"""What all gRPC servicers take from a call (id, deadline, trace) and tell it first."""
 
+import contextlib
 import time
 import uuid
 
@@ -34,6 +35,14 @@ def trace(context: grpc.aio.ServicerContext) -> dict[str, str]:
     return {key: value for key, value in metadata if key in _TRACE and isinstance(value, str)}
 
 
-def ascii_only(text: str) -> str:
+async def accepted(context: grpc.aio.ServicerContext, request_id: str) -> None:
+    """Tells the client that its request was accepted, and under which id: from here on a server that
+    drains lets it end."""
+    # Where it fails the client has gone, and the call is about to be cancelled.
+    with contextlib.suppress(grpc.aio.InternalError):
+        await context.send_initial_metadata((("x-request-id", _ascii_only(request_id)),))
+
+
+def _ascii_only(text: str) -> str:
     """`text` as metadata may hold it: what is not printable ASCII becomes a question mark."""
     return "".join(char if " " <= char <= "~" else "?" for char in text)

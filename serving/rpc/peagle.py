@@ -32,6 +32,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         ask = await self._ask(request, context, "Generate")
         left = ask.n
         async with self._frontend.open(ask) as stream:
+            await calls.accepted(context, ask.request_id)
             async for delta in stream:
                 message = _delta(delta)
                 if delta.finish is not None:
@@ -45,6 +46,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         ask = await self._ask(request, context, "GenerateOnce")
         response = pb.GenerateResponse(request_id=ask.request_id)
         async with self._frontend.open(ask) as stream:
+            await calls.accepted(context, ask.request_id)
             # Not before: until the frontend has looked at it, n may be four billion.
             response.sequences.extend(pb.Sequence() for _ in range(ask.n))
             spoken = [Spoken()] * ask.n
@@ -104,7 +106,6 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         request_id = calls.request_id(request.request_id)
         params = self._params(request)
         prompt = await self._prompt(request)
-        await context.send_initial_metadata((("x-request-id", calls.ascii_only(request_id)),))
         return Ask(
             request_id=request_id,
             prompt=prompt,

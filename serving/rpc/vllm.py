@@ -60,6 +60,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_request = time.time()
         ask = await self._ask(request, context)
         async with self._frontend.open(ask) as stream:
+            await calls.accepted(context, ask.request_id)
             # Not before: until the frontend has looked at it, n may be four billion.
             wholes = [pb.GenerateComplete(index=index) for index in range(ask.n)]
             async for delta in stream:
@@ -168,7 +169,6 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             prompt = await self._frontend.encode(request.text, field="text")
         else:
             prompt = list(request.tokenized.input_ids)
-        await context.send_initial_metadata((("x-request-id", calls.ascii_only(request_id)),))
         return Ask(
             request_id=request_id,
             prompt=prompt,

@@ -1,6 +1,7 @@
 """Load on a service: what is sent, what the figures are made of, and a run against a real server."""
 
 import json
+import statistics
 from argparse import Namespace
 
 import numpy as np
@@ -136,8 +137,10 @@ def test_overhead_is_measured_beside_an_engine_that_says_the_same(tiny_server, t
     (row,) = read(out)
     assert row["outputs_equal_to_bare"] == row["requests"] == 8
     assert len(row["served_seconds_all"]) == len(row["bare_seconds_all"]) == 2
-    expected = 100 * (row["seconds"] / row["bare_seconds"] - 1)
-    assert row["overhead_percent"] == pytest.approx(expected, abs=0.1)
+    pairs = zip(row["served_seconds_all"], row["bare_seconds_all"], strict=True)
+    expected = [100 * (served / bare - 1) for served, bare in pairs]
+    assert row["overhead_percent_all"] == pytest.approx(expected, abs=0.1)
+    assert row["overhead_percent"] == pytest.approx(statistics.median(expected), abs=0.1)
     assert row["served_cpu_seconds"] > 0
 
 

@@ -69,7 +69,7 @@ class Readers:
             threading.Thread(target=read, args=(call, self.found), daemon=True) for call in calls
         ]
         for call in calls:
-            call.initial_metadata()  # comes just before the request is accepted
+            call.initial_metadata()  # comes when the request is accepted
         for thread in self._threads:
             thread.start()
 
