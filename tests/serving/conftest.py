@@ -62,3 +62,10 @@ def server(live) -> LiveServer:
     """The shared server; the test must leave it empty."""
     yield live
     live.check_empty()
+
+
+@pytest.fixture
+def slow_rounds(server):
+    """A request of some tokens takes seconds: it can be caught while it runs."""
+    with server.slowed(0.1):
+        yield

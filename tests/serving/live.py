@@ -1,8 +1,10 @@
 """A server within the test's process: its event loop runs in a thread, clients talk to it over TCP."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from peagle_jax import Engine
@@ -70,11 +72,40 @@ class LiveServer:
 
         return self.run(call())
 
+    def slowed(self, seconds: float) -> contextlib.AbstractContextManager:
+        """Within the block each round of decoding takes longer: what a test must find running still runs."""
+        return self._before_rounds(lambda: time.sleep(seconds))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block no round of decoding begins: requests come, and none ends."""
+        released = threading.Event()
+        with self._before_rounds(released.wait):
+            try:
+                yield
+            finally:
+                released.set()
+
+    @contextlib.contextmanager
+    def _before_rounds(self, wait: Callable[[], object]) -> Iterator[None]:
+        programs = self.engine.programs
+        healthy = programs.round
+
+        def late(*args):
+            wait()
+            return healthy(*args)
+
+        programs.round = late
+        try:
+            yield
+        finally:
+            programs.round = healthy
+
     def check_empty(self) -> None:
         """Fails unless every request has ended and every page is free."""
 
         async def settle():
-            for _ in range(500):
+            for _ in range(3000):
                 load = self.frontend.load
                 if not (self.frontend.num_open or load.num_running or load.num_waiting):
                     break

@@ -312,7 +312,7 @@ LONG = dict(prompt="a", max_tokens=90, ignore_eos=True, temperature=0)
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
-def test_a_client_that_leaves_frees_everything(server, http, stream, prompt):
+def test_a_client_that_leaves_frees_everything(server, http, slow_rounds, stream, prompt):
     """Running or queued: of 20 requests at most 4 run at once."""
     before = num_cancelled(http)
 
@@ -334,7 +334,7 @@ def test_a_client_that_leaves_frees_everything(server, http, stream, prompt):
     assert num_cancelled(http) > before
 
 
-def test_a_client_that_leaves_amid_a_stream_frees_everything(server, http):
+def test_a_client_that_leaves_amid_a_stream_frees_everything(server, http, slow_rounds):
     before = num_cancelled(http)
     with http.stream("POST", "/v1/completions", json=LONG | dict(stream=True)) as response:
         next(response.iter_lines())
@@ -361,15 +361,16 @@ def test_draining_finishes_old_requests_and_refuses_new_ones(make_engine):
             )
             for _ in range(6)
         ]
-        for thread in threads:
-            thread.start()
-        while server.frontend.num_open < 6:
-            time.sleep(0.001)
-        drained = threading.Thread(target=lambda: server.run(server.frontend.drain(60.0)))
-        drained.start()
-        while server.frontend.state.value == "serving":
-            time.sleep(0.001)
-        refused = http.post("/v1/completions", json=LONG)
+        with server.held():
+            for thread in threads:
+                thread.start()
+            while server.frontend.num_open < 6:
+                time.sleep(0.001)
+            drained = threading.Thread(target=lambda: server.run(server.frontend.drain(60.0)))
+            drained.start()
+            while server.frontend.state.value == "serving":
+                time.sleep(0.001)
+            refused = http.post("/v1/completions", json=LONG)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert http.get("/health").status_code == 503

@@ -258,11 +258,11 @@ def test_several_prompts_are_accepted_together_or_not_at_all(server, http):
 
 
 def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
-    server = LiveServer(make_engine(), http=True, limits=Limits(max_seconds=1.5))
+    server = LiveServer(make_engine(), http=True, limits=Limits(max_seconds=3.0))
     schedule = server.engine.scheduler.schedule
 
     def slow():
-        time.sleep(0.1)  # of 90 tokens the first come in time, the last do not
+        time.sleep(0.2)  # of 90 tokens the first come in time, the last do not
         return schedule()
 
     server.engine.scheduler.schedule = slow

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+import time
 
 import httpx
 import pytest
@@ -197,8 +198,6 @@ def test_gauges_show_what_runs_and_waits(server):
     frontend, seen = server.frontend, []
 
     async def watch():
-        while not frontend.num_open:
-            await asyncio.sleep(0.001)
         while frontend.num_open:
             if frontend.load.num_running:
                 seen.append(frontend.metrics.text().decode())
@@ -208,8 +207,11 @@ def test_gauges_show_what_runs_and_waits(server):
         threading.Thread(target=post, args=(server,), kwargs=dict(prompt="a", max_tokens=80))
         for _ in range(12)
     ]
-    for thread in threads:
-        thread.start()
+    with server.held():
+        for thread in threads:
+            thread.start()
+        while frontend.num_open < 12:
+            time.sleep(0.001)
     server.run(watch())
     for thread in threads:
         thread.join()

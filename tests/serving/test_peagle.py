@@ -1,6 +1,7 @@
 """`peagle.v1.Generation` through a live server and a stock client."""
 
 import threading
+import time
 
 import grpc
 import numpy as np
@@ -193,7 +194,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(server, stub):
         stub.GenerateOnce(pb.GenerateRequest(tokens=ids(*[5] * 96)))
 
 
-def test_abort_ends_the_stream_of_its_id(server, stub):
+def test_abort_ends_the_stream_of_its_id(server, stub, slow_rounds):
     call = stub.Generate(pb.GenerateRequest(text="a", request_id="mine", stopping=LONG))
     assert dict(call.initial_metadata())["x-request-id"] == "mine"
     assert stub.Abort(pb.AbortRequest(request_ids=["mine", "other"])).aborted == 1
@@ -201,18 +202,21 @@ def test_abort_ends_the_stream_of_its_id(server, stub):
     assert stub.Abort(pb.AbortRequest(request_ids=["mine"])).aborted == 0
 
 
-def test_an_id_is_unique_while_it_runs(server, stub):
+def test_an_id_is_unique_while_it_runs(server, stub, slow_rounds):
     request = pb.GenerateRequest(text="a", request_id="twice", stopping=LONG)
     first = stub.Generate(request)
     next(first)
     with pytest.raises(grpc.RpcError) as caught:
         stub.GenerateOnce(request)
     assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
-    list(first)
-    stub.GenerateOnce(request)
+    first.cancel()
+    server.check_empty()
+    second = stub.Generate(request)
+    assert next(second).token_ids
+    second.cancel()
 
 
-def test_cancelling_frees_everything(server, stub):
+def test_cancelling_frees_everything(server, stub, slow_rounds):
     calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(12)]
     next(calls[0])
     for call in calls:
@@ -280,12 +284,11 @@ def test_smaller_batches_compile_while_it_serves(make_engine):
 
 def test_the_death_of_the_engine_ends_every_stream(make_engine):
     server = LiveServer(make_engine())
-    healthy = server.engine.programs.round
 
     def dies(*args):
-        if server.frontend.num_open == 8:
-            raise RuntimeError("out of luck")
-        return healthy(*args)
+        while server.frontend.num_open < 8:
+            time.sleep(0.001)
+        raise RuntimeError("out of luck")
 
     server.engine.programs.round = dies
     with grpc.insecure_channel(server.address) as channel:
@@ -321,16 +324,17 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(make_engine):
     server = LiveServer(make_engine())
     with grpc.insecure_channel(server.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(8)]
-        for call in calls:
-            call.initial_metadata()
-        drained = threading.Thread(target=lambda: server.run(server.frontend.drain(60.0)))
-        drained.start()
-        while server.frontend.state.value == "serving":
-            pass
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.GenerateOnce(pb.GenerateRequest(text="a"))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        with server.held():
+            calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(8)]
+            for call in calls:
+                call.initial_metadata()  # it was accepted
+            drained = threading.Thread(target=lambda: server.run(server.frontend.drain(60.0)))
+            drained.start()
+            while server.frontend.state.value == "serving":
+                time.sleep(0.001)
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.GenerateOnce(pb.GenerateRequest(text="a"))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         lengths = {len(joined(call).token_ids) for call in calls}
         assert lengths == {60}
         drained.join()

@@ -136,7 +136,7 @@ def test_errors_show(server, spans, monkeypatch):
     assert span.attributes["error.type"] == "DEADLINE_EXCEEDED"
 
 
-def test_a_client_that_leaves_is_no_error(server, spans):
+def test_a_client_that_leaves_is_no_error(server, spans, slow_rounds):
     request = pb.GenerateRequest(text="a", stopping=pb.Stopping(**LONG))
     with grpc.insecure_channel(server.address) as channel:
         call = peagle_v1_pb2_grpc.GenerationStub(channel).Generate(request)

@@ -240,7 +240,7 @@ def test_what_asks_for_nothing_passes(server, stub):
     )
 
 
-def test_abort_ends_the_stream_of_its_id(server, stub):
+def test_abort_ends_the_stream_of_its_id(server, stub, slow_rounds):
     request = ask(stream=True, **LONG)
     request.request_id = "mine"
     call = stub.Generate(request)
@@ -252,7 +252,7 @@ def test_abort_ends_the_stream_of_its_id(server, stub):
         stub.Abort(pb.AbortRequest(request_ids=["x"] * 1025))
 
 
-def test_cancelling_frees_everything(server, stub):
+def test_cancelling_frees_everything(server, stub, slow_rounds):
     calls = [stub.Generate(ask(stream=stream, **LONG)) for stream in (True, False) * 6]
     next(calls[0])
     for call in calls:
