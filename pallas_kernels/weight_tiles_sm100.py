@@ -33,8 +33,10 @@ class Format(weight_tiles.Format):
     layout = plgpu.Layout.TCGEN05
     transposed = plgpu.Layout.TCGEN05_TRANSPOSED
 
-    def scratch(self, stages: int, parts: int, tokens: int, K: int) -> dict[str, Any]:
-        found = super().scratch(stages, parts, tokens, K)
+    def scratch(
+        self, stages: int, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, groups: int = 1
+    ) -> dict[str, Any]:
+        found = super().scratch(stages, parts, tokens, K, out_dtype, groups)
         # Products of one step, and two pieces with the barriers of their products.
         found["sums"] = plgpu.TMEM((self.rows, parts * tokens), jnp.float32)
         found["done"] = plgpu.Barrier(num_barriers=2, orders_tensor_core=True)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import weight_tiles, weight_tiles_mxfp4
@@ -16,6 +17,15 @@ class Format(weight_tiles.Format):
     rows = 64
     layout = plgpu.Layout.WGMMA
     transposed = plgpu.Layout.WGMMA_TRANSPOSED
+
+    def groups(self, wanted: int) -> int:
+        return wanted
+
+    def pieces(self, tokens: int, groups: int) -> int:
+        # Registers hold totals of all tokens. There is room for a product of 128 beside them unless weights
+        # are unpacked there, or many threads have few each.
+        most = 64 if self.unpacked or groups > 2 else 128
+        return max(1, tokens // most)
 
     def add_products(
         self,
@@ -28,14 +38,33 @@ class Format(weight_tiles.Format):
         scales: Sequence[Any],
         step: Any,
     ) -> list[jax.Array]:
-        products = self._products(tiles, x, interpret, scales, step)
-        made = self.add(totals, factors, products)
+        pieces = len(totals) // len(tiles)
+        if pieces == 1:
+            products = self._products(tiles, x, interpret, scales, step)
+            made = self.add(totals, factors, products)
+        else:
+            # Mxfp4 is unpacked for each piece anew: half a tile of it is all that registers have room for.
+            once = self.kind == "fp8" and interpret is None
+            unpacked = list(map(_unpack, tiles)) if once else None
+            made, size = list(totals), x.shape[0] // pieces
+            for piece in range(pieces):
+                here = x.at[piece * size : (piece + 1) * size]
+                products = self._products(tiles, here, interpret, scales, step, unpacked)
+                added = self.add(totals[piece::pieces], factors, products)
+                made[piece::pieces] = added if interpret is not None else map(_made_here, added)
         refill()
         return made
 
     def _products(
-        self, tiles: Sequence[Any], x: Any, interpret: Any, scales: Sequence[Any], step: Any
+        self,
+        tiles: Sequence[Any],
+        x: Any,
+        interpret: Any,
+        scales: Sequence[Any],
+        step: Any,
+        unpacked: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
+        """`unpacked` are fp8 tiles in registers, if they are there already."""
         mxfp4 = weight_tiles_mxfp4
         if interpret is not None and self.unpacked:
             # The interpreter multiplies shared memory only.
@@ -53,8 +82,10 @@ class Format(weight_tiles.Format):
             if self.kind == "mxfp4":
                 mxfp4.multiply(accs, tiles, scales, step, x)
             else:
-                for tile, acc in zip(tiles, accs, strict=True):
-                    plgpu.wgmma(acc, _unpack(tile) if self.unpacked else tile, x.T)
+                for i, (tile, acc) in enumerate(zip(tiles, accs, strict=True)):
+                    if self.unpacked:
+                        tile = unpacked[i] if unpacked else _unpack(tile)
+                    plgpu.wgmma(acc, tile, x.T)
             plgpu.wgmma_wait(0)
             return [acc[...] for acc in accs]
 
@@ -73,6 +104,20 @@ class Format(weight_tiles.Format):
         here = source.at[pl.ds(first, self.rows)]
         one = plgpu.load(here, layout=self.layout.reduce(1), optimized=False)
         return lax.broadcast_in_dim(one.astype(jnp.float32), (self.rows, tokens), (0,))
+
+
+def _made_here(x: jax.Array) -> jax.Array:
+    """The same, and no later: the compiler would add all products in the end, and keep all until then."""
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+    )
+    def barrier(_, x):
+        return mgpu.optimization_barrier(x)
+
+    return barrier(x)
 
 
 def _unpack(tile: Any) -> jax.Array:

@@ -100,6 +100,7 @@ def _kernel(x, weight, scale, launch: dispatch.Launch) -> jax.Array:
     x = x.reshape(-1, K)
     R = x.shape[0]
     x = whole_tiles(x)
-    config = mosaic_gpu.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device)
+    kind = formats.kind(weight, scale)
+    config = mosaic_gpu.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device, kind)
     parts = mosaic_gpu.product(x, weight, scale, config, launch)
     return parts[:, :R].reshape(parts.shape[0], *rows, -1)

@@ -7,7 +7,7 @@ give the same bits, and the consumer of several partial sums adds them as it rea
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +15,51 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import formats
 from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.weight_chips import formats_of
-from pallas_kernels.weight_tiles import STEP, TOTAL, each_step, fetch_scales, fetch_tile
+from pallas_kernels.weight_tiles import (
+    STEP,
+    TOTAL,
+    Format,
+    Ring,
+    fetch_scales,
+    fetch_tile,
+    group_of,
+    launch_options,
+    row_of,
+)
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Tokens of a tile, chunks of K, whether each chunk is a block of its own, `Format.stages` wanted."""
+    """How a product is cut into blocks; only `chunks` changes bits.
+
+    Attributes:
+      tokens: of a tile; at most 64, on Hopper 128 as well.
+      chunks: of K.
+      split: whether each chunk is a block of its own.
+      stages: `Format.stages` wanted.
+      groups: `Format.groups` wanted: warpgroups of a block, each with rows of its own.
+    """
 
     tokens: int
     chunks: int
     split: bool
     stages: int
+    groups: int = 1
 
     @classmethod
-    def choose(cls, R: int, N: int, K: int, device: Device) -> "TuningConfig":
+    def choose(
+        cls, R: int, N: int, K: int, device: Device, kind: formats.Kind = "plain"
+    ) -> "TuningConfig":
         tokens = next(t for t in (8, 16, 32, 64) if t >= R or t == 64)
         if N <= 256:  # a router: one block reads the result, and would wait for every part of it
             return cls(8 if R <= 128 else 32, 1, False, stages=8)
-        tiles, steps = pl.cdiv(N, formats_of(device).rows), pl.cdiv(K, STEP)
+        form = formats_of(device)(kind)
+        tiles, steps = pl.cdiv(N, form.rows), pl.cdiv(K, STEP)
         # Up to two blocks an SM: more partial sums would cost what shorter loops save.
         per_chunk = next(
             n
@@ -45,7 +68,37 @@ class TuningConfig:
         )
         chunks = pl.cdiv(steps, per_chunk)
         split = chunks > 1 and pl.cdiv(R, tokens) * tiles < device.num_sms
-        return cls(tokens, chunks, split, stages=4 if tokens <= 32 else 3)
+        least = cls(tokens, chunks, split, stages=4 if tokens <= 32 else 3)
+        if R <= 64 or form.groups(2) == 1:
+            return least
+        cost = lambda one: one.cost(R, N, K, form, device)
+        few = lambda one: one.blocks(R, N, form) < device.num_sms
+        return min((one for one in least.larger(form) if few(one) or not one.split), key=cost)
+
+    def larger(self, form: Format) -> "list[TuningConfig]":
+        """This one, and larger blocks on Hopper, as far as threads have registers for them."""
+        found = [self]
+        for groups, tokens in ((2, 64), (1, 128), (2, 128), (4, 64), (4, 128)):
+            for split in (False, True)[: self.chunks]:
+                totals = 1 if split or self.chunks == 1 else 2  # of a chunk, and of all in a block
+                # A thread of four warpgroups has 128 registers: no room for unpacked weights.
+                if groups < 4 or (not form.unpacked and tokens * totals <= 128):
+                    found.append(replace(self, tokens=tokens, groups=groups, split=split, stages=4))
+        return found
+
+    def blocks(self, R: int, N: int, form: Format) -> int:
+        """Without a split."""
+        return pl.cdiv(N, self.groups * form.rows) * pl.cdiv(R, self.tokens)
+
+    def cost(self, R: int, N: int, K: int, form: Format, device: Device) -> float:
+        """Bytes between the level 2 cache and the multiprocessor that has most to do: an estimate."""
+        splits = self.chunks if self.split else 1
+        rows = self.groups * form.rows
+        blocks = self.blocks(R, N, form) * splits
+        row = K * form.width // form.step * form.dtype.itemsize  # of the weight
+        read = (rows * row + self.tokens * K * 2) / splits
+        added = 2 * rows * self.tokens * 4  # results are written, and read by whoever adds them up
+        return pl.cdiv(blocks, device.num_sms) * (read + added)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "launch"))
@@ -64,23 +117,34 @@ def product(
     per_chunk = pl.cdiv(pl.cdiv(K, form.step), config.chunks)
     splits = config.chunks if config.split else 1
     num_steps = per_chunk * config.chunks // splits
-    stages = form.stages(config.stages, num_steps)
-    tokens = config.tokens
+    groups, tokens = form.groups(config.groups), config.tokens
+    memory = (1, tokens, K, jnp.float32, groups)
+    stages = form.stages(config.stages, num_steps, form.most_stages(*memory, launch.device))
     x = form.arrange(x)
 
-    def body(*refs, w_s, x_s, out_s, ready, scale_s=None, scales_ready=None, **memory):
+    def body(*refs, out_s, scale_s=None, scales_ready=None, **memory):
         *inputs, out = refs
         x, w = inputs[:2]
         token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
-        first_row = row_tile * form.rows
+        group = group_of(groups)
+        first_row = out_row = row_of(form, groups, row_tile, group)
+        if N % (groups * form.rows) and groups > 1:
+            # A warpgroup past the end reads what the last one before it reads, and stores nothing.
+            first_row = jnp.minimum(first_row, (pl.cdiv(N, form.rows) - 1) * form.rows)
         rows, here = pl.ds(first_row, form.rows), pl.ds(token_tile * tokens, tokens)
         first = split * num_steps
 
-        def fetch(i, slot):
+        def fetch_weights(i, tiles, ready):
             stored = pl.ds((first + i) * form.width, form.width)
-            fetch_tile(w.at[rows, stored], w_s.at[slot, 0], ready.at[slot])
+            fetch_tile(w.at[rows, stored], tiles.at[0], ready)
+
+        def fetch_x(i, tile, ready):
             columns = pl.ds((first + i) * form.step, form.step)
-            fetch_tile(x.at[here, columns], x_s.at[slot], ready.at[slot])
+            fetch_tile(x.at[here, columns], tile, ready)
+
+        names = ("w_s", "x_s", "ready", "x_ready", "x_free")
+        slots = {name: memory.pop(name) for name in names if name in memory}
+        ring = Ring(form, groups, stages, num_steps, fetch_weights, fetch_x, **slots)
 
         def block_scale(i):
             if not form.in_blocks:
@@ -89,63 +153,58 @@ def product(
             return inputs[2][lax.div(first_row, BLOCK), column]
 
         if form.staged:
-            fetch_scales(inputs[2], first_row, form.rows, scale_s.at[0], scales_ready)
-        for i in range(stages):
-            fetch(i, i)
+            scales_ready = scales_ready if groups == 1 else scales_ready.at[group]
+            fetch_scales(inputs[2], first_row, form.rows, scale_s.at[group], scales_ready)
+        ring.start()
         if form.staged:
             plgpu.barrier_wait(scales_ready)
 
         def multiply(i, slot, refill, carry):
-            chunk, factor = carry
+            totals, factor = carry
             upcoming = block_scale(i + 1)  # a step ahead: its latency hides behind this product
-            plgpu.barrier_wait(ready.at[slot])
-            staged = [scale_s.at[0]] if form.staged else ()
-            (chunk,) = form.add_products(
-                [chunk],
+            tiles, x = ring.wait(slot)
+            staged = [scale_s.at[group]] if form.staged else ()
+            totals = form.add_products(
+                totals,
                 [factor],
-                [w_s.at[slot, 0]],
-                x_s.at[slot],
+                [tiles.at[0]],
+                x,
                 refill,
                 launch.interpret,
                 staged,
                 first + i,
                 **memory,
             )
-            return chunk, upcoming
+            return totals, upcoming
 
         def add_chunk(c, carry):
-            total, factor = carry
-            chunk, factor = each_step(
-                c * per_chunk,
-                per_chunk,
-                num_steps,
-                stages,
-                fetch,
-                multiply,
-                (form.zeros(tokens), factor),
-                fence=form.unpacked,
-            )
-            return total + chunk, factor
+            totals, factor = carry
+            start = form.zeros(1, tokens, groups), factor
+            chunk, factor = ring.each_step(c * per_chunk, per_chunk, multiply, start)
+            return [total + one for total, one in zip(totals, chunk, strict=True)], factor
 
-        total, _ = lax.fori_loop(
-            0, config.chunks // splits, add_chunk, (form.zeros(tokens), block_scale(0))
-        )
+        carry = form.zeros(1, tokens, groups), block_scale(0)
+        totals, _ = lax.fori_loop(0, config.chunks // splits, add_chunk, carry)
         if form.per_row:
-            own = form.load_rows(inputs[2].at[:, 0], first_row, tokens, launch.interpret)
-            total = total * own
-        form.store_tokens_first(out.at[split, here, rows], out_s, total)
+            piece = tokens // len(totals)
+            own = form.load_rows(inputs[2].at[:, 0], first_row, piece, launch.interpret)
+            totals = [total * own for total in totals]
+
+        def store():
+            buffer = out_s if groups == 1 else out_s.at[group]
+            form.store_tokens_first(out.at[split, here, pl.ds(out_row, form.rows)], buffer, totals)
+
+        store() if groups == 1 else pl.when(out_row < N)(store)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((splits, R, N), jnp.float32),
-        scratch_types=dict(
-            out_s=plgpu.SMEM((tokens, form.rows), jnp.float32),
-            **form.scratch(stages, 1, tokens, K),
-        ),
+        scratch_types=form.scratch(stages, *memory),
         # The last axis is the fastest: blocks that share a tile of the weight run together.
-        grid=(pl.cdiv(N, form.rows), pl.cdiv(R, tokens), splits),
+        grid=(pl.cdiv(N, groups * form.rows), pl.cdiv(R, tokens), splits),
         grid_names=("row", "token", "split"),
         interpret=launch.interpret,
         kernel_name="block_gemm",
+        **launch_options(groups),
     )
     return kernel(x, values) if scale is None else kernel(x, values, form.kernel_scale(scale))

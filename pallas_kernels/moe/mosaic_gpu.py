@@ -18,16 +18,32 @@ from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
 from pallas_kernels.weight_chips import formats_of
-from pallas_kernels.weight_tiles import TOTAL, each_step, fetch_scales, fetch_tile
+from pallas_kernels.weight_tiles import (
+    TOTAL,
+    Ring,
+    fetch_scales,
+    fetch_tile,
+    group_of,
+    launch_options,
+    row_of,
+)
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Tokens of an item; whether items share the rows of x; `Format.stages` wanted of two products."""
+    """How work is cut; no bit depends on it.
+
+    Attributes:
+      tokens: of an item, at most 64.
+      shared: whether items share the rows of x.
+      stages: `Format.stages` wanted of the two products.
+      groups: `Format.groups` wanted of both: warpgroups of a block, each with rows of its own.
+    """
 
     tokens: int
     shared: bool
     stages: tuple[int, int]
+    groups: tuple[int, int] = (1, 1)
 
     @classmethod
     def choose(cls, R: int, E: int, top_k: int) -> "TuningConfig":
@@ -57,6 +73,7 @@ def _grouped(
     tokens: int,
     shared: bool,
     stages: int,
+    groups: int,
     finish,
     out_dtype: jnp.dtype,
     launch: Launch,
@@ -79,29 +96,41 @@ def _grouped(
     N = weight.values.shape[-2]
     form = formats_of(launch.device).of(weight.values, weight.scale)
     num_steps = pl.cdiv(K, form.step)
-    stages = form.stages(stages, num_steps)
-    row_tiles = pl.cdiv(N, form.rows)
+    groups = form.groups(groups)
+    memory = (parts, tokens, K, out_dtype, groups)
+    stages = form.stages(stages, num_steps, form.most_stages(*memory, launch.device))
+    row_tiles = pl.cdiv(N, groups * form.rows)
 
-    def body(*refs, w_s, x_s, out_s, ready, scale_s=None, scales_ready=None, **memory):
+    def body(*refs, out_s, scale_s=None, scales_ready=None, **memory):
         x, experts, num_items, w, *inputs, out = refs
         scale = inputs.pop(0) if weight.scale is not None else None
         bias = inputs.pop(0) if weight.bias is not None else None
         block = lax.axis_index("block")
+        group = group_of(groups)
         item, row_tile = lax.div(block, row_tiles), lax.rem(block, row_tiles)
-        first_row = row_tile * form.rows
+        first_row = out_row = row_of(form, groups, row_tile, group)
+        if N % (groups * form.rows) and groups > 1:
+            # A warpgroup past the end reads what the last one before it reads, and stores nothing.
+            first_row = jnp.minimum(first_row, (pl.cdiv(N, form.rows) - 1) * form.rows)
         rows = pl.ds(first_row, form.rows)
+        names = ("w_s", "x_s", "ready", "x_ready", "x_free")
+        slots = {name: memory.pop(name) for name in names if name in memory}
 
         @pl.when(item < num_items[0])
         def _():
             expert = experts[item]
             source = 0 if shared else item * tokens
 
-            def fetch(i, slot):
+            def fetch_weights(i, tiles, ready):
                 stored = pl.ds(i * form.width, form.width)
                 for part in range(parts):
-                    fetch_tile(w.at[expert, part, rows, stored], w_s.at[slot, part], ready.at[slot])
+                    fetch_tile(w.at[expert, part, rows, stored], tiles.at[part], ready)
+
+            def fetch_x(i, tile, ready):
                 columns = pl.ds(i * form.step, form.step)
-                fetch_tile(x.at[pl.ds(source, tokens), columns], x_s.at[slot], ready.at[slot])
+                fetch_tile(x.at[pl.ds(source, tokens), columns], tile, ready)
+
+            ring = Ring(form, groups, stages, num_steps, fetch_weights, fetch_x, **slots)
 
             def block_scales(i):
                 if not form.in_blocks:
@@ -110,59 +139,67 @@ def _grouped(
                 return [scale[expert, part, *at] for part in range(parts)]
 
             if form.staged:
+                mine = [scale_s.at[group * parts + part] for part in range(parts)]
+                ready = scales_ready if groups == 1 else scales_ready.at[group]
                 for part in range(parts):
                     row = (expert * parts + part) * N + first_row
-                    fetch_scales(scale, row, form.rows, scale_s.at[part], scales_ready)
-            for i in range(stages):
-                fetch(jnp.int32(i), i)  # a Python number must not lie outside of the array
+                    fetch_scales(scale, row, form.rows, mine[part], ready)
+            ring.start()
             if form.staged:
-                plgpu.barrier_wait(scales_ready)
+                plgpu.barrier_wait(ready)
 
             def visit(i, slot, refill, carry):
                 totals, factors = carry
                 upcoming = block_scales(i + 1)
-                plgpu.barrier_wait(ready.at[slot])
-                tiles = [w_s.at[slot, part] for part in range(parts)]
-                staged = [scale_s.at[part] for part in range(parts)] if form.staged else ()
+                tiles, x = ring.wait(slot)
                 totals = form.add_products(
                     totals,
                     factors,
-                    tiles,
-                    x_s.at[slot],
+                    [tiles.at[part] for part in range(parts)],
+                    x,
                     refill,
                     launch.interpret,
-                    staged,
+                    mine if form.staged else (),
                     i,
                     **memory,
                 )
                 return totals, upcoming
 
-            carry = [form.zeros(tokens)] * parts, block_scales(0)
-            totals, _ = each_step(
-                0, num_steps, num_steps, stages, fetch, visit, carry, fence=form.unpacked
+            carry = form.zeros(parts, tokens, groups), block_scales(0)
+            totals, _ = ring.each_step(0, num_steps, visit, carry)
+            pieces = form.pieces(tokens, groups)
+            own = lambda source: form.load_rows(
+                source, first_row, tokens // pieces, launch.interpret
             )
-            own = lambda source: form.load_rows(source, first_row, tokens, launch.interpret)
             for part in range(parts):
+                here = slice(part * pieces, (part + 1) * pieces)
                 if form.per_row:
-                    totals[part] = totals[part] * own(scale.at[expert, part, :, 0])
+                    factor = own(scale.at[expert, part, :, 0])
+                    totals[here] = [total * factor for total in totals[here]]
                 if bias is not None:
-                    totals[part] = totals[part] + own(bias.at[expert, part])
-            here = out.at[pl.ds(item * tokens, tokens), rows]
-            form.store_tokens_first(
-                here, out_s, finish(*totals), arranged=arranged, interpret=launch.interpret
-            )
+                    term = own(bias.at[expert, part])
+                    totals[here] = [total + term for total in totals[here]]
+
+            def store():
+                form.store_tokens_first(
+                    out.at[pl.ds(item * tokens, tokens), pl.ds(out_row, form.rows)],
+                    out_s if groups == 1 else out_s.at[group],
+                    [finish(*totals[piece::pieces]) for piece in range(pieces)],
+                    arranged=arranged,
+                    interpret=launch.interpret,
+                )
+
+            store() if groups == 1 else pl.when(out_row < N)(store)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((items * tokens, N), out_dtype),
-        scratch_types=dict(
-            out_s=plgpu.SMEM((tokens, form.rows), out_dtype),
-            **form.scratch(stages, parts, tokens, K),
-        ),
+        scratch_types=form.scratch(stages, *memory),
         grid=(items * row_tiles,),
         grid_names=("block",),
         interpret=launch.interpret,
         kernel_name=name,
+        **launch_options(groups),
     )
     extra = form.kernel_scale(weight.scale), form.pad_rows(weight.bias)
     return kernel(x, experts, num_items, weight.values, *(one for one in extra if one is not None))
@@ -194,6 +231,7 @@ def gate_up(
         tokens=config.tokens,
         shared=config.shared,
         stages=config.stages[0],
+        groups=config.groups[0],
         finish=lambda gate, up: _activate(gate, up, limit),
         out_dtype=jnp.bfloat16,
         launch=launch,
@@ -227,6 +265,7 @@ def down(
         tokens=config.tokens,
         shared=False,
         stages=config.stages[1],
+        groups=config.groups[1],
         finish=lambda y: y,
         out_dtype=jnp.float32,
         launch=launch,

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pallas_kernels
+from pallas_kernels import weight_tiles
 
 _ROOT = Path(pallas_kernels.__file__).parent
 _REDUCE_ALIKE = {"norm_quant/mosaic_gpu.py"}
@@ -30,3 +31,10 @@ def test_warpgroups_do_not_share_scratch_memory_of_reductions():
     for file, keywords in launches():
         if file not in _REDUCE_ALIKE:
             assert "reduction_scratch_bytes=0" in keywords.get("compiler_params", ""), file
+
+
+def test_nor_do_those_that_share_activations():
+    assert weight_tiles.launch_options(1) == {}
+    options = weight_tiles.launch_options(2)
+    assert options["num_threads"] == 2
+    assert options["compiler_params"].reduction_scratch_bytes == 0

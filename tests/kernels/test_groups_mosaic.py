@@ -1,0 +1,131 @@
+"""Several warpgroups of a block, and tiles of 128 tokens: the bits of one warpgroup and small tiles."""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch, formats
+from pallas_kernels.block_gemm import mosaic_gpu as block_gemm
+from pallas_kernels.device import B200, H200
+from pallas_kernels.moe import mosaic_gpu as moe
+from pallas_kernels.moe.reference import ExpertWeights
+
+race_free = pytest.mark.usefixtures("race_free")
+four_threads = pytest.mark.skipif(
+    int(os.environ.get("NPROC", os.cpu_count())) < 6,
+    reason="the interpreter blocks one of XLA's threads for each warpgroup that waits",
+)
+FORMS = ("bf16", "fp8", "fp8_rows", "mxfp4")
+
+
+def whole(shape: tuple[int, ...], seed: int) -> jax.Array:
+    """Of which the interpreter's product of one step is exact, whatever its shape."""
+    return jnp.round(3 * jax.random.normal(jax.random.key(seed), shape))
+
+
+def weight(form: str, *shape: int, seed: int = 0) -> tuple[jax.Array, jax.Array | None]:
+    """[..., N, K] with steps of different sizes, so that adding them up rounds."""
+    *leading, N, K = shape
+    key = jax.random.key(seed + 100)
+    step = jnp.arange(K) // 128
+    if form == "mxfp4":
+        values = jax.random.randint(key, (*leading, N, K // 2), 0, 256).astype(jnp.uint8)
+        codes = 112 + 20 * (jnp.arange(K // formats.GROUP) // 8 % 2)
+        return values, jnp.broadcast_to(codes, (*leading, N, K // formats.GROUP)).astype(jnp.uint8)
+    values = whole(shape, seed)
+    if form == "bf16":
+        return (values * jnp.array([1, 2.0**-13, 2.0**9])[step % 3]).astype(jnp.bfloat16), None
+    cut = (N, 1) if form == "fp8_rows" else (-(-N // formats.BLOCK), -(-K // formats.BLOCK))
+    scale = jnp.exp(3 * jax.random.normal(key, (*leading, *cut)))
+    if form == "fp8_rows":
+        values = values * jnp.array([1, 2.0**-6])[step % 2]
+    return values.astype(jnp.float8_e4m3fn), scale
+
+
+def launch(device=H200) -> dispatch.Launch:
+    return dispatch.resolve("a product", "mosaic_gpu", chips=(device.sm,))
+
+
+@functools.cache
+def product(form: str, shape: tuple[int, int, int], *config) -> np.ndarray:
+    R, N, K = shape
+    x = whole((R, K), 1).astype(jnp.bfloat16)
+    config = block_gemm.TuningConfig(*config)
+    return np.asarray(block_gemm.product(x, *weight(form, N, K), config, launch()))
+
+
+SHAPES = {
+    "bf16": (72, 144, 320),  # K ends within a step, rows of the weight within a tile
+    "fp8": (72, 144, 640),
+    "fp8_rows": (72, 80, 384),
+    "mxfp4": (72, 80, 576),
+}
+"""Of R, N, K: 72 rows are two tiles of 64, or a part of one of 128."""
+
+
+@race_free
+@pytest.mark.parametrize(
+    ("form", "tokens", "groups", "split"),
+    [
+        *[(form, 128, 2, False) for form in FORMS],
+        ("bf16", 32, 2, True),
+        ("bf16", 128, 1, True),
+        ("fp8", 64, 2, True),
+        ("fp8", 128, 1, False),
+        *[pytest.param("bf16", tokens, 4, False, marks=four_threads) for tokens in (64, 128)],
+    ],
+)
+def test_products_have_the_same_bits(form, tokens, groups, split):
+    """With 144 rows of the weight the last of two warpgroups has none."""
+    shape = SHAPES[form]
+    wanted = product(form, shape, 64, 2, split, 3)
+    assert np.array_equal(product(form, shape, tokens, 2, split, 2, groups), wanted)
+
+
+def test_their_sums_are_rounded():
+    """Or they would be the same in any order."""
+    for form, shape in SHAPES.items():
+        x = np.asarray(whole((shape[0], shape[2]), 1), np.float64)
+        wide = np.asarray(formats.dequantize(*weight(form, *shape[1:]), jnp.float32), np.float64)
+        assert (product(form, shape, 64, 2, False, 3)[0] != x @ wide.T).mean() > 0.3
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])
+def test_few_tokens_and_blackwell_have_one_warpgroup(kind):
+    shape = (5120, 2048)
+    choose = functools.partial(block_gemm.TuningConfig.choose, kind=kind)
+    few, many = choose(64, *shape, H200), choose(256, *shape, H200)
+    assert (few.tokens, few.groups) == (64, 1)
+    assert many.tokens == 128
+    assert many.groups > 1
+    assert many.chunks == few.chunks
+    there = choose(4096, *shape, B200)
+    assert (there.tokens, there.groups) == (64, 1)
+
+
+@race_free
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_have_the_same_bits(form):
+    """Three tiles of rows for two warpgroups; the last item does not exist."""
+    items, tokens, D, F = 2, 8, 128 if form != "mxfp4" else 192, 192
+    experts, count = jnp.array([1, 0], jnp.int32), jnp.array([1], jnp.int32)
+    x = whole((items * tokens, D), 2).astype(jnp.bfloat16)
+    both = []
+    for i, shape in enumerate([(2, 2, F, D), (2, D, F)]):
+        # A CPU may or may not round between the product with a row's scale and the bias.
+        bias = None if form == "fp8_rows" else whole(shape[:-1], i).astype(jnp.bfloat16)
+        both.append(ExpertWeights(*weight(form, *shape, seed=i), bias))
+
+    def run(groups):
+        config = moe.TuningConfig(tokens, False, (2, 2), (groups, groups))
+        work = (experts, count, items)
+        inner = moe.gate_up(x, both[0], *work, 2.0, config, launch(), form == "mxfp4")
+        made = moe.down(inner, both[1], *work, config, launch(), form == "mxfp4")
+        return [np.asarray(y)[:tokens] for y in (inner, made)]
+
+    for found, wanted in zip(run(2), run(1), strict=True):
+        assert np.array_equal(found, wanted)
