@@ -86,14 +86,23 @@ class Programs:
     def round(self, state: step.State, plan: host.DecodePlan):
         """Dispatches one round; `state` is consumed."""
         size = len(plan.slots)
-        resident = self._resident.get(size)
-        if resident is None:
-            resident = self._resident[size] = _Resident(plan, self._blank_output(size))
+        if size not in self._resident:
+            self._prepare(size, state)
+        resident = self._resident[size]
         resident.update(plan)
-        operands = (state, resident.plan, resident.output)
-        program = self._get(size, self._round, *operands)
-        state, resident.output = program(self._weights, *operands)
+        program = self._compiled[size]
+        state, resident.output = program(self._weights, state, resident.plan, resident.output)
         return state, _copied(resident.output)
+
+    def _prepare(self, size: int, state: step.State) -> None:
+        """Compiles all that rounds over `size` slots run."""
+        idle = host.DecodePlan.build([], size, self._config)
+        resident = _Resident(idle, self._blank_output(size))
+        self._get(size, self._round, state, resident.plan, resident.output)
+        # These two are compiled by being used.
+        resident.plan = _overwritten(resident.plan, device_decode_plan(idle))
+        _copied(resident.output)
+        self._resident[size] = resident
 
     def _blank_output(self, size: int) -> step.StepOutput:
         """An output of a round over `size` slots that no round has made."""
@@ -117,7 +126,7 @@ class Programs:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Batch sizes whose rounds are compiled, ascending."""
-        return tuple(size for size in self._config.batch_buckets if size in self._compiled)
+        return tuple(size for size in self._config.batch_buckets if size in self._resident)
 
     def warm_up(
         self, state: step.State, on_compiled: Callable[[], None], sizes: Sequence[int]
@@ -130,10 +139,7 @@ class Programs:
         if "prefill" not in self._compiled:
             idle = device_prefill_plan(host.PrefillPlan.build([], self._config))
             jobs.append(partial(self._get, "prefill", self._prefill, state, idle))
-        for size in set(sizes) - set(self.sizes):
-            arrays = device_decode_plan(host.DecodePlan.build([], size, self._config))
-            blank = jax.eval_shape(partial(self._blank_output, size))
-            jobs.append(partial(self._get, size, self._round, state, arrays, blank))
+        jobs += [partial(self._prepare, size, state) for size in set(sizes) - set(self.sizes)]
         with ThreadPoolExecutor(max_workers=4) as pool:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
