@@ -268,6 +268,7 @@ class EngineConfig:
       num_pages: pages in the pool, the dummy page 0 included; None gives every sequence its worst case.
       prefill_chunk: prompt tokens per prefill row and call.
       prefill_rows: prompts prefilled together in one call.
+      prefill_calls: most prefill calls between two rounds.
       max_waiting: bound of the waiting queue; above it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
       max_logprobs: alternatives returned per token when a request asks for logprobs.
@@ -282,6 +283,7 @@ class EngineConfig:
     num_pages: int | None = None
     prefill_chunk: int = 128
     prefill_rows: int = 1
+    prefill_calls: int = 4
     max_waiting: int = 4096
     draft_sampling: Literal["argmax", "sample"] = "argmax"
     max_logprobs: int = 5
@@ -289,8 +291,8 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     def __post_init__(self):
-        sizes = "max_num_seqs max_model_len page_size prefill_chunk prefill_rows max_waiting"
-        for name in sizes.split():
+        sizes = "max_num_seqs max_model_len page_size max_waiting"
+        for name in f"{sizes} prefill_chunk prefill_rows prefill_calls".split():
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:

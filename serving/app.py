@@ -72,6 +72,7 @@ def make_engine(settings: Settings) -> Engine:
         max_waiting=settings.max_waiting,
         prefill_chunk=settings.prefill_chunk,
         prefill_rows=settings.prefill_rows,
+        prefill_calls=settings.prefill_calls,
         max_logprobs=settings.max_logprobs,
         dtype=runs.choose_dtype(settings.dtype),
         kv_cache_dtype=settings.kv_cache_dtype,

@@ -189,12 +189,12 @@ class Engine:
         if plan.decode is not None:
             self._state, output = self.programs.round(self._state, plan.decode)
             dispatched.append((plan.decode, output))
-        if plan.prefill is not None:
+        for prefill in plan.prefills:
             now = time.monotonic()
-            for request in filter(None, plan.prefill.requests):
+            for request in filter(None, prefill.requests):
                 request.start_time = request.start_time or now
-            self._state, output = self.programs.prefill(self._state, plan.prefill)
-            dispatched.append((plan.prefill, output))
+            self._state, output = self.programs.prefill(self._state, prefill)
+            dispatched.append((prefill, output))
         for _, output in dispatched:
             output.packed.copy_to_host_async()
         previous, self._in_flight = self._in_flight, dispatched

@@ -97,9 +97,12 @@ class DecodePlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What to dispatch. Both None while `has_work`: commit what is in flight and schedule again."""
+    """What to dispatch. Nothing while `has_work`: commit what is in flight and schedule again.
 
-    prefill: PrefillPlan | None
+    `prefills` go in their order, for one may go on where another ends; the round is independent of them.
+    """
+
+    prefills: tuple[PrefillPlan, ...]
     decode: DecodePlan | None
 
 

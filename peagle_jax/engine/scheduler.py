@@ -12,6 +12,7 @@ gives the surplus back. Pages and slots change hands at once, even below a call 
 device calls are ordered, so a stale write always comes before the new owner's first one.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Collection
 
@@ -112,7 +113,9 @@ class Scheduler:
         preemptions_before = self.num_preemptions
         decode = self._plan_decode()
         may_admit = self.num_preemptions == preemptions_before
-        return Plan(prefill=self._plan_prefill(may_admit), decode=decode)
+        calls = (self._plan_prefill(may_admit) for _ in range(self.config.prefill_calls))
+        prefills = tuple(itertools.takewhile(lambda call: call is not None, calls))
+        return Plan(prefills=prefills, decode=decode)
 
     def commit_prefill(
         self,

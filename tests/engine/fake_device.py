@@ -31,9 +31,11 @@ class FakeDevice:
         self.slots = [[0, 0, 0] for _ in range(config.max_num_seqs)]
 
     def run(self, plan: Plan) -> dict:
-        calls = [(self.prefill, plan.prefill), (self.decode, plan.decode)]
-        self.rng.shuffle(calls)  # the calls of one plan are independent
-        return {call.__name__: call(part) for call, part in calls if part is not None}
+        prefill = lambda: [self.prefill(call) for call in plan.prefills]
+        decode = lambda: None if plan.decode is None else self.decode(plan.decode)
+        calls = [("prefill", prefill), ("decode", decode)]
+        self.rng.shuffle(calls)  # prefill and round of one plan are independent
+        return {name: call() for name, call in calls}
 
     def rows(self, plan):
         for row, request in enumerate(plan.requests):

@@ -62,9 +62,11 @@ class Engine:
         self.scheduler.check_integrity()
         order = [request.id for request in [*self.scheduler.active, *self.scheduler.waiting]]
         assert order == sorted(order), "a request overtook an older one"
-        if plan.prefill is not None and self.scheduler.num_preemptions > preemptions:
-            starts = plan.prefill.start[[r is not None for r in plan.prefill.requests]]
-            assert starts.all(), "admitted beside a preemption"
+        if self.scheduler.num_preemptions > preemptions:
+            for call in plan.prefills:
+                starts = call.start[[r is not None for r in call.requests]]
+                assert starts.all(), "admitted beside a preemption"
+        assert len(plan.prefills) <= self.config.prefill_calls
         if plan.decode is not None:
             num_rows = sum(request is not None for request in plan.decode.requests)
             sizes = [size for size in self.config.batch_buckets if size >= num_rows]
@@ -76,9 +78,9 @@ class Engine:
     def commit(self) -> None:
         plan, results = self.in_flight.pop(0)
         updates = []
-        if "prefill" in results:
-            updates += self.scheduler.commit_prefill(plan.prefill, *results["prefill"])
-        if "decode" in results:
+        for call, result in zip(plan.prefills, results["prefill"], strict=True):
+            updates += self.scheduler.commit_prefill(call, *result)
+        if plan.decode is not None:
             updates += self.scheduler.commit_decode(plan.decode, *results["decode"])
         for request, tokens in updates:
             assert not self.ends[request.id], "a finished request received tokens"
@@ -136,20 +138,20 @@ def check_finished(request: Request, engine: Engine) -> None:
     assert request.logprobs == wanted
 
 
-def make_config(J, B, max_len, Z, P, T, R) -> EngineConfig:
+def make_config(J, B, max_len, Z, P, T, R, N=1) -> EngineConfig:
     return EngineConfig(
         num_draft=J, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
-        prefill_chunk=T, prefill_rows=R, max_waiting=4,
+        prefill_chunk=T, prefill_rows=R, prefill_calls=N, max_waiting=4,
     )  # fmt: skip
 
 
 CONFIGS = {
     "plain": make_config(J=0, B=5, max_len=40, Z=4, P=14, T=64, R=1),
     "one draft": make_config(J=1, B=3, max_len=33, Z=1, P=60, T=5, R=1),
-    "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1),
+    "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1, N=3),
     "one request fits": make_config(J=5, B=4, max_len=50, Z=3, P=18, T=64, R=2),
-    "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3),
-    "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2),
+    "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3, N=2),
+    "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=4),
 }
 
 
@@ -207,8 +209,9 @@ def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
         assert request.committed == start
         plan = scheduler.schedule()
         assert plan.decode is None
-        assert plan.prefill.requests == (request, None)
-        assert [plan.prefill.is_final(row) for row in (0, 1)] == [next_token < 0, False]
+        (prefill,) = plan.prefills
+        assert prefill.requests == (request, None)
+        assert [prefill.is_final(row) for row in (0, 1)] == [next_token < 0, False]
         chunk = [*range(10 + start, 10 + start + count), 0, 0][:4]
         table = [*request.pages, 0, 0, 0, 0]  # 14 of 32 positions are mapped
         for name, dtype, rows in [
@@ -226,15 +229,29 @@ def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
             ("num_draft", "int32", [1, 0]),
             ("num_logprobs", "int32", [3, -1]),
         ]:
-            array = getattr(plan.prefill, name)
+            array = getattr(prefill, name)
             assert (array.dtype, array.tolist()) == (dtype, rows), name
     assert (request.state, request.committed) == (RequestState.RUNNING, 10)
     plan = scheduler.schedule()  # the first token is not known yet
-    assert plan.prefill is None
+    assert not plan.prefills
     assert plan.decode.requests == (request,)
     assert plan.decode.slots.dtype == plan.decode.page_table.dtype == np.int32
     assert plan.decode.page_table.shape == (1, config.pages_per_seq)
     assert (request.in_flight, request.rounds_in_flight) == (2, 1)
+
+
+def test_several_calls_take_a_prompt_to_its_end_and_the_next_ones_in():
+    scheduler = Scheduler(make_config(J=2, B=3, max_len=32, Z=4, P=None, T=4, R=1, N=3), eos_ids=[])
+    long, *short = (make_request(i, [7] * n, 1, max_tokens=8) for i, n in enumerate((6, 3, 4, 2)))
+    for request in (long, *short):
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    assert plan.decode is None
+    assert [call.requests for call in plan.prefills] == [(long,), (long,), (short[0],)]
+    assert [(*call.start, *call.count) for call in plan.prefills] == [(0, 4), (4, 2), (0, 3)]
+    plan = scheduler.schedule()
+    assert plan.decode.requests == (long, short[0])
+    assert [call.requests for call in plan.prefills] == [(short[1],)]  # there are three slots
 
 
 @pytest.mark.parametrize(("lag", "num_draft"), [(0, 0), (1, 0), (0, 3), (1, 3)])
@@ -289,13 +306,14 @@ def test_a_preempted_request_takes_in_its_results_before_it_returns():
     assert engine.scheduler.waiting[0] is young
     before = len(young.output)
     engine.scheduler.abort(old)  # pages and a slot are there; its tokens are not all known
-    assert engine.scheduler.schedule().prefill is None
+    assert not engine.scheduler.schedule().prefills
     while engine.in_flight:
         engine.commit()
     assert (len(young.output), young.in_flight) == (before + 1, 0)
     plan = engine.dispatch()
-    assert plan.prefill.requests[0] is young
-    assert plan.prefill.count[0] == len(young.prompt) + before + 1
+    (prefill,) = plan.prefills
+    assert prefill.requests[0] is young
+    assert prefill.count[0] == len(young.prompt) + before + 1
     engine.drain()
     assert young.output == expected(young, 24)[0]
 
