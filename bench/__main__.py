@@ -127,7 +127,7 @@ def _kernels(args) -> None:
     header = ["kernel", "us", "TB/s", "of limit", "XLA us", "speedup", "error"]
     lines = [
         [
-            f"{row['op']} {row['spec']}",
+            " ".join(filter(None, (row["op"], row["spec"], row["config"]))),
             number(row["us"], ".2f"),
             number(row["bytes_per_second"] / 1e12, ".2f"),
             number(row["fraction_of_bandwidth"], ".0%"),

@@ -7,8 +7,11 @@ are its specs, see `bench.deviceless`. Beside what is listed there a `specs.py` 
 
 - `inputs(spec, key)`: arguments, where random numbers and zeros are none that the operation takes.
 - `bytes(spec)`: what must move, where that is not every argument and every result once.
+- `configs(spec, device)`: ways to run the kernel that `build` takes as another argument, the chosen one
+  first; perhaps none.
 """
 
+import dataclasses
 import logging
 import math
 import time
@@ -22,7 +25,7 @@ import jax.numpy as jnp
 from bench import deviceless, rows
 from bench.roofline import CHIPS
 from pallas_kernels import dispatch
-from pallas_kernels.device import describe
+from pallas_kernels.device import Device, describe
 from peagle_jax.config import ConfigError
 
 _COLD_BYTES = 300e6  # several times a level 2 cache, for all calls of a program together
@@ -39,10 +42,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One spec of one operation: `function` takes arguments of `shapes`, and `bytes` must move."""
+    """One spec of one operation: `function` takes arguments of `shapes`, and `bytes` must move.
+
+    `config` says how the kernel runs, where that is asked for; an `alternative` is not as it is chosen.
+    """
 
     op: str
     spec: str
+    config: str | None = None
+    alternative: bool = False
     function: Callable
     shapes: tuple
     inputs: Callable[[jax.Array], tuple]
@@ -62,21 +70,35 @@ class Timing:
     linked_by: str
 
 
-def cases(op: str, names: Sequence[str] | None = None) -> Iterator[Case]:
-    """Specs of an operation, all or those named."""
+def cases(
+    op: str, names: Sequence[str] | None = None, configs_for: Device | None = None
+) -> Iterator[Case]:
+    """Specs of an operation, all or those named; for a device each in all configs that it has there."""
     specs = deviceless.specs_of(op)
     for name, spec in specs.SPECS.items():
         if names is not None and name not in names:
             continue
-        function, shapes = specs.build(spec)
+        _, shapes = specs.build(spec)
         if hasattr(specs, "inputs"):
             inputs = lambda key, spec=spec: specs.inputs(spec, key)
         else:
             inputs = lambda key, shapes=shapes: _random(shapes, key)
         with dispatch.references():
-            results = jax.eval_shape(function, *shapes)
+            results = jax.eval_shape(specs.build(spec)[0], *shapes)
         moved = specs.bytes(spec) if hasattr(specs, "bytes") else _bytes((shapes, results))
-        yield Case(op=op, spec=name, function=function, shapes=shapes, inputs=inputs, bytes=moved)
+        asked = configs_for is not None and hasattr(specs, "configs")
+        configs = specs.configs(spec, configs_for) if asked else []
+        for i, config in enumerate(configs or [None]):
+            yield Case(
+                op=op,
+                spec=name,
+                config=None if config is None else _said(config),
+                alternative=i > 0,
+                function=specs.build(spec, *configs[i : i + 1])[0],
+                shapes=shapes,
+                inputs=inputs,
+                bytes=moved,
+            )
 
 
 def kernels(args, environment: dict) -> Iterator[dict]:
@@ -98,7 +120,7 @@ def kernels(args, environment: dict) -> Iterator[dict]:
         if device.sm not in deviceless.specs_of(op).CHIPS:
             _log.warning("%s has no kernel for %s", op, device.name)
             continue
-        for case in cases(op, args.spec):
+        for case in cases(op, args.spec, device if args.configs else None):
             try:
                 measured = measure(case, device.name)
             except Exception as error:  # whatever it is, the others are to be measured
@@ -113,7 +135,8 @@ def kernels(args, environment: dict) -> Iterator[dict]:
 def measure(case: Case, chip: str) -> dict:
     """A row: times of kernel and reference, and how far apart their results are.
 
-    A reference that cannot be run, for want of memory as a rule, leaves its columns empty.
+    A reference that cannot be run, for want of memory as a rule, leaves its columns empty. It is not timed
+    again for alternatives.
     """
     size = _bytes(case.shapes)
     calls = min(_CALLS[1], max(_CALLS[0], math.ceil(_COLD_BYTES / size)))
@@ -124,6 +147,7 @@ def measure(case: Case, chip: str) -> dict:
     row = {
         "op": case.op,
         "spec": case.spec,
+        "config": case.config,
         "us": 1e6 * kernel.seconds,
         "bytes": case.bytes,
         "bytes_per_second": case.bytes / kernel.seconds,
@@ -139,16 +163,16 @@ def measure(case: Case, chip: str) -> dict:
     try:
         with dispatch.references():
             wanted = jax.jit(_anew(case.function))(*copies[0])
-            reference = timed(_anew(case.function), copies)
+            reference = None if case.alternative else timed(_anew(case.function), copies)
     except jax.errors.JaxRuntimeError as error:
         _log.warning("%s %s: reference: %s", case.op, case.spec, str(error).splitlines()[0])
         return row
     found = jax.jit(_anew(case.function))(*copies[0])
-    return row | {
-        "reference_us": 1e6 * reference.seconds,
-        "speedup": reference.seconds / kernel.seconds,
-        "max_relative_error": float(_max_relative_error(found, wanted)),
-    }
+    row["max_relative_error"] = float(_max_relative_error(found, wanted))
+    if reference is not None:
+        row["reference_us"] = 1e6 * reference.seconds
+        row["speedup"] = reference.seconds / kernel.seconds
+    return row
 
 
 def timed(function: Callable, copies: Sequence[tuple]) -> Timing:
@@ -216,6 +240,11 @@ def _carry(carried: Any, args: tuple, links: dict[int, int]) -> tuple:
         zero = 0 * carried[0].astype(leaves[smallest].dtype)
         leaves[smallest] = leaves[smallest] + zero
     return tree.unflatten(leaves)
+
+
+def _said(config: Any) -> str:
+    """A config's fields, as `tokens=64 groups=(2, 2)`."""
+    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
 
 
 def _anew(function: Callable) -> Callable:

@@ -272,6 +272,9 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("kernels", help="each kernel beside its reference, on a GPU")
     one.add_argument("--op", action="append", metavar="NAME", help="repeatable (default: all)")
     one.add_argument("--spec", action="append", metavar="NAME", help="repeatable (default: all)")
+    one.add_argument(
+        "--configs", action="store_true", help="also in other configs than the chosen one"
+    )
     _add_rows(one, "kernels.jsonl")
 
     one = commands.add_parser("conversion", help="peagle-convert against a plain copy")

@@ -1,5 +1,7 @@
 """Linear layers: tokens times a weight stored (N, K) with K contiguous."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,6 +20,7 @@ def linear(
     bias: jax.Array | None = None,
     out_dtype: jnp.dtype | None = None,
     implementation: dispatch.Implementation | None = None,
+    config: Any = None,
 ) -> jax.Array:
     """`x @ weight.T + bias`.
 
@@ -28,6 +31,7 @@ def linear(
       scale: of a quantised weight; None for a plain one.
       bias: [N] or None.
       out_dtype: of the result, default `x.dtype`; float32 keeps the accumulator unrounded.
+      config: the kernel's `TuningConfig`, to compare some; by default one is chosen.
     Returns:
       [..., N].
     Raises:
@@ -44,7 +48,7 @@ def linear(
     launch = _launch(x, weight, scale, implementation)
     if launch is None:
         return reference.linear(x, weight, scale, bias, out_dtype)
-    parts = _kernel(x, weight, scale, launch)
+    parts = _kernel(x, weight, scale, launch, config)
     y = add_in_order(parts)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(out_dtype)
 
@@ -93,14 +97,15 @@ def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
     return dispatch.resolve("block_gemm", implementation, chips=CHIPS, refusal=refusal)
 
 
-def _kernel(x, weight, scale, launch: dispatch.Launch) -> jax.Array:
+def _kernel(x, weight, scale, launch: dispatch.Launch, config: Any = None) -> jax.Array:
     from pallas_kernels.block_gemm import mosaic_gpu  # a slow import that plain CPU use spares
 
     *rows, K = x.shape
     x = x.reshape(-1, K)
     R = x.shape[0]
     x = whole_tiles(x)
-    kind = formats.kind(weight, scale)
-    config = mosaic_gpu.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device, kind)
+    if config is None:
+        kind = formats.kind(weight, scale)
+        config = mosaic_gpu.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device, kind)
     parts = mosaic_gpu.product(x, weight, scale, config, launch)
     return parts[:, :R].reshape(parts.shape[0], *rows, -1)

@@ -73,17 +73,19 @@ class TuningConfig:
             return least
         cost = lambda one: one.cost(R, N, K, form, device)
         few = lambda one: one.blocks(R, N, form) < device.num_sms
-        return min((one for one in least.larger(form) if few(one) or not one.split), key=cost)
+        return min((one for one in least.alternatives(form) if few(one) or not one.split), key=cost)
 
-    def larger(self, form: Format) -> "list[TuningConfig]":
-        """This one, and larger blocks on Hopper, as far as threads have registers for them."""
-        found = [self]
-        for groups, tokens in ((2, 64), (1, 128), (2, 128), (4, 64), (4, 128)):
+    def alternatives(self, form: Format) -> "list[TuningConfig]":
+        """For more than 64 tokens on Hopper: blocks of all sizes that threads have registers for."""
+        found = []
+        for groups, tokens in ((1, 64), (2, 64), (1, 128), (2, 128), (4, 64), (4, 128)):
+            stages = 3 if tokens * groups == 64 else 4  # as many as there is memory for
             for split in (False, True)[: self.chunks]:
                 totals = 1 if split or self.chunks == 1 else 2  # of a chunk, and of all in a block
                 # A thread of four warpgroups has 128 registers: no room for unpacked weights.
                 if groups < 4 or (not form.unpacked and tokens * totals <= 128):
-                    found.append(replace(self, tokens=tokens, groups=groups, split=split, stages=4))
+                    size = dict(tokens=tokens, groups=groups, stages=stages)
+                    found.append(replace(self, split=split, **size))
         return found
 
     def blocks(self, R: int, N: int, form: Format) -> int:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.block_gemm import api
+from pallas_kernels.device import Device
 
 CHIPS = api.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma"}
@@ -112,7 +113,22 @@ def random_leaf(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
     return jnp.exp(found) if shape.dtype == jnp.float32 else found.astype(shape.dtype)
 
 
-def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+def configs(spec: Spec, device: Device) -> list:
+    """What `build` takes: the config that is chosen on the device, then others worth a comparison."""
+    from pallas_kernels.block_gemm.mosaic_gpu import (
+        TuningConfig,  # a slow import that references spare
+    )
+    from pallas_kernels.weight_chips import formats_of
+
+    kind = dict(bf16="plain", fp8_rows="fp8").get(spec.form, spec.form)
+    form = formats_of(device)(kind, per_row=spec.form == "fp8_rows")
+    chosen = TuningConfig.choose(spec.rows, spec.outputs, spec.inputs, device, kind)
+    if spec.rows <= 64 or spec.outputs <= 256 or form.groups(2) == 1:
+        return [chosen]
+    return [chosen, *(one for one in chosen.alternatives(form) if one != chosen)]
+
+
+def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     """The kernel as a function of `args`: x, weight, scale if it has one, bias if any."""
     N, K = spec.outputs, spec.inputs
     weight = weight_of(spec.form, N, K)
@@ -126,7 +142,7 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
         scale = None if spec.form == "bf16" else rest[0]
         return api.linear(
             x, weight, scale=scale, bias=rest[-1] if spec.bias else None,
-            out_dtype=jnp.float32, implementation="mosaic_gpu",
+            out_dtype=jnp.float32, implementation="mosaic_gpu", config=config,
         )  # fmt: skip
 
     return run, args

@@ -6,7 +6,7 @@ do not exist return at once.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,20 @@ class TuningConfig:
             return cls(8 if R <= 8 else 16, True, (2, 3))
         busy = R * top_k / E
         tokens = next((t for t in (8, 16, 32) if t >= 1.5 * busy), 64)
-        return cls(tokens, False, (4, 2) if tokens == 32 else (2, 3) if tokens <= 16 else (2, 2))
+        if tokens <= 16:
+            return cls(tokens, False, (2, 3))
+        if R <= 64:
+            return cls(tokens, False, (4, 2) if tokens == 32 else (2, 2))
+        # An item's rows are as many bytes as half the weights that they meet, or more.
+        return cls(tokens, False, (4, 2) if tokens == 32 else (3, 2), groups=(2, 2))
+
+    def alternatives(self) -> "list[TuningConfig]":
+        """This one, and others for items of many rows: bytes in flight, warpgroups that share them."""
+        found = [self]
+        for groups in ((1, 1), (2, 2), (2, 4)):
+            for stages in ((2, 2), (3, 3), (4, 4)):
+                found.append(replace(self, stages=stages, groups=groups))
+        return found
 
 
 def _activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm.specs import Form, random_leaf, weight_of
+from pallas_kernels.device import Device
 from pallas_kernels.moe import api, reference
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import make_worklist, most_items
@@ -90,9 +91,22 @@ SPECS = {
 }
 
 
-def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The kernel as a function of `args`, see the functions below."""
-    return _BUILD[spec.kernel](spec)
+def configs(spec: Spec, device: Device) -> list:
+    """What `build` takes: the config that is chosen, then others worth a comparison on the device."""
+    chosen = _config(spec)
+    which = ("gate_up", "down").index(spec.kernel) if spec.kernel in ("gate_up", "down") else None
+    if which is None or chosen.groups == (1, 1) or device.sm != 90:
+        return []
+    # Those that differ in the other product are the same to this one.
+    found = {}
+    for one in chosen.alternatives():
+        found.setdefault((one.stages[which], one.groups[which]), one)
+    return list(found.values())
+
+
+def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The kernel as a function of `args`, see the functions below; `config` is for products."""
+    return _BUILD[spec.kernel](spec, *([] if config is None else [config]))
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
@@ -197,9 +211,9 @@ def _spread(spec: Spec) -> tuple[Callable, tuple]:
     return run, args
 
 
-def _gate_up(spec: Spec) -> tuple[Callable, tuple]:
+def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
     """Of x [rows, width], experts [items], num_items [1], weight: bfloat16 [items * tokens, inner]."""
-    config = _config(spec)
+    config = config or _config(spec)
 
     def run(x, experts, num_items, *leaves):
         weight = _weight(spec, leaves)
@@ -217,9 +231,9 @@ def _gate_up(spec: Spec) -> tuple[Callable, tuple]:
     return run, _items(spec, rows, spec.width, (2, spec.inner))
 
 
-def _down(spec: Spec) -> tuple[Callable, tuple]:
+def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
     """Of inner [items * tokens, inner] and the like: float32 [items * tokens, width]."""
-    config = _config(spec)
+    config = config or _config(spec)
 
     def run(inner, experts, num_items, *leaves):
         weight = _weight(spec, leaves)

@@ -7,6 +7,8 @@ import pytest
 
 from bench import deviceless, kernels
 from bench.__main__ import main
+from pallas_kernels.block_gemm import specs as block_gemm
+from pallas_kernels.device import B200, H200
 from pallas_kernels.norm_quant import specs
 
 
@@ -87,6 +89,35 @@ def test_every_spec_is_a_case(op):
         assert like(made) == like(case.shapes), case.spec
 
 
+@pytest.mark.parametrize("op", ["block_gemm", "moe"])
+def test_configs_are_the_chosen_one_and_others(op):
+    """Only of large products on Hopper; whatever the config, arguments and bytes are the same."""
+    found: dict[str, list] = {}
+    for case in kernels.cases(op, configs_for=H200):
+        found.setdefault(case.spec, []).append(case)
+    several = {name: some for name, some in found.items() if len(some) > 1}
+    assert several
+    assert not any(name.endswith(("-8", "-12", "-64")) for name in several)
+    for some in several.values():
+        assert [case.alternative for case in some] == [False] + [True] * (len(some) - 1)
+        assert len({case.config for case in some}) == len(some)
+        assert len({(case.shapes, case.bytes) for case in some}) == 1
+    assert len(list(kernels.cases(op, configs_for=B200))) == len(found)
+
+
+def test_an_alternative_is_compared_but_its_reference_not_timed(monkeypatch):
+    spec = block_gemm.Spec(rows=72, outputs=320, inputs=128)
+    monkeypatch.setattr(block_gemm, "SPECS", {"small": spec})
+    monkeypatch.setattr(kernels, "_CALLS", (1, 1))
+    monkeypatch.setattr(kernels, "_SECONDS", 0)
+    monkeypatch.setattr(kernels, "_REPEATS", 1)
+    case = list(kernels.cases("block_gemm", configs_for=H200))[1]
+    row = kernels.measure(case, "NVIDIA H200")
+    assert row["config"] == "tokens=64 chunks=1 split=False stages=4 groups=2"
+    assert row["reference_us"] is None
+    assert 0 <= row["max_relative_error"] < 1e-5
+
+
 def test_without_a_gpu_it_says_so(capsys, tmp_path):
     assert main(["kernels", "--out", str(tmp_path / "rows.jsonl")]) == 2
     assert "timed on an NVIDIA GPU" in capsys.readouterr().err
@@ -94,8 +125,6 @@ def test_without_a_gpu_it_says_so(capsys, tmp_path):
 
 @pytest.mark.usefixtures("small")
 def test_rows_are_printed_and_kept(capsys, tmp_path, monkeypatch):
-    from pallas_kernels.device import H200
-
     monkeypatch.setattr(kernels, "describe", lambda device: H200)
     out = tmp_path / "rows.jsonl"
     command = ["kernels", "--op", "norm_quant", "--out", str(out), "--sha", "abc", "--no-cache"]
