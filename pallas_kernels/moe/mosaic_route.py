@@ -1,39 +1,31 @@
 """Kernels of routing: softmax over the chosen experts, and the worklist for the grouped products.
 
-A warpgroup holds the logits of 64 rows in registers, [64, E] in the accumulator's layout, where a maximum
-over a row is a few exchanges between four threads. Positions in the worklist are prefix sums of zeros and
-ones, which tensor cores take exactly: ranks of rows within an expert are a triangular matrix times the
-choices, first items of experts are the number of items times another.
+`route` alone holds the logits of 64 rows a warpgroup, in the accumulator's layout of tensor cores, where a
+maximum over a row is a few exchanges between four threads. `route_and_plan` has 16 or 32 rows a warpgroup,
+so that a small batch occupies all threads and a large one several SMs, which together count the rows of each
+expert. An expert's rows within a block are bits of a number: a row's rank is how many bits are below its own.
 """
 
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 
 ROWS = 64
-"""Rows of one warpgroup."""
+"""Of one warpgroup in `route`; results have multiples of it."""
 MOST_ROWS, MOST_EXPERTS = 256, 128
-"""Of a call whose worklist one block makes."""
+"""Of a call that `route_and_plan` takes."""
 
 _LAYOUT = plgpu.Layout.WGMMA
 _WIDTH = 64
 """Experts at a time, so that what 64 rows know of them fits into registers."""
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-_SWIZZLE = {90: 128, 100: 64}
-"""Bytes, of operands of `_product`."""
-Core = tuple[Any, Any] | None
-"""An accumulator in tensor memory and its barrier; None for Hopper."""
-_ALL, _BELOW, _ABOVE, _NONE = range(4)
-"""Matrices [ROWS, ROWS] of ones: everywhere, below the diagonal, above it, nowhere."""
 
 
 def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
@@ -101,60 +93,6 @@ def _largest(terms: list) -> jax.Array:
     for term in terms[1:]:
         largest = jnp.maximum(largest, term)
     return largest
-
-
-def _product(left, right, core: Core, terms: int = 1) -> jax.Array:
-    """Sum of left(i) [ROWS, n] times right(i) [n, _WIDTH] over `terms` i: exact, they are whole numbers.
-
-    Both are in shared memory. The terms are a loop, or addresses of all of them would fill registers.
-    """
-
-    def each_term(multiply) -> None:
-        lax.fori_loop(0, terms, multiply, None) if terms > 1 else multiply(0, None)
-
-    if core is not None:
-        acc, done = core
-        each_term(
-            lambda i, _: plgpu.tcgen05_mma(acc, left(i), right(i), accumulate=jnp.int32(i) > 0)
-        )
-        plgpu.tcgen05_commit_arrive(done)
-        plgpu.barrier_wait(done)
-        return _last_product(core)
-
-    def multiply(acc):
-        def add(i, _):
-            plgpu.wgmma(acc, left(i), right(i))
-            plgpu.wgmma_wait(0)
-
-        each_term(add)
-        return acc[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, _WIDTH), jnp.float32))
-
-
-def _last_product(core: Core) -> jax.Array:
-    """Of a warpgroup on Blackwell, from tensor memory."""
-    found = plgpu.async_load_tmem(core[0], layout=_LAYOUT)
-    plgpu.wait_load_tmem()
-    return found
-
-
-def _cores(device: Device, groups: int) -> dict:
-    """What `_product` needs beside registers: on Blackwell tensor memory and barriers, one a warpgroup."""
-    if device.sm == 90:
-        return {}
-    return dict(
-        accs=plgpu.TMEM((groups, ROWS, _WIDTH), jnp.float32),
-        done=plgpu.Barrier(num_barriers=groups, orders_tensor_core=True),
-    )
-
-
-def _operand(device: Device, *shape: int):
-    """Shared memory for a bfloat16 matrix that tensor cores read."""
-    # Blackwell's product of 64 rows takes half of the columns at a time.
-    width = _SWIZZLE[device.sm]
-    transforms = plgpu.TilingTransform((8, width // 2)), plgpu.SwizzleTransform(width)
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
 @functools.partial(jax.jit, static_argnames=("top_k", "normalize", "launch"))
@@ -231,6 +169,10 @@ def _load(logits, bias, logits_s, loaded, block) -> list:
         plgpu.copy_gmem_to_smem(source, logits_s, loaded, oob_mode=plgpu.OOBFillMode.ZEROS)
         plgpu.barrier_wait(loaded)
         source = logits_s
+    return _parts(source, bias, E)
+
+
+def _parts(source, bias, E: int) -> list:
     parts = []
     for start in range(0, E, _WIDTH):
         columns = pl.ds(start, _WIDTH)
@@ -260,6 +202,142 @@ def _store_weights(total: jax.Array | None, top_k: int, values_s, weights, rows)
         weights[j, rows] = powers[j] / total
 
 
+class _Rows(NamedTuple):
+    """How a warpgroup holds 16 or 32 rows: 8 or 4 threads have one.
+
+    Tensor cores would want 64, of which a small batch has few, and those in one warp.
+    """
+
+    rows: int
+
+    @property
+    def wide(self):
+        """[rows, n], n a multiple of 32: a thread has each time four columns of its row."""
+        if self.rows == 16:
+            tiles = (16, 32), (4, 16), (4, 8), (4, 4)
+            lanes = -2, -7, -5, -3
+        else:
+            tiles = (32, 16), (8, 8), (8, 4)
+            lanes = -2, -5, -3
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-2 * len(tiles),), lanes, -1)
+
+    @property
+    def tall(self):
+        """[8 n, rows]: what is known of a row, in the threads that have it in `wide`."""
+        if self.rows == 16:
+            tiles = (8, 16), (4, 4), (2, 4), (1,)
+            return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-6,), (-2, -3, -5, -7), -1)
+        return plgpu.Layout.TILED(plgpu.Tiling(((4, 32), (2, 8), (1,))), (-4,), (-2, -3, -5), -1)
+
+    def iota(self, columns: int, axis: int) -> jax.Array:
+        shape = self.rows, columns
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=self.wide)
+
+    def widen(self, column: jax.Array, columns: int) -> jax.Array:
+        """[rows] -> [rows, columns]."""
+        return lax.broadcast_in_dim(column, (self.rows, columns), (0,))
+
+    def load_row(self, ref) -> jax.Array:
+        """[columns] in memory -> [rows, columns]."""
+        row = plgpu.load(ref, layout=self.wide.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(row, (self.rows, *ref.shape), (1,))
+
+
+def _flat(E: int):
+    """Layout of [E]: a thread has one of 128, or of 32 if there are fewer."""
+    if E % 128:
+        tiles = plgpu.Tiling(((32,), (1,)))
+        return plgpu.Layout.TILED(tiles, (plgpu.Replicated(4),), (-2,), -1)
+    return plgpu.Layout.WG_STRIDED((E,), 1)
+
+
+def _ones(mask: jax.Array) -> jax.Array:
+    """How many of the lowest 16 bits are set; the others are not."""
+    mask = mask - ((mask >> 1) & 0x5555)
+    mask = (mask & 0x3333) + ((mask >> 2) & 0x3333)
+    mask = (mask + (mask >> 4)) & 0x0F0F
+    return (mask + (mask >> 8)) & 0x1F
+
+
+def _choose_ranked(x: jax.Array, block: _Rows, top_k: int, padded: int) -> tuple:
+    """As `_choose`, of [rows, n]: x less the chosen, and values and ids, both [8 m, rows], m >= k / 8.
+
+    Nothing is stored meanwhile, for threads wait for each other before and after each store.
+    """
+    shape = _tall(top_k), block.rows
+    columns = x.shape[1]
+    from_end = padded - block.iota(columns, 1)
+    j = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=block.tall)
+    spread = lambda column: lax.broadcast_in_dim(column, shape, (1,))
+
+    def choose(i, carry):
+        x, values, ids = carry
+        best = jnp.max(x, axis=1)
+        ties = jnp.where(x == block.widen(best, columns), from_end, 0)
+        last = jnp.max(ties, axis=1)
+        values = jnp.where(j == i, spread(best), values)
+        ids = jnp.where(j == i, spread(padded - last), ids)
+        return jnp.where(from_end == block.widen(last, columns), -jnp.inf, x), values, ids
+
+    none = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
+    return lax.fori_loop(0, top_k, choose, (x, *none))
+
+
+def _load_rows(source, bias: list, block: _Rows, E: int) -> jax.Array:
+    """The logits of a block's rows, -inf past the experts that exist."""
+    columns = pl.ds(0, pl.cdiv(E, 32) * 32)
+    part = source.at[pl.ds(0, block.rows), columns]
+    x = plgpu.load(part, layout=block.wide, optimized=False)
+    if bias:
+        x = x + block.load_row(bias[0].at[columns]).astype(jnp.float32)
+    x = jnp.maximum(x, _LOWEST)
+    return x if x.shape[1] == E else jnp.where(block.iota(x.shape[1], 1) < E, x, -jnp.inf)
+
+
+def _softmax(values: jax.Array, total_s, top_k: int, block: _Rows, powers_s) -> jax.Array:
+    """As `_store_weights`, of values [8 m, rows]; `total_s` is in shared memory, or None."""
+    spread = lambda column: lax.broadcast_in_dim(column, values.shape, (1,))
+    read = lambda ref: plgpu.load(ref, layout=block.tall.reduce(0), optimized=False)
+    powers = jnp.exp(values - spread(jnp.max(values, axis=0)))
+    if total_s is None:  # added in the order of the definition
+        powers_s[...] = powers
+        total = _halves([read(powers_s.at[i]) for i in range(top_k)])
+    else:
+        total = read(total_s.at[pl.ds(0, block.rows)])
+    # Behind a barrier, or the interpreter's compiler would multiply by the inverse.
+    return powers / lax.optimization_barrier(spread(total))
+
+
+def _exchange(count: jax.Array, counts_s, own, counts, told, loaded, read) -> list:
+    """[E] of every block of the cluster, from `count` of this one.
+
+    Copy engines write and read: what one has written is in the memory that all SMs share when the
+    block hears that it is done, and only then it tells the others.
+    """
+    counts_s[0] = count
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(counts_s.at[0], own)
+    plgpu.wait_smem_to_gmem(0)
+    plgpu.barrier_arrive(told)
+    plgpu.barrier_wait(told)
+    plgpu.copy_gmem_to_smem(counts, counts_s, loaded)
+    plgpu.barrier_wait(loaded)
+    return [read(counts_s.at[i]) for i in range(counts.shape[0])]
+
+
+def _tall(top_k: int) -> int:
+    return pl.cdiv(top_k, 8) * 8
+
+
+def _blocks(R: int) -> tuple[_Rows, int]:
+    """Rows of a block of `route_and_plan`, and blocks: at most 8, for they are one cluster."""
+    if R <= 16:
+        return _Rows(16), 1
+    if R <= 128:
+        return _Rows(16), 4 if R <= 64 else 8
+    return _Rows(32), 8
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("top_k", "normalize", "tokens", "shared", "items", "launch"),
@@ -275,161 +353,192 @@ def route_and_plan(
     items: int,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """One block routes and plans, as `worklist.make_worklist` with `tokens` and `shared`.
+    """Routes and plans, as `worklist.make_worklist` with `tokens` and `shared`.
+
+    One block does it for up to 16 rows. More rows are a cluster of blocks, which tell each other how
+    many of their rows each expert has; all of them then know where every expert begins. A cluster's
+    barrier, unlike a semaphore, is in shared memory: nothing has to be zero before or after.
 
     Returns:
       weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64] (all
-      alike); R' and items' are the next multiples of 64.
+      alike); R' and items' are the next multiples of 64. What lies past R means nothing.
     """
     R, E = logits.shape
     logits = _copyable(logits)
-    staged = _staged(*logits.shape)
-    groups = pl.cdiv(R, ROWS)
-    item_tiles = pl.cdiv(items, ROWS)
-    parts = _padded(E) // _WIDTH
-
-    def each_part(visit) -> None:
-        """In a loop: one part after the other needs the registers of one."""
-        if parts == 1:
-            visit(0)
-        else:
-            lax.fori_loop(0, parts, lambda part, _: visit(part), None)
+    own, blocks = _blocks(R)
+    rows, outs = own.rows, pl.cdiv(R, ROWS) * ROWS
+    columns = outs if blocks == 1 else rows  # of weights and slots that a block writes
+    Ep = pl.cdiv(E, 32) * 32
+    flat, quarter = _flat(Ep), _Rows(32)
+    assert E * tokens + R * top_k < 1 << 15, "places have 15 bits"
+    # All of 64 rows' experts where they are added up: as `route` does, for the same bits.
+    loaded_shape = (rows, Ep) if normalize else (ROWS, _padded(E))
+    staged = not normalize or logits.shape != (blocks * rows, Ep)
+    chunks = pl.cdiv(items, ROWS) * 2
 
     def body(
         *refs,
         logits_s,
-        values_s,
-        ids_s,
+        total_s,
         hits_s,
+        counts_s,
         tiles_s,
-        sums_s,
-        found_s,
-        done_s,
+        ends_s,
+        places_s,
+        ids_s,
+        powers_s,
+        weights_s,
+        slots_s,
         loaded,
-        constant,
-        stored,
-        accs=None,
-        done=None,
+        told,
     ):
-        logits, sums, *bias, weights, slots, experts, num_items = refs
-        g = lax.axis_index("group")
-        core = None if accs is None else (accs.at[g], done.at[g])
-        rows = pl.ds(g * ROWS, ROWS)
+        logits, *bias, weights, slots, experts, num_items, counts = refs
+        g = lax.axis_index("block")
+        first_row = g * rows
+        source = logits.at[pl.ds(first_row, loaded_shape[0]), pl.ds(0, loaded_shape[1])]
+        if staged:
+            plgpu.copy_gmem_to_smem(source, logits_s, loaded, oob_mode=plgpu.OOBFillMode.ZEROS)
+        if columns > rows:  # past the rows are zeros
+            weights_s[...] = plgpu.layout_cast(jnp.zeros(weights_s.shape, jnp.float32), own.tall)
+            slots_s[...] = plgpu.layout_cast(jnp.zeros(slots_s.shape, jnp.int32), own.tall)
+        if staged:
+            plgpu.barrier_wait(loaded)
+            source = logits_s
+        if not normalize:
+            total_s[...] = _sum_of_powers(_parts(source, bias, E))
+        x = _load_rows(source, bias, own, E)
+        x, values, ids = _choose_ranked(x, own, top_k, _padded(E))
 
-        pl.when(g == 0)(lambda: plgpu.copy_gmem_to_smem(sums, sums_s, constant))
-        own_logits_s = logits_s.at[g if staged else 0]
-        values = _load(logits, bias, own_logits_s, loaded.at[g], g)
-        # Before logits are taken away: to keep both would take more registers than there are.
-        total = None if normalize else _sum_of_powers(values)
-        left = _choose(values, top_k, values_s.at[g], ids_s.at[g])
-        real = _iota((ROWS, _WIDTH), 0) + g * ROWS < R
-        for i, part in enumerate(left):
-            hit = (part == -jnp.inf) & real
-            if (i + 1) * _WIDTH > E:
-                hit = hit & (_experts(i) < E)
-            hits_s[g, i] = jnp.where(hit, 1.0, 0.0).astype(jnp.bfloat16)
-        _store_weights(total, top_k, values_s.at[g], weights, rows)
+        # Rows of an expert are bits of a number, 16 rows each.
+        row = own.iota(Ep, 0)
+        hit = (x == -jnp.inf) & (row + first_row < R)
+        if Ep > E:
+            hit = hit & (own.iota(Ep, 1) < E)
+        hits_s[...] = jnp.where(hit, 1 << (row & 15), 0)
+        ids_s[...] = ids
+        more = ids_s[0, 0] >> 30  # turns of loops: none, but those who know it unroll them
+        total = total_s if not normalize else None
+        weights_s[:, pl.ds(0, rows)] = _softmax(values, total, top_k, own, powers_s)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(stored)
-        plgpu.barrier_wait(stored)
-        plgpu.barrier_wait(constant)
+        out = pl.ds(first_row, columns)
+        of_k = pl.ds(0, top_k)
 
-        @each_part
-        def _(part):
-            count = _product(lambda _: sums_s.at[_ALL], lambda i: hits_s.at[i, part], core, groups)
-            if shared:
-                tiles = jnp.minimum(count, 1.0)
-            else:
-                whole = count.astype(jnp.int32) + (tokens - 1)
-                tiles = (whole >> tokens.bit_length() - 1).astype(jnp.float32)
-            tiles_s[g, part] = tiles.astype(jnp.bfloat16)
+        def store(source, target) -> None:
+            copy = lambda: plgpu.copy_smem_to_gmem(source.at[of_k], target.at[:, out])
+            pl.when(first_row < outs)(copy)  # a block may have no rows at all
 
+        store(weights_s, weights)
+
+        read = lambda ref: plgpu.load(ref, layout=flat, optimized=False)
+        masks = []
+        for start in range(0, min(rows, R), 16):
+            lines = [read(hits_s.at[start + i]) for i in range(min(16, R))]
+            masks.append(functools.reduce(jnp.add, lines))
+        count = functools.reduce(jnp.add, map(_ones, masks))
+        earlier = 0  # rows of each expert in blocks before
+        if blocks > 1:
+            every = _exchange(count, counts_s, counts.at[g], counts, told, loaded, read)
+            count = functools.reduce(jnp.add, every)
+            earlier = [one * (i < g).astype(jnp.int32) for i, one in enumerate(every)]
+            earlier = functools.reduce(jnp.add, earlier)
+        whole = (count + (tokens - 1)) >> (tokens.bit_length() - 1)
+        tiles = jnp.minimum(count, 1) if shared else whole
+        tiles_s[...] = tiles
+
+        # Where experts end: 32 at a time, before which are the items of those so far.
+        upto = quarter.iota(32, 1) <= quarter.iota(32, 0)
+
+        def add_part(i, so_far):
+            part = pl.ds(i * 32, 32)
+            line = quarter.load_row(tiles_s.at[part])
+            ends_s[part] = jnp.sum(jnp.where(upto, line, 0), axis=1) + so_far
+            return jnp.sum(line, axis=1) + so_far
+
+        so_far = plgpu.layout_cast(jnp.zeros((32,), jnp.int32), quarter.wide.reduce(1))
+        so_far = lax.fori_loop(0, Ep // 32 + more, add_part, so_far)
+
+        @pl.when(g == 0)
+        def _():
+            for start in range(0, ROWS, 32):
+                num_items[pl.ds(start, 32)] = so_far
+
+        first = (read(ends_s) - tiles) * tokens
+        if shared:
+            places_s[0] = first
+        else:
+            base = first + earlier
+            for i, mask in enumerate(masks):
+                places_s[i] = (base << 16) | mask
+                base = base + _ones(mask)
+        place = own.load_row(places_s.at[0])
+        if len(masks) == 2 and not shared:
+            place = jnp.where(row < 16, place, own.load_row(places_s.at[1]))
+        from_end = _padded(E) - own.iota(Ep, 1)
+        j = plgpu.broadcasted_iota(jnp.int32, ids.shape, 0, layout=own.tall)
+
+        def find(i, found):
+            column = plgpu.load(ids_s.at[i], layout=own.wide.reduce(1), optimized=False)
+            chosen = own.widen(_padded(E) - column, Ep)
+            one = jnp.sum(jnp.where(from_end == chosen, place, 0), axis=1)
+            return jnp.where(j == i, lax.broadcast_in_dim(one, found.shape, (1,)), found)
+
+        found = jnp.zeros(ids.shape, jnp.int32)
+        found = lax.fori_loop(0, top_k + more, find, found)
+        row = plgpu.broadcasted_iota(jnp.int32, ids.shape, 1, layout=own.tall)
+        if shared:
+            found = found + (row + first_row)
+        else:
+            found = (found >> 16) + _ones(found & ((1 << (row & 15)) - 1))
+        slots_s[:, pl.ds(0, rows)] = found
         plgpu.commit_smem()
+        store(slots_s, slots)
 
-        @each_part
-        def _(part):
-            before = lambda i: jnp.where(i < part, _ALL, jnp.where(i == part, _ABOVE, _NONE))
-            first = _product(
-                lambda i: tiles_s.at[g, i], lambda i: sums_s.at[before(i)], core, parts
-            )
-            later = jnp.minimum(part, 1)  # whether there were parts before
+        ends = quarter.load_row(ends_s)
 
-            @pl.when(g == 0)
-            def _():
-                ends = (first + plgpu.load(tiles_s.at[g, part], layout=_LAYOUT)).astype(jnp.int32)
-                num_items[...] = jnp.max(ends, axis=1)
+        def store_experts(i, _):
+            part = (i * blocks + g) * 32
+            done = jnp.sum(jnp.where(ends <= quarter.iota(Ep, 0) + part, 1, 0), axis=1)
+            experts[pl.ds(part, 32)] = jnp.minimum(done, E - 1)
+            return 0
 
-                def store_experts(tile, _):
-                    item = _iota((ROWS, _WIDTH), 0) + tile * ROWS
-                    done = jnp.sum(jnp.where(ends <= item, 1, 0), axis=1)
-                    if parts > 1:
-                        done = done + _column(done_s, tile) * later
-                        done_s[tile] = done
-                    experts[pl.ds(tile * ROWS, ROWS)] = jnp.minimum(done, E - 1)
-                    return 0
+        # Blocks take turns.
+        lax.fori_loop(0, (chunks - g + blocks - 1) // blocks + more, store_experts, 0)
+        plgpu.wait_smem_to_gmem(0)
 
-                lax.fori_loop(0, item_tiles, store_experts, 0)
-
-            if core is not None:  # rather than to keep it in registers, which are few
-                first = _last_product(core)
-            if shared:
-                rank = _iota((ROWS, _WIDTH), 0)
-            else:
-                above = lambda i: jnp.where(i < g, _ALL, jnp.where(i == g, _BELOW, _NONE))
-                rank = _product(
-                    lambda i: sums_s.at[above(i)], lambda i: hits_s.at[i, part], core, groups
-                ).astype(jnp.int32)
-            place = first.astype(jnp.int32) * tokens + rank
-
-            def store_slots(j, _):
-                chosen = _wide((part + 1) * _WIDTH - _column(ids_s.at[g], j))
-                found = jnp.sum(jnp.where(_from_end() == chosen, place, 0), axis=1)
-                if parts > 1:
-                    found = found + _column(found_s.at[g], j) * later
-                    found_s[g, j] = found
-                slots[j, rows] = found
-                return 0
-
-            lax.fori_loop(0, top_k, store_slots, 0)
-
-    per_row = (top_k, groups * ROWS)
-    return plgpu.kernel(
+    per_row = (top_k, outs)
+    tall = _tall(top_k)
+    made = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct(per_row, jnp.float32),
             jax.ShapeDtypeStruct(per_row, jnp.int32),
-            jax.ShapeDtypeStruct((item_tiles * ROWS,), jnp.int32),
+            jax.ShapeDtypeStruct((chunks * 32,), jnp.int32),
             jax.ShapeDtypeStruct((ROWS,), jnp.int32),
+            jax.ShapeDtypeStruct((blocks, Ep), jnp.int32),
         ),
         scratch_types=dict(
-            logits_s=plgpu.SMEM((groups, ROWS, _padded(E)) if staged else (1, 1, E), jnp.float32),
-            values_s=plgpu.SMEM((groups, top_k, ROWS), jnp.float32),
-            ids_s=plgpu.SMEM((groups, top_k, ROWS), jnp.int32),
-            hits_s=_operand(launch.device, groups, parts, ROWS, _WIDTH),
-            tiles_s=_operand(launch.device, groups, parts, ROWS, _WIDTH),
-            sums_s=_operand(launch.device, 4, ROWS, ROWS),
-            found_s=plgpu.SMEM((groups, top_k, ROWS), jnp.int32),
-            done_s=plgpu.SMEM((item_tiles, ROWS), jnp.int32),
-            loaded=plgpu.Barrier(num_barriers=groups),
-            constant=plgpu.Barrier(),
-            stored=plgpu.Barrier(num_arrivals=groups),
-            **_cores(launch.device, groups),
+            logits_s=plgpu.SMEM(loaded_shape if staged else (1, Ep), jnp.float32),
+            total_s=plgpu.SMEM((ROWS,), jnp.float32),
+            hits_s=plgpu.SMEM((rows, Ep), jnp.int32),
+            counts_s=plgpu.SMEM((blocks, Ep), jnp.int32),
+            tiles_s=plgpu.SMEM((Ep,), jnp.int32),
+            ends_s=plgpu.SMEM((Ep,), jnp.int32),
+            places_s=plgpu.SMEM((2, Ep), jnp.int32),
+            ids_s=plgpu.SMEM((tall, rows), jnp.int32),
+            powers_s=plgpu.SMEM((tall, rows), jnp.float32),
+            weights_s=plgpu.SMEM((tall, columns), jnp.float32),
+            slots_s=plgpu.SMEM((tall, columns), jnp.int32),
+            loaded=plgpu.Barrier(),
+            told=plgpu.ClusterBarrier(collective_axes=("block",)),
         ),
-        # Reductions stay within a warp: warpgroups would share the scratch memory of others.
+        # No reduction leaves its warp, which would cost two barriers.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-        grid=(1,),
-        grid_names=("block",),
-        num_threads=groups,
-        thread_name="group",
+        cluster=(blocks,),
+        cluster_names=("block",),
         interpret=launch.interpret,
         kernel_name="moe_route_and_plan",
-    )(logits, _triangles(), *_bias(bias))
-
-
-def _triangles() -> np.ndarray:
-    """[4, ROWS, ROWS], see `_ALL`."""
-    ones = np.ones((ROWS, ROWS))
-    return np.stack([ones, np.tril(ones, -1), np.triu(ones, 1), 0 * ones]).astype(jnp.bfloat16)
+    )(logits, *_bias(bias))
+    return tuple(made[:4])
 
 
 @functools.partial(jax.jit, static_argnames=("size", "launch"))

@@ -51,7 +51,7 @@ class Spec:
     @property
     def mma(self) -> dict[int, str]:
         """The matrix instructions it must have, as `MMA`."""
-        return {} if self.kernel in ("route", "spread") else MMA
+        return {} if self.kernel in ("route", "plan", "spread") else MMA
 
 
 GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)

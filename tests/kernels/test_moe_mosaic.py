@@ -1,7 +1,6 @@
 """Kernels of a mixture of experts in Mosaic's interpreter: routing, worklist, grouped products."""
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +19,6 @@ race_free = pytest.mark.usefixtures("race_free")
 both_chips = pytest.mark.usefixtures("chip")
 LIMIT = 1.5
 """Low enough to clamp some gates and ups."""
-
-
-four_threads = pytest.mark.skipif(
-    int(os.environ.get("NPROC", os.cpu_count())) < 4,
-    reason="the interpreter blocks one of XLA's threads for each warpgroup that waits; there are three",
-)
 
 
 def launch() -> dispatch.Launch:
@@ -97,7 +90,12 @@ def test_routing_is_the_definition(R, E, k, normalize, bias, ties):
 @race_free
 @pytest.mark.parametrize(
     ("R", "E", "k", "normalize", "bias", "ties"),
-    [*ROUTES[:-1], pytest.param(*ROUTES[-1], marks=four_threads)],
+    [
+        *ROUTES,
+        (16, 128, 6, True, True, False),  # one block
+        (17, 96, 8, True, True, False),  # four, and the last two have no rows
+        (256, 128, 8, True, False, True),
+    ],
 )
 @both_chips
 def test_the_plan_is_the_worklist(R, E, k, normalize, bias, ties):
@@ -108,6 +106,16 @@ def test_the_plan_is_the_worklist(R, E, k, normalize, bias, ties):
     assert_worklist(work, ids, E, TuningConfig.choose(R, E, k))
     routed, _ = mosaic_route.route(logits, bias, k, normalize, launch())
     assert np.array_equal(weights[:, :R], routed[:, :R])  # whichever of the two kernels routes
+
+
+@race_free
+def test_a_plan_leaves_nothing_behind():
+    """Blocks hear of each other once a launch; the next one, as a graph replays it, begins anew."""
+    logits, others = logits_of(70, 32), logits_of(70, 32, ties=True)
+    once = plan(others, None, 4)
+    twice = jax.jit(lambda *both: [plan(logits, None, 4) for logits in both])(logits, others)[1]
+    for found, wanted in zip(twice, once, strict=True):
+        assert np.array_equal(found, wanted)
 
 
 @race_free
