@@ -4,7 +4,9 @@
     submit, abort -> mailbox ------>   between two rounds: take all mail, then engine.step()
     deliver(batch of events) <------   one call_soon_threadsafe per round, whatever its size
 
-Mail is read between rounds, so an abort frees its pages within one round.
+Mail is read between rounds, so an abort frees its pages within one round. While the device runs the round
+that is dispatched already, the worker has time: where requests have ended and nobody waits for their slots,
+it looks a moment longer for the requests that their clients send next.
 """
 
 import asyncio
@@ -21,6 +23,8 @@ from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.engine.stats import Acceptance
 
 _log = logging.getLogger(__name__)
+_PATIENCE = 0.25
+"""Share of a round to wait for new requests; the rest must be enough to plan and dispatch the next."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,8 @@ class EngineWorker:
         self._compiler = threading.Thread(target=self._compile, name="compiler", daemon=True)
         self._is_stopping = False
         self._rounds = 0
+        self._num_vacated = 0  # slots that the last round left and nobody waits for
+        self._patience = 0.0  # seconds to look for their successors
         self._before = Acceptance()  # what warming up counted
         self.load = Load(pages_total=engine.scheduler.config.total_pages - 1)
         """After the last round; replaced as a whole, so any thread may read it."""
@@ -181,7 +187,7 @@ class EngineWorker:
     def _step(self) -> bool:
         """Mail, then a round if there is work; False when told to stop."""
         events: list[Event] = []
-        for item in self._all_mail(block=not self._engine.has_work):
+        for item in self._all_mail():
             match item:
                 case _Submit(jobs):
                     events += self._add(jobs)
@@ -191,9 +197,11 @@ class EngineWorker:
                     done.set()
                     return False
         if self._engine.has_work:
-            self.busy_since = time.monotonic()
-            for request, tokens in self._engine.step():
-                events.append(self._event(request, tokens))
+            self.busy_since = begin = time.monotonic()
+            updates = self._engine.step()
+            self._patience = _PATIENCE * (time.monotonic() - begin)
+            self._num_vacated = sum(request.is_finished for request, _ in updates)
+            events += [self._event(request, tokens) for request, tokens in updates]
             self._rounds += 1
             self.busy_since = None
         self.load = self._measure()
@@ -201,8 +209,21 @@ class EngineWorker:
             self._post(self._deliver, events)
         return True
 
-    def _all_mail(self, *, block: bool) -> list:
-        mail = [self._mail.get()] if block else []
+    def _all_mail(self) -> list:
+        if not self._engine.has_work:
+            return [self._mail.get(), *self._rest()]
+        mail = self._rest()
+        missing = 0 if self._engine.scheduler.num_waiting else self._num_vacated
+        until = time.monotonic() + self._patience
+        while sum(isinstance(item, _Submit) for item in mail) < missing:
+            try:
+                mail.append(self._mail.get(timeout=max(0.0, until - time.monotonic())))
+            except queue.Empty:
+                break
+        return mail
+
+    def _rest(self) -> list:
+        mail = []
         while not self._mail.empty():
             mail.append(self._mail.get())
         return mail

@@ -246,6 +246,20 @@ def test_a_full_queue_says_when_to_come_back(server, stub):
     assert 0 < info.retry_delay.ToMilliseconds() <= 30_000
 
 
+def test_a_slot_is_not_left_empty_between_two_requests_of_a_client(server, stub):
+    """The next request comes while a round runs; it is prefilled before the one after that."""
+    other = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
+    with server.slowed(0.2):
+        next(other)
+        before = server.frontend.load.rounds
+        for _ in range(8):
+            stub.GenerateOnce(pb.GenerateRequest(text="b", stopping=pb.Stopping(max_tokens=1)))
+        assert (
+            server.frontend.load.rounds - before < 8 * 2.5
+        )  # 2 each, or 3 of those that come late
+        other.cancel()
+
+
 def test_a_slow_reader_stops_nobody(server, stub):
     slow = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
     next(slow)
