@@ -359,9 +359,20 @@ def group_of(groups: int) -> Any:
     return lax.axis_index("group") if groups > 1 else 0
 
 
-def row_of(form: Format, groups: int, tile: Any, group: Any) -> Any:
-    """The first row of a warpgroup's tile of the weight, in block `tile` of them."""
-    return (tile if groups == 1 else tile * groups + group) * form.rows
+def of_group(ref: Any, groups: int) -> Any:
+    """This warpgroup's part of what a block has for each."""
+    return ref if groups == 1 else ref.at[group_of(groups)]
+
+
+def first_rows(form: Format, groups: int, tile: Any, N: int) -> tuple[Any, Any]:
+    """Where a warpgroup's tile of a weight [N, K] begins, in block `tile` of them: to read, and to store.
+
+    A warpgroup past the end reads what the last one before it reads, and shall store nothing.
+    """
+    row = (tile if groups == 1 else tile * groups + group_of(groups)) * form.rows
+    if groups == 1 or N % (groups * form.rows) == 0:
+        return row, row
+    return jnp.minimum(row, (pl.cdiv(N, form.rows) - 1) * form.rows), row
 
 
 def launch_options(groups: int) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from pallas_kernels.weight_tiles import (
     Ring,
     fetch_scales,
     fetch_tile,
+    first_rows,
     group_of,
     launch_options,
-    row_of,
+    of_group,
 )
 
 
@@ -124,15 +125,22 @@ def product(
     stages = form.stages(config.stages, num_steps, form.most_stages(*memory, launch.device))
     x = form.arrange(x)
 
-    def body(*refs, out_s, scale_s=None, scales_ready=None, **memory):
+    def body(
+        *refs,
+        w_s,
+        x_s,
+        out_s,
+        ready,
+        x_ready=None,
+        x_free=None,
+        scale_s=None,
+        scales_ready=None,
+        **memory,
+    ):
         *inputs, out = refs
         x, w = inputs[:2]
         token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
-        group = group_of(groups)
-        first_row = out_row = row_of(form, groups, row_tile, group)
-        if N % (groups * form.rows) and groups > 1:
-            # A warpgroup past the end reads what the last one before it reads, and stores nothing.
-            first_row = jnp.minimum(first_row, (pl.cdiv(N, form.rows) - 1) * form.rows)
+        first_row, out_row = first_rows(form, groups, row_tile, N)
         rows, here = pl.ds(first_row, form.rows), pl.ds(token_tile * tokens, tokens)
         first = split * num_steps
 
@@ -144,9 +152,8 @@ def product(
             columns = pl.ds((first + i) * form.step, form.step)
             fetch_tile(x.at[here, columns], tile, ready)
 
-        names = ("w_s", "x_s", "ready", "x_ready", "x_free")
-        slots = {name: memory.pop(name) for name in names if name in memory}
-        ring = Ring(form, groups, stages, num_steps, fetch_weights, fetch_x, **slots)
+        slots = w_s, x_s, ready, x_ready, x_free
+        ring = Ring(form, groups, stages, num_steps, fetch_weights, fetch_x, *slots)
 
         def block_scale(i):
             if not form.in_blocks:
@@ -155,17 +162,17 @@ def product(
             return inputs[2][lax.div(first_row, BLOCK), column]
 
         if form.staged:
-            scales_ready = scales_ready if groups == 1 else scales_ready.at[group]
-            fetch_scales(inputs[2], first_row, form.rows, scale_s.at[group], scales_ready)
+            staged = [scale_s.at[group_of(groups)]]
+            loaded = of_group(scales_ready, groups)
+            fetch_scales(inputs[2], first_row, form.rows, staged[0], loaded)
         ring.start()
         if form.staged:
-            plgpu.barrier_wait(scales_ready)
+            plgpu.barrier_wait(loaded)
 
         def multiply(i, slot, refill, carry):
             totals, factor = carry
             upcoming = block_scale(i + 1)  # a step ahead: its latency hides behind this product
             tiles, x = ring.wait(slot)
-            staged = [scale_s.at[group]] if form.staged else ()
             totals = form.add_products(
                 totals,
                 [factor],
@@ -173,7 +180,7 @@ def product(
                 x,
                 refill,
                 launch.interpret,
-                staged,
+                staged if form.staged else (),
                 first + i,
                 **memory,
             )
@@ -193,8 +200,8 @@ def product(
             totals = [total * own for total in totals]
 
         def store():
-            buffer = out_s if groups == 1 else out_s.at[group]
-            form.store_tokens_first(out.at[split, here, pl.ds(out_row, form.rows)], buffer, totals)
+            place = out.at[split, here, pl.ds(out_row, form.rows)]
+            form.store_tokens_first(place, of_group(out_s, groups), totals)
 
         store() if groups == 1 else pl.when(out_row < N)(store)
 

@@ -23,9 +23,10 @@ from pallas_kernels.weight_tiles import (
     Ring,
     fetch_scales,
     fetch_tile,
+    first_rows,
     group_of,
     launch_options,
-    row_of,
+    of_group,
 )
 
 
@@ -114,20 +115,26 @@ def _grouped(
     stages = form.stages(stages, num_steps, form.most_stages(*memory, launch.device))
     row_tiles = pl.cdiv(N, groups * form.rows)
 
-    def body(*refs, out_s, scale_s=None, scales_ready=None, **memory):
+    def body(
+        *refs,
+        w_s,
+        x_s,
+        out_s,
+        ready,
+        x_ready=None,
+        x_free=None,
+        scale_s=None,
+        scales_ready=None,
+        **memory,
+    ):
         x, experts, num_items, w, *inputs, out = refs
         scale = inputs.pop(0) if weight.scale is not None else None
         bias = inputs.pop(0) if weight.bias is not None else None
         block = lax.axis_index("block")
-        group = group_of(groups)
         item, row_tile = lax.div(block, row_tiles), lax.rem(block, row_tiles)
-        first_row = out_row = row_of(form, groups, row_tile, group)
-        if N % (groups * form.rows) and groups > 1:
-            # A warpgroup past the end reads what the last one before it reads, and stores nothing.
-            first_row = jnp.minimum(first_row, (pl.cdiv(N, form.rows) - 1) * form.rows)
+        first_row, out_row = first_rows(form, groups, row_tile, N)
         rows = pl.ds(first_row, form.rows)
-        names = ("w_s", "x_s", "ready", "x_ready", "x_free")
-        slots = {name: memory.pop(name) for name in names if name in memory}
+        slots = w_s, x_s, ready, x_ready, x_free
 
         @pl.when(item < num_items[0])
         def _():
@@ -143,7 +150,7 @@ def _grouped(
                 columns = pl.ds(i * form.step, form.step)
                 fetch_tile(x.at[pl.ds(source, tokens), columns], tile, ready)
 
-            ring = Ring(form, groups, stages, num_steps, fetch_weights, fetch_x, **slots)
+            ring = Ring(form, groups, stages, num_steps, fetch_weights, fetch_x, *slots)
 
             def block_scales(i):
                 if not form.in_blocks:
@@ -152,14 +159,14 @@ def _grouped(
                 return [scale[expert, part, *at] for part in range(parts)]
 
             if form.staged:
-                mine = [scale_s.at[group * parts + part] for part in range(parts)]
-                ready = scales_ready if groups == 1 else scales_ready.at[group]
+                mine = [scale_s.at[group_of(groups) * parts + part] for part in range(parts)]
+                loaded = of_group(scales_ready, groups)
                 for part in range(parts):
                     row = (expert * parts + part) * N + first_row
-                    fetch_scales(scale, row, form.rows, mine[part], ready)
+                    fetch_scales(scale, row, form.rows, mine[part], loaded)
             ring.start()
             if form.staged:
-                plgpu.barrier_wait(ready)
+                plgpu.barrier_wait(loaded)
 
             def visit(i, slot, refill, carry):
                 totals, factors = carry
@@ -196,7 +203,7 @@ def _grouped(
             def store():
                 form.store_tokens_first(
                     out.at[pl.ds(item * tokens, tokens), pl.ds(out_row, form.rows)],
-                    out_s if groups == 1 else out_s.at[group],
+                    of_group(out_s, groups),
                     [finish(*totals[piece::pieces]) for piece in range(pieces)],
                     arranged=arranged,
                     interpret=launch.interpret,
