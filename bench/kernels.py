@@ -78,13 +78,13 @@ def cases(
     for name, spec in specs.SPECS.items():
         if names is not None and name not in names:
             continue
-        _, shapes = specs.build(spec)
+        function, shapes = specs.build(spec)
         if hasattr(specs, "inputs"):
             inputs = lambda key, spec=spec: specs.inputs(spec, key)
         else:
             inputs = lambda key, shapes=shapes: _random(shapes, key)
         with dispatch.references():
-            results = jax.eval_shape(specs.build(spec)[0], *shapes)
+            results = jax.eval_shape(function, *shapes)
         moved = specs.bytes(spec) if hasattr(specs, "bytes") else _bytes((shapes, results))
         asked = configs_for is not None and hasattr(specs, "configs")
         configs = specs.configs(spec, configs_for) if asked else []
@@ -94,7 +94,7 @@ def cases(
                 spec=name,
                 config=None if config is None else _said(config),
                 alternative=i > 0,
-                function=specs.build(spec, *configs[i : i + 1])[0],
+                function=function if config is None else specs.build(spec, config)[0],
                 shapes=shapes,
                 inputs=inputs,
                 bytes=moved,

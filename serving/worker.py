@@ -215,7 +215,7 @@ class EngineWorker:
         mail = self._rest()
         missing = 0 if self._engine.scheduler.num_waiting else self._num_vacated
         until = time.monotonic() + self._patience
-        while sum(isinstance(item, _Submit) for item in mail) < missing:
+        while sum(len(item.jobs) for item in mail if isinstance(item, _Submit)) < missing:
             try:
                 mail.append(self._mail.get(timeout=max(0.0, until - time.monotonic())))
             except queue.Empty:
