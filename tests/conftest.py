@@ -3,7 +3,7 @@
 import gc
 import os
 
-# Mosaic's interpreter blocks one of these for each block that waits in a cluster, of up to eight.
+# Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight.
 os.environ.setdefault("NPROC", "12")
 _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()

@@ -105,7 +105,7 @@ class LiveServer:
         """Fails unless every request has ended and every page is free."""
 
         async def settle():
-            for _ in range(3000):
+            for _ in range(500):
                 load = self.frontend.load
                 if not (self.frontend.num_open or load.num_running or load.num_waiting):
                     break
