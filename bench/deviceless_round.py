@@ -29,7 +29,7 @@ from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.plan import DecodePlan
-from peagle_jax.engine.programs import device_decode_plan
+from peagle_jax.engine.programs import device_plan
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (copy|copy-start)\(")
@@ -85,7 +85,7 @@ def compile_round(args, mesh, dump: Path) -> Round:
         )
         taps = head_config.taps or chosen.target.default_taps
     state = jax.eval_shape(lambda: step.init_state(chosen.target, head_config, config))
-    plan = device_decode_plan(DecodePlan.build([], args.concurrency, config))
+    plan = device_plan(DecodePlan.build([], args.concurrency, config))
     weights, structure = jax.tree.flatten((target, drafter))
 
     def decode_round(weights, state, plan):

@@ -3,9 +3,11 @@
 Each is compiled ahead of time for its exact shapes, so a running engine cannot recompile: a call
 either finds its program or, before warm-up, compiles it once.
 
-A round reads and writes the same addresses every time: its plan is copied into arrays that stay, its
-output overwrites that of the round before, and what the host reads is a copy. On a GPU a round is one
-CUDA graph of hundreds of kernels; were an address new, the driver would be told about each of them.
+A call reads and writes the same addresses every time: its plan is copied into arrays that stay, its
+output overwrites that of the call before, and what the host reads is a copy. On a GPU a call is one
+CUDA graph of hundreds of kernels; were an address new, the driver would be told about each of them,
+for 1 to 4 microseconds a kernel. (For the addresses of what only a call itself uses see
+`memory.carve_holes`.)
 """
 
 import threading
@@ -16,15 +18,24 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine import plan as host
+from peagle_jax.engine.memory import carve_holes
 from peagle_jax.sampling import RequestParams
 
+PREFILL = "prefill"
+"""Key of the prefill program; that of a round is its batch size."""
 
-def device_prefill_plan(plan: host.PrefillPlan) -> step.PrefillPlan:
+Key = int | str
+
+
+def device_plan(plan: host.PrefillPlan | host.DecodePlan) -> step.PrefillPlan | step.DecodePlan:
     """The part of a host plan that the device needs."""
+    if isinstance(plan, host.DecodePlan):
+        return step.DecodePlan(slots=plan.slots, page_table=plan.page_table)
     return step.PrefillPlan(
         slots=plan.slots,
         tokens=plan.tokens,
@@ -44,11 +55,6 @@ def device_prefill_plan(plan: host.PrefillPlan) -> step.PrefillPlan:
     )
 
 
-def device_decode_plan(plan: host.DecodePlan) -> step.DecodePlan:
-    """The part of a host plan that the device needs."""
-    return step.DecodePlan(slots=plan.slots, page_table=plan.page_table)
-
-
 class Programs:
     """Compiles and keeps the programs; weights are passed as flat leaves (cheapest per call)."""
 
@@ -57,22 +63,22 @@ class Programs:
         self._weights, structure = jax.tree.flatten((target, drafter))
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
 
-        # The state is donated: caches are updated in place.
-        @partial(jax.jit, donate_argnums=1)
-        def prefill(weights, state, plan):
+        # The state is donated, so caches are updated in place, and the output of the call before.
+        @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True)
+        def prefill(weights, state, plan, previous):
             target, drafter = jax.tree.unflatten(structure, weights)
             return step.prefill(target, drafter, state, plan, **static)
 
-        # So is the output of the round before, which nothing reads.
         @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True)
         def speculative_step(weights, state, plan, previous):
             target, drafter = jax.tree.unflatten(structure, weights)
             return step.speculative_step(target, drafter, state, plan, **static)
 
         self._prefill, self._round = prefill, speculative_step
-        self._compiled: dict[object, Callable] = {}
-        self._resident: dict[int, _Resident] = {}
+        self._compiled: dict[Key, Callable] = {}
+        self._resident: dict[Key, _Resident] = {}
         self._lock = threading.Lock()
+        self._between_holes = carve_holes() if jax.default_backend() == "gpu" else []
 
     @property
     def num_compiled(self) -> int:
@@ -80,48 +86,52 @@ class Programs:
 
     def prefill(self, state: step.State, plan: host.PrefillPlan):
         """Dispatches one prefill call; `state` is consumed."""
-        arrays = device_prefill_plan(plan)
-        return self._get("prefill", self._prefill, state, arrays)(self._weights, state, arrays)
+        return self._dispatch(PREFILL, state, plan)
 
     def round(self, state: step.State, plan: host.DecodePlan):
         """Dispatches one round; `state` is consumed."""
-        size = len(plan.slots)
-        if size not in self._resident:
-            self._prepare(size, state)
-        resident = self._resident[size]
+        return self._dispatch(len(plan.slots), state, plan)
+
+    def _dispatch(self, key: Key, state: step.State, plan: host.PrefillPlan | host.DecodePlan):
+        if key not in self._resident:
+            self._prepare(key, state)
+        resident = self._resident[key]
         resident.update(plan)
-        program = self._compiled[size]
+        program = self._compiled[key]
         state, resident.output = program(self._weights, state, resident.plan, resident.output)
         return state, _copied(resident.output)
 
-    def _prepare(self, size: int, state: step.State) -> None:
-        """Compiles all that rounds over `size` slots run."""
-        idle = host.DecodePlan.build([], size, self._config)
-        resident = _Resident(idle, self._blank_output(size))
-        self._get(size, self._round, state, resident.plan, resident.output)
+    def _prepare(self, key: Key, state: step.State) -> None:
+        """Compiles all that prefill or rounds over so many slots run."""
+        if key == PREFILL:
+            function, idle = self._prefill, host.PrefillPlan.build([], self._config)
+            output = self._blank_output(self._config.prefill_rows, 1)
+        else:
+            function, idle = self._round, host.DecodePlan.build([], key, self._config)
+            output = self._blank_output(key, self._config.num_draft + 1)
+        resident = _Resident(idle, output)
+        self._compile(key, function, state, resident.plan, resident.output)
         # These two are compiled by being used.
-        resident.plan = _overwritten(resident.plan, device_decode_plan(idle))
+        resident.plan = _overwritten(resident.plan, _packed(device_plan(idle)))
         _copied(resident.output)
-        self._resident[size] = resident
+        self._resident[key] = resident
 
-    def _blank_output(self, size: int) -> step.StepOutput:
-        """An output of a round over `size` slots that no round has made."""
-        T, n = self._config.num_draft + 1, self._config.max_logprobs
+    def _blank_output(self, rows: int, T: int) -> step.StepOutput:
+        """An output, `T` tokens for each of `rows` slots, that no call has made."""
+        n = self._config.max_logprobs
         return step.StepOutput(
-            packed=jnp.zeros((size, T + 1), jnp.int32),
-            logprobs=jnp.zeros((size, T), jnp.float32),
-            top_ids=jnp.zeros((size, T, n), jnp.int32),
-            top_logprobs=jnp.zeros((size, T, n), jnp.float32),
+            packed=jnp.zeros((rows, T + 1), jnp.int32),
+            logprobs=jnp.zeros((rows, T), jnp.float32),
+            top_ids=jnp.zeros((rows, T, n), jnp.int32),
+            top_logprobs=jnp.zeros((rows, T, n), jnp.float32),
         )
 
-    def _get(self, key, function, *operands) -> Callable:
-        program = self._compiled.get(key)
-        if program is None:
+    def _compile(self, key: Key, function, *operands) -> None:
+        if key not in self._compiled:
             lowered = function.lower(*jax.tree.map(_spec, (self._weights, *operands)))
             program = lowered.compile(compiler_options=_compiler_options())
             with self._lock:
-                program = self._compiled.setdefault(key, program)
-        return program
+                self._compiled.setdefault(key, program)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -135,11 +145,8 @@ class Programs:
 
         `on_compiled` is called after each.
         """
-        jobs = []
-        if "prefill" not in self._compiled:
-            idle = device_prefill_plan(host.PrefillPlan.build([], self._config))
-            jobs.append(partial(self._get, "prefill", self._prefill, state, idle))
-        jobs += [partial(self._prepare, size, state) for size in set(sizes) - set(self.sizes)]
+        missing = {PREFILL, *sizes} - set(self._resident)
+        jobs = [partial(self._prepare, key, state) for key in missing]
         with ThreadPoolExecutor(max_workers=4) as pool:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
@@ -147,24 +154,36 @@ class Programs:
 
 
 class _Resident:
-    """What stays on the device for the rounds over one number of slots."""
+    """What stays on the device for calls of one program."""
 
-    def __init__(self, plan: host.DecodePlan, output: step.StepOutput):
+    def __init__(self, plan: host.PrefillPlan | host.DecodePlan, output: step.StepOutput):
         self.output = output
-        self._known = device_decode_plan(plan)
-        self.plan = jax.tree.map(jnp.array, self._known)  # copies: they will be written to
+        idle = device_plan(plan)
+        self.plan = jax.tree.map(jnp.array, idle)  # copies: they will be written to
+        self._known = _packed(idle)
 
-    def update(self, plan: host.DecodePlan) -> None:
+    def update(self, plan: host.PrefillPlan | host.DecodePlan) -> None:
         """Makes `plan` the one on the device."""
-        new = device_decode_plan(plan)
-        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(self._known), strict=True)
-        if not all(np.array_equal(a, b) for a, b in pairs):
+        new = _packed(device_plan(plan))
+        if not np.array_equal(new, self._known):
             self.plan, self._known = _overwritten(self.plan, new), new
 
 
+def _packed(plan) -> np.ndarray:
+    """[n] int32: the bits of all leaves, for one transfer instead of one for each."""
+    return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(plan)])
+
+
 @partial(jax.jit, donate_argnums=0)
-def _overwritten(old, new):
-    return jax.tree.map(lambda o, n: o.at[...].set(n), old, new)
+def _overwritten(plan, packed: jax.Array):
+    """`plan` with the numbers that `_packed` made of another like it."""
+    leaves, structure = jax.tree.flatten(plan)
+    parts = jnp.split(packed, np.cumsum([leaf.size for leaf in leaves])[:-1])
+    new = [
+        leaf.at[...].set(lax.bitcast_convert_type(part.reshape(leaf.shape), leaf.dtype))
+        for leaf, part in zip(leaves, parts, strict=True)
+    ]
+    return jax.tree.unflatten(structure, new)
 
 
 @jax.jit

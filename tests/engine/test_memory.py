@@ -35,3 +35,11 @@ def test_file_cache_counts_as_free(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemFree: 3 kB\nMemAvailable: 70 kB\n")
     assert memory._free_host_bytes(meminfo) == 70 * 1024
+
+
+def test_holes_lie_between_arrays_that_stay():
+    before = len(jax.live_arrays())
+    kept = memory.carve_holes()
+    assert len(kept) == sum(memory._HOLES.values())
+    assert len(jax.live_arrays()) - before == len(kept), "the holes themselves must be free"
+    assert not any(array.is_deleted() for array in kept)
