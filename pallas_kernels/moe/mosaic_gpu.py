@@ -6,7 +6,7 @@ do not exist return at once.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,7 @@ from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
 from pallas_kernels.weight_chips import formats_of
-from pallas_kernels.weight_tiles import (
-    TOTAL,
-    Ring,
-    fetch_scales,
-    fetch_tile,
-    first_rows,
-    group_of,
-    launch_options,
-    of_group,
-)
+from pallas_kernels.weight_tiles import TOTAL, Ring, fetch_scales, fetch_tile
 
 
 @dataclass(frozen=True)
@@ -38,13 +29,11 @@ class TuningConfig:
       tokens: of an item, at most 64.
       shared: whether items share the rows of x.
       stages: `Format.stages` wanted of the two products.
-      groups: `Format.groups` wanted of both: warpgroups of a block, each with rows of its own.
     """
 
     tokens: int
     shared: bool
     stages: tuple[int, int]
-    groups: tuple[int, int] = (1, 1)
 
     @classmethod
     def choose(cls, R: int, E: int, top_k: int) -> "TuningConfig":
@@ -52,20 +41,9 @@ class TuningConfig:
             return cls(8 if R <= 8 else 16, True, (2, 3))
         busy = R * top_k / E
         tokens = next((t for t in (8, 16, 32) if t >= 1.5 * busy), 64)
-        if tokens <= 16:
-            return cls(tokens, False, (2, 3))
-        if R <= 64:
-            return cls(tokens, False, (4, 2) if tokens == 32 else (2, 2))
-        # An item's rows are as many bytes as half the weights that they meet, or more.
-        return cls(tokens, False, (4, 2) if tokens == 32 else (3, 2), groups=(2, 2))
-
-    def alternatives(self) -> "list[TuningConfig]":
-        """This one, and others for items of many rows: bytes in flight, warpgroups that share them."""
-        found = [self]
-        for groups in ((1, 1), (2, 2), (2, 4)):
-            for stages in ((2, 2), (3, 3), (4, 4)):
-                found.append(replace(self, stages=stages, groups=groups))
-        return found
+        if R > 64:
+            return cls(tokens, False, (2, 2))
+        return cls(tokens, False, {32: (4, 2), 64: (2, 2)}.get(tokens, (2, 3)))
 
 
 def _activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
@@ -87,7 +65,6 @@ def _grouped(
     tokens: int,
     shared: bool,
     stages: int,
-    groups: int,
     finish,
     out_dtype: jnp.dtype,
     launch: Launch,
@@ -110,31 +87,18 @@ def _grouped(
     N = weight.values.shape[-2]
     form = formats_of(launch.device).of(weight.values, weight.scale)
     num_steps = pl.cdiv(K, form.step)
-    groups = form.groups(groups)
-    memory = (parts, tokens, K, out_dtype, groups)
+    memory = (parts, tokens, K, out_dtype, 1)  # of one warpgroup
     stages = form.stages(stages, num_steps, form.most_stages(*memory, launch.device))
-    row_tiles = pl.cdiv(N, groups * form.rows)
+    row_tiles = pl.cdiv(N, form.rows)
 
-    def body(
-        *refs,
-        w_s,
-        x_s,
-        out_s,
-        ready,
-        x_ready=None,
-        x_free=None,
-        scale_s=None,
-        scales_ready=None,
-        **memory,
-    ):
+    def body(*refs, w_s, x_s, out_s, ready, scale_s=None, scales_ready=None, **memory):
         x, experts, num_items, w, *inputs, out = refs
         scale = inputs.pop(0) if weight.scale is not None else None
         bias = inputs.pop(0) if weight.bias is not None else None
         block = lax.axis_index("block")
         item, row_tile = lax.div(block, row_tiles), lax.rem(block, row_tiles)
-        first_row, out_row = first_rows(form, groups, row_tile, N)
+        first_row = row_tile * form.rows
         rows = pl.ds(first_row, form.rows)
-        slots = w_s, x_s, ready, x_ready, x_free
 
         @pl.when(item < num_items[0])
         def _():
@@ -150,7 +114,7 @@ def _grouped(
                 columns = pl.ds(i * form.step, form.step)
                 fetch_tile(x.at[pl.ds(source, tokens), columns], tile, ready)
 
-            ring = Ring(form, groups, stages, num_steps, fetch_weights, fetch_x, *slots)
+            ring = Ring(form, 1, stages, num_steps, fetch_weights, fetch_x, w_s, x_s, ready)
 
             def block_scales(i):
                 if not form.in_blocks:
@@ -158,15 +122,13 @@ def _grouped(
                 at = (lax.div(first_row, BLOCK), jnp.minimum(i, num_steps - 1))
                 return [scale[expert, part, *at] for part in range(parts)]
 
-            if form.staged:
-                mine = [scale_s.at[group_of(groups) * parts + part] for part in range(parts)]
-                loaded = of_group(scales_ready, groups)
-                for part in range(parts):
-                    row = (expert * parts + part) * N + first_row
-                    fetch_scales(scale, row, form.rows, mine[part], loaded)
+            staged = [scale_s.at[part] for part in range(parts)] if form.staged else []
+            for part, own in enumerate(staged):
+                row = (expert * parts + part) * N + first_row
+                fetch_scales(scale, row, form.rows, own, scales_ready)
             ring.start()
             if form.staged:
-                plgpu.barrier_wait(loaded)
+                plgpu.barrier_wait(scales_ready)
 
             def visit(i, slot, refill, carry):
                 totals, factors = carry
@@ -179,37 +141,27 @@ def _grouped(
                     x,
                     refill,
                     launch.interpret,
-                    mine if form.staged else (),
+                    staged,
                     i,
                     **memory,
                 )
                 return totals, upcoming
 
-            carry = form.zeros(parts, tokens, groups), block_scales(0)
+            carry = form.zeros(parts, tokens, 1), block_scales(0)
             totals, _ = ring.each_step(0, num_steps, visit, carry)
-            pieces = form.pieces(tokens, groups)
-            own = lambda source: form.load_rows(
-                source, first_row, tokens // pieces, launch.interpret
-            )
+            of_rows = lambda source: form.load_rows(source, first_row, tokens, launch.interpret)
             for part in range(parts):
-                here = slice(part * pieces, (part + 1) * pieces)
                 if form.per_row:
-                    factor = own(scale.at[expert, part, :, 0])
-                    totals[here] = [total * factor for total in totals[here]]
+                    totals[part] = totals[part] * of_rows(scale.at[expert, part, :, 0])
                 if bias is not None:
-                    term = own(bias.at[expert, part])
-                    totals[here] = [total + term for total in totals[here]]
-
-            def store():
-                form.store_tokens_first(
-                    out.at[pl.ds(item * tokens, tokens), pl.ds(out_row, form.rows)],
-                    of_group(out_s, groups),
-                    [finish(*totals[piece::pieces]) for piece in range(pieces)],
-                    arranged=arranged,
-                    interpret=launch.interpret,
-                )
-
-            store() if groups == 1 else pl.when(out_row < N)(store)
+                    totals[part] = totals[part] + of_rows(bias.at[expert, part])
+            form.store_tokens_first(
+                out.at[pl.ds(item * tokens, tokens), rows],
+                out_s,
+                [finish(*totals)],
+                arranged=arranged,
+                interpret=launch.interpret,
+            )
 
     kernel = plgpu.kernel(
         body,
@@ -219,7 +171,6 @@ def _grouped(
         grid_names=("block",),
         interpret=launch.interpret,
         kernel_name=name,
-        **launch_options(groups),
     )
     extra = form.kernel_scale(weight.scale), form.pad_rows(weight.bias)
     return kernel(x, experts, num_items, weight.values, *(one for one in extra if one is not None))
@@ -251,7 +202,6 @@ def gate_up(
         tokens=config.tokens,
         shared=config.shared,
         stages=config.stages[0],
-        groups=config.groups[0],
         finish=lambda gate, up: _activate(gate, up, limit),
         out_dtype=jnp.bfloat16,
         launch=launch,
@@ -285,7 +235,6 @@ def down(
         tokens=config.tokens,
         shared=False,
         stages=config.stages[1],
-        groups=config.groups[1],
         finish=lambda y: y,
         out_dtype=jnp.float32,
         launch=launch,

@@ -1,7 +1,7 @@
 """What models ask of a mixture of experts, kernel by kernel, for compile tests and benchmarks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -93,15 +93,12 @@ SPECS = {
 
 def configs(spec: Spec, device: Device) -> list:
     """What `build` takes: the config that is chosen, then others worth a comparison on the device."""
+    if spec.kernel not in ("gate_up", "down") or device.sm != 90:
+        return []  # on Blackwell all of these are two stages
     chosen = _config(spec)
-    which = ("gate_up", "down").index(spec.kernel) if spec.kernel in ("gate_up", "down") else None
-    if which is None or chosen.groups == (1, 1) or device.sm != 90:
-        return []
-    # Those that differ in the other product are the same to this one.
-    found = {}
-    for one in chosen.alternatives():
-        found.setdefault((one.stages[which], one.groups[which]), one)
-    return list(found.values())
+    used = chosen.stages[0 if spec.kernel == "gate_up" else 1]
+    others = [replace(chosen, stages=(n, n)) for n in (2, 3, 4) if n != used]
+    return [chosen, *others]
 
 
 def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:

@@ -10,8 +10,6 @@ import pytest
 from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import mosaic_gpu as block_gemm
 from pallas_kernels.device import B200, H200
-from pallas_kernels.moe import mosaic_gpu as moe
-from pallas_kernels.moe.reference import ExpertWeights
 
 race_free = pytest.mark.usefixtures("race_free")
 FORMS = ("bf16", "fp8", "fp8_rows", "mxfp4")
@@ -100,27 +98,3 @@ def test_few_tokens_and_blackwell_have_one_warpgroup(kind):
     assert many.chunks == few.chunks
     there = choose(4096, *shape, B200)
     assert (there.tokens, there.groups) == (64, 1)
-
-
-@race_free
-@pytest.mark.parametrize("form", FORMS)
-def test_experts_have_the_same_bits(form):
-    """Three tiles of rows for two warpgroups; the last item does not exist."""
-    items, tokens, D, F = 2, 8, 128 if form != "mxfp4" else 192, 192
-    experts, count = jnp.array([1, 0], jnp.int32), jnp.array([1], jnp.int32)
-    x = whole((items * tokens, D), 2).astype(jnp.bfloat16)
-    both = []
-    for i, shape in enumerate([(2, 2, F, D), (2, D, F)]):
-        # A CPU may or may not round between the product with a row's scale and the bias.
-        bias = None if form == "fp8_rows" else whole(shape[:-1], i).astype(jnp.bfloat16)
-        both.append(ExpertWeights(*weight(form, *shape, seed=i), bias))
-
-    def run(groups):
-        config = moe.TuningConfig(tokens, False, (2, 2), (groups, groups))
-        work = (experts, count, items)
-        inner = moe.gate_up(x, both[0], *work, 2.0, config, launch(), form == "mxfp4")
-        made = moe.down(inner, both[1], *work, config, launch(), form == "mxfp4")
-        return [np.asarray(y)[:tokens] for y in (inner, made)]
-
-    for found, wanted in zip(run(2), run(1), strict=True):
-        assert np.array_equal(found, wanted)
