@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 _PROPOSE, _ACCEPT, _EMIT = 0, 1, 2
 
@@ -112,7 +113,7 @@ def probabilities(
         top_k = jnp.broadcast_to(0 if top_k is None else top_k, shape)
         top_p = jnp.broadcast_to(1.0 if top_p is None else top_p, shape).astype(jnp.float32)
         # Sorting a vocabulary is the dearest part of sampling: only when some row asks for it.
-        keep = jax.lax.cond(
+        keep = lax.cond(
             jnp.any((top_k > 0) | (top_p < 1.0)),
             _keep_top,
             lambda scaled, *_: jnp.ones(scaled.shape, bool),
@@ -127,3 +128,40 @@ def probabilities(
         probs = jnp.where(probs >= floor * probs.max(-1, keepdims=True), probs, 0.0)
         probs = probs / probs.sum(-1, keepdims=True)
     return jnp.where((temperature > 0)[..., None], probs, greedy)
+
+
+def probability_of(
+    logits: jax.Array,
+    tokens: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+) -> jax.Array:
+    """`probabilities` of one token a row, without writing the others down where no row filters.
+
+    Args:
+      logits: [..., V].
+      tokens: [...] int32.
+      temperature, top_k, top_p, min_p: as of `probabilities`; with temperature 0 every token with the
+        largest logit has 1.
+    Returns:
+      [...] float32.
+    """
+    at_tokens = lambda rows: jnp.take_along_axis(rows, tokens[..., None], axis=-1)[..., 0]
+    best = logits.max(-1).astype(jnp.float32)
+    divisor = jnp.where(temperature > 0, temperature, 1.0)
+    power = lambda x, best, divisor: jnp.exp((x.astype(jnp.float32) - best) / divisor)
+    total = power(logits, best[..., None], divisor[..., None]).sum(-1)
+    chosen = at_tokens(logits)
+    greedy = (chosen == best).astype(jnp.float32)
+    drawn = jnp.where(temperature > 0, power(chosen, best, divisor) / total, greedy)
+    # Rows that filter nothing keep these numbers, to the bit, whatever the others do.
+    filters = (top_k > 0) | (top_p < 1.0) | (min_p > 0)
+
+    def with_filters():
+        return at_tokens(probabilities(logits, temperature, top_k, top_p, min_p))
+
+    return lax.cond(
+        jnp.any(filters), lambda: jnp.where(filters, with_filters(), drawn), lambda: drawn
+    )

@@ -6,6 +6,7 @@ survive a bonus is drawn from p_J. Past a request's own number of drafts q is ze
 there is p itself: rejection and bonus are one case. The emitted text has exactly the target's law.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from peagle_jax.sampling import (
     accept_uniforms,
     emit_keys,
     probabilities,
+    probability_of,
     sample_rows,
 )
 
@@ -30,6 +32,16 @@ class Verdict(NamedTuple):
 def _leading(accept: jax.Array) -> jax.Array:
     """Number of leading accepted drafts [B] of accept [B, J]."""
     return jnp.cumprod(accept.astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def _row(x: jax.Array, n: jax.Array) -> jax.Array:
+    """x [B, T, ...] -> [B, ...], its row n [B]."""
+    return jnp.take_along_axis(x, n.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
+
+
+def _at(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """x [B, J, V], tokens [B, J] -> [B, J]."""
+    return jnp.take_along_axis(x, tokens[..., None], axis=-1)[..., 0]
 
 
 def verify_greedy(logits: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
@@ -49,17 +61,19 @@ def verify_greedy(logits: jax.Array, drafts: jax.Array, num_draft: jax.Array) ->
 
 
 def verify_sampled(
-    p: jax.Array,
+    p_draft: jax.Array,
+    p_at: Callable[[jax.Array], jax.Array],
     drafts: jax.Array,
     q: jax.Array | None,
     num_draft: jax.Array,
     uniforms: jax.Array,
     keys: jax.Array,
 ) -> Verdict:
-    """The general law.
+    """The general law. Of the target's distributions it needs one number a draft, and one row in full.
 
     Args:
-      p: [B, J+1, V] target probabilities.
+      p_draft: [B, J] the target's probability of each draft.
+      p_at: the target's distributions [B, V] at rows [B] int32 in 0..J.
       drafts: [B, J] int32.
       q: [B, J, V] draft probabilities, or None when the drafter proposes one token with certainty.
       num_draft: [B] int32.
@@ -68,26 +82,23 @@ def verify_sampled(
     """
     J = drafts.shape[1]
     counts = jnp.arange(J) < num_draft[:, None]
-    at_drafts = lambda rows: jnp.take_along_axis(rows, drafts[..., None], axis=-1)[..., 0]
-    p_draft = at_drafts(p[:, :J])
-    q_draft = jnp.ones_like(p_draft) if q is None else at_drafts(q)
+    q_draft = jnp.ones_like(p_draft) if q is None else _at(q, drafts)
     # Strict: a uniform of exactly 0 must not accept a token the target cannot emit.
     n = _leading((uniforms * q_draft < p_draft) & counts)
 
-    row = lambda x: jnp.take_along_axis(x, n.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
+    target = p_at(n)
     if J == 0:
-        proposed = jnp.zeros_like(p[:, 0])
+        proposed = jnp.zeros_like(target)
     elif q is None:
         padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-        proposed = jax.nn.one_hot(row(padded), p.shape[-1], dtype=p.dtype)
+        proposed = jax.nn.one_hot(_row(padded, n), target.shape[-1], dtype=target.dtype)
     else:
-        proposed = row(jnp.pad(q, ((0, 0), (0, 1), (0, 0))))
+        proposed = _row(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), n)
     proposed = jnp.where((n < num_draft)[:, None], proposed, 0.0)
-    target = row(p)
     residual = jnp.maximum(target - proposed, 0.0)
     # p == q leaves no residual; a rejection is then a rounding accident, and p itself is right.
     residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, target)
-    emitted = sample_rows(residual, row(keys))
+    emitted = sample_rows(residual, _row(keys, n))
     tokens = jnp.pad(drafts, ((0, 0), (0, 1)))
     tokens = jnp.where(jnp.arange(J + 1) == n[:, None], emitted[:, None], tokens)
     return Verdict(tokens, n + 1)
@@ -115,17 +126,17 @@ def verify(
         return verify_greedy(logits, drafts, params.num_draft)
 
     def mixed():
-        column = lambda x: x[:, None]
-        p = probabilities(
-            logits,
-            column(params.temperature),
-            column(params.top_k),
-            column(params.top_p),
-            column(params.min_p),
+        rules = (params.temperature, params.top_k, params.top_p, params.min_p)
+        columns = [rule[:, None] for rule in rules]
+        drawn = verify_sampled(
+            probability_of(logits[:, :-1], drafts, *columns),
+            lambda n: probabilities(_row(logits, n), *rules),
+            drafts,
+            draft_probs,
+            params.num_draft,
+            accept_uniforms(params.keys, positions[:, :-1]),
+            emit_keys(params.keys, positions),
         )
-        uniforms = accept_uniforms(params.keys, positions[:, :-1])
-        keys = emit_keys(params.keys, positions)
-        drawn = verify_sampled(p, drafts, draft_probs, params.num_draft, uniforms, keys)
         exact = greedy()
         is_greedy = params.temperature == 0
         return Verdict(

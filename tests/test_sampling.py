@@ -14,6 +14,7 @@ from peagle_jax.sampling import (
     draft_keys,
     emit_keys,
     probabilities,
+    probability_of,
     sample_rows,
 )
 
@@ -72,6 +73,29 @@ def test_rows_of_several_positions_take_their_requests_parameters():
     got = jitted(logits, *columns)
     want = [[reference(row, *params[b]) for row in logits[b]] for b in range(3)]
     np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_the_probability_of_one_token_is_that_among_all():
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 2, (len(COMBINATIONS), V)).astype(np.float32)
+    tokens = np.argsort(-logits)[np.arange(len(logits)), rng.integers(0, 3, len(logits))]
+    columns = [np.array(x) for x in zip(*COMBINATIONS, strict=True)]
+    want = np.asarray(jitted(logits, *columns))[np.arange(len(logits)), tokens]
+    got = jax.jit(probability_of)(logits, tokens.astype(np.int32), *columns)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert (want == 0).any()
+    assert (want > 0.1).any()
+
+
+def test_the_probability_of_a_token_does_not_depend_on_filters_of_other_rows():
+    logits = np.random.default_rng(6).normal(0, 2, (8, 5000)).astype(np.float32)
+    tokens = logits.argmax(-1).astype(np.int32)
+    ones, off = np.full(8, 0.9, np.float32), np.zeros(8, np.int32)
+    some = np.where(np.arange(8) < 4, 3, 0).astype(np.int32)
+    of = jax.jit(lambda top_k: probability_of(logits, tokens, ones, top_k, off + 1.0, off * 1.0))
+    alone, beside = np.asarray(of(off)), np.asarray(of(some))
+    assert np.array_equal(alone[4:], beside[4:])
+    assert (alone[:4] < beside[:4]).all()
 
 
 def test_filters_that_are_left_out_change_nothing():

@@ -54,6 +54,13 @@ def emitted_law(tokens: np.ndarray, count: np.ndarray, weight: np.ndarray) -> np
     return law
 
 
+def verify_table(p, drafts, *rest):
+    """`verify_sampled` of distributions [B, J+1, V] that are all known."""
+    row = lambda n: jnp.take_along_axis(p, n[:, None, None], axis=1)[:, 0]
+    p_draft = jnp.take_along_axis(p[:, :-1], drafts[..., None], axis=-1)[..., 0]
+    return verify_sampled(p_draft, row, drafts, *rest)
+
+
 @pytest.mark.parametrize("num_draft", [0, 1, 2])
 @pytest.mark.parametrize("mode", ["argmax", "sample"])
 def test_emitted_tokens_have_exactly_the_targets_joint_law(mode, num_draft, monkeypatch):
@@ -64,7 +71,7 @@ def test_emitted_tokens_have_exactly_the_targets_joint_law(mode, num_draft, monk
     first, second = drafts.T
     p = np.stack([np.broadcast_to(P1, (len(rows), V)), P2[first], P3[first, second]], axis=1)
     q = np.broadcast_to(np.stack([Q1, Q2]), (len(rows), J, V)) if mode == "sample" else None
-    tokens, count = verify_sampled(
+    tokens, count = verify_table(
         jnp.asarray(p, jnp.float32),
         jnp.asarray(drafts, jnp.int32),
         None if q is None else jnp.asarray(q, jnp.float32),
@@ -137,7 +144,7 @@ def test_the_rule_with_its_own_random_numbers_has_the_law_too(mode):
 def one_row(p, q, drafts, u, num_draft=None) -> tuple[list[int], int]:
     """Verdict of a single request; its emitted token is drawn at the middle of the residual."""
     count = len(drafts)
-    verdict = verify_sampled(
+    verdict = verify_table(
         jnp.asarray(p, jnp.float32)[None],
         jnp.asarray(drafts, jnp.int32)[None].reshape(1, count),
         None if q is None else jnp.asarray(q, jnp.float32)[None],
@@ -215,7 +222,7 @@ def test_greedy_is_the_general_law_of_a_one_hot_target():
     uniforms = np.random.default_rng(1).random(drafts.shape, np.float32)
     keys = jax.random.split(jax.random.key(0), (200, 4))
     want = verify_greedy(jnp.asarray(logits), drafts, num_draft)
-    check_leading(*verify_sampled(one_hot, drafts, None, num_draft, uniforms, keys), *want)
+    check_leading(*verify_table(one_hot, drafts, None, num_draft, uniforms, keys), *want)
     assert set(want.count.tolist()) == {1, 2, 3, 4}
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 
 from peagle_jax.config import ConfigError, EngineConfig
