@@ -92,9 +92,9 @@ def moe(
         return reference.moe(x, ids, weights, gate_up, down, limit)
     R, E = x.shape[0], gate_up.values.shape[0]
     config = _config(R, E, ids.shape[1])
-    work = make_worklist(ids, E, config.tokens, config.shared)
+    work = make_worklist(ids.T, E, config.tokens, config.shared)
     values = _experts(x, work, gate_up, down, limit, config, launch)
-    return add_in_order(values[work.slots.T] * weights.T[..., None]).astype(x.dtype)
+    return add_in_order(values[work.slots] * weights.T[..., None]).astype(x.dtype)
 
 
 class Mixture(NamedTuple):
@@ -149,27 +149,24 @@ def mixture(
     from pallas_kernels.moe import mosaic_route  # a slow import that plain CPU use spares
 
     config = _config(R, E, top_k)
+    cut = dict(tokens=config.tokens, shared=config.shared)
     if mosaic_route.MOST_ROWS < R or E > mosaic_route.MOST_EXPERTS:
         weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)
-        work = make_worklist(ids[:, :R].T, E, config.tokens, config.shared)
-        values = _experts(x, work, gate_up, down, limit, config, launch)
-        return Mixture(values, weights[:, :R], work.slots.T)
-    items = most_items(R, E, top_k, config.tokens, config.shared)
-    weights, slots, experts, num_items = mosaic_route.route_and_plan(
-        logits,
-        router_bias,
-        top_k=top_k,
-        normalize=normalize,
-        tokens=config.tokens,
-        shared=config.shared,
-        items=items,
-        launch=launch,
-    )
-    if not config.shared:
-        x = mosaic_route.spread(x, slots, items * config.tokens, launch)
-    work = Worklist(experts, num_items, slots, None, items)
+        weights, work = weights[:, :R], make_worklist(ids[:, :R], E, **cut)
+    else:
+        items = most_items(R, E, top_k, **cut)
+        weights, slots, experts, num_items = mosaic_route.route_and_plan(
+            logits,
+            router_bias,
+            top_k=top_k,
+            normalize=normalize,
+            items=items,
+            launch=launch,
+            **cut,
+        )
+        work = Worklist(experts, num_items, slots, items)
     values = _experts(x, work, gate_up, down, limit, config, launch)
-    return Mixture(values, weights, slots)
+    return Mixture(values, weights, work.slots)
 
 
 def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
@@ -192,10 +189,13 @@ def _config(R: int, E: int, top_k: int):
 
 
 def _experts(x, work: Worklist, gate_up, down, limit, config, launch) -> jax.Array:
-    """float32 [P, D] results of every item; x are all rows, or the items' own."""
-    from pallas_kernels.moe import mosaic_gpu
+    """float32 [P, D] results of every item. Rows that no slot names are undefined, and reach no others."""
+    from pallas_kernels.moe import mosaic_gpu, mosaic_route
 
-    x = whole_tiles(x) if work.sources is None else x[work.sources]
+    if config.shared:
+        x = whole_tiles(x)
+    else:
+        x = mosaic_route.spread(x, work.slots, work.items * config.tokens, launch)
     items = (work.experts, work.num_items, work.items)
     arranged = formats.kind(down.values, down.scale) == "mxfp4"
     inner = mosaic_gpu.gate_up(x, gate_up, *items, limit, config, launch, arranged)

@@ -186,8 +186,8 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
             )
             return weights[:, : spec.rows], slots[:, : spec.rows], experts[:items], num_items[:1]
         weights, ids = _route_by_definition(spec, logits, bias)
-        work = make_worklist(ids, spec.experts, **plan)
-        return weights.T, work.slots.T, work.experts, work.num_items
+        work = make_worklist(ids.T, spec.experts, **plan)
+        return weights.T, work.slots, work.experts, work.num_items
 
     return run, _logits(spec)
 

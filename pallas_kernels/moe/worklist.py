@@ -12,16 +12,13 @@ class Worklist(NamedTuple):
     Attributes:
       experts: int32, meaningless from `num_items` on.
       num_items: int32, in its first entry.
-      slots: [R, k] int32: the buffers' row that holds row r's result of its j-th expert.
-      sources: [items * tokens] int32: the row of x that each row of the buffers takes; None when
-        every item takes the same rows.
+      slots: [k, R] int32: the buffers' row that holds row r's result of its j-th expert.
       items: the most there can be, known beforehand.
     """
 
     experts: jax.Array
     num_items: jax.Array
     slots: jax.Array
-    sources: jax.Array | None
     items: int
 
 
@@ -32,24 +29,19 @@ def most_items(R: int, E: int, top_k: int, tokens: int, shared: bool) -> int:
 
 
 def make_worklist(ids: jax.Array, E: int, tokens: int, shared: bool) -> Worklist:
-    """ids [R, k] int32 of distinct experts -> the worklist, in plain jnp.
+    """ids [k, R] int32, a row's all distinct -> the worklist, in plain jnp.
 
     With `shared` an item stands for all R <= tokens rows, whether or not they chose its expert.
     """
-    R, top_k = ids.shape
-    hit = (ids[:, :, None] == jnp.arange(E)).any(1).astype(jnp.int32)  # [R, E]
-    count = hit.sum(0)
+    top_k, R = ids.shape
+    hit = (ids[..., None] == jnp.arange(E)).any(0).astype(jnp.int32)  # [R, E]
+    upto = jnp.cumsum(hit, axis=0)  # this row and those before it that chose the expert
+    count = upto[-1]
     tiles = jnp.minimum(count, 1) if shared else -(-count // tokens)
     ends = jnp.cumsum(tiles)
     first = (ends - tiles) * tokens  # [E] the buffers' first row of each expert
-    items = jnp.arange(most_items(R, E, top_k, tokens, shared))
-    experts = jnp.minimum((ends <= items[:, None]).sum(1), E - 1).astype(jnp.int32)
-    row = jnp.arange(R)[:, None]
-    if shared:
-        return Worklist(experts, ends[-1:], first[ids] + row, None, items.size)
-    rank = jnp.cumsum(hit, axis=0) - hit  # rows before this one that chose the expert
-    slots = first[ids] + jnp.take_along_axis(rank, ids, axis=1)
-    sources = (
-        jnp.zeros(items.size * tokens, jnp.int32).at[slots].set(jnp.broadcast_to(row, ids.shape))
-    )
-    return Worklist(experts, ends[-1:], slots, sources, items.size)
+    items = most_items(R, E, top_k, tokens, shared)
+    experts = (ends[:-1] <= jnp.arange(items)[:, None]).sum(1).astype(jnp.int32)
+    row = jnp.arange(R)
+    rank = row if shared else upto[row, ids] - 1
+    return Worklist(experts, ends[-1:], first[ids] + rank, items)

@@ -59,11 +59,11 @@ def assert_weights(found: jax.Array, wanted: np.ndarray):
 def assert_worklist(found, ids: np.ndarray, E: int, config: TuningConfig):
     """slots, experts and num_items, as far as they mean something."""
     slots, experts, num_items = map(np.asarray, found)
-    work = make_worklist(jnp.asarray(ids), E, config.tokens, config.shared)
+    work = make_worklist(jnp.asarray(ids).T, E, config.tokens, config.shared)
     wanted = int(work.num_items[0])
     assert (num_items == wanted).all()
     assert np.array_equal(experts[:wanted], work.experts[:wanted])
-    assert np.array_equal(slots[:, : len(ids)].T, work.slots)
+    assert np.array_equal(slots[:, : len(ids)], work.slots)
 
 
 ROUTES = [
@@ -254,6 +254,12 @@ def test_experts_compute_as_in_float64(form, R, bias, limit):
     )
 
 
+def in_slots(x: jax.Array, slots: jax.Array, size: int, _launch=None) -> jax.Array:
+    """As `mosaic_route.spread`, in plain jnp; rows that nobody fills are NaN."""
+    copies = jnp.broadcast_to(x, (*slots.shape, x.shape[1]))
+    return jnp.full((size, x.shape[1]), jnp.nan, x.dtype).at[slots].set(copies)
+
+
 @race_free
 @pytest.mark.parametrize("shared", [True, False])
 @both_chips
@@ -265,14 +271,14 @@ def test_an_expert_without_rows_is_not_read(shared):
     poison = jnp.array([1, 3, 4, 5, 7])
     bad = [p._replace(values=p.values.at[poison].set(jnp.nan)) for p in (gate_up, down)]
     config = TuningConfig(tokens, shared, (2, 2))
-    work = make_worklist(ids, E, tokens, shared)
+    work = make_worklist(ids.T, E, tokens, shared)
     items = (work.experts, work.num_items, work.items)
-    source = rows(R) if shared else rows(R)[work.sources]
+    source = rows(R) if shared else in_slots(rows(R), work.slots, work.items * tokens)
 
     def run(gate_up, down):
         inner = mosaic_gpu.gate_up(source, gate_up, *items, LIMIT, config, launch())
         made = mosaic_gpu.down(inner, down, *items, config, launch())
-        return np.asarray(made)[np.asarray(work.slots)]
+        return np.asarray(made)[np.asarray(work.slots.T)]
 
     found = run(*bad)
     assert np.isfinite(found).all()
@@ -302,12 +308,34 @@ def test_a_mixture_is_the_reference(R, form, options):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
 
 
-def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch):
+@race_free
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+@pytest.mark.parametrize("R", [21, 70])
+def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch, R, form):
     """Then routing is a kernel of its own, and the worklist is made in plain jnp."""
-    weights, x, logits = experts("bf16", E=16, F=64), rows(21), logits_of(21, 16)
+    weights, x, logits = experts(form, E=16, F=64), rows(R), logits_of(R, 16)
     planned = mix(x, logits, weights)
     monkeypatch.setattr(mosaic_route, "MOST_ROWS", 20)
     assert np.array_equal(mix(x, logits, weights), planned)
+    monkeypatch.setattr(mosaic_route, "spread", in_slots)
+    assert np.array_equal(mix(x, logits, weights), planned)
+
+
+def test_the_worklist_is_what_it_says():
+    """Rows of an expert one after the other, in items of their own, experts ascending."""
+    R, E, k, tokens = 300, 32, 4, 16
+    _, ids = by_definition(logits_of(R, E).at[:, 5].set(-9), None, k, True)
+    work = make_worklist(jnp.asarray(ids).T, E, tokens, False)
+    slots, chosen = np.asarray(work.slots).T, np.asarray(work.experts)
+    assert np.array_equal(chosen[slots // tokens], ids)
+    assert np.array_equal(np.unique(chosen[: int(work.num_items[0])]), np.unique(ids))
+    wanted = []
+    for e in np.unique(ids):
+        first = np.flatnonzero(chosen == e)[0] * tokens
+        wanted.extend(first + np.arange((ids == e).sum()))
+        assert (np.diff(slots[ids == e]) == 1).all()
+    assert np.array_equal(np.sort(slots, axis=None), wanted)
+    assert int(work.num_items[0]) <= work.items == chosen.size
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
