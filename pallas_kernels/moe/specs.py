@@ -60,11 +60,11 @@ SPECS = {
     **{
         f"qwen3-moe-{kernel.replace('_', '-')}-{R}": Spec(kernel=kernel, rows=R, items=items)
         for kernel in ("gate_up", "down")
-        for R, items in ((8, 51), (12, 69), (64, 129), (256, 128), (4096, 574))
+        for R, items in ((8, 51), (12, 69), (64, 129), (256, 128), (512, 130), (4096, 574))
     },
     **{f"qwen3-moe-plan-{R}": Spec(kernel="plan", rows=R) for R in (1, 8, 12, 64, 128, 200, 256)},
     **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
-    **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256)},
+    **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256, 512, 4096)},
     **{
         f"gpt-oss-{kernel.replace('_', '-')}-{R}": Spec(
             kernel=kernel, rows=R, items=items, limit=7.0, form="bf16", **GPT_OSS
