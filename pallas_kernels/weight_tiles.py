@@ -276,8 +276,8 @@ class Ring:
     """The slots that a block's tiles are fetched to, `stages` steps before they are multiplied.
 
     Each of several warpgroups fetches its own tiles of the weight, and as soon as it has multiplied one it
-    fetches another to the slot. Tiles of x are for all of them: the first warpgroup fetches them, when all
-    have multiplied the one before. So it may be behind the others, and they at most `stages` steps ahead.
+    fetches another to the slot. Tiles of x are for all of them: the first warpgroup fetches them, a step after it
+    has multiplied the one before and when all others have. So it is at most one step ahead of any other.
 
     Attributes:
       fetch_weights, fetch_x: start copying what belongs to a step; take the step, where to, and a barrier.
@@ -337,12 +337,18 @@ class Ring:
             if self.groups > 1:
                 plgpu.barrier_arrive(self.x_free.at[slot])
             self._fetch(step + self.stages, slot)
-            if self.groups > 1:
 
-                @pl.when(group_of(self.groups) == 0)
-                def _():
-                    plgpu.barrier_wait(self.x_free.at[slot])
-                    self.fetch_x(step + self.stages, self.x_s.at[slot], self.x_ready.at[slot])
+        if self.groups > 1:
+            # Not x of this step, for which the first warpgroup would wait until the others are as far:
+            # then all would unpack at once, and after that all multiply at once.
+            late = 1 if self.stages > 2 else 0
+            done = step - late
+            there = slot if not late else lax.rem(slot + self.stages - late, self.stages)
+
+            @pl.when((done >= 0) & (done + self.stages < self.last) & (group_of(self.groups) == 0))
+            def _():
+                plgpu.barrier_wait(self.x_free.at[there])
+                self.fetch_x(done + self.stages, self.x_s.at[there], self.x_ready.at[there])
 
     def _fetch(self, step: Any, slot: Any) -> None:
         mine = self._mine(slot)
