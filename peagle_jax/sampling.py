@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 _PROPOSE, _ACCEPT, _EMIT = 0, 1, 2
 
@@ -71,97 +70,90 @@ def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
     return jnp.argmax(jnp.log(weights) + draw(keys), axis=-1).astype(jnp.int32)
 
 
-def _keep_top(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Mask [..., V] of the tokens that top-k and then top-p keep; equal logits share their fate."""
-    V = scaled.shape[-1]
-    ordered = -jnp.sort(-scaled, axis=-1)
+def _scaled(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """float32 [..., V], the largest of each row 0: a temperature near zero must not overflow it."""
+    logits = logits.astype(jnp.float32)
+    return (logits - logits.max(-1, keepdims=True)) / _divisor(temperature)[..., None]
+
+
+def _divisor(temperature: jax.Array) -> jax.Array:
+    return jnp.where(temperature > 0, temperature, 1.0)
+
+
+def cutoffs(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+) -> jax.Array:
+    """What `probabilities` takes as `cutoff`, for temperature, then top-k, top-p, min-p.
+
+    Sorts the vocabulary of every row: to be avoided where nobody filters.
+
+    Args:
+      logits: [..., V].
+      temperature, top_k (0: off), top_p (1: off), min_p (0: off): broadcastable to [...].
+    Returns:
+      [...] float32, -inf where nothing is filtered.
+    """
+    V, shape = logits.shape[-1], logits.shape[:-1]
+    temperature, top_k, top_p, min_p = (
+        jnp.broadcast_to(rule, shape) for rule in (temperature, top_k, top_p, min_p)
+    )
+    ordered = -jnp.sort(-_scaled(logits, temperature), axis=-1)
     limit = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)[..., None]
     in_top_k = jnp.arange(V) < limit
     probs = jax.nn.softmax(jnp.where(in_top_k, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
     # The first token always stays: before is 0 there and top_p is positive.
     kept = in_top_k & ((before < top_p[..., None]) | (top_p[..., None] >= 1.0))
-    threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-    return scaled >= threshold
+    least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)
+    least = jnp.where((top_k > 0) | (top_p < 1.0), least, -jnp.inf)
+    return jnp.maximum(least, jnp.log(min_p))  # the likeliest token has a scaled logit of 0
 
 
 def probabilities(
-    logits: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array | None = None,
-    top_p: jax.Array | None = None,
-    min_p: jax.Array | None = None,
+    logits: jax.Array, temperature: jax.Array, cutoff: jax.Array | None = None
 ) -> jax.Array:
-    """The distribution a request samples from: temperature, then top-k, top-p, min-p.
+    """The distribution a request samples from.
 
     Args:
       logits: [..., V].
       temperature: broadcastable to [...]; 0 gives a one-hot row at the argmax.
-      top_k (0: off), top_p (1: off), min_p (0: off): like `temperature`; None switches a filter off
-        for every row at compile time.
+      cutoff: [...], the least scaled logit that a request's filters keep, from `cutoffs`; equal logits
+        share their fate. None: all stay.
     Returns:
       [..., V] float32 rows that sum to 1.
     """
-    logits = logits.astype(jnp.float32)
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     temperature = jnp.broadcast_to(temperature, logits.shape[:-1])
-    # Shifted first: a temperature near zero must not overflow the largest logit.
-    shifted = logits - logits.max(-1, keepdims=True)
-    scaled = shifted / jnp.where(temperature > 0, temperature, 1.0)[..., None]
-    if top_k is not None or top_p is not None:
-        shape = logits.shape[:-1]
-        top_k = jnp.broadcast_to(0 if top_k is None else top_k, shape)
-        top_p = jnp.broadcast_to(1.0 if top_p is None else top_p, shape).astype(jnp.float32)
-        # Sorting a vocabulary is the dearest part of sampling: only when some row asks for it.
-        keep = lax.cond(
-            jnp.any((top_k > 0) | (top_p < 1.0)),
-            _keep_top,
-            lambda scaled, *_: jnp.ones(scaled.shape, bool),
-            scaled,
-            top_k,
-            top_p,
-        )
-        scaled = jnp.where(keep, scaled, -jnp.inf)
-    probs = jax.nn.softmax(scaled, axis=-1)
-    if min_p is not None:
-        floor = jnp.broadcast_to(min_p, logits.shape[:-1])[..., None]
-        probs = jnp.where(probs >= floor * probs.max(-1, keepdims=True), probs, 0.0)
-        probs = probs / probs.sum(-1, keepdims=True)
-    return jnp.where((temperature > 0)[..., None], probs, greedy)
+    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    powers = _powers(_scaled(logits, temperature), cutoff)
+    drawn = powers / powers.sum(-1, keepdims=True)
+    return jnp.where((temperature > 0)[..., None], drawn, greedy)
 
 
 def probability_of(
-    logits: jax.Array,
-    tokens: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
+    logits: jax.Array, tokens: jax.Array, temperature: jax.Array, cutoff: jax.Array
 ) -> jax.Array:
-    """`probabilities` of one token a row, without writing the others down where no row filters.
+    """`probabilities` of one token a row, without those of the others in memory.
 
     Args:
       logits: [..., V].
       tokens: [...] int32.
-      temperature, top_k, top_p, min_p: as of `probabilities`; with temperature 0 every token with the
-        largest logit has 1.
+      temperature, cutoff: as of `probabilities`; with temperature 0 each token with the largest logit
+        has 1.
     Returns:
       [...] float32.
     """
-    at_tokens = lambda rows: jnp.take_along_axis(rows, tokens[..., None], axis=-1)[..., 0]
-    best = logits.max(-1).astype(jnp.float32)
-    divisor = jnp.where(temperature > 0, temperature, 1.0)
-    power = lambda x, best, divisor: jnp.exp((x.astype(jnp.float32) - best) / divisor)
-    total = power(logits, best[..., None], divisor[..., None]).sum(-1)
-    chosen = at_tokens(logits)
-    greedy = (chosen == best).astype(jnp.float32)
-    drawn = jnp.where(temperature > 0, power(chosen, best, divisor) / total, greedy)
-    # Rows that filter nothing keep these numbers, to the bit, whatever the others do.
-    filters = (top_k > 0) | (top_p < 1.0) | (min_p > 0)
+    temperature = jnp.broadcast_to(temperature, tokens.shape)
+    total = _powers(_scaled(logits, temperature), cutoff).sum(-1)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0].astype(jnp.float32)
+    below = chosen - logits.max(-1).astype(jnp.float32)
+    drawn = _powers((below / _divisor(temperature))[..., None], cutoff)[..., 0] / total
+    return jnp.where(temperature > 0, drawn, (below == 0).astype(jnp.float32))
 
-    def with_filters():
-        return at_tokens(probabilities(logits, temperature, top_k, top_p, min_p))
 
-    return lax.cond(
-        jnp.any(filters), lambda: jnp.where(filters, with_filters(), drawn), lambda: drawn
-    )
+def _powers(scaled: jax.Array, cutoff: jax.Array | None) -> jax.Array:
+    powers = jnp.exp(scaled)
+    return powers if cutoff is None else jnp.where(scaled >= cutoff[..., None], powers, 0.0)

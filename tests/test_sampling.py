@@ -11,6 +11,7 @@ from scipy import stats
 from peagle_jax.sampling import (
     RequestParams,
     accept_uniforms,
+    cutoffs,
     draft_keys,
     emit_keys,
     probabilities,
@@ -50,7 +51,11 @@ def reference(logits, temperature, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
 COMBINATIONS = list(
     itertools.product((0.0, 0.6, 1.0, 2.5), (0, 1, 3, V, 50), (1.0, 0.83, 0.31, 1e-6), (0.0, 0.17))
 )
-jitted = jax.jit(probabilities)
+
+
+@jax.jit
+def jitted(logits, temperature, *filters):
+    return probabilities(logits, temperature, cutoffs(logits, temperature, *filters))
 
 
 @pytest.mark.parametrize("kind", ["distinct", "ties"])
@@ -81,26 +86,15 @@ def test_the_probability_of_one_token_is_that_among_all():
     tokens = np.argsort(-logits)[np.arange(len(logits)), rng.integers(0, 3, len(logits))]
     columns = [np.array(x) for x in zip(*COMBINATIONS, strict=True)]
     want = np.asarray(jitted(logits, *columns))[np.arange(len(logits)), tokens]
-    got = jax.jit(probability_of)(logits, tokens.astype(np.int32), *columns)
+    got = probability_of(logits, tokens.astype(np.int32), columns[0], cutoffs(logits, *columns))
     np.testing.assert_allclose(got, want, atol=1e-6)
     assert (want == 0).any()
     assert (want > 0.1).any()
 
 
-def test_the_probability_of_a_token_does_not_depend_on_filters_of_other_rows():
-    logits = np.random.default_rng(6).normal(0, 2, (8, 5000)).astype(np.float32)
-    tokens = logits.argmax(-1).astype(np.int32)
-    ones, off = np.full(8, 0.9, np.float32), np.zeros(8, np.int32)
-    some = np.where(np.arange(8) < 4, 3, 0).astype(np.int32)
-    of = jax.jit(lambda top_k: probability_of(logits, tokens, ones, top_k, off + 1.0, off * 1.0))
-    alone, beside = np.asarray(of(off)), np.asarray(of(some))
-    assert np.array_equal(alone[4:], beside[4:])
-    assert (alone[:4] < beside[:4]).all()
-
-
 def test_filters_that_are_left_out_change_nothing():
     logits = jnp.asarray(np.random.default_rng(2).normal(0, 2, (4, V)), jnp.float32)
-    off = probabilities(logits, jnp.full(4, 0.8), jnp.zeros(4, int), jnp.ones(4), jnp.zeros(4))
+    off = jitted(logits, jnp.full(4, 0.8), jnp.zeros(4, int), jnp.ones(4), jnp.zeros(4))
     np.testing.assert_allclose(probabilities(logits, jnp.full(4, 0.8)), off, atol=1e-7)
 
 

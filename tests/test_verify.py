@@ -263,3 +263,20 @@ def test_filtered_tokens_are_never_emitted():
     allowed = np.argsort(-logits, axis=-1)[..., :2]
     real = np.arange(4) < count[:, None]
     assert (tokens[..., None] == allowed).any(-1)[real].all()
+
+
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_a_requests_bits_do_not_depend_on_the_filters_of_others(with_probs):
+    B, vocab = 64, 4000
+    rng = np.random.default_rng(8)
+    logits = rng.normal(0, 1.5, (B, J + 1, vocab)).astype(np.float32)
+    drafts = logits.argmax(-1)[:, :J].astype(np.int32)
+    q = np.asarray(jax.nn.softmax(logits[:, :J] * 0.5), np.float32) if with_probs else None
+    positions = np.arange(B)[:, None] + np.arange(J + 1)
+    others = np.arange(B) >= B // 2
+    top_k = np.where(others, 3, 0)
+    alone = jitted(logits, drafts, q, positions, params(B))
+    beside = jitted(logits, drafts, q, positions, params(B, top_k=top_k))
+    pick = lambda verdict, rows: (np.asarray(x)[rows] for x in verdict)
+    check_leading(*pick(beside, ~others), *pick(alone, ~others))
+    assert (np.asarray(beside.tokens) != np.asarray(alone.tokens))[others].any()

@@ -91,13 +91,14 @@ def test_every_spec_is_a_case(op):
 
 @pytest.mark.parametrize("op", ["block_gemm", "moe"])
 def test_configs_are_the_chosen_one_and_others(op):
-    """Only of large products on Hopper; whatever the config, arguments and bytes are the same."""
+    """On Hopper, of large products and all experts; whatever the config, arguments and bytes are the same."""
     found: dict[str, list] = {}
     for case in kernels.cases(op, configs_for=H200):
         found.setdefault(case.spec, []).append(case)
     several = {name: some for name, some in found.items() if len(some) > 1}
     assert several
-    assert not any(name.endswith(("-8", "-12", "-64")) for name in several)
+    if op == "block_gemm":
+        assert not any(name.endswith(("-8", "-12", "-64")) for name in several)
     for some in several.values():
         assert [case.alternative for case in some] == [False] + [True] * (len(some) - 1)
         assert len({case.config for case in some}) == len(some)
