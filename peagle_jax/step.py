@@ -67,7 +67,7 @@ class DecodePlan:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What the host learns from a call. `packed` is one array so that reading it is one transfer."""
+    """What the host learns from a call."""
 
     packed: jax.Array  # [B, J+2] int32: tokens [B, J+1] and count [B]
     logprobs: jax.Array  # [B, J+1] float32, of the emitted tokens

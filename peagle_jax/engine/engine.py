@@ -11,18 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import jax
-import numpy as np
-
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
 from peagle_jax.engine.memory import fit_pages
 from peagle_jax.engine.plan import DecodePlan, PrefillPlan
-from peagle_jax.engine.programs import Programs
+from peagle_jax.engine.programs import Programs, Result
 from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
 from peagle_jax.engine.scheduler import Scheduler, Update
 from peagle_jax.models import Decoder
-from peagle_jax.step import AcceptRule, StepOutput, init_state
+from peagle_jax.step import AcceptRule, init_state
 from peagle_jax.text import StopChecker, Tokenizer
 from peagle_jax.verify import verify
 
@@ -98,7 +95,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, eos_ids=target.config.eos_ids)
         self.programs = Programs(target, drafter, self.config, taps=taps, accept=accept)
         self._state = init_state(target.config, head_config, self.config)
-        self._in_flight: list[tuple[PrefillPlan | DecodePlan, StepOutput]] = []
+        self._in_flight: list[tuple[PrefillPlan | DecodePlan, Result]] = []
         self._numbers = itertools.count()
 
     def warm_up(
@@ -187,27 +184,23 @@ class Engine:
         plan = self.scheduler.schedule()
         dispatched = []
         if plan.decode is not None:
-            self._state, output = self.programs.round(self._state, plan.decode)
-            dispatched.append((plan.decode, output))
+            self._state, result = self.programs.round(self._state, plan.decode)
+            dispatched.append((plan.decode, result))
         for prefill in plan.prefills:
             now = time.monotonic()
             for request in filter(None, prefill.requests):
                 request.start_time = request.start_time or now
-            self._state, output = self.programs.prefill(self._state, prefill)
-            dispatched.append((prefill, output))
-        for _, output in dispatched:
-            output.packed.copy_to_host_async()
+            self._state, result = self.programs.prefill(self._state, prefill)
+            dispatched.append((prefill, result))
         previous, self._in_flight = self._in_flight, dispatched
         return [update for call in previous for update in self._commit(*call)]
 
-    def _commit(self, plan: PrefillPlan | DecodePlan, output: StepOutput) -> list[Update]:
-        packed = np.asarray(output.packed)  # blocks until the device is done
-        tokens, count = packed[:, :-1], packed[:, -1]
+    def _commit(self, plan: PrefillPlan | DecodePlan, result: Result) -> list[Update]:
+        output = result.fetch()
+        tokens, count = output.packed[:, :-1], output.packed[:, -1]
         logprobs = None
         if any(r is not None and r.params.logprobs is not None for r in plan.requests):
-            logprobs = BatchLogprobs(
-                *jax.device_get((output.logprobs, output.top_ids, output.top_logprobs))
-            )
+            logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
         is_prefill = isinstance(plan, PrefillPlan)
         commit = self.scheduler.commit_prefill if is_prefill else self.scheduler.commit_decode
         updates = commit(plan, tokens, count, logprobs)

@@ -85,11 +85,11 @@ class Programs:
         return len(self._compiled)
 
     def prefill(self, state: step.State, plan: host.PrefillPlan):
-        """Dispatches one prefill call; `state` is consumed."""
+        """Dispatches one prefill call; `state` is consumed. Returns the next state and a `Result`."""
         return self._dispatch(PREFILL, state, plan)
 
     def round(self, state: step.State, plan: host.DecodePlan):
-        """Dispatches one round; `state` is consumed."""
+        """Dispatches one round; `state` is consumed. Returns the next state and a `Result`."""
         return self._dispatch(len(plan.slots), state, plan)
 
     def _dispatch(self, key: Key, state: step.State, plan: host.PrefillPlan | host.DecodePlan):
@@ -99,7 +99,7 @@ class Programs:
         resident.update(plan)
         program = self._compiled[key]
         state, resident.output = program(self._weights, state, resident.plan, resident.output)
-        return state, _copied(resident.output)
+        return state, Result(resident.output)
 
     def _prepare(self, key: Key, state: step.State) -> None:
         """Compiles all that prefill or rounds over so many slots run."""
@@ -113,7 +113,7 @@ class Programs:
         self._compile(key, function, state, resident.plan, resident.output)
         # These two are compiled by being used.
         resident.plan = _overwritten(resident.plan, _packed(device_plan(idle)))
-        _copied(resident.output)
+        _joined(resident.output)
         self._resident[key] = resident
 
     def _blank_output(self, rows: int, T: int) -> step.StepOutput:
@@ -186,9 +186,32 @@ def _overwritten(plan, packed: jax.Array):
     return jax.tree.unflatten(structure, new)
 
 
+class Result:
+    """What a call made, on its way to the host: one copy and one transfer."""
+
+    def __init__(self, output: step.StepOutput):
+        self._shapes = jax.tree.map(_spec, output)
+        self._bits = _joined(output)
+        self._bits.copy_to_host_async()
+
+    def fetch(self) -> step.StepOutput:
+        """As numpy arrays; blocks until the device is done."""
+        leaves, structure = jax.tree.flatten(self._shapes)
+        parts = np.split(np.asarray(self._bits), np.cumsum([leaf.size for leaf in leaves])[:-1])
+        return jax.tree.unflatten(
+            structure,
+            [
+                part.view(leaf.dtype).reshape(leaf.shape)
+                for part, leaf in zip(parts, leaves, strict=True)
+            ],
+        )
+
+
 @jax.jit
-def _copied(tree):
-    return jax.tree.map(jnp.copy, tree)
+def _joined(tree) -> jax.Array:
+    """[n] int32: the bits of all leaves."""
+    bits = lambda leaf: lax.bitcast_convert_type(leaf, jnp.int32).ravel()
+    return jnp.concatenate([bits(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def _compiler_options() -> dict[str, bool]:
