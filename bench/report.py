@@ -1,4 +1,4 @@
-"""`peagle-bench report`: tables in the README, between markers, and plots, all from stored rows.
+"""`peagle-bench report`: tables in the README or a page of docs/, between markers, and plots, all from stored rows.
 
     <!-- bench:throughput -->
     ... replaced ...
@@ -27,20 +27,21 @@ _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.D
 
 
 def newest(all_rows: Iterable[dict]) -> list[dict]:
-    """The last row of each measurement, in order of method, K and concurrency."""
+    """The last row of each measurement, in order of method, K and concurrency; then those of kernels."""
     latest: dict[tuple, dict] = {}
-    for row in all_rows:
+    kernels: dict[tuple, dict] = {}
+    for row in sorted(all_rows, key=lambda row: row.get("date", "")):
+        if row["kind"] == "kernel" and row["config"] is None:  # not of a comparison of configs
+            kernels[row["device"], row["op"], row["spec"]] = row
         if row["kind"] not in _KINDS:
             continue
         row = {"weights": row["dtype"]} | row  # the first rows do not say
         # Concurrency changes no acceptance: a repeat with another one replaces the row.
-        key = tuple(row.get(k) for k in _KEY[: -1 if row["kind"] == "acceptance" else None])
-        if key not in latest or latest[key]["date"] <= row["date"]:
-            latest[key] = row
+        latest[tuple(row.get(k) for k in _KEY[: -1 if row["kind"] == "acceptance" else None])] = row
     order = lambda row: (
         _METHOD_ORDER.index(row["method"]), row["num_speculative_tokens"], row["concurrency"],
     )  # fmt: skip
-    return sorted(latest.values(), key=order)
+    return sorted(latest.values(), key=order) + list(kernels.values())
 
 
 def _settings(some: list[dict]) -> list[tuple[tuple, list[dict]]]:
@@ -63,12 +64,20 @@ def _numbers(dtype: str, weights: str) -> str:
 def _title(setting: tuple, some: list[dict]) -> str:
     device, model, dtype, weights, temperature = setting
     sampling = "greedy" if temperature == 0 else f"temperature {temperature}"
-    by_date = sorted(some, key=lambda row: row["date"])
-    listed = lambda name: " and ".join(dict.fromkeys(str(row[name]) for row in by_date))
     return (
-        f"**{device}**, model {model}, {_numbers(dtype, weights)}, {sampling}, {listed('max_tokens')} new tokens; "
-        f"jax {listed('jax')}, commit {listed('sha')}, {by_date[-1]['date'][:10]}"
+        f"**{device}**, model {model}, {_numbers(dtype, weights)}, {sampling}, "
+        f"{_listed(some, 'max_tokens')} new tokens; {_provenance(some)}"
     )
+
+
+def _listed(some: list[dict], name: str) -> str:
+    by_date = sorted(some, key=lambda row: row["date"])
+    return " and ".join(dict.fromkeys(str(row[name]) for row in by_date))
+
+
+def _provenance(some: list[dict]) -> str:
+    day = max(row["date"] for row in some)[:10]
+    return f"jax {_listed(some, 'jax')}, commit {_listed(some, 'sha')}, {day}"
 
 
 def _markdown(header: list[str], lines: list[list[str]]) -> str:
@@ -141,6 +150,32 @@ def lossless_table(some: list[dict]) -> str:
     )
 
 
+def kernel_table(some: list[dict]) -> str:
+    """One line per kernel and spec, a part per device."""
+    header = ["kernel", "spec", "us", "TB/s", "of the bandwidth", "XLA, us", "times faster"]
+    parts = []
+    for device in dict.fromkeys(row["device"] for row in some):
+        own = [row for row in some if row["device"] == device]
+        lines = [
+            [
+                row["op"],
+                row["spec"],
+                f"{row['us']:.1f}",
+                f"{row['bytes_per_second'] / 1e12:.2f}",
+                _or_nothing(row["fraction_of_bandwidth"], lambda share: f"{100 * share:.0f} %"),
+                _or_nothing(row["reference_us"], lambda us: f"{us:.1f}"),
+                _or_nothing(row["speedup"], lambda ratio: f"{ratio:.1f}"),
+            ]
+            for row in sorted(own, key=lambda row: row["op"])
+        ]
+        parts.append(f"**{device}**; {_provenance(own)}\n\n{_markdown(header, lines)}\n")
+    return "\n".join(parts)
+
+
+def _or_nothing(value: float | None, text: Callable[[float], str]) -> str:
+    return "" if value is None else text(value)
+
+
 def _speed(row: dict) -> str:
     ratio = row.get("ratio_to_plain")
     speed = f"{row['tokens_per_second']:,.0f}"
@@ -155,7 +190,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "lossless": ("lossless", lossless_table),
     "ttft": ("throughput", lambda some: _grid(some, lambda row: f"{row['ttft_ms_median']:.0f}")),
 }
-"""Table name -> (kind of rows, what one setting's rows look like)."""
+"""Table name -> (kind of rows, what one setting's rows look like). That of kernels has no settings."""
 
 
 def render(name: str, some: list[dict]) -> str:
@@ -164,12 +199,14 @@ def render(name: str, some: list[dict]) -> str:
     Raises:
       ConfigError: no such table, or no rows for it.
     """
-    if name not in TABLES:
-        raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}")
-    kind, draw = TABLES[name]
+    if name not in (*TABLES, "kernels"):
+        raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}, kernels")
+    kind, draw = TABLES.get(name, ("kernel", kernel_table))
     chosen = [row for row in some if row["kind"] == kind]
     if not chosen:
         raise ConfigError(f"bench:{name} needs {kind} rows and there are none")
+    if kind == "kernel":
+        return draw(chosen)
     parts = [f"{_title(setting, own)}\n\n{draw(own)}\n" for setting, own in _settings(chosen)]
     return "\n".join(parts)
 

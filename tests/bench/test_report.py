@@ -87,6 +87,29 @@ def test_lossless_rows_are_counted_together():
     assert "0 of 1,500 tokens differ." in text
 
 
+def test_kernels_have_a_table_without_compared_configs():
+    base = {
+        "kind": "kernel",
+        "device": "Chip",
+        "op": "moe",
+        "config": None,
+        "us": 12.34,
+        "sha": "abc",
+    }
+    base |= {"bytes_per_second": 3.5e12, "fraction_of_bandwidth": 0.8, "jax": "0.11.2"}
+    compared = {"reference_us": 24.68, "speedup": 2.0}
+    one = base | compared | {"spec": "one", "date": "2026-01-02T00:00:00Z"}
+    older = one | {"us": 99.0, "date": "2026-01-01T00:00:00Z"}
+    other = one | {"config": "stages=4", "spec": "other"}
+    alone = one | {"spec": "alone", "reference_us": None, "speedup": None}
+    text = report.render("kernels", report.newest([*ROWS, one, older, other, alone]))
+    assert "| moe | one | 12.3 | 3.50 | 80 % | 24.7 | 2.0 |" in text
+    assert "| moe | alone | 12.3 | 3.50 | 80 % |  |  |" in text
+    assert "other" not in text
+    assert "99.0" not in text
+    assert "**Chip**; jax 0.11.2, commit abc, 2026-01-02" in text
+
+
 def test_acceptance_has_a_column_per_position():
     text = report.render("acceptance", report.newest(ROWS))
     assert "| prompts | method | K | AL | 1 | 2 | 3 | 4 | 5 | 6 | 7 |" in text
