@@ -70,8 +70,8 @@ def moe(
     """Each row's weighted sum over its experts of `down(activation(gate(x), up(x)))`.
 
     Products are of `x.dtype` with float32 accumulation; biases, activation and the sum over experts
-    are float32. The router weight multiplies the expert's result, down's bias included. A row's result
-    does not depend on the other rows.
+    are float32. The router weight multiplies the expert's result, which has down's bias and is rounded to
+    `x.dtype`. A row's result does not depend on the other rows.
 
     Args:
       x: [R, D].
@@ -100,8 +100,10 @@ def moe(
 class Mixture(NamedTuple):
     """A mixture's results before they are added: row r is `sum_j weights[j, r] values[rows[j, r]]`.
 
+    The sum is to be taken in float32.
+
     Attributes:
-      values: [P, D] float32.
+      values: [P, D] in the dtype of the activations.
       weights: [k, R'] float32, R' not below R; what lies past R means nothing.
       rows: [k, R'] int32.
     """
@@ -143,7 +145,7 @@ def mixture(
             logits = logits + router_bias.astype(jnp.float32)
         weights, ids = route(logits, top_k, normalize=normalize, implementation="reference")
         _check(x, ids, weights, gate_up, down)
-        values = reference.moe(x, ids, weights, gate_up, down, limit).astype(jnp.float32)
+        values = reference.moe(x, ids, weights, gate_up, down, limit)
         own = jnp.arange(R, dtype=jnp.int32)[None]
         return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
     from pallas_kernels.moe import mosaic_route  # a slow import that plain CPU use spares
@@ -189,7 +191,7 @@ def _config(R: int, E: int, top_k: int):
 
 
 def _experts(x, work: Worklist, gate_up, down, limit, config, launch) -> jax.Array:
-    """float32 [P, D] results of every item. Rows that no slot names are undefined, and reach no others."""
+    """[P, D] results of every item, in `x.dtype`. Rows that no slot names are undefined, and reach no others."""
     from pallas_kernels.moe import mosaic_gpu, mosaic_route
 
     if config.shared:

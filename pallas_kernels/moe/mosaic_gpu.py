@@ -66,12 +66,11 @@ def _grouped(
     shared: bool,
     stages: int,
     finish,
-    out_dtype: jnp.dtype,
     launch: Launch,
     name: str,
     arranged: bool = False,
 ) -> jax.Array:
-    """`finish(products)` of every item: [items * tokens, N] of `out_dtype`.
+    """`finish(products)` of every item: [items * tokens, N] in `x.dtype`.
 
     Args:
       x: [rows, K] bfloat16, arranged as the weight's `Format` wants it; item i takes rows i * tokens
@@ -87,7 +86,7 @@ def _grouped(
     N = weight.values.shape[-2]
     form = formats_of(launch.device).of(weight.values, weight.scale)
     num_steps = pl.cdiv(K, form.step)
-    memory = (parts, tokens, K, out_dtype, 1)  # of one warpgroup
+    memory = (parts, tokens, K, x.dtype, 1)  # of one warpgroup
     stages = form.stages(stages, num_steps, form.most_stages(*memory, launch.device))
     row_tiles = pl.cdiv(N, form.rows)
 
@@ -165,7 +164,7 @@ def _grouped(
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((items * tokens, N), out_dtype),
+        out_type=jax.ShapeDtypeStruct((items * tokens, N), x.dtype),
         scratch_types=form.scratch(stages, *memory),
         grid=(items * row_tiles,),
         grid_names=("block",),
@@ -203,7 +202,6 @@ def gate_up(
         shared=config.shared,
         stages=config.stages[0],
         finish=lambda gate, up: _activate(gate, up, limit),
-        out_dtype=jnp.bfloat16,
         launch=launch,
         name="moe_gate_up",
         arranged=arranged,
@@ -221,7 +219,7 @@ def down(
     launch: Launch,
     arranged: bool = False,
 ) -> jax.Array:
-    """`down(x)` of every item, float32 [items * tokens, D]; see `gate_up` for `arranged`."""
+    """`down(x)` of every item, bfloat16 [items * tokens, D]; see `gate_up` for `arranged`."""
     if not arranged:
         x = formats_of(launch.device).of(weight.values, weight.scale).arrange(x)
     with_part = ExpertWeights(*(None if leaf is None else leaf[:, None] for leaf in weight))
@@ -236,7 +234,6 @@ def down(
         shared=False,
         stages=config.stages[1],
         finish=lambda y: y,
-        out_dtype=jnp.float32,
         launch=launch,
         name="moe_down",
     )

@@ -1,7 +1,8 @@
 """Definition of routing and of a mixture of experts, one expert after the other over all rows.
 
 No row's result depends on which others are in the call. Experts are visited in ascending id, each adds
-to the rows that chose it, in float32, and leaves the other rows' sums untouched. Products are always of
+to the rows that chose it and leaves the other rows' sums untouched. What an expert makes of a row, bias
+included, is rounded to the activations' dtype; it is weighted and added in float32. Products are always of
 `ROWS` rows: how XLA splits a sum over K depends on the whole shape of a product (on a CPU for one
 row, one column, or few columns and many K), never on the place of a row in it.
 """
@@ -88,14 +89,14 @@ def _one(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
 def _expert(
     x: jax.Array, gate_up: ExpertWeights, down: ExpertWeights, limit: float | None
 ) -> jax.Array:
-    """[blocks, ROWS, D] -> float32 of the same shape; each weight is dequantised once."""
+    """[blocks, ROWS, D] -> the same shape and dtype; each weight is dequantised once."""
     gate, up = formats.dequantize(gate_up.values, gate_up.scale, x.dtype)
     gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias
     out = formats.dequantize(down.values, down.scale, x.dtype)
 
     def block(rows):  # [ROWS, D]
         inner = _activate(_linear(rows, gate, gate_bias), _linear(rows, up, up_bias), limit)
-        return _linear(inner.astype(x.dtype), out, down.bias)
+        return _linear(inner.astype(x.dtype), out, down.bias).astype(x.dtype)
 
     return jax.lax.map(block, x)
 

@@ -229,7 +229,7 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
 
 
 def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
-    """Of inner [items * tokens, inner] and the like: float32 [items * tokens, width]."""
+    """Of inner [items * tokens, inner] and the like: bfloat16 [items * tokens, width]."""
     config = config or _config(spec)
 
     def run(inner, experts, num_items, *leaves):
@@ -241,7 +241,7 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
             return mosaic_gpu.down(inner, weight, *items, config, launch, spec.arranged)
         own = inner.reshape(spec.items, -1, spec.inner)
         made = _products(own, experts, weight, lambda columns: _arranged(spec, columns))
-        return made.reshape(-1, spec.width)
+        return made.reshape(-1, spec.width).astype(inner.dtype)
 
     return run, _items(spec, config.tokens * spec.items, spec.inner, (spec.width,))
 

@@ -76,7 +76,7 @@ def test_experts_compute_as_in_float64(form, limit, bias):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_bfloat16_rounds_the_products_inputs_and_the_result_only(form):
+def test_bfloat16_is_close_to_float64(form):
     weights, routing = experts(form, bias=True), routed(9)
     x = rows(9, dtype=jnp.bfloat16)
     wanted = by_hand(x, *routing, *weights, 7.0)
@@ -85,6 +85,17 @@ def test_bfloat16_rounds_the_products_inputs_and_the_result_only(form):
     assert np.allclose(
         np.asarray(found, np.float64), wanted, rtol=0, atol=0.01 * np.abs(wanted).max()
     )
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(jnp.bfloat16, 1), (jnp.float32, 1.75)])
+@pytest.mark.parametrize("R", [1, 9])
+def test_an_experts_result_is_rounded_and_the_sum_is_not(R, dtype, wanted):
+    """Results 256.75, 1 and -256, of which bfloat16 has 256, 1 and -256; it has no 257."""
+    gate_up = ExpertWeights(jnp.ones((3, 2, 1, 1)))
+    down = ExpertWeights(jnp.ones((3, 1, 1)), bias=jnp.array([[256.75], [1.0], [-256.0]]))
+    x, ids = jnp.zeros((R, 1), dtype), jnp.broadcast_to(jnp.arange(3), (R, 3))
+    found = run(x, ids, jnp.ones((R, 3)), gate_up, down)
+    assert (np.asarray(found, np.float32) == wanted).all()
 
 
 def test_gpt_oss_activation_clamps_gate_from_above_only():

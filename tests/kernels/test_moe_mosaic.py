@@ -221,9 +221,10 @@ def by_hand(x, ids, weights, gate_up, down, limit) -> np.ndarray:
 def added(mixed: Mixture, R: int) -> np.ndarray:
     """As whoever reads a mixture adds it up."""
     values, weights, places = map(np.asarray, mixed)
+    assert values.dtype == jnp.bfloat16
     total = np.float32(0)
     for share, place in zip(weights[:, :R], places[:, :R], strict=True):
-        total = total + share[:, None] * values[place]
+        total = total + share[:, None] * values[place].astype(np.float32)
     return total
 
 
@@ -252,6 +253,24 @@ def test_experts_compute_as_in_float64(form, R, bias, limit):
     np.testing.assert_allclose(
         np.asarray(found, np.float64), wanted, rtol=0, atol=0.01 * np.abs(wanted).max()
     )
+
+
+@race_free
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+@pytest.mark.parametrize("R", [3, 21])
+@both_chips
+def test_an_experts_result_is_rounded_and_the_sum_is_not(form, R):
+    """A row's experts one by one, as bfloat16, weighted and added in float32."""
+    weights, x = experts(form, bias=form == "bf16"), rows(R)
+    shares, ids = by_definition(logits_of(R, 8), None, 3, True)
+    run = lambda ids, shares: np.asarray(
+        moe(x, jnp.asarray(ids), jnp.asarray(shares), *weights, implementation="mosaic_gpu")
+    )
+    wanted = np.float32(0)
+    for j in range(3):
+        one = run(ids[:, j : j + 1], np.ones((R, 1), np.float32))
+        wanted = wanted + one.astype(np.float32) * shares[:, j : j + 1]
+    assert np.array_equal(run(ids, shares), wanted.astype(jnp.bfloat16))
 
 
 def in_slots(x: jax.Array, slots: jax.Array, size: int, _launch=None) -> jax.Array:
