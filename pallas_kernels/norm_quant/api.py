@@ -56,7 +56,8 @@ def add_rms_norm(
 
     Args:
       h: [..., D].
-      delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `rows` a buffer [P, D].
+      delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `rows` a buffer [P, D]. Float32 or
+        bfloat16, whatever h is: it is widened before it is weighted or added.
       scale: [D].
       rows: int32 [S, R'], R' not below the number of rows of h: part s of row r is
         `delta[rows[s, r]]`.

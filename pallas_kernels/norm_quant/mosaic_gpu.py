@@ -78,6 +78,7 @@ def add_rms_norm(
     """h [R, D], parts [S, R, D], scale [D] -> sum [R, D], normed [R, D].
 
     With sources [S, R'] parts are the rows of a buffer [P, D] that they name, times weights [S, R'].
+    Parts that are bfloat16 stay so in registers until they are added, which is half as many.
     """
     return _launch(h, parts, weights, sources, scale, eps, launch)
 

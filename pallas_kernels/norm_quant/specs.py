@@ -15,7 +15,10 @@ MMA: dict[int, str] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """bfloat16 rows; `parts` float32 terms to add first, 0 for none, weighted for experts."""
+    """bfloat16 rows; `parts` terms to add first, 0 for none.
+
+    They are float32 as products leave them, or bfloat16 results of experts if `weighted`.
+    """
 
     rows: int
     width: int
@@ -27,6 +30,8 @@ SPECS = {
     "qwen3-moe-first": Spec(rows=8, width=2048),
     "qwen3-moe-attention": Spec(rows=8, width=2048, parts=4),
     "qwen3-moe-experts": Spec(rows=8, width=2048, parts=8, weighted=True),
+    "qwen3-moe-experts-256": Spec(rows=256, width=2048, parts=8, weighted=True),
+    "qwen3-moe-experts-4096": Spec(rows=4096, width=2048, parts=8, weighted=True),
     "qwen3-moe-prefill": Spec(rows=4096, width=2048, parts=1),
     "gpt-oss-first": Spec(rows=8, width=2880),
     "gpt-oss-attention": Spec(rows=8, width=2880, parts=4),
@@ -48,15 +53,15 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     common = dict(eps=1e-6, implementation="mosaic_gpu")
     if not S:
         return lambda h, scale: api.rms_norm(h, scale, **common), (h, scale)
-    parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
     if spec.weighted:
-        buffer = jax.ShapeDtypeStruct((S * R, D), jnp.float32)
+        buffer = jax.ShapeDtypeStruct((S * R, D), jnp.bfloat16)
         shares = jax.ShapeDtypeStruct((S, R), jnp.float32)
         sources = jax.ShapeDtypeStruct((S, R), jnp.int32)
         add = lambda h, buffer, scale, weights, rows: api.add_rms_norm(
             h, buffer, scale, weights=weights, rows=rows, **common
         )
         return add, (h, buffer, scale, shares, sources)
+    parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
     add = lambda h, parts, scale: api.add_rms_norm(h, parts, scale, **common)
     return add, (h, parts, scale)
 
