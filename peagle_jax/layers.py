@@ -44,8 +44,8 @@ INIT_STD = 0.02
 class Delta(NamedTuple):
     """What a block adds to the residual stream: a sum that the next norm takes while it reads.
 
-    Either float32 parts [S, ..., D], or rows of a buffer [P, D] with `weights` and `rows` [S, R'], one
-    column for each row of the stream (there may be more).
+    Either float32 parts [S, ..., D], or rows of a buffer [P, D], float32 or bfloat16, with float32
+    `weights` and int32 `rows` [S, R'], one column for each row of the stream (there may be more).
     """
 
     values: jax.Array
