@@ -24,6 +24,7 @@ from peagle_jax.layers import (
     GatedMLP,
     Linear,
     RMSNorm,
+    kept,
     rope_angles,
 )
 from peagle_jax.sampling import draft_keys, probabilities, sample_rows
@@ -47,12 +48,12 @@ class FirstLayer(nnx.Module):
         self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(D, config.intermediate_size, std_out=INIT_STD, dtype=dtype, rngs=rngs)
 
-    def __call__(self, embedding, h, angles, cache, attend: Attend):
+    def __call__(self, embedding, h, angles, cache, attend: Attend, keep: jax.Array | None = None):
         normed = self.hidden_norm(h)
         residual = normed if self.norm_before_residual else h
         x = jnp.concatenate([self.input_norm(embedding), normed], axis=-1)
-        out, cache = self.attention(x, angles, cache, attend)
-        h, x = self.post_norm.after(residual, out)
+        out, cache = self.attention(x, angles, cache, attend, keep)
+        h, x = self.post_norm.after(kept(residual, keep), out)
         return h, self.mlp(x), cache
 
 
@@ -106,23 +107,34 @@ class DraftHead(nnx.Module):
             )
         return self.fc(taps)
 
-    def __call__(self, target, tokens, hidden, positions, cache: list, attend: Attend):
+    def __call__(
+        self,
+        target,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        positions: jax.Array,
+        cache: list,
+        attend: Attend,
+        keep: jax.Array | None = None,
+    ):
         """Runs the layers over rows.
 
         Args:
           target: the target model, whose embedding is used when the head has none.
           tokens, positions: [B, T] int32.
           hidden: [B, T, D] fused states, or fed-back states.
-          cache, attend: as for a target.
+          cache, attend, keep: as for a target.
         Returns:
-          (output [B, T, D] before the final norm, the updated cache).
+          (output [B, T, D], or [B, n, D], before the final norm, the updated cache).
         """
         embed = target.embed if self.embed is None else self.embed
         angles = rope_angles(self.config.rope, self.config.head_dim, positions)
-        h, delta, first_cache = self.first(embed(tokens), hidden, angles, cache[0], attend)
+        last = len(self.layers)
+        of_layer = lambda i: (angles, cache[i], attend, keep if i == last else None)
+        h, delta, first_cache = self.first(embed(tokens), hidden, *of_layer(0))
         new_cache = [first_cache]
-        for layer, layer_cache in zip(self.layers, cache[1:], strict=True):
-            _, h, delta, layer_cache = layer(h, delta, angles, layer_cache, attend)
+        for i, layer in enumerate(self.layers, start=1):
+            _, h, delta, layer_cache = layer(h, delta, *of_layer(i))
             new_cache.append(layer_cache)
         return delta.added_to(h), new_cache
 
@@ -228,9 +240,8 @@ class ParallelDrafter:
         hidden = jnp.where(real[..., None], hidden, self.mask_state.astype(hidden.dtype))
         positions = inputs.start[:, None] + rows
         attend = PagedAttention(inputs.page_table, inputs.slots, positions)
-        out, cache = self.head(target, tokens, hidden, positions, cache, attend)
         picked = jnp.maximum(inputs.num_real[:, None] - 1, 0) + jnp.arange(J)  # [B, J]
-        out = jnp.take_along_axis(out, picked[..., None], axis=1)
+        out, cache = self.head(target, tokens, hidden, positions, cache, attend, picked)
         drafted_at = inputs.start[:, None] + picked + 2
         logits = self.head.logits(target, out)
         return _choose(self.head, logits, drafted_at, inputs, self.sampling), cache
@@ -250,9 +261,8 @@ class AutoregressiveDrafter:
         positions = inputs.start[:, None] + jnp.arange(T)
         attend = PagedAttention(inputs.page_table, inputs.slots, positions)
         hidden = self.head.fuse(inputs.taps)
-        out, cache = self.head(target, inputs.tokens, hidden, positions, cache, attend)
         last = jnp.maximum(inputs.num_real[:, None] - 1, 0)  # [B, 1]
-        out = jnp.take_along_axis(out, last[..., None], axis=1)
+        out, cache = self.head(target, inputs.tokens, hidden, positions, cache, attend, last)
         position = inputs.start[:, None] + last  # [B, 1] slot of the newest row
         proposals = []
         for step in range(self.num_draft):

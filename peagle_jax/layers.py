@@ -212,8 +212,8 @@ class Attention(nnx.Module):
         self.eps = eps
         self.sinks = nnx.Param(jnp.zeros(N, dtype)) if config.sinks else None
 
-    def __call__(self, x: jax.Array, angles, cache, attend: Attend):
-        """x [B, T, inputs] -> (a delta [B, T, outputs], cache)."""
+    def __call__(self, x: jax.Array, angles, cache, attend: Attend, keep: jax.Array | None = None):
+        """x [B, T, inputs] -> (a delta [B, T, outputs], or of the rows `keep` [B, n] alone, cache)."""
         config = self.config
         # Only what a family has is passed on: most ways to attend know neither.
         special = {} if config.scale is None else {"scale": config.scale}
@@ -224,7 +224,7 @@ class Attention(nnx.Module):
             out = attend.read(q, cache, window=config.window, **special)
         else:
             out, cache = attend(*self._heads(x, angles), cache, window=config.window, **special)
-        return self.out.delta(out.reshape(*x.shape[:-1], -1)), cache
+        return self.out.delta(kept(out.reshape(*x.shape[:-1], -1), keep)), cache
 
     def _heads(self, x: jax.Array, angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, T, N, H], k and v [B, T, K, H] as they are attended with."""
@@ -253,6 +253,11 @@ class Attention(nnx.Module):
         bias = None if self.qkv.bias is None else self.qkv.bias[...]
         parts = self.qkv.parts(x)
         return attend.write(parts, cache, angles=angles, form=form, norms=norms, bias=bias)
+
+
+def kept(x: jax.Array, keep: jax.Array | None) -> jax.Array:
+    """Rows `keep` [B, n] of x [B, T, D]: [B, n, D]; x itself for None."""
+    return x if keep is None else jnp.take_along_axis(x, keep[..., None], axis=1)
 
 
 class GatedMLP(nnx.Module):
@@ -289,13 +294,21 @@ class DecoderLayer(nnx.Module):
         self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(D, config.intermediate_size, **init) if mlp is None else mlp
 
-    def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend):
-        """One block over the stream `h + delta`.
+    def __call__(
+        self,
+        h: jax.Array,
+        delta: Delta | None,
+        angles,
+        cache,
+        attend: Attend,
+        keep: jax.Array | None = None,
+    ):
+        """One block over the stream `h + delta`, after the attention over its rows `keep` [B, n] alone.
 
         Returns:
           (the stream that entered, the stream halfway, the MLP's delta to it, cache).
         """
         entered, x = self.input_norm.after(h, delta)
-        out, cache = self.attention(x, angles, cache, attend)
-        h, x = self.post_norm.after(entered, out)
+        out, cache = self.attention(x, angles, cache, attend, keep)
+        h, x = self.post_norm.after(kept(entered, keep), out)
         return entered, h, self.mlp(x), cache

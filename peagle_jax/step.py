@@ -222,11 +222,11 @@ def prefill(
     T = plan.tokens.shape[1]
     positions = plan.start[:, None] + jnp.arange(T)
     attend = PagedAttention(page_table, slots, positions)
-    hidden, tapped, target_cache = target(
-        plan.tokens, positions, state.target_cache, attend, taps=taps
-    )
     last_row = jnp.maximum(plan.count - 1, 0)[:, None]  # [R, 1]
-    logits = target.unembed(jnp.take_along_axis(hidden, last_row[..., None], axis=1))
+    hidden, tapped, target_cache = target(
+        plan.tokens, positions, state.target_cache, attend, taps=taps, keep=last_row
+    )
+    logits = target.unembed(hidden)
     no_drafts = jnp.zeros((slots.shape[0], 0), jnp.int32)
     decided = (plan.start + plan.count)[:, None]  # [R, 1] position of the token after the chunk
     verdict = accept(logits, no_drafts, None, decided, params)

@@ -63,6 +63,23 @@ def test_output_is_that_of_the_target_alone(family, method, num_draft):
     assert run(Engine(target(family), head, engine_config(num_draft=num_draft))) == naive(family)
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("tap_last", [False, True])
+def test_rows_that_are_kept_are_those_of_all(family, tap_last):
+    model = target(family)
+    L = model.config.num_layers
+    tokens = np.random.default_rng(2).integers(2, tiny.TARGET.vocab_size, (2, 9)).astype(np.int32)
+    where = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    taps = (1, L) if tap_last else (1,)
+    args = (tokens, where, [None] * L, causal_attention)
+    whole, tapped, _ = model(*args, taps=taps)
+    keep = jnp.array([[8, 0, 3], [2, 2, 7]])
+    some, tapped_too, _ = model(*args, taps=taps, keep=keep)
+    wanted = np.take_along_axis(np.asarray(whole), np.asarray(keep)[..., None], axis=1)
+    np.testing.assert_allclose(some, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(tapped_too, tapped, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4"])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_windows_do_not_see_how_the_prompt_was_cut(family, chunk):

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import INIT_STD, Attend, DecoderLayer, Embed, Linear, RMSNorm, rope_angles
+from peagle_jax.layers import (
+    INIT_STD,
+    Attend,
+    DecoderLayer,
+    Embed,
+    Linear,
+    RMSNorm,
+    kept,
+    rope_angles,
+)
 
 
 class Decoder(nnx.Module):
@@ -50,6 +59,7 @@ class Decoder(nnx.Module):
         attend: Attend,
         *,
         taps: tuple[int, ...] = (),
+        keep: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None, list]:
         """Runs all layers.
 
@@ -58,23 +68,28 @@ class Decoder(nnx.Module):
           cache: one entry per layer, passed through `attend`.
           attend: see `layers.Attend`.
           taps: ids of residual streams to return.
+          keep: rows [B, n] int32 whose hidden states are wanted; None: all.
         Returns:
-          hidden [B, T, D] after the last layer (before the final norm), taps [B, T, A*D] (None when
-          `taps` is empty), the updated cache.
+          hidden [B, T, D], or [B, n, D], after the last layer (before the final norm), taps
+          [B, T, A*D] (None when `taps` is empty), the updated cache.
         """
         h = self.embed(tokens)
         if self.config.embedding_scale != 1.0:
             h = h * jnp.asarray(self.config.embedding_scale, h.dtype)
         angles = self._angles(positions)
         streams, new_cache, delta = [], [], None
+        last = len(self.layers) - 1
+        # Of other rows the last layer has only keys and values to make, unless its stream is tapped.
+        early = None if last + 1 in taps else keep
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            entered, h, delta, layer_cache = layer(h, delta, angles[i], layer_cache, attend)
+            of_layer = (angles[i], layer_cache, attend, early if i == last else None)
+            entered, h, delta, layer_cache = layer(h, delta, *of_layer)
             streams.append(entered)
             new_cache.append(layer_cache)
         h = h if delta is None else delta.added_to(h)
         streams.append(h)
         tapped = jnp.concatenate([streams[i] for i in taps], axis=-1) if taps else None
-        return h, tapped, new_cache
+        return (h if early is keep else kept(h, keep)), tapped, new_cache
 
     def _angles(self, positions: jax.Array) -> list:
         """Rope angles of each layer; layers with one rope share one pair of arrays."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import INIT_STD, Attend, Attention, Delta, GatedMLP, RMSNorm
+from peagle_jax.layers import INIT_STD, Attend, Attention, Delta, GatedMLP, RMSNorm, kept
 
 
 class Gemma4Layer(nnx.Module):
@@ -29,11 +29,20 @@ class Gemma4Layer(nnx.Module):
         )  # tanh form
         self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
-    def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend):
+    def __call__(
+        self,
+        h: jax.Array,
+        delta: Delta | None,
+        angles,
+        cache,
+        attend: Attend,
+        keep: jax.Array | None = None,
+    ):
         """As `layers.DecoderLayer`; the scalar comes last, so nothing is left to be added."""
         entered, x = self.input_norm.after(h, delta)
-        out, cache = self.attention(x, angles, cache, attend)
-        h = entered + self.post_attention_norm(out.added_to(jnp.zeros_like(x)))
+        out, cache = self.attention(x, angles, cache, attend, keep)
+        h = kept(entered, keep)
+        h = h + self.post_attention_norm(out.added_to(jnp.zeros_like(h)))
         out = self.mlp(self.pre_mlp_norm(h))
         h = h + self.post_mlp_norm(out.added_to(jnp.zeros_like(h)))
         return entered, h * self.layer_scalar[...], None, cache
