@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rope_write import api
+from pallas_kernels.verify_attention.specs import full_cache
 
 CHIPS = api.CHIPS
 MMA: dict[int, str] = {}
@@ -99,3 +100,21 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
         )  # fmt: skip
 
     return run, args
+
+
+def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Arguments for `build`: normal numbers, and rows that end a full cache."""
+    shapes = build(spec)[1]
+    keys = jax.random.split(key, len(shapes))
+    made = [
+        jax.random.normal(k, x.shape).astype(x.dtype) for x, k in zip(shapes, keys, strict=True)
+    ]
+    made[5:7] = full_cache(shapes[5], shapes[6], spec.length)
+    return tuple(made)
+
+
+def bytes(spec: Spec) -> int:
+    """That must move: parts, angles, q, and the rows of keys and values that are written."""
+    rows, K, H = spec.batch * spec.rows, spec.kv_heads, spec.head_dim
+    read = spec.form.width(K, H) * (4 * spec.parts or 2) + 4 * H
+    return rows * (read + 2 * spec.heads * H + 2 * K * H * (1 if spec.fp8 else 2))

@@ -98,3 +98,31 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
         )  # fmt: skip
 
     return run, args
+
+
+def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Arguments for `build`: normal numbers, and sequences whose last rows end a full cache."""
+    shapes = build(spec)[1]
+    keys = jax.random.split(key, len(shapes))
+    made = [
+        jax.random.normal(k, x.shape).astype(x.dtype) for x, k in zip(shapes, keys, strict=True)
+    ]
+    made[3:5] = full_cache(shapes[3], shapes[4], spec.length)
+    return tuple(made)
+
+
+def full_cache(table: jax.ShapeDtypeStruct, positions: jax.ShapeDtypeStruct, length: int) -> list:
+    """A page table [B, W] in which each page has one place, and the last positions [B, T] of `length`."""
+    pages = 1 + jnp.arange(table.size, dtype=table.dtype).reshape(table.shape)
+    last = jnp.arange(length - positions.shape[1], length, dtype=positions.dtype)
+    return [pages, jnp.broadcast_to(last, positions.shape)]
+
+
+def bytes(spec: Spec) -> int:
+    """That must move: q, its result, and the keys and values that some row sees."""
+    rows = 2 * 2 * spec.batch * spec.rows * spec.heads * spec.head_dim
+    seen = spec.length
+    if spec.window is not None:
+        seen = min(seen, spec.window + spec.rows - 1)
+    keys = 2 * spec.batch * seen * spec.kv_heads * spec.head_dim
+    return rows + keys * (1 if spec.fp8 else 2)
