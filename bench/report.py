@@ -15,7 +15,7 @@ from bench import rows
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
-_SETTING = ("device", "model", "dtype", "weights", "temperature")
+_SETTING = ("device", "model", "dtype", "weights", "kv_cache_dtype", "temperature")
 _KEY = (
     "kind", *_SETTING, "set", "method", "num_speculative_tokens", "synthetic_acceptance_length",
     "concurrency",
@@ -35,7 +35,7 @@ def newest(all_rows: Iterable[dict]) -> list[dict]:
             kernels[row["device"], row["op"], row["spec"]] = row
         if row["kind"] not in _KINDS:
             continue
-        row = {"weights": row["dtype"]} | row  # the first rows do not say
+        row = {"weights": row["dtype"], "kv_cache_dtype": "auto"} | row  # the first rows do not say
         # Concurrency changes no acceptance: a repeat with another one replaces the row.
         latest[tuple(row.get(k) for k in _KEY[: -1 if row["kind"] == "acceptance" else None])] = row
     order = lambda row: (
@@ -57,15 +57,17 @@ def _label(row: dict) -> str:
     return name if row["method"] == "none" else f"{name} K={row['num_speculative_tokens']}"
 
 
-def _numbers(dtype: str, weights: str) -> str:
-    return dtype if weights == dtype else f"{dtype} with {weights} weights"
+def _numbers(dtype: str, weights: str, cache: str) -> str:
+    others = [] if weights == dtype else [f"{weights} weights"]
+    others += [] if cache == "auto" else [f"{cache} KV cache"]
+    return f"{dtype} with {' and '.join(others)}" if others else dtype
 
 
 def _title(setting: tuple, some: list[dict]) -> str:
-    device, model, dtype, weights, temperature = setting
+    device, model, *numbers, temperature = setting
     sampling = "greedy" if temperature == 0 else f"temperature {temperature}"
     return (
-        f"**{device}**, model {model}, {_numbers(dtype, weights)}, {sampling}, "
+        f"**{device}**, model {model}, {_numbers(*numbers)}, {sampling}, "
         f"{_listed(some, 'max_tokens')} new tokens; {_provenance(some)}"
     )
 
@@ -260,8 +262,8 @@ def plot_acceptance(some: list[dict], path: Path) -> None:
 
 
 def _panel_title(setting: tuple) -> str:
-    device, model, dtype, weights, temperature = setting
-    return f"{device}\n{model}, {_numbers(dtype, weights)}, temperature {temperature:g}"
+    device, model, *numbers, temperature = setting
+    return f"{device}\n{model}, {_numbers(*numbers)}, temperature {temperature:g}"
 
 
 def _panels(count: int):

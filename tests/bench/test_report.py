@@ -10,7 +10,7 @@ from peagle_jax.config import ConfigError
 
 def row(kind: str, method: str, k: int, **changes) -> dict:
     base = {
-        "kind": kind, "device": "Chip", "model": "m", "dtype": "float32", "weights": "float32",
+        "kind": kind, "device": "Chip", "model": "m", "dtype": "float32", "weights": "float32", "kv_cache_dtype": "auto",
         "temperature": 0.0,
         "set": "HumanEval", "method": method, "num_speculative_tokens": k, "concurrency": 1,
         "prompts": 4, "max_tokens": 64, "tokens_per_second": 100.0, "ms_per_round": 2.5,
@@ -47,6 +47,14 @@ def test_quantised_weights_are_a_setting_of_their_own():
     some = report.newest([*ROWS, row("throughput", "none", 0, weights="fp8")])
     assert len(some) == len(ROWS) + 1
     assert "float32 with fp8 weights" in report.render("throughput", some)
+
+
+def test_a_cache_of_another_format_is_a_setting_of_its_own():
+    other = row("throughput", "none", 0, kv_cache_dtype="fp8", weights="mxfp4")
+    some = report.newest([*ROWS, other])
+    assert len(some) == len(ROWS) + 1
+    text = report.render("throughput", some)
+    assert "float32 with mxfp4 weights and fp8 KV cache" in text
 
 
 def test_throughput_is_a_grid_of_methods_and_concurrencies():
