@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rope_write import api
-from pallas_kernels.verify_attention.specs import full_cache
+from pallas_kernels.verify_attention.specs import on_full_cache
 
 CHIPS = api.CHIPS
 MMA: dict[int, str] = {}
@@ -104,13 +104,7 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     """Arguments for `build`: normal numbers, and rows that end a full cache."""
-    shapes = build(spec)[1]
-    keys = jax.random.split(key, len(shapes))
-    made = [
-        jax.random.normal(k, x.shape).astype(x.dtype) for x, k in zip(shapes, keys, strict=True)
-    ]
-    made[5:7] = full_cache(shapes[5], shapes[6], spec.length)
-    return tuple(made)
+    return on_full_cache(build(spec)[1], 5, spec.length, key)
 
 
 def bytes(spec: Spec) -> int:

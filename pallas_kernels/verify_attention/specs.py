@@ -102,20 +102,21 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     """Arguments for `build`: normal numbers, and sequences whose last rows end a full cache."""
-    shapes = build(spec)[1]
+    return on_full_cache(build(spec)[1], 3, spec.length, key)
+
+
+def on_full_cache(shapes: tuple, table: int, length: int, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Normal numbers, but for argument number `table` and the next: a page table [B, W] in which each
+    page has one place, and the last positions [B, T] of `length`."""
     keys = jax.random.split(key, len(shapes))
     made = [
         jax.random.normal(k, x.shape).astype(x.dtype) for x, k in zip(shapes, keys, strict=True)
     ]
-    made[3:5] = full_cache(shapes[3], shapes[4], spec.length)
-    return tuple(made)
-
-
-def full_cache(table: jax.ShapeDtypeStruct, positions: jax.ShapeDtypeStruct, length: int) -> list:
-    """A page table [B, W] in which each page has one place, and the last positions [B, T] of `length`."""
-    pages = 1 + jnp.arange(table.size, dtype=table.dtype).reshape(table.shape)
+    pages, positions = shapes[table : table + 2]
     last = jnp.arange(length - positions.shape[1], length, dtype=positions.dtype)
-    return [pages, jnp.broadcast_to(last, positions.shape)]
+    made[table] = 1 + jnp.arange(pages.size, dtype=pages.dtype).reshape(pages.shape)
+    made[table + 1] = jnp.broadcast_to(last, positions.shape)
+    return tuple(made)
 
 
 def bytes(spec: Spec) -> int:
