@@ -10,6 +10,7 @@ for 1 to 4 microseconds a kernel. (For the addresses of what only a call itself 
 `memory.carve_holes`.)
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -177,34 +178,32 @@ def _packed(plan) -> np.ndarray:
 @partial(jax.jit, donate_argnums=0)
 def _overwritten(plan, packed: jax.Array):
     """`plan` with the numbers that `_packed` made of another like it."""
-    leaves, structure = jax.tree.flatten(plan)
-    parts = jnp.split(packed, np.cumsum([leaf.size for leaf in leaves])[:-1])
-    new = [
-        leaf.at[...].set(lax.bitcast_convert_type(part.reshape(leaf.shape), leaf.dtype))
-        for leaf, part in zip(leaves, parts, strict=True)
-    ]
-    return jax.tree.unflatten(structure, new)
+    write = lambda leaf, bits: leaf.at[...].set(lax.bitcast_convert_type(bits, leaf.dtype))
+    return jax.tree.map(write, plan, _cut(packed, plan))
 
 
 class Result:
     """What a call made, on its way to the host: one copy and one transfer."""
 
     def __init__(self, output: step.StepOutput):
-        self._shapes = jax.tree.map(_spec, output)
+        self._output = output  # for its shapes: the next call overwrites the arrays
         self._bits = _joined(output)
         self._bits.copy_to_host_async()
 
     def fetch(self) -> step.StepOutput:
         """As numpy arrays; blocks until the device is done."""
-        leaves, structure = jax.tree.flatten(self._shapes)
-        parts = np.split(np.asarray(self._bits), np.cumsum([leaf.size for leaf in leaves])[:-1])
-        return jax.tree.unflatten(
-            structure,
-            [
-                part.view(leaf.dtype).reshape(leaf.shape)
-                for part, leaf in zip(parts, leaves, strict=True)
-            ],
-        )
+        read = lambda leaf, bits: bits.view(leaf.dtype)
+        return jax.tree.map(read, self._output, _cut(np.asarray(self._bits), self._output))
+
+
+def _cut(bits, like):
+    """A tree like `like`, of the int32 [n] that all its leaves' bits are: each leaf's, in its shape."""
+    leaves, structure = jax.tree.flatten(like)
+    ends = itertools.accumulate(leaf.size for leaf in leaves)
+    parts = [
+        bits[e - leaf.size : e].reshape(leaf.shape) for e, leaf in zip(ends, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, parts)
 
 
 @jax.jit
