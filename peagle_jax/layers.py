@@ -294,15 +294,7 @@ class DecoderLayer(nnx.Module):
         self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(D, config.intermediate_size, **init) if mlp is None else mlp
 
-    def __call__(
-        self,
-        h: jax.Array,
-        delta: Delta | None,
-        angles,
-        cache,
-        attend: Attend,
-        keep: jax.Array | None = None,
-    ):
+    def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):
         """One block over the stream `h + delta`, after the attention over its rows `keep` [B, n] alone.
 
         Returns:

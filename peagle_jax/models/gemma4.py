@@ -29,15 +29,7 @@ class Gemma4Layer(nnx.Module):
         )  # tanh form
         self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
-    def __call__(
-        self,
-        h: jax.Array,
-        delta: Delta | None,
-        angles,
-        cache,
-        attend: Attend,
-        keep: jax.Array | None = None,
-    ):
+    def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):
         """As `layers.DecoderLayer`; the scalar comes last, so nothing is left to be added."""
         entered, x = self.input_norm.after(h, delta)
         out, cache = self.attention(x, angles, cache, attend, keep)
