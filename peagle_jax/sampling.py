@@ -53,6 +53,11 @@ def emit_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
     return _keys(keys, positions, _EMIT)
 
 
+def at_tokens(rows: jax.Array, tokens: jax.Array) -> jax.Array:
+    """rows [..., V] and tokens [...] -> [...]: each row's number of its token."""
+    return jnp.take_along_axis(rows, tokens[..., None], axis=-1)[..., 0]
+
+
 def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
     """One draw per row, proportional to `weights`.
 
@@ -148,8 +153,7 @@ def probability_of(
     """
     temperature = jnp.broadcast_to(temperature, tokens.shape)
     total = _powers(_scaled(logits, temperature), cutoff).sum(-1)
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0].astype(jnp.float32)
-    below = chosen - logits.max(-1).astype(jnp.float32)
+    below = at_tokens(logits, tokens).astype(jnp.float32) - logits.max(-1).astype(jnp.float32)
     drawn = _powers((below / _divisor(temperature))[..., None], cutoff)[..., 0] / total
     return jnp.where(temperature > 0, drawn, (below == 0).astype(jnp.float32))
 

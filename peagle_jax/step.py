@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from peagle_jax.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
-from peagle_jax.sampling import RequestParams
+from peagle_jax.sampling import RequestParams, at_tokens
 from peagle_jax.verify import Verdict, verify
 
 AcceptRule = Callable[..., Verdict]
@@ -105,7 +105,7 @@ def _output(logits, verdict: Verdict, params: RequestParams, max_logprobs: int) 
 
     def ranked():
         logprobs = jax.nn.log_softmax(logits, axis=-1)
-        chosen = jnp.take_along_axis(logprobs, verdict.tokens[..., None], axis=-1)[..., 0]
+        chosen = at_tokens(logprobs, verdict.tokens)
         top, ids = jax.lax.top_k(logprobs, max_logprobs)
         return chosen, ids.astype(jnp.int32), top
 

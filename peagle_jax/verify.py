@@ -16,6 +16,7 @@ from jax import lax
 from peagle_jax.sampling import (
     RequestParams,
     accept_uniforms,
+    at_tokens,
     cutoffs,
     emit_keys,
     probabilities,
@@ -39,11 +40,6 @@ def _leading(accept: jax.Array) -> jax.Array:
 def _row(x: jax.Array, n: jax.Array) -> jax.Array:
     """x [B, T, ...] -> [B, ...], its row n [B]."""
     return jnp.take_along_axis(x, n.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
-
-
-def _at(x: jax.Array, tokens: jax.Array) -> jax.Array:
-    """x [B, J, V], tokens [B, J] -> [B, J]."""
-    return jnp.take_along_axis(x, tokens[..., None], axis=-1)[..., 0]
 
 
 def verify_greedy(logits: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
@@ -84,7 +80,7 @@ def verify_sampled(
     """
     J = drafts.shape[1]
     counts = jnp.arange(J) < num_draft[:, None]
-    q_draft = jnp.ones_like(p_draft) if q is None else _at(q, drafts)
+    q_draft = jnp.ones_like(p_draft) if q is None else at_tokens(q, drafts)
     # Strict: a uniform of exactly 0 must not accept a token the target cannot emit.
     n = _leading((uniforms * q_draft < p_draft) & counts)
 
