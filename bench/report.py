@@ -184,33 +184,41 @@ def _speed(row: dict) -> str:
     return speed if ratio is None or row["method"] == "none" else f"{speed} ({ratio:.2f}x)"
 
 
+def _by_setting(draw: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:
+    """A part per device, model, formats and temperature, each with a title."""
+    part = lambda setting, own: f"{_title(setting, own)}\n\n{draw(own)}\n"
+    return lambda some: "\n".join(part(setting, own) for setting, own in _settings(some))
+
+
+def _grids(cell: Callable[[dict], str]) -> Callable[[list[dict]], str]:
+    return _by_setting(lambda some: _grid(some, cell))
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
-    "acceptance": ("acceptance", acceptance_table),
-    "throughput": ("throughput", lambda some: _grid(some, _speed)),
-    "rounds": ("throughput", lambda some: _grid(some, lambda row: f"{row['ms_per_round']:.2f}")),
-    "decode-step": ("decode-step", decode_step_table),
-    "lossless": ("lossless", lossless_table),
-    "ttft": ("throughput", lambda some: _grid(some, lambda row: f"{row['ttft_ms_median']:.0f}")),
+    "acceptance": ("acceptance", _by_setting(acceptance_table)),
+    "throughput": ("throughput", _grids(_speed)),
+    "rounds": ("throughput", _grids(lambda row: f"{row['ms_per_round']:.2f}")),
+    "decode-step": ("decode-step", _by_setting(decode_step_table)),
+    "lossless": ("lossless", _by_setting(lossless_table)),
+    "ttft": ("throughput", _grids(lambda row: f"{row['ttft_ms_median']:.0f}")),
+    "kernels": ("kernel", kernel_table),
 }
-"""Table name -> (kind of rows, what one setting's rows look like). That of kernels has no settings."""
+"""Table name -> (kind of rows, what they look like)."""
 
 
 def render(name: str, some: list[dict]) -> str:
-    """Markdown of one named table, a part per device, model, formats and temperature.
+    """Markdown of one named table.
 
     Raises:
       ConfigError: no such table, or no rows for it.
     """
-    if name not in (*TABLES, "kernels"):
-        raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}, kernels")
-    kind, draw = TABLES.get(name, ("kernel", kernel_table))
+    if name not in TABLES:
+        raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}")
+    kind, draw = TABLES[name]
     chosen = [row for row in some if row["kind"] == kind]
     if not chosen:
         raise ConfigError(f"bench:{name} needs {kind} rows and there are none")
-    if kind == "kernel":
-        return draw(chosen)
-    parts = [f"{_title(setting, own)}\n\n{draw(own)}\n" for setting, own in _settings(chosen)]
-    return "\n".join(parts)
+    return draw(chosen)
 
 
 def update_markdown(text: str, some: list[dict]) -> str:
