@@ -31,3 +31,24 @@ def programs_forgotten():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cases", type=int, help="cases that each randomised test tries, instead of its own number"
+    )
+
+
+@pytest.fixture
+def num_cases(request, record_property):
+    """`num_cases("damaged checkpoints", 3000)` returns how many cases to try: --cases, or the default.
+
+    Kind and number go into JUnit's XML, from which `peagle-bench reliability` makes its table.
+    """
+
+    def choose(kind: str, default: int) -> int:
+        number = request.config.getoption("--cases") or default
+        record_property("tried", f"{number} {kind}")
+        return number
+
+    return choose
