@@ -92,7 +92,7 @@ def blocks_of(rule: Rule, tensors, limit: int = BLOCK_BYTES) -> Blocks:
     """
     infos = tuple(tensors[name] for name in rule.names)
     shape = rule.transform.shape([info.shape for info in infos])
-    dtype = infos[0].dtype
+    (dtype,) = {info.dtype for info in infos}  # the table refuses others
     copied = isinstance(rule.transform, IN_ORDER)
     rows = shape[0] if shape else 1
     row_bytes = max(prod(shape[1:]) * dtype.itemsize, 1)

@@ -46,10 +46,7 @@ def rules_of(converted: Converted) -> dict[tuple, Rule]:
         if path[0] == UNUSED:
             rules[path] = Rule(path, parameter.names, Copy())
         rule = rules.get(path)
-        if rule is None or (rule.names, rule.transform.name) != (
-            parameter.names,
-            parameter.transform,
-        ):
+        if rule is None or not converted.made_by(parameter, rule):
             raise CheckpointError(
                 f"{converted.folder}: {parameter.key} was made by other rules than this version's; "
                 "export it with the version named in manifest.json"

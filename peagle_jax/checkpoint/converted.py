@@ -28,6 +28,7 @@ from peagle_jax.checkpoint.safetensors import (
     CheckpointError,
     Headers,
     TensorInfo,
+    entry,
 )
 from peagle_jax.checkpoint.transforms import IN_ORDER, Copy, Merge
 
@@ -91,6 +92,11 @@ class Parameter:
         )
 
 
+def _tensor(manifest: FilePath, name: str, raw: dict) -> TensorInfo:
+    begin, end = raw["begin"], raw["end"]
+    return entry(manifest, name, raw | {"data_offsets": [begin, end]}, 0, end)
+
+
 def sum_of_sums(sums: list[str]) -> str:
     """sha256 of some sums' bytes one after the other; of one sum, itself. All as hex."""
     if len(sums) == 1:
@@ -136,9 +142,7 @@ class Converted(Headers):
         try:
             found = [Parameter.from_json(raw) for raw in self.manifest["parameters"]]
             self.tensors = {
-                name: TensorInfo(
-                    name, DTYPES[raw["dtype"]], tuple(raw["shape"]), raw["begin"], raw["end"]
-                )
+                name: _tensor(self.folder / MANIFEST, name, raw)
                 for name, raw in self.manifest["tensors"].items()
             }
         except (KeyError, TypeError, AttributeError) as error:
@@ -172,13 +176,20 @@ class Converted(Headers):
           CheckpointError: the folder holds no such parameter, or it was made by another rule.
         """
         parameter = self.parameters.get(rule.path)
-        made = (rule.names, rule.transform.name)
-        if parameter is None or (parameter.names, parameter.transform) != made:
+        if parameter is None or not self.made_by(parameter, rule):
             raise CheckpointError(
                 f"{self.folder}: {'.'.join(map(str, rule.path))} is missing or was converted in another "
                 "way; convert the checkpoint again with this version"
             )
         return self.parameter(rule.path)
+
+    def made_by(self, parameter: Parameter, rule: Rule) -> bool:
+        """Whether the manifest describes what `rule` makes: tensors, transform, dtype and shape."""
+        if (parameter.names, parameter.transform) != (rule.names, rule.transform.name):
+            return False
+        infos = [self.tensors[name] for name in rule.names]
+        shape = rule.transform.shape([info.shape for info in infos])
+        return parameter.shape == shape and all(info.dtype == parameter.dtype for info in infos)
 
     def parameter(self, path: Path) -> np.ndarray:
         """The array at a module path, whole."""

@@ -160,7 +160,20 @@ class Table:
         self.add(path, [info], Copy())
 
     def add(self, path: Path, infos: Sequence[TensorInfo | None], transform: Transform) -> None:
-        if all(info is not None for info in infos):
+        """A rule for `path`, unless a tensor is missing.
+
+        Raises:
+          CheckpointError: the tensors have different dtypes. One parameter has one dtype, and a transform
+            does no arithmetic, so that `export` returns every bit of the file.
+        """
+        found = [info for info in infos if info is not None]
+        other = next((info for info in found if info.dtype != found[0].dtype), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{found[0].name} is {found[0].dtype} but {other.name} is {other.dtype}; the two are one "
+                f"parameter here, so store them in one dtype ({_common(found)} holds both exactly)"
+            )
+        if len(found) == len(infos):
             self.rules.append(Rule(path, tuple(info.name for info in infos), transform))
 
     def layout(self, drop: Callable[[str], str | None] = lambda name: None) -> Layout:
@@ -236,3 +249,11 @@ class Table:
         except CheckpointError as error:
             raise CheckpointError(f"{infos[0].name}: {error}") from error
         self.add((*path, "scale"), infos, transform)
+
+
+def _common(infos: Sequence[TensorInfo]) -> np.dtype:
+    """The narrowest float dtype that holds all values of the tensors exactly."""
+    dtypes = {info.dtype for info in infos}
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+    alone = sum(dtype.itemsize == widest.itemsize for dtype in dtypes) == 1
+    return widest if alone else np.dtype(np.float32)  # float16 and bfloat16

@@ -62,7 +62,15 @@ def _whole(n) -> int:
     return n
 
 
-def _entry(path: Path, name: str, raw, data_start: int, file_size: int) -> TensorInfo:
+def entry(path: Path, name: str, raw, data_start: int, file_size: int) -> TensorInfo:
+    """A header's entry, checked.
+
+    Args:
+      path: of the file that states it, for the message.
+      raw: {"dtype", "shape", "data_offsets"}; the offsets count from `data_start`.
+    Raises:
+      CheckpointError: a key is missing or of another kind, or dtype, shape and offsets disagree.
+    """
     try:
         dtype = DTYPES[raw["dtype"]]
         shape = tuple(_whole(n) for n in raw["shape"])
@@ -102,7 +110,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: not a safetensors file (header is not an object)")
     header.pop("__metadata__", None)
-    table = {name: _entry(path, name, raw, 8 + length, file_size) for name, raw in header.items()}
+    table = {name: entry(path, name, raw, 8 + length, file_size) for name, raw in header.items()}
     end = 8 + length
     for info in sorted(table.values(), key=lambda info: (info.begin, info.end)):
         if info.begin != end:

@@ -223,6 +223,38 @@ REFUSED = {
         lambda t: with_dtype(t, QKV[:1], released.FP8) | scales_for(t, QKV[:1]),
         "both must be quantised or neither",
     ),
+    "q in float32, k and v in bfloat16": (
+        "qwen3",
+        lambda t: with_dtype(t, QKV[:1], np.float32),
+        r"q_proj.weight is float32 but .*k_proj.weight is bfloat16; .*\(float32 holds both exactly\)",
+    ),
+    "q in bfloat16, k and v in float16": (
+        "llama",
+        lambda t: with_dtype(t, QKV[1:], np.float16),
+        r"q_proj.weight is bfloat16 but .*k_proj.weight is float16; .*\(float32 holds both exactly\)",
+    ),
+    "gate and up in two dtypes": (
+        "gemma4",
+        lambda t: with_dtype(t, ("up_proj.weight",), np.float64),
+        r"gate_proj.weight is bfloat16 but .*up_proj.weight is float64; .*\(float64 holds both",
+    ),
+    "biases in two dtypes": (
+        "gpt_oss",
+        lambda t: with_dtype(t, ("v_proj.bias",), np.float16),
+        "q_proj.bias is bfloat16 but .*v_proj.bias is float16",
+    ),
+    "one expert in another dtype": (
+        "qwen3_moe",
+        lambda t: with_dtype(t, ("experts.3.down_proj.weight",), np.float16),
+        "experts.0.down_proj.weight is bfloat16 but .*experts.3.down_proj.weight is float16",
+    ),
+    "scales in two dtypes": (
+        "qwen3",
+        lambda t: with_dtype(t, QKV, released.FP8)
+        | scales_for(t, QKV)
+        | with_dtype(scales_for(t, QKV[:1]), ("scale",), released.BF16),
+        "q_proj.weight_scale is bfloat16 but .*k_proj.weight_scale is float32",
+    ),
     "one expert not quantised": (
         "qwen3_moe",
         lambda t: with_dtype(t, ("1.up_proj.weight",), released.FP8)
