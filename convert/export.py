@@ -38,9 +38,7 @@ def rules_of(converted: Converted) -> dict[tuple, Rule]:
       CheckpointError: this version would make other parameters of them.
     """
     target = converted.folder / "source" / "target"
-    _, _, layout = layout_of(
-        converted.folder, converted.tensors, target if target.is_dir() else None
-    )
+    _, _, layout = layout_of(converted, converted.folder, target if target.is_dir() else None)
     rules = {rule.path: rule for rule in layout.rules}
     for path, parameter in converted.parameters.items():
         if path[0] == UNUSED:

@@ -11,8 +11,8 @@ from typing import Literal
 
 from peagle_jax.checkpoint.head_json import drafter_config
 from peagle_jax.checkpoint.layout import PACKED, Layout
-from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo
-from peagle_jax.checkpoint.tables import head_layout, head_names, target_layout
+from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, Headers, TensorInfo
+from peagle_jax.checkpoint.tables import as_tied, head_layout, head_names, target_layout
 from peagle_jax.checkpoint.target_json import target_config
 
 TARGET_FILES = ("config.json", "generation_config.json")
@@ -75,16 +75,11 @@ class Source:
         return sum(counts)
 
 
-def read_tensors(folder: Path) -> Tensors:
-    """Headers of a folder's safetensors files.
-
-    Raises:
-      CheckpointError: no checkpoint, a broken file, or an index that does not fit the files.
-    """
-    checkpoint = Checkpoint(folder)
+def tensors_of(checkpoint: Checkpoint) -> Tensors:
+    """Headers of a folder's safetensors files, and what tells the files from changed ones."""
     files = tuple(map(_source_file, checkpoint.files))
     file_of = {name: path.name for name, path in checkpoint.file_of.items()}
-    return Tensors(folder, checkpoint.tensors, files, file_of)
+    return Tensors(checkpoint.folder, checkpoint.tensors, files, file_of)
 
 
 def _source_file(path: Path) -> SourceFile:
@@ -106,19 +101,18 @@ def is_head(infos: Mapping[str, TensorInfo]) -> bool:
     return head_names(infos)("fc.weight") in infos
 
 
-def layout_of(
-    folder: Path, infos: Mapping[str, TensorInfo], target: Path | None
-) -> tuple[Kind, str, Layout]:
-    """(kind, model, layout) of a checkpoint with these tensors and the config.json of `folder`.
+def layout_of(checkpoint: Headers, folder: Path, target: Path | None) -> tuple[Kind, str, Layout]:
+    """(kind, model, layout) of a checkpoint, with the config.json of `folder`.
 
     Args:
       target: folder of the target (only config.json is read); needed for a head.
     Raises:
       CheckpointError: the model is not supported, or the tensors contradict its config.
     """
+    infos = checkpoint.tensors
     try:
         if not is_head(infos):
-            config = target_config(folder)
+            config = as_tied(target_config(folder), checkpoint)
             return "target", config.family, target_layout(config, infos)
         if target is None:
             raise CheckpointError(
@@ -138,13 +132,15 @@ def layout_of(
 
 
 def open_source(folder: Path, label: str | None = None, target: Path | None = None) -> Source:
-    """A folder of the Hugging Face layout, understood but not read.
+    """A folder of the Hugging Face layout, understood; of contents only an lm_head is read that config.json
+    ties to the embedding.
 
     Raises:
-      CheckpointError: as `read_tensors` and `layout_of`.
+      CheckpointError: no checkpoint, a broken file, an index that does not fit the files, or as `layout_of`.
     """
-    tensors = read_tensors(folder)
-    kind, model, layout = layout_of(folder, tensors.infos, target)
+    checkpoint = Checkpoint(folder)
+    tensors = tensors_of(checkpoint)
+    kind, model, layout = layout_of(checkpoint, folder, target)
     label = label or folder.absolute().name
     return Source(tensors, kind, model, layout, label, target if kind == "head" else None)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from convert.source import is_head, read_tensors
+from convert.source import is_head, tensors_of
 from peagle_jax.checkpoint.converted import DTYPE_NAMES, Converted, is_converted
 from peagle_jax.checkpoint.layout import FP8, PACKED
-from peagle_jax.checkpoint.safetensors import TensorInfo
+from peagle_jax.checkpoint.safetensors import Checkpoint, TensorInfo
 from peagle_jax.checkpoint.tables import head_names
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -64,7 +64,7 @@ def inspect(folder: Path, *, every: bool = False) -> Summary:
         for parameter in converted.parameters.values():
             sizes[f"weights/{parameter.group}"] += parameter.nbytes
     else:
-        tensors = read_tensors(folder)
+        tensors = tensors_of(Checkpoint(folder))
         infos, form = tensors.infos, "safetensors"
         sizes = {file.name: file.size for file in tensors.files}
     raw = _config(folder)

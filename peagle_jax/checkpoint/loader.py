@@ -19,6 +19,7 @@ from peagle_jax.checkpoint.head_json import drafter_config, head_json
 from peagle_jax.checkpoint.layout import FP8, PACKED, Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
 from peagle_jax.checkpoint.tables import (
+    as_tied,
     head_layout,
     head_names,
     head_tensors,
@@ -120,6 +121,7 @@ def load_target(
     config = target_config(folder)
     checkpoint = open_checkpoint(folder)
     with _naming(folder):
+        config = as_tied(config, checkpoint)
         layout = target_layout(config, checkpoint.tensors)
         layout.check(config.family)
         if quantization and layout.quantized:

@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from peagle_jax.config import ConfigError
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024
+_COMPARED_BYTES = 1 << 20
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
@@ -139,10 +141,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-class Headers:
+class Headers(ABC):
     """Tensors by name, as headers state them; reading them is a subclass's business."""
 
     tensors: dict[str, TensorInfo]
+
+    @abstractmethod
+    def same_bytes(self, first: str, second: str) -> bool:
+        """Whether two tensors have one dtype, one shape, and the same bytes."""
 
     def names(self) -> list[str]:
         return list(self.tensors)
@@ -152,6 +158,10 @@ class Headers:
 
     def info(self, name: str) -> TensorInfo:
         return self.tensors[name]
+
+    def _alike(self, first: str, second: str) -> bool:
+        one, other = self.info(first), self.info(second)
+        return (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 class Checkpoint(Headers):
@@ -244,6 +254,21 @@ class Checkpoint(Headers):
         count = (info.end - info.begin) // info.dtype.itemsize
         flat = np.frombuffer(self._maps[path], info.dtype, count, info.begin)
         return flat.reshape(info.shape)
+
+    def same_bytes(self, first: str, second: str) -> bool:
+        if not self._alike(first, second):
+            return False
+        # By explicit reads: mapped pages of two embeddings would count as resident memory.
+        with self.file_of[first].open("rb") as one, self.file_of[second].open("rb") as other:
+            one.seek(self.info(first).begin)
+            other.seek(self.info(second).begin)
+            left = self.info(first).end - self.info(first).begin
+            while left:
+                block = one.read(min(_COMPARED_BYTES, left))
+                if not block or block != other.read(len(block)):
+                    return False
+                left -= len(block)
+        return True
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:

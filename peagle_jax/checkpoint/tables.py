@@ -6,16 +6,25 @@
 Rows of `gate_up` are gate then up, rows of `qkv` q then k then v.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from peagle_jax.checkpoint.layout import Layout, Path, Rule, Table
-from peagle_jax.checkpoint.safetensors import TensorInfo
+from peagle_jax.checkpoint.safetensors import Headers, TensorInfo
 from peagle_jax.checkpoint.transforms import Deinterleave, Merge, Transpose
 from peagle_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 
-__all__ = ["Layout", "Rule", "head_layout", "head_tensors", "target_layout", "target_tensors"]
+__all__ = [
+    "Layout",
+    "Rule",
+    "as_tied",
+    "head_layout",
+    "head_tensors",
+    "target_layout",
+    "target_tensors",
+]
 
 _OTHER_TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 
@@ -125,21 +134,41 @@ def _target(table: Table, config: TargetConfig, base: str) -> None:
         table.plain(("lm_head", "weight"), ["lm_head.weight"], (V, D))
 
 
-def target_layout(config: TargetConfig, tensors: Mapping[str, TensorInfo]) -> Layout:
-    """Where a target's parameters are among `tensors`.
-
-    Raises:
-      CheckpointError: a tensor has another shape or dtype than the config and its neighbours say.
-    """
+def _base(config: TargetConfig, tensors: Collection[str]) -> str:
+    """What the names of a target's tensors begin with."""
     wrapped = config.family == "gemma4" and any(
         n.startswith("model.language_model.") for n in tensors
     )
+    return "model.language_model" if wrapped else "model"
+
+
+def as_tied(config: TargetConfig, checkpoint: Headers) -> TargetConfig:
+    """`config`, whose `tie_embeddings` is False if the file holds an lm_head that differs from the embedding.
+
+    transformers does the same: it ties two weights that are both in a file only where they are equal.
+    Reads both tensors if config.json ties them; their bytes are compared, so one of another dtype differs.
+    """
+    names = f"{_base(config, checkpoint.tensors)}.embed_tokens.weight", "lm_head.weight"
+    there = config.tie_embeddings and all(name in checkpoint for name in names)
+    if there and not checkpoint.same_bytes(*names):
+        return replace(config, tie_embeddings=False)
+    return config
+
+
+def target_layout(config: TargetConfig, tensors: Mapping[str, TensorInfo]) -> Layout:
+    """Where a target's parameters are among `tensors`.
+
+    Args:
+      config: from `as_tied`: an lm_head that the config ties is dropped.
+    Raises:
+      CheckpointError: a tensor has another shape or dtype than the config and its neighbours say.
+    """
     table = Table(tensors)
-    _target(table, config, "model.language_model" if wrapped else "model")
+    _target(table, config, _base(config, tensors))
 
     def drop(name: str) -> str | None:
         if config.tie_embeddings and name == "lm_head.weight":
-            return "the config ties it to the embedding"
+            return "it is the embedding, to which the config ties it"
         tower = name.removeprefix("model.").split(".")[0]
         if config.family == "gemma4" and tower in _OTHER_TOWERS:
             return "only the text model is used"
