@@ -1,6 +1,6 @@
 """All routes as one ASGI application, behind a guard."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import grpc
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,20 +15,29 @@ from serving.errors import ServiceError
 from serving.frontend import Frontend, State
 from serving.http.chat import Chat
 from serving.http.completions import Completions
+from serving.http.connection import RESERVED
 from serving.http.errors import answer, content_of, error_answer
 from serving.http.generation import Generation
+from serving.http.hosts import is_allowed, name_of
 from serving.rpc.guard import is_authorized
 from serving.rpc.version import NAME, VERSION
 
 _OPEN = ("/health", "/ready")  # probes have no tokens
 
 
-def make_app(frontend: Frontend, *, tokens: Sequence[bytes], max_bytes: int) -> ASGIApp:
+def make_app(
+    frontend: Frontend,
+    *,
+    tokens: Sequence[bytes],
+    max_bytes: int,
+    allowed_hosts: Collection[str] | None = None,
+) -> ASGIApp:
     """The application.
 
     Args:
       tokens: bearer tokens, looked at anew for every request; empty lets everybody in.
       max_bytes: of a request's body.
+      allowed_hosts: names that the Host header may have beside those of this machine; None allows all.
     """
     pages = _Pages(frontend)
     routes = [
@@ -44,26 +53,50 @@ def make_app(frontend: Frontend, *, tokens: Sequence[bytes], max_bytes: int) -> 
         ),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_page})
-    return _Guard(app, tokens, frontend)
+    return _Guard(app, tokens, allowed_hosts, frontend)
 
 
 class _Guard:
-    """Lets in who has a token."""
+    """Refuses requests without a token, for a foreign host, and on a connection beyond the limit."""
 
-    def __init__(self, app: ASGIApp, tokens: Sequence[bytes], frontend: Frontend):
-        self._app, self._tokens, self._frontend = app, tokens, frontend
+    def __init__(
+        self,
+        app: ASGIApp,
+        tokens: Sequence[bytes],
+        allowed_hosts: Collection[str] | None,
+        frontend: Frontend,
+    ):
+        self._app, self._frontend = app, frontend
+        self._tokens, self._allowed_hosts = tokens, allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = not self._tokens or scope["path"] in _OPEN
-        given = dict(scope["headers"]).get(b"authorization")
-        if is_open or is_authorized(given, self._tokens):
+        error = None if scope["path"] in _OPEN else self._refusal(scope)
+        if error is None:
             await self._app(scope, receive, send)
             return
-        error = ServiceError(
-            grpc.StatusCode.UNAUTHENTICATED, "send a known token: Authorization: Bearer TOKEN"
-        )
         self._frontend.refused("http", scope["path"], error)
         await error_answer(error)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ServiceError | None:
+        headers = dict(scope["headers"])
+        if scope.get("state", {}).get(RESERVED):
+            return ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "too many connections are open; try again, or use another server",
+                retry_after=1.0,
+            )
+        host = headers.get(b"host")
+        if None not in (host, self._allowed_hosts) and not is_allowed(host, self._allowed_hosts):
+            return ServiceError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"Host: {name_of(host)!r} is no name of this server; its operator may allow it with "
+                "--allowed-hosts",
+            )
+        if self._tokens and not is_authorized(headers.get(b"authorization"), self._tokens):
+            return ServiceError(
+                grpc.StatusCode.UNAUTHENTICATED, "send a known token: Authorization: Bearer TOKEN"
+            )
+        return None
 
 
 class _Pages:

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn within the running event loop."""
+"""The HTTP server: uvicorn within the running event loop, behind a listener with limits."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,9 @@ import uvicorn
 
 from serving.frontend import Frontend
 from serving.http.app import make_app
+from serving.http.connection import Connection, Patience
+from serving.http.gate import Gate, Visit
+from serving.http.listener import Listener
 from serving.rpc.security import Certificates
 
 _KEEP_ALIVE = 75  # seconds that an idle connection is kept: longer than proxies keep theirs
@@ -16,11 +19,34 @@ _BACKLOG = 2048
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are the application's, not uvicorn's."""
+    """Accepts connections through `Listener`. Signals are the application's, not uvicorn's."""
+
+    def __init__(self, config: uvicorn.Config, gate: Gate, patience: Patience):
+        super().__init__(config)
+        self._gate, self._patience = gate, patience
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """In place of uvicorn's, which would let asyncio accept."""
+        self.servers = [
+            Listener(
+                one,
+                self._make_protocol,
+                context=self.config.ssl,
+                gate=self._gate,
+                handshake_seconds=self._patience.head,
+            )
+            for one in sockets or ()
+        ]
+        self.started = True
+
+    def _make_protocol(self, visit: Visit) -> Connection:
+        return Connection(
+            self.config, self.server_state, gate=self._gate, visit=visit, patience=self._patience
+        )
 
 
 class HttpServer:
@@ -31,6 +57,9 @@ class HttpServer:
       tokens: bearer tokens that let clients in; empty lets everybody in. Health is open to all.
       certificates: None serves without TLS.
       max_message_bytes: of a request's body.
+      allowed_hosts: names that a request's Host may have; None allows all.
+      gate: limits of connections.
+      patience: limits of what a client may keep a connection waiting for.
     """
 
     def __init__(
@@ -40,23 +69,28 @@ class HttpServer:
         tokens: Sequence[bytes] = (),
         certificates: Certificates | None = None,
         max_message_bytes: int = 16 << 20,
+        allowed_hosts: Sequence[str] | None = None,
+        gate: Gate | None = None,
+        patience: Patience | None = None,
     ):
         self._config = uvicorn.Config(
-            make_app(frontend, tokens=tokens, max_bytes=max_message_bytes),
-            http="h11",
+            make_app(
+                frontend, tokens=tokens, max_bytes=max_message_bytes, allowed_hosts=allowed_hosts
+            ),
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE,
         )
         self._config.load()
         if certificates is not None:
             self._config.ssl = certificates.context()
-        self._server = _Uvicorn(self._config)
+        gate = gate or Gate(most=2048, most_per_address=1024)
+        self._server = _Uvicorn(self._config, gate, patience or Patience())
         self._task: asyncio.Task | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -88,6 +122,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = found[0]
         # gRPC takes IPv4 too when it is told to listen on "::".
         both = host == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        made = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    made.setblocking(False)
+    return made

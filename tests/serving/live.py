@@ -64,6 +64,20 @@ class LiveServer:
         """Runs a coroutine in the server's loop and returns what it does."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
+    @contextlib.contextmanager
+    def another_http(self, **options) -> Iterator[str]:
+        """The address of a further HTTP server over the same frontend; options as `HttpServer` takes them."""
+
+        async def start() -> tuple[HttpServer, int]:
+            server = HttpServer(self.frontend, **options)
+            return server, await server.start("127.0.0.1", 0)
+
+        server, port = self.run(start())
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            self.run(server.stop(0.5))
+
     def call(self, function, *args) -> Any:
         """Calls a function in the server's loop."""
 

@@ -1,0 +1,112 @@
+"""Accepts HTTP connections within limits, and survives running out of file descriptors."""
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from functools import partial
+
+from serving.http.gate import Gate, Visit
+
+_log = logging.getLogger(__name__)
+_AT_ONCE = 128  # connections accepted in one turn of the event loop
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE = 0.1  # seconds without accepting after the system had no descriptor for a connection
+
+
+class Listener:
+    """Accepts connections until it is closed. asyncio's own server logs every failed accept, up to
+    `backlog` of them in one turn, and has no limit on connections.
+
+    Args:
+      listener: a listening socket that does not block.
+      make_protocol: makes the protocol of a connection.
+      context: None serves without TLS.
+      gate: who may come in.
+      handshake_seconds: limit of the TLS handshake.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[Visit], asyncio.Protocol],
+        *,
+        context: ssl.SSLContext | None,
+        gate: Gate,
+        handshake_seconds: float,
+    ):
+        self._socket, self._make_protocol, self._context = listener, make_protocol, context
+        self._gate, self._handshake_seconds = gate, handshake_seconds
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task] = set()
+        self._is_closed = False
+        self._listen()
+
+    def close(self) -> None:
+        """Accepts nothing more, and drops connections whose handshake has not ended."""
+        self._is_closed = True
+        self._loop.remove_reader(self._socket)
+        for task in self._opening:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Returns when no handshake is left."""
+        await asyncio.gather(*self._opening, return_exceptions=True)
+
+    def _listen(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                connection, address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_RESOURCES:
+                    raise
+                # The socket stays readable: without a pause the event loop would do nothing else.
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(_PAUSE, self._listen)
+                closed = "closed the oldest idle one" if self._gate.close_idle() else "none is idle"
+                _log.warning("cannot accept a connection (%s); %s", error.strerror, closed)
+                return
+            connection.setblocking(False)
+            self._admit(connection, str(address[0]))
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        visit = self._gate.enter(address, connection.close)
+        if visit is None:
+            connection.close()
+            _log.warning("refused a connection: %d are open", self._gate.num_open)
+            return
+        if visit.is_reserved:
+            _log.warning(
+                "%d connections are open: answering health checks only", self._gate.num_open
+            )
+        with_tls = self._context is not None
+        opening = self._loop.connect_accepted_socket(
+            lambda: self._make_protocol(visit),
+            connection,
+            ssl=self._context,
+            ssl_handshake_timeout=self._handshake_seconds if with_tls else None,
+            ssl_shutdown_timeout=self._handshake_seconds if with_tls else None,
+        )
+        # Ends with the handshake; from then on the protocol has the connection.
+        task = self._loop.create_task(opening)
+        visit.close = task.cancel
+        self._opening.add(task)
+        task.add_done_callback(partial(self._opened, connection, visit))
+
+    def _opened(self, connection: socket.socket, visit: Visit, task: asyncio.Task) -> None:
+        self._opening.discard(task)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            return
+        self._gate.leave(visit)
+        connection.close()
+        if not isinstance(error, OSError | asyncio.CancelledError):
+            _log.error("a connection could not be opened", exc_info=error)

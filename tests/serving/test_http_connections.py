@@ -1,0 +1,363 @@
+"""Connections that keep the HTTP server waiting, too many of them, and heads that proxies read otherwise."""
+
+import asyncio
+import contextlib
+import errno
+import random
+import socket
+import ssl
+import time
+
+import httpx
+import pytest
+
+from serving.http.connection import Patience
+from serving.http.gate import Gate
+from serving.http.head import fault
+from serving.http.listener import Listener
+from serving.rpc.security import Certificates
+from tests.serving.certificates import authority, signed
+from tests.serving.test_http_errors import refusal
+
+HOST = b"Host: x\r\n"
+GET = b"GET /health HTTP/1.1\r\n" + HOST
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
+SHORT = Patience(head=0.3, write=0.3)
+
+
+def connect(address: str, source: str = "127.0.0.1") -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30, source_address=(source, 0))
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes, or resets."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while more := connection.recv(65536):
+            data += more
+    return data
+
+
+def wait_for(is_so) -> None:
+    until = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def gate():
+    return Gate(most=4, most_per_address=4, reserve=2)
+
+
+@pytest.fixture(scope="module")
+def common(live):
+    """An address for tests that leave nothing behind."""
+    with live.another_http(allowed_hosts=["Named.example"]) as address:
+        yield address
+
+
+@pytest.fixture
+def patient(server, gate):
+    """A server with small limits and the usual patience."""
+    with server.another_http(gate=gate) as address:
+        yield address
+
+
+@pytest.fixture
+def impatient(server, gate):
+    with server.another_http(gate=gate, patience=SHORT) as address:
+        yield address
+
+
+SMUGGLED = {
+    "both framings": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "both, the other way": POST
+    + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+    "a list of lengths": POST + b"Content-Length: 5, 6\r\n\r\nhello",
+    "a signed length": POST + b"Content-Length: +5\r\n\r\nhello",
+    "a hexadecimal length": POST + b"Content-Length: 0x5\r\n\r\nhello",
+    "a space before the colon": POST + b"Content-Length : 5\r\n\r\nhello",
+    "two codings": POST
+    + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+    "a list of codings": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "an unknown coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "a coding of HTTP/1.0": POST.replace(b"1.1", b"1.0")
+    + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a folded header": GET + b"X: a\r\n Transfer-Encoding: chunked\r\n\r\n",
+    "a folded coding": POST + b"Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
+    "a bare line feed": GET + b"X: a\nContent-Length: 5\r\n\r\n",
+    "bare line feeds only": GET.replace(b"\r", b"") + b"\n",
+    "a bare line feed at the end": GET + b"\n",
+    "a bare carriage return": GET + b"X: a\rContent-Length: 5\r\n\r\n",
+    "a zero byte": GET + b"X: a\x00b\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two hosts": GET + HOST + b"\r\n",
+    "an empty line first": b"\r\n" + GET + b"\r\n",
+    "a bare line feed in a chunk's head": POST
+    + b"Transfer-Encoding: chunked\r\n\r\n5\nhello\r\n0\r\n\r\n",
+    "a chunk longer than it says": POST
+    + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhello\r\n0\r\n\r\n",
+    "a negative chunk": POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\nhello\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", SMUGGLED)
+def test_a_head_that_can_be_read_in_two_ways_is_refused_and_ends_the_connection(common, kind):
+    with connect(common) as connection:
+        connection.sendall(SMUGGLED[kind] + GET + b"\r\n")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert answer.count(b"HTTP/1.1") == 1  # what follows is never taken for a request
+    assert b"connection: close" in answer.lower()
+
+
+def test_a_bad_head_is_found_behind_a_good_request_too(common):
+    with connect(common) as connection:
+        connection.sendall(GET + b"\r\n" + SMUGGLED["a folded header"] + GET + b"\r\n")
+        answer = read_all(connection)
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
+
+
+def test_ordinary_heads_have_no_fault_wherever_they_are_cut():
+    head = POST + b"Content-Length: 5\r\nContent-Length: 5\r\nX:\r\n\r\n"
+    chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    for whole in (GET + b"\r\n", head + b"a\rb\n c", chunked + b"1\r\n\n\r\n0\r\n\r\n"):
+        assert [fault(whole[:end]) for end in range(len(whole) + 1)] == [None] * (len(whole) + 1)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", GET + b"X: y", b"\x00"])
+def test_a_head_that_does_not_come_ends_the_connection(impatient, gate, sent):
+    with connect(impatient) as connection:
+        connection.sendall(sent)
+        answer = read_all(connection)
+    assert answer[:13] in ((b"HTTP/1.1 408 ", b"HTTP/1.1 400 ") if sent else (b"",))
+    wait_for(lambda: gate.num_open == 0)
+
+
+@pytest.mark.parametrize("first", [b"", GET + b"\r\n"])
+def test_bytes_that_drip_do_not_extend_the_time_for_a_head(impatient, gate, first):
+    with connect(impatient) as connection:
+        connection.sendall(first)
+        until = time.monotonic() + 30
+        with contextlib.suppress(ConnectionError):
+            for byte in b"GET /health HTTP/1.1\r\nX: " + b"y" * 2000:
+                assert time.monotonic() < until
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)
+        answer = read_all(connection)
+    assert b"200 OK" not in answer.partition(b"408")[2]
+    assert answer.count(b"HTTP/1.1 200") == bool(first)
+    wait_for(lambda: gate.num_open == 0)
+
+
+def test_a_body_that_the_answer_did_not_wait_for_is_not_waited_for_long(impatient, gate):
+    with connect(impatient) as connection:
+        connection.sendall(b"POST /nothing HTTP/1.1\r\n" + HOST + b"Content-Length: 99\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 404 ")
+    wait_for(lambda: gate.num_open == 0)
+
+
+def test_a_body_that_comes_after_the_answer_ends_the_connection(patient):
+    with connect(patient) as connection:
+        connection.sendall(b"POST /nothing HTTP/1.1\r\n" + HOST + b"Content-Length: 9\r\n\r\n")
+        assert connection.recv(13) == b"HTTP/1.1 404 "
+        connection.sendall(b"123456789" + GET + b"\r\n")
+        assert b"HTTP/1.1" not in read_all(connection)
+
+
+def test_an_answer_that_is_not_read_ends_the_connection(impatient, gate):
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, _, port = impatient.rpartition(":")
+        connection.settimeout(30)
+        connection.connect((host, int(port)))
+        one = b"GET /metrics HTTP/1.1\r\n" + HOST + b"\r\n"
+        with contextlib.suppress(ConnectionError):
+            for _ in range(2000):
+                connection.sendall(one)
+        wait_for(lambda: gate.num_open == 0)
+
+
+def test_a_handshake_that_does_not_come_ends_the_connection(server, gate, tmp_path):
+    pair = signed(tmp_path, "server", authority(tmp_path, "ca"))
+    certificates = Certificates(pair.cert, pair.key)
+    with (
+        server.another_http(gate=gate, patience=SHORT, certificates=certificates) as address,
+        connect(address) as connection,
+    ):
+        assert read_all(connection) == b""
+        wait_for(lambda: gate.num_open == 0)
+        context = ssl._create_unverified_context()
+        assert httpx.get(f"https://{address}/health", verify=context).status_code == 200
+        wait_for(lambda: gate.num_open == 0)
+
+
+def status(address: str, path: str = "/health", source: str = "127.0.0.1") -> httpx.Response:
+    transport = httpx.HTTPTransport(local_address=source)
+    with httpx.Client(transport=transport, timeout=30) as client:
+        return client.get(f"http://{address}{path}")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", GET + b"\r\n"])
+def test_a_new_connection_takes_the_place_of_the_oldest_idle_one(patient, gate, sent):
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(patient)) for _ in range(4)]
+        for one in idle:
+            one.sendall(sent)
+            if sent.endswith(b"\r\n\r\n"):
+                assert one.recv(15) == b"HTTP/1.1 200 OK"
+        wait_for(lambda: gate.num_open == 4)
+        for oldest in idle:
+            newest = stack.enter_context(connect(patient))
+            newest.sendall(GET + b"\r\n")
+            assert newest.recv(15) == b"HTTP/1.1 200 OK"
+            read_all(oldest)
+            assert gate.num_open == 4
+
+
+def test_health_is_answered_while_all_connections_are_busy(server, patient, gate):
+    body = b'{"prompt": "a", "max_tokens": 2, "ignore_eos": true}'
+    with server.held(), contextlib.ExitStack() as stack:
+        for _ in range(4):
+            one = stack.enter_context(connect(patient))
+            one.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        wait_for(lambda: server.call(lambda: server.frontend.num_open) == 4)
+        # Silent strangers hold no reserved place either.
+        for _ in range(3):
+            stack.enter_context(connect(patient))
+        for _ in range(5):
+            health = status(patient)
+            assert health.status_code == 200
+            assert health.headers["connection"] == "close"
+        refused = status(patient, "/v1/models")
+        assert "too many connections" in refusal(refused, 503)["message"]
+        assert refused.headers["retry-after"] == "1"
+        assert gate.num_open <= 4 + 2
+
+
+def test_one_address_does_not_take_the_places_of_others(server):
+    gate = Gate(most=4, most_per_address=2, reserve=1)
+    with server.another_http(gate=gate) as address, contextlib.ExitStack() as stack:
+        mine = stack.enter_context(connect(address, "127.0.0.2"))
+        wait_for(lambda: gate.num_open == 1)
+        for _ in range(8):
+            stack.enter_context(connect(address, "127.0.0.3"))
+        wait_for(lambda: gate.num_open == 3)
+        mine.sendall(GET + b"\r\n")
+        assert mine.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_addresses_of_one_network_count_as_one():
+    gate = Gate(most=9, most_per_address=1, reserve=0)
+    closed = []
+    for address in ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:10.0.0.1", "10.0.0.1"):
+        gate.enter(address, lambda address=address: closed.append(address))
+    assert closed == ["2001:db8::1", "::ffff:10.0.0.1"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gate_counts_right_whatever_comes_and_goes(num_cases, seed):
+
+    rng = random.Random(seed)
+    gate = Gate(most=5, most_per_address=3, reserve=2)
+    visits = []
+    for _ in range(num_cases("arrivals and departures", 2000)):
+        kind = rng.randrange(4)
+        if kind == 0 or not visits:
+            visit = gate.enter(rng.choice("abc"), lambda: None)
+            visits += [visit] if visit is not None else []
+        elif kind == 1:
+            gate.leave(rng.choice(visits))
+        else:
+            gate.set_idle(rng.choice(visits), kind == 2)
+        visits = [one for one in visits if one.is_open or rng.random() < 0.5]
+        held = [one for one in visits if one.is_open]
+        ordinary = [one.address for one in held if not one.is_reserved]
+        assert len(held) == gate.num_open <= 7
+        assert len(ordinary) <= 5
+        assert all(ordinary.count(address) <= 3 for address in "abc")
+    for visit in visits:
+        gate.leave(visit)
+    assert gate.num_open == 0
+
+
+class Starved:
+    """A listening socket of a process that has no descriptor left until `is_starved` is False."""
+
+    def __init__(self, listener: socket.socket):
+        self._listener = listener
+        self.fileno = listener.fileno
+        self.is_starved = True
+        self.num_failed = 0
+
+    def accept(self):
+        if self.is_starved:
+            self.num_failed += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+
+def test_without_descriptors_the_server_pauses_and_closes_idle_connections(caplog):
+    closed = []
+
+    async def run():
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        starved = Starved(listener)
+        gate = Gate(most=9, most_per_address=9)
+        gate.enter("10.0.0.1", lambda: closed.append("idle"))
+        came = asyncio.Event()
+
+        class Protocol(asyncio.Protocol):
+            def connection_made(self, transport):
+                came.set()
+                transport.close()
+
+        server = Listener(
+            starved, lambda visit: Protocol(), context=None, gate=gate, handshake_seconds=9
+        )
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        turns = 0
+        while starved.num_failed < 2:
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert turns > 10  # the event loop did other work meanwhile
+        starved.is_starved = False
+        await asyncio.wait_for(came.wait(), 30)
+        writer.close()
+        server.close()
+        await server.wait_closed()
+        listener.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert closed == ["idle"]
+    lines = [record.getMessage() for record in caplog.records if "accept" in record.getMessage()]
+    assert lines[0].endswith("Too many open files); closed the oldest idle one")
+    assert len(lines) < 5
+
+
+HOSTS = {
+    "localhost": 200, "LOCALHOST:8000": 200, "127.0.0.1": 200, "127.0.0.1:80": 200, "127.0.0.2": 200,
+    "[::1]": 200, "[::1]:8000": 200, "localhost.": 200, "evil.example": 403, "evil.example:8000": 403,
+    "localhost.evil.example": 403, "127.0.0.1.evil.example": 403, "10.0.0.1": 403, "[::2]": 403,
+    "": 403, "named.example:1": 200, "a@localhost": 403,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_foreign_host_is_refused(common, host):
+    asked = httpx.get(f"http://{common}/v1/models", headers={"host": host})
+    assert asked.status_code == HOSTS[host]
+    if asked.status_code == 403:
+        assert "--allowed-hosts" in refusal(asked, 403)["message"]
+    assert httpx.get(f"http://{common}/health", headers={"host": host}).status_code == 200
+
+
+def test_any_host_is_served_where_the_operator_says_so(server):
+    for allowed in (None, ["*"]):
+        with server.another_http(allowed_hosts=allowed) as address:
+            asked = httpx.get(f"http://{address}/v1/models", headers={"host": "evil.example"})
+            assert asked.status_code == 200
