@@ -176,12 +176,18 @@ def _inspect(args) -> int:
     sizes = ", ".join(f"{name} {_gigabytes(size)}" for name, size in summary.dtypes.items())
     print(f"{summary.name}: {summary.kind}, {summary.model}, {summary.form}")
     print(f"quantisation: {summary.quantization}")
+    _print_unread(summary.unread_keys)
     print(f"{summary.num_tensors} tensors, {_gigabytes(summary.nbytes)} ({sizes})")
     print(*(f"{name}: {_gigabytes(size)}" for name, size in summary.files.items()), sep="\n")
     for line in summary.lines:
         times = f" x {line.count}" if line.count > 1 else ""
         print(f"  {line.name}{times}  {line.dtype} {_shape(line.shape)}  {_gigabytes(line.nbytes)}")
     return 0
+
+
+def _print_unread(keys: Sequence[str]) -> None:
+    if keys:
+        print(f"keys of config.json that change nothing: {', '.join(keys)}")
 
 
 def _plan(args) -> int:
@@ -207,6 +213,7 @@ def _plan(args) -> int:
         "peak_memory_bytes": plan.peak_bytes,
         "leftovers": plan.leftovers,
         "missing": plan.missing,
+        "unread_keys": plan.source.unread_keys,
     }
     if args.json:
         print(json.dumps({"summary": summary}))
@@ -215,6 +222,7 @@ def _plan(args) -> int:
         print(f"{summary['kind']}, {summary['model']}: {summary['tensors']} tensors become")
         print(f"{summary['parameters']} parameters in {summary['groups']} Orbax checkpoints,")
         print(f"{_gigabytes(plan.nbytes)}; peak memory about {_gigabytes(plan.peak_bytes)}")
+        _print_unread(summary["unread_keys"])
     return _report_gaps(plan)
 
 

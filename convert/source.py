@@ -9,11 +9,12 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
+from peagle_jax.checkpoint.fields import read_config
 from peagle_jax.checkpoint.head_json import drafter_config
 from peagle_jax.checkpoint.layout import PACKED, Layout
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, Headers, TensorInfo
 from peagle_jax.checkpoint.tables import as_tied, head_layout, head_names, target_layout
-from peagle_jax.checkpoint.target_json import target_config
+from peagle_jax.checkpoint.target_json import target_config, unread_keys
 
 TARGET_FILES = ("config.json", "generation_config.json")
 _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -62,6 +63,11 @@ class Source:
     layout: Layout
     label: str
     target_folder: Path | None
+
+    @property
+    def unread_keys(self) -> list[str]:
+        """Keys of config.json that change nothing."""
+        return unread_keys(read_config(self.tensors.folder)) if self.kind == "target" else []
 
     @property
     def num_parameters(self) -> int:

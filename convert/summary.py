@@ -1,6 +1,5 @@
 """What a folder holds, from its headers alone; for folders that no table knows as well."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -9,9 +8,11 @@ from pathlib import Path
 
 from convert.source import is_head, tensors_of
 from peagle_jax.checkpoint.converted import DTYPE_NAMES, Converted, is_converted
+from peagle_jax.checkpoint.fields import read_json
 from peagle_jax.checkpoint.layout import FP8, PACKED
 from peagle_jax.checkpoint.safetensors import Checkpoint, TensorInfo
 from peagle_jax.checkpoint.tables import head_names
+from peagle_jax.checkpoint.target_json import unread_keys
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -29,7 +30,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Summary:
-    """`kind` is "target", "P-EAGLE head" or "EAGLE-3 head"; `model` what config.json calls it."""
+    """`kind` is "target", "P-EAGLE head" or "EAGLE-3 head"; `model` what config.json calls it.
+
+    `unread_keys` are those of config.json that change nothing, if it is of a supported family.
+    """
 
     name: str
     form: str
@@ -37,6 +41,7 @@ class Summary:
     kind: str
     model: str
     quantization: str
+    unread_keys: list[str]
     dtypes: dict[str, int]
     lines: list[Line]
 
@@ -78,6 +83,7 @@ def inspect(folder: Path, *, every: bool = False) -> Summary:
         kind=_kind(infos),
         model=_model(raw),
         quantization=_quantization(infos, raw),
+        unread_keys=[] if is_head(infos) else unread_keys(raw),
         dtypes=dict(dtypes),
         lines=_lines(infos, every),
     )
@@ -85,11 +91,8 @@ def inspect(folder: Path, *, every: bool = False) -> Summary:
 
 def _config(folder: Path) -> dict:
     """config.json, or an empty dict: headers can be looked at without it."""
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return raw if isinstance(raw, dict) else {}
+    path = folder / "config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def _model(raw: dict) -> str:

@@ -22,7 +22,7 @@ ORDER = [
     "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "drafter", "verify", "step",
     "checkpoint.safetensors", "checkpoint.transforms", "checkpoint.layout", "checkpoint.tables",
-    "checkpoint.fields", "checkpoint.rope_json", "checkpoint.target_json", "checkpoint.head_json",
+    "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json", "checkpoint.target_json", "checkpoint.head_json",
     "checkpoint.converted", "checkpoint.loader", "checkpoint",
     "text",
     "engine", "engine.pages", "engine.request", "engine.plan", "engine.stats", "engine.scheduler",

@@ -6,19 +6,32 @@ from pathlib import Path
 
 from peagle_jax.checkpoint.safetensors import CheckpointError
 
+_LARGEST, _SMALLEST = 3.4028235e38, 1.1754944e-38
+"""Of the normal numbers of float32, in which norms and rope are computed."""
+
 
 def read_json(path: Path) -> dict:
     """A JSON file as a dict.
 
     Raises:
-      CheckpointError: not a JSON object.
+      CheckpointError: cannot be read, is no JSON object, or states a key twice.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: not a JSON object")
+    return raw
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    raw = dict(pairs)
+    if len(raw) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} stands there twice")
     return raw
 
 
@@ -73,14 +86,24 @@ class Fields:
             raise self.error(f"{key} must be a whole number from {least} to {most}, not {value!r}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(
+        self, key: str, default: float | None = None, *, positive: bool = False, above: float = 0.0
+    ) -> float:
+        """A number that float32 can hold; greater than `above` if it must be `positive`."""
         value = self._kind(key, default, (int, float), "a number")
-        if not -1e300 < value < 1e300:  # neither infinite nor NaN
+        if not -_LARGEST <= value <= _LARGEST:  # infinite and NaN too
             raise self.error(f"{key} must be a finite number, not {value!r}")
+        if positive and not value > above:
+            raise self.error(f"{key} must be a number greater than {above:g}, not {value!r}")
+        if 0 < abs(value) < _SMALLEST:
+            raise self.error(f"{key} {value!r} is too small, float32 holds {_SMALLEST} and more")
         return float(value)
 
     def flag(self, key: str, default: bool | None = False) -> bool:
         return self._kind(key, default, (bool,), "true or false")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self._kind(key, default, (str,), "a text")
 
     def items(self, key: str, default: list | None = None) -> list:
         return self._kind(key, default, (list,), "a list")

@@ -13,16 +13,15 @@ follow layer 1. A caller who knows better passes `taps`.
 from collections.abc import Sequence
 from pathlib import Path
 
+from peagle_jax.checkpoint.config_keys import HEAD_KEYS, read_keys
 from peagle_jax.checkpoint.fields import Fields, read_config
 from peagle_jax.checkpoint.rope_json import SLIDING, rope_config, rope_json, windows, windows_json
 from peagle_jax.checkpoint.safetensors import CheckpointError
-from peagle_jax.checkpoint.target_json import decoder_fields, decoder_json
+from peagle_jax.checkpoint.target_json import decoder_fields, decoder_json, qwen3_windows
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _SPECFORGE_HEADS = ("PEagleDraftModel",)
-_THETA = 1e4
-"""SafeAILab's files state no rope at all and mean Llama's."""
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -50,9 +49,13 @@ def _has_qk_norm(head: Fields, layers: Fields, nested: bool) -> bool:
     return layers.get("model_type") == "qwen3"
 
 
-def _windows(layers: Fields, num_layers: int) -> tuple[int | None, ...] | None:
-    types = layers.items("layer_types", [])
-    return windows(layers, types, num_layers) if SLIDING in types else None
+def _windows(layers: Fields, keys: dict, qk_norm: bool) -> tuple[int | None, ...] | None:
+    if qk_norm:
+        return qwen3_windows(layers, keys)
+    types = keys["layer_types"] or []
+    if SLIDING not in types:
+        return None
+    return windows(layers, types, keys["num_hidden_layers"], keys["sliding_window"])
 
 
 def _trained_num_draft(head: Fields) -> int | None:
@@ -127,11 +130,11 @@ def drafter_config(
     head = Fields(read_config(folder), str(folder))
     nested = head.get("transformer_layer_config") is not None
     layers = head.inner("transformer_layer_config") if nested else head
-    layers.only("hidden_act", "silu")
     _check_promises(head, layers, tensors)
     taps = tuple(taps) if taps is not None else _tap_ids(head, nested)
-    common = decoder_fields(layers)
-    vocabulary, num_layers = common["vocab_size"], common["num_layers"]
+    qk_norm = _has_qk_norm(head, layers, nested)
+    keys = read_keys(layers, HEAD_KEYS["qwen3" if qk_norm else "llama"])
+    common = decoder_fields(layers, keys)
     masks = [head.count(key, least=0) for key in _MASK_KEYS if head.get(key) is not None]
     common["attention_bias"], output_bias = _biases(layers, tensors)
     # speculators' own default differs by algorithm (peagle-spec 2.3).
@@ -140,15 +143,15 @@ def drafter_config(
         config = DrafterConfig(
             method="peagle" if "mask_hidden" in tensors else "eagle3",
             **common,
-            rope=rope_config(layers, default_theta=_THETA),
-            draft_vocab_size=head.count("draft_vocab_size", vocabulary),
+            rope=rope_config(layers, max_position=keys["max_position_embeddings"]),
+            draft_vocab_size=head.count("draft_vocab_size", common["vocab_size"]),
             target_hidden_size=head.count(
                 "target_hidden_size", layers.count("target_hidden_size", target.hidden_size)
             ),
             num_taps=head.count("num_aux_hidden_states", len(taps or (0, 0, 0))),
             taps=taps,
             mask_token_id=masks[0] if masks else None,
-            qk_norm=_has_qk_norm(head, layers, nested),
+            qk_norm=qk_norm,
             output_bias=output_bias,
             norm_before_fc="input_norm.weight" in tensors,
             fc_norm="fc_norm.0.weight" in tensors,
@@ -156,7 +159,7 @@ def drafter_config(
             norm_output=head.flag("norm_output"),
             own_embedding="embed_tokens.weight" in tensors,
             own_lm_head="lm_head.weight" in tensors,
-            sliding_windows=_windows(layers, num_layers),
+            sliding_windows=_windows(layers, keys, qk_norm),
             logit_scale=head.number("logit_scale", 1.0),
             trained_num_draft=_trained_num_draft(head),
         )

@@ -4,6 +4,7 @@ Weights stay mapped in their file until their parameter is made; quantised ones 
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
+from peagle_jax.checkpoint.fields import read_config
 from peagle_jax.checkpoint.head_json import drafter_config, head_json
 from peagle_jax.checkpoint.layout import FP8, PACKED, Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
@@ -26,12 +28,13 @@ from peagle_jax.checkpoint.tables import (
     target_layout,
     target_tensors,
 )
-from peagle_jax.checkpoint.target_json import target_config, target_json
+from peagle_jax.checkpoint.target_json import target_config, target_json, unread_keys
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Decoder, build
 from peagle_jax.quant import quantize_fp8
 
+_log = logging.getLogger(__name__)
 Quantization = Literal["fp8"]
 _QUANTIZABLE = ("qkv", "out", "gate_up", "down")
 """Modules whose weight `quantization` applies to: all matrices but embed, router, lm_head and fc."""
@@ -102,6 +105,11 @@ def _naming(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
+def _name_unread_keys(folder: Path) -> None:
+    if keys := unread_keys(read_config(folder)):
+        _log.warning("%s: keys of config.json that change nothing: %s", folder, ", ".join(keys))
+
+
 def load_target(
     folder: str | Path, *, dtype: str, quantization: Quantization | None = None
 ) -> Decoder:
@@ -119,6 +127,7 @@ def load_target(
         raise CheckpointError(f"{quantization=} is not supported; 'fp8' is")
     folder = Path(folder)
     config = target_config(folder)
+    _name_unread_keys(folder)
     checkpoint = open_checkpoint(folder)
     with _naming(folder):
         config = as_tied(config, checkpoint)

@@ -13,76 +13,176 @@ from peagle_jax.config import Llama3Scaling, RopeConfig, YarnScaling
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def rope_config(fields: Fields, default_theta: float | None = None) -> RopeConfig:
-    """The rope that all layers share; theta must be stated unless there is a default.
+DEFAULT_ROPE = RopeConfig(theta=1e4)
+GPT_OSS_ROPE = RopeConfig(
+    theta=1.5e5,
+    scaling=YarnScaling(factor=32.0, original_max_position=4096, truncate=False),
+)
+"""What transformers takes where a file states no rope (`RotaryEmbeddingConfigMixin`, `GptOssConfig`)."""
 
+_OBJECTS = ("rope_scaling", "rope_parameters")
+_INNER_KEYS = {
+    "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor",
+    "mscale", "mscale_all_dim", "partial_rotary_factor",
+}  # fmt: skip
+
+
+def rope_config(
+    fields: Fields, *, max_position: int, default: RopeConfig = DEFAULT_ROPE
+) -> RopeConfig:
+    """The rope that all layers share.
+
+    Args:
+      max_position: `original_max_position_embeddings` where scaling needs it and does not state it.
+      default: of files that state none; its theta is the default of those that state scaling alone.
     Raises:
-      CheckpointError: unknown kind of scaling, or an incomplete one.
+      CheckpointError: unknown kind of scaling, an incomplete one, or two statements that contradict
+        each other.
     """
-    key = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    scaling = fields.inner(key, {})
-    if scaling.get("rope_theta") is None:
-        theta = fields.number("rope_theta", default_theta)
-        scaling = Fields(scaling.raw | {"rope_theta": theta}, fields.where)
+    outer = {"original_max_position_embeddings": max_position}
+    for key in ("original_max_position_embeddings", "partial_rotary_factor"):
+        if fields.get(key) is not None:
+            outer[key] = fields.get(key)
+    stated = {}
+    for key in _OBJECTS:
+        if fields.get(key):
+            scaling = fields.inner(key)
+            stated[key] = _rope(_merged(scaling, fields, outer | {"rope_theta": default.theta}))
+    if len(set(stated.values())) > 1:
+        raise fields.error(
+            "rope_scaling and rope_parameters contradict each other; leave one of them out"
+        )
+    if stated:
+        return next(iter(stated.values()))
+    theta = fields.number("rope_theta", default.theta, positive=True, above=1)
     fields.only("partial_rotary_factor", 1.0)
-    return _rope(scaling)
+    kept = default.scaling if fields.get("rope_parameters") is None else None  # {} means no scaling
+    return RopeConfig(theta=theta, scaling=kept)
+
+
+def _merged(scaling: Fields, fields: Fields, outer: dict) -> Fields:
+    """The object `scaling` with what config.json states beside it; both must not disagree."""
+    for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
+        inside, beside = scaling.get(key), fields.get(key)
+        if beside is not None:
+            if inside not in (None, beside):
+                raise fields.error(
+                    f"{key} is {beside!r} beside the rope's parameters and {inside!r} among them; "
+                    "leave one of them out"
+                )
+            outer = outer | {key: beside}
+    return Fields(outer | {k: v for k, v in scaling.raw.items() if v is not None}, fields.where)
 
 
 def rope_of_type(fields: Fields, layer_type: str) -> RopeConfig:
     """Gemma 4: the rope of `sliding_attention` or `full_attention` layers."""
+    fields.only("rope_scaling")
+    fields.only("partial_rotary_factor", 1.0)
+    if fields.get("rope_parameters") is None:
+        share = 0.25 if layer_type == FULL else 1.0
+        return RopeConfig(theta=1e6 if layer_type == FULL else 1e4, rotary_share=share)
     return _rope(fields.inner("rope_parameters").inner(layer_type))
 
 
+def stray_rope_keys(raw: dict) -> list[str]:
+    """Keys inside of config.json's rope objects that change nothing, as "object.key"."""
+    found = []
+    for name in _OBJECTS:
+        inner = raw.get(name) if isinstance(raw.get(name), dict) else {}
+        nested = {f"{name}.{key}": inner[key] for key in (SLIDING, FULL) if key in inner}
+        for at, one in (nested or {name: inner}).items():
+            if isinstance(one, dict):
+                found += [f"{at}.{key}" for key in one if key not in _INNER_KEYS]
+    return sorted(found)
+
+
 def _rope(scaling: Fields) -> RopeConfig:
-    theta = scaling.number("rope_theta")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    match kind:
-        case "default":
-            scaling.only("partial_rotary_factor", 1.0)
-            return RopeConfig(theta=theta)
-        case "llama3":
-            return RopeConfig(theta=theta, scaling=_llama3(scaling))
-        case "yarn":
-            scaling.only("partial_rotary_factor", 1.0)
-            return RopeConfig(theta=theta, scaling=_yarn(scaling))
-        case "proportional":
-            scaling.only("factor", 1.0)
-            share = scaling.number("partial_rotary_factor", 1.0)
-            return RopeConfig(theta=theta, rotary_share=share)
-    raise scaling.error(
-        f"rope_type {kind!r} is not supported; default, llama3, yarn and proportional are"
-    )
+    if SLIDING in scaling.raw or FULL in scaling.raw:
+        raise scaling.error("a rope of its own for each type of layer is not supported here")
+    theta = scaling.number("rope_theta", positive=True, above=1)
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if scaling.text("type", kind) != kind:
+        raise scaling.error(
+            f"rope_type is {kind!r} and type {scaling.get('type')!r}; leave one out"
+        )
+    if kind not in _SCALINGS:
+        raise scaling.error(f"rope_type {kind!r} is not supported; {', '.join(_SCALINGS)} are")
+    if kind != "proportional":
+        scaling.only("partial_rotary_factor", 1.0)
+    return _SCALINGS[kind](scaling, theta)
 
 
-def _llama3(scaling: Fields) -> Llama3Scaling:
-    return Llama3Scaling(
-        factor=scaling.number("factor"),
-        low_freq_factor=scaling.number("low_freq_factor"),
-        high_freq_factor=scaling.number("high_freq_factor"),
+def _unscaled(scaling: Fields, theta: float) -> RopeConfig:
+    return RopeConfig(theta=theta)
+
+
+def _llama3(scaling: Fields, theta: float) -> RopeConfig:
+    low = scaling.number("low_freq_factor", positive=True)
+    high = scaling.number("high_freq_factor", positive=True)
+    if high <= low:
+        raise scaling.error(f"high_freq_factor {high} must be greater than low_freq_factor {low}")
+    made = Llama3Scaling(
+        factor=_factor(scaling),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position=scaling.count("original_max_position_embeddings"),
     )
+    return RopeConfig(theta=theta, scaling=made)
 
 
-def _yarn(scaling: Fields) -> YarnScaling:
+def _factor(scaling: Fields) -> float:
     factor = scaling.number("factor")
     if factor < 1:
-        raise scaling.error(f"factor of yarn must be at least 1, not {factor}")
-    attention = scaling.get("attention_factor")
-    if attention is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        log = 0.1 * math.log(factor)
-        attention = (scaling.number("mscale") * log + 1) / (
-            scaling.number("mscale_all_dim") * log + 1
-        )
-    elif attention is not None:
-        attention = scaling.number("attention_factor")
-    return YarnScaling(
+        raise scaling.error(f"factor of rope scaling must be at least 1, not {factor}")
+    return factor
+
+
+def _yarn(scaling: Fields, theta: float) -> RopeConfig:
+    factor = _factor(scaling)
+    fast = scaling.number("beta_fast", 32.0, positive=True)
+    slow = scaling.number("beta_slow", 1.0, positive=True)
+    if fast < slow:
+        raise scaling.error(f"beta_fast {fast} must not be less than beta_slow {slow}")
+    made = YarnScaling(
         factor=factor,
-        beta_fast=scaling.number("beta_fast", 32.0),
-        beta_slow=scaling.number("beta_slow", 1.0),
+        beta_fast=fast,
+        beta_slow=slow,
         original_max_position=scaling.count("original_max_position_embeddings"),
         truncate=scaling.flag("truncate", True),
-        attention_factor=attention,
+        attention_factor=_attention_factor(scaling, factor),
     )
+    return RopeConfig(theta=theta, scaling=made)
+
+
+def _attention_factor(scaling: Fields, factor: float) -> float | None:
+    """Stated, or of `mscale` and `mscale_all_dim`; None is YaRN's own."""
+    if scaling.get("attention_factor") is not None:
+        return scaling.number("attention_factor", positive=True)
+    if not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
+        return None
+    log = 0.1 * math.log(factor)
+    above, below = (
+        scaling.number(key, positive=True) * log + 1 for key in ("mscale", "mscale_all_dim")
+    )
+    return above / below
+
+
+def _proportional(scaling: Fields, theta: float) -> RopeConfig:
+    scaling.only("factor", 1.0)
+    share = scaling.number("partial_rotary_factor", 1.0)
+    if not 0 <= share <= 1:
+        raise scaling.error(f"partial_rotary_factor must lie between 0 and 1, not {share}")
+    return RopeConfig(theta=theta, rotary_share=share)
+
+
+_SCALINGS = {
+    "default": _unscaled,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "proportional": _proportional,
+}
+"""By `rope_type`: reads the parameters of the kind."""
 
 
 def rope_json(rope: RopeConfig) -> dict:
@@ -125,8 +225,10 @@ def _scaling_json(rope: RopeConfig) -> dict:
     return {"rope_type": "default"}
 
 
-def windows(fields: Fields, types: list[str], num_layers: int) -> tuple[int | None, ...] | None:
-    """Window of each layer from its type; None if no layer slides.
+def windows(
+    fields: Fields, types: list, num_layers: int, width: int | None
+) -> tuple[int | None, ...] | None:
+    """Window of each layer from its type and the one width; None if no layer slides.
 
     Raises:
       CheckpointError: not one known type a layer, or no width.
@@ -137,7 +239,8 @@ def windows(fields: Fields, types: list[str], num_layers: int) -> tuple[int | No
         )
     if SLIDING not in types:
         return None
-    width = fields.count("sliding_window")
+    if width is None:
+        raise fields.error(f"layer_types names {SLIDING}, but config.json states no sliding_window")
     return tuple(width if one == SLIDING else None for one in types)
 
 

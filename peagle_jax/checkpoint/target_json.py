@@ -1,18 +1,23 @@
 """`config.json` and `generation_config.json` of a target <-> `TargetConfig`.
 
-Strict: what a model needs must be stated, and a feature that is not done here is refused by its name.
+Keys, their defaults and accepted values are in `config_keys`; here they become a `TargetConfig`. A feature
+that is not done here is refused by the name of its key.
 """
 
 from pathlib import Path
 
+from peagle_jax.checkpoint.config_keys import KEYS, check_unsupported, read_keys, stray_keys
 from peagle_jax.checkpoint.fields import Fields, read_config, read_json
 from peagle_jax.checkpoint.rope_json import (
+    DEFAULT_ROPE,
     FULL,
+    GPT_OSS_ROPE,
     SLIDING,
     rope_config,
     rope_json,
     rope_of_type,
     rope_parameters_json,
+    stray_rope_keys,
     windows,
     windows_json,
 )
@@ -22,62 +27,129 @@ from peagle_jax.config import (
     DrafterConfig,
     ExpertsConfig,
     GlobalAttention,
+    RopeConfig,
     TargetConfig,
 )
 
 _QUANTIZED = ("mxfp4", "fp8", "compressed-tensors", "modelopt")
-_SWIGLU_ALPHA = 1.702
-_MAX_LAYERS = 4096
+_WRAPPERS = {"gemma4": "gemma4_text"}
+"""Models of several towers, and the `model_type` of their `text_config`."""
+_DEFAULT_IDS = {"llama": (1, 2), "gemma4_text": (2, 1)}
+"""Begin and end of text where no file has the key (transformers' classes; None for the others)."""
 
 
 def target_config(folder: Path) -> TargetConfig:
     """TargetConfig of a Hugging Face folder.
 
     Raises:
-      CheckpointError: unknown family, a needed key is missing, or a feature is not supported.
+      CheckpointError: unknown family, a value that cannot be right, or a feature that is not supported.
     """
     folder = Path(folder)
     outer = Fields(read_config(folder), str(folder))
-    kind = outer.get("model_type")
-    if kind not in [*_READERS]:
-        raise outer.error(f"model_type {kind!r} is not supported; {', '.join(_READERS)} are")
-    fields = outer.inner("text_config") if kind == "gemma4" else outer
+    kind, fields = _text_fields(outer)
     _check_quantization(outer)
     generation = Fields({}, str(folder / "generation_config.json"))
     if Path(generation.where).is_file():
         generation = Fields(read_json(Path(generation.where)), generation.where)
+    keys = read_keys(fields, KEYS[kind])
     # Chat models list their end-of-turn token only there; a wrapper's text config knows least.
     sources = (generation, outer, fields)
-    eos = [ids for source in sources if (ids := source.ids("eos_token_id"))]
-    bos = [ids for source in sources if (ids := source.ids("bos_token_id"))]
-    tied = kind.startswith("gemma4")  # transformers' default
+    bos, eos = (
+        _ids(sources, key, keys["vocab_size"], default)
+        for key, default in zip(
+            ("bos_token_id", "eos_token_id"), _DEFAULT_IDS.get(kind, (None, None)), strict=True
+        )
+    )
     common = dict(
-        max_position=fields.count("max_position_embeddings"),
-        tie_embeddings=fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", tied)),
-        eos_ids=eos[0] if eos else (),
-        bos_id=bos[0][0] if bos else None,
+        max_position=keys["max_position_embeddings"],
+        tie_embeddings=_tied(outer, fields, keys),
+        eos_ids=eos,
+        bos_id=bos[0] if bos else None,
     )
     try:
-        return TargetConfig(**common, **_READERS[kind](fields))
+        return TargetConfig(**common, **_READERS[kind](fields, keys))
     except CheckpointError:
         raise
     except ConfigError as error:
         raise outer.error(str(error)) from error
 
 
-def decoder_fields(fields: Fields, *, intermediate: str = "intermediate_size") -> dict:
-    """Fields that targets with one kind of attention and draft decoders share."""
-    heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
+def unread_keys(raw: dict) -> list[str]:
+    """Keys of a target's config.json that change nothing and that no table has, sorted.
+
+    Empty for files of other families, and for heads.
+    """
+    kind, text = raw.get("model_type"), raw.get("text_config")
+    if kind in [*_WRAPPERS] and isinstance(text, dict):
+        return sorted({*unread_keys(text), *stray_keys(raw, ("tie_word_embeddings",))})
+    if kind not in [*KEYS]:
+        return []
+    return sorted({*stray_keys(raw, KEYS[kind]), *stray_rope_keys(raw)})
+
+
+def _text_fields(outer: Fields) -> tuple[str, Fields]:
+    """(`model_type` of the text model, its keys)."""
+    kind = outer.get("model_type")
+    known = [*_WRAPPERS, *_READERS]
+    if kind not in known:
+        raise outer.error(f"model_type {kind!r} is not supported; {', '.join(known)} are")
+    if kind not in _WRAPPERS:
+        return kind, outer
+    fields = outer.inner("text_config")
+    fields.only("model_type", _WRAPPERS[kind])
+    check_unsupported(outer, ())
+    return _WRAPPERS[kind], fields
+
+
+def _ids(
+    sources: tuple[Fields, ...], key: str, vocab_size: int, default: int | None
+) -> tuple[int, ...]:
+    """Token ids of the first source that states some; () if a source says null and none says more.
+
+    Raises:
+      CheckpointError: an id that the vocabulary does not have.
+    """
+    for source in sources:
+        ids = source.ids(key)
+        if ids:
+            outside = [one for one in ids if one >= vocab_size]
+            if outside:
+                raise source.error(
+                    f"{key} {outside[0]} lies outside the vocabulary of {vocab_size} tokens"
+                )
+            return ids
+    is_stated = any(key in source.raw for source in sources)
+    return () if is_stated or default is None or default >= vocab_size else (default,)
+
+
+def _tied(outer: Fields, fields: Fields, keys: dict) -> bool:
+    """Whether lm_head is the embedding; a wrapper and its text config must agree."""
+    stated = {
+        source.flag("tie_word_embeddings")
+        for source in (outer, fields)
+        if source.get("tie_word_embeddings") is not None
+    }
+    if len(stated) > 1:
+        raise outer.error("tie_word_embeddings differs between config.json and its text_config")
+    return stated.pop() if stated else keys["tie_word_embeddings"]
+
+
+def decoder_fields(fields: Fields, keys: dict, *, intermediate: str = "intermediate_size") -> dict:
+    """Fields that targets with one kind of attention and draft decoders share, of `read_keys`."""
+    heads, hidden = keys["num_attention_heads"], keys["hidden_size"]
+    head_dim = keys["head_dim"] or max(1, hidden // heads)
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} is odd; rope turns pairs")
     return dict(
-        vocab_size=fields.count("vocab_size"),
+        vocab_size=keys["vocab_size"],
         hidden_size=hidden,
-        num_layers=fields.count("num_hidden_layers", most=_MAX_LAYERS),
+        num_layers=keys["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=fields.count("num_key_value_heads", heads),
-        head_dim=fields.count("head_dim", max(1, hidden // heads)),
-        intermediate_size=fields.count(intermediate),
-        norm_eps=fields.number("rms_norm_eps"),
-        attention_bias=fields.flag("attention_bias"),
+        num_kv_heads=keys["num_key_value_heads"] or heads,
+        head_dim=head_dim,
+        intermediate_size=keys[intermediate],
+        norm_eps=keys["rms_norm_eps"],
+        attention_bias=keys["attention_bias"],
     )
 
 
@@ -93,110 +165,103 @@ def _check_quantization(fields: Fields) -> None:
     quantization.only("fmt", "e4m3", "float8_e4m3fn")
 
 
-def _dense(fields: Fields) -> dict:
-    fields.only("hidden_act", "silu")
-    fields.only("mlp_bias", False)
-    return dict(**decoder_fields(fields), rope=rope_config(fields))
+def _rope(fields: Fields, keys: dict, default: RopeConfig = DEFAULT_ROPE) -> RopeConfig:
+    return rope_config(fields, max_position=keys["max_position_embeddings"], default=default)
 
 
-def _llama(fields: Fields) -> dict:
-    if fields.flag("use_sliding_window") or SLIDING in fields.items("layer_types", []):
-        raise fields.error("sliding-window layers are not supported in a llama target")
-    return dict(family="llama", **_dense(fields), qk_norm=False)
+def _check_no_window(fields: Fields, keys: dict) -> None:
+    if SLIDING in (keys["layer_types"] or []):
+        raise fields.error(
+            f"layer_types names {SLIDING}: layers with a window are not supported in this family"
+        )
 
 
-def _qwen3(fields: Fields) -> dict:
-    common = _dense(fields)
-    fields.only("use_qk_norm", True)
-    fields.only("qkv_bias", False)
-    layers = common["num_layers"]
-    slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
-    if fields.get("layer_types") is not None:
-        types = fields.items("layer_types")
-    else:
-        first = fields.count("max_window_layers", least=0) if slides else layers
+def _llama(fields: Fields, keys: dict) -> dict:
+    _check_no_window(fields, keys)
+    common = decoder_fields(fields, keys)
+    return dict(family="llama", **common, rope=_rope(fields, keys), qk_norm=False)
+
+
+def _qwen3(fields: Fields, keys: dict) -> dict:
+    common = decoder_fields(fields, keys)
+    sliding = qwen3_windows(fields, keys)
+    rope = _rope(fields, keys)
+    return dict(family="qwen3", **common, rope=rope, qk_norm=True, sliding_windows=sliding)
+
+
+def qwen3_windows(fields: Fields, keys: dict) -> tuple[int | None, ...] | None:
+    """Window of each layer as transformers' `Qwen3Config` derives it."""
+    layers, types = keys["num_hidden_layers"], keys["layer_types"]
+    width = keys["sliding_window"] if keys["use_sliding_window"] else None
+    if types is None:
+        first = layers if width is None else keys["max_window_layers"]
         types = [SLIDING if i >= first else FULL for i in range(layers)]
-    if SLIDING in types and not slides:
+    if SLIDING in types and width is None:
         raise fields.error(
             "layer_types names sliding-window layers, but use_sliding_window and sliding_window do "
             "not; set or clear all three"
         )
-    sliding = windows(fields, types, layers)
-    return dict(family="qwen3", **common, qk_norm=True, sliding_windows=sliding)
+    return windows(fields, types, layers, width)
 
 
-def _num_experts(fields: Fields) -> int:
-    """Both names are in use; transformers 5 writes the second one."""
-    key = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
-    return fields.count(key)
+def _experts(fields: Fields, keys: dict, **rules) -> ExpertsConfig:
+    names = ("num_experts", "num_local_experts")
+    stated = {keys[name] for name in names if fields.get(name) is not None}
+    if len(stated) > 1:
+        raise fields.error(f"num_experts and num_local_experts contradict each other: {stated}")
+    total = stated.pop() if stated else keys["num_experts"] or keys["num_local_experts"]
+    if keys["num_experts_per_tok"] > total:
+        raise fields.error(
+            f"num_experts_per_tok {keys['num_experts_per_tok']} is more than the {total} experts"
+        )
+    if fields.get("experts_per_token") not in (None, keys["num_experts_per_tok"]):
+        raise fields.error("experts_per_token and num_experts_per_tok contradict each other")
+    return ExpertsConfig(num_experts=total, top_k=keys["num_experts_per_tok"], **rules)
 
 
-def _qwen3_moe(fields: Fields) -> dict:
-    fields.only("hidden_act", "silu")
-    fields.only("use_qk_norm", True)
-    fields.only("qkv_bias", False)
-    fields.only("use_sliding_window", False)
-    fields.only("shared_expert_intermediate_size", 0)
-    dense = "; some layers would be dense, and only models whose every layer is MoE are done"
-    fields.only("decoder_sparse_step", 1, hint=dense)
-    fields.only("mlp_only_layers", [], hint=dense)
-    experts = ExpertsConfig(
-        num_experts=_num_experts(fields),
-        top_k=fields.count("num_experts_per_tok"),
-        normalize=fields.flag("norm_topk_prob", None),
-    )
-    common = decoder_fields(fields, intermediate="moe_intermediate_size")
-    rope = rope_config(fields)
+def _qwen3_moe(fields: Fields, keys: dict) -> dict:
+    _check_no_window(fields, keys)
+    experts = _experts(fields, keys, normalize=keys["norm_topk_prob"])
+    common = decoder_fields(fields, keys, intermediate="moe_intermediate_size")
+    rope = _rope(fields, keys)
     return dict(family="qwen3_moe", **common, rope=rope, qk_norm=True, experts=experts)
 
 
-def _gpt_oss(fields: Fields) -> dict:
-    fields.only("swiglu_alpha", _SWIGLU_ALPHA)
-    common = decoder_fields(fields)
-    layers = common["num_layers"]
-    alternate = [FULL if i % 2 else SLIDING for i in range(layers)]  # transformers' default
-    sliding = windows(fields, fields.items("layer_types", alternate), layers)
-    experts = ExpertsConfig(
-        num_experts=_num_experts(fields), top_k=fields.count("num_experts_per_tok")
-    )
+def _gpt_oss(fields: Fields, keys: dict) -> dict:
+    common = decoder_fields(fields, keys)
+    layers, types = common["num_layers"], keys["layer_types"]
+    if types is None:
+        types = [FULL if i % 2 else SLIDING for i in range(layers)]
     return dict(
-        family="gpt_oss", **common, rope=rope_config(fields), qk_norm=False, experts=experts,
-        sliding_windows=sliding, swiglu_limit=fields.number("swiglu_limit", 7.0),
+        family="gpt_oss", **common, rope=_rope(fields, keys, GPT_OSS_ROPE), qk_norm=False,
+        experts=_experts(fields, keys), swiglu_limit=keys["swiglu_limit"],
+        sliding_windows=windows(fields, types, layers, keys["sliding_window"]),
     )  # fmt: skip
 
 
-def _gemma4(fields: Fields) -> dict:
-    fields.only("model_type", "gemma4_text")
-    fields.need("hidden_activation")
-    fields.only("hidden_activation", "gelu_pytorch_tanh")
-    fields.only("num_kv_shared_layers", 0)
-    fields.only("hidden_size_per_layer_input", 0)
-    fields.only("enable_moe_block", False)
-    fields.only("use_double_wide_mlp", False)
-    fields.only("use_bidirectional_attention", "vision")
-    fields.only("attn_logit_softcapping")
-    common = decoder_fields(fields)
-    types = fields.items("layer_types")
+def _gemma4(fields: Fields, keys: dict) -> dict:
+    common = decoder_fields(fields, keys)
+    layers, types = common["num_layers"], keys["layer_types"]
+    if types is None:
+        types = [SLIDING if (i + 1) % 6 else FULL for i in range(layers)]
     if types[-1:] == [SLIDING]:
         raise fields.error(f"layer_types must end in {FULL}")
-    cap = fields.get("final_logit_softcapping")
     return dict(
         family="gemma4", **common, rope=rope_of_type(fields, SLIDING), qk_norm=True,
-        sliding_windows=windows(fields, types, common["num_layers"]),
-        global_attention=_global_attention(fields, types),
-        logit_softcap=None if cap is None else fields.number("final_logit_softcapping"),
+        sliding_windows=windows(fields, types, layers, keys["sliding_window"]),
+        global_attention=_global_attention(fields, keys, types),
+        logit_softcap=keys["final_logit_softcapping"],
     )  # fmt: skip
 
 
-def _global_attention(fields: Fields, types: list[str]) -> GlobalAttention:
+def _global_attention(fields: Fields, keys: dict, types: list[str]) -> GlobalAttention:
     """Released files name the full layers' sizes once, transformers 5 saves them layer by layer."""
-    shared = fields.flag("attention_k_eq_v")
-    kv_heads = fields.count("num_key_value_heads")
+    shared, kv_heads = keys["attention_k_eq_v"], keys["num_key_value_heads"]
     full = {str(i) for i, one in enumerate(types) if one == FULL}
-    if fields.get("per_layer_config") is None:
+    if keys["per_layer_config"] is None:
         # transformers counts the other number of heads only where V is K.
-        kv_heads = fields.count("num_global_key_value_heads", kv_heads) if shared else kv_heads
-        wide = {(fields.count("global_head_dim"), kv_heads)}
+        kv_heads = keys["num_global_key_value_heads"] or kv_heads if shared else kv_heads
+        wide = {(keys["global_head_dim"], kv_heads)}
     else:
         layers = fields.inner("per_layer_config")
         extra = {key for key, one in layers.raw.items() if one} - full
@@ -208,11 +273,13 @@ def _global_attention(fields: Fields, types: list[str]) -> GlobalAttention:
             unknown = layer.raw.keys() - {"head_dim", "num_key_value_heads"}
             if unknown:
                 raise fields.error(f"per_layer_config changes {sorted(unknown)}, not supported")
-            head_dim = layer.count("head_dim", fields.count("head_dim"))
+            head_dim = layer.count("head_dim", keys["head_dim"])
             wide.add((head_dim, layer.count("num_key_value_heads", kv_heads)))
     if len(wide) != 1:
         raise fields.error("per_layer_config must be the same for all full layers")
     ((head_dim, kv_heads),) = wide
+    if head_dim % 2:
+        raise fields.error(f"the full layers' head_dim {head_dim} is odd; rope turns pairs")
     rope = rope_of_type(fields, FULL)
     return GlobalAttention(num_kv_heads=kv_heads, head_dim=head_dim, rope=rope, shared_kv=shared)
 
@@ -222,10 +289,9 @@ _READERS = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "gpt_oss": _gpt_oss,
-    "gemma4": _gemma4,
     "gemma4_text": _gemma4,
 }
-"""By `model_type`. "gemma4" wraps a text config beside a vision tower."""
+"""By `model_type`: TargetConfig's fields from the values of `read_keys`."""
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -271,6 +337,7 @@ def target_json(config: TargetConfig, dtype: str) -> dict:
 def _family_json(config: TargetConfig) -> dict:
     rope, sliding = rope_json(config.rope), windows_json(config.sliding_windows)
     experts = config.experts
+    full = {"layer_types": [FULL] * config.num_layers}  # where silence means windows
     match config.family:
         case "qwen3_moe":
             return {
@@ -283,9 +350,11 @@ def _family_json(config: TargetConfig) -> dict:
                 "mlp_only_layers": [],
             }
         case "gpt_oss":
+            if config.rope.scaling is None:  # silence means YaRN
+                rope = {"rope_parameters": rope_parameters_json(config.rope)}
             return {
                 **rope,
-                **sliding,
+                **(sliding or full),
                 "num_local_experts": experts.num_experts,
                 "num_experts_per_tok": experts.top_k,
                 "experts_per_token": experts.top_k,
@@ -294,7 +363,7 @@ def _family_json(config: TargetConfig) -> dict:
         case "gemma4":
             wide = config.global_attention
             return {
-                **sliding,
+                **(sliding or full),
                 "rope_parameters": {
                     SLIDING: rope_parameters_json(config.rope),
                     FULL: rope_parameters_json(wide.rope),

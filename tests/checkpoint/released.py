@@ -134,6 +134,7 @@ CONFIGS: dict[str, tuple[dict, dict]] = {
 
 def write_config(folder: Path, config: dict, generation: dict | None = None) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
     if generation:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder

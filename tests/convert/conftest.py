@@ -15,12 +15,12 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 ROOT = Path(__file__).parents[2]
 TINY_MOE = replace(
     PRESETS["qwen3-coder-30b-a3b"], vocab_size=512, hidden_size=256, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=64, intermediate_size=128,
+    num_kv_heads=2, head_dim=64, intermediate_size=128, eos_ids=(2,), bos_id=None,
     experts=replace(PRESETS["qwen3-coder-30b-a3b"].experts, num_experts=4, top_k=2),
 )  # fmt: skip
 TINY_OSS = replace(
     PRESETS["gpt-oss-20b"], vocab_size=512, hidden_size=256, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=64, intermediate_size=128, sliding_windows=(128, None),
+    num_kv_heads=2, head_dim=64, intermediate_size=128, eos_ids=(2,), bos_id=None, sliding_windows=(128, None),
     experts=replace(PRESETS["gpt-oss-20b"].experts, num_experts=4),
 )  # fmt: skip
 

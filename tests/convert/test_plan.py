@@ -1,13 +1,14 @@
 """What `plan` and `inspect` say, and how parameters are meant to lie on a mesh."""
 
 import json
+import shutil
 
 import pytest
 
 from convert.plan import make_plan, partition
 from convert.source import open_source
 from convert.summary import inspect
-from peagle_jax.checkpoint import Checkpoint
+from peagle_jax.checkpoint import Checkpoint, load_target
 from tests.convert.conftest import GOLDEN, checkpoints
 
 CHECKPOINTS = checkpoints()
@@ -115,6 +116,31 @@ def test_inspect_knows_what_a_folder_holds(name, kind, quantization, cli):
     code, out, _ = cli("inspect", GOLDEN / name, "--all", "--json")
     lines = json.loads(out)["lines"]
     assert [line["name"] for line in lines] == sorted(tensors)
+
+
+def test_keys_that_change_nothing_are_named_once(cli, tmp_path, caplog):
+    shutil.copytree(GOLDEN / "gpt_oss-bf16", tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"zebra": 1, "apple": None}))
+    line = "keys of config.json that change nothing: apple, zebra"
+    for command in ("inspect", "plan"):
+        code, out, _ = cli(command, tmp_path)
+        assert code == 0
+        assert out.count("change nothing") == out.count(line) == 1
+    summary = json.loads(cli("plan", tmp_path, "--json")[1].splitlines()[-1])["summary"]
+    assert summary["unread_keys"] == ["apple", "zebra"]
+    assert json.loads(cli("inspect", tmp_path, "--json")[1])["unread_keys"] == ["apple", "zebra"]
+    load_target(tmp_path, dtype="float32")
+    assert [record.message for record in caplog.records] == [f"{tmp_path}: {line}"]
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 9999, "[1]"])
+def test_inspect_refuses_a_broken_config(text, cli, tmp_path):
+    shutil.copytree(GOLDEN / "gpt_oss-bf16", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(text)
+    code, out, err = cli("inspect", tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "config.json: not " in err
 
 
 def test_inspect_needs_no_config_and_reads_converted_folders_too(cli, sharded, tmp_path):
