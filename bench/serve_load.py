@@ -24,7 +24,7 @@ from peagle_jax.text import Tokenizer
 from serving.app import make_engine
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
-from serving.settings import resolve
+from serving.sources import resolve
 
 _WARM_UP_TOKENS = 16
 _OPTIONS = [("grpc.max_receive_message_length", -1)]

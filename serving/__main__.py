@@ -7,17 +7,21 @@ from collections.abc import Sequence
 from functools import partial
 
 from peagle_jax.config import ConfigError
-from serving.settings import parser, resolve
+from serving.sources import parser, resolve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
+    # Once it serves, SIGHUP means: read certificates and tokens again. By default it would kill.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         settings, sources = resolve(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
-        parser().exit(2, f"peagle-serve: error: {error}\n")
+        parser().exit(2, f"peagle-serve: error: {' '.join(str(error).split())}\n")
     # Until the server takes it: as process 1 of a container a signal without a handler is lost.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # gRPC would write a line for every handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         print("\n".join(settings.lines(sources)), flush=True)
         for warning in settings.warnings:
@@ -25,12 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Its advice to install PyTorch would stand between the log's lines; nothing here needs it.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         # Imported once the options are known to be good: help and mistakes answer at once.
+        from serving.doors import open_doors
+
+        doors = open_doors(settings)
         from serving.app import serve
 
         cache_home = os.environ.get("XDG_CACHE_HOME")
-        return serve(settings, cache_home=cache_home, say=partial(print, flush=True))
+        return serve(settings, doors, cache_home=cache_home, say=partial(print, flush=True))
     except (ConfigError, OSError) as error:
-        print(f"peagle-serve: error: {error}", file=sys.stderr)
+        print("peagle-serve: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while it loads; later the server takes the signal and drains
         return 130

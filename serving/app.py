@@ -1,32 +1,38 @@
 """From settings to a running server, and down again."""
 
 import asyncio
+import contextlib
 import logging
 import os
-import signal
-import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from peagle_jax import Engine, EngineConfig, runs
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.memory import page_bytes
 from peagle_jax.loading import load_weights
+from serving.doors import RESERVE, Doors
 from serving.frontend import Frontend, Limits, State
+from serving.http.connection import Patience
+from serving.http.gate import Gate
 from serving.http.server import HttpServer
 from serving.logs import configure, log_figures, log_refusal, log_request
-from serving.rpc.security import Certificates, TokenFile
 from serving.rpc.server import RpcServer
 from serving.settings import Settings, num_bytes
+from serving.signals import Signals
 from serving.stream import Stream
 from serving.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 _GRACE = 5.0  # seconds for the last messages of calls that have ended
+_SHORT_GRACE = 0.5  # the same after a second signal
+_FOREVER = 1e6  # seconds
 
 
-def serve(settings: Settings, *, cache_home: str | None, say: Callable[[str], None]) -> int:
+def serve(
+    settings: Settings, doors: Doors, *, cache_home: str | None, say: Callable[[str], None]
+) -> int:
     """Serves until a signal ends it; the exit code, 1 if the engine died on the way.
 
     Args:
@@ -34,13 +40,12 @@ def serve(settings: Settings, *, cache_home: str | None, say: Callable[[str], No
       say: is told, in plain words, where the server listens.
 
     Raises:
-      ConfigError: weights, sizes, certificates or tokens that do not do.
+      ConfigError: weights or sizes that cannot be used.
       OSError: a port that cannot be had.
     """
     configure(settings.log_level)
     if not settings.no_cache:
         runs.keep_compiled_programs(cache_home)
-    doors = _doors(settings)
     tracer = None
     if settings.otlp_endpoint is not None:
         tracer = Tracer.to(settings.otlp_endpoint, served_name(settings))
@@ -95,37 +100,6 @@ def make_engine(settings: Settings) -> Engine:
     return Engine(target, head, config, tokenizer=tokenizer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Doors:
-    """Who may come in."""
-
-    tokens: Sequence[bytes]
-    certificates: Certificates | None
-
-
-def _doors(settings: Settings) -> _Doors:
-    """Looked at before weights are loaded: a mistake here should not take minutes to show."""
-    tokens = TokenFile(settings.auth_token_file) if settings.auth_token_file else ()
-    certificates = None
-    if settings.tls_cert is not None:
-        certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-    for port in (settings.port, settings.http_port):
-        if port > 0:
-            _check_free(settings.host, port)
-    return _Doors(tokens=tokens, certificates=certificates)
-
-
-def _check_free(host: str, port: int) -> None:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-
-
 def _reports(tracer: Tracer | None) -> Callable[[Stream], None]:
     """What is written about a stream that has ended."""
     if tracer is None:
@@ -150,7 +124,7 @@ async def _announce(frontend: Frontend, server: RpcServer) -> None:
 async def _serve(
     settings: Settings,
     engine: Engine,
-    doors: _Doors,
+    doors: Doors,
     report: Callable[[Stream], None],
     say: Callable[[str], None],
 ) -> int:
@@ -161,22 +135,8 @@ async def _serve(
         report=report,
         report_refusal=log_refusal,
     )
-    common = dict(
-        tokens=doors.tokens,
-        certificates=doors.certificates,
-        max_message_bytes=settings.max_message_mib << 20,
-    )
-    http = HttpServer(frontend, **common)
-    server = RpcServer(
-        frontend,
-        **common,
-        max_connection_seconds=settings.max_connection_seconds,
-        with_reflection=settings.offers_reflection,
-    )
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    signals = Signals(on_hangup=doors.read_again)
+    http, server = _servers(settings, frontend, doors)
     port = await server.start(settings.host, settings.port)
     say(f"gRPC listens on {settings.host}:{port}")
     if settings.http_port >= 0:
@@ -188,16 +148,65 @@ async def _serve(
         tasks.append(asyncio.create_task(frontend.watch(settings.round_seconds)))
     if settings.stats_seconds:
         tasks.append(asyncio.create_task(log_figures(frontend, settings.stats_seconds)))
-    await stop.wait()
+    await signals.stop.wait()
     _log.info("told to stop; waiting up to %g s for open requests", settings.drain_seconds)
     await server.show(State.DRAINING)
-    await frontend.drain(settings.drain_seconds)
-    await asyncio.gather(server.stop(_GRACE), http.stop(_GRACE))
+    is_done = await _end(frontend, server, http, settings.drain_seconds, signals)
     for task in tasks:
         task.cancel()
     code = 1 if frontend.state is State.DEAD else 0
-    if frontend.is_stuck:
+    if not is_done or frontend.is_stuck:
         # Python cannot end beside a thread that compiles or waits for a device: it would abort.
         logging.shutdown()
-        os._exit(code)
+        os._exit(code if is_done else signals.exit_code)
     return code
+
+
+def _servers(settings: Settings, frontend: Frontend, doors: Doors) -> tuple[HttpServer, RpcServer]:
+    common = dict(
+        tokens=doors.tokens,
+        certificates=doors.certificates,
+        max_message_bytes=settings.max_message_mib << 20,
+        idle_seconds=settings.idle_seconds or _FOREVER,
+    )
+    http = HttpServer(
+        frontend,
+        **common,
+        allowed_hosts=settings.hosts,
+        gate=Gate(
+            most=doors.max_connections, most_per_address=doors.max_per_address, reserve=RESERVE
+        ),
+        patience=Patience(head=settings.header_seconds),
+    )
+    server = RpcServer(
+        frontend,
+        **common,
+        max_connections=doors.max_connections,
+        handshake_seconds=settings.header_seconds,
+        max_connection_seconds=settings.max_connection_seconds,
+        with_reflection=settings.offers_reflection,
+    )
+    return http, server
+
+
+async def _end(
+    frontend: Frontend, server: RpcServer, http: HttpServer, seconds: float, signals: Signals
+) -> bool:
+    """Drains and stops everything; False if a second signal did not let it come to its end."""
+
+    async def end(drain_seconds: float, grace: float) -> None:
+        await frontend.drain(drain_seconds)
+        await asyncio.gather(server.stop(grace), http.stop(grace))
+
+    ending = asyncio.create_task(end(seconds, _GRACE))
+    hurry = asyncio.create_task(signals.hurry.wait())
+    await asyncio.wait((ending, hurry), return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    if ending.done():
+        await ending
+        return True
+    ending.cancel()
+    # Open requests get their status; the engine's thread is not waited for.
+    with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+        await asyncio.wait_for(end(0.0, _SHORT_GRACE), 2 * _SHORT_GRACE)
+    return False

@@ -14,7 +14,6 @@ from serving.http.gate import Gate, Visit
 from serving.http.listener import Listener
 from serving.rpc.security import Certificates
 
-_KEEP_ALIVE = 75  # seconds that an idle connection is kept: longer than proxies keep theirs
 _BACKLOG = 2048
 
 
@@ -58,6 +57,7 @@ class HttpServer:
       certificates: None serves without TLS.
       max_message_bytes: of a request's body.
       allowed_hosts: names that a request's Host may have; None allows all.
+      idle_seconds: how long a connection without requests is kept.
       gate: limits of connections.
       patience: limits of what a client may keep a connection waiting for.
     """
@@ -70,6 +70,7 @@ class HttpServer:
         certificates: Certificates | None = None,
         max_message_bytes: int = 16 << 20,
         allowed_hosts: Sequence[str] | None = None,
+        idle_seconds: float = 300.0,
         gate: Gate | None = None,
         patience: Patience | None = None,
     ):
@@ -84,7 +85,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_keep_alive=idle_seconds,
         )
         self._config.load()
         if certificates is not None:

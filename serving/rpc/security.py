@@ -39,19 +39,23 @@ class _Watched[T]:
     def value(self) -> T:
         """The newest that could be read."""
         with self._lock:
-            stamps = self._stamps()
-            if stamps != self._seen:
-                self._seen = stamps
+            if self._stamps() != self._seen:
                 self._renew()
             return self._value
 
+    def read_again(self) -> None:
+        """Reads the files whether or not they have changed."""
+        with self._lock:
+            self._renew()
+
     def _renew(self) -> None:
+        self._seen = self._stamps()
         try:
             self._value = self._read()
         except ConfigError as error:
-            _log.warning("%s changed and the old ones stay in use: %s", self._what, error)
+            _log.warning("%s cannot be read again, the old ones stay in use: %s", self._what, error)
         else:
-            _log.info("%s changed and were read again", self._what)
+            _log.info("%s were read again", self._what)
 
     def _stamps(self) -> list[tuple[int, ...] | None]:
         return [_stamp(path) for path in self._paths]
@@ -119,6 +123,10 @@ class Certificates:
         listening.sni_callback = renew
         return listening
 
+    def read_again(self) -> None:
+        """Reads the files now, for the next handshakes."""
+        self._files.read_again()
+
     def _read(self) -> _Pems:
         """gRPC would take anything, and then fail at every handshake: check first."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -170,6 +178,10 @@ class TokenFile(Sequence[bytes]):
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._file.value())
+
+    def read_again(self) -> None:
+        """Reads the file now."""
+        self._file.read_again()
 
     def _read(self) -> tuple[bytes, ...]:
         try:

@@ -45,6 +45,9 @@ class RpcServer:
       tokens: bearer tokens that let clients in; empty lets everybody in.
       certificates: None serves without TLS.
       max_message_bytes: of a request.
+      max_connections: open at the same time; further ones are closed at once.
+      handshake_seconds: from the connection to the end of the handshakes of TLS and HTTP/2.
+      idle_seconds: how long a connection without calls is kept.
       max_connection_seconds: after which clients are asked to connect anew; 0 never asks.
       with_reflection: whether clients may list the services.
     """
@@ -56,10 +59,21 @@ class RpcServer:
         tokens: Sequence[bytes] = (),
         certificates: Certificates | None = None,
         max_message_bytes: int = 16 << 20,
+        max_connections: int = 2048,
+        handshake_seconds: float = 10.0,
+        idle_seconds: float = 300.0,
         max_connection_seconds: float = 0.0,
         with_reflection: bool = False,
     ):
-        options = [*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+        options = [
+            *_OPTIONS,
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.server_handshake_timeout_ms", int(1000 * handshake_seconds)),
+            ("grpc.max_connection_idle_ms", int(1000 * idle_seconds)),
+            # A gateway may send as many requests over one connection as the queue holds.
+            ("grpc.max_concurrent_streams", max(4096, 2 * frontend.config.max_waiting)),
+        ]
         if max_connection_seconds:
             options.append(("grpc.max_connection_age_ms", int(1000 * max_connection_seconds)))
         self._server = grpc.aio.server(

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from serving.client.options import parser as client_parser
-from serving.settings import Settings, resolve
+from serving.settings import Settings
+from serving.sources import resolve
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -10,7 +10,8 @@ import pytest
 
 from bench.options import parser as bench_parser
 from serving.client.options import parser as client_parser
-from serving.settings import Settings, resolve
+from serving.settings import Settings
+from serving.sources import resolve
 from tests.serving.test_deploy import smg_options
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,7 @@
 """`peagle-serve` as a process: when it is ready, how it goes, and with what exit code."""
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -127,6 +128,56 @@ def test_what_the_drain_limit_cuts_off_is_told_so(serve):
     assert Status.UNAVAILABLE in codes
     assert all(count == 200 for code, count in readers.found if code is Status.OK)
     assert server.process.wait(60) == 0
+
+
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_the_drain(serve, second, code):
+    server = serve("--drain-seconds", "3600")
+    with grpc.insecure_channel(server.wait()) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        readers = Readers(stub, 60)
+        wait_until_open(stub, 30)
+        server.process.terminate()
+        assert refused(stub).code() is Status.UNAVAILABLE
+        server.process.send_signal(second)
+        readers.wait()
+    codes = {code for code, _ in readers.found}
+    assert codes <= {Status.OK, Status.UNAVAILABLE}
+    assert Status.UNAVAILABLE in codes
+    assert server.process.wait(60) == code
+    assert "Traceback" not in server.text()
+
+
+def test_a_hangup_reads_files_again_and_ends_nothing(serve, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("first\n")
+    server = serve("--auth-token-file", str(tokens))
+    wait_for_log(server, "no-cache: ")
+    server.process.send_signal(signal.SIGHUP)  # while it loads
+    with grpc.insecure_channel(server.wait()) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        info = lambda token: stub.GetStats(
+            pb.GetStatsRequest(), metadata=[("authorization", f"Bearer {token}")]
+        )
+        for content, message in (
+            ("# none\n", "cannot be read again, the old ones stay in use"),
+            ("second\n", "were read again"),
+        ):
+            tokens.write_text(content)
+            server.process.send_signal(signal.SIGHUP)
+            wait_for_log(server, message)
+        info("second")
+        with pytest.raises(grpc.RpcError):
+            info("first")
+    assert server.stop(60.0) == 0
+
+
+def wait_for_log(server: Served, message: str) -> None:
+    for _ in range(3000):
+        if message in server.text():
+            return
+        time.sleep(0.01)
+    raise AssertionError(server.text())
 
 
 def test_health_follows_the_life_of_the_server(serve):

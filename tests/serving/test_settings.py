@@ -8,7 +8,8 @@ from dataclasses import fields
 import pytest
 
 from peagle_jax.config import ConfigError
-from serving.settings import PREFIX, Settings, num_bytes, parser, resolve
+from serving.settings import Settings, num_bytes
+from serving.sources import PREFIX, parser, resolve
 
 NAMES = [one.name for one in fields(Settings)]
 
@@ -55,6 +56,7 @@ def test_every_option_exists_in_all_three_places(file):
     special = dict(
         method="eagle3", dtype="float32", quantization="fp8", log_level="debug",
         kv_cache_memory="1GiB", kv_cache_dtype="fp8", reflection=True, no_cache=True,
+        max_connections=7, max_connections_per_address=3,
     )  # fmt: skip
     together = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     for name in NAMES:
@@ -89,7 +91,7 @@ def test_negations_and_words_for_truth(file):
         ("max-n: 1\nmax_n: 2", "line 2: max_n: stands there twice"),
         ("config: other.yaml", "there is no option 'config'"),
         ("port: some", "port: 'some' must be of type int"),
-        ("port: 1.5", "port: 1.5 must be of type int"),
+        ("port: 1.5", "port: '1.5' must be of type int"),
         ("port: .inf", "must be of type int"),
         ("port: true", "port: True must be of type int"),
         ("port:", "port: None must be of type int"),
@@ -99,7 +101,20 @@ def test_negations_and_words_for_truth(file):
         ("no-cache: perhaps", "'perhaps' must be true or false"),
         ("- port", "must hold options"),
         ("port: [", "cannot be read as YAML"),
-        ("host: 2026-99-99", "cannot be read as YAML"),
+        ("no-cache: 2026-99-99", "line 1: no-cache: cannot be read as YAML"),
+        ("port: 080", "line 1: port: 080 is not a plain decimal number"),
+        ("port: 010", "port: 010 is not a plain decimal number"),
+        ("port: '010'", "port: 010 is not a plain decimal number"),
+        ("port: 0x10", "port: 0x10 is not a plain decimal number"),
+        ("port: 1_0", "port: 1_0 is not a plain decimal number"),
+        ("drain-seconds: 1:30", "drain-seconds: 1:30 is not a plain decimal number"),
+        ("drain-seconds: 007.5", "drain-seconds: 007.5 is not a plain decimal number"),
+        ("port: 1\nhost: [a\nmodel: b", "line 3: expected ',' or ']'"),
+        ("port: 1\n\tmodel: b", "line 2: found"),
+        ("port: *a", "line 1: found undefined alias"),
+        ("port: 1\n--- \nport: 2", "line 2: but found another document"),
+        ("model: a\x07b", "cannot be read as YAML"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_with_its_place(file, text, word):
@@ -108,6 +123,27 @@ def test_a_file_that_is_wrong_is_refused_with_its_place(file, text, word):
         settings(*arguments)
     assert word in str(caught.value)
     assert arguments[1] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_text_of_the_file_is_taken_as_it_is_written(file):
+    yaml = "served-model-name: 010\nhost: no\nmodel: 1.10\ndrafter: 2026-11-22\n"
+    found = settings(*file(yaml))
+    assert (found.served_model_name, found.host) == ("010", "no")
+    assert (found.model, found.drafter) == ("1.10", "2026-11-22")
+
+
+def test_decimal_numbers_of_the_file(file):
+    found = settings(*file("port: +0\ndrain-seconds: 1e1\nstats-seconds: 2.50\nmax-n: '3'\n"))
+    assert (found.port, found.drain_seconds, found.stats_seconds, found.max_n) == (0, 10, 2.5, 3)
+
+
+def test_a_foreign_host_is_refused_on_loopback_without_tokens():
+    assert Settings().hosts == ["127.0.0.1"]
+    assert Settings(host="0.0.0.0").hosts is None
+    assert Settings(auth_token_file="a").hosts is None
+    assert Settings(allowed_hosts="a.example, b").hosts == ["127.0.0.1", "a.example", "b"]
+    assert "a.example" in Settings(host="0.0.0.0", allowed_hosts="a.example").hosts
 
 
 def test_a_missing_file_is_named():
@@ -169,6 +205,9 @@ def test_a_command_line_that_is_wrong_is_one_line(arguments, capsys):
         (dict(port=8000), "http_port=8000"),
         (dict(max_message_mib=0), "max_message_mib=0"),
         (dict(max_n=0), "max_n=0"),
+        (dict(max_connections=0), "max_connections=0"),
+        (dict(max_connections_per_address=-1), "max_connections_per_address=-1"),
+        (dict(header_seconds=0.0), "header_seconds=0"),
         (dict(drain_seconds=-1.0), "drain_seconds=-1"),
         (dict(max_request_seconds=float("nan")), "max_request_seconds=nan"),
         (dict(stats_seconds=float("inf")), "stats_seconds=inf"),

@@ -1,0 +1,103 @@
+"""Who may connect, and how often: checked before anything heavy is imported or loaded.
+
+A mistake here should not take minutes to show.
+"""
+
+import logging
+import resource
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peagle_jax.config import ConfigError
+from serving.rpc.security import Certificates, TokenFile
+from serving.settings import MOST_CONNECTIONS, Settings
+
+RESERVE = 16
+"""HTTP connections beyond the limit that are for health checks."""
+_OWN_DESCRIPTORS = 128  # of the process itself: weights, devices, pipes, the cache of programs
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doors:
+    """What both servers must know about callers.
+
+    Attributes:
+      tokens: bearer tokens, empty where none are asked for.
+      max_connections: of each port.
+      max_per_address: of HTTP.
+    """
+
+    tokens: Sequence[bytes]
+    certificates: Certificates | None
+    max_connections: int
+    max_per_address: int
+
+    def read_again(self) -> None:
+        """Reads tokens and certificates from their files; what cannot be used changes nothing."""
+        files = [one for one in (self.tokens, self.certificates) if hasattr(one, "read_again")]
+        for one in files:
+            one.read_again()
+        if not files:
+            _log.info("there are no tokens and no certificates to read again")
+
+
+def open_doors(settings: Settings) -> Doors:
+    """Reads tokens and certificates, tries the ports and raises the limit of file descriptors.
+
+    Raises:
+      ConfigError: files that cannot be used, or more connections than descriptors.
+      OSError: a port that cannot be had.
+    """
+    tokens = TokenFile(settings.auth_token_file) if settings.auth_token_file else ()
+    certificates = None
+    if settings.tls_cert is not None:
+        certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    for port in (settings.port, settings.http_port):
+        if port > 0:
+            _check_free(settings.host, port)
+    most = _connections(settings.max_connections, 1 if settings.http_port < 0 else 2)
+    return Doors(
+        tokens=tokens,
+        certificates=certificates,
+        max_connections=most,
+        max_per_address=settings.max_connections_per_address or -(-most // 2),
+    )
+
+
+def _connections(asked: int | None, num_ports: int) -> int:
+    """Connections of each port, for which there are descriptors."""
+    wanted = asked or MOST_CONNECTIONS
+    needed = _OWN_DESCRIPTORS + num_ports * (wanted + RESERVE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < needed:
+        soft = needed if hard == unlimited else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == unlimited or soft >= needed:
+        return wanted
+    fits = (soft - _OWN_DESCRIPTORS) // num_ports - RESERVE
+    if fits < 1:
+        raise ConfigError(
+            f"this process may have {soft} file descriptors, too few for any connection: raise the "
+            f"limit (ulimit -n) to {_OWN_DESCRIPTORS + num_ports * (1 + RESERVE)} or more"
+        )
+    if asked is not None and asked > fits:
+        raise ConfigError(
+            f"max_connections={asked} needs {needed} file descriptors and this process may have "
+            f"{soft}: lower it to {fits}, or raise the limit (ulimit -n)"
+        )
+    return fits
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
