@@ -118,6 +118,39 @@ def _serve_load(args) -> None:
     print(f"latencies: p50/p90/p99; rows: {args.out}")
 
 
+def _hostile(args) -> int:
+    from bench.hostile import hostile
+    from peagle_jax import runs
+
+    ms = lambda found: f"{found['p99']:.0f}/{found['max']:.0f}"
+    header = ["attack", "requests", "wrong", "health", "gRPC health", "gap", "quiet gap", "late"]
+    header += ["MB before/peak/after", "log MB/min", "files", "service s", "attackers s"]
+    header += ["missed"]
+    found = hostile(args, _environment(args))
+    lines = [
+        [
+            row["attack"],
+            f"{row['attempts']:,}",
+            f"{row['wrong']:,}",
+            ms(row["under_attack"]["health_ms"]),
+            ms(row["under_attack"]["rpc_health_ms"]),
+            ms(row["under_attack"]["gap_ms"]),
+            ms(row["quiet"]["gap_ms"]),
+            ms(row["under_attack"]["prober_late_ms"]),
+            "/".join(f"{value:.0f}" for value in row["memory_mb"].values()),
+            f"{row['log_mb_per_minute']:.2f}",
+            "/".join(map(str, row["descriptors"].values())),
+            f"{row['service_cpu_seconds']:.1f}",
+            f"{row['attackers_cpu_seconds']:.1f}",
+            " ".join(row["missed"]),
+        ]
+        for row in found
+    ]
+    print(runs.table(header, lines))
+    print(f"milliseconds: p99/max; seconds: processor time; rows: {args.out}")
+    return 1 if any(row["missed"] for row in found) else 0
+
+
 def _kernels(args) -> None:
     from bench.kernels import kernels
     from peagle_jax import runs
@@ -188,6 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _lossless(args)
         elif args.command == "serve-load":
             _serve_load(args)
+        elif args.command == "hostile":
+            return _hostile(args)
         elif args.command == "report":
             from bench.report import report
 

@@ -174,6 +174,65 @@ def _add_serve_load(commands) -> None:
     add("serve_options", nargs="*", metavar="-- OPTION", help="of peagle-serve")
 
 
+_HOSTILE = """\
+Attacks a peagle-serve that it starts (what follows -- are its options), one kind of hostile client
+after the other and then all together, and reports what honest clients noticed. Exit code 1 when a
+target is missed: right statuses, p99 of health within 100 ms, the p99 gap of a stream within 1.5 of
+the quiet one, memory back within 200 MB, less than 1 MB of log a minute.
+
+  peagle-bench hostile
+  peagle-bench hostile --only "prompt ids" --only "silent" -- --max-num-seqs 4
+"""
+
+
+def _add_hostile(commands) -> None:
+    one = commands.add_parser(
+        "hostile",
+        help="a service under attack: health, latency, memory, log, statuses",
+        description=_HOSTILE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = one.add_argument
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="attacks whose name has it; repeatable",
+    )
+    add("--seconds", type=float, default=10.0, metavar="S", help="of an attack (default: 10)")
+    add(
+        "--hold",
+        type=float,
+        default=75.0,
+        metavar="S",
+        help="longest hold of a connection (default: 75)",
+    )
+    add("--quiet", type=float, default=5.0, metavar="S", help="watched before each (default: 5)")
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="share of the hostile requests to send",
+    )
+    add(
+        "--descriptors",
+        type=_positive,
+        default=300,
+        metavar="N",
+        help="that the server may open (default: 300)",
+    )
+    add(
+        "--together",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="at the end, all at once",
+    )
+    _add_rows(one, "hostile.jsonl")
+    add("serve_options", nargs="*", metavar="-- OPTION", help="of peagle-serve")
+
+
 _DECODE_STEP = """\
 Times rounds of a real model's shape, with random weights made on the device, through the engine:
 
@@ -268,6 +327,7 @@ def parser() -> argparse.ArgumentParser:
     _add_lossless(commands)
     _add_decode_step(commands)
     _add_serve_load(commands)
+    _add_hostile(commands)
 
     one = commands.add_parser("kernels", help="each kernel beside its reference, on a GPU")
     one.add_argument("--op", action="append", metavar="NAME", help="repeatable (default: all)")

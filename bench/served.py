@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from peagle_jax.config import ConfigError
 
-_LISTENS = re.compile(r"^gRPC listens on (.+:\d+)$", re.MULTILINE)
+_LISTENS = re.compile(r"^(gRPC|HTTP) listens on (.+:\d+)$", re.MULTILINE)
 _TAIL = 2000  # characters of the log that an error shows
 
 
@@ -27,6 +27,7 @@ class Served:
       options: of `peagle-serve`; a later option wins over an earlier one.
       log: file for what the server writes.
       environment: of the process; None is ours.
+      descriptors: most files and connections that it may hold open; None is our own limit.
 
     Attributes:
       started: `time.monotonic()` before the process was made.
@@ -34,12 +35,28 @@ class Served:
     """
 
     def __init__(
-        self, options: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        options: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        descriptors: int | None = None,
     ):
         self.log = log
         self.address = ""
         self.started = time.monotonic()
-        command = [sys.executable, "-m", "serving", "--port", "0", "--http-port", "-1", *options]
+        limit = [] if descriptors is None else ["prlimit", f"--nofile={descriptors}"]
+        command = [
+            *limit,
+            sys.executable,
+            "-m",
+            "serving",
+            "--port",
+            "0",
+            "--http-port",
+            "-1",
+            *options,
+        ]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command,
@@ -64,10 +81,10 @@ class Served:
           ConfigError: it ended before, or took longer than `seconds`.
         """
         until = time.monotonic() + seconds
-        while not (found := _LISTENS.search(self.text())):
-            self._check(until, "listen")
+        while "gRPC" not in (found := self._listens()):
+            self.check(until, "listen")
             time.sleep(0.02)
-        self.address = found[1]
+        self.address = found["gRPC"]
         return self.address
 
     def wait(self, seconds: float = 600.0) -> str:
@@ -77,9 +94,17 @@ class Served:
         with grpc.insecure_channel(self.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not _serves(stub):
-                self._check(until, "serve")
+                self.check(until, "serve")
                 time.sleep(0.05)
         return self.address
+
+    @property
+    def http_address(self) -> str:
+        """ "host:port" of HTTP, once `wait` has returned; empty if the options asked for none."""
+        return self._listens().get("HTTP", "")
+
+    def _listens(self) -> dict[str, str]:
+        return dict(_LISTENS.findall(self.text()))
 
     def stop(self, seconds: float = 120.0) -> int:
         """Sends SIGTERM and returns the exit code.
@@ -93,19 +118,44 @@ class Served:
     @property
     def cpu_seconds(self) -> float:
         """Processor time that the process has used, of all its threads."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return _cpu_seconds(Path(f"/proc/{self.process.pid}/stat"))
+
+    def thread_cpu_seconds(self) -> dict[int, tuple[str, float]]:
+        """Name and processor time of each thread, by its id; the first thread's is the process's."""
+        found = {}
+        for folder in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                name = (folder / "comm").read_text().strip()
+                found[int(folder.name)] = name, _cpu_seconds(folder / "stat")
+        return found
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the process that is in RAM."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def num_descriptors(self) -> int:
+        """Files and connections that the process holds open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def text(self) -> str:
         """What the server has written so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def _check(self, until: float, what: str) -> None:
+    def check(self, until: float, what: str) -> None:
+        """Raises `ConfigError` if the process has ended, or `until` (of `time.monotonic`) is past."""
         code = self.process.poll()
         if code is None and time.monotonic() < until:
             return
         how = "took too long" if code is None else f"ended with exit code {code}"
         raise ConfigError(f"peagle-serve {how} and did not {what}; it said: {self.text()[-_TAIL:]}")
+
+
+def _cpu_seconds(stat: Path) -> float:
+    fields = stat.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _serves(stub: health_pb2_grpc.HealthStub) -> bool:

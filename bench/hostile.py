@@ -1,0 +1,274 @@
+"""`peagle-bench hostile`: attacks on a service of its own, and what its honest clients notice of them."""
+
+import asyncio
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from bench import rows
+from bench.attackers import Attackers
+from bench.attacks import ATTACKS
+from bench.served import Served
+from bench.watch import Snapshot, Watch
+from peagle_jax import ConfigError
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos.peagle_v1_pb2_grpc import GenerationStub
+from serving.settings import resolve
+
+TOGETHER = "all together"
+_HONEST, _HOSTILE = "honest-token", "hostile-token"  # bearer tokens of the two kinds of clients
+_VICTIM = "honest-request"
+_MB = 1e6
+_MOST_HEALTH_MS = 100.0  # p99
+_MOST_GAP_RATIO = 1.5  # of p99 to the quiet p99
+_MOST_MEMORY_MB = 200.0
+_MOST_LOG_MB = 1.0  # a minute
+_PAUSE = 3.0  # seconds after an attack before memory is compared
+_PATIENCE = 20.0  # more seconds for memory to return
+
+
+def hostile(args, environment: dict) -> list[dict]:
+    """Runs the attacks, appends a row each to `args.out`, and returns the rows.
+
+    Raises:
+      ConfigError: no attack of that name, or a server that does not start.
+    """
+    chosen = [one for one in ATTACKS if not args.only or any(x in one.name for x in args.only)]
+    groups = [([one.name], one.needs_tls) for one in chosen]
+    plain = [one.name for one in chosen if not one.needs_tls]
+    if args.together and len(plain) > 1 and (not args.only or TOGETHER in args.only):
+        groups.append((plain, False))
+    if args.only == [TOGETHER]:
+        groups = [([one.name for one in ATTACKS if not one.needs_tls], False)]
+    if not groups:
+        raise ConfigError(f"no attack is named like {args.only}")
+    done = []
+    for with_tls in (False, True):
+        own = [names for names, needs_tls in groups if needs_tls is with_tls]
+        for row in _run(args, own, with_tls=with_tls) if own else ():
+            done.append(rows.rounded({"kind": "hostile", **row, **environment}))
+            rows.append(args.out, done[-1])
+    return done
+
+
+def start(
+    options: Sequence[str], folder: Path, *, with_tls: bool, descriptors: int | None
+) -> tuple[Served, Path | None]:
+    """A server with HTTP and two bearer tokens, and the file of its certificate if it speaks TLS."""
+    tokens = folder / "tokens"
+    tokens.write_text(f"{_HONEST}\n{_HOSTILE}\n")
+    own = ["--http-port", "0", "--auth-token-file", str(tokens)]
+    cert = None
+    if with_tls:
+        cert, key = folder / "cert.pem", folder / "key.pem"
+        _make_certificate(cert, key)
+        own += ["--tls-cert", str(cert), "--tls-key", str(key)]
+    own += options
+    resolve(own)
+    return Served(own, log=folder / "serve.log", descriptors=descriptors), cert
+
+
+def _make_certificate(cert: Path, key: Path) -> None:
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+    ]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext"]
+    command += ["subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ConfigError("attacks on TLS need the command openssl: install it") from error
+
+
+def _run(args, groups: Sequence[Sequence[str]], *, with_tls: bool):
+    """A row for each group of attacks; a server that does not recover is replaced."""
+    left = list(groups)
+    while left:
+        with tempfile.TemporaryDirectory() as folder:
+            server, ca = start(
+                args.serve_options, Path(folder), with_tls=with_tls, descriptors=args.descriptors
+            )
+            with server:
+                _wait(server, ca)
+                while left:
+                    names = left.pop(0)
+                    label = names[0] if len(names) == 1 else TOGETHER
+                    print(f"{label} ...", flush=True)
+                    yield measure(
+                        server, names, ca=ca, seconds=args.seconds, hold_seconds=args.hold,
+                        quiet_seconds=args.quiet, scale=args.scale,
+                    )  # fmt: skip
+                    if server.process.poll() is not None or not _has_recovered(server, ca):
+                        break
+
+
+def _wait(server: Served, ca: Path | None) -> None:
+    """Until nothing is left to compile, and one request was served."""
+    with _channel(server, ca) as channel:
+        stub = GenerationStub(channel)
+        own = (("authorization", f"Bearer {_HONEST}"),)
+        until = time.monotonic() + 600.0
+        while True:
+            try:
+                stats = stub.GetStats(pb.GetStatsRequest(), metadata=own, timeout=5.0)
+                if stats.state == "serving" and not stats.batch_sizes_pending:
+                    return
+            except grpc.RpcError:
+                pass
+            server.check(until, "serve")
+            time.sleep(0.1)
+
+
+def _channel(server: Served, ca: Path | None) -> grpc.Channel:
+    address = server.wait_for_port()
+    if ca is None:
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes()))
+
+
+def _has_recovered(server: Served, ca: Path | None) -> bool:
+    try:
+        with _channel(server, ca) as channel:
+            stub = GenerationStub(channel)
+            own = (("authorization", f"Bearer {_HONEST}"),)
+            stub.GetStats(pb.GetStatsRequest(), metadata=own, timeout=30.0)
+            return True
+    except grpc.RpcError:
+        return False
+
+
+def measure(
+    server: Served,
+    names: Sequence[str],
+    *,
+    seconds: float,
+    hold_seconds: float,
+    quiet_seconds: float,
+    scale: float = 1.0,
+    ca: Path | None = None,
+) -> dict:
+    """Runs some attacks at the same time.
+
+    Args:
+      server: as `start` makes it, ready.
+      names: of `ATTACKS`.
+      seconds: after which no hostile request is begun.
+      hold_seconds: how long hostile clients keep connections that are silent or slow.
+      quiet_seconds: how long the honest clients are watched before.
+      scale: share of each attack's requests to send.
+      ca: file of the server's certificate; None without TLS.
+
+    Returns:
+      The row: what honest clients saw when it was quiet and under attack, what the server took, the
+      answers to hostile requests, and `missed`, the targets that were not met.
+    """
+    with Attackers(
+        names, http=server.http_address, grpc=server.address, token=_HOSTILE, victim=_VICTIM,
+        seconds=seconds, hold_seconds=hold_seconds, scale=scale,
+    ) as attackers:  # fmt: skip
+        row = asyncio.run(_watch(server, attackers, quiet_seconds, ca))
+    one = next((one for one in ATTACKS if names == [one.name]), None)
+    row = {"attack": TOGETHER if one is None else one.name} | row
+    asks_for_work = any(one.asks_for_work for one in ATTACKS if one.name in names)
+    return row | {"missed": _missed(row, asks_for_work=asks_for_work)}
+
+
+async def _watch(
+    server: Served, attackers: Attackers, quiet_seconds: float, ca: Path | None
+) -> dict:
+    async with Watch(server, token=_HONEST, request_id=_VICTIM, ca=ca) as watch:
+        await asyncio.sleep(1.0)  # the first probes pay for connections
+        start = Snapshot.of(server)
+        await asyncio.sleep(quiet_seconds)
+        before = Snapshot.of(server)
+        quiet = watch.seen(start.time, before.time)
+        watch.peak_bytes = before.resident_bytes
+        watch.peak_descriptors = before.num_descriptors
+        attackers.begin()
+        found = await asyncio.to_thread(attackers.results)
+        ended = time.perf_counter()
+        await asyncio.sleep(_PAUSE)
+        under = watch.seen(before.time, time.perf_counter())
+        most = before.resident_bytes + _MOST_MEMORY_MB * _MB
+        while server.resident_bytes > most and time.perf_counter() < ended + _PATIENCE:
+            await asyncio.sleep(0.1)
+        after = Snapshot.of(server)
+        cut, differ = watch.check_texts()
+    minutes = (after.time - before.time) / 60
+    return {
+        "attempts": sum(one["attempts"] for one in found["attacks"].values()),
+        "wrong": sum(one["wrong"] for one in found["attacks"].values()),
+        "answers": {name: one["answers"] for name, one in found["attacks"].items()},
+        "seconds": ended - before.time,
+        "quiet": quiet,
+        "under_attack": under,
+        "streams_cut": cut,
+        "streams_differ": differ,
+        "memory_mb": {
+            "before": before.resident_bytes / _MB,
+            "peak": watch.peak_bytes / _MB,
+            "after": after.resident_bytes / _MB,
+        },
+        "descriptors": {
+            "before": before.num_descriptors,
+            "peak": watch.peak_descriptors,
+            "after": after.num_descriptors,
+        },
+        "log_mb_per_minute": (after.log_bytes - before.log_bytes) / _MB / minutes,
+        **_work(start, before, after),
+        "attackers_cpu_seconds": found["cpu_seconds"],
+    }
+
+
+def _work(start: Snapshot, before: Snapshot, after: Snapshot) -> dict:
+    """Processor time of the server from `before` to `after`.
+
+    `service_cpu_seconds` is what the attack cost: threads that receive, parse and refuse, beyond their
+    rate in the quiet time. Left out are XLA's threads and the engine's, the busiest of the others when
+    it was quiet: they decode for the honest client.
+    """
+    quiet, under = _growth(start, before), _growth(before, after)
+    engine = max(quiet, key=quiet.get)
+    ratio = (after.time - before.time) / (before.time - start.time)
+    extra = sum(under.values()) - under.get(engine, 0.0)
+    extra -= ratio * (sum(quiet.values()) - quiet[engine])
+    return {
+        "server_cpu_seconds": after.cpu_seconds - before.cpu_seconds,
+        "service_cpu_seconds": max(0.0, extra),
+    }
+
+
+def _growth(one: Snapshot, other: Snapshot) -> dict[int, float]:
+    """Seconds of each thread between two snapshots, those of compilers and of XLA's pools left out."""
+    return {
+        number: seconds - one.threads.get(number, ("", 0.0))[1]
+        for number, (name, seconds) in other.threads.items()
+        if not name.startswith(("tf_", "llvm"))
+    }
+
+
+def _missed(row: dict, *, asks_for_work: bool) -> list[str]:
+    """Names of the targets that a row does not meet."""
+    under, memory = row["under_attack"], row["memory_mb"]
+    gap_ratio = under["gap_ms"]["p99"] / max(1e-9, row["quiet"]["gap_ms"]["p99"])
+    rules = {
+        "status": row["wrong"] == 0,
+        "health": max(under[x]["p99"] for x in ("health_ms", "rpc_health_ms")) <= _MOST_HEALTH_MS
+        and under["probes_failed"] == 0,
+        # Where hostile clients ask for tokens as anyone may, the engine shares its rounds out.
+        "latency": asks_for_work or gap_ratio <= _MOST_GAP_RATIO,
+        "streams": row["streams_cut"] == row["streams_differ"] == 0,
+        "memory": memory["after"] - memory["before"] <= _MOST_MEMORY_MB,
+        "log": row["log_mb_per_minute"] <= _MOST_LOG_MB,
+    }
+    return [name for name, holds in rules.items() if not holds]
