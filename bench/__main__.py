@@ -151,6 +151,26 @@ def _hostile(args) -> int:
     return 1 if any(row["missed"] for row in found) else 0
 
 
+def _reliability(args) -> int:
+    from bench.reliability import reliability
+    from peagle_jax import runs
+
+    found = reliability(args, _environment(args))
+    lines = [
+        [
+            row["tried"],
+            f"{row['cases']:,}",
+            str(row["tests"]),
+            f"{row['seconds']:.1f}",
+            " ".join(row["failed"]) or "passed",
+        ]
+        for row in found
+    ]
+    print(runs.table(["tried", "cases", "tests", "seconds", "result"], lines))
+    print(f"rows: {args.out}")
+    return 1 if any(row["failed"] for row in found) else 0
+
+
 def _kernels(args) -> None:
     from bench.kernels import kernels
     from peagle_jax import runs
@@ -223,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _serve_load(args)
         elif args.command == "hostile":
             return _hostile(args)
+        elif args.command == "reliability":
+            return _reliability(args)
         elif args.command == "report":
             from bench.report import report
 

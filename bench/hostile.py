@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -46,10 +46,14 @@ def hostile(args, environment: dict) -> list[dict]:
         groups = [([one.name for one in ATTACKS if not one.needs_tls], False)]
     if not groups:
         raise ConfigError(f"no attack is named like {args.only}")
+    return asyncio.run(_run_all(args, groups, environment))
+
+
+async def _run_all(args, groups: Sequence[tuple[list[str], bool]], environment: dict) -> list[dict]:
     done = []
     for with_tls in (False, True):
         own = [names for names, needs_tls in groups if needs_tls is with_tls]
-        for row in _run(args, own, with_tls=with_tls) if own else ():
+        async for row in _run(args, own, with_tls=with_tls):
             done.append(rows.rounded({"kind": "hostile", **row, **environment}))
             rows.append(args.out, done[-1])
     return done
@@ -90,7 +94,7 @@ def _make_certificate(cert: Path, key: Path) -> None:
         raise ConfigError("attacks on TLS need the command openssl: install it") from error
 
 
-def _run(args, groups: Sequence[Sequence[str]], *, with_tls: bool):
+async def _run(args, groups: Sequence[Sequence[str]], *, with_tls: bool) -> AsyncIterator[dict]:
     """A row for each group of attacks; a server that does not recover is replaced."""
     left = list(groups)
     while left:
@@ -99,12 +103,12 @@ def _run(args, groups: Sequence[Sequence[str]], *, with_tls: bool):
                 args.serve_options, Path(folder), with_tls=with_tls, descriptors=args.descriptors
             )
             with server:
-                _wait(server, ca)
+                wait(server, ca)
                 while left:
                     names = left.pop(0)
                     label = names[0] if len(names) == 1 else TOGETHER
                     print(f"{label} ...", flush=True)
-                    yield measure(
+                    yield await measure(
                         server, names, ca=ca, seconds=args.seconds, hold_seconds=args.hold,
                         quiet_seconds=args.quiet, scale=args.scale,
                     )  # fmt: skip
@@ -113,7 +117,7 @@ def _run(args, groups: Sequence[Sequence[str]], *, with_tls: bool):
 
 
 def _wait(server: Served, ca: Path | None) -> None:
-    """Until nothing is left to compile, and one request was served."""
+    """Returns when a server that `start` made serves, and has nothing left to compile."""
     with _channel(server, ca) as channel:
         stub = GenerationStub(channel)
         own = (("authorization", f"Bearer {_HONEST}"),)
@@ -147,7 +151,7 @@ def _has_recovered(server: Served, ca: Path | None) -> bool:
         return False
 
 
-def measure(
+async def measure(
     server: Served,
     names: Sequence[str],
     *,
@@ -164,7 +168,7 @@ def measure(
       names: of `ATTACKS`.
       seconds: after which no hostile request is begun.
       hold_seconds: how long hostile clients keep connections that are silent or slow.
-      quiet_seconds: how long the honest clients are watched before.
+      quiet_seconds: how long the honest clients are watched before, and again after.
       scale: share of each attack's requests to send.
       ca: file of the server's certificate; None without TLS.
 
@@ -176,7 +180,7 @@ def measure(
         names, http=server.http_address, grpc=server.address, token=_HOSTILE, victim=_VICTIM,
         seconds=seconds, hold_seconds=hold_seconds, scale=scale,
     ) as attackers:  # fmt: skip
-        row = asyncio.run(_watch(server, attackers, quiet_seconds, ca))
+        row = await _watch(server, attackers, quiet_seconds, ca)
     one = next((one for one in ATTACKS if names == [one.name]), None)
     row = {"attack": TOGETHER if one is None else one.name} | row
     asks_for_work = any(one.asks_for_work for one in ATTACKS if one.name in names)
@@ -191,20 +195,22 @@ async def _watch(
         start = Snapshot.of(server)
         await asyncio.sleep(quiet_seconds)
         before = Snapshot.of(server)
-        quiet = watch.seen(start.time, before.time)
         watch.peak_bytes = before.resident_bytes
         watch.peak_descriptors = before.num_descriptors
         attackers.begin()
         found = await asyncio.to_thread(attackers.results)
         ended = time.perf_counter()
         await asyncio.sleep(_PAUSE)
-        under = watch.seen(before.time, time.perf_counter())
+        under = watch.seen((before.time, time.perf_counter()))
         most = before.resident_bytes + _MOST_MEMORY_MB * _MB
         while server.resident_bytes > most and time.perf_counter() < ended + _PATIENCE:
             await asyncio.sleep(0.1)
         after = Snapshot.of(server)
+        await asyncio.sleep(quiet_seconds)
+        quiet = watch.seen((start.time, before.time), (after.time, time.perf_counter()))
         cut, differ = watch.check_texts()
     minutes = (after.time - before.time) / 60
+    log_mb = (after.log_bytes - before.log_bytes) / _MB
     return {
         "attempts": sum(one["attempts"] for one in found["attacks"].values()),
         "wrong": sum(one["wrong"] for one in found["attacks"].values()),
@@ -224,7 +230,8 @@ async def _watch(
             "peak": watch.peak_descriptors,
             "after": after.num_descriptors,
         },
-        "log_mb_per_minute": (after.log_bytes - before.log_bytes) / _MB / minutes,
+        "log_mb": log_mb,
+        "log_mb_per_minute": log_mb / minutes,
         **_work(start, before, after),
         "attackers_cpu_seconds": found["cpu_seconds"],
     }

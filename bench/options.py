@@ -4,28 +4,11 @@ import argparse
 import textwrap
 from pathlib import Path
 
+from bench.arguments import RESULTS, Parser, add_rows, list_of_positive, positive
+from bench.service_options import add_hostile, add_reliability, add_serve_load
 from peagle_jax.presets import PRESETS
 
 _ABOUT = "Sweeps, full-size decode rounds, and the tables made of their rows."
-_RESULTS = Path(__file__).parent / "results"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
-def _list_of_positive(text: str) -> list[int]:
-    return sorted({_positive(item) for item in text.split(",")})
 
 
 def _methods(text: str) -> list[str]:
@@ -44,28 +27,21 @@ def _add_models(parser: argparse.ArgumentParser, *, methods: str, k: list[int]) 
     add("--methods", type=_methods, default=methods.split(","), help=f"default: {methods}")
     numbers = ",".join(map(str, k))
     add(
-        "-K", "--k", type=_list_of_positive, default=k, metavar="K,K", help=f"default: {numbers}"
+        "-K", "--k", type=list_of_positive, default=k, metavar="K,K", help=f"default: {numbers}"
     )  # fmt: skip
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     add("--quantization", choices=("fp8",), help="quantise the target's matrices on the way in")
 
 
-def _add_rows(parser: argparse.ArgumentParser, out: str) -> None:
-    add = parser.add_argument
-    add("--out", type=Path, default=_RESULTS / out, metavar="FILE.jsonl", help="rows are appended")
-    add("--sha", help="commit for the rows, where git is not at hand (or PEAGLE_SHA)")
-    add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
-
-
 def _add_common(parser: argparse.ArgumentParser, *, out: str, methods: str) -> None:
     _add_models(parser, methods=methods, k=[3, 5, 7])
     add = parser.add_argument
-    add("--max-tokens", type=_positive, default=128, metavar="N", help="new tokens per prompt")
-    add("--max-model-len", type=_positive, default=2048, metavar="N")
-    add("--prompt-tokens", type=_positive, default=128, metavar="N", help="for prompts cut of text")
+    add("--max-tokens", type=positive, default=128, metavar="N", help="new tokens per prompt")
+    add("--max-model-len", type=positive, default=2048, metavar="N")
+    add("--prompt-tokens", type=positive, default=128, metavar="N", help="for prompts cut of text")
     add("--temperature", type=float, default=0.0, metavar="T")
     add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
-    _add_rows(parser, out)
+    add_rows(parser, out)
 
 
 _LOSSLESS = """\
@@ -90,147 +66,25 @@ def _add_lossless(commands) -> None:
     _add_models(one, methods="none,eagle3,peagle", k=[3, 7])
     add = one.add_argument
     add("--preset", metavar="NAME", help="a full-size model, as for decode-step")
-    add("--layers", type=_positive, metavar="N", help="its first N layers only")
+    add("--layers", type=positive, metavar="N", help="its first N layers only")
     add("--seed", type=int, default=0, metavar="N", help="of a preset's weights and prompts")
     add("--set", default="HumanEval", metavar="SET", help="as for acceptance; not for presets")
     add(
-        "--tokens", type=_positive, default=20_000, metavar="N",
+        "--tokens", type=positive, default=20_000, metavar="N",
         help="to compare, in all cells together (default: 20000)",
     )  # fmt: skip
-    add("--concurrency", type=_list_of_positive, default=[1, 32], metavar="N,N")
-    add("--max-tokens", type=_positive, default=256, metavar="N", help="new tokens per prompt")
-    add("--min-prompts", type=_positive, default=4, metavar="N", help="of a cell; few requests at "
+    add("--concurrency", type=list_of_positive, default=[1, 32], metavar="N,N")
+    add("--max-tokens", type=positive, default=256, metavar="N", help="new tokens per prompt")
+    add("--min-prompts", type=positive, default=4, metavar="N", help="of a cell; few requests at "
         "once are otherwise given few prompts, or they would take most of the time")  # fmt: skip
     add(
-        "--prompt-tokens", type=_positive, default=256, metavar="N",
+        "--prompt-tokens", type=positive, default=256, metavar="N",
         help="of a preset's longest prompt, or of all that are cut of text (default: 256)",
     )  # fmt: skip
-    add("--page-size", type=_positive, default=64, metavar="N", help="default: 64")
-    add("--prefill-chunk", type=_positive, default=128, metavar="N", help="default: 128")
-    add("--prefill-rows", type=_positive, default=8, metavar="N", help="prompts per call, at most")
-    _add_rows(one, "lossless.jsonl")
-
-
-_SERVE_LOAD = """\
-Loads a peagle-serve through peagle.v1.Generation and reports what clients saw. Without --address it
-starts one on a free port; what follows -- are that server's options:
-
-  peagle-bench serve-load --concurrency 1,8,32 -- --num-speculative-tokens 5
-  peagle-bench serve-load --address 127.0.0.1:50051 --rate 4,8 --goodput ttft:500 tpot:50
-  peagle-bench serve-load --concurrency 32 --overhead
-
---overhead sends the same prompts through the engine without the service too, in this process and in
-turns with it: what the service costs on this machine, the clients' own work included.
-"""
-
-
-def _list_of_rates(text: str) -> list[float]:
-    rates = sorted({float(item) for item in text.split(",")})
-    if not all(0 < rate < float("inf") for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text}: rates must be positive")
-    return rates
-
-
-def _limit(text: str) -> tuple[str, float]:
-    name, _, value = text.partition(":")
-    if name not in ("ttft", "tpot", "e2e") or not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ttft:MS, tpot:MS or e2e:MS")
-    return name, float(value)
-
-
-def _add_serve_load(commands) -> None:
-    one = commands.add_parser(
-        "serve-load",
-        help="a gRPC service under load: latencies, goodput, statuses, overhead",
-        description=_SERVE_LOAD,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = one.add_argument
-    add("--address", metavar="HOST:PORT", help="of a running server (default: start one)")
-    kinds = one.add_mutually_exclusive_group()
-    kinds.add_argument(
-        "--concurrency", type=_list_of_positive, default=[1, 8, 32], metavar="N,N",
-        help="clients, each with one request after the other (default: 1,8,32)",
-    )  # fmt: skip
-    kinds.add_argument(
-        "--rate", type=_list_of_rates, metavar="R,R", help="instead: Poisson arrivals per second"
-    )
-    add("--set", default="HumanEval", metavar="SET", help="as for acceptance, or random: ids")
-    add("--num-requests", type=_positive, metavar="N", help="of a cell (default: 4 per client)")
-    add("--max-tokens", type=_positive, default=128, metavar="N", help="new tokens per prompt")
-    add("--prompt-tokens", type=_positive, default=128, metavar="N", help="longest random prompt")
-    add("--temperature", type=float, default=0.0, metavar="T")
-    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
-    add("--cancel-share", type=float, default=0.0, metavar="SHARE", help="of requests to cancel")
-    add("--deadline-ms", type=_positive, metavar="MS", help="of every request")
-    add("--goodput", type=_limit, nargs="+", default=[], metavar="NAME:MS",
-        help="limits: ttft:MS tpot:MS e2e:MS")  # fmt: skip
-    add("--overhead", action="store_true", help="measure the bare engine beside the service")
-    add(
-        "--repeats", type=_positive, default=3, metavar="N", help="turns of --overhead (default: 3)"
-    )
-    add("--seed", type=int, default=0, metavar="N", help="of arrivals, prompts, cancellations")
-    _add_rows(one, "serve_load.jsonl")
-    add("serve_options", nargs="*", metavar="-- OPTION", help="of peagle-serve")
-
-
-_HOSTILE = """\
-Attacks a peagle-serve that it starts (what follows -- are its options), one kind of hostile client
-after the other and then all together, and reports what honest clients noticed. Exit code 1 when a
-target is missed: right statuses, p99 of health within 100 ms, the p99 gap of a stream within 1.5 of
-the quiet one, memory back within 200 MB, less than 1 MB of log a minute.
-
-  peagle-bench hostile
-  peagle-bench hostile --only "prompt ids" --only "silent" -- --max-num-seqs 4
-"""
-
-
-def _add_hostile(commands) -> None:
-    one = commands.add_parser(
-        "hostile",
-        help="a service under attack: health, latency, memory, log, statuses",
-        description=_HOSTILE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = one.add_argument
-    add(
-        "--only",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="attacks whose name has it; repeatable",
-    )
-    add("--seconds", type=float, default=10.0, metavar="S", help="of an attack (default: 10)")
-    add(
-        "--hold",
-        type=float,
-        default=75.0,
-        metavar="S",
-        help="longest hold of a connection (default: 75)",
-    )
-    add("--quiet", type=float, default=5.0, metavar="S", help="watched before each (default: 5)")
-    add(
-        "--scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="share of the hostile requests to send",
-    )
-    add(
-        "--descriptors",
-        type=_positive,
-        default=300,
-        metavar="N",
-        help="that the server may open (default: 300)",
-    )
-    add(
-        "--together",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="at the end, all at once",
-    )
-    _add_rows(one, "hostile.jsonl")
-    add("serve_options", nargs="*", metavar="-- OPTION", help="of peagle-serve")
+    add("--page-size", type=positive, default=64, metavar="N", help="default: 64")
+    add("--prefill-chunk", type=positive, default=128, metavar="N", help="default: 128")
+    add("--prefill-rows", type=positive, default=8, metavar="N", help="prompts per call, at most")
+    add_rows(one, "lossless.jsonl")
 
 
 _DECODE_STEP = """\
@@ -258,22 +112,22 @@ def _add_decode_step(commands) -> None:
     add = one.add_argument
     add("--preset", required=True, metavar="NAME", help="model; -fp8: its block-quantised form")
     add("--weights", choices=("random",), default="random", help="where weights come from")
-    add("--layers", type=_positive, metavar="N", help="its first N layers only")
+    add("--layers", type=positive, metavar="N", help="its first N layers only")
     add(
         "--method", nargs="+", choices=("none", "eagle3", "peagle"), metavar="METHOD",
         default=["none", "eagle3", "peagle"], help="none eagle3 peagle (default: all)",
     )  # fmt: skip
-    add("-K", "--k", nargs="+", type=_positive, metavar="K", help="drafts per round (default: 7)")
+    add("-K", "--k", nargs="+", type=positive, metavar="K", help="drafts per round (default: 7)")
     add(
-        "--concurrency", nargs="+", type=_positive, default=[1, 8, 32], metavar="N",
+        "--concurrency", nargs="+", type=positive, default=[1, 8, 32], metavar="N",
         help="requests at once (default: 1 8 32)",
     )  # fmt: skip
     add(
         "--synthetic-acceptance-length", type=float, metavar="A",
         help="mean tokens per round, 1 to K+1; without it random heads are hardly ever right",
     )  # fmt: skip
-    add("--prompt-tokens", type=_positive, default=512, metavar="N", help="default: 512")
-    add("--max-tokens", type=_positive, default=512, metavar="N", help="new tokens (default: 512)")
+    add("--prompt-tokens", type=positive, default=512, metavar="N", help="default: 512")
+    add("--max-tokens", type=positive, default=512, metavar="N", help="new tokens (default: 512)")
     add(
         "--temperature",
         type=float,
@@ -284,26 +138,26 @@ def _add_decode_step(commands) -> None:
     add("--draft-sampling", choices=("argmax", "sample"), default="argmax")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
-    add("--page-size", type=_positive, default=64, metavar="N", help="default: 64")
-    add("--prefill-chunk", type=_positive, default=512, metavar="N", help="default: 512")
-    add("--prefill-rows", type=_positive, default=8, metavar="N", help="prompts per call, at most")
+    add("--page-size", type=positive, default=64, metavar="N", help="default: 64")
+    add("--prefill-chunk", type=positive, default=512, metavar="N", help="default: 512")
+    add("--prefill-rows", type=positive, default=8, metavar="N", help="prompts per call, at most")
     add("--seed", type=int, default=0, metavar="N", help="of weights and prompts")
     add(
         "--profile", nargs="?", const="", metavar="DIR",
         help="trace some rounds after timing and list their kernels; keep the traces in DIR",
     )  # fmt: skip
-    add("--profile-rounds", type=_positive, default=4, metavar="N", help="default: 4")
+    add("--profile-rounds", type=positive, default=4, metavar="N", help="default: 4")
     add(
         "--cold-start", action="store_true",
         help="instead of rounds: seconds from process start to first token, cold and warm cache",
     )  # fmt: skip
-    _add_rows(one, "decode_step.jsonl")
+    add_rows(one, "decode_step.jsonl")
 
 
 def parser() -> argparse.ArgumentParser:
     """Of all commands."""
-    parser = _Parser(prog="peagle-bench", description=_ABOUT)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    parser = Parser(prog="peagle-bench", description=_ABOUT)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
 
     one = commands.add_parser("acceptance", help="acceptance length by head, K and prompt set")
     _add_common(one, out="acceptance.jsonl", methods="eagle3,peagle")
@@ -311,23 +165,24 @@ def parser() -> argparse.ArgumentParser:
         "--sets", nargs="+", default=["HumanEval", "MT-Bench"], metavar="SET",
         help="HumanEval, MT-Bench, or NAME=FILE (JSONL, a text file, a folder of *.py)",
     )  # fmt: skip
-    one.add_argument("--num-prompts", type=_positive, metavar="N", help="per set (default: all)")
-    one.add_argument("--concurrency", type=_positive, default=8, metavar="N")
+    one.add_argument("--num-prompts", type=positive, metavar="N", help="per set (default: all)")
+    one.add_argument("--concurrency", type=positive, default=8, metavar="N")
 
     one = commands.add_parser("throughput", help="tokens/s by method, K and concurrency")
     _add_common(one, out="throughput.jsonl", methods="none,eagle3,peagle")
     one.add_argument("--set", default="HumanEval", metavar="SET", help="as for acceptance")
     one.add_argument(
-        "--concurrency", type=_list_of_positive, default=[1, 2, 4, 8, 16, 32], metavar="N,N"
+        "--concurrency", type=list_of_positive, default=[1, 2, 4, 8, 16, 32], metavar="N,N"
     )
-    one.add_argument("--prompts-per-slot", type=_positive, default=2, metavar="N")
-    one.add_argument("--min-prompts", type=_positive, default=4, metavar="N")
-    one.add_argument("--prefill-rows", type=_positive, default=1, metavar="N")
+    one.add_argument("--prompts-per-slot", type=positive, default=2, metavar="N")
+    one.add_argument("--min-prompts", type=positive, default=4, metavar="N")
+    one.add_argument("--prefill-rows", type=positive, default=1, metavar="N")
 
     _add_lossless(commands)
     _add_decode_step(commands)
-    _add_serve_load(commands)
-    _add_hostile(commands)
+    add_serve_load(commands)
+    add_hostile(commands)
+    add_reliability(commands)
 
     one = commands.add_parser("kernels", help="each kernel beside its reference, on a GPU")
     one.add_argument("--op", action="append", metavar="NAME", help="repeatable (default: all)")
@@ -335,22 +190,20 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--configs", action="store_true", help="also in other configs than the chosen one"
     )
-    _add_rows(one, "kernels.jsonl")
+    add_rows(one, "kernels.jsonl")
 
     one = commands.add_parser("conversion", help="peagle-convert against a plain copy")
     one.add_argument("folder", type=Path, metavar="DIR", help="new folder on the disk to measure")
     one.add_argument("--preset", default="gpt-oss-20b", help="default: gpt-oss-20b")
     one.add_argument("--quantization", choices=("none", "fp8", "mxfp4"), default="mxfp4")
-    one.add_argument("--layers", type=_positive, metavar="N", help="its first N layers only")
-    one.add_argument(
-        "--out", type=Path, default=_RESULTS / "conversion.jsonl", metavar="FILE.jsonl"
-    )
+    one.add_argument("--layers", type=positive, metavar="N", help="its first N layers only")
+    one.add_argument("--out", type=Path, default=RESULTS / "conversion.jsonl", metavar="FILE.jsonl")
     one.add_argument("--sha", help="commit for the row, where git is not at hand (or PEAGLE_SHA)")
 
     commands.add_parser("sizes", help="weights, KV cache and what fits on one GPU, by model")
 
     one = commands.add_parser("report", help="tables and plots from stored rows")
-    one.add_argument("--results", type=Path, default=_RESULTS, metavar="DIR")
+    one.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     one.add_argument("--readme", type=Path, metavar="FILE", help="redraw its bench:NAME blocks")
     one.add_argument("--plots", type=Path, metavar="DIR", help="default: beside the rows")
     return parser

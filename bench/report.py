@@ -8,10 +8,10 @@ Of rows that measured the same thing, the newest counts.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import rows
+from bench import rows, tried
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
@@ -26,8 +26,9 @@ _METHOD_ORDER = list(METHOD_NAMES)
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
 
 
-def newest(all_rows: Iterable[dict]) -> list[dict]:
-    """The last row of each measurement, in order of method, K and concurrency; then those of kernels."""
+def newest(all_rows: Sequence[dict]) -> list[dict]:
+    """The last row of each measurement, in order of method, K and concurrency; then those of kernels;
+    then what was tried."""
     latest: dict[tuple, dict] = {}
     kernels: dict[tuple, dict] = {}
     for row in sorted(all_rows, key=lambda row: row.get("date", "")):
@@ -41,7 +42,7 @@ def newest(all_rows: Iterable[dict]) -> list[dict]:
     order = lambda row: (
         _METHOD_ORDER.index(row["method"]), row["num_speculative_tokens"], row["concurrency"],
     )  # fmt: skip
-    return sorted(latest.values(), key=order) + list(kernels.values())
+    return sorted(latest.values(), key=order) + list(kernels.values()) + tried.newest(all_rows)
 
 
 def _settings(some: list[dict]) -> list[tuple[tuple, list[dict]]]:
@@ -194,7 +195,7 @@ def _grids(cell: Callable[[dict], str]) -> Callable[[list[dict]], str]:
     return _by_setting(lambda some: _grid(some, cell))
 
 
-TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
+TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "acceptance": ("acceptance", _by_setting(acceptance_table)),
     "throughput": ("throughput", _grids(_speed)),
     "rounds": ("throughput", _grids(lambda row: f"{row['ms_per_round']:.2f}")),
@@ -202,8 +203,10 @@ TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "lossless": ("lossless", _by_setting(lossless_table)),
     "ttft": ("throughput", _grids(lambda row: f"{row['ttft_ms_median']:.0f}")),
     "kernels": ("kernel", kernel_table),
+    "tried": (tried.KINDS, lambda some: tried.tried_table(some, _markdown)),
+    "hostile": ("hostile", lambda some: tried.hostile_table(some, _markdown)),
 }
-"""Table name -> (kind of rows, what they look like)."""
+"""Table name -> (kind or kinds of rows, what they look like)."""
 
 
 def render(name: str, some: list[dict]) -> str:
@@ -214,10 +217,11 @@ def render(name: str, some: list[dict]) -> str:
     """
     if name not in TABLES:
         raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}")
-    kind, draw = TABLES[name]
-    chosen = [row for row in some if row["kind"] == kind]
+    kinds, draw = TABLES[name]
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    chosen = [row for row in some if row["kind"] in kinds]
     if not chosen:
-        raise ConfigError(f"bench:{name} needs {kind} rows and there are none")
+        raise ConfigError(f"bench:{name} needs {' or '.join(kinds)} rows and there are none")
     return draw(chosen)
 
 

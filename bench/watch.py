@@ -208,15 +208,16 @@ class Watch:
                 self.peak_descriptors = max(self.peak_descriptors, self._server.num_descriptors)
             await asyncio.sleep(INTERVAL)
 
-    def seen(self, begin: float, end: float) -> dict:
-        """What the clients saw between two moments of `time.perf_counter`."""
-        late = [seconds for due, seconds in self.lateness if begin <= due <= end]
+    def seen(self, *windows: tuple[float, float]) -> dict:
+        """What the clients saw within some windows, each between two moments of `time.perf_counter`."""
+        within = lambda spans: [x for window in windows for x in spans.between(*window)]
+        is_in = lambda moment: any(begin <= moment <= end for begin, end in windows)
         return {
-            "health_ms": figures(self.health.between(begin, end), interval=INTERVAL),
-            "rpc_health_ms": figures(self.rpc_health.between(begin, end), interval=INTERVAL),
-            "gap_ms": figures(self.gaps.between(begin, end)),
-            "prober_late_ms": figures(late),
-            "probes_failed": sum(begin <= moment <= end for moment, _ in self.failures),
+            "health_ms": figures(within(self.health), interval=INTERVAL),
+            "rpc_health_ms": figures(within(self.rpc_health), interval=INTERVAL),
+            "gap_ms": figures(within(self.gaps)),
+            "prober_late_ms": figures([late for due, late in self.lateness if is_in(due)]),
+            "probes_failed": sum(is_in(moment) for moment, _ in self.failures),
         }
 
     def check_texts(self) -> tuple[int, int]:

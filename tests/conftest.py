@@ -37,17 +37,36 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases", type=int, help="cases that each randomised test tries, instead of its own number"
     )
+    parser.addoption(
+        "--only-kind",
+        action="append",
+        default=[],
+        help="skips randomised tests whose kind of cases does not contain this text; repeatable",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the randomised tests: those that take their number of cases from `num_cases`."""
+    for item in items:
+        if "num_cases" in getattr(item, "fixturenames", ()):
+            item.add_marker("randomised")
 
 
 @pytest.fixture
 def num_cases(request, record_property):
     """`num_cases("damaged checkpoints", 3000)` returns how many cases to try: --cases, or the default.
 
+    A statistical test names the least number with which its bounds hold: `least=3000`.
+
     Kind and number go into JUnit's XML, from which `peagle-bench reliability` makes its table.
     """
 
-    def choose(kind: str, default: int) -> int:
-        number = request.config.getoption("--cases") or default
+    def choose(kind: str, default: int, least: int = 1) -> int:
+        only = request.config.getoption("--only-kind")
+        if only and not any(text in kind for text in only):
+            pytest.skip(f"tries {kind}")
+        number = max(least, request.config.getoption("--cases") or default)
         record_property("tried", f"{number} {kind}")
         return number
 

@@ -103,13 +103,14 @@ jitted = jax.jit(verify)
 
 
 @pytest.mark.parametrize("mode", ["argmax", "sample"])
-def test_the_rule_with_its_own_random_numbers_has_the_law_too(mode):
-    """30000 requests over the outcomes of two tokens, at temperature 2.
+def test_the_rule_with_its_own_random_numbers_has_the_law_too(mode, num_cases):
+    """30000 requests or more over the outcomes of two tokens, at temperature 2.
 
     At level 1e-3 with at most 19 degrees of freedom a chi-square test of this size finds an effect
     of w = 0.045 (a total variation of about 0.02) with a power of 0.99.
     """
-    B, temperature = 30_000, 2.0
+    B = num_cases("sampled rounds against the target's law", 30_000, least=30_000)
+    temperature = 2.0
     rng = np.random.default_rng(0)
     table = rng.normal(0, 2, (1 + V, V))  # logits of the first row, and of the second by token
     p = np.asarray(probabilities(jnp.asarray(table), jnp.full(1 + V, temperature)), np.float64)

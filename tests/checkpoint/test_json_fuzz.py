@@ -13,7 +13,6 @@ from tests.checkpoint import released
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FUZZ = settings(
-    max_examples=400,
     deadline=None,
     derandomize=True,
     # One folder serves all examples: each writes the files anew.
@@ -57,10 +56,10 @@ TARGETS = ["llama-3.1-8b", "qwen3-8b", "qwen3-coder-30b-a3b", "gpt-oss-20b", "ge
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_targets(name, tmp_path):
+def test_targets(name, tmp_path, num_cases):
     config, generation = released.CONFIGS[name]
 
-    @FUZZ
+    @settings(FUZZ, max_examples=num_cases("damaged config.json files", 400))
     @given(st.data())
     def check(data):
         which = data.draw(st.booleans())
@@ -73,7 +72,7 @@ def test_targets(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["peagle-1", "eagle3", "aws"])
-def test_heads(name, tmp_path):
+def test_heads(name, tmp_path, num_cases):
     if name == "aws":
         config, tensors = released.AWS_GPT_OSS_20B_HEAD, set(released.aws_gpt_oss_20b_head())
         target = target_config(released.write_config(tmp_path, *released.CONFIGS["gpt-oss-20b"]))
@@ -84,7 +83,7 @@ def test_heads(name, tmp_path):
         width = 192
     config = config | {"eagle_config": {}, "num_speculative_tokens": None, "logit_scale": 1.0}
 
-    @FUZZ
+    @settings(FUZZ, max_examples=num_cases("damaged config.json files", 400))
     @given(st.data())
     def check(data):
         released.write_config(tmp_path, changed(config, data.draw))

@@ -19,7 +19,7 @@ from peagle_jax.models import build
 from tests.checkpoint.test_tables import made
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FUZZ = settings(max_examples=200, deadline=None, derandomize=True)
+FUZZ = settings(deadline=None, derandomize=True)
 NAMES = (
     "gpt_oss-mxfp4", "gpt_oss-bf16", "qwen3_moe-bf16", "qwen3_moe-fp8", "qwen3-fp8-channel",
     "llama-fp8-tensor", "gemma4",
@@ -61,11 +61,11 @@ def damaged(tensors: dict, draw) -> dict:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_refused_fills_the_model(name):
+def test_what_is_not_refused_fills_the_model(name, num_cases):
     config, tensors, shapes = parts(name)
     verdicts = []
 
-    @FUZZ
+    @settings(FUZZ, max_examples=num_cases("damaged checkpoint layouts", 200))
     @given(st.data())
     def check(data):
         damage = damaged(tensors, data.draw)

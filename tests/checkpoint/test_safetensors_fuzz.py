@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from peagle_jax.checkpoint.safetensors import DTYPES, Checkpoint, CheckpointError, read_header
 
 FUZZ = settings(
-    max_examples=1500,
     deadline=None,
     derandomize=True,
     # One folder serves all examples: each writes the file anew.
@@ -60,20 +59,29 @@ def verdict(folder, content: bytes) -> None:
         assert checkpoint.read(name).shape == info.shape
 
 
-@FUZZ
-@given(content=st.binary(max_size=200))
-def test_arbitrary_bytes(tmp_path, content):
-    verdict(tmp_path, content)
+def test_arbitrary_bytes(num_cases, tmp_path):
+    @settings(FUZZ, max_examples=num_cases("damaged safetensors files", 1500))
+    @given(content=st.binary(max_size=200))
+    def check(content):
+        verdict(tmp_path, content)
+
+    check()
 
 
-@FUZZ
-@given(header=headers, data=st.binary(max_size=80), cut=st.integers(0, 12), grow=st.integers(-9, 9))
-def test_arbitrary_headers(tmp_path, header, data, cut, grow):
+def test_arbitrary_headers(num_cases, tmp_path):
     """JSON that looks like a header, with a wrong length now and then, and bytes missing at the end."""
-    text = json.dumps(header).encode()
-    length = max(0, len(text) + (grow if cut == 1 else 0))
-    content = length.to_bytes(8, "little") + text + data
-    verdict(tmp_path, content[: len(content) - (cut if cut > 8 else 0)])
+
+    @settings(FUZZ, max_examples=num_cases("damaged safetensors files", 1500))
+    @given(
+        header=headers, data=st.binary(max_size=80), cut=st.integers(0, 12), grow=st.integers(-9, 9)
+    )
+    def check(header, data, cut, grow):
+        text = json.dumps(header).encode()
+        length = max(0, len(text) + (grow if cut == 1 else 0))
+        content = length.to_bytes(8, "little") + text + data
+        verdict(tmp_path, content[: len(content) - (cut if cut > 8 else 0)])
+
+    check()
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 2**31, 2**63, 2**64 - 1])

@@ -20,7 +20,7 @@ from peagle_jax.checkpoint.transforms import (
     Transpose,
 )
 
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
+EXAMPLES = settings(deadline=None, derandomize=True)
 FP8, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(x) for x in (np.uint8, np.int64, np.float16, np.float32)] + [FP8, BF16]
 
@@ -44,65 +44,80 @@ def check_round_trip(transform: Transform, parts: list[np.ndarray]) -> np.ndarra
     return joined
 
 
-@EXAMPLES
-@given(st.lists(sizes, min_size=1, max_size=4), st.sampled_from(DTYPES), seeds)
-def test_copy_and_merge_keep_every_bit(shape, dtype, seed):
-    x = random_tensor(seed, tuple(shape), dtype)
-    assert check_round_trip(Copy(), [x]) is x
-    assert check_round_trip(Merge(), [x]).ndim == 1
-    assert check_round_trip(Merge(axes=1), [x]).shape == x.shape
+def test_copy_and_merge_keep_every_bit(num_cases):
+    @settings(EXAMPLES, max_examples=num_cases("tensors converted there and back", 60))
+    @given(st.lists(sizes, min_size=1, max_size=4), st.sampled_from(DTYPES), seeds)
+    def check(shape, dtype, seed):
+        x = random_tensor(seed, tuple(shape), dtype)
+        assert check_round_trip(Copy(), [x]) is x
+        assert check_round_trip(Merge(), [x]).ndim == 1
+        assert check_round_trip(Merge(axes=1), [x]).shape == x.shape
+
+    check()
 
 
 def test_a_scalar_becomes_a_vector_of_one():
     assert check_round_trip(Merge(), [np.array(3.5, np.float32)]).tolist() == [3.5]
 
 
-@EXAMPLES
-@given(st.lists(sizes, min_size=1, max_size=4), sizes, st.sampled_from(DTYPES), seeds)
-def test_concatenated_rows_come_apart_again(rows, columns, dtype, seed):
-    parts = [random_tensor(seed + i, (n, columns), dtype) for i, n in enumerate(rows)]
-    joined = check_round_trip(Concat(), parts)
-    assert joined[rows[0] - 1].tobytes() == parts[0][-1].tobytes()
+def test_concatenated_rows_come_apart_again(num_cases):
+    @settings(EXAMPLES, max_examples=num_cases("tensors converted there and back", 60))
+    @given(st.lists(sizes, min_size=1, max_size=4), sizes, st.sampled_from(DTYPES), seeds)
+    def check(rows, columns, dtype, seed):
+        parts = [random_tensor(seed + i, (n, columns), dtype) for i, n in enumerate(rows)]
+        joined = check_round_trip(Concat(), parts)
+        assert joined[rows[0] - 1].tobytes() == parts[0][-1].tobytes()
+
+    check()
 
 
-@EXAMPLES
-@given(sizes, sizes, sizes, st.sampled_from([(), (2,)]), st.sampled_from(DTYPES), seeds)
-def test_experts_are_stacked_in_order_and_any_run_of_them_alike(E, F, D, group, dtype, seed):
-    each = 2 if group else 1
-    parts = [random_tensor(seed + i, (F, D), dtype) for i in range(E * each)]
-    joined = check_round_trip(Stack(group), parts)
-    assert joined.shape == (E, *group, F, D)
-    assert joined[(E - 1, *(0 for _ in group))].tobytes() == parts[-each].tobytes()
-    some = Stack(group).join(parts[each:]) if E > 1 else joined
-    assert some.tobytes() == joined[min(1, E - 1) :].tobytes()
+def test_experts_are_stacked_in_order_and_any_run_of_them_alike(num_cases):
+    @settings(EXAMPLES, max_examples=num_cases("tensors converted there and back", 60))
+    @given(sizes, sizes, sizes, st.sampled_from([(), (2,)]), st.sampled_from(DTYPES), seeds)
+    def check(E, F, D, group, dtype, seed):
+        each = 2 if group else 1
+        parts = [random_tensor(seed + i, (F, D), dtype) for i in range(E * each)]
+        joined = check_round_trip(Stack(group), parts)
+        assert joined.shape == (E, *group, F, D)
+        assert joined[(E - 1, *(0 for _ in group))].tobytes() == parts[-each].tobytes()
+        some = Stack(group).join(parts[each:]) if E > 1 else joined
+        assert some.tobytes() == joined[min(1, E - 1) :].tobytes()
+
+    check()
 
 
-@EXAMPLES
-@given(sizes, sizes, sizes, st.sampled_from(DTYPES), seeds)
-def test_interleaved_rows_are_gate_and_up(E, F, G, dtype, seed):
-    blocks = random_tensor(seed, (E, 2 * F, G, 16), dtype)
-    joined = check_round_trip(Deinterleave(), [blocks])
-    assert joined.shape == (E, 2, F, 16 * G)
-    for half in (0, 1):
-        want = np.ascontiguousarray(blocks[:, half::2].reshape(E, F, -1))
-        assert np.ascontiguousarray(joined[:, half]).tobytes() == want.tobytes()
-    # Scales and biases have fewer axes.
-    assert check_round_trip(Deinterleave(), [blocks[..., 0]]).shape == (E, 2, F, G)
-    assert check_round_trip(Deinterleave(), [blocks[..., 0, 0]]).shape == (E, 2, F)
-    assert check_round_trip(Merge(axes=2), [blocks]).shape == (E, 2 * F, 16 * G)
-    if E > 1:  # some experts of a tensor are joined as all of them
-        assert Deinterleave().join([blocks[1:]]).tobytes() == joined[1:].tobytes()
+def test_interleaved_rows_are_gate_and_up(num_cases):
+    @settings(EXAMPLES, max_examples=num_cases("tensors converted there and back", 60))
+    @given(sizes, sizes, sizes, st.sampled_from(DTYPES), seeds)
+    def check(E, F, G, dtype, seed):
+        blocks = random_tensor(seed, (E, 2 * F, G, 16), dtype)
+        joined = check_round_trip(Deinterleave(), [blocks])
+        assert joined.shape == (E, 2, F, 16 * G)
+        for half in (0, 1):
+            want = np.ascontiguousarray(blocks[:, half::2].reshape(E, F, -1))
+            assert np.ascontiguousarray(joined[:, half]).tobytes() == want.tobytes()
+        # Scales and biases have fewer axes.
+        assert check_round_trip(Deinterleave(), [blocks[..., 0]]).shape == (E, 2, F, G)
+        assert check_round_trip(Deinterleave(), [blocks[..., 0, 0]]).shape == (E, 2, F)
+        assert check_round_trip(Merge(axes=2), [blocks]).shape == (E, 2 * F, 16 * G)
+        if E > 1:  # some experts of a tensor are joined as all of them
+            assert Deinterleave().join([blocks[1:]]).tobytes() == joined[1:].tobytes()
+
+    check()
 
 
-@EXAMPLES
-@given(sizes, sizes, sizes, st.sampled_from(DTYPES), seeds)
-def test_transposed_experts_turn_out_rows_first(E, F, D, dtype, seed):
-    gate_up = random_tensor(seed, (E, D, 2 * F), dtype)
-    joined = check_round_trip(Deinterleave(transposed=True), [gate_up])
-    assert joined.shape == (E, 2, F, D)
-    assert joined[-1, 1, 0].tobytes() == gate_up[-1, :, 1].tobytes()
-    down = random_tensor(seed + 1, (E, F, D), dtype)
-    assert check_round_trip(Transpose(), [down])[0, -1].tobytes() == down[0, :, -1].tobytes()
+def test_transposed_experts_turn_out_rows_first(num_cases):
+    @settings(EXAMPLES, max_examples=num_cases("tensors converted there and back", 60))
+    @given(sizes, sizes, sizes, st.sampled_from(DTYPES), seeds)
+    def check(E, F, D, dtype, seed):
+        gate_up = random_tensor(seed, (E, D, 2 * F), dtype)
+        joined = check_round_trip(Deinterleave(transposed=True), [gate_up])
+        assert joined.shape == (E, 2, F, D)
+        assert joined[-1, 1, 0].tobytes() == gate_up[-1, :, 1].tobytes()
+        down = random_tensor(seed + 1, (E, F, D), dtype)
+        assert check_round_trip(Transpose(), [down])[0, -1].tobytes() == down[0, :, -1].tobytes()
+
+    check()
 
 
 def test_large_tensors_are_views_where_numpy_can_make_one():
@@ -140,29 +155,35 @@ def spread(scale: np.ndarray, n: int, columns: int) -> np.ndarray:
     return np.broadcast_to(scale.reshape(-1, 1), (n, columns))
 
 
-@EXAMPLES
-@given(scales())
-def test_joined_scales_mean_what_their_parts_meant(drawn):
-    rows, columns, parts = drawn
-    joined = check_round_trip(Scales(rows, columns), parts)
-    N = sum(rows)
-    assert formats.kind(np.zeros((N, columns), FP8), joined) == "fp8"
-    each = formats.dequantize(np.ones((N, columns), FP8), joined, np.float32)
-    want = [spread(part, n, columns) for part, n in zip(parts, rows, strict=True)]
-    np.testing.assert_array_equal(each, np.concatenate(want))
+def test_joined_scales_mean_what_their_parts_meant(num_cases):
+    @settings(EXAMPLES, max_examples=num_cases("tensors converted there and back", 60))
+    @given(scales())
+    def check(drawn):
+        rows, columns, parts = drawn
+        joined = check_round_trip(Scales(rows, columns), parts)
+        N = sum(rows)
+        assert formats.kind(np.zeros((N, columns), FP8), joined) == "fp8"
+        each = formats.dequantize(np.ones((N, columns), FP8), joined, np.float32)
+        want = [spread(part, n, columns) for part, n in zip(parts, rows, strict=True)]
+        np.testing.assert_array_equal(each, np.concatenate(want))
+
+    check()
 
 
-@EXAMPLES
-@given(scales(matrices=1), st.integers(1, 3), st.sampled_from([(), (2,)]))
-def test_stacked_scales_mean_what_their_parts_meant(drawn, E, group):
-    (n,), columns, (part,) = drawn
-    count = E * (2 if group else 1)
-    parts = [part * np.float32(2**i) for i in range(count)]
-    joined = check_round_trip(StackScales(group, n, columns), parts)
-    values = np.ones((E, *group, n, columns), FP8)
-    each = formats.dequantize(values, joined, np.float32)
-    want = np.stack([spread(part, n, columns) for part in parts]).reshape(values.shape)
-    np.testing.assert_array_equal(each, want)
+def test_stacked_scales_mean_what_their_parts_meant(num_cases):
+    @settings(EXAMPLES, max_examples=num_cases("tensors converted there and back", 60))
+    @given(scales(matrices=1), st.integers(1, 3), st.sampled_from([(), (2,)]))
+    def check(drawn, E, group):
+        (n,), columns, (part,) = drawn
+        count = E * (2 if group else 1)
+        parts = [part * np.float32(2**i) for i in range(count)]
+        joined = check_round_trip(StackScales(group, n, columns), parts)
+        values = np.ones((E, *group, n, columns), FP8)
+        each = formats.dequantize(values, joined, np.float32)
+        want = np.stack([spread(part, n, columns) for part in parts]).reshape(values.shape)
+        np.testing.assert_array_equal(each, want)
+
+    check()
 
 
 def test_scales_of_whole_blocks_stay_blocks_and_others_get_a_row_each():

@@ -46,35 +46,42 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(limit=st.integers(1, 2000), dtype=st.sampled_from([np.dtype(np.uint8), BF16]))
-def test_blocks_are_the_parameter_cut_along_its_first_axis(case, limit, dtype):
-    transform, shapes = CASES[case]
-    rng = np.random.default_rng(0)
-    parts, infos = {}, {}
-    for i, shape in enumerate(shapes):
-        size = int(np.prod(shape)) * dtype.itemsize
-        parts[f"t{i}"] = np.frombuffer(rng.bytes(size), dtype).reshape(shape)
-        infos[f"t{i}"] = TensorInfo(f"t{i}", dtype, shape, 1000, 1000 + size)
-    want = np.ascontiguousarray(transform.join(list(parts.values())))
-    want = want.reshape(transform.shape(shapes))
-    blocks = blocks_of(Rule(("x",), tuple(parts), transform), infos, limit)
-    assert (blocks.shape, blocks.dtype, blocks.nbytes) == (want.shape, want.dtype, want.nbytes)
-    got, rows = bytearray(), 0
-    for block in blocks:
-        assert block.nbytes <= blocks.largest
-        buffer = np.empty(blocks.largest, np.uint8)
-        for piece in block.pieces:
-            data = np.frombuffer(parts[piece.name].tobytes(), np.uint8)[piece.begin : piece.end]
-            buffer[piece.offset : piece.offset + len(data)] = data
-        made = block.make(buffer)
-        assert made.flags.c_contiguous
-        if block.index:
-            assert made.shape == (block.index[0].stop - rows, *want.shape[1:])
-            assert made.shape[0] <= blocks.step
-            rows = block.index[0].stop
-        got += made.tobytes()
-    assert bytes(got) == want.tobytes()
+def test_blocks_are_the_parameter_cut_along_its_first_axis(num_cases, case):
+    @settings(
+        max_examples=num_cases("parameters converted in blocks", 25),
+        deadline=None,
+        derandomize=True,
+    )
+    @given(limit=st.integers(1, 2000), dtype=st.sampled_from([np.dtype(np.uint8), BF16]))
+    def check(limit, dtype):
+        transform, shapes = CASES[case]
+        rng = np.random.default_rng(0)
+        parts, infos = {}, {}
+        for i, shape in enumerate(shapes):
+            size = int(np.prod(shape)) * dtype.itemsize
+            parts[f"t{i}"] = np.frombuffer(rng.bytes(size), dtype).reshape(shape)
+            infos[f"t{i}"] = TensorInfo(f"t{i}", dtype, shape, 1000, 1000 + size)
+        want = np.ascontiguousarray(transform.join(list(parts.values())))
+        want = want.reshape(transform.shape(shapes))
+        blocks = blocks_of(Rule(("x",), tuple(parts), transform), infos, limit)
+        assert (blocks.shape, blocks.dtype, blocks.nbytes) == (want.shape, want.dtype, want.nbytes)
+        got, rows = bytearray(), 0
+        for block in blocks:
+            assert block.nbytes <= blocks.largest
+            buffer = np.empty(blocks.largest, np.uint8)
+            for piece in block.pieces:
+                data = np.frombuffer(parts[piece.name].tobytes(), np.uint8)[piece.begin : piece.end]
+                buffer[piece.offset : piece.offset + len(data)] = data
+            made = block.make(buffer)
+            assert made.flags.c_contiguous
+            if block.index:
+                assert made.shape == (block.index[0].stop - rows, *want.shape[1:])
+                assert made.shape[0] <= blocks.step
+                rows = block.index[0].stop
+            got += made.tobytes()
+        assert bytes(got) == want.tobytes()
+
+    check()
 
 
 def test_blocks_are_about_alike():

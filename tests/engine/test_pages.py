@@ -63,11 +63,11 @@ def test_check_integrity_sees_each_kind_of_damage():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_thousands_of_random_operations_keep_the_pool_whole(seed):
+def test_thousands_of_random_operations_keep_the_pool_whole(seed, num_cases):
     rng = random.Random(seed)
     pool = PagePool(num_pages=rng.randint(2, 40), page_size=rng.randint(1, 16))
     owned: list[list[int]] = []
-    for _ in range(3000):
+    for _ in range(num_cases("operations on the page pool", 3000)):
         if owned and rng.random() < 0.5:
             pages = owned.pop(rng.randrange(len(owned)))
             keep = rng.randint(0, len(pages))

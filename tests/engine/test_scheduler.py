@@ -175,11 +175,11 @@ def add_random(engine: Engine, rng: random.Random) -> Request | None:
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag):
+def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
     rng = random.Random(seed)
     engine = Engine(CONFIGS[name], lag=lag, seed=seed)
     requests: list[Request] = []
-    for _ in range(600):
+    for _ in range(num_cases("rounds of random requests in the scheduler", 600)):
         while rng.random() < 0.4:
             request = add_random(engine, rng)
             requests += [request] if request else []

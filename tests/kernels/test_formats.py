@@ -76,40 +76,49 @@ def test_every_fp8_byte_is_its_value_times_the_scale(scale):
     assert same_bits(found, wanted.astype(np.float32))
 
 
-@settings(deadline=None, max_examples=15)
-@given(data=st.data())
-def test_fp8_scales_cover_blocks_or_rows_of_any_shape(data):
+def test_fp8_scales_cover_blocks_or_rows_of_any_shape(num_cases):
     """Each element is looked up by its own row and column, ragged last blocks included."""
-    leading = data.draw(st.sampled_from([(), (2,), (2, 3)]))
-    N, K = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
-    rows = data.draw(st.sampled_from([1, 128])) if N > 1 else 128
-    columns = data.draw(st.sampled_from([128, 1000]))
-    rng = np.random.default_rng(N * K)
-    values = fp8_values(rng, (*leading, N, K))
-    sizes = (N if rows == 1 else -(-N // 128), 1 if columns == 1000 else -(-K // 128))
-    scale = rng.uniform(0.5, 2, (*leading, *sizes)).astype(np.float32)
-    spread = scale[..., np.arange(N)[:, None] // rows, np.arange(K) // columns]
-    assert kind(values, scale) == "fp8"
-    assert logical_shape(values, scale) == (*leading, N, K)
-    for dtype in (np.float32, ml_dtypes.bfloat16):
-        found = unpack(jnp.asarray(values), jnp.asarray(scale), jnp.dtype(dtype))
-        assert same_bits(found, (values.astype(np.float32) * spread).astype(dtype))
+
+    @settings(deadline=None, max_examples=num_cases("unpacked FP8 and MXFP4 weights", 15))
+    @given(data=st.data())
+    def check(data):
+        leading = data.draw(st.sampled_from([(), (2,), (2, 3)]))
+        N, K = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
+        rows = data.draw(st.sampled_from([1, 128])) if N > 1 else 128
+        columns = data.draw(st.sampled_from([128, 1000]))
+        rng = np.random.default_rng(N * K)
+        values = fp8_values(rng, (*leading, N, K))
+        sizes = (N if rows == 1 else -(-N // 128), 1 if columns == 1000 else -(-K // 128))
+        scale = rng.uniform(0.5, 2, (*leading, *sizes)).astype(np.float32)
+        spread = scale[..., np.arange(N)[:, None] // rows, np.arange(K) // columns]
+        assert kind(values, scale) == "fp8"
+        assert logical_shape(values, scale) == (*leading, N, K)
+        for dtype in (np.float32, ml_dtypes.bfloat16):
+            found = unpack(jnp.asarray(values), jnp.asarray(scale), jnp.dtype(dtype))
+            assert same_bits(found, (values.astype(np.float32) * spread).astype(dtype))
+
+    check()
 
 
-@settings(deadline=None, max_examples=10)
-@given(N=st.integers(1, 40), groups=st.integers(1, 5), experts=st.sampled_from([(), (3,), (2, 2)]))
-def test_mxfp4_of_any_shape(N, groups, experts):
-    rng = np.random.default_rng(N * groups)
-    values = rng.integers(0, 256, (*experts, N, 16 * groups), np.uint8)
-    scale = rng.integers(100, 140, (*experts, N, groups), np.uint8)
-    codes = np.empty((*experts, N, 32 * groups), np.uint8)
-    codes[..., 0::2], codes[..., 1::2] = values % 16, values // 16
-    magnitude = np.array(E2M1)[codes % 8] * np.repeat(2.0 ** (scale - 127.0), 32, axis=-1)
-    wanted = np.where(codes >= 8, -magnitude, magnitude).astype(np.float32)
-    assert kind(values, scale) == "mxfp4"
-    assert logical_shape(values, scale) == wanted.shape
-    found = unpack(jnp.asarray(values), jnp.asarray(scale), jnp.float32)
-    assert same_bits(found, wanted)
+def test_mxfp4_of_any_shape(num_cases):
+    @settings(deadline=None, max_examples=num_cases("unpacked FP8 and MXFP4 weights", 10))
+    @given(
+        N=st.integers(1, 40), groups=st.integers(1, 5), experts=st.sampled_from([(), (3,), (2, 2)])
+    )
+    def check(N, groups, experts):
+        rng = np.random.default_rng(N * groups)
+        values = rng.integers(0, 256, (*experts, N, 16 * groups), np.uint8)
+        scale = rng.integers(100, 140, (*experts, N, groups), np.uint8)
+        codes = np.empty((*experts, N, 32 * groups), np.uint8)
+        codes[..., 0::2], codes[..., 1::2] = values % 16, values // 16
+        magnitude = np.array(E2M1)[codes % 8] * np.repeat(2.0 ** (scale - 127.0), 32, axis=-1)
+        wanted = np.where(codes >= 8, -magnitude, magnitude).astype(np.float32)
+        assert kind(values, scale) == "mxfp4"
+        assert logical_shape(values, scale) == wanted.shape
+        found = unpack(jnp.asarray(values), jnp.asarray(scale), jnp.float32)
+        assert same_bits(found, wanted)
+
+    check()
 
 
 def test_a_plain_weight_is_cast():

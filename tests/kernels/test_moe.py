@@ -158,20 +158,24 @@ def test_one_expert_at_a_time_is_unpacked():
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * one
 
 
-@settings(deadline=None, max_examples=20)
-@given(R=st.integers(1, 20), E=st.integers(1, 40), normalize=st.booleans(), data=st.data())
-def test_routing_takes_the_largest_and_ties_go_to_the_lower_id(R, E, normalize, data):
+def test_routing_takes_the_largest_and_ties_go_to_the_lower_id(num_cases):
     """Logits are few whole numbers, so that most rows have ties."""
-    k = data.draw(st.integers(1, min(E, 8)))
-    logits = np.random.default_rng(R * E).integers(-3, 4, (R, E)).astype(np.float32)
-    weights, ids = route(jnp.asarray(logits), k, normalize=normalize)
-    order = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
-    powers = np.exp(logits.astype(np.float64))
-    chosen = np.take_along_axis(powers, order, axis=-1)
-    total = (chosen if normalize else powers).sum(-1, keepdims=True)
-    assert (weights.dtype, ids.dtype) == (jnp.float32, jnp.int32)
-    assert np.array_equal(ids, order)
-    assert np.allclose(weights, chosen / total, rtol=1e-6)
+
+    @settings(deadline=None, max_examples=num_cases("rows routed to experts", 20))
+    @given(R=st.integers(1, 20), E=st.integers(1, 40), normalize=st.booleans(), data=st.data())
+    def check(R, E, normalize, data):
+        k = data.draw(st.integers(1, min(E, 8)))
+        logits = np.random.default_rng(R * E).integers(-3, 4, (R, E)).astype(np.float32)
+        weights, ids = route(jnp.asarray(logits), k, normalize=normalize)
+        order = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
+        powers = np.exp(logits.astype(np.float64))
+        chosen = np.take_along_axis(powers, order, axis=-1)
+        total = (chosen if normalize else powers).sum(-1, keepdims=True)
+        assert (weights.dtype, ids.dtype) == (jnp.float32, jnp.int32)
+        assert np.array_equal(ids, order)
+        assert np.allclose(weights, chosen / total, rtol=1e-6)
+
+    check()
 
 
 @pytest.mark.parametrize("normalize", [False, True])
