@@ -116,7 +116,7 @@ async def _run(args, groups: Sequence[Sequence[str]], *, with_tls: bool) -> Asyn
                         break
 
 
-def _wait(server: Served, ca: Path | None) -> None:
+def wait(server: Served, ca: Path | None) -> None:
     """Returns when a server that `start` made serves, and has nothing left to compile."""
     with _channel(server, ca) as channel:
         stub = GenerationStub(channel)

@@ -24,7 +24,7 @@ GROUPS = {
 
 @pytest.fixture(scope="module")
 def server(folders, tmp_path_factory):
-    model = [*folders.options(), "--num-speculative-tokens", "3", "--max-num-seqs", "8"]
+    model = [*folders.options(), "--num-speculative-tokens", "3", "--max-num-seqs", "4"]
     options = [*model, "--max-model-len", "256", "--prefill-chunk", "16"]
     folder = tmp_path_factory.mktemp("hostile")
     server, _ = hostile.start(options, folder, with_tls=False, descriptors=300)
