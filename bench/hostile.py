@@ -184,7 +184,7 @@ async def measure(
     one = next((one for one in ATTACKS if names == [one.name]), None)
     row = {"attack": TOGETHER if one is None else one.name} | row
     asks_for_work = any(one.asks_for_work for one in ATTACKS if one.name in names)
-    return row | {"missed": _missed(row, asks_for_work=asks_for_work)}
+    return row | {"missed": missed(row, asks_for_work=asks_for_work)}
 
 
 async def _watch(
@@ -264,7 +264,7 @@ def _growth(one: Snapshot, other: Snapshot) -> dict[int, float]:
     }
 
 
-def _missed(row: dict, *, asks_for_work: bool) -> list[str]:
+def missed(row: dict, *, asks_for_work: bool) -> list[str]:
     """Names of the targets that a row does not meet."""
     under, memory = row["under_attack"], row["memory_mb"]
     gap_ratio = under["gap_ms"]["p99"] / max(1e-9, row["quiet"]["gap_ms"]["p99"])
