@@ -81,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("source", metavar="DIR", help="folder or hub id, converted or not")
     one.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     one.add_argument("--all", action="store_true", help="every tensor, not one line for all layers")
+    one.add_argument(
+        "--values", action="store_true", help="read all contents, count NaN and infinity"
+    )
     one.add_argument("--json", action="store_true", help="one JSON object")
 
     one = commands.add_parser("plan", help="what becomes of each tensor; nothing is written")
@@ -167,17 +170,22 @@ def _open(args):
 
 def _inspect(args) -> int:
     from convert.hub import resolve
-    from convert.summary import inspect
+    from convert.summary import inspect, not_finite_text
 
-    summary = inspect(resolve(args.source, args.revision)[0], every=args.all)
+    folder = resolve(args.source, args.revision)[0]
+    summary = inspect(folder, every=args.all, values=args.values)
+    found = summary.not_finite
     if args.json:
-        print(json.dumps(asdict(summary)))
+        counts = found and {name: one._asdict() for name, one in found.items()}
+        print(json.dumps(asdict(summary) | {"not_finite": counts}))
         return 0
     sizes = ", ".join(f"{name} {_gigabytes(size)}" for name, size in summary.dtypes.items())
     print(f"{summary.name}: {summary.kind}, {summary.model}, {summary.form}")
     print(f"quantisation: {summary.quantization}")
     _print_unread(summary.unread_keys)
     print(f"{summary.num_tensors} tensors, {_gigabytes(summary.nbytes)} ({sizes})")
+    if found is not None:
+        print(not_finite_text(found))
     print(*(f"{name}: {_gigabytes(size)}" for name, size in summary.files.items()), sep="\n")
     for line in summary.lines:
         times = f" x {line.count}" if line.count > 1 else ""
@@ -241,6 +249,7 @@ def _report_gaps(plan) -> int:
 def _convert(args) -> int:
     from convert.plan import GROUP_BYTES, IN_FLIGHT_BYTES, make_plan
     from convert.stream import convert
+    from convert.summary import not_finite_text
 
     start = time.perf_counter()
     plan = make_plan(
@@ -258,6 +267,8 @@ def _convert(args) -> int:
     seconds = time.perf_counter() - start
     again = f", {result.skipped} of them made before" if result.skipped else ""
     print(f"{args.folder}: {_gigabytes(result.nbytes)} in {result.groups} groups{again}")
+    if result.not_finite:
+        print(not_finite_text(result.not_finite))
     rate = (result.nbytes - result.skipped_bytes) / 1e9 / seconds
     print(f"{seconds:.1f} s, {rate:.2f} GB/s, peak memory {_peak()}")
     return 0
@@ -266,6 +277,7 @@ def _convert(args) -> int:
 def _verify(args) -> int:
     from convert.logits import TOLERANCE, compare_logits, why_skipped
     from convert.plan import make_plan
+    from convert.summary import not_finite_text
     from convert.verify import Mismatch, verify
 
     source = _open(args)
@@ -283,6 +295,8 @@ def _verify(args) -> int:
             f"{found.dequantized} quantised weights: {found.rows} rows stand for the same numbers "
             f"(largest difference {found.largest:.1g} of a row's largest)"
         )
+    if found.not_finite:
+        print(not_finite_text(found.not_finite))
     skipped = "--no-logits" if args.no_logits else why_skipped(source.kind, source.num_parameters)
     if skipped:
         print(f"logits against PyTorch: skipped ({skipped})")

@@ -8,6 +8,7 @@ from pathlib import Path
 from convert.plan import Plan, partition
 from convert.source import Source
 from peagle_jax.checkpoint.converted import DTYPE_NAMES, FORMAT, MANIFEST, Parameter
+from peagle_jax.checkpoint.values import NotFinite
 
 _TOOLS = ("peagle-jax", "orbax-checkpoint", "tensorstore", "jax", "numpy")
 
@@ -38,11 +39,16 @@ def tensor_json(source: Source) -> dict[str, dict]:
 
 
 def write_manifest(
-    folder: Path, plan: Plan, parameters: list[Parameter], sums: dict[str, str]
+    folder: Path,
+    plan: Plan,
+    parameters: list[Parameter],
+    sums: dict[str, str],
+    not_finite: dict[str, NotFinite],
 ) -> None:
     """Args:
     parameters: all that was written, with sums.
     sums: sha256 of each source tensor.
+    not_finite: counts of the source tensors that hold NaN or infinity.
     """
     source = plan.source
     tensors = tensor_json(source)
@@ -55,6 +61,7 @@ def write_manifest(
         "tool": versions(),
         "source": {"name": source.label, "files": source.tensors.identity},
         "dropped": source.layout.dropped,
+        "not_finite": {name: counts._asdict() for name, counts in not_finite.items()},
         "tensors": tensors,
         "parameters": [
             one.as_json() | {"sharding": partition(one.path, one.shape)} for one in parameters

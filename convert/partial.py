@@ -39,8 +39,8 @@ class Partial:
         lines = journal.read_bytes().splitlines(keepends=True) if journal.is_file() else []
         complete = [line for line in lines if line.endswith(b"\n")]  # the last may be torn
         try:
-            entries = [json.loads(line) for line in complete]
-        except ValueError as error:
+            entries = [dict(json.loads(line)) for line in complete]
+        except (ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{journal}: damaged ({error}); give --restart to begin anew"
             ) from error

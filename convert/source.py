@@ -4,10 +4,13 @@ import errno
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from peagle_jax.checkpoint.fields import read_config
 from peagle_jax.checkpoint.head_json import drafter_config
@@ -15,6 +18,7 @@ from peagle_jax.checkpoint.layout import PACKED, Layout
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, Headers, TensorInfo
 from peagle_jax.checkpoint.tables import as_tied, head_layout, head_names, target_layout
 from peagle_jax.checkpoint.target_json import target_config, unread_keys
+from peagle_jax.checkpoint.values import check_scale
 
 TARGET_FILES = ("config.json", "generation_config.json")
 _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -138,17 +142,33 @@ def layout_of(checkpoint: Headers, folder: Path, target: Path | None) -> tuple[K
 
 
 def open_source(folder: Path, label: str | None = None, target: Path | None = None) -> Source:
-    """A folder of the Hugging Face layout, understood; of contents only an lm_head is read that config.json
-    ties to the embedding.
+    """A folder of the Hugging Face layout, understood. Of contents only scales are read, and an lm_head that
+    config.json ties to the embedding.
 
     Raises:
-      CheckpointError: no checkpoint, a broken file, an index that does not fit the files, or as `layout_of`.
+      CheckpointError: no checkpoint, a broken file, an index that does not fit the files, a scale without a
+        value, or as `layout_of`.
     """
     checkpoint = Checkpoint(folder)
     tensors = tensors_of(checkpoint)
     kind, model, layout = layout_of(checkpoint, folder, target)
+    _check_scales(tensors, layout)
     label = label or folder.absolute().name
     return Source(tensors, kind, model, layout, label, target if kind == "head" else None)
+
+
+def _check_scales(tensors: Tensors, layout: Layout) -> None:
+    """Refuses scales without a value before anything is written; they are a small share of a file."""
+    with closing(Reader(tensors)) as reader:
+        for rule in layout.rules:
+            for name in rule.names if rule.path[-1] == "scale" else ():
+                info = tensors.infos[name]
+                data = np.empty(info.end - info.begin, np.uint8)
+                reader.read_into(name, 0, memoryview(data))
+                try:
+                    check_scale(name, data.view(info.dtype))
+                except CheckpointError as error:
+                    raise CheckpointError(f"{tensors.folder}: {error}") from error
 
 
 class Reader:

@@ -24,17 +24,19 @@ import tensorstore as ts
 
 from convert.blocks import Block, Blocks
 from convert.manifest import write_manifest
-from convert.partial import Partial, check_room, opened, sync_tree
+from convert.partial import JOURNAL, Partial, check_room, opened, sync_tree
 from convert.plan import WORKERS, Group, Plan
 from convert.side_files import copy_headers, copy_side_files
 from convert.source import Reader
 from peagle_jax.checkpoint.converted import (
+    FORMAT,
     Converted,
     as_bytes,
     is_converted,
     sum_of_sums,
 )
 from peagle_jax.checkpoint.safetensors import CheckpointError, TensorInfo
+from peagle_jax.checkpoint.values import NotFinite, NotFiniteCounts
 
 _SUM_BYTES = 1 << 20
 _BATCH_BYTES = 1 << 26
@@ -42,15 +44,20 @@ _WRITE_BYTES = 1 << 16
 """Of one write: larger ones make the page cache take larger pieces of fresh memory, which a virtual
 machine has to ask its host for (half the speed where this was measured)."""
 
+_ENTRY = {"group", "parameters", "tensors", "not_finite"}
+"""Keys of a group's entry in the journal."""
+
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """`skipped` are the groups that an earlier run had finished; `already` says there was no work."""
+    """`skipped` are the groups that an earlier run had finished; `already` says there was no work.
+    `not_finite` counts the NaN and infinite numbers of the source's tensors."""
 
     nbytes: int
     groups: int
+    not_finite: dict[str, NotFinite]
     skipped: int = 0
     skipped_bytes: int = 0
     already: bool = False
@@ -107,6 +114,7 @@ class _GroupRun:
         self._group, self._reader, self._pool, self._progress = group, reader, pool, progress
         self._tensors: dict[str, str] = {}
         self._made: dict[int, str] = {}
+        self._not_finite: dict[str, NotFinite] = {}
         self._stopped = threading.Event()
         self._buffers = threading.local()
 
@@ -159,16 +167,18 @@ class _GroupRun:
         self._made[number] = digest.hexdigest()
 
     def _sum_tensors(self, infos: Sequence[TensorInfo]) -> None:
-        buffer = memoryview(self._buffer(_SUM_BYTES))
+        buffer, counts = self._buffer(_SUM_BYTES), NotFiniteCounts()
         for info in infos:
             digest, size = hashlib.sha256(), _size(info)
             for begin in range(0, size, _SUM_BYTES):
                 if self._stopped.is_set():
                     return
                 out = buffer[: min(_SUM_BYTES, size - begin)]
-                self._reader.read_into(info.name, begin, out)
+                self._reader.read_into(info.name, begin, memoryview(out))
                 digest.update(out)
+                counts.add(info.name, out, info.dtype)
             self._tensors[info.name] = digest.hexdigest()
+        self._not_finite.update(counts.found())
 
     def _blocks(self, member: Blocks) -> Iterator[Block]:
         for block in member:
@@ -182,15 +192,21 @@ class _GroupRun:
             self._buffers.array = np.empty(size, np.uint8)
         return self._buffers.array
 
-    def sums(self) -> tuple[list[str], dict[str, str]]:
-        """(sum of each parameter, sum of each tensor), as hex; see `Parameter.sha256`."""
+    def entry(self) -> dict:
+        """What the journal keeps: sums as hex of parameters (see `Parameter.sha256`) and of tensors, and
+        counts of numbers that are not finite."""
         parameters = [
             sum_of_sums([self._tensors[name] for name in member.rule.names])
             if member.copied
             else self._made[number]
             for number, member in enumerate(self._group.members)
         ]
-        return parameters, self._tensors
+        return {
+            "group": self._group.name,
+            "parameters": parameters,
+            "tensors": self._tensors,
+            "not_finite": self._not_finite,
+        }
 
 
 def _size(info: TensorInfo) -> int:
@@ -287,8 +303,7 @@ def _write_groups(plan: Plan, partial: Partial, progress: Progress) -> dict[str,
 
 def _commit(partial: Partial, weights: Path, group: Group, run: _GroupRun) -> None:
     sync_tree(weights / group.name)
-    parameters, tensors = run.sums()
-    partial.record({"group": group.name, "parameters": parameters, "tensors": tensors})
+    partial.record(run.entry())
 
 
 def _identity(plan: Plan) -> dict:
@@ -297,6 +312,7 @@ def _identity(plan: Plan) -> dict:
     for parameter in plan.parameters():
         digest.update(repr(parameter).encode())
     return {
+        "format": FORMAT,
         "name": plan.source.label,
         "files": plan.source.tensors.identity,
         "plan": digest.hexdigest(),
@@ -326,7 +342,8 @@ def convert(
     """
     plan.source.layout.check(plan.source.model)
     if is_same_conversion(plan, final):
-        return Result(plan.nbytes, len(plan.groups), already=True)
+        not_finite = Converted(final).not_finite
+        return Result(plan.nbytes, len(plan.groups), not_finite, already=True)
     try:
         with opened(final, restart=restart) as partial:
             return _convert(plan, partial, progress)
@@ -339,6 +356,8 @@ def convert(
 
 def _convert(plan: Plan, partial: Partial, progress: Progress) -> Result:
     partial.begin(_identity(plan))
+    if any(not entry.keys() >= _ENTRY for entry in partial.done):
+        raise CheckpointError(f"{partial.folder / JOURNAL}: damaged; give --restart to begin anew")
     done = {entry["group"] for entry in partial.done}
     skipped_bytes = sum(group.nbytes for group in plan.groups if group.name in done)
     check_room(partial.folder, plan.nbytes - skipped_bytes)
@@ -349,8 +368,13 @@ def _convert(plan: Plan, partial: Partial, progress: Progress) -> Result:
         for parameter, sha256 in zip(plan.parameters(), written, strict=True)
     ]
     sums = {name: sha for entry in entries.values() for name, sha in entry["tensors"].items()}
+    not_finite = {
+        name: NotFinite(*counts)  # the journal of a killed run has lists
+        for entry in entries.values()
+        for name, counts in entry["not_finite"].items()
+    }
     copy_side_files(plan.source.tensors.folder, partial.folder)
     copy_headers(plan.source, partial.folder)
-    write_manifest(partial.folder, plan, parameters, sums)
+    write_manifest(partial.folder, plan, parameters, sums, not_finite)
     partial.finish()
-    return Result(plan.nbytes, len(plan.groups), len(done), skipped_bytes)
+    return Result(plan.nbytes, len(plan.groups), not_finite, len(done), skipped_bytes)

@@ -1,18 +1,22 @@
-"""What a folder holds, from its headers alone; for folders that no table knows as well."""
+"""What a folder holds, from its headers, and on request from its contents; unknown models too."""
 
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from convert.source import is_head, tensors_of
+import numpy as np
+
+from convert.source import Reader, Tensors, is_head, tensors_of
 from peagle_jax.checkpoint.converted import DTYPE_NAMES, Converted, is_converted
 from peagle_jax.checkpoint.fields import read_json
 from peagle_jax.checkpoint.layout import FP8, PACKED
 from peagle_jax.checkpoint.safetensors import Checkpoint, TensorInfo
 from peagle_jax.checkpoint.tables import head_names
 from peagle_jax.checkpoint.target_json import unread_keys
+from peagle_jax.checkpoint.values import NotFinite, NotFiniteCounts
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -32,7 +36,8 @@ class Line:
 class Summary:
     """`kind` is "target", "P-EAGLE head" or "EAGLE-3 head"; `model` what config.json calls it.
 
-    `unread_keys` are those of config.json that change nothing, if it is of a supported family.
+    `unread_keys` are those of config.json that change nothing, if it is of a supported family. `not_finite`
+    is None where contents were not read.
     """
 
     name: str
@@ -44,6 +49,7 @@ class Summary:
     unread_keys: list[str]
     dtypes: dict[str, int]
     lines: list[Line]
+    not_finite: dict[str, NotFinite] | None
 
     @property
     def num_tensors(self) -> int:
@@ -54,23 +60,26 @@ class Summary:
         return sum(line.nbytes for line in self.lines)
 
 
-def inspect(folder: Path, *, every: bool = False) -> Summary:
-    """Reads headers and config.json only.
+def inspect(folder: Path, *, every: bool = False, values: bool = False) -> Summary:
+    """Reads headers, config.json and the manifest of a converted folder only, unless `values`.
 
     Args:
       every: a line for every tensor, in place of one for all layers.
+      values: reads all contents too, and counts NaN and infinity; a converted folder has the counts.
     Raises:
       CheckpointError: no checkpoint, or a broken one.
     """
     if is_converted(folder):
         converted = Converted(folder)
         infos, form = converted.tensors, "converted (Orbax)"
+        not_finite = converted.not_finite
         sizes = Counter()
         for parameter in converted.parameters.values():
             sizes[f"weights/{parameter.group}"] += parameter.nbytes
     else:
         tensors = tensors_of(Checkpoint(folder))
         infos, form = tensors.infos, "safetensors"
+        not_finite = count_not_finite(tensors) if values else None
         sizes = {file.name: file.size for file in tensors.files}
     raw = _config(folder)
     dtypes = Counter()
@@ -86,7 +95,30 @@ def inspect(folder: Path, *, every: bool = False) -> Summary:
         unread_keys=[] if is_head(infos) else unread_keys(raw),
         dtypes=dict(dtypes),
         lines=_lines(infos, every),
+        not_finite=not_finite,
     )
+
+
+def count_not_finite(tensors: Tensors) -> dict[str, NotFinite]:
+    """Of the tensors that hold NaN or infinity, how many; reads all of them, 1 MiB at a time."""
+    counts, buffer = NotFiniteCounts(), np.empty(1 << 20, np.uint8)
+    with closing(Reader(tensors)) as reader:
+        for name, info in tensors.infos.items():
+            size = info.end - info.begin
+            for begin in range(0, size, buffer.nbytes):
+                part = buffer[: size - begin]
+                reader.read_into(name, begin, memoryview(part))
+                counts.add(name, part, info.dtype)
+    return counts.found()
+
+
+def not_finite_text(found: Mapping[str, NotFinite]) -> str:
+    """One line for people: how many tensors hold such numbers, and five of them by name."""
+    if not found:
+        return "all numbers are finite"
+    named = [f"{name} ({counts})" for name, counts in sorted(found.items())[:5]]
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return f"{len(found)} tensors hold numbers that are not finite: {', '.join(named)}{more}"
 
 
 def _config(folder: Path) -> dict:

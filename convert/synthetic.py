@@ -1,13 +1,13 @@
 """Checkpoints with a real model's tensor names, shapes, dtypes and files, and random bytes for weights.
 
-They measure and test the converter; as models they say nothing.
+They measure and test the converter; as models they say nothing. All numbers are finite, all scales positive.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import ml_dtypes
 import numpy as np
@@ -40,6 +40,7 @@ _CONFIGS = {
 }
 
 Shapes = Iterator[tuple[str, np.dtype, tuple[int, ...]]]
+Pools = dict[bool, memoryview]
 
 
 def with_layers(config: TargetConfig, num_layers: int) -> TargetConfig:
@@ -83,7 +84,7 @@ def write_synthetic(
     """Writes config.json, shards of at most `shard_bytes` (or one tensor) and their index.
 
     Args:
-      sparse: zeros that take no room on disk, in place of random bytes.
+      sparse: zeros that take no room on disk, in place of random bytes; but for FP8 scales.
     Returns the bytes of all tensors.
 
     Raises:
@@ -104,11 +105,11 @@ def write_synthetic(
         raise CheckpointError(f"{folder}: exists; give a new folder") from error
     raw = target_json(config, "bfloat16") | _CONFIGS[quantization]
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    pool = np.random.default_rng(seed).bytes(2 * _POOL_BYTES)
+    pools = _pools(seed)
     weight_map = {}
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / name, shard, None if sparse else pool, progress)
+        _write_shard(folder / name, shard, pools, sparse, progress)
         weight_map |= {entry[0]: name for entry in shard}
     total = sum(_nbytes(entry) for shard in shards for entry in shard)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -121,10 +122,21 @@ def _nbytes(entry) -> int:
     return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
 
 
-def _write_shard(path: Path, shard: list, pool: bytes | None, progress) -> None:
+def _pools(seed: int) -> Pools:
+    """Random bytes to cut tensors from, for weights (False) and for scales (True).
+
+    Any two bytes are a bfloat16, and any byte an FP8 number or an MXFP4 scale, that is finite: the bit of
+    the exponent's highest weight is 0. Scales are positive.
+    """
+    random = np.frombuffer(np.random.default_rng(seed).bytes(2 * _POOL_BYTES), np.uint8)
+    return {False: memoryview(random & 0b1011_1111), True: memoryview(random & 0b0011_1111 | 1)}
+
+
+def _write_shard(path: Path, shard: list, pools: Pools, sparse: bool, progress) -> None:
     header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name, dtype, shape in shard:
-        end = offset + _nbytes((name, dtype, shape))
+    for entry in shard:
+        name, dtype, shape = entry
+        end = offset + _nbytes(entry)
         header[name] = {
             "dtype": DTYPE_NAMES[dtype],
             "shape": list(shape),
@@ -135,14 +147,23 @@ def _write_shard(path: Path, shard: list, pool: bytes | None, progress) -> None:
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        if pool is None:
-            file.truncate(8 + len(text) + offset)
-            progress(offset)
-            return
+        begin = file.tell()
+        file.truncate(begin + offset)
         at = 0
-        while at < offset:
-            count = min(_POOL_BYTES, offset - at)
-            shift = at // 7 % _POOL_BYTES  # no two places of a model hold the same run of bytes
-            file.write(memoryview(pool)[shift : shift + count])
-            at += count
-            progress(count)
+        for entry in shard:
+            name, size = entry[0], _nbytes(entry)
+            is_fp8_scale = name.endswith("_scale_inv")  # zero would be no scale
+            if not sparse or is_fp8_scale:
+                file.seek(begin + at)
+                _write_numbers(file, pools[is_fp8_scale or name.endswith("_scales")], size, at)
+            at += size
+            progress(size)
+
+
+def _write_numbers(file: BinaryIO, pool: memoryview, size: int, at: int) -> None:
+    """Writes `size` bytes of the pool, other ones for most places `at` of a shard."""
+    while size:
+        count = min(_POOL_BYTES, size)
+        shift = at // 14 % (_POOL_BYTES // 2) * 2  # even, so that numbers of two bytes stay whole
+        file.write(pool[shift : shift + count])
+        at, size = at + count, size - count

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from convert.source import Reader, Source
 from peagle_jax.checkpoint.converted import Converted, Parameter, as_bytes
 from peagle_jax.checkpoint.layout import Rule
 from peagle_jax.checkpoint.safetensors import CheckpointError
+from peagle_jax.checkpoint.values import NotFinite, NotFiniteCounts
 
 Progress = Callable[[int], None]
 
@@ -26,7 +27,8 @@ class Mismatch(CheckpointError):
 class Verification:
     """Counts of parameters, and of rows whose numbers were compared.
 
-    `largest` is their largest difference, as a share of the row's largest number.
+    `largest` is their largest difference, as a share of the row's largest number. `not_finite` counts NaN and
+    infinity in the source's tensors.
     """
 
     copied: int = 0
@@ -34,6 +36,7 @@ class Verification:
     dequantized: int = 0
     rows: int = 0
     largest: float = 0.0
+    not_finite: dict[str, NotFinite] = field(default_factory=dict)
 
 
 def verify(
@@ -55,11 +58,11 @@ def verify(
     converted = Converted(folder)
     rules = rules_of(converted)
     _check_headers(source, converted)
-    found, reader = Verification(), Reader(source.tensors)
+    found, reader, counts = Verification(), Reader(source.tensors), NotFiniteCounts()
     try:
         for path, parameter in converted.parameters.items():
             rule = rules[path]
-            _check_bits(converted, parameter, rule, reader)
+            _check_bits(converted, parameter, rule, reader, counts)
             if parameter.in_order:
                 found.copied += 1
             else:
@@ -77,6 +80,11 @@ def verify(
             progress(parameter.nbytes)
     finally:
         reader.close()
+    found.not_finite = counts.found()
+    if found.not_finite != converted.not_finite:
+        raise Mismatch(
+            f"{folder}: the manifest counts other NaN and infinite numbers than the source has"
+        )
     return found
 
 
@@ -91,7 +99,9 @@ def _check_headers(source: Source, converted: Converted) -> None:
             )
 
 
-def _check_bits(converted: Converted, parameter: Parameter, rule: Rule, reader: Reader) -> None:
+def _check_bits(
+    converted: Converted, parameter: Parameter, rule: Rule, reader: Reader, counts: NotFiniteCounts
+) -> None:
     sums = {name: hashlib.sha256() for name in rule.names}
     for run in runs(converted, parameter, rule):
         want = np.empty(run.data.nbytes, np.uint8)
@@ -99,6 +109,7 @@ def _check_bits(converted: Converted, parameter: Parameter, rule: Rule, reader: 
         if not np.array_equal(want, run.data):
             raise _differs(converted, parameter, f"tensor {run.name!r} comes out changed")
         sums[run.name].update(want)
+        counts.add(run.name, want, converted.info(run.name).dtype)
     for name, digest in sums.items():
         if digest.hexdigest() != converted.manifest["tensors"][name]["sha256"]:
             raise _differs(converted, parameter, f"the manifest's sum of {name!r} is another")

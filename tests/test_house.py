@@ -21,7 +21,7 @@ ORDER = [
     "config", "presets",
     "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "drafter", "verify", "step",
-    "checkpoint.safetensors", "checkpoint.transforms", "checkpoint.layout", "checkpoint.tables",
+    "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout", "checkpoint.tables",
     "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json", "checkpoint.target_json", "checkpoint.head_json",
     "checkpoint.converted", "checkpoint.loader", "checkpoint",
     "text",

@@ -31,8 +31,10 @@ from peagle_jax.checkpoint.safetensors import (
     entry,
 )
 from peagle_jax.checkpoint.transforms import IN_ORDER, Copy, Merge
+from peagle_jax.checkpoint.values import NotFinite, check_scale
 
-FORMAT = "peagle-jax converted checkpoint, 1"
+_FORMATS = "peagle-jax converted checkpoint, "
+FORMAT = f"{_FORMATS}2"
 MANIFEST = "manifest.json"
 UNUSED = "unused"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -107,9 +109,9 @@ def sum_of_sums(sums: list[str]) -> str:
 
 
 def is_converted(folder: str | FilePath) -> bool:
-    """Whether `peagle-convert` made this folder (its manifest says so; nothing is checked)."""
+    """Whether some version of `peagle-convert` made this folder (its manifest says so; nothing is checked)."""
     try:
-        return _manifest(FilePath(folder)).get("format") == FORMAT
+        return str(_manifest(FilePath(folder)).get("format")).startswith(_FORMATS)
     except CheckpointError:
         return False
 
@@ -127,7 +129,8 @@ def _manifest(folder: FilePath) -> dict:
 
 class Converted(Headers):
     """`tensors`, `names`, `info` and `read` as `Checkpoint` has them, and `joined(rule)`: a parameter as
-    stored. `info(name)` is the header entry of the source, with offsets in the source's file.
+    stored. `info(name)` is the header entry of the source, with offsets in the source's file. `not_finite`
+    counts NaN and infinity in the source's tensors, by name of those that have any.
 
     Raises:
       CheckpointError: no converted folder, or (when reading) an array is missing or damaged.
@@ -146,6 +149,10 @@ class Converted(Headers):
             self.tensors = {
                 name: _tensor(self.folder / MANIFEST, name, raw)
                 for name, raw in self.manifest["tensors"].items()
+            }
+            self.not_finite = {
+                name: NotFinite(raw["nan"], raw["inf"])
+                for name, raw in self.manifest["not_finite"].items()
             }
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / MANIFEST}: incomplete ({error!r})") from error
@@ -287,7 +294,19 @@ def open_checkpoint(folder: str | FilePath) -> Checkpoint | Converted:
 
 
 def joined(checkpoint: Checkpoint | Converted, rule: Rule) -> np.ndarray:
-    """The parameter that `rule` makes: as it is stored if it was joined before, else joined here."""
+    """The parameter that `rule` makes: as it is stored if it was joined before, else joined here.
+
+    Raises:
+      CheckpointError: as `read` and `Converted.joined`, or a scale is no positive finite number.
+    """
+    is_scale = rule.path[-1] == "scale"
     if isinstance(checkpoint, Converted):
-        return checkpoint.joined(rule)
-    return rule.transform.join([checkpoint.read(name) for name in rule.names])
+        array = checkpoint.joined(rule)
+        if is_scale:
+            check_scale(".".join(map(str, rule.path)), array)
+        return array
+    parts = [checkpoint.read(name) for name in rule.names]
+    if is_scale:
+        for name, part in zip(rule.names, parts, strict=True):
+            check_scale(name, part)
+    return rule.transform.join(parts)

@@ -1,0 +1,200 @@
+"""Scales without a value are refused by plan, convert and load; NaN and infinity are counted and named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from convert.partial import JOURNAL
+from convert.plan import make_plan
+from convert.source import open_source
+from convert.stream import convert
+from convert.synthetic import write_synthetic
+from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target
+from peagle_jax.checkpoint.converted import Converted, as_bytes
+from peagle_jax.checkpoint.safetensors import DTYPES, write
+from peagle_jax.checkpoint.values import NotFinite, NotFiniteCounts, check_scale
+from tests.convert.conftest import GOLDEN, TINY_MOE, TINY_OSS
+from tests.convert.test_refused import refused
+
+
+def edited(name: str, folder: Path, tensor: str, values) -> Path:
+    """A golden folder whose last numbers of a tensor are others."""
+    shutil.copytree(GOLDEN / name, folder)
+    checkpoint = Checkpoint(folder)
+    tensors = {n: np.array(checkpoint.read(n)) for n in checkpoint.names()}
+    flat = tensors[tensor].reshape(-1)
+    flat[len(flat) - len(values) :] = np.array(values, np.float64).astype(flat.dtype)
+    write(folder / "model.safetensors", tensors)
+    return folder
+
+
+LAYER = "model.layers.1."
+SCALES = {
+    "qwen3_moe-fp8": LAYER + "mlp.experts.2.up_proj.weight_scale_inv",
+    "qwen3-fp8-channel": LAYER + "self_attn.k_proj.weight_scale",
+    "llama-fp8-tensor": LAYER + "mlp.down_proj.weight_scale",
+    "gpt_oss-mxfp4": LAYER + "mlp.experts.down_proj_scales",
+}
+BROKEN = {"NaN": np.nan, "infinite": np.inf, "negative": -0.5, "zero": 0.0, "minus zero": -0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in [*SCALES][:3] for value in BROKEN.values()]
+    + [("gpt_oss-mxfp4", 255)],
+)
+def test_a_scale_without_a_value_is_refused_wherever_it_is_read(name, value, cli, tmp_path):
+    folder = edited(name, tmp_path / "src", SCALES[name], [value])
+    refused(cli("plan", folder), SCALES[name], "1 of ")
+    refused(cli("convert", folder, tmp_path / "dst"), SCALES[name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
+    with pytest.raises(CheckpointError, match=f"{folder}: {SCALES[name]}: 1 of "):
+        load_target(folder, dtype="float32")
+
+
+def test_a_scale_that_was_damaged_after_it_was_converted_is_refused(cli, tmp_path):
+    assert cli("convert", GOLDEN / "gpt_oss-mxfp4", tmp_path / "dst")[0] == 0
+    (chunk,) = (tmp_path / "dst" / "weights" / "0000" / "layers.1.mlp.down.scale").glob("0.*")
+    with chunk.open("r+b") as file:
+        file.write(b"\xff")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down\.scale: 1 of "):
+        load_target(tmp_path / "dst", dtype="float32")
+
+
+@pytest.mark.parametrize("value", [1e-60, 1e60])
+def test_a_scale_counts_as_what_a_model_holds(value):
+    """float64 in a file, float32 in a model: zero and infinite."""
+    with pytest.raises(CheckpointError, match="1 of 3 FP8 scales"):
+        check_scale("s", np.array([1.0, value, 2.0]))
+
+
+def test_good_scales_pass():
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
+        check_scale("s", np.array([1e-4, 1.0, 448.0], dtype))
+        check_scale("s", np.array(2.0, dtype))
+        check_scale("s", np.zeros((0, 2), dtype))
+    check_scale("s", np.array([[0, 127, 254]], np.uint8))
+
+
+FLOATS = [name for name, dtype in DTYPES.items() if "float" in dtype.name]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_every_bit_pattern_is_counted_as_numpy_sees_it(name, num_cases):
+    dtype, random = DTYPES[name], np.random.default_rng(0)
+    if dtype.itemsize <= 2:
+        values = np.arange(256**dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
+    else:
+        number = num_cases("floats of any bits", 20_000)
+        special = [np.nan, -np.nan, np.inf, -np.inf, np.finfo(dtype).max, -0.0, 1e-45]
+        values = np.concatenate(
+            [np.array(special, dtype), np.frombuffer(random.bytes(number * dtype.itemsize), dtype)]
+        )
+    counts = NotFiniteCounts()
+    for piece in np.array_split(random.permutation(values), 7):
+        counts.add("x", as_bytes(piece), dtype)
+    want = NotFinite(int(np.isnan(values).sum()), int(np.isinf(values).sum()))
+    assert counts.found() == {"x": want}
+    for one in values[: 256 if dtype.itemsize == 1 else 7]:  # alone, as a screen would meet it
+        alone = NotFiniteCounts()
+        alone.add("x", as_bytes(np.array([one])), dtype)
+        assert bool(alone.found()) == (not np.isfinite(one))
+
+
+def test_other_dtypes_have_no_such_numbers():
+    counts = NotFiniteCounts()
+    for dtype in set(DTYPES.values()) - {DTYPES[name] for name in FLOATS}:
+        counts.add("x", np.full(64, 255, np.uint8), dtype)
+    counts.add("y", np.zeros(0, np.uint8), DTYPES["F32"])
+    assert counts.found() == {}
+
+
+LINE = (
+    "2 tensors hold numbers that are not finite: model.layers.1.mlp.up_proj.weight (1 infinite), "
+    "model.layers.1.self_attn.k_proj.weight (2 NaN, 1 infinite)"
+)
+
+
+@pytest.fixture
+def spoilt(tmp_path) -> Path:
+    values = [np.nan, -np.inf, np.nan]
+    first = edited("llama", tmp_path / "first", LAYER + "self_attn.k_proj.weight", values)
+    checkpoint = Checkpoint(first)
+    tensors = {n: np.array(checkpoint.read(n)) for n in checkpoint.names()}
+    tensors[LAYER + "mlp.up_proj.weight"][0, 0] = np.inf
+    write(first / "model.safetensors", tensors)
+    return first
+
+
+def test_weights_that_are_not_finite_are_named_by_every_command(spoilt, cli, tmp_path):
+    dst = tmp_path / "dst"
+    assert "finite" not in cli("inspect", spoilt)[1]  # headers only
+    assert LINE in cli("inspect", spoilt, "--values")[1].splitlines()
+    code, out, err = cli("convert", spoilt, dst)
+    assert (code, err) == (0, "")
+    assert LINE in out.splitlines()
+    assert LINE in cli("inspect", dst)[1].splitlines()
+    counts = json.loads(cli("inspect", dst, "--json")[1])["not_finite"]
+    assert counts[LAYER + "self_attn.k_proj.weight"] == {"nan": 2, "inf": 1}
+    code, out, _ = cli("verify", spoilt, dst, "--no-logits")
+    assert code == 0
+    assert LINE in out.splitlines()
+    assert cli("export", dst, tmp_path / "back")[0] == 0
+    same = [(folder / "model.safetensors").read_bytes() for folder in (spoilt, tmp_path / "back")]
+    assert same[0] == same[1]
+
+
+def test_finite_weights_are_said_to_be_so(cli, tmp_path):
+    assert cli("convert", GOLDEN / "llama", tmp_path / "dst")[0] == 0
+    for where in ([GOLDEN / "llama", "--values"], [tmp_path / "dst"]):
+        assert "all numbers are finite" in cli("inspect", *where)[1].splitlines()
+
+
+def test_the_counts_of_a_killed_run_are_kept(spoilt, tmp_path, monkeypatch):
+    plan = make_plan(open_source(spoilt), group_bytes=100_000)
+    monkeypatch.setattr("convert.stream.copy_headers", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert(plan, tmp_path / "dst")
+    monkeypatch.undo()
+    result = convert(plan, tmp_path / "dst")
+    assert result.skipped == len(plan.groups)
+    assert result.not_finite == Converted(tmp_path / "dst").not_finite
+    assert result.not_finite[LAYER + "self_attn.k_proj.weight"] == NotFinite(2, 1)
+    again = convert(plan, tmp_path / "dst")
+    assert again.already
+    assert again.not_finite == result.not_finite
+
+
+def test_a_journal_without_the_counts_is_refused(spoilt, cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.stream.copy_headers", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert(make_plan(open_source(spoilt)), tmp_path / "dst")
+    monkeypatch.undo()
+    journal = tmp_path / "dst.partial" / JOURNAL
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for entry in lines[1:]:
+        del entry["not_finite"]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    refused(cli("convert", spoilt, tmp_path / "dst"), "damaged; give --restart")
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "sparse"),
+    [
+        (TINY_MOE, "fp8", False),
+        (TINY_MOE, "fp8", True),
+        (TINY_OSS, "mxfp4", False),
+        (TINY_MOE, "none", False),
+    ],
+)
+def test_synthetic_checkpoints_have_finite_numbers_and_good_scales(
+    config, quantization, sparse, cli, tmp_path
+):
+    folder = tmp_path / "src"
+    write_synthetic(folder, config, quantization=quantization, sparse=sparse)
+    assert "all numbers are finite" in cli("inspect", folder, "--values")[1]
+    assert cli("plan", folder)[0] == 0
