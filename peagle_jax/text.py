@@ -118,6 +118,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size()
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: n tokens stand for at most n times as many characters, where
+        the tokenizer drops none."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
     @property
     def num_stripped(self) -> int:
         """Spaces that are dropped at the start of a text, where the tokenizer put them itself."""
@@ -132,7 +138,9 @@ class Tokenizer:
           ConfigError: the text holds half of a surrogate pair.
         """
         try:
-            ids = self._backend.encode(text, add_special_tokens=special).ids
+            # A batch releases Python's global lock, so other threads run meanwhile; `encode` would not.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+            ids = encoding.ids
         except TypeError as error:
             raise ConfigError("the text is not a valid Unicode string") from error
         is_twice = special and self._opening and ids[:2] == self._opening * 2
@@ -167,7 +175,12 @@ class Tokenizer:
         return detokenizer.add(tokens) + detokenizer.flush()
 
     def chat(self, messages: Sequence[Mapping[str, str]], **variables) -> list[int]:
-        """Token ids of a conversation through the model's chat template, ready for the reply.
+        """Token ids of `chat_text`; takes and raises the same."""
+        # The template wrote the BOS token itself if the model wants one.
+        return self.encode(self.chat_text(messages, **variables), special=False)
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]], **variables) -> str:
+        """Text of a conversation through the model's chat template, ready for the reply.
 
         Args:
           messages: `{"role": "system", "user" or "assistant", "content": text}`, oldest first.
@@ -180,13 +193,11 @@ class Tokenizer:
         with _IMPORT_LOCK:
             template = self._chat_template
         try:
-            text = template.apply_chat_template(
+            return template.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False, **variables
             )
         except Exception as error:  # a template is a program of the model's author
             raise ConfigError(f"{self.folder}: the chat template failed: {error}") from error
-        # The template wrote the BOS token itself if the model wants one.
-        return self.encode(text, special=False)
 
     def prepare_chat(self) -> None:
         """Does what the first `chat` would take seconds for; without a template, nothing."""

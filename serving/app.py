@@ -13,10 +13,11 @@ from peagle_jax.config import ConfigError
 from peagle_jax.engine.memory import page_bytes
 from peagle_jax.loading import load_weights
 from serving.doors import RESERVE, Doors
-from serving.frontend import Frontend, Limits, State
+from serving.frontend import Frontend, State
 from serving.http.connection import Patience
 from serving.http.gate import Gate
 from serving.http.server import HttpServer
+from serving.limits import Limits
 from serving.logs import configure, log_figures, log_refusal, log_request
 from serving.rpc.server import RpcServer
 from serving.settings import Settings, num_bytes
@@ -100,6 +101,15 @@ def make_engine(settings: Settings) -> Engine:
     return Engine(target, head, config, tokenizer=tokenizer)
 
 
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        max_seconds=settings.max_request_seconds or None,
+        max_n=settings.max_n,
+        max_prompt_chars=settings.max_prompt_chars,
+        tokenizer_threads=settings.tokenizer_threads,
+    )
+
+
 def _reports(tracer: Tracer | None) -> Callable[[Stream], None]:
     """What is written about a stream that has ended."""
     if tracer is None:
@@ -131,7 +141,7 @@ async def _serve(
     frontend = Frontend(
         engine,
         name=served_name(settings),
-        limits=Limits(max_seconds=settings.max_request_seconds or None, max_n=settings.max_n),
+        limits=_limits(settings),
         report=report,
         report_refusal=log_refusal,
     )

@@ -16,28 +16,22 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import grpc
 
-from peagle_jax import ConfigError, Engine, SamplingParams
+from peagle_jax import Engine, SamplingParams
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from serving.errors import ServiceError, invalid
 from serving.harmony import Channels, listener
+from serving.limits import Limits
 from serving.metrics import Metrics
 from serving.stream import Ask, Stream
+from serving.tokenizing import Encoder
 from serving.worker import EngineWorker, Event, Job, Load, Refused
 
 _log = logging.getLogger(__name__)
-_LONG_TEXT = 4096  # characters; above it the tokenizer would hold up the event loop
-_NO_VARIABLES = {
-    *("self", "messages", "conversation", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
-    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    "tokenizer_kwargs",
-}
-"""Arguments of the functions that apply a chat template: clients choose variables, not these."""
 
 
 class State(enum.Enum):
@@ -48,19 +42,6 @@ class State(enum.Enum):
     DRAINING = "draining"
     STOPPED = "stopped"
     DEAD = "dead"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a client may ask for, beyond the engine's own limits.
-
-    Args:
-      max_seconds: longest a request may take, queue included; None is no limit.
-      max_n: most sequences of one request.
-    """
-
-    max_seconds: float | None = None
-    max_n: int = 16
 
 
 class Frontend:
@@ -91,6 +72,9 @@ class Frontend:
         self.drafter_config = engine.drafter_config
         self.method = "none" if self.drafter_config is None else self.drafter_config.method
         self.limits = limits or Limits()
+        self._encoder = Encoder(
+            self.tokenizer, self.limits, max_model_len=self.config.max_model_len
+        )
         self.started = time.time()
         self._report, self._report_refusal = report, report_refusal
         self._worker = EngineWorker(
@@ -147,36 +131,14 @@ class Frontend:
                 self._die(TimeoutError(f"a round has taken more than {seconds:g} s"))
 
     async def encode(self, text: str, *, field: str) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-          ServiceError: the model has no tokenizer, or the text is not one.
-        """
-        return await self._tokenize(field, len(text), lambda tokenizer: tokenizer.encode(text))
+        """See `Encoder.encode`."""
+        return await self._encoder.encode(text, field=field)
 
     async def chat(
         self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, object], *, field: str
     ) -> list[int]:
-        """Token ids of a conversation through the model's chat template; raises as `encode` does."""
-        if taken := sorted(variables.keys() & _NO_VARIABLES):
-            raise invalid(field, f"{taken[0]!r} is no variable of a chat template; leave it out")
-        chat = lambda tokenizer: tokenizer.chat(messages, **variables)
-        return await self._tokenize(field, _LONG_TEXT + 1, chat)
-
-    async def _tokenize(
-        self, field: str, size: int, encode: Callable[[Tokenizer], list[int]]
-    ) -> list[int]:
-        if self.tokenizer is None:
-            raise ServiceError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"{field}: this model is served without a tokenizer; send token ids",
-            )
-        try:
-            if size <= _LONG_TEXT:
-                return encode(self.tokenizer)
-            return await asyncio.to_thread(encode, self.tokenizer)
-        except ConfigError as error:
-            raise invalid(field, str(error)) from error
+        """See `Encoder.chat`."""
+        return await self._encoder.chat(messages, variables, field=field)
 
     def open(self, ask: Ask) -> Stream:
         """Accepts a request; what the engine does not accept arrives when the stream is read.
@@ -247,6 +209,7 @@ class Frontend:
                     "send this one to another server",
                 )
             )
+        self._encoder.close()
         self.is_stuck = not await asyncio.to_thread(self._worker.stop, patience)
         if self.state is not State.DEAD:
             self._enter(State.STOPPED)

@@ -94,6 +94,12 @@ class Settings:
     )
     max_message_mib: int = _option(16, "largest message to accept, MiB", metavar="N")
     max_n: int = _option(16, "most sequences of one request", metavar="N")
+    max_prompt_chars: int = _option(
+        1_000_000,
+        "most characters of a prompt or chat; fewer where max-model-len tokens cannot hold them",
+        metavar="N",
+    )
+    tokenizer_threads: int = _option(2, "most long prompts that are tokenised at once", metavar="N")
     drain_seconds: float = _option(60.0, "how long SIGTERM lets open requests run on", metavar="S")
     reflection: bool | None = _option(None, "gRPC reflection (default: on loopback only)")
     max_connection_seconds: float = _option(
@@ -126,11 +132,10 @@ class Settings:
                 "not port's own",
             ),
             (1 <= self.max_message_mib <= 1024, "max_message_mib", "between 1 and 1024"),
-            (self.max_n >= 1, "max_n", "at least 1"),
             (self.header_seconds > 0, "header_seconds", "above 0"),
             *(
                 (getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
-                for name in ("max_connections", "max_connections_per_address")
+                for name in _COUNTS
             ),
             *(
                 (0 <= getattr(self, name) < math.inf, name, "0 or more seconds")
@@ -192,6 +197,10 @@ class Settings:
         ]
 
 
+_COUNTS = (
+    *("max_connections", "max_connections_per_address"),
+    *("max_n", "max_prompt_chars", "tokenizer_threads"),
+)
 _SECONDS = [one.name for one in fields(Settings) if one.name.endswith("_seconds")]
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from peagle_jax import Engine
-from serving.frontend import Frontend, Limits, State
+from serving.frontend import Frontend, State
 from serving.http.server import HttpServer
+from serving.limits import Limits
 from serving.rpc.server import RpcServer
 
 _OF_BOTH = ("tokens", "certificates", "max_message_bytes")

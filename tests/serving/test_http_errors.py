@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from serving.frontend import Limits
+from serving.limits import Limits
 from tests.serving.live import LiveServer
 
 LONG = dict(prompt="a", max_tokens=90, ignore_eos=True, temperature=0)

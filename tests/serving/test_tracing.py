@@ -10,7 +10,7 @@ import pytest
 
 from peagle_jax.config import ConfigError
 from serving import tracing
-from serving.frontend import Limits
+from serving.limits import Limits
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.tracing import Tracer

@@ -1,0 +1,29 @@
+"""How much one request may hold; looked at before its parts become Python objects."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a client may ask for, beyond the engine's own limits.
+
+    Args:
+      max_seconds: longest a request may take, queue included; None is no limit.
+      max_n: most sequences of one request.
+      max_prompt_chars: most characters of a prompt; fewer where `max_model_len` tokens cannot hold them.
+      max_messages: most messages of a chat, and most parts of a message.
+      max_stops, max_stop_chars: most stop strings, and most characters of each.
+      max_stop_ids: most stop ids.
+      max_json_depth: most objects and lists within each other.
+      tokenizer_threads: most long prompts that are tokenised at once.
+    """
+
+    max_seconds: float | None = None
+    max_n: int = 16
+    max_prompt_chars: int = 1_000_000
+    max_messages: int = 2048
+    max_stops: int = 16
+    max_stop_chars: int = 512
+    max_stop_ids: int = 256
+    max_json_depth: int = 32
+    tokenizer_threads: int = 2

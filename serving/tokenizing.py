@@ -1,0 +1,121 @@
+"""Prompts to token ids: what no model could take is refused first, what takes long leaves the event loop."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc
+
+from peagle_jax.config import ConfigError
+from peagle_jax.text import Tokenizer
+from serving.bounded_pool import BoundedPool
+from serving.errors import ServiceError, invalid
+from serving.limits import Limits
+
+_SHORT = 4096
+"""Characters that take the event loop about 2 ms; longer texts get a thread."""
+_SHORT_CHAT = 64  # messages
+_MAX_WAITING = 64  # long prompts
+_MAX_WAITING_CHATS = 1024  # short ones
+_NO_VARIABLES = {
+    *("self", "messages", "conversation", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+}
+"""Arguments of the functions that apply a chat template: clients choose variables, not these."""
+
+
+class Encoder:
+    """Encodes the prompts of all requests.
+
+    Long prompts have threads of their own, so they wait for each other only.
+
+    Args:
+      tokenizer: None if the model is served without one; then every text is refused.
+      max_model_len: tokens of prompt and output together.
+
+    Attributes:
+      max_chars: of a prompt; more do not fit into `max_model_len` tokens, or are beyond the limit.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, limits: Limits, *, max_model_len: int):
+        self._tokenizer, self._limits = tokenizer, limits
+        longest = 1 if tokenizer is None else tokenizer.longest_token
+        self.max_chars = min(limits.max_prompt_chars, max_model_len * longest)
+        self._long = BoundedPool(
+            "tokenizer",
+            "long prompts",
+            num_threads=limits.tokenizer_threads,
+            max_waiting=_MAX_WAITING,
+        )
+        # Templates are Python, which runs one thread at a time anyway.
+        self._chats = BoundedPool("chat", "chats", num_threads=1, max_waiting=_MAX_WAITING_CHATS)
+
+    async def encode(self, text: str, *, field: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+          ServiceError: the model has no tokenizer; the text is too long, or no text; too many long texts
+            are waiting.
+        """
+        tokenizer = self._required(field)
+        self._check_size(len(text), field)
+        encode = _naming(field, lambda: tokenizer.encode(text))
+        return encode() if len(text) <= _SHORT else await self._long.run(encode)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, object], *, field: str
+    ) -> list[int]:
+        """Token ids of a conversation through the model's chat template; raises as `encode` does."""
+        tokenizer = self._required(field)
+        if taken := sorted(variables.keys() & _NO_VARIABLES):
+            raise invalid(field, f"{taken[0]!r} is no variable of a chat template; leave it out")
+        size = len(json.dumps(variables))
+        size += sum(len(value) for message in messages for value in message.values())
+        # A template may leave some of it out, so what the model can take is looked at afterwards.
+        if size > self._limits.max_prompt_chars:
+            raise _too_long(field, size, self._limits.max_prompt_chars)
+
+        def encode() -> list[int]:
+            text = tokenizer.chat_text(messages, **variables)
+            self._check_size(len(text), field)
+            return tokenizer.encode(
+                text, special=False
+            )  # the template writes special tokens itself
+
+        is_short = size <= _SHORT and len(messages) <= _SHORT_CHAT
+        pool = self._chats if is_short else self._long
+        return await pool.run(_naming(field, encode))
+
+    def close(self) -> None:
+        """Takes no more texts."""
+        self._long.close()
+        self._chats.close()
+
+    def _required(self, field: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{field}: this model is served without a tokenizer; send token ids",
+            )
+        return self._tokenizer
+
+    def _check_size(self, size: int, field: str) -> None:
+        if size > self.max_chars:
+            raise _too_long(field, size, self.max_chars)
+
+
+def _naming(field: str, encode: Callable[[], list[int]]) -> Callable[[], list[int]]:
+    """`encode`, with errors that name the client's field."""
+
+    def named() -> list[int]:
+        try:
+            return encode()
+        except ConfigError as error:
+            raise invalid(field, str(error)) from error
+
+    return named
+
+
+def _too_long(field: str, size: int, most: int) -> ServiceError:
+    return invalid(field, f"{size} characters are more than the {most} that this server takes")

@@ -1,0 +1,249 @@
+"""Long texts: refused before they are tokenised, tokenised beside others, a few at a time."""
+
+import asyncio
+import sys
+import threading
+import time
+
+import grpc
+import httpx
+import pytest
+
+from serving.bounded_pool import BoundedPool
+from serving.errors import ServiceError
+from serving.limits import Limits
+from serving.protos import open_inference_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
+from serving.protos import peagle_v1_pb2 as pb
+from serving.rpc import open_inference, vllm
+from serving.tokenizing import Encoder
+from tests.serving.live import LiveServer
+from tests.serving.test_fuzz import METHODS, Client
+
+SECONDS = 60  # limit of every wait
+LONGEST = 96 * 2  # characters: tokens of the model's length, and characters of the longest token
+
+
+@pytest.fixture(scope="module")
+def live(make_engine):
+    server = LiveServer(make_engine(), http=True)
+    yield server
+    server.close()
+
+
+def test_other_threads_run_while_a_text_is_tokenised(tokenizer):
+    """No thread is interrupted here, so another one takes a step only where the global lock is released."""
+    steps, is_done = 0, threading.Event()
+
+    def count():
+        nonlocal steps
+        while not is_done.is_set():
+            time.sleep(0.0005)
+            steps += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(3600.0)
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        text = "ab cd " * 50_000
+        assert any(steps_within(lambda: tokenizer.encode(text), lambda: steps) for _ in range(50))
+    finally:
+        sys.setswitchinterval(interval)
+        is_done.set()
+        thread.join(SECONDS)
+
+
+def steps_within(work, steps) -> int:
+    before = steps()
+    work()
+    return steps() - before
+
+
+def test_the_longest_token_bounds_what_fits(tokenizer):
+    assert tokenizer.longest_token == 2
+    for text in ("ag" * 40, "def f():\n" * 9, "cl"):
+        tokens = tokenizer.encode(text)
+        assert len(text) <= len(tokens) * tokenizer.longest_token
+
+
+def infer(text: str) -> open_inference_pb2.ModelInferRequest:
+    request = open_inference_pb2.ModelInferRequest(model_name="tiny")
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(text.encode())
+    return request
+
+
+CALLS = {
+    "peagle.v1.Generation/Generate": lambda text: pb.GenerateRequest(text=text),
+    "peagle.v1.Generation/GenerateOnce": lambda text: pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content=text)])
+    ),
+    f"{vllm.SERVICE}/Generate": lambda text: vllm_engine_pb2.GenerateRequest(text=text),
+    f"{open_inference.SERVICE}/ModelInfer": infer,
+    "/v1/completions": lambda text: {"prompt": text},
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
+}
+
+
+def call(server: LiveServer, path: str, text: str) -> str:
+    """The message of the refusal with INVALID_ARGUMENT or 400."""
+    request = CALLS[path](text)
+    if path.startswith("/"):
+        answer = httpx.post(f"http://{server.http_address}{path}", json=request, timeout=SECONDS)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["message"]
+    client = Client(server.address)
+    (error,) = client.send(path, METHODS[path], [[request.SerializeToString()]])
+    client.close()
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
+    return error.details()
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_text_that_cannot_fit_is_not_tokenised(server, monkeypatch, path):
+    monkeypatch.setattr(
+        type(server.frontend.tokenizer), "encode", lambda *given, **named: pytest.fail("tokenised")
+    )
+    for size in (LONGEST + 1, 300_000):
+        assert f"characters are more than the {LONGEST}" in call(server, path, "a" * size)
+
+
+def test_the_hard_limit_holds_where_the_model_could_take_more(tokenizer):
+    async def ask():
+        encoder = Encoder(tokenizer, Limits(max_prompt_chars=50), max_model_len=96)
+        assert len(await encoder.encode("ag" * 25, field="text")) == 25
+        with pytest.raises(ServiceError, match="text: 51 characters are more than the 50"):
+            await encoder.encode("a" * 51, field="text")
+        encoder.close()
+
+    asyncio.run(ask())
+
+
+def test_a_chat_is_measured_before_the_template_sees_it(tokenizer, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "chat_text", lambda *given: pytest.fail("rendered"))
+
+    async def ask():
+        encoder = Encoder(tokenizer, Limits(max_prompt_chars=1000), max_model_len=96)
+        talk = [{"role": "user", "content": "a"}]
+        for messages, variables in (
+            ([{"role": "user", "content": "a" * 1001}], {}),
+            ([{"role": "user" * 300, "content": "a"}], {}),
+            ([{"role": "user", "content": ""}] * 251, {}),
+            (talk, {"effort": "a" * 1000}),
+            (talk, {"effort": [{"a" * 1000: 1}]}),
+        ):
+            with pytest.raises(ServiceError, match="characters are more than the 1000"):
+                await encoder.chat(messages, variables, field="chat")
+        encoder.close()
+
+    asyncio.run(ask())
+
+
+class Held:
+    """A tokenizer whose work on long texts goes on until it is released."""
+
+    longest_token = 100
+
+    def __init__(self):
+        self.released = threading.Event()
+        self.lock = threading.Lock()
+        self.running = self.most = self.ended = 0
+        self.threads: set[str] = set()
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        if len(text) <= 4096:
+            return [len(text)]
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self.threads.add(threading.current_thread().name)
+        assert self.released.wait(SECONDS)
+        with self.lock:
+            self.running -= 1
+            self.ended += 1
+        return [len(text)]
+
+    def chat_text(self, messages, **variables) -> str:
+        return "".join(one["content"] for one in messages)
+
+
+async def until(is_so) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_long_texts_share_a_few_threads_and_hold_up_nobody_else(threads):
+    held = Held()
+
+    async def ask():
+        encoder = Encoder(held, Limits(tokenizer_threads=threads), max_model_len=1 << 20)
+        chat = lambda text: encoder.chat([{"content": text}], {}, field="chat")
+        kinds = (lambda text: encoder.encode(text, field="text"), chat)
+        tasks = [
+            asyncio.create_task(kinds[i % 2]("a" * 5000)) for i in range(threads + 64)
+        ]  # as many wait as may
+        await until(lambda: held.running == threads)
+        for ask in kinds:
+            with pytest.raises(ServiceError) as refused:
+                await ask("a" * 5000)
+            assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert refused.value.retry_after
+            assert await ask("abc") == [3]
+        for task in tasks[-10:]:  # their clients leave, and others take their places
+            task.cancel()
+        await asyncio.gather(*tasks[-10:], return_exceptions=True)
+        tasks[-10:] = [asyncio.create_task(kinds[0]("a" * 5000)) for _ in range(10)]
+        held.released.set()
+        assert await asyncio.gather(*tasks) == [[5000]] * len(tasks)
+        encoder.close()
+
+    asyncio.run(ask())
+    assert held.most == threads
+    assert held.ended == threads + 64
+    assert not any("MainThread" in name for name in held.threads)
+
+
+def test_work_whose_client_left_keeps_its_thread_and_nothing_else():
+    held = Held()
+
+    async def leave():
+        pool = BoundedPool("test", "texts", num_threads=1, max_waiting=2)
+        work = lambda: held.encode("a" * 5000)
+        running = asyncio.create_task(pool.run(work))
+        await until(lambda: held.running == 1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        waiting = asyncio.create_task(pool.run(work))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        next_one = asyncio.create_task(pool.run(work))
+        await asyncio.sleep(0)
+        assert held.running == 1  # the first still has the only thread
+        held.released.set()
+        assert await next_one == [5000]
+        pool.close()
+        with pytest.raises(ServiceError, match="shuts down"):
+            await pool.run(work)
+
+    asyncio.run(leave())
+    assert (held.ended, held.most) == (2, 1)
+
+
+def test_the_event_loop_goes_on_while_long_texts_are_tokenised(server, monkeypatch):
+    """Health is asked over a connection of its own, many times within one long text."""
+    held = Held()
+    monkeypatch.setattr(server.frontend, "_encoder", Encoder(held, Limits(), max_model_len=1 << 20))
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=SECONDS) as http:
+        asking = threading.Thread(target=call, args=(server, "/v1/completions", "a" * 5000))
+        asking.start()  # its token is beyond the vocabulary
+        server.run(until(lambda: held.running == 1))
+        assert [http.get("/health").status_code for _ in range(20)] == [200] * 20
+        with grpc.insecure_channel(server.address) as channel:
+            stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+            assert stub.GetStats(pb.GetStatsRequest(), timeout=SECONDS).state == "serving"
+        assert held.running == 1
+        held.released.set()
+        asking.join(SECONDS)
