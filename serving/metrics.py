@@ -177,16 +177,19 @@ class _EngineCollector(Collector):
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds with drafts.", counts.rounds)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", counts.drafted)
         yield self._counter(
-            "vllm:spec_decode_num_accepted_tokens", "Drafts accepted.", counts.accepted
+            "vllm:spec_decode_num_accepted_tokens", "Drafts that became output.", counts.accepted
         )
         positions = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted, by position.",
+            "Drafts that became output, by position.",
             labels=[*self._names, "position"],
         )
         for position, count in enumerate(counts.per_position):
             positions.add_metric([*self._values, str(position)], count)
         yield positions
+        yield self._counter(
+            "peagle:spec_decode_num_emitted_tokens", "Tokens of rounds with drafts.", counts.emitted
+        )
         yield self._gauge("peagle:acceptance_length", "AL since the start.", counts.length)
         yield self._gauge("peagle:open_requests", "Requests not yet ended.", frontend.num_open)
         yield self._counter("peagle:rounds", "Rounds of the engine.", load.rounds)

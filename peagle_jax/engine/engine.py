@@ -30,7 +30,9 @@ _log = logging.getLogger(__name__)
 class Completion:
     """One finished request. `text` is None when the engine has no tokenizer.
 
-    `accepted_per_position[i]` counts the rounds in which draft i+1 was accepted.
+    `drafted` counts the drafts that the target checked, `accepted` those that became output, and
+    `accepted_per_position[i]` the rounds in which draft i+1 became output. So `tokens` are
+    1 + `rounds` + `accepted`, or one less where the text ends on a draft.
     """
 
     prompt: list[int]
@@ -45,6 +47,11 @@ class Completion:
     accepted_per_position: list[int]
     time_to_first_token: float
     duration: float
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that rounds emitted: all but the first, which prefill samples."""
+        return max(0, len(self.tokens) - 1)
 
 
 class Engine:

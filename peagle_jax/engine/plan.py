@@ -23,6 +23,7 @@ class PrefillPlan:
     start: np.ndarray  # [R] int32, position of the first token
     count: np.ndarray  # [R] int32, real tokens in the row
     next_token: np.ndarray  # [R] int32, the token after the chunk; -1: the device samples it
+    last: tuple[bool, ...]  # of real rows: whether the request decodes after this chunk
     page_table: np.ndarray  # [R, W] int32, 0 where nothing is mapped
     temperature: np.ndarray  # [R] float32
     top_k: np.ndarray  # [R] int32
@@ -38,6 +39,7 @@ class PrefillPlan:
         R, T = config.prefill_rows, config.prefill_chunk
         ints = lambda fill=0: np.full(R, fill, np.int32)
         floats = lambda fill=0.0: np.full(R, fill, np.float32)
+        ends = [min(one.num_prefilled + T, one.num_to_prefill) for one in rows]
         plan = cls(
             requests=(*rows, *[None] * (R - len(rows))),
             slots=ints(config.max_num_seqs),
@@ -45,6 +47,7 @@ class PrefillPlan:
             start=ints(),
             count=ints(),
             next_token=ints(-1),
+            last=tuple(end == one.num_to_prefill for one, end in zip(rows, ends, strict=True)),
             page_table=_page_table(rows, R, config.pages_per_seq),
             temperature=floats(),
             top_k=ints(),
@@ -54,15 +57,14 @@ class PrefillPlan:
             num_draft=ints(),
             num_logprobs=ints(-1),
         )
-        for row, request in enumerate(rows):
+        for row, (request, end) in enumerate(zip(rows, ends, strict=True)):
             start, params = request.num_prefilled, request.params
-            chunk = request.tokens[start : start + T + 1]  # the token after the chunk rides along
-            count = min(len(chunk), T)
+            count, chunk = end - start, request.tokens[start : end + 1]
             plan.slots[row] = request.slot
             plan.tokens[row, :count] = chunk[:count]
             plan.start[row], plan.count[row] = start, count
-            if len(chunk) > T:
-                plan.next_token[row] = chunk[T]
+            if len(chunk) > count:
+                plan.next_token[row] = chunk[count]
             plan.temperature[row], plan.top_k[row] = params.temperature, params.top_k
             plan.top_p[row], plan.min_p[row] = params.top_p, params.min_p
             plan.seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
@@ -71,9 +73,9 @@ class PrefillPlan:
                 plan.num_logprobs[row] = params.logprobs
         return plan
 
-    def is_final(self, row: int) -> bool:
-        """Whether the row ends its prompt, so that the device samples a token for it."""
-        return self.requests[row] is not None and self.next_token[row] < 0
+    def samples(self, row: int) -> bool:
+        """Whether the device samples the row's first token: the chunk ends a prompt without output."""
+        return self.requests[row] is not None and bool(self.next_token[row] < 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

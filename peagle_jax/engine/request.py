@@ -90,7 +90,9 @@ class Request:
 
     rounds: int = 0
     drafted: int = 0
+    """Drafts that the target checked: `num_draft` in every round."""
     accepted: int = 0
+    """Drafts that became output."""
     accepted_per_position: list[int] = field(default_factory=list)
     preemptions: int = 0
 
@@ -107,8 +109,17 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output: what a prefill sends, first time or after a preemption."""
+        """Prompt and output."""
         return self.prompt + self.output
+
+    @property
+    def num_to_prefill(self) -> int:
+        """How many of `tokens` prefill sends: the prompt, after a preemption all but the newest token.
+
+        That one is given beside the last chunk, so the request goes on with a round as if it had never
+        left: no token is sampled a second way, and rounds emit all tokens but the first.
+        """
+        return self.num_tokens - bool(self.output)
 
     @property
     def num_tokens(self) -> int:
@@ -134,8 +145,13 @@ class Request:
         """Decode rounds among the calls in flight; each commits between 1 and J+1 positions."""
         return self.in_flight - self.prefill_in_flight
 
+    @property
+    def emitted(self) -> int:
+        """Output tokens that rounds emitted: all but the first, which prefill samples."""
+        return max(0, len(self.output) - 1)
+
     def record_round(self, num_accepted: int) -> None:
-        """Counts one decode round in which `num_accepted` of this request's drafts were accepted."""
+        """Counts one decode round in which `num_accepted` of this request's drafts became output."""
         self.rounds += 1
         self.drafted += self.num_draft
         self.accepted += num_accepted

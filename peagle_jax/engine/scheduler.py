@@ -52,7 +52,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.batch_sizes = config.batch_buckets
         """What a round may be padded to, ascending; the last is `max_num_seqs`."""
-        self._drafted = 0
+        self._drafted = self._emitted = 0
         self._rounds_by_accepted = [0] * (config.num_draft + 1)
 
     @property
@@ -73,7 +73,7 @@ class Scheduler:
         """Over all rounds so far that had drafts, requests that still run included."""
         rounds = self._rounds_by_accepted
         reached = tuple(sum(rounds[i + 1 :]) for i in range(self.config.num_draft))
-        return Acceptance(sum(rounds), self._drafted, sum(reached), reached)
+        return Acceptance(sum(rounds), self._emitted, self._drafted, sum(reached), reached)
 
     def add(self, request: Request) -> None:
         """Queues a request: `QueueFull` at the queue's bound, `ConfigError` if it can never run."""
@@ -127,7 +127,7 @@ class Scheduler:
         """Takes in the first tokens of the prompts that this call completed."""
         updates = []
         for row, request in enumerate(plan.requests):
-            if not plan.is_final(row):
+            if not plan.samples(row):
                 continue
             request.in_flight -= 1
             request.prefill_in_flight = False
@@ -142,7 +142,7 @@ class Scheduler:
         count: np.ndarray,  # [B], accepted drafts + 1
         logprobs: BatchLogprobs | None = None,  # C = J+1
     ) -> list[Update]:
-        """Takes in one round: counts its drafts, appends its tokens, frees what is no longer needed."""
+        """Takes in one round: appends its tokens, counts its drafts, frees what is no longer needed."""
         updates = []
         for row, request in enumerate(plan.requests):
             if request is None:
@@ -150,12 +150,9 @@ class Scheduler:
             request.in_flight -= 1
             if not request.is_finished:
                 produced = int(count[row])
-                accepted = min(produced - 1, request.num_draft)
-                request.record_round(accepted)
-                if request.num_draft:
-                    self._drafted += request.num_draft
-                    self._rounds_by_accepted[accepted] += 1
-                updates.append(self._receive(request, row, tokens, produced, logprobs))
+                update = self._receive(request, row, tokens, produced, logprobs)
+                self._record_round(request, produced - 1, len(update[1]))
+                updates.append(update)
         return updates
 
     def check_integrity(self) -> None:
@@ -208,11 +205,23 @@ class Scheduler:
         plan = PrefillPlan.build(rows, self.config)
         for row, request in enumerate(rows):
             request.num_prefilled += int(plan.count[row])
-            if plan.is_final(row):
+            if plan.last[row]:
                 request.state = RequestState.RUNNING
-                request.prefill_in_flight = True
-                request.in_flight += 1
+                request.prefill_in_flight = plan.samples(row)
+                request.in_flight += request.prefill_in_flight
         return plan
+
+    def _record_round(self, request: Request, survivors: int, kept: int) -> None:
+        """Counts a round in which `survivors` drafts passed the target and `kept` tokens became output.
+
+        A text may end on a draft: the drafts after it passed the target and are no output.
+        """
+        accepted = min(survivors, kept)
+        request.record_round(accepted)
+        if request.num_draft:
+            self._emitted += kept
+            self._drafted += request.num_draft
+            self._rounds_by_accepted[accepted] += 1
 
     def _is_ending(self, request: Request) -> bool:
         """Whether the calls in flight, one token each at the least, already end the request."""
@@ -245,7 +254,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Sends a request to the head of the queue; its tokens so far become its prompt.
+        """Sends a request to the head of the queue; its tokens so far are prefilled when it returns.
 
         Results still in flight stay valid: they are appended at commit, before it may come back.
         """

@@ -1,4 +1,4 @@
-"""Acceptance counts, with vLLM's definitions (peagle-spec 3.11) so that values compare."""
+"""Acceptance counts: drafts count as accepted only where they became output (docs/algorithm.md)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,9 +7,18 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counts over some requests; `per_position[i]` rounds had draft i+1 accepted."""
+    """Counts over some requests.
+
+    Attributes:
+      rounds: rounds of draft and verification.
+      emitted: tokens that those rounds added to outputs.
+      drafted: drafts that the target checked, those after the end of a text included.
+      accepted: drafts that became output.
+      per_position: in how many rounds the draft at each position became output.
+    """
 
     rounds: int = 0
+    emitted: int = 0
     drafted: int = 0
     accepted: int = 0
     per_position: tuple[int, ...] = ()
@@ -17,17 +26,18 @@ class Acceptance:
     @classmethod
     def of(cls, items: Iterable) -> Self:
         """Sum over requests, completions or other counts that carry these fields."""
-        rounds = drafted = accepted = 0
+        rounds = emitted = drafted = accepted = 0
         positions: list[int] = []
         for item in items:
             rounds += item.rounds
+            emitted += item.emitted
             drafted += item.drafted
             accepted += item.accepted
             mine = item.accepted_per_position
             positions += [0] * (len(mine) - len(positions))
             for i, count in enumerate(mine):
                 positions[i] += count
-        return cls(rounds, drafted, accepted, tuple(positions))
+        return cls(rounds, emitted, drafted, accepted, tuple(positions))
 
     def __sub__(self, before: Self) -> Self:
         """What was counted after `before`, an earlier state of the same counts."""
@@ -35,6 +45,7 @@ class Acceptance:
         positions = zip(self.per_position, earlier, strict=True)
         return Acceptance(
             self.rounds - before.rounds,
+            self.emitted - before.emitted,
             self.drafted - before.drafted,
             self.accepted - before.accepted,
             tuple(now - then for now, then in positions),
@@ -42,10 +53,10 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """AL: tokens emitted per round, the bonus included: 1 + accepted / rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+        """AL: tokens emitted per round, the target's own token included; 1 without rounds."""
+        return self.emitted / self.rounds if self.rounds else 1.0
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Share of rounds in which each position was accepted (unconditional, so never increasing)."""
+        """Share of rounds in which each position became output (unconditional, so never increasing)."""
         return tuple(count / self.rounds if self.rounds else 0.0 for count in self.per_position)

@@ -48,6 +48,7 @@ def as_json(whole: pb.GenerateResponse) -> dict:
             "time_to_first_token": usage.time_to_first_token,
             "duration": usage.duration,
             "rounds": counts.rounds,
+            "emitted": counts.emitted,
             "drafted": counts.drafted,
             "accepted": counts.accepted,
             "accepted_per_position": list(counts.accepted_per_position),

@@ -229,6 +229,7 @@ def _finish(finish: Finish) -> pb.Finish:
 def _acceptance(counts: Acceptance) -> pb.Acceptance:
     return pb.Acceptance(
         rounds=counts.rounds,
+        emitted=counts.emitted,
         drafted=counts.drafted,
         accepted=counts.accepted,
         accepted_per_position=counts.per_position,

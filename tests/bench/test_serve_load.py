@@ -26,7 +26,9 @@ def outcome(code: str = "OK", *, ttft: float = 0.1, per_token: float = 0.01, tok
         first=first,
         last=first + per_token * (tokens - 1),
         tokens=[5] * tokens,
-        acceptance=pb.Acceptance(rounds=5, drafted=15, accepted=6, accepted_per_position=[4, 2, 0]),
+        acceptance=pb.Acceptance(
+            rounds=5, emitted=10, drafted=15, accepted=6, accepted_per_position=[4, 2, 0]
+        ),
     )
 
 
@@ -56,7 +58,7 @@ def test_figures_are_of_what_ended_well_and_goodput_of_what_was_in_time():
     assert row["requests_per_second"] == 2.0
     assert row["goodput"] == 1.0
     assert row["ttft_ms"]["p99"] < 1000  # not of the cancelled one
-    assert row["acceptance_length"] == pytest.approx(1 + 6 / 5)
+    assert row["acceptance_length"] == pytest.approx(10 / 5)
     assert row["acceptance_per_position"] == [0.8, 0.4, 0.0]
     assert "goodput" not in figures([outcome()], 1.0, {})
 

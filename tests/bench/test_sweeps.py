@@ -46,6 +46,9 @@ def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few
         assert row["sha"] == "abc"
         assert row["tokens"] == sum(8 for _ in range(row["prompts"]))
         assert row["outputs_equal_to_plain"] == row["prompts"]
+        emitted = row["tokens"] - row["prompts"]
+        assert row["acceptance_length"] == pytest.approx(emitted / row["rounds"], 1e-3)
+        assert 0 <= row["rounds"] + row["accepted"] - emitted <= row["prompts"]
         assert row["ms_per_round"] > 0
         assert row["ratio_to_plain"] > 0
     assert measured[0]["ratio_to_plain"] == 1
@@ -70,7 +73,9 @@ def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts
     assert [row["set"] for row in measured] == ["few", "source"]
     for row in measured:
         assert row["prompts"] == 2
-        assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["rounds"], 1e-3)
+        emitted = row["tokens"] - row["prompts"]
+        assert row["acceptance_length"] == pytest.approx(emitted / row["rounds"], 1e-3)
+        assert 0 <= row["rounds"] + row["accepted"] - emitted <= row["prompts"]
         assert len(row["acceptance_per_position"]) == 2
     main(["acceptance", *argv])
     assert len(read(out)) == 4  # rows are appended

@@ -63,12 +63,13 @@ class FakeDevice:
             assert start == 0 or self.slots[slot][0] == start
             for position in range(start, end):
                 self.write(request, pages, position, plan.tokens[row, position - start])
-            self.slots[slot] = [end, 0, plan.num_draft[row]]
+            self.slots[slot] = [end, plan.next_token[row], plan.num_draft[row]]
+            if plan.last[row]:
+                for position in range(end, end + self.config.num_draft):  # the drafter's mask rows
+                    self.write(request, pages, position, JUNK)
             if plan.next_token[row] >= 0:
                 assert plan.next_token[row] == request.tokens[end]
                 continue
-            for position in range(end, end + self.config.num_draft):  # the drafter's mask rows
-                self.write(request, pages, position, JUNK)
             tokens[row] = self.slots[slot][1] = true_next(self.read(pages, end))
         return tokens, (tokens[:, 0] != JUNK).astype(int), fake_logprobs(tokens)
 

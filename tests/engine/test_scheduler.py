@@ -10,140 +10,19 @@ import numpy as np
 import pytest
 
 import peagle_jax
-from peagle_jax.config import EngineConfig, SamplingParams
-from peagle_jax.engine.plan import Plan
 from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.scheduler import QueueFull, Scheduler
-from tests.engine.fake_device import VOCAB, FakeDevice, true_next
-
-EOS = 59
-
-
-def ends_in_seventeen(output: list[int]) -> str | None:
-    return "seventeen" if sum(output[-2:]) % 17 == 0 else None
-
-
-def make_request(id: int, prompt: list[int], num_draft: int, *, seed=0, **fields) -> Request:
-    checker = fields.pop("stop_checker", None)
-    params = SamplingParams(**fields)
-    return Request(
-        id=id, prompt=prompt, params=params, num_draft=num_draft, seed=seed, stop_checker=checker
-    )
-
-
-class Engine:
-    """The loop of the real engine: dispatch, then commit what was dispatched `lag` steps before."""
-
-    def __init__(self, config: EngineConfig, *, lag: int = 1, seed: int = 0):
-        self.config, self.lag = config, lag
-        self.scheduler = Scheduler(config, eos_ids=[EOS])
-        self.device = FakeDevice(config, random.Random(seed))
-        self.in_flight: list = []
-        self.streams: dict = {}
-        self.ends: Counter = Counter()
-        self.num_rows = 0
-
-    def add(self, prompt: list[int], num_draft: int | None = None, **fields) -> Request:
-        num_draft = self.config.num_draft if num_draft is None else num_draft
-        request = make_request(len(self.streams), prompt, num_draft, **fields)
-        self.scheduler.add(request)
-        self.streams[request.id] = []
-        return request
-
-    def abort(self, request: Request) -> None:
-        self.ends[request.id] += not request.is_finished
-        self.scheduler.abort(request)
-        assert request.slot is None
-        assert not request.pages
-
-    def dispatch(self) -> Plan:
-        preemptions = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        order = [request.id for request in [*self.scheduler.active, *self.scheduler.waiting]]
-        assert order == sorted(order), "a request overtook an older one"
-        if self.scheduler.num_preemptions > preemptions:
-            for call in plan.prefills:
-                starts = call.start[[r is not None for r in call.requests]]
-                assert starts.all(), "admitted beside a preemption"
-        assert len(plan.prefills) <= self.config.prefill_calls
-        if plan.decode is not None:
-            num_rows = sum(request is not None for request in plan.decode.requests)
-            sizes = [size for size in self.config.batch_buckets if size >= num_rows]
-            assert len(plan.decode.requests) == min(sizes)
-            self.num_rows += num_rows
-        self.in_flight.append((plan, self.device.run(plan)))
-        return plan
-
-    def commit(self) -> None:
-        plan, results = self.in_flight.pop(0)
-        updates = []
-        for call, result in zip(plan.prefills, results["prefill"], strict=True):
-            updates += self.scheduler.commit_prefill(call, *result)
-        if plan.decode is not None:
-            updates += self.scheduler.commit_decode(plan.decode, *results["decode"])
-        for request, tokens in updates:
-            assert not self.ends[request.id], "a finished request received tokens"
-            self.streams[request.id] += tokens
-            self.ends[request.id] += request.is_finished
-        self.scheduler.check_integrity()
-
-    def step(self) -> None:
-        self.dispatch()
-        while len(self.in_flight) > self.lag:
-            self.commit()
-
-    def drain(self, limit: int = 5000) -> None:
-        while self.scheduler.has_work:
-            limit -= 1
-            assert limit > 0, "no progress"
-            self.step()
-        while self.in_flight:
-            self.commit()
-        assert self.scheduler.pool.num_free == self.config.total_pages - 1
-        assert len(self.scheduler.free_slots) == self.config.max_num_seqs
-
-
-def expected(request: Request, max_model_len: int) -> tuple[list[int], str, int | str | None]:
-    """Output, finish reason and stop reason of a request served alone, without drafts."""
-    output, params = [], request.params
-    while True:
-        token = true_next(request.prompt + output)
-        output.append(token)
-        if token in params.stop_ids or (token == EOS and not params.ignore_eos):
-            return output, "stop", token
-        if request.stop_checker and request.stop_checker(output):
-            return output, "stop", request.stop_checker(output)
-        if len(output) == params.max_tokens or len(request.prompt + output) == max_model_len:
-            return output, "length", None
-
-
-def check_finished(request: Request, engine: Engine) -> None:
-    assert engine.ends[request.id] == 1
-    assert request.state is RequestState.FINISHED
-    assert engine.streams[request.id] == request.output
-    ending = (request.output, request.finish_reason, request.stop_reason)
-    wanted = expected(request, engine.config.max_model_len)
-    if request.finish_reason == "abort":
-        wanted = (wanted[0][: len(request.output)], "abort", None)
-    assert ending == wanted
-    assert request.drafted == request.rounds * request.num_draft
-    assert request.accepted == sum(request.accepted_per_position)
-    assert request.accepted_per_position == sorted(request.accepted_per_position, reverse=True)
-    n = request.params.logprobs
-    if n is None:
-        assert request.logprobs is None
-        return
-    wanted = [(-t / 4, [(t + i, -(t + i) / 4) for i in range(n)]) for t in request.output]
-    assert request.logprobs == wanted
-
-
-def make_config(J, B, max_len, Z, P, T, R, N=1) -> EngineConfig:
-    return EngineConfig(
-        num_draft=J, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
-        prefill_chunk=T, prefill_rows=R, prefill_calls=N, max_waiting=4,
-    )  # fmt: skip
-
+from tests.engine.fake_device import VOCAB
+from tests.engine.fake_engine import (
+    EOS,
+    FakeEngine,
+    check_counts,
+    check_finished,
+    ends_in_seventeen,
+    expected,
+    make_config,
+    make_request,
+)
 
 CONFIGS = {
     "plain": make_config(J=0, B=5, max_len=40, Z=4, P=14, T=64, R=1),
@@ -155,7 +34,7 @@ CONFIGS = {
 }
 
 
-def add_random(engine: Engine, rng: random.Random) -> Request | None:
+def add_random(engine: FakeEngine, rng: random.Random) -> Request | None:
     length = rng.choice([rng.randint(1, 8), rng.randint(1, engine.config.max_model_len - 1)])
     try:
         return engine.add(
@@ -177,7 +56,7 @@ def add_random(engine: Engine, rng: random.Random) -> Request | None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
     rng = random.Random(seed)
-    engine = Engine(CONFIGS[name], lag=lag, seed=seed)
+    engine = FakeEngine(CONFIGS[name], lag=lag, seed=seed)
     requests: list[Request] = []
     for _ in range(num_cases("rounds of random requests in the scheduler", 600)):
         while rng.random() < 0.4:
@@ -211,7 +90,8 @@ def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
         assert plan.decode is None
         (prefill,) = plan.prefills
         assert prefill.requests == (request, None)
-        assert [prefill.is_final(row) for row in (0, 1)] == [next_token < 0, False]
+        assert [prefill.samples(row) for row in (0, 1)] == [next_token < 0, False]
+        assert prefill.last == (next_token < 0,)
         chunk = [*range(10 + start, 10 + start + count), 0, 0][:4]
         table = [*request.pages, 0, 0, 0, 0]  # 14 of 32 positions are mapped
         for name, dtype, rows in [
@@ -257,7 +137,7 @@ def test_several_calls_take_a_prompt_to_its_end_and_the_next_ones_in():
 @pytest.mark.parametrize(("lag", "num_draft"), [(0, 0), (1, 0), (0, 3), (1, 3)])
 def test_no_round_is_dispatched_whose_tokens_could_not_be_used(lag, num_draft):
     config = make_config(J=num_draft, B=4, max_len=24, Z=4, P=None, T=64, R=1)
-    engine = Engine(config, lag=lag)
+    engine = FakeEngine(config, lag=lag)
     by_count = [
         engine.add([1, 2, 3], num_draft=0, max_tokens=n, ignore_eos=True) for n in (1, 2, 9)
     ]
@@ -270,7 +150,7 @@ def test_no_round_is_dispatched_whose_tokens_could_not_be_used(lag, num_draft):
 @pytest.mark.parametrize("state", ["waiting", "prefill", "running"])
 def test_an_abort_frees_at_once_and_a_stale_result_reaches_nobody(state):
     config = make_config(J=2, B=1, max_len=32, Z=4, P=9, T=4, R=1)
-    engine = Engine(config)
+    engine = FakeEngine(config)
     first = engine.add([7] * 10)
     for _ in range({"waiting": 0, "prefill": 2, "running": 4}[state]):
         engine.step()
@@ -288,9 +168,9 @@ def test_an_abort_frees_at_once_and_a_stale_result_reaches_nobody(state):
     assert first.finish_reason == "abort"
 
 
-def preempted_pair(**young_fields) -> tuple[Engine, Request, Request]:
+def preempted_pair(**young_fields) -> tuple[FakeEngine, Request, Request]:
     """Two requests in a pool for one, stepped to where the younger was preempted in flight."""
-    engine = Engine(make_config(J=1, B=2, max_len=24, Z=2, P=13, T=64, R=2))
+    engine = FakeEngine(make_config(J=1, B=2, max_len=24, Z=2, P=13, T=64, R=2))
     old = engine.add([1] * 8, num_draft=0, max_tokens=16, ignore_eos=True)
     young = engine.add([2] * 6, num_draft=0, max_tokens=16, ignore_eos=True, **young_fields)
     while not young.preemptions:
@@ -313,8 +193,13 @@ def test_a_preempted_request_takes_in_its_results_before_it_returns():
     plan = engine.dispatch()
     (prefill,) = plan.prefills
     assert prefill.requests[0] is young
-    assert prefill.count[0] == len(young.prompt) + before + 1
+    # All but the newest token, which rides along: the next round goes on where the last one ended.
+    assert prefill.count[0] == len(young.prompt) + before
+    assert prefill.next_token[0] == young.output[-1]
+    assert (prefill.last, prefill.samples(0)) == ((True,), False)
+    assert (young.in_flight, young.rounds) == (0, before)
     engine.drain()
+    check_counts(young)
     assert young.output == expected(young, 24)[0]
 
 
@@ -333,7 +218,7 @@ def test_a_preempted_request_can_finish_while_it_waits():
 
 
 def test_surplus_pages_return_at_commit():
-    engine = Engine(make_config(J=4, B=1, max_len=64, Z=1, P=None, T=64, R=1), lag=0)
+    engine = FakeEngine(make_config(J=4, B=1, max_len=64, Z=1, P=None, T=64, R=1), lag=0)
     request = engine.add([3] * 4, num_draft=0, max_tokens=30, ignore_eos=True)
     engine.step()
     for _ in range(10):
@@ -346,7 +231,7 @@ def test_surplus_pages_return_at_commit():
 
 
 def test_requests_that_cannot_be_served_are_refused():
-    engine = Engine(make_config(J=2, B=2, max_len=16, Z=4, P=None, T=64, R=1))
+    engine = FakeEngine(make_config(J=2, B=2, max_len=16, Z=4, P=None, T=64, R=1))
     with pytest.raises(ValueError, match="empty"):
         engine.add([])
     with pytest.raises(ValueError, match="raise max_model_len"):

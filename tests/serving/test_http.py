@@ -100,9 +100,10 @@ def test_the_block_about_speculation_agrees_with_itself(server, client):
     assert accepted == block["num_accepted_draft_tokens"]
     assert block["num_draft_tokens"] == 3 * steps
     assert block["draft_acceptance_rate"] == pytest.approx(accepted / block["num_draft_tokens"])
-    assert block["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
-    # The first token is the prefill's; rounds give the rest, less what the last gave too much.
-    assert 0 <= 1 + steps + accepted - answer.usage.completion_tokens <= 3
+    # The first token is the prefill's; rounds give the rest, and the last one may end on a draft.
+    emitted = answer.usage.completion_tokens - 1
+    assert block["mean_acceptance_length"] == pytest.approx(emitted / steps)
+    assert steps + accepted - emitted in (0, 1)
 
 
 def test_drafts_are_a_matter_of_the_request(server, client):

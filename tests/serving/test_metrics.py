@@ -28,6 +28,7 @@ COUNTERS = {
     "vllm:admission_rejections": ("reason",),
     "peagle:requests": ("protocol", "code"),
     "peagle:rounds": (),
+    "peagle:spec_decode_num_emitted_tokens": (),
 }
 GAUGES = {
     "vllm:num_requests_running": (),
@@ -142,6 +143,8 @@ def test_a_request_moves_what_it_should(server):
     assert changes["vllm:spec_decode_num_draft_tokens_total"] == 3 * rounds
     assert changes.get("vllm:spec_decode_num_accepted_tokens_total", 0) == accepted
     assert details["rejected_prediction_tokens"] == 3 * rounds - accepted
+    assert changes["peagle:spec_decode_num_emitted_tokens_total"] == 20 - 1
+    assert rounds + accepted - (20 - 1) in (0, 1)
     assert changes["vllm:iteration_tokens_total_sum"] == 20
     assert 2 <= changes["vllm:iteration_tokens_total_count"] <= changes["peagle:rounds_total"]
     gaps = changes["vllm:inter_token_latency_seconds_count"]

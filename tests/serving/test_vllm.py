@@ -165,7 +165,7 @@ def test_metadata_choose_the_drafts_and_tell_how_they_did(server, stub):
     positions = [int(count) for count in told["x-spec-accepted-per-position"].split(",")]
     assert (len(positions), sum(positions)) == (2, whole.spec_accepted_tokens)
     rounds = int(told["x-spec-rounds"])
-    length = 1 + whole.spec_accepted_tokens / rounds
+    length = (whole.completion_tokens - 1) / rounds
     assert float(told["x-spec-acceptance-length"]) == pytest.approx(length, abs=1e-4)
 
 

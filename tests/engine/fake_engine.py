@@ -1,0 +1,155 @@
+"""A scheduler and `FakeDevice` in the engine's loop, and what must hold of each request at its end."""
+
+import random
+from collections import Counter
+
+from peagle_jax.config import EngineConfig, SamplingParams
+from peagle_jax.engine.plan import Plan
+from peagle_jax.engine.request import Request, RequestState
+from peagle_jax.engine.scheduler import Scheduler
+from peagle_jax.engine.stats import Acceptance
+from tests.engine.fake_device import FakeDevice, true_next
+
+EOS = 59
+
+
+def ends_in_seventeen(output: list[int]) -> str | None:
+    return "seventeen" if sum(output[-2:]) % 17 == 0 else None
+
+
+def make_request(id: int, prompt: list[int], num_draft: int, *, seed=0, **fields) -> Request:
+    checker = fields.pop("stop_checker", None)
+    params = SamplingParams(**fields)
+    return Request(
+        id=id, prompt=prompt, params=params, num_draft=num_draft, seed=seed, stop_checker=checker
+    )
+
+
+class FakeEngine:
+    """The loop of the real engine: dispatch, then commit what was dispatched `lag` steps before."""
+
+    def __init__(self, config: EngineConfig, *, lag: int = 1, seed: int = 0):
+        self.config, self.lag = config, lag
+        self.scheduler = Scheduler(config, eos_ids=[EOS])
+        self.device = FakeDevice(config, random.Random(seed))
+        self.in_flight: list = []
+        self.streams: dict = {}
+        self.ends: Counter = Counter()
+        self.num_rows = 0
+
+    def add(self, prompt: list[int], num_draft: int | None = None, **fields) -> Request:
+        num_draft = self.config.num_draft if num_draft is None else num_draft
+        request = make_request(len(self.streams), prompt, num_draft, **fields)
+        self.scheduler.add(request)
+        self.streams[request.id] = []
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.ends[request.id] += not request.is_finished
+        self.scheduler.abort(request)
+        assert request.slot is None
+        assert not request.pages
+
+    def dispatch(self) -> Plan:
+        preemptions = self.scheduler.num_preemptions
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        order = [request.id for request in [*self.scheduler.active, *self.scheduler.waiting]]
+        assert order == sorted(order), "a request overtook an older one"
+        if self.scheduler.num_preemptions > preemptions:
+            for call in plan.prefills:
+                starts = call.start[[r is not None for r in call.requests]]
+                assert starts.all(), "admitted beside a preemption"
+        assert len(plan.prefills) <= self.config.prefill_calls
+        if plan.decode is not None:
+            num_rows = sum(request is not None for request in plan.decode.requests)
+            sizes = [size for size in self.config.batch_buckets if size >= num_rows]
+            assert len(plan.decode.requests) == min(sizes)
+            self.num_rows += num_rows
+        self.in_flight.append((plan, self.device.run(plan)))
+        return plan
+
+    def commit(self) -> None:
+        plan, results = self.in_flight.pop(0)
+        updates = []
+        for call, result in zip(plan.prefills, results["prefill"], strict=True):
+            updates += self.scheduler.commit_prefill(call, *result)
+        if plan.decode is not None:
+            updates += self.scheduler.commit_decode(plan.decode, *results["decode"])
+        for request, tokens in updates:
+            assert not self.ends[request.id], "a finished request received tokens"
+            self.streams[request.id] += tokens
+            self.ends[request.id] += request.is_finished
+        self.scheduler.check_integrity()
+
+    def step(self) -> None:
+        self.dispatch()
+        while len(self.in_flight) > self.lag:
+            self.commit()
+
+    def drain(self, limit: int = 5000) -> None:
+        while self.scheduler.has_work:
+            limit -= 1
+            assert limit > 0, "no progress"
+            self.step()
+        while self.in_flight:
+            self.commit()
+        assert self.scheduler.pool.num_free == self.config.total_pages - 1
+        assert len(self.scheduler.free_slots) == self.config.max_num_seqs
+
+
+def expected(request: Request, max_model_len: int) -> tuple[list[int], str, int | str | None]:
+    """Output, finish reason and stop reason of a request served alone, without drafts."""
+    output, params = [], request.params
+    while True:
+        token = true_next(request.prompt + output)
+        output.append(token)
+        if token in params.stop_ids or (token == EOS and not params.ignore_eos):
+            return output, "stop", token
+        if request.stop_checker and request.stop_checker(output):
+            return output, "stop", request.stop_checker(output)
+        if len(output) == params.max_tokens or len(request.prompt + output) == max_model_len:
+            return output, "length", None
+
+
+def check_counts(request: Request) -> None:
+    """Rounds and accepted drafts say how many tokens there are: see docs/algorithm.md."""
+    counts, size = Acceptance.of([request]), len(request.output)
+    assert counts.drafted == counts.rounds * request.num_draft
+    assert counts.accepted == sum(counts.per_position)
+    assert list(counts.per_position) == sorted(counts.per_position, reverse=True)
+    if not request.output:
+        assert (counts.rounds, counts.emitted, counts.accepted) == (0, 0, 0)
+        return
+    ends_on_a_draft = 1 + counts.rounds + counts.accepted - size
+    # Only a text's own end cuts a round short; an abort comes between two rounds.
+    may = counts.accepted > 0 and request.finish_reason in ("stop", "length")
+    assert ends_on_a_draft in (0, int(may))
+    assert counts.emitted == size - 1
+    assert counts.length == ((size - 1) / counts.rounds if counts.rounds else 1.0)
+    assert 1 <= counts.length <= 1 + request.num_draft
+
+
+def check_finished(request: Request, engine: FakeEngine) -> None:
+    assert engine.ends[request.id] == 1
+    assert request.state is RequestState.FINISHED
+    assert engine.streams[request.id] == request.output
+    ending = (request.output, request.finish_reason, request.stop_reason)
+    wanted = expected(request, engine.config.max_model_len)
+    if request.finish_reason == "abort":
+        wanted = (wanted[0][: len(request.output)], "abort", None)
+    assert ending == wanted
+    check_counts(request)
+    n = request.params.logprobs
+    if n is None:
+        assert request.logprobs is None
+        return
+    wanted = [(-t / 4, [(t + i, -(t + i) / 4) for i in range(n)]) for t in request.output]
+    assert request.logprobs == wanted
+
+
+def make_config(J, B, max_len, Z, P, T, R, N=1) -> EngineConfig:
+    return EngineConfig(
+        num_draft=J, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
+        prefill_chunk=T, prefill_rows=R, prefill_calls=N, max_waiting=4,
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""Counts of rounds and drafts say what was emitted, whatever ends a text."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import zip_longest
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle_jax.engine.request import Request
+from peagle_jax.engine.scheduler import QueueFull, Scheduler
+from peagle_jax.engine.stats import Acceptance
+from tests.engine.fake_device import VOCAB
+from tests.engine.fake_engine import (
+    EOS,
+    FakeEngine,
+    check_counts,
+    check_finished,
+    ends_in_seventeen,
+    make_config,
+    make_request,
+)
+
+J = 4
+
+
+def fresh(num_draft: int = J, **fields) -> Request:
+    """A request of one token that has prefilled and runs."""
+    fields = dict(max_tokens=50, ignore_eos=True) | fields
+    return make_request(0, [1], num_draft, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept", "accepted"),
+    [
+        (dict(), 5, 4),  # four drafts and the target's own token
+        (dict(max_tokens=2), 1, 1),
+        (dict(max_tokens=4), 3, 3),
+        (dict(max_tokens=5), 4, 4),  # all drafts, and not the token after them
+        (dict(max_tokens=6), 5, 4),
+        (dict(stop_ids=(8,)), 2, 2),
+        (dict(stop_ids=(11,)), 5, 4),
+        (dict(ignore_eos=False), 3, 3),
+        (dict(stop_checker=lambda output: "s" if output[-1] == 7 else None), 1, 1),
+    ],
+)
+def test_a_round_counts_the_drafts_that_became_output(fields, kept, accepted):
+    """Tokens [7, 8, EOS, 10, 11] of a round in which all four drafts pass the target."""
+    config = make_config(J=J, B=1, max_len=40, Z=4, P=None, T=8, R=1)
+    scheduler, request = Scheduler(config, eos_ids=[EOS]), fresh(**fields)
+    scheduler.add(request)
+    commit(scheduler, scheduler.schedule().prefills[0], [[6]], [1])
+    ((_, tokens),) = commit(scheduler, scheduler.schedule().decode, [[7, 8, EOS, 10, 11]], [5])
+    assert len(tokens) == kept
+    counts = Acceptance.of([request])
+    assert counts == scheduler.acceptance
+    assert counts == Acceptance(1, kept, J, accepted, tuple([1] * accepted + [0] * (J - accepted)))
+    assert counts.length == kept == len(request.output) - 1
+
+
+def commit(scheduler: Scheduler, plan, tokens: list, count: list) -> list:
+    take = scheduler.commit_prefill if hasattr(plan, "tokens") else scheduler.commit_decode
+    return take(plan, np.array(tokens), np.array(count))
+
+
+def test_the_models_length_ends_a_text_on_a_draft():
+    engine = FakeEngine(make_config(J=7, B=1, max_len=12, Z=4, P=None, T=64, R=1))
+    engine.device.rng.randint = lambda least, most: most  # every draft passes
+    request = engine.add([1] * 8, max_tokens=99, ignore_eos=True)
+    engine.drain()
+    assert (len(request.output), request.rounds, request.accepted) == (4, 1, 3)
+    check_counts(request)
+
+
+@st.composite
+def asked(draw) -> dict:
+    """A request: what `FakeEngine.add` takes, and after how many steps it comes and is aborted."""
+    return dict(
+        prompt=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)),
+        share=draw(st.sampled_from([0.0, 0.5, 1.0, 1.0])),  # of the engine's drafts
+        max_tokens=draw(st.sampled_from([1, 2, 3, 5, 8, 60])),
+        stop_ids=draw(st.sampled_from([(), (), (3, 9), (EOS, 5)])),
+        ignore_eos=draw(st.booleans()),
+        stop_checker=draw(st.sampled_from([None, None, ends_in_seventeen])),
+        after=draw(st.integers(0, 12)),
+        aborted=draw(st.sampled_from([None, None, None, 0, 3, 9])),
+    )
+
+
+def play(config, asks: list[dict], *, lag: int, seed: int) -> tuple[FakeEngine, list[Request]]:
+    """Runs the requests to their ends."""
+    engine = FakeEngine(config, lag=lag, seed=seed)
+    todo = sorted(asks, key=lambda ask: ask["after"])
+    ends: list[tuple[int, Request]] = []
+    requests, now = [], 0
+    while todo or ends or engine.scheduler.has_work:
+        assert now < 5000, "no progress"
+        while todo and todo[0]["after"] <= now:
+            ask = dict(todo[0])
+            after, aborted, share = ask.pop("after"), ask.pop("aborted"), ask.pop("share")
+            ask["prompt"] = ask["prompt"][: config.max_model_len - 1]
+            try:
+                request = engine.add(num_draft=round(share * config.num_draft), **ask)
+            except QueueFull:
+                break
+            requests.append(request)
+            ends += [] if aborted is None else [(max(now, after) + aborted, request)]
+            del todo[0]
+        engine.dispatch()
+        for end, request in [one for one in ends if one[0] <= now]:  # between dispatch and commit
+            engine.abort(request)
+            ends.remove((end, request))
+        while len(engine.in_flight) > lag:
+            engine.commit()
+        now += 1
+    engine.drain()
+    return engine, requests
+
+
+def test_tokens_are_one_and_rounds_and_accepted_drafts(num_cases):
+    seen: Counter = Counter()
+
+    @settings(max_examples=num_cases("counts of requests", 150), deadline=None)
+    @given(
+        st.sampled_from([(0, 6, 40), (1, 4, 17), (3, 6, 24), (7, 4, 40)]),
+        st.lists(asked(), min_size=1, max_size=10),
+        st.sampled_from([0, 1]),
+        st.integers(0, 2**16),
+    )
+    def check(sizes, asks, lag, seed):
+        num_draft, B, max_len = sizes
+        pages = (
+            -(-max_len // 4) + 2
+        )  # one longest request and hardly more: the younger are preempted
+        config = make_config(J=num_draft, B=B, max_len=max_len, Z=4, P=pages, T=7, R=2)
+        engine, requests = play(config, asks, lag=lag, seed=seed)
+        for request in requests:
+            check_finished(request, engine)
+            seen[request.finish_reason] += 1
+            seen["preempted"] += bool(request.preemptions and request.rounds)
+            seen["on a draft"] += len(request.output) == request.rounds + request.accepted > 0
+        drafting = Acceptance.of(request for request in requests if request.num_draft)
+        sums = engine.scheduler.acceptance
+        pairs = zip_longest(sums.per_position, drafting.per_position, fillvalue=0)
+        assert all(a == b for a, b in pairs)
+        assert replace(sums, per_position=()) == replace(drafting, per_position=())
+
+    check()
+    for what in ("stop", "length", "abort", "preempted", "on a draft"):
+        assert seen[what] > 0, f"no request was like this: {what}"

@@ -1,0 +1,171 @@
+"""Every interface reports the same counts of a request's drafts, and they are of what was emitted."""
+
+from dataclasses import dataclass, field
+
+import grpc
+import httpx
+import jax
+import jax.numpy as jnp
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.drafter import Proposal
+from peagle_jax.engine.stats import Acceptance
+from serving.client.answer import as_json, figures
+from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
+from tests.serving.conftest import SIZES
+from tests.serving.live import LiveServer
+from tests.serving.test_metrics import moved, scrape
+
+PROMPT = [5, 9, 13]
+J = SIZES["num_draft"]
+STOP = 17  # output tokens before the stop token
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PerfectDrafter:
+    """Drafts what follows in the one text there is, so that every draft passes the target."""
+
+    text: jax.Array  # [n] int32
+    num_draft: int = field(metadata=dict(static=True))
+
+    def propose(self, target, inputs, cache):
+        newest = (inputs.start + inputs.num_real)[:, None]
+        ahead = newest + 1 + jnp.arange(self.num_draft)
+        return Proposal(jnp.take(self.text, ahead, mode="clip"), None), cache
+
+
+@pytest.fixture(scope="module")
+def text(make_engine) -> list[int]:
+    """What the target writes after the prompt until the model's length."""
+    params = SamplingParams(max_tokens=96, ignore_eos=True)
+    return make_engine(head=False).generate([PROMPT], params)[0].tokens
+
+
+@pytest.fixture(scope="module")
+def live(target, tokenizer, text):
+    drafter = PerfectDrafter(jnp.array([*PROMPT, *text], jnp.int32), J)
+    engine = Engine(target, None, EngineConfig(**SIZES), tokenizer=tokenizer, drafter=drafter)
+    server = LiveServer(engine, http=True)
+    yield server
+    server.close()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one interface says of one request."""
+
+    tokens: int
+    accepted: int
+    rejected: int
+
+
+def over_http(server: LiveServer, fields: dict) -> Told:
+    body = dict(prompt=PROMPT, temperature=0, ignore_eos=True) | fields
+    answer = httpx.post(f"http://{server.http_address}/v1/completions", json=body, timeout=60)
+    usage = answer.json()["usage"]
+    details = usage["completion_tokens_details"]
+    accepted = details["accepted_prediction_tokens"]
+    if block := answer.json().get("metrics"):
+        block = block["speculative_decoding"]
+        assert block["num_accepted_draft_tokens"] == accepted
+        emitted = usage["completion_tokens"] - 1
+        assert block["mean_acceptance_length"] * block["num_spec_steps"] == pytest.approx(emitted)
+    return Told(usage["completion_tokens"], accepted, details["rejected_prediction_tokens"])
+
+
+def over_peagle(server: LiveServer, fields: dict) -> Told:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        stopping = peagle_v1_pb2.Stopping(
+            max_tokens=fields["max_tokens"],
+            ignore_eos=True,
+            stop_token_ids=fields.get("stop_token_ids", []),
+        )
+        ids = peagle_v1_pb2.TokenIds(ids=PROMPT)
+        request = peagle_v1_pb2.GenerateRequest(tokens=ids, stopping=stopping)
+        whole = stub.GenerateOnce(request)
+    usage, counts = whole.usage, whole.usage.acceptance
+    assert counts.emitted == usage.completion_tokens - 1
+    assert sum(counts.accepted_per_position) == counts.accepted
+    printed = as_json(whole)["usage"]
+    assert (printed["accepted"], printed["emitted"]) == (counts.accepted, counts.emitted)
+    if counts.rounds:
+        length = counts.emitted / counts.rounds
+        assert counts.acceptance_length == printed["acceptance_length"] == pytest.approx(length)
+        assert f"acceptance length {length:.2f} over {counts.rounds} rounds" in figures(whole)
+    return Told(usage.completion_tokens, counts.accepted, counts.drafted - counts.accepted)
+
+
+def over_vllm(server: LiveServer, fields: dict) -> Told:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        params = vllm_engine_pb2.SamplingParams(temperature=0, ignore_eos=True, **fields)
+        tokenized = vllm_engine_pb2.TokenizedInput(input_ids=PROMPT)
+        call = stub.Generate(
+            vllm_engine_pb2.GenerateRequest(tokenized=tokenized, sampling_params=params)
+        )
+        (whole,) = (one.complete for one in call if one.HasField("complete"))
+        told = dict(call.trailing_metadata())
+    assert int(told["x-spec-accepted-tokens"]) == whole.spec_accepted_tokens
+    if rounds := int(told["x-spec-rounds"]):
+        length = (whole.completion_tokens - 1) / rounds
+        assert float(told["x-spec-acceptance-length"]) == pytest.approx(length, abs=1e-4)
+    rejected = whole.spec_draft_tokens - whole.spec_accepted_tokens
+    return Told(whole.completion_tokens, whole.spec_accepted_tokens, rejected)
+
+
+@pytest.mark.parametrize("ask", [over_http, over_peagle, over_vllm])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 7, 96, None])
+def test_a_perfect_drafter_is_credited_with_what_it_emitted(server, text, ask, max_tokens):
+    fields = dict(max_tokens=max_tokens or 60)
+    size = min(max_tokens or STOP, len(text))
+    if max_tokens is None:
+        fields["stop_token_ids"] = [text[STOP - 1]]
+        size = text.index(text[STOP - 1]) + 1
+    whole, rest = divmod(size - 1, J + 1)  # a whole round emits J drafts and one token
+    accepted, rounds = whole * J + rest, whole + bool(rest)
+    before = scrape(server)
+    assert ask(server, fields) == Told(size, accepted, rounds * J - accepted)
+    changes = moved(server, before)
+    name = lambda what: f"vllm:spec_decode_num_{what}_total"
+    assert changes.get(name("drafts"), 0) == rounds
+    assert changes.get(name("accepted_tokens"), 0) == accepted
+    assert changes.get("peagle:spec_decode_num_emitted_tokens_total", 0) == size - 1
+    by_position = [
+        changes.get(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{i}}}", 0)
+        for i in range(J)
+    ]
+    assert by_position == [whole + (i < rest) for i in range(J)]
+
+
+def test_stats_are_the_sum_of_the_requests(server):
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        stats = lambda: Acceptance(*_fields(stub.GetStats(peagle_v1_pb2.GetStatsRequest())))
+        server.check_empty()
+        before = stats()
+        request = peagle_v1_pb2.GenerateRequest(
+            tokens=peagle_v1_pb2.TokenIds(ids=PROMPT),
+            stopping=peagle_v1_pb2.Stopping(max_tokens=6, ignore_eos=True),
+        )
+        usage = stub.GenerateOnce(request).usage
+        server.check_empty()
+        told = stats() - before
+    assert (told.rounds, told.emitted, told.accepted) == (2, 5, 4)
+    assert told.emitted == usage.acceptance.emitted
+    assert told.per_position == (2, 1, 1)
+    assert told.length == usage.acceptance.acceptance_length == 2.5
+
+
+def _fields(stats) -> tuple:
+    counts = stats.acceptance
+    return (
+        counts.rounds,
+        counts.emitted,
+        counts.drafted,
+        counts.accepted,
+        tuple(counts.accepted_per_position),
+    )
