@@ -155,6 +155,21 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
     assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
+def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
+    """Sampled tokens and counts too: no token is drawn a second way, and the next drafts are the same."""
+    head, num_draft = (None, 0) if method == "none" else (tiny.head(method), 3)
+    params = [SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=i) for i in range(8)]
+    results = []
+    for num_pages in (None, 34):
+        config = engine_config(num_draft=num_draft, num_pages=num_pages, max_num_seqs=4)
+        engine = Engine(target, head, config)
+        done = engine.generate(prompts(), params)
+        results.append([(c.tokens, c.rounds, c.accepted_per_position) for c in done])
+        assert bool(engine.scheduler.num_preemptions) == (num_pages is not None)
+    assert results[0] == results[1]
+
+
 def test_output_is_unchanged_by_per_request_draft_counts(engine_of, naive):
     engine = engine_of("peagle", 5)
     params = [
