@@ -18,6 +18,7 @@ from peagle_jax.engine.plan import DecodePlan, PrefillPlan
 from peagle_jax.engine.programs import Programs, Result
 from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
 from peagle_jax.engine.scheduler import Scheduler, Update
+from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.models import Decoder
 from peagle_jax.step import AcceptRule, init_state
 from peagle_jax.text import StopChecker, Tokenizer
@@ -60,7 +61,7 @@ class Engine:
     Args:
       target: the target model.
       head: the drafter's weights; None decodes plainly (then `config.num_draft` counts as 0).
-      config: sizes; `max_model_len` is cut to what the target supports.
+      config: sizes; a `max_model_len` up to the default is cut to what the target supports.
       tokenizer: needed for text prompts and stop strings.
       drafter: a drafter to use instead of wrapping `head` (notebooks, tests); with `head` None it
         gets neither taps nor a cache.
@@ -80,6 +81,7 @@ class Engine:
         if config.num_draft == 0 or (head is None and drafter is None):
             head, drafter = None, None
             config = replace(config, num_draft=0)
+        check_sizes(target.config, config)
         limit = min(config.max_model_len, target.config.max_position)
         config = replace(config, max_model_len=limit)
         head_config = None if head is None else head.config

@@ -1,6 +1,7 @@
 """How many KV pages fit: the pool is sized before anything is allocated."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -81,22 +82,70 @@ def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     return None
 
 
+def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
+    """Least working memory of one call: float32 logits of a round, or one layer's activations in a
+    prefill."""
+    logits = 4 * config.max_num_seqs * (config.num_draft + 1) * target.vocab_size
+    width = 2 * target.hidden_size + target.intermediate_size
+    itemsize = jax.numpy.dtype(config.dtype).itemsize
+    return max(logits, itemsize * config.prefill_rows * config.prefill_chunk * width)
+
+
+def _needs(
+    target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
+) -> dict[str, int]:
+    """Least bytes that the engine must have, by what they are for."""
+    pages = config.pages_per_seq + 1 if config.num_pages is None else config.num_pages
+    return {
+        "KV pages": pages * page_bytes(target, drafter, config),
+        "layers with a sliding window": ring_bytes(target, drafter, config),
+        "one call": _call_bytes(target, config),
+    }
+
+
+def _has_room(needs: dict[str, int], free: int) -> bool:
+    pages, rings, call = needs.values()
+    return pages + rings <= int(free * _SHARE) and pages + rings + call <= free
+
+
 def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
     """Pages to allocate: what the config asks for, or the worst case of all slots that fits.
 
     Raises:
-      ConfigError: the memory cannot hold the pages of one longest request, or `num_pages` of them.
+      ConfigError: the memory cannot hold the pages of one longest request, or `num_pages` of them, or
+        what one call works with. The message gives the largest sizes that fit.
     """
-    size, rings = page_bytes(target, drafter, config), ring_bytes(target, drafter, config)
-    free = free_bytes()
+    size, free = page_bytes(target, drafter, config), free_bytes()
     if size == 0 or free is None:
         return config.total_pages
-    room = max(0, int(free * _SHARE) - rings) // size
-    needed = config.pages_per_seq + 1 if config.num_pages is None else config.num_pages
-    if room < needed:
-        raise ConfigError(
-            f"not enough memory for the KV cache: {needed} pages of {size:,} bytes are needed for "
-            f"max_model_len={config.max_model_len} and {room} fit beside {rings:,} bytes for layers "
-            "with a sliding window; lower --max-model-len or --max-num-seqs"
-        )
-    return min(config.total_pages, room)
+    needs = _needs(target, drafter, config)
+    if _has_room(needs, free):
+        rings = ring_bytes(target, drafter, config)
+        return min(config.total_pages, (int(free * _SHARE) - rings) // size)
+    parts = ", ".join(f"{nbytes:,} for {what}" for what, nbytes in needs.items() if nbytes)
+    raise ConfigError(
+        f"not enough memory: of {free:,} free bytes are needed {parts}; "
+        f"{_advice(target, drafter, config, free)}"
+    )
+
+
+def _advice(
+    target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig, free: int
+) -> str:
+    """Sizes that fit, each if the others stay as they are."""
+
+    def fits(name: str, value: int) -> bool:
+        return _has_room(_needs(target, drafter, replace(config, **{name: value})), free)
+
+    found = []
+    for name in ("max_model_len", "max_num_seqs", "prefill_chunk"):
+        # The memory grows with each of them, so halving finds the largest.
+        low, high = 0, getattr(config, name)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(name, middle) else (low, middle)
+        if low:
+            found.append(f"--{name.replace('_', '-')} {low}")
+    if not found:
+        return "lower --max-model-len and --max-num-seqs"
+    return f"what fits is {' or '.join(found)}"

@@ -43,7 +43,7 @@ def drop_tensor(folder, name: str) -> None:
         (["x", ""], ["prompt 2", "empty"]),
         (["x", "--method", "magic"], ["--method", "magic"]),
         (["x", "--unknown"], ["--unknown"]),
-        (["x", "-K", "129"], ["num_speculative_tokens=129", "128"]),
+        (["x", "-K", "33"], ["num_speculative_tokens=33", "32"]),
         (["x", "-K", "-1"], ["num_speculative_tokens=-1"]),
         (["x", "-K", "many"], ["many"]),
         (["x", "--max-tokens", "0"], ["max_tokens=0"]),

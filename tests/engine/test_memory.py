@@ -1,5 +1,7 @@
 """Sizing of the page pool."""
 
+import random
+import re
 from dataclasses import replace
 
 import jax
@@ -9,7 +11,7 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine import memory
 from tests.tiny import HEAD, TARGET
 
-CONFIG = EngineConfig(max_num_seqs=4, max_model_len=64, page_size=16)
+CONFIG = EngineConfig(num_draft=1, prefill_chunk=8, max_num_seqs=4, max_model_len=64, page_size=16)
 # 3 target and 2 draft layers of 2 heads of 8, keys and values, 16 tokens, float32.
 PAGE = 5 * 2 * 8 * 2 * 16 * 4
 
@@ -28,8 +30,39 @@ def test_the_pool_is_the_worst_case_or_what_fits(monkeypatch, free_pages, expect
 
 def test_one_longest_request_must_fit(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: int(4.5 * PAGE / 0.85))
-    with pytest.raises(ConfigError, match="lower --max-model-len"):
+    with pytest.raises(ConfigError, match="what fits is --max-model-len 48"):
         memory.fit_pages(TARGET, HEAD, CONFIG)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_sizes_that_are_named_fit_and_no_larger_ones(monkeypatch, num_cases, seed):
+    rng, num_refused = random.Random(seed), 0
+    for _ in range(num_cases("sizes and memories", 100)):
+        free = int(10 ** rng.uniform(4, 9))
+        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        config = EngineConfig(
+            num_draft=rng.choice([0, 1, 7]),
+            max_num_seqs=int(10 ** rng.uniform(0, 6)),
+            max_model_len=int(10 ** rng.uniform(0, 9)),
+            prefill_chunk=int(10 ** rng.uniform(1, 6)),
+            dtype=rng.choice(["float32", "bfloat16"]),
+        )
+        target = rng.choice([TARGET, replace(TARGET, sliding_windows=(8, None, 8))])
+        try:
+            pages = memory.fit_pages(target, HEAD, config)
+        except ConfigError as error:
+            message = str(error)
+        else:
+            assert config.pages_per_seq + 1 <= pages <= config.total_pages
+            continue
+        num_refused += 1
+        for flag, value in re.findall(r"--([a-z-]+) (\d+)", message):
+            name, value = flag.replace("-", "_"), int(value)
+            memory.fit_pages(target, HEAD, replace(config, **{name: value}))
+            if value + 1 < getattr(config, name):
+                with pytest.raises(ConfigError, match="not enough memory"):
+                    memory.fit_pages(target, HEAD, replace(config, **{name: value + 1}))
+    assert num_refused > 10
 
 
 def test_file_cache_counts_as_free(tmp_path):
