@@ -17,7 +17,7 @@ from bench.watch import Snapshot, Watch
 from peagle_jax import ConfigError
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
-from serving.settings import resolve
+from serving.sources import resolve
 
 TOGETHER = "all together"
 _HONEST, _HOSTILE = "honest-token", "hostile-token"  # bearer tokens of the two kinds of clients
