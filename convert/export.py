@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from convert.blocks import BY_ENTRY
-from convert.partial import check_room, opened
+from convert.partial import check_apart, check_room, opened
 from convert.side_files import copy_side_files
 from convert.source import layout_of
 from peagle_jax.checkpoint.converted import MANIFEST, UNUSED, Converted, Parameter, as_bytes
@@ -101,10 +101,12 @@ def export(folder: Path, final: Path, *, progress: Progress = lambda nbytes: Non
     Returns the bytes of the safetensors files.
 
     Raises:
-      CheckpointError: the converted folder is damaged, or `final` is in use or too small a place.
+      CheckpointError: the converted folder is damaged, or `final` is in use, inside of
+        `folder`, or too small a place.
     """
     converted = Converted(folder)
     rules = rules_of(converted)
+    check_apart(final, [folder])
     with opened(final, restart=True) as partial:
         try:
             nbytes = _write(converted, rules, partial.folder, progress)

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,6 +70,36 @@ class Partial:
         sync_tree(self.folder)
         self.folder.rename(self.final)  # replaces an empty folder
         _sync(self.final.parent)
+
+
+def check_apart(final: Path, sources: Iterable[Path]) -> None:
+    """Refuses to write `final`, or its unfinished folder, into a folder that is read, or around one.
+
+    Raises:
+      CheckpointError: names both folders.
+    """
+    for source in sources:
+        read = Path(os.path.realpath(source))
+        for folder in (final, partial_path(final)):
+            written = Path(os.path.realpath(folder))
+            where = "inside" if _lies_in(written, read) else "around"
+            if where == "inside" or _lies_in(read, written):
+                raise CheckpointError(
+                    f"{final}: {folder} would be written {where} {source}, which is read; give a folder "
+                    "beside it"
+                )
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Whether `path` is `folder` or below it; both without symlinks."""
+    return any(_is_same(one, folder) for one in (path, *path.parents))
+
+
+def _is_same(first: Path, second: Path) -> bool:
+    try:
+        return first.samefile(second)  # by inode: bind mounts, names that differ in case
+    except OSError:
+        return first == second
 
 
 @contextmanager

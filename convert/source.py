@@ -12,12 +12,14 @@ from typing import Literal
 
 import numpy as np
 
+from peagle_jax.checkpoint.checked import checked_head, checked_target
+from peagle_jax.checkpoint.converted import Converted
 from peagle_jax.checkpoint.fields import read_config
-from peagle_jax.checkpoint.head_json import drafter_config
+from peagle_jax.checkpoint.head_json import head_unread_keys
 from peagle_jax.checkpoint.layout import PACKED, Layout
-from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, Headers, TensorInfo
-from peagle_jax.checkpoint.tables import as_tied, head_layout, head_names, target_layout
-from peagle_jax.checkpoint.target_json import target_config, unread_keys
+from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo
+from peagle_jax.checkpoint.tables import head_names
+from peagle_jax.checkpoint.target_json import target_config, target_unread_keys
 from peagle_jax.checkpoint.values import check_scale
 
 TARGET_FILES = ("config.json", "generation_config.json")
@@ -69,9 +71,14 @@ class Source:
     target_folder: Path | None
 
     @property
+    def folders(self) -> list[Path]:
+        """All that is read."""
+        return [self.tensors.folder, *([self.target_folder] if self.target_folder else [])]
+
+    @property
     def unread_keys(self) -> list[str]:
         """Keys of config.json that change nothing."""
-        return unread_keys(read_config(self.tensors.folder)) if self.kind == "target" else []
+        return unread_keys(self.kind, read_config(self.tensors.folder))
 
     @property
     def num_parameters(self) -> int:
@@ -106,12 +113,19 @@ def read_header_bytes(path: Path) -> bytes:
         return prefix + file.read(int.from_bytes(prefix, "little"))
 
 
+def unread_keys(kind: Kind, raw: dict) -> list[str]:
+    """Keys of config.json that change nothing."""
+    return head_unread_keys(raw) if kind == "head" else target_unread_keys(raw)
+
+
 def is_head(infos: Mapping[str, TensorInfo]) -> bool:
     """Whether these are the tensors of an EAGLE-3 or P-EAGLE head."""
     return head_names(infos)("fc.weight") in infos
 
 
-def layout_of(checkpoint: Headers, folder: Path, target: Path | None) -> tuple[Kind, str, Layout]:
+def layout_of(
+    checkpoint: Checkpoint | Converted, folder: Path, target: Path | None
+) -> tuple[Kind, str, Layout]:
     """(kind, model, layout) of a checkpoint, with the config.json of `folder`.
 
     Args:
@@ -119,26 +133,16 @@ def layout_of(checkpoint: Headers, folder: Path, target: Path | None) -> tuple[K
     Raises:
       CheckpointError: the model is not supported, or the tensors contradict its config.
     """
-    infos = checkpoint.tensors
-    try:
-        if not is_head(infos):
-            config = as_tied(target_config(folder), checkpoint)
-            return "target", config.family, target_layout(config, infos)
-        if target is None:
-            raise CheckpointError(
-                "this is a draft head, whose layout depends on the target it was made for; "
-                "give that model's folder: --target DIR"
-            )
-        fc = infos[head_names(infos)("fc.weight")].shape
-        if len(fc) != 2:
-            raise CheckpointError(f"fc.weight has shape {fc}, not two dimensions")
-        names = {name.removeprefix("model.") for name in infos}
-        config = drafter_config(folder, target_config(target), names, fc[1])
-        return "head", config.method, head_layout(config, infos)
-    except CheckpointError as error:
-        if str(folder) in str(error) or (target and str(target) in str(error)):
-            raise
-        raise CheckpointError(f"{folder}: {error}") from error
+    if not is_head(checkpoint.tensors):
+        config, layout = checked_target(folder, checkpoint)
+        return "target", config.family, layout
+    if target is None:
+        raise CheckpointError(
+            f"{folder}: this is a draft head, whose layout depends on the target it was made for; "
+            "give that model's folder: --target DIR"
+        )
+    config, layout = checked_head(folder, checkpoint, target_config(target))
+    return "head", config.method, layout
 
 
 def open_source(folder: Path, label: str | None = None, target: Path | None = None) -> Source:

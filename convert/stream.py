@@ -24,7 +24,7 @@ import tensorstore as ts
 
 from convert.blocks import Block, Blocks
 from convert.manifest import write_manifest
-from convert.partial import JOURNAL, Partial, check_room, opened, sync_tree
+from convert.partial import JOURNAL, Partial, check_apart, check_room, opened, sync_tree
 from convert.plan import WORKERS, Group, Plan
 from convert.side_files import copy_headers, copy_side_files
 from convert.source import Reader
@@ -256,7 +256,7 @@ def _save(folder: Path, group: Group, fill) -> None:
         use_ocdbt=False, use_zarr3=False, type_handler_registry=registry
     )
     with closing(ocp.Checkpointer(handler)) as checkpointer:
-        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_tree(group)))
+        checkpointer.save(Path(os.path.realpath(folder)), args=ocp.args.PyTreeSave(_tree(group)))
 
 
 @contextmanager
@@ -337,10 +337,11 @@ def convert(
       progress: called with the bytes of each block written, from this thread.
       restart: throw away what a killed run left.
     Raises:
-      CheckpointError: leftovers or holes in the plan, a folder in use, not enough room, or a source that
+      CheckpointError: leftovers or holes in the plan, a folder in use or inside of the source, not enough room, or a source that
         ends early.
     """
     plan.source.layout.check(plan.source.model)
+    check_apart(final, plan.source.folders)
     if is_same_conversion(plan, final):
         not_finite = Converted(final).not_finite
         return Result(plan.nbytes, len(plan.groups), not_finite, already=True)

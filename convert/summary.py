@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.source import Reader, Tensors, is_head, tensors_of
+from convert.source import Reader, Tensors, is_head, tensors_of, unread_keys
 from peagle_jax.checkpoint.converted import DTYPE_NAMES, Converted, is_converted
 from peagle_jax.checkpoint.fields import read_json
 from peagle_jax.checkpoint.layout import FP8, PACKED
 from peagle_jax.checkpoint.safetensors import Checkpoint, TensorInfo
 from peagle_jax.checkpoint.tables import head_names
-from peagle_jax.checkpoint.target_json import unread_keys
 from peagle_jax.checkpoint.values import NotFinite, NotFiniteCounts
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -92,7 +91,7 @@ def inspect(folder: Path, *, every: bool = False, values: bool = False) -> Summa
         kind=_kind(infos),
         model=_model(raw),
         quantization=_quantization(infos, raw),
-        unread_keys=[] if is_head(infos) else unread_keys(raw),
+        unread_keys=unread_keys("head" if is_head(infos) else "target", raw),
         dtypes=dict(dtypes),
         lines=_lines(infos, every),
         not_finite=not_finite,

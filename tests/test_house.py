@@ -23,7 +23,7 @@ ORDER = [
     "cache", "sampling", "drafter", "verify", "step",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout", "checkpoint.tables",
     "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json", "checkpoint.target_json", "checkpoint.head_json",
-    "checkpoint.converted", "checkpoint.loader", "checkpoint",
+    "checkpoint.converted", "checkpoint.checked", "checkpoint.loader", "checkpoint",
     "text",
     "engine", "engine.pages", "engine.request", "engine.plan", "engine.stats", "engine.scheduler",
     "engine.sizes", "engine.memory", "engine.programs", "engine.engine",

@@ -84,10 +84,6 @@ def count(default: int | None, **bounds) -> Key:
     return Key(kind="count", default=default, **bounds)
 
 
-def number(default: float | None, **bounds) -> Key:
-    return Key(kind="number", default=default, **bounds)
-
-
 def positive(default: float | None, **bounds) -> Key:
     return Key(kind="number", default=default, positive=True, **bounds)
 
@@ -214,9 +210,9 @@ HEAD_KEYS: dict[str, dict[str, Key]] = {
     | {
         "use_sliding_window": flag(False),
         "sliding_window": count(None),
-        "logit_scale": number(1.0),
+        "logit_scale": positive(1.0),
     },
-    "qwen3": KEYS["qwen3"] | {"logit_scale": number(1.0)},
+    "qwen3": KEYS["qwen3"] | {"logit_scale": positive(1.0)},
 }
 """Keys of a head's layers, by the class that they are made of."""
 

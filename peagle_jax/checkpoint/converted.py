@@ -11,6 +11,7 @@ head, a vision tower, `d2t`) are kept too, under paths that begin with "unused".
 
 import hashlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -259,7 +260,8 @@ class Converted(Headers):
         folder = self.folder / "weights" / parameter.group / parameter.key
         spec = {
             "driver": "zarr",
-            "kvstore": {"driver": "file", "path": str(folder.absolute())},
+            # tensorstore takes no "..".
+            "kvstore": {"driver": "file", "path": os.path.realpath(folder)},
             # Else a chunk that is missing would read as zeros.
             "fill_missing_data_reads": False,
         }

@@ -8,21 +8,44 @@ number the layer that has finished, one less. Files written for SGLang (SpecForg
 their `eagle_config` or by SpecForge's P-EAGLE architecture, come in both; as SGLang does (sgl-project/sglang,
 pull request 25454) a first id of 1 is taken for the second way, for every head's lowest tap is meant to
 follow layer 1. A caller who knows better passes `taps`.
+
+`norm_before_residual` is false where a file does not state it: that is the default of speculators
+(`models/eagle3/config.py`, for both methods) and of the flat layouts' models. speculators' files state it;
+vLLM reads a nested EAGLE-3 file without it as true.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from peagle_jax.checkpoint.config_keys import HEAD_KEYS, read_keys
+from peagle_jax.checkpoint.config_keys import HEAD_KEYS, read_keys, stray_keys
 from peagle_jax.checkpoint.fields import Fields, read_config
-from peagle_jax.checkpoint.rope_json import SLIDING, rope_config, rope_json, windows, windows_json
+from peagle_jax.checkpoint.rope_json import (
+    SLIDING,
+    rope_config,
+    rope_json,
+    stray_rope_keys,
+    windows,
+    windows_json,
+)
 from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.checkpoint.target_json import decoder_fields, decoder_json, qwen3_windows
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+_TYPES = ("eagle3", "peagle")
+"""`speculators_model_type` of the heads that run here."""
+_CLASSES = ("llama", "qwen3")
+"""`model_type` of a speculators head's layers."""
 _SPECFORGE_HEADS = ("PEagleDraftModel",)
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_OWN_KEYS = {
+    *_MASK_KEYS, _IDS, "eagle_config", "speculators_config", "speculators_model_type",
+    "speculators_version", "transformer_layer_config", "draft_vocab_size", "target_hidden_size",
+    "num_aux_hidden_states", "norm_before_fc", "fc_norm", "norm_before_residual", "norm_output",
+    "logit_scale", "num_speculative_tokens", "k_train", "num_depths", "embed_requires_grad",
+    "tie_word_embeddings",
+}  # fmt: skip
+"""Keys of a head that say nothing about its layers."""
 
 
 def _architecture(head: Fields) -> str:
@@ -41,11 +64,18 @@ def _tap_ids(head: Fields, nested: bool) -> tuple[int, ...] | None:
     return tuple(i + 1 for i in ids) if finished else ids
 
 
-def _has_qk_norm(head: Fields, layers: Fields, nested: bool) -> bool:
-    """Whether the layers are Qwen3's. A flat `model_type` may be the target's (NeMo Automodel)."""
+def _has_qk_norm(head: Fields, layers: Fields, nested: bool, tensors: set[str]) -> bool:
+    """Whether the layers are Qwen3's. A flat `model_type` may be the target's (NeMo Automodel).
+
+    speculators' default class is Llama's up to version 0.4 and Qwen3's later: then the tensors decide.
+    """
     name = _architecture(head)
     if not nested and ("Qwen3ForCausalLM" in name or "Llama" in name):
         return "Llama" not in name
+    if nested:
+        layers.only("model_type", *_CLASSES)
+        if layers.get("model_type") is None:
+            return any(one.endswith("self_attn.q_norm.weight") for one in tensors)
     return layers.get("model_type") == "qwen3"
 
 
@@ -99,14 +129,44 @@ def _check_promises(head: Fields, layers: Fields, tensors: set[str]) -> None:
             "the file holds mask_hidden but config.json names no mask token id "
             f"({', '.join(_MASK_KEYS)})"
         )
+    _check_type(head, tensors)
     for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
         if (head.get(flag) or layers.get(flag)) and name not in tensors:
             raise head.error(f"config.json says {flag} but the file holds no {name}")
+        if head.get(flag, layers.get(flag)) is False and name in tensors:
+            raise head.error(f"config.json says {flag} false but the file holds {name}")
     if head.inner("eagle_config", {}).get("use_aux_hidden_state") is False:
         raise head.error(
             "eagle_config says use_aux_hidden_state false: this head takes the target's last state, "
             "and only heads that tap layers are supported"
         )
+
+
+def _check_type(head: Fields, tensors: set[str]) -> None:
+    """speculators' names of the method.
+
+    Raises:
+      CheckpointError: another method than EAGLE-3 and P-EAGLE, or not the one that the tensors show.
+    """
+    head.only("speculators_model_type", *_TYPES)
+    speculators = head.inner("speculators_config", {})
+    speculators.only("algorithm", *_TYPES)
+    shown = "peagle" if "mask_hidden" in tensors else "eagle3"
+    for source, key in ((head, "speculators_model_type"), (speculators, "algorithm")):
+        if source.get(key) not in (None, shown):
+            has = "holds" if shown == "peagle" else "holds no"
+            raise head.error(f"{key} is {source.get(key)!r} but the file {has} mask_hidden")
+
+
+def head_unread_keys(raw: dict) -> list[str]:
+    """Keys of a head's config.json that change nothing and that no table has, sorted."""
+    layers = raw.get("transformer_layer_config")
+    known = {*HEAD_KEYS["llama"], *HEAD_KEYS["qwen3"]}
+    if not isinstance(layers, dict):
+        return sorted({*stray_keys(raw, known | _OWN_KEYS), *stray_rope_keys(raw)})
+    inner = {*stray_keys(layers, known | _OWN_KEYS), *stray_rope_keys(layers)}
+    own = stray_keys(raw, _OWN_KEYS)
+    return sorted([*own, *(f"transformer_layer_config.{key}" for key in inner)])
 
 
 def drafter_config(
@@ -132,13 +192,11 @@ def drafter_config(
     layers = head.inner("transformer_layer_config") if nested else head
     _check_promises(head, layers, tensors)
     taps = tuple(taps) if taps is not None else _tap_ids(head, nested)
-    qk_norm = _has_qk_norm(head, layers, nested)
+    qk_norm = _has_qk_norm(head, layers, nested, tensors)
     keys = read_keys(layers, HEAD_KEYS["qwen3" if qk_norm else "llama"])
     common = decoder_fields(layers, keys)
     masks = [head.count(key, least=0) for key in _MASK_KEYS if head.get(key) is not None]
     common["attention_bias"], output_bias = _biases(layers, tensors)
-    # speculators' own default differs by algorithm (peagle-spec 2.3).
-    residual_default = nested and head.get("speculators_model_type") == "eagle3"
     try:
         config = DrafterConfig(
             method="peagle" if "mask_hidden" in tensors else "eagle3",
@@ -155,12 +213,12 @@ def drafter_config(
             output_bias=output_bias,
             norm_before_fc="input_norm.weight" in tensors,
             fc_norm="fc_norm.0.weight" in tensors,
-            norm_before_residual=head.flag("norm_before_residual", residual_default),
+            norm_before_residual=head.flag("norm_before_residual"),
             norm_output=head.flag("norm_output"),
             own_embedding="embed_tokens.weight" in tensors,
             own_lm_head="lm_head.weight" in tensors,
             sliding_windows=_windows(layers, keys, qk_norm),
-            logit_scale=head.number("logit_scale", 1.0),
+            logit_scale=head.number("logit_scale", 1.0, positive=True),
             trained_num_draft=_trained_num_draft(head),
         )
     except CheckpointError:

@@ -5,8 +5,7 @@ Weights stay mapped in their file until their parameter is made; quantised ones 
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,21 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from peagle_jax.checkpoint.checked import checked_head, checked_target, naming
 from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
 from peagle_jax.checkpoint.fields import read_config
-from peagle_jax.checkpoint.head_json import drafter_config, head_json
+from peagle_jax.checkpoint.head_json import head_json, head_unread_keys
 from peagle_jax.checkpoint.layout import FP8, PACKED, Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
 from peagle_jax.checkpoint.tables import (
-    as_tied,
     head_layout,
-    head_names,
     head_tensors,
     target_layout,
     target_tensors,
 )
-from peagle_jax.checkpoint.target_json import target_config, target_json, unread_keys
-from peagle_jax.config import DrafterConfig, TargetConfig
+from peagle_jax.checkpoint.target_json import target_json, target_unread_keys
+from peagle_jax.config import TargetConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Decoder, build
 from peagle_jax.quant import quantize_fp8
@@ -94,18 +92,7 @@ def _fill(
             _owner(module, rule).scale = nnx.Param(jnp.asarray(_stored(scale, "scale", dtype)))
 
 
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Puts the folder before the message of a CheckpointError that does not name it."""
-    try:
-        yield
-    except CheckpointError as error:
-        if str(folder) in str(error):
-            raise
-        raise CheckpointError(f"{folder}: {error}") from error
-
-
-def _name_unread_keys(folder: Path) -> None:
+def _name_unread_keys(folder: Path, unread_keys: Callable[[dict], list[str]]) -> None:
     if keys := unread_keys(read_config(folder)):
         _log.warning("%s: keys of config.json that change nothing: %s", folder, ", ".join(keys))
 
@@ -126,12 +113,10 @@ def load_target(
     if quantization not in (None, "fp8"):
         raise CheckpointError(f"{quantization=} is not supported; 'fp8' is")
     folder = Path(folder)
-    config = target_config(folder)
-    _name_unread_keys(folder)
     checkpoint = open_checkpoint(folder)
-    with _naming(folder):
-        config = as_tied(config, checkpoint)
-        layout = target_layout(config, checkpoint.tensors)
+    config, layout = checked_target(folder, checkpoint)
+    _name_unread_keys(folder, target_unread_keys)
+    with naming(folder):
         layout.check(config.family)
         if quantization and layout.quantized:
             raise CheckpointError(
@@ -140,38 +125,6 @@ def load_target(
         model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
         _fill(model, layout, checkpoint, dtype, quantization)
     return model
-
-
-def _check_d2t(checkpoint: Checkpoint | Converted, config: DrafterConfig) -> None:
-    """Offsets [Vd]: target id = draft id + d2t.
-
-    Some trainers write absolute ids, which can pass for offsets; t2d, the mask [V] of target ids that
-    have a draft id, tells them apart.
-
-    Raises:
-      CheckpointError: d2t is missing, or does not hold the offsets of a vocabulary.
-    """
-    Vd, V = config.draft_vocab_size, config.vocab_size
-    rename = head_names(checkpoint.tensors)
-    d2t, t2d = rename("d2t"), rename("t2d")
-    if d2t not in checkpoint:
-        if Vd == V:
-            return
-        raise CheckpointError(f"the draft vocabulary has {Vd} of {V} tokens but there is no d2t")
-    offsets = checkpoint.read(d2t).reshape(-1).astype(np.int64)
-    if Vd == V and np.array_equal(offsets, np.arange(V)):
-        return  # absolute ids of the whole vocabulary
-    ids = np.arange(len(offsets)) + offsets
-    if len(offsets) != Vd or np.any(np.diff(ids) <= 0) or ids.min() < 0 or ids.max() >= V:
-        raise CheckpointError(
-            f"d2t must hold {Vd} offsets to ascending target ids below {V}; "
-            "absolute ids need 'd2t - arange(len(d2t))'"
-        )
-    if t2d in checkpoint and not np.array_equal(np.flatnonzero(checkpoint.read(t2d)), ids):
-        raise CheckpointError(
-            "d2t and t2d name different target ids; d2t must hold offsets, "
-            "absolute ids need 'd2t - arange(len(d2t))'"
-        )
 
 
 def load_head(
@@ -190,17 +143,9 @@ def load_head(
     """
     folder = Path(folder)
     checkpoint = open_checkpoint(folder)
-    with _naming(folder):
-        rename = head_names(checkpoint.tensors)
-        names = {name.removeprefix("model.") for name in checkpoint.names()}
-        if "fc.weight" not in names:
-            raise CheckpointError("no fc.weight; this is not an EAGLE-3 or P-EAGLE head")
-        fc = checkpoint.info(rename("fc.weight")).shape
-        if len(fc) != 2:
-            raise CheckpointError(f"fc.weight has shape {fc}, not two dimensions")
-        config = drafter_config(folder, target, names, fc[1], taps)
-        _check_d2t(checkpoint, config)
-        layout = head_layout(config, checkpoint.tensors)
+    config, layout = checked_head(folder, checkpoint, target, taps)
+    _name_unread_keys(folder, head_unread_keys)
+    with naming(folder):
         layout.check("the head")
         head = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
         _fill(head, layout, checkpoint, dtype)

@@ -74,17 +74,18 @@ def target_config(folder: Path) -> TargetConfig:
         raise outer.error(str(error)) from error
 
 
-def unread_keys(raw: dict) -> list[str]:
+def target_unread_keys(raw: dict) -> list[str]:
     """Keys of a target's config.json that change nothing and that no table has, sorted.
 
-    Empty for files of other families, and for heads.
+    Empty for files of other families.
     """
     kind, text = raw.get("model_type"), raw.get("text_config")
-    if kind in [*_WRAPPERS] and isinstance(text, dict):
-        return sorted({*unread_keys(text), *stray_keys(raw, ("tie_word_embeddings",))})
-    if kind not in [*KEYS]:
+    if kind not in [*_WRAPPERS, *KEYS]:
         return []
-    return sorted({*stray_keys(raw, KEYS[kind]), *stray_rope_keys(raw)})
+    if kind in KEYS:
+        return sorted({*stray_keys(raw, KEYS[kind]), *stray_rope_keys(raw)})
+    inner = {"model_type": _WRAPPERS[kind], **(text if isinstance(text, dict) else {})}
+    return sorted({*target_unread_keys(inner), *stray_keys(raw, ("tie_word_embeddings",))})
 
 
 def _text_fields(outer: Fields) -> tuple[str, Fields]:

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from peagle_jax.checkpoint import CheckpointError, target_config
 from peagle_jax.checkpoint.config_keys import IGNORED, KEYS, UNSUPPORTED
 from peagle_jax.checkpoint.rope_json import DEFAULT_ROPE, GPT_OSS_ROPE, rope_parameters_json
-from peagle_jax.checkpoint.target_json import unread_keys
+from peagle_jax.checkpoint.target_json import target_unread_keys
 from peagle_jax.config import RopeConfig, YarnScaling
 from tests.checkpoint import released
 from tests.checkpoint.released import write_config
@@ -37,7 +37,7 @@ def read(folder: Path, config: dict):
 
 
 def unread(folder: Path) -> list[str]:
-    return unread_keys(json.loads((folder / "config.json").read_text()))
+    return target_unread_keys(json.loads((folder / "config.json").read_text()))
 
 
 def fields_of(kind: str) -> dict[str, dataclasses.Field]:

@@ -224,7 +224,7 @@ REFUSED = {
     "norms of both kinds": (
         "peagle-norms",
         lambda c, t: (
-            c, t | {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)},
+            c | {"fc_norm": True}, t | {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)},
         ),
         "exclude each other",
     ),

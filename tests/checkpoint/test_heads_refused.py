@@ -147,15 +147,34 @@ def test_attention_biases_of_a_head_may_or_may_not_cover_its_output(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "expected"),
-    [("peagle-1", dict, False), ("eagle3", dict, True), ("eagle3", flat, False)],
+    ("name", "form"), [("peagle-1", dict), ("eagle3", dict), ("eagle3", flat), ("peagle-1", flat)]
 )
-def test_an_unstated_residual_norm_has_the_default_of_its_format(name, form, expected, tmp_path):
-    """speculators' own default is true for eagle3 and false for peagle; flat configs mean false."""
+def test_an_unstated_residual_norm_is_none_in_every_layout(name, form, tmp_path):
+    """speculators' default is false for both methods; so is that of the flat layouts' models."""
     config, tensors = parts(name)
     config = {key: value for key, value in form(config).items() if key != "norm_before_residual"}
     head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
-    assert head.config.norm_before_residual == expected
+    assert head.config.norm_before_residual is False
+
+
+@pytest.mark.parametrize("name", ["peagle-1", "peagle-qwen3"])
+def test_a_nested_head_without_a_class_is_known_by_its_tensors(name, tmp_path):
+    config, tensors = parts(name)
+    config["transformer_layer_config"].pop("model_type")
+    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
+    assert head.config == load_head(GOLDEN / name, target(), dtype="float32").config
+
+
+def test_keys_of_a_head_that_change_nothing_are_named_once(tmp_path, caplog):
+    config, tensors = layer_with(zebra=1)(*parts("peagle-1"))
+    folder = write_head(tmp_path, config | {"apple": 2}, tensors)
+    load_head(folder, target(), dtype="float32")
+    line = "keys of config.json that change nothing: apple, transformer_layer_config.zebra"
+    assert [record.message for record in caplog.records] == [f"{folder}: {line}"]
+    caplog.clear()
+    for name in HEADS:
+        load_head(GOLDEN / name, target(), dtype="float32")
+    assert not caplog.records
 
 
 def config_with(**changes):
@@ -233,7 +252,7 @@ REFUSED = {
         lambda c, t: (c, t | {"d2t": np.arange(96), "t2d": np.arange(256) < 96}),
         "d2t and t2d name different",
     ),
-    "a short d2t": ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][:90]), "hold 96 offsets"),
+    "a short d2t": ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][:90]), "has shape"),
     "a d2t that is not sorted": (
         "peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][::-1]), "ascending",
     ),
@@ -242,6 +261,32 @@ REFUSED = {
         "peagle-1", with_tensor("d2t", lambda t: np.arange(256)[::-1].copy()), "ascending",
     ),
     "a pruned head without lm_head": ("eagle3", without("lm_head.weight"), "no lm_head"),
+    "another method": (
+        "eagle3", config_with(speculators_model_type="dflash"),
+        "speculators_model_type 'dflash' is not supported, 'eagle3' or 'peagle' is",
+    ),
+    "another algorithm": (
+        "eagle3",
+        lambda c, t: (c | {"speculators_config": c["speculators_config"] | {"algorithm": "mtp"}}, t),
+        "algorithm 'mtp' is not supported",
+    ),
+    "a method that the tensors are not of": (
+        "peagle-1", config_with(speculators_model_type="eagle3"),
+        "speculators_model_type is 'eagle3' but the file holds mask_hidden",
+    ),
+    "a method without its tensors": (
+        "eagle3", config_with(speculators_model_type="peagle"),
+        "speculators_model_type is 'peagle' but the file holds no mask_hidden",
+    ),
+    "layers of another class": ("eagle3", layer_with(model_type="gemma"), "model_type 'gemma' is not"),
+    "a norm that config.json denies": (
+        "peagle-norms", config_with(norm_before_fc=False), "norm_before_fc false but the file holds",
+    ),
+    "attention that is not causal": ("peagle-1", layer_with(is_causal=False), "is_causal False"),
+    "a logit scale of zero": ("peagle-1", layer_with(logit_scale=0), "logit_scale"),
+    "d2t of floats beside a full vocabulary": (
+        "peagle-1", with_tensor("d2t", lambda t: np.zeros(256, np.float32)), "not whole numbers",
+    ),
     "another activation": ("peagle-1", layer_with(hidden_act="gelu"), "'gelu'"),
     "another rope": (
         "peagle-1", layer_with(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4)), "'dynamic'",
@@ -269,6 +314,7 @@ def test_a_head_of_another_target_is_refused():
 
 def test_a_head_with_both_kinds_of_norm_before_fc_is_refused(tmp_path):
     config, tensors = parts("peagle-norms")
+    config["fc_norm"] = True
     tensors |= {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)}
     with pytest.raises(ConfigError, match="exclude each other"):
         load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")

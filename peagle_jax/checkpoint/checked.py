@@ -1,0 +1,105 @@
+"""What a checkpoint holds, with every check that does not need all its weights.
+
+The loader and `peagle-convert` call these two functions, so both refuse the same checkpoints.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from peagle_jax.checkpoint.converted import Converted
+from peagle_jax.checkpoint.head_json import drafter_config
+from peagle_jax.checkpoint.layout import Layout
+from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError
+from peagle_jax.checkpoint.tables import as_tied, head_layout, head_names, target_layout
+from peagle_jax.checkpoint.target_json import target_config
+from peagle_jax.config import DrafterConfig, TargetConfig
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Puts the folder before the message of a CheckpointError that does not name it."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(folder) in str(error):
+            raise
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def checked_target(folder: Path, checkpoint: Checkpoint | Converted) -> tuple[TargetConfig, Layout]:
+    """A target's config, and where its parameters are among the tensors of `checkpoint`.
+
+    The layout may have missing and left-over tensors: `Layout.check` refuses these.
+
+    Raises:
+      CheckpointError: the model is not supported, or the tensors contradict its config.
+    """
+    with naming(folder):
+        config = as_tied(target_config(folder), checkpoint)
+        return config, target_layout(config, checkpoint.tensors)
+
+
+def checked_head(
+    folder: Path,
+    checkpoint: Checkpoint | Converted,
+    target: TargetConfig,
+    taps: Sequence[int] | None = None,
+) -> tuple[DrafterConfig, Layout]:
+    """A head's config, and where its parameters are among the tensors of `checkpoint`.
+
+    Of contents only `d2t` and `t2d` are read.
+
+    Args:
+      taps: ids of entered layers, in place of those in config.json.
+    Raises:
+      CheckpointError: the head is broken, does not fit `target`, or its tensors contradict its config.
+    """
+    with naming(folder):
+        rename = head_names(checkpoint.tensors)
+        names = {name.removeprefix("model.") for name in checkpoint.names()}
+        if "fc.weight" not in names:
+            raise CheckpointError("no fc.weight; this is not an EAGLE-3 or P-EAGLE head")
+        fc = checkpoint.info(rename("fc.weight")).shape
+        if len(fc) != 2:
+            raise CheckpointError(f"fc.weight has shape {fc}, not two dimensions")
+        config = drafter_config(folder, target, names, fc[1], taps)
+        layout = head_layout(config, checkpoint.tensors)
+        _check_d2t(checkpoint, config)
+        return config, layout
+
+
+def _check_d2t(checkpoint: Checkpoint | Converted, config: DrafterConfig) -> None:
+    """Offsets [Vd]: target id = draft id + d2t.
+
+    Some trainers write absolute ids, which can pass for offsets; t2d, the mask [V] of target ids that
+    have a draft id, tells them apart.
+
+    Raises:
+      CheckpointError: d2t is missing, or does not hold the offsets of a vocabulary.
+    """
+    Vd, V = config.draft_vocab_size, config.vocab_size
+    rename = head_names(checkpoint.tensors)
+    d2t, t2d = rename("d2t"), rename("t2d")
+    if d2t not in checkpoint:
+        if Vd == V:
+            return
+        raise CheckpointError(f"the draft vocabulary has {Vd} of {V} tokens but there is no d2t")
+    if checkpoint.info(d2t).dtype.kind not in "iu":
+        raise CheckpointError(f"{d2t} is {checkpoint.info(d2t).dtype}, not whole numbers")
+    offsets = checkpoint.read(d2t).reshape(-1).astype(np.int64)
+    if Vd == V and np.array_equal(offsets, np.arange(V)):
+        return  # absolute ids of the whole vocabulary
+    ids = np.arange(len(offsets)) + offsets
+    if len(offsets) != Vd or np.any(np.diff(ids) <= 0) or ids.min() < 0 or ids.max() >= V:
+        raise CheckpointError(
+            f"d2t must hold {Vd} offsets to ascending target ids below {V}; "
+            "absolute ids need 'd2t - arange(len(d2t))'"
+        )
+    if t2d in checkpoint and not np.array_equal(np.flatnonzero(checkpoint.read(t2d)), ids):
+        raise CheckpointError(
+            "d2t and t2d name different target ids; d2t must hold offsets, "
+            "absolute ids need 'd2t - arange(len(d2t))'"
+        )
