@@ -1,10 +1,18 @@
-"""Log lines: one a request, and one with the engine's figures every few seconds; JSON, on stderr."""
+"""Log lines: one a request, and one with the engine's figures every few seconds; JSON, on stderr.
+
+What strangers can cause (refusals, warnings, errors) is limited in lines of one kind, with a count of those
+that were left out, so that nobody fills a disk.
+"""
 
 import asyncio
 import json
 import logging
+import math
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
 
 from peagle_jax.engine.stats import Acceptance
 from serving.errors import ServiceError
@@ -30,9 +38,78 @@ class _Lines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+_BURST = 20  # lines of one kind
+_WINDOW = 10.0  # seconds
+
+
+class LimitedHandler(logging.StreamHandler):
+    """Writes at most `_BURST` lines of one kind in `_WINDOW` seconds, and then how many it left out.
+
+    Lines are of one kind if logger, level and unformatted message are the same, or the attribute `kind`,
+    which `extra` gives. A `kind` of None is never limited.
+
+    Args:
+      stream: to write to.
+      clock: seconds, never going back.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
+        super().__init__(stream)
+        self._clock = clock
+        self._kinds: dict[object, _Kind] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        now = self._clock()
+        self._close_windows(now)
+        key = getattr(record, "kind", (record.name, record.levelno, record.msg))
+        if key is not None:
+            kind = self._kinds.setdefault(key, _Kind(record, until=now + _WINDOW))
+            kind.count += 1
+            if kind.count > _BURST:
+                return
+        super().emit(record)
+
+    def close(self) -> None:
+        """Says what was left out last, and closes."""
+        self._close_windows(math.inf)
+        super().close()
+
+    def _close_windows(self, now: float) -> None:
+        # The first kind has the oldest window, and all windows are as long.
+        while self._kinds:
+            key, kind = next(iter(self._kinds.items()))
+            if kind.until > now:
+                break
+            del self._kinds[key]
+            if kind.count > _BURST:
+                super().emit(kind.summary())
+
+
+@dataclass
+class _Kind:
+    """Lines of one kind in one window; `first` stands for all."""
+
+    first: logging.LogRecord
+    until: float
+    count: int = 0
+
+    def summary(self) -> logging.LogRecord:
+        first = self.first
+        return logging.makeLogRecord(
+            dict(
+                name=first.name,
+                levelno=first.levelno,
+                levelname=first.levelname,
+                msg=f"left out {self.count - _BURST} lines like: {first.getMessage()}",
+                fields=getattr(first, "fields", {}),
+            )
+        )
+
+
 def configure(level: str) -> None:
     """Sends all log lines to stderr as JSON."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LimitedHandler(sys.stderr)
     handler.setFormatter(_Lines())
     logging.basicConfig(level="WARNING", handlers=[handler], force=True)
     for name in ("serving", "peagle_jax", "pallas_kernels"):
@@ -59,13 +136,14 @@ def log_request(stream: Stream) -> None:
         fields["traceparent"] = ask.trace["traceparent"]
     if stream.error is not None:
         fields["error"] = stream.error.message
-    _log.info("request", extra={"fields": fields})
+    # Never limited: whoever counts requests in the log must find them all.
+    _log.info("request", extra={"fields": fields, "kind": None})
 
 
 def log_refusal(protocol: str, method: str, error: ServiceError) -> None:
     """One line about a request that never became a stream."""
     fields = dict(protocol=protocol, method=method, status=error.code.name, error=error.message)
-    _log.info("request", extra={"fields": fields})
+    _log.info("request", extra={"fields": fields, "kind": ("refusal", protocol, error.code)})
 
 
 async def log_figures(frontend: Frontend, seconds: float) -> None:

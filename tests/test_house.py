@@ -125,7 +125,10 @@ def test_each_file_of_peagle_jax_sees_only_those_before_it():
 
 
 def test_the_host_side_of_the_engine_needs_no_jax():
-    modules = [f"peagle_jax.engine.{x}" for x in ("request", "pages", "plan", "scheduler", "sizes", "stats")]
+    modules = [
+        f"peagle_jax.engine.{x}"
+        for x in ("request", "pages", "plan", "scheduler", "sizes", "stats")
+    ]
     code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

@@ -272,7 +272,7 @@ def test_a_start_that_fails_is_one_line(tiny_presets, tmp_path, monkeypatch, cap
             "a method that drafts",
         ),
         (["--preset", "qwen3-0.6b", "--method", "none", "-K", "3"], "-K needs a method"),
-        (["--preset", "qwen3-0.6b", "-K", "200"], "above 128"),
+        (["--preset", "qwen3-0.6b", "-K", "200"], "above 32"),
         (["--preset", "qwen3-0.6b", "--temperature", "-1"], "temperature"),
         (["--preset", "qwen3-0.6b", "--max-tokens", "50000"], "40960 positions"),
     ],

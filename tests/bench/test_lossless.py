@@ -111,7 +111,7 @@ def test_from_the_first_difference_on_a_text_is_another():
     [
         (["--preset", "gpt-5"], "known are"),
         (["--preset", "tiny", "--max-tokens", "500"], "512 positions"),
-        (["--preset", "tiny", "-K", "200"], "above 128"),
+        (["--preset", "tiny", "-K", "200"], "above 32"),
         (["--preset", "tiny", "--layers", "9"], "has 3"),
         (["--preset", "tiny", "--quantization", "fp8"], "makes its weights"),
         (["--preset", "tiny", "--methods", "none", "--concurrency", "2"], "nothing to compare"),
