@@ -5,6 +5,7 @@ The loader and `peagle-convert` call these two functions, so both refuse the sam
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from peagle_jax.checkpoint.head_json import drafter_config
 from peagle_jax.checkpoint.layout import Layout
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError
 from peagle_jax.checkpoint.tables import as_tied, head_layout, head_names, target_layout
-from peagle_jax.checkpoint.target_json import target_config
+from peagle_jax.checkpoint.target_json import target_config, unstated_sizes
 from peagle_jax.config import DrafterConfig, TargetConfig
 
 
@@ -39,7 +40,11 @@ def checked_target(folder: Path, checkpoint: Checkpoint | Converted) -> tuple[Ta
     """
     with naming(folder):
         config = as_tied(target_config(folder), checkpoint)
-        return config, target_layout(config, checkpoint.tensors)
+        hint = unstated_sizes(folder)
+        try:
+            return config, replace(target_layout(config, checkpoint.tensors), hint=hint)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{hint}") from error
 
 
 def checked_head(

@@ -118,6 +118,13 @@ _SHARED = {
 """Keys of every family, with Llama's defaults."""
 
 
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
+    "num_hidden_layers", "num_attention_heads",
+)  # fmt: skip
+"""Keys that every file states; a message names those that one leaves out."""
+
+
 def _table(base: Mapping[str, Key], defaults: Mapping[str, object], **rows: Key) -> dict[str, Key]:
     """`base` with other defaults, and with `rows` added or replaced."""
     changed = {name: replace(base[name], default=value) for name, value in defaults.items()}

@@ -57,13 +57,14 @@ class Layout:
     """How a file fills a model: every tensor is used by a rule, dropped for a reason, or left over.
 
     `missing` are tensors that the model needs and the file does not hold. A model can be loaded when
-    `missing` and `leftovers` are empty.
+    `missing` and `leftovers` are empty; `hint` ends the message otherwise.
     """
 
     rules: list[Rule]
     dropped: dict[str, str]
     leftovers: list[str]
     missing: list[str]
+    hint: str = ""
 
     @property
     def quantized(self) -> bool:
@@ -77,11 +78,12 @@ class Layout:
         """
         if self.missing:
             more = f" (and {len(self.missing) - 1} more)" if len(self.missing) > 1 else ""
-            raise CheckpointError(f"tensor {self.missing[0]!r} is missing{more}")
+            raise CheckpointError(f"tensor {self.missing[0]!r} is missing{more}{self.hint}")
         if self.leftovers:
             raise CheckpointError(
                 f"tensors without a place in {what}: {self.leftovers[:5]}"
                 + (f" and {len(self.leftovers) - 5} more" if len(self.leftovers) > 5 else "")
+                + self.hint
             )
 
 

@@ -6,7 +6,7 @@ that is not done here is refused by the name of its key.
 
 from pathlib import Path
 
-from peagle_jax.checkpoint.config_keys import KEYS, check_unsupported, read_keys, stray_keys
+from peagle_jax.checkpoint.config_keys import KEYS, SIZES, check_unsupported, read_keys, stray_keys
 from peagle_jax.checkpoint.fields import Fields, read_config, read_json
 from peagle_jax.checkpoint.rope_json import (
     DEFAULT_ROPE,
@@ -86,6 +86,19 @@ def target_unread_keys(raw: dict) -> list[str]:
         return sorted({*stray_keys(raw, KEYS[kind]), *stray_rope_keys(raw)})
     inner = {"model_type": _WRAPPERS[kind], **(text if isinstance(text, dict) else {})}
     return sorted({*target_unread_keys(inner), *stray_keys(raw, ("tie_word_embeddings",))})
+
+
+def unstated_sizes(folder: Path) -> str:
+    """The end of a message about tensors that do not fit: sizes that config.json leaves to defaults."""
+    kind, fields = _text_fields(Fields(read_config(folder), str(folder)))
+    defaults = [
+        f"{name} ({KEYS[kind][name].default})"
+        for name in SIZES
+        if name in KEYS[kind] and fields.get(name) is None
+    ]
+    if not defaults:
+        return ""
+    return f"; config.json does not state {', '.join(defaults)}: these are transformers' defaults"
 
 
 def _text_fields(outer: Fields) -> tuple[str, Fields]:

@@ -268,7 +268,13 @@ REFUSED = {
     "rope without its factor": (
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, False, "no low_freq_factor",
     ),
-    "no width": ({"hidden_size": None}, False, "embed_tokens.weight has shape"),
+    "no width": (
+        {"hidden_size": None}, False,
+        r"embed_tokens.weight has shape .* does not state hidden_size \(4096\)",
+    ),
+    "no depth": (
+        {"num_hidden_layers": None}, False, r"is missing .* does not state num_hidden_layers \(32\)",
+    ),
     "more layers than the file": ({"num_hidden_layers": 9}, False, "is missing"),
     "fewer layers than the file": ({"num_hidden_layers": 7}, False, "without a place"),
     "another vocabulary": ({"vocab_size": 200}, False, "has shape"),
