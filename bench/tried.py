@@ -83,7 +83,7 @@ def _lossless_lines(some: list[dict]) -> list[list[str]]:
 def hostile_table(some: list[dict], markdown) -> str:
     """One line for each attack: what honest clients noticed, and what the server took."""
     header = [
-        "attack", "requests", "wrong answers", "health p99, ms", "gap p99, ms: quiet", "under attack",
+        "attack", "requests", "wrong answers", "health p99, ms", "prober late", "gap p99, ms: quiet", "under attack",
         "memory, MB: before", "peak", "after", "log, MB a minute", "descriptors", "service, CPU s",
         "attackers, CPU s",
     ]  # fmt: skip
@@ -97,6 +97,7 @@ def hostile_table(some: list[dict], markdown) -> str:
                 f"{row['attempts']:,}",
                 f"{row['wrong']:,}",
                 f"{health:,.0f}",
+                f"{under['prober_late_ms']['p99']:,.0f}",
                 f"{row['quiet']['gap_ms']['p99']:,.0f}",
                 f"{under['gap_ms']['p99']:,.0f}",
                 *(f"{memory[name]:,.0f}" for name in ("before", "peak", "after")),

@@ -217,6 +217,7 @@ class Watch:
             "rpc_health_ms": figures(within(self.rpc_health), interval=INTERVAL),
             "gap_ms": figures(within(self.gaps)),
             "prober_late_ms": figures([late for due, late in self.lateness if is_in(due)]),
+            "probes": sum(len(within(spans)) for spans in (self.health, self.rpc_health)),
             "probes_failed": sum(is_in(moment) for moment, _ in self.failures),
         }
 

@@ -18,7 +18,8 @@ FINE = {
         "health_ms": {"p50": 1.0, "p99": 99.0, "max": 500.0},
         "rpc_health_ms": {"p50": 1.0, "p99": 9.0, "max": 500.0},
         "gap_ms": {"p50": 10.0, "p99": 29.0, "max": 90.0},
-        "probes_failed": 0,
+        "prober_late_ms": {"p50": 1.0, "p99": 7.0, "max": 9.0},
+        "probes": 400, "probes_failed": 4,
     },
     "streams_cut": 0, "streams_differ": 0, "log_mb_per_minute": 0.5,
     "memory_mb": {"before": 1000.0, "peak": 3000.0, "after": 1150.0},
@@ -72,9 +73,9 @@ def test_a_row_names_the_targets_that_it_misses(target):
     assert ("latency" in hostile.missed(row, asks_for_work=True)) is False
 
 
-def test_a_probe_without_an_answer_misses_the_target_of_health():
+def test_more_than_one_probe_of_a_hundred_without_an_answer_misses_the_target_of_health():
     row = copy.deepcopy(FINE)
-    row["under_attack"]["probes_failed"] = 1
+    row["under_attack"]["probes_failed"] = 5
     assert hostile.missed(row, asks_for_work=False) == ["health"]
 
 
@@ -120,6 +121,6 @@ def test_tables_show_the_newest_row_of_an_attack():
     text = report.render("tried", some)
     assert "| attack, http: text | 1,600 | all targets met | 4 | abc | 2026-01-01 |" in text
     assert "| attack, all together | 1,600 | missed: health, log | 4 |" in text
-    assert "| http: text | 1,600 | 0 | 99 | 20 | 29 | 1,000 | 3,000 | 1,150 |" in report.render(
+    assert "| http: text | 1,600 | 0 | 99 | 7 | 20 | 29 | 1,000 | 3,000 | 1,150 |" in report.render(
         "hostile", some
     )
