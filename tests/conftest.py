@@ -2,12 +2,17 @@
 
 import gc
 import os
+import signal
 
 # Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight.
 os.environ.setdefault("NPROC", "12")
 _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A suite started in the background of a script ignores SIGINT, and so would every process that a test
+# starts and interrupts. A handler, unlike SIG_IGN, is not inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402 (after the flags)
 

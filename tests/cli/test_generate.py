@@ -12,6 +12,7 @@ import pytest
 
 from peagle_jax import runs
 from peagle_jax.text import Tokenizer
+from tests.waiting import LIMIT
 
 SHORT = ["--max-tokens", "12", "-K", "3"]
 PROMPT = "def quicksort(xs):"
@@ -251,7 +252,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(folders):
     )
     process.stdout.readline()  # the first block is there
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 130
     assert b"Traceback" not in err
     assert b"interrupted" in err

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from convert.partial import JOURNAL
 from convert.synthetic import write_synthetic
 from tests.convert.conftest import ROOT, TINY_MOE, same_files
+from tests.waiting import LIMIT, eventually
 
 NUM_LAYERS = 24
 
@@ -39,14 +39,23 @@ def groups_done(dst: Path) -> list[str]:
     return [json.loads(line)["group"] for line in lines]
 
 
-def stop_after(process: subprocess.Popen, dst: Path, count: int, number: signal.Signals) -> None:
-    """Sends a signal once `count` groups are finished."""
-    deadline = time.monotonic() + 120
-    while len(groups_done(dst)) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(number)
+STOPPED = """
+import os, sys
+from convert.__main__ import main
+from convert.partial import Partial
+
+count, number, *argv = sys.argv[1:]
+record = Partial.record
+
+def record_and_stop(self, entry):
+    record(self, entry)
+    if len(self.done) == int(count):
+        os.kill(os.getpid(), int(number))
+
+Partial.record = record_and_stop
+sys.exit(main(argv))
+"""
+"""A conversion that sends itself a signal once it has finished `count` groups."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -54,9 +63,9 @@ def test_a_stopped_run_is_gone_on_with(number, src, cli, tmp_path):
     dst = tmp_path / "dst"
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for count in (2, 7):
-        with subprocess.Popen(command(src, dst), cwd=ROOT, **pipes) as process:
-            stop_after(process, dst, count, number)
-            _, err = process.communicate(timeout=120)
+        stopped = [sys.executable, "-c", STOPPED, str(count), str(int(number))]
+        with subprocess.Popen([*stopped, *command(src, dst)[3:]], cwd=ROOT, **pipes) as process:
+            _, err = process.communicate(timeout=LIMIT)
         assert process.returncode == (-number if number == signal.SIGKILL else 130)
         if number == signal.SIGINT:
             assert err == "\ninterrupted; give the same command again to go on\n"
@@ -85,12 +94,12 @@ def test_the_second_of_two_runs_at_once_is_refused(src, cli, tmp_path):
     dst = tmp_path / "dst"
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with subprocess.Popen(command(src, dst), cwd=ROOT, **pipes) as process:
-        while not groups_done(dst):
-            assert process.poll() is None
-            time.sleep(0.002)
+        eventually(lambda: process.poll() is not None or groups_done(dst))
+        process.send_signal(signal.SIGSTOP)  # it keeps its lock
         code, _, err = cli(*command(src, dst)[3:])
+        process.send_signal(signal.SIGCONT)
         assert code == 2
         assert "another run" in err
-        process.communicate(timeout=120)
+        process.communicate(timeout=LIMIT)
         assert process.returncode == 0
     assert cli("verify", src, dst, "--no-logits")[0] == 0

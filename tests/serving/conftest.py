@@ -65,7 +65,7 @@ def server(live) -> LiveServer:
 
 
 @pytest.fixture
-def slow_rounds(server):
-    """A request of some tokens takes seconds: it can be caught while it runs."""
-    with server.slowed(0.1):
-        yield
+def pace(server):
+    """Rounds begin only when the test releases them, so a request can be caught while it runs."""
+    with server.paced() as pace:
+        yield pace

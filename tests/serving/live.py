@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -12,8 +11,32 @@ from serving.frontend import Frontend, State
 from serving.http.server import HttpServer
 from serving.limits import Limits
 from serving.rpc.server import RpcServer
+from tests.waiting import LIMIT, eventually
 
 _OF_BOTH = ("tokens", "certificates", "max_message_bytes")
+
+
+class Pace:
+    """Rounds of decoding that a test releases one by one.
+
+    Attributes:
+      is_waiting: set while the engine's thread waits for the next round to be released.
+    """
+
+    def __init__(self):
+        self.is_waiting = threading.Event()
+        self._permits = threading.Semaphore(0)
+
+    def release(self, rounds: int) -> None:
+        """Lets the engine begin so many more rounds."""
+        self._permits.release(rounds)
+
+    def wait(self) -> None:
+        """Called by the engine's thread before each round."""
+        self.is_waiting.set()
+        if not self._permits.acquire(timeout=LIMIT):
+            raise TimeoutError("the test released no further round")
+        self.is_waiting.clear()
 
 
 class LiveServer:
@@ -61,7 +84,7 @@ class LiveServer:
         state = await self.frontend.change(State.STARTING)
         await self.server.show(state)
 
-    def run(self, work: Coroutine, timeout: float = 120.0) -> Any:
+    def run(self, work: Coroutine, timeout: float = LIMIT) -> Any:
         """Runs a coroutine in the server's loop and returns what it does."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
@@ -87,19 +110,28 @@ class LiveServer:
 
         return self.run(call())
 
-    def slowed(self, seconds: float) -> contextlib.AbstractContextManager:
-        """Within the block each round of decoding takes longer: what a test must find running still runs."""
-        return self._before_rounds(lambda: time.sleep(seconds))
-
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Within the block no round of decoding begins: requests come, and none ends."""
-        released = threading.Event()
-        with self._before_rounds(released.wait):
+    def paced(self) -> Iterator[Pace]:
+        """Within the block a round of decoding begins only when the test releases it.
+
+        A request yields its first token after one released round, because a prefill's result is read
+        while the next round runs.
+        """
+        pace = Pace()
+        with self._before_rounds(pace.wait):
             try:
-                yield
+                yield pace
             finally:
-                released.set()
+                pace.release(1_000_000)
+
+    def unmerged(self) -> contextlib.AbstractContextManager:
+        """Within the block a round begins only once all streams have been read, so no deltas merge."""
+
+        def all_read() -> bool:
+            streams = self.frontend._streams.values()
+            return not any(one.has_news for stream in streams for one in stream._sequences)
+
+        return self._before_rounds(lambda: eventually(lambda: self.call(all_read)))
 
     @contextlib.contextmanager
     def _before_rounds(self, wait: Callable[[], object]) -> Iterator[None]:
@@ -116,20 +148,22 @@ class LiveServer:
         finally:
             programs.round = healthy
 
+    def check_freed(self, pace: Pace) -> None:
+        """Fails unless all requests end, and the engine frees what they held within two rounds."""
+        eventually(lambda: self.frontend.num_open == 0, "all requests have ended")
+        pace.release(2)
+        self.check_empty()
+
     def check_empty(self) -> None:
-        """Fails unless every request has ended and every page is free."""
+        """Fails unless every request ends and every page becomes free."""
 
-        async def settle():
-            for _ in range(500):
-                load = self.frontend.load
-                if not (self.frontend.num_open or load.num_running or load.num_waiting):
-                    break
-                await asyncio.sleep(0.01)
-            assert self.frontend.num_open == 0
-            assert (self.frontend.load.num_running, self.frontend.load.num_waiting) == (0, 0)
-            assert self.frontend.load.pages_used == 0
+        def is_empty() -> bool:
+            load = self.frontend.load
+            return not (
+                self.frontend.num_open or load.num_running or load.num_waiting or load.pages_used
+            )
 
-        self.run(settle())
+        eventually(lambda: self.call(is_empty), "the server is empty")
         self.engine.scheduler.check_integrity()
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -23,6 +22,7 @@ from serving.app import make_engine, served_name
 from serving.client import main
 from serving.settings import Settings
 from tests.serving.certificates import authority, signed
+from tests.waiting import LIMIT, eventually
 
 
 def test_every_size_reaches_the_engine():
@@ -76,10 +76,9 @@ def test_it_can_be_stopped_while_it_loads(tmp_path):
         "-1",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        while b"no-cache" not in process.stdout.readline():
-            pass
+        assert any(b"no-cache" in line for line in process.stdout)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=LIMIT)
     assert process.returncode == 130
 
 
@@ -94,8 +93,9 @@ def started(*arguments: str, log: Path):
         try:
             told = ""
             while len(ports := re.findall(r"listens on 127.0.0.1:(\d+)", told)) < 2:
-                told += process.stdout.readline()
-                assert process.poll() is None, log.read_text()
+                line = process.stdout.readline()
+                assert line, log.read_text()
+                told += line
             yield process, ports, told
         finally:
             process.kill()  # of one that has ended it does nothing
@@ -112,21 +112,23 @@ def test_the_whole_server_from_start_to_drain(tmp_path, capsys):
     arguments += ["--auth-token-file", str(token), "--no-reflection"]
     with started(*arguments, log=log) as (process, ports, told):
         client = ["--address", f"localhost:{ports[0]}", "--tls-ca", ca.cert]
-        while main([*client, "--health"]) != 0:  # it says NOT_SERVING until all is compiled
-            time.sleep(0.5)
+        # NOT_SERVING until all is compiled.
+        eventually(lambda: process.poll() is not None or main([*client, "--health"]) == 0)
         _check_doors(ports, Path(ca.cert).read_bytes())
         client += ["--token-file", str(token)]
         asking = [*client, "def f(", "--ignore-eos", "--json", "--max-tokens"]
         assert json.loads(_told(capsys, [*asking, "9"]))["usage"]["completion_tokens"] == 9
+        # Four sequences, one after the other: it runs for seconds.
+        many = [*asking, "400", "--n", "4", "--temperature", "1"]
         late = subprocess.Popen(
-            [sys.executable, "-m", "serving.client", *asking, "400"], stdout=subprocess.PIPE
+            [sys.executable, "-m", "serving.client", *many], stdout=subprocess.PIPE
         )
-        while not json.loads(_told(capsys, [*client, "--info"]))["stats"]["num_running"]:
-            assert late.poll() is None
+        running = lambda: json.loads(_told(capsys, [*client, "--info"]))["stats"]["num_running"]
+        eventually(lambda: late.poll() is not None or running())
         process.send_signal(signal.SIGTERM)
-        out, _ = late.communicate(timeout=60)
-        assert json.loads(out)["usage"]["completion_tokens"] == 400  # it was let run on
-        told += process.communicate(timeout=60)[0]
+        out, _ = late.communicate(timeout=LIMIT)
+        assert json.loads(out)["usage"]["completion_tokens"] == 1600  # it was let run on
+        told += process.communicate(timeout=LIMIT)[0]
         assert process.returncode == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert "max-num-seqs: 1  (file" in told
@@ -162,7 +164,7 @@ def _check_doors(ports: list[str], ca: bytes) -> None:
 
 def serve(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "serving", "--http-port", "-1", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded():

@@ -6,7 +6,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -17,6 +16,7 @@ from serving.client import main
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
+from tests.waiting import LIMIT, eventually
 
 PROMPT = "hello there"
 
@@ -32,31 +32,11 @@ def ask(server, capsys):
     return run
 
 
-@pytest.fixture
-def slow(server, monkeypatch):
-    """Rounds that take their time, so that a request can be caught while it runs."""
-    step = server.engine.step
-
-    def slowly():
-        time.sleep(0.2)
-        return step()
-
-    monkeypatch.setattr(server.engine, "step", slowly)
-
-
 def start(server, *arguments: str, **options) -> subprocess.Popen:
     """The command as a process of its own."""
     command = [sys.executable, "-m", "serving.client", "--address", server.address, *arguments]
     streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return subprocess.Popen(command, text=True, **streams | options)
-
-
-def wait_until(condition) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it never came to be")
 
 
 def test_text_streams_and_figures_follow(ask, make_engine):
@@ -115,7 +95,7 @@ def test_chat_goes_through_the_template(ask):
 def test_a_prompt_may_come_from_a_pipe(server, ask):
     _, expected, _ = ask("ab\ncd", "--max-tokens", "5")
     process = start(server, "--max-tokens", "5", stdin=subprocess.PIPE)
-    out, _ = process.communicate("ab\ncd", timeout=60)
+    out, _ = process.communicate("ab\ncd", timeout=LIMIT)
     assert (process.returncode, out) == (0, expected)
 
 
@@ -127,7 +107,7 @@ def test_a_conversation_remembers_its_turns(server, ask):
     ours, theirs = pty.openpty()
     process = start(server, *options, stdin=theirs)
     os.write(ours, b"ab\n\ncd\n\x04")  # an empty line is no turn; Ctrl-D ends
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT)
     os.close(ours), os.close(theirs)
     assert (process.returncode, out) == (0, first + second)
     assert err.count("tokens/s") == 2
@@ -139,7 +119,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(server, ask):
     ours, theirs = pty.openpty()
     process = start(server, *options, stdin=theirs)
     os.write(ours, b"x" * 120 + b"\nab\n\x04")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT)
     os.close(ours), os.close(theirs)
     assert (process.returncode, out) == (0, first)
     assert "leave no room" in err
@@ -223,7 +203,7 @@ def test_what_is_no_peagle_serve_is_said_plainly(capsys):
     other.stop(None).wait()
 
 
-def test_the_time_is_up(ask, slow):
+def test_the_time_is_up(ask, pace):
     code, _, err = ask("a", "--timeout", "0.5", "--ignore-eos")
     assert code == 4
     assert "time" in err
@@ -251,36 +231,40 @@ def test_health_tells_of_a_server_that_does_not_serve(make_engine, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_ends_the_command_ends_the_request(server, slow, number):
+def test_whoever_ends_the_command_ends_the_request(server, pace, number):
+    pace.release(3)
     process = start(server, "a", "--ignore-eos")
     assert process.stdout.read(1)
     assert server.call(lambda: server.frontend.num_open) == 1
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
-    wait_until(lambda: server.call(lambda: server.frontend.num_open) == 0)
+    _, err = process.communicate(timeout=LIMIT)
+    eventually(lambda: server.frontend.num_open == 0)
     if number == signal.SIGINT:
         assert (process.returncode, err.strip()) == (130, "peagle-client: interrupted")
 
 
-def test_in_a_conversation_ctrl_c_ends_the_answer_only(server, slow):
+def test_in_a_conversation_ctrl_c_ends_the_answer_only(server, pace):
+    pace.release(3)
     ours, theirs = pty.openpty()
     process = start(server, "--chat", "--ignore-eos", stdin=theirs)
     os.write(ours, b"ab\n")
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: server.call(lambda: server.frontend.num_open) == 0)
+    eventually(lambda: server.frontend.num_open == 0)
     assert process.poll() is None
     os.write(ours, b"\x04")
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=LIMIT)
     os.close(ours), os.close(theirs)
     assert (process.returncode, "this turn is forgotten" in err) == (0, True)
 
 
-def test_a_closed_pipe_ends_the_request(server, slow):
+def test_a_closed_pipe_ends_the_request(server, pace):
+    pace.release(3)
     process = start(server, "a", "--ignore-eos")
     assert process.stdout.read(1)
     process.stdout.close()
-    assert process.wait(20) == 1
+    pace.release(1_000_000)
+    assert process.wait(LIMIT) == 1
     assert process.stderr.read() == ""
     process.stderr.close()
 

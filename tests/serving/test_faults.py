@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from peagle_jax import SamplingParams
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 LONG = pb.Stopping(max_tokens=60, ignore_eos=True)
@@ -176,26 +176,26 @@ import sys, time, grpc
 from serving.protos import peagle_v1_pb2 as pb, peagle_v1_pb2_grpc
 stub = peagle_v1_pb2_grpc.GenerationStub(grpc.insecure_channel(sys.argv[1]))
 stopping = pb.Stopping(max_tokens=90, ignore_eos=True)
-calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=stopping)) for _ in range(8)]
+start = lambda: stub.Generate(pb.GenerateRequest(text="a", stopping=stopping))
+calls = [start()]
 next(calls[0])
+calls += [start() for _ in range(7)]
 print("reading", flush=True)
 time.sleep(600)
 """
 
 
-def test_the_death_of_a_client_frees_everything(server, reports, slow_rounds):
+def test_the_death_of_a_client_frees_everything(server, reports, pace):
     client = subprocess.Popen(
         [sys.executable, "-c", KILLED, server.address], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     with client:
+        pace.release(2)  # the streams would run for longer
         assert client.stdout.readline() == "reading\n"
-        while server.call(lambda: server.frontend.num_open) < 8:
-            time.sleep(0.01)
+        eventually(lambda: server.frontend.num_open == 8)
         client.send_signal(signal.SIGKILL)
         client.wait()
-        rounds = server.frontend.load.rounds
-        server.check_empty()
-        assert server.frontend.load.rounds - rounds < 20  # the streams would run for longer
+        server.check_freed(pace)
     assert [stream.code for stream in reports] == [Status.CANCELLED] * 8
 
 

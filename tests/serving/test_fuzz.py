@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import random
 import socket
-import time
 
 import grpc
 import pytest
@@ -24,6 +23,7 @@ from serving.protos import peagle_v1_pb2 as pb
 from serving.rpc import open_inference, vllm
 from tests.serving import wire
 from tests.serving.live import LiveServer
+from tests.waiting import LIMIT
 
 
 def service(file: FileDescriptor, name: str) -> ServiceDescriptor:
@@ -49,7 +49,6 @@ ANSWERS = {
 """What a sound server may say to a message that it could read. A hang is DEADLINE_EXCEEDED."""
 MAX_BYTES = 1 << 20
 BATCH = 25
-SECONDS = 60.0
 HELLO = pb.GenerateRequest(text="hello there", stopping=pb.Stopping(max_tokens=12))
 
 bounded = lambda examples: settings(
@@ -106,7 +105,7 @@ class Client:
         call = getattr(self._channel, "_".join(kinds))(f"/{path}")
         sent = iter(requests) if method.client_streaming else requests[0]
         try:
-            answer = call(sent, timeout=SECONDS)
+            answer = call(sent, timeout=LIMIT)
             if method.server_streaming:
                 async for _ in answer:
                     pass
@@ -270,11 +269,9 @@ def test_long_and_deep_contents_are_refused_by_name(server, client, field):
 
 @pytest.mark.parametrize("path", TOO_MANY)
 def test_billions_of_sequences_are_refused_at_once(server, client, path):
-    started = time.monotonic()
     (error,) = client.send(path, METHODS[path], [[TOO_MANY[path].SerializeToString()]])
     assert error.code() is Status.INVALID_ARGUMENT
     assert str(MANY) in error.details()
-    assert time.monotonic() - started < 10.0
 
 
 def test_long_prompts_and_many_sequences_at_once(server, client):

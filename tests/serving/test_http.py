@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 
 import httpx
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from peagle_jax import SamplingParams
 from tests.serving.live import LiveServer
+from tests.waiting import eventually
 
 PROMPT = "hello there"
 PLAIN = dict(model="tiny", temperature=0)
@@ -313,7 +313,7 @@ LONG = dict(prompt="a", max_tokens=90, ignore_eos=True, temperature=0)
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
-def test_a_client_that_leaves_frees_everything(server, http, slow_rounds, stream, prompt):
+def test_a_client_that_leaves_frees_everything(server, http, pace, stream, prompt):
     """Running or queued: of 20 requests at most 4 run at once."""
     before = num_cancelled(http)
 
@@ -323,23 +323,23 @@ def test_a_client_that_leaves_frees_everything(server, http, slow_rounds, stream
             calls = [
                 asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(20)
             ]
-            while server.frontend.num_open < 20:
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(eventually, lambda: server.frontend.num_open >= 20)
             assert server.frontend.load.num_running <= 4
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
     asyncio.run(ask_and_leave())
-    server.check_empty()
+    server.check_freed(pace)
     assert num_cancelled(http) > before
 
 
-def test_a_client_that_leaves_amid_a_stream_frees_everything(server, http, slow_rounds):
+def test_a_client_that_leaves_amid_a_stream_frees_everything(server, http, pace):
     before = num_cancelled(http)
+    pace.release(2)
     with http.stream("POST", "/v1/completions", json=LONG | dict(stream=True)) as response:
         next(response.iter_lines())
-    server.check_empty()
+    server.check_freed(pace)
     assert num_cancelled(http) == before + 1
 
 
@@ -362,15 +362,13 @@ def test_draining_finishes_old_requests_and_refuses_new_ones(make_engine):
             )
             for _ in range(6)
         ]
-        with server.held():
+        with server.paced():
             for thread in threads:
                 thread.start()
-            while server.frontend.num_open < 6:
-                time.sleep(0.001)
+            eventually(lambda: server.frontend.num_open == 6)
             drained = threading.Thread(target=lambda: server.run(server.frontend.drain(60.0)))
             drained.start()
-            while server.frontend.state.value == "serving":
-                time.sleep(0.001)
+            eventually(lambda: server.frontend.state.value != "serving")
             refused = http.post("/v1/completions", json=LONG)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 
 import httpx
 import openai
@@ -10,6 +9,7 @@ import pytest
 
 from serving.limits import Limits
 from tests.serving.live import LiveServer
+from tests.waiting import LIMIT, eventually
 
 LONG = dict(prompt="a", max_tokens=90, ignore_eos=True, temperature=0)
 HELLO = [{"role": "user", "content": "a"}]
@@ -234,16 +234,21 @@ def test_an_id_is_unique_while_it_runs(server, http):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_says_when_to_come_back(server, stream):
-    async def ask():
+    async def ask(pace):
         limits = httpx.Limits(max_connections=None)
         address = f"http://{server.http_address}"
         async with httpx.AsyncClient(base_url=address, timeout=120, limits=limits) as http:
             body = LONG | dict(stream=stream)
-            return await asyncio.gather(
-                *(http.post("/v1/completions", json=body) for _ in range(120))
-            )
+            post = lambda: asyncio.create_task(http.post("/v1/completions", json=body))
+            calls = [post()]
+            assert await asyncio.to_thread(pace.is_waiting.wait, LIMIT)
+            calls += [post() for _ in range(119)]
+            await asyncio.to_thread(eventually, lambda: server.frontend.num_open == 120)
+            pace.release(1_000_000)
+            return await asyncio.gather(*calls)
 
-    answers = asyncio.run(ask())
+    with server.paced() as pace:  # 4 run and 64 may wait
+        answers = asyncio.run(ask(pace))
     assert {one.status_code for one in answers} == {200, 429}
     refused = next(one for one in answers if one.status_code == 429)
     assert refusal(refused, 429)["type"] == "rate_limit_error"
@@ -259,21 +264,23 @@ def test_several_prompts_are_accepted_together_or_not_at_all(server, http):
 
 def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
     server = LiveServer(make_engine(), http=True, limits=Limits(max_seconds=3.0))
-    schedule = server.engine.scheduler.schedule
-
-    def slow():
-        time.sleep(0.2)  # of 90 tokens the first come in time, the last do not
-        return schedule()
-
-    server.engine.scheduler.schedule = slow
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=60) as http:
+    with (
+        httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as http,
+        server.paced() as pace,
+    ):
         assert refusal(http.post("/v1/completions", json=LONG), 504)["type"] == "server_error"
+        pace.release(1)  # the round that waited
+        server.check_empty()
+        pace.release(2)  # of 90 tokens the first come in time, the last do not
         # Begun with a status of 200, it can tell of the error by an event only.
         answer = http.post("/v1/completions", json=LONG | dict(stream=True))
         assert answer.status_code == 200
         lines = [line for line in answer.text.split("\n\n") if line]
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
         assert lines[-1] == "data: [DONE]"
+        pace.release(1)
+        server.check_empty()
+        pace.release(2)
         with openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="x") as client:
             stream = client.completions.create(
                 model="tiny", prompt="a", max_tokens=90, stream=True,

@@ -1,15 +1,14 @@
 """Prometheus metrics as scrapers see them: vLLM's names, and values that move as requests run."""
 
-import asyncio
 import re
 import threading
-import time
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serving.live import LiveServer
+from tests.waiting import eventually
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 BODY = dict(prompt="hello there", max_tokens=20, temperature=0, ignore_eos=True)
@@ -198,36 +197,29 @@ def test_stops_and_refusals_are_counted_by_reason(server):
 
 
 def test_gauges_show_what_runs_and_waits(server):
-    frontend, seen = server.frontend, []
-
-    async def watch():
-        while frontend.num_open:
-            if frontend.load.num_running:
-                seen.append(frontend.metrics.text().decode())
-            await asyncio.sleep(0.005)
-
+    frontend = server.frontend
     threads = [
         threading.Thread(target=post, args=(server,), kwargs=dict(prompt="a", max_tokens=80))
         for _ in range(12)
     ]
-    with server.held():
+    with server.paced() as pace:
         for thread in threads:
             thread.start()
-        while frontend.num_open < 12:
-            time.sleep(0.001)
-    server.run(watch())
+        eventually(lambda: frontend.num_open == 12)
+        pace.release(3)
+        eventually(lambda: (frontend.load.num_running, frontend.load.num_waiting) == (4, 8))
+        text = server.call(frontend.metrics.text).decode()
     for thread in threads:
         thread.join()
 
-    def largest(name: str) -> float:
-        values = (re.search(rf"^{name}\{{.*\}} (\S+)$", text, re.M)[1] for text in seen)
-        return max(map(float, values))
+    def value(name: str) -> float:
+        return float(re.search(rf"^{name}\{{.*\}} (\S+)$", text, re.M)[1])
 
-    assert 1 <= largest("vllm:num_requests_running") <= 4
-    assert largest("vllm:num_requests_waiting") >= 1
-    assert largest("vllm:num_requests_waiting_by_reason") >= 1
-    assert 0 < largest("vllm:kv_cache_usage_perc") <= 1
-    assert largest("peagle:open_requests") >= 5
+    assert value("vllm:num_requests_running") == 4
+    assert value("vllm:num_requests_waiting") == 8
+    assert value("vllm:num_requests_waiting_by_reason") >= 1
+    assert 0 < value("vllm:kv_cache_usage_perc") <= 1
+    assert value("peagle:open_requests") == 12
     after = scrape(server)
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     assert [after[f"vllm:{name}"] for name in names] == [0, 0, 0]

@@ -18,6 +18,7 @@ from tritonclient.grpc import (
 from tritonclient.utils import InferenceServerException
 
 from peagle_jax import SamplingParams
+from tests.waiting import LIMIT
 
 PROMPT = "hello there"
 LONG = dict(temperature=0, max_tokens=60, ignore_eos=True)
@@ -87,7 +88,7 @@ class Talk:
         """By id, until `count` final responses have come."""
         found: dict[str, list[InferResult]] = {}
         while count:
-            result, error = self.answers.get(timeout=60)
+            result, error = self.answers.get(timeout=LIMIT)
             assert error is None
             found.setdefault(result.get_response().id, []).append(result)
             count -= parameter(result, "triton_final_response")
@@ -147,7 +148,7 @@ def test_several_sequences_are_several_elements(server, client):
 
 def test_a_stream_is_the_same_in_pieces(server, client):
     whole = client.infer("tiny", inputs(LONG))
-    with Talk(server) as talk:
+    with server.unmerged(), Talk(server) as talk:
         talk.ask(inputs(LONG, stream=True), request_id="a", enable_empty_final_response=True)
         pieces = talk.results(1)["a"]
     assert len(pieces) > 3
@@ -159,7 +160,7 @@ def test_a_stream_is_the_same_in_pieces(server, client):
 
 
 def test_requests_of_a_stream_are_told_apart_by_id(server, client):
-    with Talk(server) as talk, Talk(server) as other:
+    with server.unmerged(), Talk(server) as talk, Talk(server) as other:
         for number in range(6):
             is_streamed = number % 2 == 0
             sampling = LONG | dict(max_tokens=10 + number)
@@ -179,7 +180,7 @@ def test_an_error_in_a_stream_ends_its_request_only(server, client):
         talk.ask(inputs(dict(max_tokens=0), stream=True), request_id="bad")
         errors, text, is_final = [], "", False
         while not (is_final and errors):
-            result, error = talk.answers.get(timeout=60)
+            result, error = talk.answers.get(timeout=LIMIT)
             if error is not None:
                 errors.append(error.message())
             else:
@@ -204,7 +205,7 @@ def test_leaving_a_stream_frees_everything(server):
     with Talk(server) as talk:
         for number in range(12):
             talk.ask(inputs(LONG, stream=number % 2 == 0), request_id=str(number))
-        talk.answers.get(timeout=60)
+        talk.answers.get(timeout=LIMIT)
         talk.client.stop_stream(cancel_requests=True)
     server.check_empty()
 
@@ -241,7 +242,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(server, stub, client):
 
 
 @pytest.mark.parametrize("options", [dict(client_timeout=0.005), dict(timeout=5000)])
-def test_deadlines_of_calls_and_of_requests_are_kept(server, client, options):
+def test_deadlines_of_calls_and_of_requests_are_kept(server, client, pace, options):
     long = LONG | dict(temperature=1, n=16)
     with pytest.raises(InferenceServerException) as caught:
         client.infer("tiny", inputs(long), **options)
@@ -249,7 +250,7 @@ def test_deadlines_of_calls_and_of_requests_are_kept(server, client, options):
     # The client's own words, ours, or ours to a call that came too late.
     told = r"Deadline|the time was up|the deadline had passed"
     assert re.search(told, caught.value.message())
-    server.check_empty()
+    server.check_freed(pace)
 
 
 WRONG = {
@@ -289,7 +290,7 @@ def test_what_is_wrong_or_unsupported_is_named(server, client, message):
     if "ModelStreamInfer" not in message:
         with Talk(server) as talk:
             talk.ask(WRONG[message])
-            _, error = talk.answers.get(timeout=60)
+            _, error = talk.answers.get(timeout=LIMIT)
         assert error.message().startswith(f"INVALID_ARGUMENT: {message}")
 
 

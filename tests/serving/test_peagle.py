@@ -1,7 +1,6 @@
 """`peagle.v1.Generation` through a live server and a stock client."""
 
 import threading
-import time
 
 import grpc
 import numpy as np
@@ -13,6 +12,7 @@ from peagle_jax import SamplingParams
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
+from tests.waiting import LIMIT, eventually
 
 PROMPT = "hello there"
 LONG = pb.Stopping(max_tokens=60, ignore_eos=True)
@@ -194,18 +194,20 @@ def test_a_prompt_that_leaves_no_room_is_refused(server, stub):
         stub.GenerateOnce(pb.GenerateRequest(tokens=ids(*[5] * 96)))
 
 
-def test_abort_ends_the_stream_of_its_id(server, stub, slow_rounds):
+def test_abort_ends_the_stream_of_its_id(server, stub, pace):
     call = stub.Generate(pb.GenerateRequest(text="a", request_id="mine", stopping=LONG))
     assert dict(call.initial_metadata())["x-request-id"] == "mine"
     assert stub.Abort(pb.AbortRequest(request_ids=["mine", "other"])).aborted == 1
+    pace.release(2)
     assert list(call)[-1].finish.reason == pb.FINISH_REASON_ABORT
     assert stub.Abort(pb.AbortRequest(request_ids=["mine"])).aborted == 0
 
 
 def test_an_id_is_unique_while_it_runs(server, stub):
     request = pb.GenerateRequest(text="a", request_id="twice", stopping=LONG)
-    with server.slowed(0.1):
+    with server.paced() as pace:
         first = stub.Generate(request)
+        pace.release(2)
         next(first)
         with pytest.raises(grpc.RpcError) as caught:
             stub.GenerateOnce(request)
@@ -214,28 +216,33 @@ def test_an_id_is_unique_while_it_runs(server, stub):
     stub.GenerateOnce(request)
 
 
-def test_cancelling_frees_everything(server, stub, slow_rounds):
-    calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(12)]
+def test_cancelling_frees_everything(server, stub, pace):
+    start = lambda: stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
+    calls = [start()]
+    pace.release(2)
     next(calls[0])
+    calls += [start() for _ in range(11)]
     for call in calls:
         call.cancel()
-    server.check_empty()
+    server.check_freed(pace)
 
 
-def test_deadlines_are_kept(server, stub):
+def test_deadlines_are_kept(server, stub, pace):
     calls = [
         stub.GenerateOnce.future(pb.GenerateRequest(text="a", stopping=LONG), timeout=timeout)
         for timeout in (0.001, 0.01, 0.02, 0.03) * 3
     ]
-    codes = {call.code() for call in calls}
-    assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK}
-    assert grpc.StatusCode.DEADLINE_EXCEEDED in codes
-    server.check_empty()
+    assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    server.check_freed(pace)
 
 
 def test_a_full_queue_says_when_to_come_back(server, stub):
     request = pb.GenerateRequest(text="a", stopping=LONG)
-    calls = [stub.GenerateOnce.future(request) for _ in range(120)]
+    with server.paced() as pace:  # 4 run and 64 may wait
+        calls = [stub.GenerateOnce.future(request)]
+        assert pace.is_waiting.wait(LIMIT)
+        calls += [stub.GenerateOnce.future(request) for _ in range(119)]
+        eventually(lambda: server.frontend.num_open == 120)
     codes = [call.code() for call in calls]
     refused = calls[codes.index(grpc.StatusCode.RESOURCE_EXHAUSTED)]
     assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -246,15 +253,16 @@ def test_a_full_queue_says_when_to_come_back(server, stub):
 
 def test_a_slot_is_not_left_empty_between_two_requests_of_a_client(server, stub):
     """The next request comes while a round runs; it is prefilled before the one after that."""
-    other = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
-    with server.slowed(0.2):
-        next(other)
-        before = server.frontend.load.rounds
-        for _ in range(8):
-            stub.GenerateOnce(pb.GenerateRequest(text="b", stopping=pb.Stopping(max_tokens=1)))
-        assert (
-            server.frontend.load.rounds - before < 8 * 2.5
-        )  # 2 each, or 3 of those that come late
+    request = pb.GenerateRequest(text="b", stopping=pb.Stopping(max_tokens=1))
+    with server.paced() as pace:
+        other = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
+        for _ in range(4):
+            assert pace.is_waiting.wait(LIMIT)
+            call = stub.GenerateOnce.future(request)
+            eventually(lambda: server.frontend.num_open == 2)
+            # The round that waits; the one beside the prefill; the one that runs while its token is read.
+            pace.release(3)
+            assert len(call.result(LIMIT).sequences[0].token_ids) == 1
         other.cancel()
 
 
@@ -298,8 +306,7 @@ def test_the_death_of_the_engine_ends_every_stream(make_engine):
     server = LiveServer(make_engine())
 
     def dies(*args):
-        while server.frontend.num_open < 8:
-            time.sleep(0.001)
+        eventually(lambda: server.frontend.num_open == 8)
         raise RuntimeError("out of luck")
 
     server.engine.programs.round = dies
@@ -336,14 +343,13 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(make_engine):
     server = LiveServer(make_engine())
     with grpc.insecure_channel(server.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        with server.held():
+        with server.paced():
             calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(8)]
             for call in calls:
                 call.initial_metadata()  # it was accepted
             drained = threading.Thread(target=lambda: server.run(server.frontend.drain(60.0)))
             drained.start()
-            while server.frontend.state.value == "serving":
-                time.sleep(0.001)
+            eventually(lambda: server.frontend.state.value != "serving")
             with pytest.raises(grpc.RpcError) as caught:
                 stub.GenerateOnce(pb.GenerateRequest(text="a"))
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -7,7 +7,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import time
 from pathlib import Path
 
 import grpc
@@ -23,6 +22,7 @@ from serving.rpc import guard
 from serving.rpc.security import Certificates, TokenFile
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
+from tests.waiting import eventually
 
 SHORT = pb.GenerateRequest(text="a", stopping=pb.Stopping(max_tokens=3, ignore_eos=True))
 TOKENS = "# of the tests\nopen sesame\n\n  second  \n"
@@ -318,10 +318,7 @@ def test_old_connections_are_given_up_but_not_their_calls(make_engine):
         over.subscribe(states.append)
         watch = health_pb2_grpc.HealthStub(over).Watch(health_pb2.HealthCheckRequest())
         next(watch)
-        for _ in range(200):
-            if grpc.ChannelConnectivity.IDLE in states[1:]:
-                break
-            time.sleep(0.05)
+        eventually(lambda: grpc.ChannelConnectivity.IDLE in states[1:])
         assert states[-1] is grpc.ChannelConnectivity.IDLE  # it was asked to go
         assert watch.is_active()
         generate(over, token=None)  # over a new connection, without a word

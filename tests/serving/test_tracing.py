@@ -136,10 +136,11 @@ def test_errors_show(server, spans, monkeypatch):
     assert span.attributes["error.type"] == "DEADLINE_EXCEEDED"
 
 
-def test_a_client_that_leaves_is_no_error(server, spans, slow_rounds):
+def test_a_client_that_leaves_is_no_error(server, spans, pace):
     request = pb.GenerateRequest(text="a", stopping=pb.Stopping(**LONG))
     with grpc.insecure_channel(server.address) as channel:
         call = peagle_v1_pb2_grpc.GenerationStub(channel).Generate(request)
+        pace.release(2)
         next(call)
         call.cancel()
         (span,) = spans()

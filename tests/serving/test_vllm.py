@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import threading
 import time
 import zipfile
 
@@ -19,6 +18,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from peagle_jax import SamplingParams
 from tests.serving.live import LiveServer
+from tests.waiting import eventually
 
 PROMPT = "hello there"
 Params = pb.SamplingParams
@@ -240,30 +240,33 @@ def test_what_asks_for_nothing_passes(server, stub):
     )
 
 
-def test_abort_ends_the_stream_of_its_id(server, stub, slow_rounds):
+def test_abort_ends_the_stream_of_its_id(server, stub, pace):
     request = ask(stream=True, **LONG)
     request.request_id = "mine"
     call = stub.Generate(request)
     assert dict(call.initial_metadata())["x-request-id"] == "mine"
     assert stub.Abort(pb.AbortRequest(request_ids=["mine", "other"])) == pb.AbortResponse()
+    pace.release(2)
     (whole,) = completes(call)
     assert whole.finish_reason == "abort"
     with pytest.raises(grpc.RpcError, match="more than 1024"):
         stub.Abort(pb.AbortRequest(request_ids=["x"] * 1025))
 
 
-def test_cancelling_frees_everything(server, stub, slow_rounds):
-    calls = [stub.Generate(ask(stream=stream, **LONG)) for stream in (True, False) * 6]
+def test_cancelling_frees_everything(server, stub, pace):
+    calls = [stub.Generate(ask(stream=True, **LONG))]
+    pace.release(2)
     next(calls[0])
+    calls += [stub.Generate(ask(stream=stream, **LONG)) for stream in (True, False) * 5]
     for call in calls:
         call.cancel()
-    server.check_empty()
+    server.check_freed(pace)
 
 
-def test_a_deadline_is_kept(server, stub):
+def test_a_deadline_is_kept(server, stub, pace):
     calls = [stub.Generate(ask(**LONG), timeout=0.02) for _ in range(12)]
-    assert grpc.StatusCode.DEADLINE_EXCEEDED in {call.code() for call in calls}
-    server.check_empty()
+    assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    server.check_freed(pace)
 
 
 def test_what_the_server_is(server, stub):
@@ -293,27 +296,24 @@ def test_loads_follow_the_engine(server, stub):
     (idle,) = stub.GetLoads(pb.GetLoadsRequest(include=["core"])).loads
     assert (idle.num_running_reqs, idle.num_total_reqs, idle.num_used_tokens) == (0, 0, 0)
     assert (idle.max_total_num_tokens, idle.max_running_requests) == (4 * 96, 4)
-    stopped = threading.Event()
     seen = []
 
-    def watch():
-        while not stopped.is_set():
-            seen.append(stub.GetLoads(pb.GetLoadsRequest()).loads[0])
+    def newest():
+        seen.append(stub.GetLoads(pb.GetLoadsRequest()).loads[0])
+        return seen[-1]
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    calls = [stub.Generate(ask(**LONG)) for _ in range(12)]
+    with server.paced() as pace:
+        calls = [stub.Generate(ask(**LONG)) for _ in range(12)]
+        eventually(lambda: server.frontend.num_open == 12)
+        pace.release(3)
+        eventually(lambda: (newest().num_running_reqs, newest().num_waiting_reqs) == (4, 8))
+        busiest = newest()
     for call in calls:
         list(call)
-    time.sleep(1.1)
-    stopped.set()
-    watcher.join()
-    assert max(one.num_running_reqs for one in seen) == 4
-    assert max(one.num_waiting_reqs for one in seen) > 0
     assert all(one.num_total_reqs == one.num_running_reqs + one.num_waiting_reqs for one in seen)
-    busiest = max(seen, key=lambda one: one.token_usage)
     assert busiest.token_usage == busiest.num_used_tokens / busiest.max_total_num_tokens > 0
-    assert max(one.gen_throughput for one in seen) > 0
+    # It is measured over a second or more.
+    eventually(lambda: newest().gen_throughput > 0 or any(one.gen_throughput for one in seen))
     response = stub.GetLoads(pb.GetLoadsRequest(dp_rank=1))
     assert (response.dp_rank_count, len(response.loads)) == (1, 0)
 

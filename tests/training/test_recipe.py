@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ import pytest
 from peagle_jax import EngineConfig, SamplingParams, load
 from peagle_jax.training import __main__ as command
 from peagle_jax.training.curves import Curves
+from tests.waiting import LIMIT
 
 SOURCE = Path(command.__file__).parents[1]
 STEPS = dict(target=120, peagle=40, eagle3=40)
@@ -133,6 +133,28 @@ def test_what_cannot_be_trained_is_refused_in_one_line(recipe, capsys, stage, op
     assert message in error[0]
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from peagle_jax.training.__main__ import main
+from peagle_jax.training.curves import Curves
+from tests.waiting import eventually
+
+checkpoint, *argv = sys.argv[1:]
+add = Curves.add
+
+def add_and_die(self, row):
+    add(self, row)
+    if row["step"] >= 25:
+        eventually(Path(checkpoint).is_dir)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Curves.add = add_and_die
+main(argv)
+"""
+"""A training that kills itself past the first checkpoint, with rows in the CSV that no checkpoint covers."""
+
+
 @pytest.mark.parametrize("stage", ["target", "peagle"])
 def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
     out = tmp_path / stage
@@ -141,20 +163,15 @@ def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "peagle_jax.training", *arguments],
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(out / "checkpoints" / "20"), *arguments],
         env=os.environ | cache,
+        cwd=Path(__file__).parents[2],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        timeout=LIMIT,
     )
-    # Somewhere past the first checkpoint, with rows in the CSV that no checkpoint covers.
-    deadline = time.monotonic() + 300
-    while not ((out / "checkpoints" / "20").is_dir() and rows(out, "train")[-1]["step"] >= 25):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert killed.returncode == -signal.SIGKILL
     assert not (out / "final").exists()
     train(arguments)
     for name in ("train", "eval"):

@@ -1,0 +1,15 @@
+"""How tests wait: for an event, with a limit that only a defect reaches."""
+
+import time
+from collections.abc import Callable
+
+LIMIT = 300.0
+"""Seconds. Generous, because a machine may be busy: a test fails by it only when something hangs."""
+
+
+def eventually(condition: Callable[[], object], what: str = "the condition") -> None:
+    """Returns once `condition()` is true; fails after `LIMIT` seconds. `what` names it in the error."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} is not true after {LIMIT:g} s"
+        time.sleep(0.005)
