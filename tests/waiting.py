@@ -1,5 +1,6 @@
 """How tests wait: for an event, with a limit that only a defect reaches."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -13,3 +14,10 @@ def eventually(condition: Callable[[], object], what: str = "the condition") -> 
     while not condition():
         assert time.monotonic() < deadline, f"{what} is not true after {LIMIT:g} s"
         time.sleep(0.005)
+
+
+async def soon(condition: Callable[[], object]) -> None:
+    """`eventually` for code in an event loop, which goes on meanwhile."""
+    async with asyncio.timeout(LIMIT):
+        while not condition():
+            await asyncio.sleep(0.002)

@@ -18,6 +18,7 @@ from serving.http.listener import Listener
 from serving.rpc.security import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.test_http_errors import refusal
+from tests.waiting import LIMIT, eventually, soon
 
 HOST = b"Host: x\r\n"
 GET = b"GET /health HTTP/1.1\r\n" + HOST
@@ -27,7 +28,7 @@ SHORT = Patience(head=0.3, write=0.3)
 
 def connect(address: str, source: str = "127.0.0.1") -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=30, source_address=(source, 0))
+    return socket.create_connection((host, int(port)), timeout=LIMIT, source_address=(source, 0))
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -37,13 +38,6 @@ def read_all(connection: socket.socket) -> bytes:
         while more := connection.recv(65536):
             data += more
     return data
-
-
-def wait_for(is_so) -> None:
-    until = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -134,30 +128,28 @@ def test_a_head_that_does_not_come_ends_the_connection(impatient, gate, sent):
         connection.sendall(sent)
         answer = read_all(connection)
     assert answer[:13] in ((b"HTTP/1.1 408 ", b"HTTP/1.1 400 ") if sent else (b"",))
-    wait_for(lambda: gate.num_open == 0)
+    eventually(lambda: gate.num_open == 0)
 
 
 @pytest.mark.parametrize("first", [b"", GET + b"\r\n"])
 def test_bytes_that_drip_do_not_extend_the_time_for_a_head(impatient, gate, first):
     with connect(impatient) as connection:
         connection.sendall(first)
-        until = time.monotonic() + 30
         with contextlib.suppress(ConnectionError):
             for byte in b"GET /health HTTP/1.1\r\nX: " + b"y" * 2000:
-                assert time.monotonic() < until
                 connection.sendall(bytes([byte]))
                 time.sleep(0.02)
         answer = read_all(connection)
     assert b"200 OK" not in answer.partition(b"408")[2]
     assert answer.count(b"HTTP/1.1 200") == bool(first)
-    wait_for(lambda: gate.num_open == 0)
+    eventually(lambda: gate.num_open == 0)
 
 
 def test_a_body_that_the_answer_did_not_wait_for_is_not_waited_for_long(impatient, gate):
     with connect(impatient) as connection:
         connection.sendall(b"POST /nothing HTTP/1.1\r\n" + HOST + b"Content-Length: 99\r\n\r\n")
         assert read_all(connection).startswith(b"HTTP/1.1 404 ")
-    wait_for(lambda: gate.num_open == 0)
+    eventually(lambda: gate.num_open == 0)
 
 
 def test_a_body_that_comes_after_the_answer_ends_the_connection(patient):
@@ -178,7 +170,7 @@ def test_an_answer_that_is_not_read_ends_the_connection(impatient, gate):
         with contextlib.suppress(ConnectionError):
             for _ in range(2000):
                 connection.sendall(one)
-        wait_for(lambda: gate.num_open == 0)
+        eventually(lambda: gate.num_open == 0)
 
 
 def test_a_handshake_that_does_not_come_ends_the_connection(server, gate, tmp_path):
@@ -189,15 +181,15 @@ def test_a_handshake_that_does_not_come_ends_the_connection(server, gate, tmp_pa
         connect(address) as connection,
     ):
         assert read_all(connection) == b""
-        wait_for(lambda: gate.num_open == 0)
+        eventually(lambda: gate.num_open == 0)
         context = ssl._create_unverified_context()
         assert httpx.get(f"https://{address}/health", verify=context).status_code == 200
-        wait_for(lambda: gate.num_open == 0)
+        eventually(lambda: gate.num_open == 0)
 
 
 def status(address: str, path: str = "/health", source: str = "127.0.0.1") -> httpx.Response:
     transport = httpx.HTTPTransport(local_address=source)
-    with httpx.Client(transport=transport, timeout=30) as client:
+    with httpx.Client(transport=transport, timeout=LIMIT) as client:
         return client.get(f"http://{address}{path}")
 
 
@@ -209,7 +201,7 @@ def test_a_new_connection_takes_the_place_of_the_oldest_idle_one(patient, gate, 
             one.sendall(sent)
             if sent.endswith(b"\r\n\r\n"):
                 assert one.recv(15) == b"HTTP/1.1 200 OK"
-        wait_for(lambda: gate.num_open == 4)
+        eventually(lambda: gate.num_open == 4)
         for oldest in idle:
             newest = stack.enter_context(connect(patient))
             newest.sendall(GET + b"\r\n")
@@ -220,11 +212,11 @@ def test_a_new_connection_takes_the_place_of_the_oldest_idle_one(patient, gate, 
 
 def test_health_is_answered_while_all_connections_are_busy(server, patient, gate):
     body = b'{"prompt": "a", "max_tokens": 2, "ignore_eos": true}'
-    with server.held(), contextlib.ExitStack() as stack:
+    with server.paced(), contextlib.ExitStack() as stack:
         for _ in range(4):
             one = stack.enter_context(connect(patient))
             one.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        wait_for(lambda: server.call(lambda: server.frontend.num_open) == 4)
+        eventually(lambda: server.call(lambda: server.frontend.num_open) == 4)
         # Silent strangers hold no reserved place either.
         for _ in range(3):
             stack.enter_context(connect(patient))
@@ -242,10 +234,10 @@ def test_one_address_does_not_take_the_places_of_others(server):
     gate = Gate(most=4, most_per_address=2, reserve=1)
     with server.another_http(gate=gate) as address, contextlib.ExitStack() as stack:
         mine = stack.enter_context(connect(address, "127.0.0.2"))
-        wait_for(lambda: gate.num_open == 1)
+        eventually(lambda: gate.num_open == 1)
         for _ in range(8):
             stack.enter_context(connect(address, "127.0.0.3"))
-        wait_for(lambda: gate.num_open == 3)
+        eventually(lambda: gate.num_open == 3)
         mine.sendall(GET + b"\r\n")
         assert mine.recv(15) == b"HTTP/1.1 200 OK"
 
@@ -321,12 +313,16 @@ def test_without_descriptors_the_server_pauses_and_closes_idle_connections(caplo
         )
         _, writer = await asyncio.open_connection(*listener.getsockname())
         turns = 0
-        while starved.num_failed < 2:
-            await asyncio.sleep(0.001)
+
+        def has_failed_twice() -> bool:
+            nonlocal turns
             turns += 1
+            return starved.num_failed >= 2
+
+        await soon(has_failed_twice)
         assert turns > 10  # the event loop did other work meanwhile
         starved.is_starved = False
-        await asyncio.wait_for(came.wait(), 30)
+        await asyncio.wait_for(came.wait(), LIMIT)
         writer.close()
         server.close()
         await server.wait_closed()

@@ -172,11 +172,7 @@ def test_a_hangup_reads_files_again_and_ends_nothing(serve, tmp_path):
 
 
 def wait_for_log(server: Served, message: str) -> None:
-    for _ in range(3000):
-        if message in server.text():
-            return
-        time.sleep(0.01)
-    raise AssertionError(server.text())
+    eventually(lambda: message in server.text(), f"{message!r} in the log")
 
 
 def test_health_follows_the_life_of_the_server(serve):

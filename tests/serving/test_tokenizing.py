@@ -3,7 +3,6 @@
 import asyncio
 import sys
 import threading
-import time
 
 import grpc
 import httpx
@@ -18,6 +17,7 @@ from serving.rpc import open_inference, vllm
 from serving.tokenizing import Encoder
 from tests.serving.live import LiveServer
 from tests.serving.test_fuzz import METHODS, Client
+from tests.waiting import soon
 
 SECONDS = 60  # limit of every wait
 LONGEST = 96 * 2  # characters: tokens of the model's length, and characters of the longest token
@@ -36,8 +36,7 @@ def test_other_threads_run_while_a_text_is_tokenised(tokenizer):
 
     def count():
         nonlocal steps
-        while not is_done.is_set():
-            time.sleep(0.0005)
+        while not is_done.wait(0.0005):
             steps += 1
 
     interval = sys.getswitchinterval()
@@ -167,12 +166,6 @@ class Held:
         return "".join(one["content"] for one in messages)
 
 
-async def until(is_so) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not is_so():
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_long_texts_share_a_few_threads_and_hold_up_nobody_else(threads):
     held = Held()
@@ -184,7 +177,7 @@ def test_long_texts_share_a_few_threads_and_hold_up_nobody_else(threads):
         tasks = [
             asyncio.create_task(kinds[i % 2]("a" * 5000)) for i in range(threads + 64)
         ]  # as many wait as may
-        await until(lambda: held.running == threads)
+        await soon(lambda: held.running == threads)
         for ask in kinds:
             with pytest.raises(ServiceError) as refused:
                 await ask("a" * 5000)
@@ -212,7 +205,7 @@ def test_work_whose_client_left_keeps_its_thread_and_nothing_else():
         pool = BoundedPool("test", "texts", num_threads=1, max_waiting=2)
         work = lambda: held.encode("a" * 5000)
         running = asyncio.create_task(pool.run(work))
-        await until(lambda: held.running == 1)
+        await soon(lambda: held.running == 1)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         waiting = asyncio.create_task(pool.run(work))
@@ -239,7 +232,7 @@ def test_the_event_loop_goes_on_while_long_texts_are_tokenised(server, monkeypat
     with httpx.Client(base_url=f"http://{server.http_address}", timeout=SECONDS) as http:
         asking = threading.Thread(target=call, args=(server, "/v1/completions", "a" * 5000))
         asking.start()  # its token is beyond the vocabulary
-        server.run(until(lambda: held.running == 1))
+        server.run(soon(lambda: held.running == 1))
         assert [http.get("/health").status_code for _ in range(20)] == [200] * 20
         with grpc.insecure_channel(server.address) as channel:
             stub = peagle_v1_pb2_grpc.GenerationStub(channel)
