@@ -158,6 +158,17 @@ def test_files_and_functions_stay_small():
     assert [line for name in NAMES for line in oversized(name)] == []
 
 
+def test_test_files_have_names_of_their_own():
+    """pytest imports the files of a folder that is no package by their names alone, and stops at a name
+    that it has met before."""
+    alone = [
+        path.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if not (path.parent / "__init__.py").exists()
+    ]
+    assert sorted(alone) == sorted(set(alone))
+
+
 def test_names_say_what_a_file_is_for():
     forbidden = re.compile(r"(^|_)(utils?|helpers?)($|_)|_v\d+$")
     for name in NAMES:
