@@ -72,18 +72,18 @@ class Head:
 
 
 HEADS = {
-    "peagle-1": Head(seed=21, num_draft=4),
+    "peagle-1": Head(seed=21, num_draft=4, bfloat16=True),
     "peagle-4": Head(  # like the released heads: llama3 rope, queries wider than the model
         seed=22, num_layers=4, num_draft=8, bfloat16=True,
         layer=dict(head_dim=32, rope_parameters=targets.LLAMA3_ROPE),
     ),
     "peagle-pruned": Head(seed=23, num_draft=6, draft_vocab=PRUNED_VOCAB, keep=("lm_head",)),
     "peagle-norms": Head(
-        seed=24, num_layers=2, num_draft=5, draft_vocab=PRUNED_VOCAB,
+        seed=24, num_layers=2, num_draft=5, draft_vocab=PRUNED_VOCAB, bfloat16=True,
         flags=dict(norm_before_residual=True, norm_before_fc=True),
     ),
     "peagle-qwen3": Head(  # q/k norms; the second layer slides
-        seed=25, num_layers=2, num_draft=5, model_type="qwen3", draft_vocab=PRUNED_VOCAB,
+        seed=25, num_layers=2, num_draft=5, model_type="qwen3", draft_vocab=PRUNED_VOCAB, bfloat16=True,
         layer=dict(
             use_sliding_window=True, sliding_window=6, max_window_layers=1,
             rope_parameters=targets.QWEN3_ROPE,
