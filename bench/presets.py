@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 
 from bench.sizes import FORMATS, Format
 from convert.synthetic import with_layers
-from peagle_jax.config import ConfigError, DrafterConfig, Llama3Scaling, RopeConfig, TargetConfig
+from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.presets import PRESETS
+from peagle_jax.rope_config import Llama3Scaling, RopeConfig
 
 PEAGLE_LAYERS = 4
 """Layers of every published P-EAGLE head."""

@@ -97,22 +97,25 @@ def _cache(layers: list[AttentionConfig], load: Load, tokens: float) -> tuple[fl
 def target_cost(config: TargetConfig, load: Load) -> Cost:
     """One pass of the target over J+1 rows a sequence, all of them projected to logits."""
     tokens = load.batch * (load.num_draft + 1)
-    D, F = config.hidden_size, config.intermediate_size
+    D = config.hidden_size
     item = _ITEMSIZE[load.dtype]
     quantised = _QUANTISED.get(load.weights or load.dtype, item)
     dense = item if load.weights == "mxfp4" else quantised
     layers = [config.attention(i) for i in range(config.num_layers)]
     attention = sum(_projections(layer, D, D) for layer in layers)
     head = config.vocab_size * D
-    expert = config.num_layers * 3 * D * F
-    experts = config.experts
-    if experts is None:
-        moved, active = attention * dense + expert * quantised, attention + expert
-    else:
+    sparse = sum(config.is_sparse(i) for i in range(config.num_layers))
+    mlps = sum(
+        3 * D * config.mlp_size(i) for i in range(config.num_layers) if not config.is_sparse(i)
+    )
+    active = attention + mlps
+    moved = active * dense
+    if sparse:
+        experts, expert = config.experts, sparse * 3 * D * config.intermediate_size
         read = experts_read(experts.num_experts, experts.top_k, tokens)
-        router = config.num_layers * experts.num_experts * D
-        moved = attention * dense + read * expert * quantised + item * router
-        active = attention + experts.top_k * expert + router
+        router = sparse * experts.num_experts * D
+        moved += read * expert * quantised + item * router
+        active += experts.top_k * expert + router
     elements, work = _cache(layers, load, tokens)
     moved += item * (head + D * tokens) + load.cache_item * elements
     return Cost(((moved, 2 * tokens * (active + head) + work),))

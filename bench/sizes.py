@@ -3,6 +3,7 @@
 Weights are counted on the models themselves, so the table cannot drift from the code.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,8 @@ _BITS = {"bf16": 16, "fp8": 8 + 32 / 128**2, "mxfp4": 4 + 8 / 32}
 QUANTISED = {"qkv", "out", "gate_up", "down"}
 FORMATS: dict[str, tuple[Format, ...]] = {
     "llama": ("bf16", "fp8"),
+    "mistral": ("bf16", "fp8"),
+    "qwen2": ("bf16", "fp8"),
     "qwen3": ("bf16", "fp8"),
     "qwen3_moe": ("bf16", "fp8"),
     "gpt_oss": ("mxfp4",),
@@ -52,6 +55,7 @@ class Weights:
         return int(experts + matrices + self.rest * _BITS["bf16"]) // 8
 
 
+@functools.cache
 def count(config: TargetConfig) -> Weights:
     """Parameters of a target, without making one."""
     model = nnx.eval_shape(lambda: build(config, dtype="bfloat16", rngs=nnx.Rngs(0)))

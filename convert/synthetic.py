@@ -17,7 +17,7 @@ from peagle_jax.checkpoint.converted import DTYPE_NAMES
 from peagle_jax.checkpoint.layout import FP8, PACKED
 from peagle_jax.checkpoint.safetensors import INDEX, CheckpointError
 from peagle_jax.checkpoint.tables import target_tensors
-from peagle_jax.checkpoint.target_json import target_json
+from peagle_jax.checkpoint.target_writer import target_json
 from peagle_jax.config import TargetConfig
 
 Quantization = Literal["none", "fp8", "mxfp4"]
@@ -45,8 +45,14 @@ Pools = dict[bool, memoryview]
 
 def with_layers(config: TargetConfig, num_layers: int) -> TargetConfig:
     """The model cut to its first layers."""
-    windows = config.sliding_windows
-    return replace(config, num_layers=num_layers, sliding_windows=windows and windows[:num_layers])
+    windows, experts = config.sliding_windows, config.experts
+    if experts is not None:
+        dense = tuple(i for i in experts.dense_layers if i < num_layers)
+        experts = replace(
+            experts, dense_layers=dense, dense_size=experts.dense_size if dense else None
+        )
+    windows = windows and windows[:num_layers]
+    return replace(config, num_layers=num_layers, sliding_windows=windows, experts=experts)
 
 
 def tensors(config: TargetConfig, quantization: Quantization) -> Shapes:

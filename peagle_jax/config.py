@@ -7,8 +7,10 @@ nothing below this file reads a default that a checkpoint should have stated.
 from dataclasses import dataclass
 from typing import Literal
 
+from peagle_jax.rope_config import DynamicScaling, RopeConfig
+
 Method = Literal["none", "eagle3", "peagle"]
-Family = Literal["llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma4"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma4"]
 MAX_NUM_DRAFT = 32  # heads are trained for 4 to 16; each draft adds rows to every program
 
 
@@ -21,47 +23,6 @@ def _check_windows(windows: tuple[int | None, ...] | None, num_layers: int) -> N
         raise ConfigError(f"{windows=} needs one entry for each of {num_layers=}")
     if any(window is not None and window < 1 for window in windows or ()):
         raise ConfigError(f"{windows=} must hold None or positive numbers of tokens")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3's rope scaling: long wavelengths are stretched by `factor`, short ones kept."""
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN (arXiv 2309.00071): a ramp over the frequencies, and `attention_factor` on cos and sin.
-
-    `attention_factor` None is `0.1 ln(factor) + 1`; `truncate` rounds the ramp's ends to integers.
-    """
-
-    factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    original_max_position: int = 4096
-    truncate: bool = True
-    attention_factor: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding over halves.
-
-    Args:
-      theta: base of the geometric frequency series.
-      scaling: how frequencies change for long contexts.
-      rotary_share: the first share of the frequencies turns, the rest stands still (Gemma 4's
-        "proportional" rope; frequency i is still theta^(-2i/head_dim)).
-    """
-
-    theta: float
-    scaling: Llama3Scaling | YarnScaling | None = None
-    rotary_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +69,20 @@ class GlobalAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Each token goes to `top_k` of `num_experts`; `normalize` makes their weights sum to one."""
+    """Each token goes to `top_k` of `num_experts`; `normalize` makes their weights sum to one.
+
+    `dense_layers` have one MLP of width `dense_size` in place of experts (Qwen3-MoE).
+    """
 
     num_experts: int
     top_k: int
     normalize: bool = True
+    dense_layers: tuple[int, ...] = ()
+    dense_size: int | None = None
+
+    def __post_init__(self):
+        if self.dense_layers and self.dense_size is None:
+            raise ConfigError(f"{self.dense_layers=} need dense_size, the width of their MLP")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +94,8 @@ class TargetConfig:
       sliding_windows: window of each layer, None entries see everything; None: no layer slides.
       global_attention: how layers without a window differ (Gemma 4).
       experts, swiglu_limit: mixture of experts in place of one MLP; GPT-OSS's clamp inside them.
+      attention_bias: of q, k, v and the output; in Qwen2 of q, k and v only.
+      mlp_bias: of gate, up and down (Llama).
       logit_softcap: c in `c tanh(logits / c)`.
 
     Taps are layer ids in the vLLM convention: id i is the residual stream entering layer i.
@@ -143,6 +115,7 @@ class TargetConfig:
     tie_embeddings: bool
     attention_bias: bool
     qk_norm: bool
+    mlp_bias: bool = False
     sliding_windows: tuple[int | None, ...] | None = None
     global_attention: GlobalAttention | None = None
     experts: ExpertsConfig | None = None
@@ -160,6 +133,15 @@ class TargetConfig:
         """Sliding window of a layer in tokens; None attends to everything before."""
         return None if self.sliding_windows is None else self.sliding_windows[layer]
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether layer `layer` has experts, not one MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def mlp_size(self, layer: int) -> int:
+        """Width of the MLP of layer `layer`, or of one of its experts."""
+        dense = self.experts is not None and not self.is_sparse(layer)
+        return self.experts.dense_size if dense else self.intermediate_size
+
     def attention(self, layer: int) -> AttentionConfig:
         """Attention of layer `layer`."""
         window = self.window(layer)
@@ -172,12 +154,18 @@ class TargetConfig:
             window=window,
             scale=1.0 if self.family == "gemma4" else None,
             bias=self.attention_bias,
-            output_bias=self.attention_bias,  # one switch in every family
+            output_bias=self.attention_bias and self.family != "qwen2",
             qk_norm=self.qk_norm,
             value_norm=self.family == "gemma4",
             shared_kv=wide.shared_kv if wide else False,
             sinks=self.family == "gpt_oss",
         )
+
+    @property
+    def has_dynamic_rope(self) -> bool:
+        """Whether some layer's frequencies depend on the length of texts beyond `max_position`."""
+        ropes = (self.attention(i).rope for i in range(self.num_layers))
+        return any(isinstance(rope.scaling, DynamicScaling) for rope in ropes)
 
     @property
     def embedding_scale(self) -> float:
@@ -216,6 +204,7 @@ class DrafterConfig:
     qk_norm: bool = False
     attention_bias: bool = False
     output_bias: bool = False
+    mlp_bias: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False

@@ -46,7 +46,8 @@ class FirstLayer(nnx.Module):
             config.attention(0), (2 * D, D), eps=eps, std_out=INIT_STD, dtype=dtype, rngs=rngs
         )
         self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.mlp = GatedMLP(D, config.intermediate_size, std_out=INIT_STD, dtype=dtype, rngs=rngs)
+        init = dict(bias=config.mlp_bias, std_out=INIT_STD, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(D, config.intermediate_size, **init)
 
     def __call__(self, embedding, h, angles, cache, attend: Attend, keep: jax.Array | None = None):
         normed = self.hidden_norm(h)

@@ -18,7 +18,8 @@ from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.norm_quant.api import add_rms_norm, rms_norm
 from pallas_kernels.rope_write.api import Form
 from pallas_kernels.rope_write.reference import apply_rope
-from peagle_jax.config import AttentionConfig, Llama3Scaling, RopeConfig, YarnScaling
+from peagle_jax.config import AttentionConfig
+from peagle_jax.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 Attend = Callable[..., tuple[jax.Array, Any]]
 """`attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache, window=...) -> (out [B,T,N,H], cache)`; with
@@ -161,10 +162,12 @@ def _yarn_frequencies(
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> jax.Array:
-    """Inverse frequencies [H/2], scaled as the config says."""
+    """Inverse frequencies [H/2], scaled as the config says; `DynamicScaling` changes none here."""
     pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
     inv = config.theta ** (-pairs / head_dim)
-    if isinstance(config.scaling, Llama3Scaling):
+    if isinstance(config.scaling, LinearScaling):
+        inv = inv / config.scaling.factor
+    elif isinstance(config.scaling, Llama3Scaling):
         inv = _llama3_frequencies(inv, config.scaling)
     elif isinstance(config.scaling, YarnScaling):
         inv = _yarn_frequencies(inv, config.theta, head_dim, config.scaling)
@@ -271,14 +274,19 @@ class GatedMLP(nnx.Module):
         std_out: float,
         dtype,
         rngs: nnx.Rngs,
+        bias: bool = False,
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
     ):
         self.activation = activation
-        self.gate_up = Linear(width, 2 * inner, bias=False, std=INIT_STD, dtype=dtype, rngs=rngs)
-        self.down = Linear(inner, width, bias=False, std=std_out, dtype=dtype, rngs=rngs)
+        init = dict(bias=bias, dtype=dtype, rngs=rngs)
+        self.gate_up = Linear(width, 2 * inner, std=INIT_STD, **init)
+        self.down = Linear(inner, width, std=std_out, **init)
 
     def __call__(self, x: jax.Array) -> Delta:
-        gate, up = jnp.split(add_in_order(self.gate_up.parts(x)), 2, axis=-1)
+        both = add_in_order(self.gate_up.parts(x))
+        if self.gate_up.bias is not None:
+            both = both + self.gate_up.bias[...].astype(jnp.float32)
+        gate, up = jnp.split(both, 2, axis=-1)
         return self.down.delta((self.activation(gate) * up).astype(x.dtype))
 
 
@@ -292,7 +300,9 @@ class DecoderLayer(nnx.Module):
         self.input_norm = RMSNorm(D, eps=eps, dtype=dtype)
         self.attention = Attention(config.attention(layer), (D, D), eps=eps, **init)
         self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.mlp = GatedMLP(D, config.intermediate_size, **init) if mlp is None else mlp
+        if mlp is None:
+            mlp = GatedMLP(D, config.intermediate_size, bias=config.mlp_bias, **init)
+        self.mlp = mlp
 
     def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):
         """One block over the stream `h + delta`, after the attention over its rows `keep` [B, n] alone.

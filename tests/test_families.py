@@ -30,7 +30,7 @@ def engine_config(**changes) -> EngineConfig:
 
 @functools.cache
 def target(family: str):
-    return tiny.target(**tiny.FAMILIES[family])
+    return tiny.target(**tiny.TARGETS[family])
 
 
 @functools.cache
@@ -63,7 +63,13 @@ def test_output_is_that_of_the_target_alone(family, method, num_draft):
     assert run(Engine(target(family), head, engine_config(num_draft=num_draft))) == naive(family)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_drafting_for_a_variant_does_not_change_its_output(variant):
+    engine = Engine(target(variant), tiny.head(), engine_config(num_draft=4))
+    assert run(engine) == naive(variant)
+
+
+@pytest.mark.parametrize("family", tiny.TARGETS)
 @pytest.mark.parametrize("tap_last", [False, True])
 def test_rows_that_are_kept_are_those_of_all(family, tap_last):
     model = target(family)

@@ -18,11 +18,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "tests")
 
 ORDER = [
-    "config", "presets",
+    "rope_config", "config", "presets",
     "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "drafter", "verify", "step",
-    "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout", "checkpoint.tables",
-    "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json", "checkpoint.target_json", "checkpoint.head_json",
+    "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
+    "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
+    "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
     "checkpoint.converted", "checkpoint.checked", "checkpoint.loader", "checkpoint",
     "text",
     "engine", "engine.pages", "engine.request", "engine.plan", "engine.stats", "engine.scheduler",
@@ -188,6 +189,11 @@ def test_tests_wait_for_events_in_one_way():
         if isinstance(node, ast.Attribute) and node.attr == "sleep"
     ]
     assert offenders == []
+
+
+def test_golden_files_stay_below_ten_megabytes():
+    files = (ROOT / "tests" / "golden").glob("*/*")
+    assert sum(path.stat().st_size for path in files) < 10e6
 
 
 def test_only_command_lines_print():

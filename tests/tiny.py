@@ -10,12 +10,11 @@ from peagle_jax.config import (
     DrafterConfig,
     ExpertsConfig,
     GlobalAttention,
-    RopeConfig,
     TargetConfig,
-    YarnScaling,
 )
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Decoder, build
+from peagle_jax.rope_config import DynamicScaling, LinearScaling, RopeConfig, YarnScaling
 
 TARGET = TargetConfig(
     family="qwen3",
@@ -54,6 +53,14 @@ HEAD = DrafterConfig(
 
 FAMILIES = {
     "llama": dict(family="llama", qk_norm=False, num_layers=3),
+    "mistral": dict(
+        family="mistral", qk_norm=False, sliding_windows=(6, 6, 6), max_position=80,
+        rope=RopeConfig(theta=1e4, scaling=DynamicScaling(factor=2.0)),
+    ),
+    "qwen2": dict(
+        family="qwen2", qk_norm=False, attention_bias=True, tie_embeddings=True,
+        sliding_windows=(None, 6, 6),
+    ),
     "qwen3_moe": dict(family="qwen3_moe", experts=ExpertsConfig(num_experts=6, top_k=2)),
     "gpt_oss": dict(
         family="gpt_oss", qk_norm=False, attention_bias=True, sliding_windows=(6, None, 6),
@@ -69,6 +76,20 @@ FAMILIES = {
     ),
 }  # fmt: skip
 """What each family changes in `TARGET`; windows of a few tokens, so that every test crosses them."""
+
+VARIANTS = {
+    "llama with biases": dict(
+        family="llama", qk_norm=False, attention_bias=True, mlp_bias=True,
+        rope=RopeConfig(theta=1e4, scaling=LinearScaling(factor=4.0)),
+    ),
+    "qwen3_moe with dense layers": dict(
+        family="qwen3_moe",
+        experts=ExpertsConfig(num_experts=6, top_k=2, dense_layers=(0, 2), dense_size=40),
+    ),
+}  # fmt: skip
+"""Other forms of a family; what a test shows of the method need not be shown again for each."""
+
+TARGETS = FAMILIES | VARIANTS
 
 
 def loud(module, seed: int, *, vectors: bool = False):

@@ -142,6 +142,15 @@ _EXPERTS = {
 }
 """Both names of the number of experts are in use; transformers 5 writes the second one."""
 
+_MISTRAL = dict(
+    vocab_size=32000, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072
+)
+_QWEN2 = dict(
+    vocab_size=151936,
+    intermediate_size=22016,
+    num_key_value_heads=32,
+    max_position_embeddings=32768,
+)
 _QWEN3 = dict(
     vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, head_dim=128,
     max_position_embeddings=32768,
@@ -160,27 +169,42 @@ _GEMMA4 = dict(
     num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
     tie_word_embeddings=True,
 )  # fmt: skip
-_DENSE_LAYERS = "; some layers would be dense, and only models whose every layer is MoE are done"
 _HEADS_OR_NONE = count(None, nullable=True)
+_QWEN_WINDOWS = {
+    "use_sliding_window": flag(False),
+    "sliding_window": count(4096, nullable=True),
+    "max_window_layers": count(28, least=0),
+    "layer_types": LAYER_TYPES,
+}
 
 KEYS: dict[str, dict[str, Key]] = {
-    "llama": _table(_SHARED, {}, mlp_bias=flag(False, False), **_NO_WINDOWS),
+    "llama": _table(_SHARED, {}, mlp_bias=flag(False), **_NO_WINDOWS),
+    "mistral": _table(
+        _SHARED,
+        _MISTRAL,
+        attention_bias=flag(False, False),
+        sliding_window=count(4096, nullable=True),
+        layer_types=LAYER_TYPES,
+    ),
+    "qwen2": _table(
+        _SHARED | {"num_key_value_heads": _HEADS_OR_NONE},
+        _QWEN2,
+        attention_bias=Key(kind="flag", default=None),  # says nothing: q, k and v always have some
+        **_QWEN_WINDOWS,
+    ),
     "qwen3": _table(
         _SHARED | {"num_key_value_heads": _HEADS_OR_NONE},
         _QWEN3,
-        use_sliding_window=flag(False),
-        sliding_window=count(4096, nullable=True),
-        max_window_layers=count(28, least=0),
-        layer_types=LAYER_TYPES,
         use_qk_norm=flag(True, True),
+        **_QWEN_WINDOWS,
     ),
     "qwen3_moe": _table(
         _SHARED | _EXPERTS,
         _QWEN3_MOE | {"num_experts_per_tok": 8, "num_experts": 128},
         moe_intermediate_size=count(768),
         norm_topk_prob=flag(False),
-        decoder_sparse_step=only(1, hint=_DENSE_LAYERS),
-        mlp_only_layers=only([], hint=_DENSE_LAYERS),
+        decoder_sparse_step=count(1),
+        mlp_only_layers=Key(kind="list", default=[]),
         use_qk_norm=flag(True, True),
         **_NO_WINDOWS,
     ),

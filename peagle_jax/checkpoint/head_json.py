@@ -28,8 +28,10 @@ from peagle_jax.checkpoint.rope_json import (
     windows_json,
 )
 from peagle_jax.checkpoint.safetensors import CheckpointError
-from peagle_jax.checkpoint.target_json import decoder_fields, decoder_json, qwen3_windows
+from peagle_jax.checkpoint.target_json import decoder_fields, qwen_windows
+from peagle_jax.checkpoint.target_writer import decoder_json
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
+from peagle_jax.rope_config import DynamicScaling
 
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _TYPES = ("eagle3", "peagle")
@@ -81,7 +83,7 @@ def _has_qk_norm(head: Fields, layers: Fields, nested: bool, tensors: set[str]) 
 
 def _windows(layers: Fields, keys: dict, qk_norm: bool) -> tuple[int | None, ...] | None:
     if qk_norm:
-        return qwen3_windows(layers, keys)
+        return qwen_windows(layers, keys)
     types = keys["layer_types"] or []
     if SLIDING not in types:
         return None
@@ -211,6 +213,7 @@ def drafter_config(
             mask_token_id=masks[0] if masks else None,
             qk_norm=qk_norm,
             output_bias=output_bias,
+            mlp_bias=keys.get("mlp_bias", False),
             norm_before_fc="input_norm.weight" in tensors,
             fc_norm="fc_norm.0.weight" in tensors,
             norm_before_residual=head.flag("norm_before_residual"),
@@ -225,6 +228,12 @@ def drafter_config(
         raise
     except ConfigError as error:
         raise head.error(str(error)) from error
+    dynamic = isinstance(config.rope.scaling, DynamicScaling)
+    if dynamic and keys["max_position_embeddings"] < target.max_position:
+        raise head.error(
+            "rope_type dynamic in a head with fewer max_position_embeddings than its target's "
+            f"{target.max_position} is not supported"
+        )
     check_fit(config, target, fused_width, str(folder))
     return config
 
@@ -282,6 +291,7 @@ def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "num_aux_hidden_states": config.num_taps,
+        "mlp_bias": config.mlp_bias,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_before_residual": config.norm_before_residual,

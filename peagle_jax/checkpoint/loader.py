@@ -26,7 +26,8 @@ from peagle_jax.checkpoint.tables import (
     target_layout,
     target_tensors,
 )
-from peagle_jax.checkpoint.target_json import target_json, target_unread_keys
+from peagle_jax.checkpoint.target_json import target_unread_keys
+from peagle_jax.checkpoint.target_writer import target_json
 from peagle_jax.config import TargetConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Decoder, build

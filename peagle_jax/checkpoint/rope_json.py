@@ -8,7 +8,13 @@ import math
 
 from peagle_jax.checkpoint.fields import Fields
 from peagle_jax.checkpoint.safetensors import CheckpointError
-from peagle_jax.config import Llama3Scaling, RopeConfig, YarnScaling
+from peagle_jax.rope_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -24,7 +30,7 @@ _OBJECTS = ("rope_scaling", "rope_parameters")
 _INNER_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor",
-    "mscale", "mscale_all_dim", "partial_rotary_factor",
+    "mscale", "mscale_all_dim", "partial_rotary_factor", "alpha",
 }  # fmt: skip
 
 
@@ -117,6 +123,15 @@ def _unscaled(scaling: Fields, theta: float) -> RopeConfig:
     return RopeConfig(theta=theta)
 
 
+def _linear(scaling: Fields, theta: float) -> RopeConfig:
+    return RopeConfig(theta=theta, scaling=LinearScaling(factor=_factor(scaling)))
+
+
+def _dynamic(scaling: Fields, theta: float) -> RopeConfig:
+    scaling.only("alpha")  # another rule of the same name
+    return RopeConfig(theta=theta, scaling=DynamicScaling(factor=_factor(scaling)))
+
+
 def _llama3(scaling: Fields, theta: float) -> RopeConfig:
     low = scaling.number("low_freq_factor", positive=True)
     high = scaling.number("high_freq_factor", positive=True)
@@ -178,6 +193,8 @@ def _proportional(scaling: Fields, theta: float) -> RopeConfig:
 
 _SCALINGS = {
     "default": _unscaled,
+    "linear": _linear,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "proportional": _proportional,
@@ -201,6 +218,10 @@ def rope_parameters_json(rope: RopeConfig) -> dict:
 def _scaling_json(rope: RopeConfig) -> dict:
     scaling = rope.scaling
     match scaling:
+        case LinearScaling():
+            return {"rope_type": "linear", "factor": scaling.factor}
+        case DynamicScaling():
+            return {"rope_type": "dynamic", "factor": scaling.factor}
         case Llama3Scaling():
             return {
                 "rope_type": "llama3",

@@ -51,9 +51,13 @@ def _attention(
         table.vector((*path, "sinks"), f"{base}.sinks", config.num_heads)
 
 
-def _mlp(table: Table, path: Path, base: str, D: int, F: int) -> None:
-    table.linear((*path, "gate_up"), [f"{base}.gate_proj", f"{base}.up_proj"], (F, F), D)
-    table.linear((*path, "down"), [f"{base}.down_proj"], (D,), F)
+def _mlp(table: Table, path: Path, base: str, D: int, F: int, *, bias: bool = False) -> None:
+    gate_up, down = [f"{base}.gate_proj", f"{base}.up_proj"], [f"{base}.down_proj"]
+    table.linear((*path, "gate_up"), gate_up, (F, F), D)
+    table.linear((*path, "down"), down, (D,), F)
+    if bias:
+        table.bias((*path, "gate_up"), gate_up, (F, F))
+        table.bias((*path, "down"), down, (D,))
 
 
 def _qwen3_experts(table: Table, path: Path, base: str, config: TargetConfig) -> None:
@@ -90,7 +94,7 @@ def _gpt_oss_experts(table: Table, path: Path, base: str, config: TargetConfig) 
 
 
 def _block(table: Table, i: int, base: str, config: TargetConfig) -> None:
-    """Llama, Qwen3, Qwen3-MoE and GPT-OSS; they differ in their attention's config and in the MLP."""
+    """All but Gemma; they differ in their attention's config and in the MLP."""
     path, D = ("layers", i), config.hidden_size
     table.vector((*path, "input_norm", "weight"), f"{base}.input_layernorm.weight", D)
     attention = config.attention(i)
@@ -99,10 +103,10 @@ def _block(table: Table, i: int, base: str, config: TargetConfig) -> None:
     mlp = (table, (*path, "mlp"), f"{base}.mlp")
     if config.family == "gpt_oss":
         _gpt_oss_experts(*mlp, config)
-    elif config.family == "qwen3_moe":
+    elif config.is_sparse(i):
         _qwen3_experts(*mlp, config)
     else:
-        _mlp(*mlp, D, config.intermediate_size)
+        _mlp(*mlp, D, config.mlp_size(i), bias=config.mlp_bias)
 
 
 _GEMMA4_NORMS = {
@@ -193,7 +197,8 @@ def _head_layer(table: Table, i: int, path: Path, base: str, config: DrafterConf
     attention = config.attention(i)
     _attention(table, (*path, "attention"), f"{base}.self_attn", attention, widths)
     table.vector((*path, "post_norm", "weight"), f"{base}.post_attention_layernorm.weight", D)
-    _mlp(table, (*path, "mlp"), f"{base}.mlp", D, config.intermediate_size)
+    mlp = (table, (*path, "mlp"), f"{base}.mlp")
+    _mlp(*mlp, D, config.intermediate_size, bias=config.mlp_bias)
 
 
 def _head(table: Table, config: DrafterConfig, first: str) -> None:

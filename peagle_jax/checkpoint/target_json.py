@@ -1,4 +1,4 @@
-"""`config.json` and `generation_config.json` of a target <-> `TargetConfig`.
+"""`config.json` and `generation_config.json` of a target -> `TargetConfig`.
 
 Keys, their defaults and accepted values are in `config_keys`; here they become a `TargetConfig`. A feature
 that is not done here is refused by the name of its key.
@@ -14,27 +14,23 @@ from peagle_jax.checkpoint.rope_json import (
     GPT_OSS_ROPE,
     SLIDING,
     rope_config,
-    rope_json,
     rope_of_type,
-    rope_parameters_json,
     stray_rope_keys,
     windows,
-    windows_json,
 )
 from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.config import (
     ConfigError,
-    DrafterConfig,
     ExpertsConfig,
     GlobalAttention,
-    RopeConfig,
     TargetConfig,
 )
+from peagle_jax.rope_config import RopeConfig
 
 _QUANTIZED = ("mxfp4", "fp8", "compressed-tensors", "modelopt")
 _WRAPPERS = {"gemma4": "gemma4_text"}
 """Models of several towers, and the `model_type` of their `text_config`."""
-_DEFAULT_IDS = {"llama": (1, 2), "gemma4_text": (2, 1)}
+_DEFAULT_IDS = {"llama": (1, 2), "mistral": (1, 2), "gemma4_text": (2, 1)}
 """Begin and end of text where no file has the key (transformers' classes; None for the others)."""
 
 
@@ -193,18 +189,42 @@ def _check_no_window(fields: Fields, keys: dict) -> None:
 def _llama(fields: Fields, keys: dict) -> dict:
     _check_no_window(fields, keys)
     common = decoder_fields(fields, keys)
-    return dict(family="llama", **common, rope=_rope(fields, keys), qk_norm=False)
+    return dict(
+        family="llama", **common, rope=_rope(fields, keys), qk_norm=False, mlp_bias=keys["mlp_bias"]
+    )
+
+
+def _mistral(fields: Fields, keys: dict) -> dict:
+    """All layers slide, or with a window of null none."""
+    common, width = decoder_fields(fields, keys), keys["sliding_window"]
+    kind = FULL if width is None else SLIDING
+    if any(one != kind for one in keys["layer_types"] or []):
+        raise fields.error(
+            "layer_types and sliding_window contradict each other; in a mistral target all layers "
+            "slide, or none if sliding_window is null"
+        )
+    sliding = None if width is None else (width,) * common["num_layers"]
+    rope = _rope(fields, keys)
+    return dict(family="mistral", **common, rope=rope, qk_norm=False, sliding_windows=sliding)
+
+
+def _qwen2(fields: Fields, keys: dict) -> dict:
+    """transformers gives q, k and v biases whatever the file says."""
+    common = decoder_fields(fields, keys) | {"attention_bias": True}
+    sliding = qwen_windows(fields, keys)
+    rope = _rope(fields, keys)
+    return dict(family="qwen2", **common, rope=rope, qk_norm=False, sliding_windows=sliding)
 
 
 def _qwen3(fields: Fields, keys: dict) -> dict:
     common = decoder_fields(fields, keys)
-    sliding = qwen3_windows(fields, keys)
+    sliding = qwen_windows(fields, keys)
     rope = _rope(fields, keys)
     return dict(family="qwen3", **common, rope=rope, qk_norm=True, sliding_windows=sliding)
 
 
-def qwen3_windows(fields: Fields, keys: dict) -> tuple[int | None, ...] | None:
-    """Window of each layer as transformers' `Qwen3Config` derives it."""
+def qwen_windows(fields: Fields, keys: dict) -> tuple[int | None, ...] | None:
+    """Window of each layer as transformers' `Qwen2Config` and `Qwen3Config` derive it."""
     layers, types = keys["num_hidden_layers"], keys["layer_types"]
     width = keys["sliding_window"] if keys["use_sliding_window"] else None
     if types is None:
@@ -235,10 +255,23 @@ def _experts(fields: Fields, keys: dict, **rules) -> ExpertsConfig:
 
 def _qwen3_moe(fields: Fields, keys: dict) -> dict:
     _check_no_window(fields, keys)
-    experts = _experts(fields, keys, normalize=keys["norm_topk_prob"])
+    dense = _dense_layers(fields, keys)
+    experts = _experts(
+        fields, keys, normalize=keys["norm_topk_prob"], dense_layers=dense,
+        dense_size=keys["intermediate_size"] if dense else None,
+    )  # fmt: skip
     common = decoder_fields(fields, keys, intermediate="moe_intermediate_size")
     rope = _rope(fields, keys)
     return dict(family="qwen3_moe", **common, rope=rope, qk_norm=True, experts=experts)
+
+
+def _dense_layers(fields: Fields, keys: dict) -> tuple[int, ...]:
+    """Layers with one MLP: those listed, and all but every `decoder_sparse_step`-th."""
+    step, listed = keys["decoder_sparse_step"], keys["mlp_only_layers"]
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
+        raise fields.error(f"mlp_only_layers must be a list of layer numbers, not {listed!r}")
+    layers = range(keys["num_hidden_layers"])
+    return tuple(i for i in layers if i in listed or (i + 1) % step)
 
 
 def _gpt_oss(fields: Fields, keys: dict) -> dict:
@@ -300,96 +333,11 @@ def _global_attention(fields: Fields, keys: dict, types: list[str]) -> GlobalAtt
 
 _READERS = {
     "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "gpt_oss": _gpt_oss,
     "gemma4_text": _gemma4,
 }
 """By `model_type`: TargetConfig's fields from the values of `read_keys`."""
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "gemma4": "Gemma4ForCausalLM",
-}
-
-
-def decoder_json(config: TargetConfig | DrafterConfig, dtype: str) -> dict:
-    """Keys that targets and heads share."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "rms_norm_eps": config.norm_eps,
-        "attention_bias": config.attention_bias,
-        "hidden_act": "silu",
-        "torch_dtype": dtype,
-    }
-
-
-def target_json(config: TargetConfig, dtype: str) -> dict:
-    """config.json of an unquantised target, as its family's released files write it."""
-    eos = list(config.eos_ids)
-    return {
-        "architectures": [_ARCHITECTURES[config.family]],
-        "model_type": "gemma4_text" if config.family == "gemma4" else config.family,
-        **decoder_json(config, dtype),
-        **_family_json(config),
-        "max_position_embeddings": config.max_position,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-    }
-
-
-def _family_json(config: TargetConfig) -> dict:
-    rope, sliding = rope_json(config.rope), windows_json(config.sliding_windows)
-    experts = config.experts
-    full = {"layer_types": [FULL] * config.num_layers}  # where silence means windows
-    match config.family:
-        case "qwen3_moe":
-            return {
-                **rope,
-                "num_experts": experts.num_experts,
-                "num_experts_per_tok": experts.top_k,
-                "moe_intermediate_size": config.intermediate_size,
-                "norm_topk_prob": experts.normalize,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            }
-        case "gpt_oss":
-            if config.rope.scaling is None:  # silence means YaRN
-                rope = {"rope_parameters": rope_parameters_json(config.rope)}
-            return {
-                **rope,
-                **(sliding or full),
-                "num_local_experts": experts.num_experts,
-                "num_experts_per_tok": experts.top_k,
-                "experts_per_token": experts.top_k,
-                "swiglu_limit": config.swiglu_limit,
-            }
-        case "gemma4":
-            wide = config.global_attention
-            return {
-                **(sliding or full),
-                "rope_parameters": {
-                    SLIDING: rope_parameters_json(config.rope),
-                    FULL: rope_parameters_json(wide.rope),
-                },
-                "global_head_dim": wide.head_dim,
-                "num_global_key_value_heads": wide.num_kv_heads,
-                "attention_k_eq_v": wide.shared_kv,
-                "final_logit_softcapping": config.logit_softcap,
-                "hidden_activation": "gelu_pytorch_tanh",
-                "num_kv_shared_layers": 0,
-                "hidden_size_per_layer_input": 0,
-                "enable_moe_block": False,
-                "use_double_wide_mlp": False,
-            }
-    return {**rope, **sliding}

@@ -16,8 +16,11 @@ def check_sizes(target: TargetConfig, config: EngineConfig) -> None:
     """
     longest = max(target.max_position, EngineConfig.max_model_len)
     chunk = max(_LONGEST_CHUNK, min(config.max_model_len, target.max_position))
+    positions = "positions of the model"
+    if target.has_dynamic_rope:
+        positions += ", beyond which rope_type dynamic turns keys that are cached by other angles"
     rules = (
-        ("max_model_len", longest, target.max_position, "positions of the model"),
+        ("max_model_len", longest, target.max_position, positions),
         ("prefill_chunk", chunk, chunk, "tokens that a prefill call is good for"),
         ("max_logprobs", target.vocab_size, target.vocab_size, "tokens of the vocabulary"),
     )

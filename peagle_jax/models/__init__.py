@@ -12,6 +12,8 @@ __all__ = ["Decoder", "build"]
 
 _LAYERS = {
     "llama": DecoderLayer,
+    "mistral": DecoderLayer,
+    "qwen2": DecoderLayer,
     "qwen3": DecoderLayer,
     "qwen3_moe": moe_layer,
     "gpt_oss": moe_layer,

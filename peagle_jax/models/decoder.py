@@ -1,6 +1,7 @@
 """The skeleton of every target: embedding, layers with taps, final norm, logits.
 
-Llama is this with `layers.DecoderLayer`; Qwen3 adds q/k norms by its config.
+Llama is this with `layers.DecoderLayer`. By their configs Mistral adds a window, Qwen2 biases of q, k
+and v, and Qwen3 q/k norms.
 """
 
 from collections.abc import Callable

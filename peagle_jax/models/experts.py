@@ -1,4 +1,4 @@
-"""Qwen3-MoE and GPT-OSS: the decoder with a mixture of experts in every layer.
+"""Qwen3-MoE and GPT-OSS: the decoder with a mixture of experts in every layer, or in all but some.
 
 GPT-OSS adds biases to the router and the experts, clamps inside the experts (`swiglu_limit`), and its
 attention has sinks, biases and alternating windows, which are `AttentionConfig`'s business.
@@ -12,7 +12,7 @@ from flax import nnx
 
 from pallas_kernels.moe.api import ExpertWeights, mixture
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, Linear
+from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, GatedMLP, Linear
 
 
 class ExpertLinear(nnx.Module):
@@ -61,6 +61,11 @@ class MoE(nnx.Module):
 
 
 def moe_layer(config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> DecoderLayer:
-    """A decoder layer whose MLP is a mixture of experts."""
-    mlp = MoE(config, dtype=dtype, rngs=rngs)
+    """A decoder layer whose MLP is a mixture of experts, or one MLP where the config says so."""
+    if config.is_sparse(layer):
+        mlp = MoE(config, dtype=dtype, rngs=rngs)
+    else:
+        std_out = INIT_STD / math.sqrt(2 * config.num_layers)
+        sizes = config.hidden_size, config.mlp_size(layer)
+        mlp = GatedMLP(*sizes, std_out=std_out, dtype=dtype, rngs=rngs)
     return DecoderLayer(config, layer, dtype=dtype, rngs=rngs, mlp=mlp)

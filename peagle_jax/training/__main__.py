@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from peagle_jax.checkpoint import CheckpointError
-from peagle_jax.config import ConfigError, DrafterConfig, RopeConfig, TargetConfig
+from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
+from peagle_jax.rope_config import RopeConfig
 
 _EPILOG = """\
 the whole recipe:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import grpc
 
 from peagle_jax import SamplingParams
+from peagle_jax.checkpoint.target_writer import ARCHITECTURES
 from peagle_jax.engine.request import TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from serving.errors import ServiceError, invalid
@@ -29,13 +30,6 @@ _NOWHERE = f"/{NAME}/served"
 that order; a bare name could be that of somebody else's model. The hub has no names of three parts."""
 _MAX_ABORTS = 1024
 _CHUNK = 64 << 10  # bytes of the tokenizer's archive in one message
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "gemma4": "Gemma4ForCausalLM",
-}
 
 
 def make_handler(frontend: Frontend) -> grpc.GenericRpcHandler:
@@ -99,7 +93,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             served_model_name=frontend.name,
             tokenizer_path=path if frontend.tokenizer else "",
             model_type=target.family,
-            architectures=[_ARCHITECTURES[target.family]],
+            architectures=[ARCHITECTURES[target.family]],
             eos_token_ids=target.eos_ids,
             bos_token_id=target.bos_id or 0,
             max_req_input_len=limit - 1,

@@ -14,8 +14,9 @@ from bench.roofline import (
     round_seconds,
     target_cost,
 )
-from peagle_jax.config import DrafterConfig, RopeConfig
+from peagle_jax.config import DrafterConfig
 from peagle_jax.presets import PRESETS
+from peagle_jax.rope_config import RopeConfig
 
 CHIP = CHIPS["NVIDIA H200"]
 TARGET = PRESETS["llama-3.1-8b"]
@@ -81,6 +82,15 @@ def test_verify_passes_of_full_size_models(name, batch, num_draft, milliseconds)
     some = replace(load(batch, num_draft), weights=model.weights)
     seconds = target_cost(model.target, some).seconds(CHIP, some.dtype)
     assert 1000 * seconds == pytest.approx(milliseconds, rel=0.003)
+
+
+def test_a_dense_layer_between_sparse_ones_is_read_whole():
+    sparse = PRESETS["qwen3-coder-30b-a3b"]
+    experts = replace(sparse.experts, dense_layers=(0,), dense_size=5472)
+    bytes_of = lambda config: target_cost(config, load(1, 0)).bytes
+    D, chosen, router = 2048, 8 * 768, 128
+    saved = bytes_of(sparse) - bytes_of(replace(sparse, experts=experts))
+    assert saved == pytest.approx(2 * D * (3 * (chosen - 5472) + router))
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ def test_counts_are_the_official_ones(name, billions, form, gigabytes):
     assert weights.num_bytes(form) / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.TARGETS)
 def test_bytes_are_those_of_a_model(family):
-    model = tiny.target(dtype="bfloat16", **tiny.FAMILIES[family])
+    model = tiny.target(dtype="bfloat16", **tiny.TARGETS[family])
     held = sum(np.asarray(x).nbytes for x in jax.tree.leaves(nnx.state(model)))
     assert sizes.count(model.config).num_bytes("bf16") == held
 

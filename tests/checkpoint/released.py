@@ -21,6 +21,10 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
     rope_type="llama3",
 )  # fmt: skip
+MISTRAL_GENERATION = dict(bos_token_id=1, eos_token_id=2)
+QWEN2_GENERATION = dict(
+    bos_token_id=151643, eos_token_id=[151645, 151643], pad_token_id=151643, repetition_penalty=1.1
+)
 QWEN3_GENERATION = dict(bos_token_id=151643, eos_token_id=[151645, 151643], pad_token_id=151643)
 GPT_OSS_GENERATION = dict(
     bos_token_id=199998, eos_token_id=[200002, 199999, 200012], pad_token_id=199999
@@ -34,6 +38,26 @@ def _llama(*, factor: float, **fields) -> dict:
         model_type="llama", num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05,
         rope_scaling=LLAMA3_ROPE | dict(factor=factor), rope_theta=500000.0,
         tie_word_embeddings=False, torch_dtype="bfloat16", vocab_size=128256,
+    )  # fmt: skip
+    return common | fields
+
+
+def _mistral(**fields) -> dict:
+    common = dict(
+        architectures=["MistralForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu",
+        hidden_size=4096, intermediate_size=14336, max_position_embeddings=32768,
+        model_type="mistral", num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8,
+        rms_norm_eps=1e-05, tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True,
+    )  # fmt: skip
+    return common | fields
+
+
+def _qwen2(**fields) -> dict:
+    common = dict(
+        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643,
+        eos_token_id=151645, hidden_act="silu", max_position_embeddings=32768, model_type="qwen2",
+        rms_norm_eps=1e-06, rope_theta=1000000.0, tie_word_embeddings=False,
+        torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=152064,
     )  # fmt: skip
     return common | fields
 
@@ -118,6 +142,14 @@ CONFIGS: dict[str, tuple[dict, dict]] = {
     "llama-3.2-3b": (_llama(hidden_size=3072, head_dim=128, intermediate_size=8192, num_attention_heads=24, num_hidden_layers=28, tie_word_embeddings=True, factor=32.0), {}),
     "llama-3.1-8b": (_llama(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=32, factor=8.0), {}),
     "llama-3.3-70b": (_llama(hidden_size=8192, head_dim=128, intermediate_size=28672, num_attention_heads=64, num_hidden_layers=80, factor=8.0), {}),
+    "mistral-7b-v0.1": (_mistral(rope_theta=10000.0, sliding_window=4096, vocab_size=32000), MISTRAL_GENERATION),
+    "mistral-7b-v0.3": (_mistral(rope_theta=1000000.0, sliding_window=None, vocab_size=32768), MISTRAL_GENERATION),
+    "qwen2.5-0.5b": (_qwen2(hidden_size=896, intermediate_size=4864, max_window_layers=21, num_attention_heads=14, num_hidden_layers=24, num_key_value_heads=2, sliding_window=32768, tie_word_embeddings=True, vocab_size=151936), QWEN2_GENERATION),
+    "qwen2.5-1.5b": (_qwen2(hidden_size=1536, intermediate_size=8960, max_window_layers=21, num_attention_heads=12, num_hidden_layers=28, num_key_value_heads=2, sliding_window=32768, tie_word_embeddings=True, vocab_size=151936), QWEN2_GENERATION),
+    "qwen2.5-3b": (_qwen2(hidden_size=2048, intermediate_size=11008, max_window_layers=70, num_attention_heads=16, num_hidden_layers=36, num_key_value_heads=2, sliding_window=32768, tie_word_embeddings=True, vocab_size=151936), QWEN2_GENERATION),
+    "qwen2.5-7b": (_qwen2(hidden_size=3584, intermediate_size=18944, max_window_layers=28, num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4, sliding_window=131072), QWEN2_GENERATION),
+    "qwen2.5-14b": (_qwen2(hidden_size=5120, intermediate_size=13824, max_window_layers=70, num_attention_heads=40, num_hidden_layers=48, num_key_value_heads=8, sliding_window=131072), QWEN2_GENERATION),
+    "qwen2.5-32b": (_qwen2(hidden_size=5120, intermediate_size=27648, max_window_layers=70, num_attention_heads=40, num_hidden_layers=64, num_key_value_heads=8, sliding_window=131072), QWEN2_GENERATION),
     "qwen3-0.6b": (_qwen3(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_hidden_layers=28, tie_word_embeddings=True), QWEN3_GENERATION),
     "qwen3-1.7b": (_qwen3(hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_hidden_layers=28, tie_word_embeddings=True), QWEN3_GENERATION),
     "qwen3-4b": (_qwen3(hidden_size=2560, intermediate_size=9728, num_attention_heads=32, num_hidden_layers=36, tie_word_embeddings=True), QWEN3_GENERATION),
@@ -144,23 +176,46 @@ def _headers(shapes: dict[str, tuple], dtype: np.dtype = BF16) -> Headers:
     return {name: TensorInfo(name, dtype, shape, 0, 0) for name, shape in shapes.items()}
 
 
-def llama_8b() -> Headers:
-    shapes = {"model.embed_tokens.weight": (128256, 4096), "lm_head.weight": (128256, 4096)}
-    shapes["model.norm.weight"] = (4096,)
-    for i in range(32):
+def _llama_shaped(*, layers: int, D: int, kv: int, F: int, vocabulary: int) -> Headers:
+    """Queries as wide as the model, keys and values `kv` wide; the output is not tied."""
+    shapes = {"model.embed_tokens.weight": (vocabulary, D), "lm_head.weight": (vocabulary, D)}
+    shapes["model.norm.weight"] = (D,)
+    for i in range(layers):
         at = f"model.layers.{i}."
         shapes |= {
-            at + "input_layernorm.weight": (4096,),
-            at + "mlp.down_proj.weight": (4096, 14336),
-            at + "mlp.gate_proj.weight": (14336, 4096),
-            at + "mlp.up_proj.weight": (14336, 4096),
-            at + "post_attention_layernorm.weight": (4096,),
-            at + "self_attn.k_proj.weight": (1024, 4096),
-            at + "self_attn.o_proj.weight": (4096, 4096),
-            at + "self_attn.q_proj.weight": (4096, 4096),
-            at + "self_attn.v_proj.weight": (1024, 4096),
+            at + "input_layernorm.weight": (D,),
+            at + "mlp.down_proj.weight": (D, F),
+            at + "mlp.gate_proj.weight": (F, D),
+            at + "mlp.up_proj.weight": (F, D),
+            at + "post_attention_layernorm.weight": (D,),
+            at + "self_attn.k_proj.weight": (kv, D),
+            at + "self_attn.o_proj.weight": (D, D),
+            at + "self_attn.q_proj.weight": (D, D),
+            at + "self_attn.v_proj.weight": (kv, D),
         }
     return _headers(shapes)
+
+
+def llama_8b() -> Headers:
+    return _llama_shaped(layers=32, D=4096, kv=1024, F=14336, vocabulary=128256)
+
+
+def mistral_7b(vocabulary: int) -> Headers:
+    return _llama_shaped(layers=32, D=4096, kv=1024, F=14336, vocabulary=vocabulary)
+
+
+def qwen2_5(*, layers: int, D: int, kv: int, F: int, tied: bool) -> Headers:
+    """Biases of q, k and v; the small ones have no output matrix."""
+    vocabulary = 151936 if tied else 152064
+    headers = _llama_shaped(layers=layers, D=D, kv=kv, F=F, vocabulary=vocabulary)
+    if tied:
+        del headers["lm_head.weight"]
+    biases = {
+        f"model.layers.{i}.self_attn.{p}_proj.bias": (n,)
+        for i in range(layers)
+        for p, n in (("q", D), ("k", kv), ("v", kv))
+    }
+    return headers | _headers(biases)
 
 
 def gpt_oss(layers: int, E: int) -> Headers:

@@ -12,13 +12,15 @@ from peagle_jax.checkpoint import CheckpointError, target_config
 from peagle_jax.checkpoint.config_keys import IGNORED, KEYS, UNSUPPORTED
 from peagle_jax.checkpoint.rope_json import DEFAULT_ROPE, GPT_OSS_ROPE, rope_parameters_json
 from peagle_jax.checkpoint.target_json import target_unread_keys
-from peagle_jax.config import RopeConfig, YarnScaling
+from peagle_jax.rope_config import RopeConfig, YarnScaling
 from tests.checkpoint import released
 from tests.checkpoint.released import write_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 NAMES = {
     "llama": "llama-3.1-8b",
+    "mistral": "mistral-7b-v0.1",
+    "qwen2": "qwen2.5-7b",
     "qwen3": "qwen3-8b",
     "qwen3_moe": "qwen3-coder-30b-a3b",
     "gpt_oss": "gpt-oss-20b",

@@ -11,9 +11,10 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from peagle_jax.checkpoint import load_target
-from peagle_jax.config import EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
+from peagle_jax.rope_config import DynamicScaling, LinearScaling
 from tests import tiny
 from tests.tiny import causal_attention
 
@@ -23,7 +24,7 @@ LOGITS_ATOL = 2e-4  # logits reach 10: a few float32 steps summed over eight lay
 STATES_ATOL = 5e-4  # residual streams reach 30
 NAMES = (
     "gpt_oss-mxfp4", "gpt_oss-bf16", "qwen3_moe-bf16", "qwen3_moe-fp8", "qwen3-fp8-channel",
-    "llama-fp8-tensor", "gemma4",
+    "llama-fp8-tensor", "mistral", "qwen2", "gemma4",
 )  # fmt: skip
 
 
@@ -62,6 +63,30 @@ def test_the_highest_tap_is_what_leaves_the_last_layer():
     np.testing.assert_allclose(tapped[..., 64:], want["last"], atol=STATES_ATOL)
 
 
+def test_dynamic_rope_is_no_scaling_until_the_text_is_longer_than_the_positions():
+    """One token more, and transformers turns all keys otherwise: the engine must stop before."""
+    want, model = expected("mistral"), load("mistral")
+    limit = model.config.max_position
+    assert model.config.rope.scaling == DynamicScaling(factor=4.0)
+    assert want["long_tokens"].shape == (1, limit + 1)
+    logits, _, _ = forward(model, want["long_tokens"])
+    np.testing.assert_allclose(logits[:, limit - 1], want["limit_logits"], atol=LOGITS_ATOL)
+    assert np.abs(logits[:, limit] - want["beyond_logits"]).max() > 20 * LOGITS_ATOL
+
+
+def test_the_engine_keeps_dynamic_rope_within_its_positions():
+    prompt, model = expected("mistral")["tokens"][0].tolist(), load("mistral")
+    config = EngineConfig(num_draft=0, max_num_seqs=1, max_model_len=200, page_size=8)
+    engine = Engine(model, None, config)
+    assert engine.config.max_model_len == model.config.max_position == 96
+    (done,) = engine.generate([prompt], SamplingParams(max_tokens=200, ignore_eos=True))
+    assert len(prompt) + len(done.tokens) == 96
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=4096 .* rope_type dynamic .* at most 96 is"
+    ):
+        Engine(model, None, replace(config, max_model_len=4096))
+
+
 def greedy(name: str, head, num_draft: int) -> list[list[int]]:
     config = EngineConfig(
         num_draft=num_draft, max_num_seqs=2, max_model_len=72, page_size=8, prefill_chunk=32,
@@ -77,7 +102,7 @@ def test_the_engine_writes_the_greedy_text_of_transformers(name):
     assert greedy(name, None, 0) == expected(name)["greedy"].tolist()
 
 
-@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "gemma4"])
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "mistral", "qwen2", "gemma4"])
 def test_drafting_does_not_change_it(name):
     width = expected(name)["last"].shape[-1]
     sizes = dict(vocab_size=256, draft_vocab_size=256, target_hidden_size=width, taps=TAPS)
@@ -98,6 +123,17 @@ def attention(**changes):
 
 def window(change):
     return attention(window=lambda old: None if old.window is None else change(old.window))
+
+
+def first_full(count: int):
+    """The first `count` layers see everything, the others slide."""
+
+    def apply(model: Decoder):
+        for i, layer in enumerate(model.layers):
+            width = None if i < count else 8
+            layer.attention.config = replace(layer.attention.config, window=width)
+
+    return apply
 
 
 def config(change):
@@ -168,6 +204,7 @@ zero, one = np.zeros_like, np.ones_like
 swap = lambda x: x[:, ::-1].copy()
 interleave = lambda x: x.swapaxes(1, 2).reshape(x.shape).copy()
 roll = lambda x: np.roll(x, 1, axis=-2)
+halves = lambda x: np.roll(x, len(x) // 2, axis=0)
 nibbles = lambda x: (x >> 4) | (x << 4)
 mean = lambda x: np.full_like(x, x.mean())
 
@@ -192,6 +229,7 @@ GPT_OSS = MOE | {
     "no bias of q, k and v": weights(lambda x: x.attention.qkv.bias, zero),
     "no bias of the output": weights(lambda x: x.attention.out.bias, zero),
 }
+SPARSE, DENSE = slice(5, None, 2), slice(0, None, 2)  # layers of qwen3_moe-fp8
 BROKEN = {
     "gpt_oss-bf16": GPT_OSS | {
         "rows of gate and up as stored": weights(lambda x: x.mlp.gate_up.weight, interleave),
@@ -209,9 +247,11 @@ BROKEN = {
     },
     "qwen3_moe-fp8": {
         "scales of another expert": weights(
-            lambda x: x.mlp.down.scale, lambda s: np.roll(s, 1, axis=0)
+            lambda x: x.mlp.down.scale, lambda s: np.roll(s, 1, axis=0), SPARSE
         ),
-        "gate's scales for up": weights(lambda x: x.mlp.gate_up.scale, swap),
+        "gate's scales for up": weights(lambda x: x.mlp.gate_up.scale, swap, SPARSE),
+        "gate for up in dense layers": weights(lambda x: x.mlp.gate_up.weight, halves, DENSE),
+        "gate's scales for up in dense layers": weights(lambda x: x.mlp.gate_up.scale, halves, DENSE),
         "scales of other columns": weights(lambda x: x.mlp.gate_up.scale, lambda s: s[..., ::-1].copy()),
         "scales of other rows": weights(lambda x: x.attention.qkv.scale, lambda s: np.roll(s, 36, 0)),
         "one scale a matrix": weights(lambda x: x.attention.out.scale, mean),
@@ -232,6 +272,30 @@ BROKEN = {
         "gate's scale for up": weights(
             lambda x: x.mlp.gate_up.scale, lambda s: np.full_like(s, s[0, 0])
         ),
+        "no linear scaling": rope(scaling=None),
+        "another linear factor": rope(scaling=LinearScaling(factor=3.0)),
+        "no bias of q, k and v": weights(lambda x: x.attention.qkv.bias, zero),
+        "no bias of the output": weights(lambda x: x.attention.out.bias, zero),
+        "no bias of gate and up": weights(lambda x: x.mlp.gate_up.bias, zero),
+        "gate's bias for up": weights(lambda x: x.mlp.gate_up.bias, halves),
+        "no bias of down": weights(lambda x: x.mlp.down.bias, zero),
+    },
+    "mistral": {
+        "no window": window(lambda width: None),
+        "window off by one": window(lambda width: width + 1),
+        "a window short by one": window(lambda width: width - 1),
+        "linear scaling": rope(scaling=LinearScaling(factor=4.0)),
+        "another theta": rope(theta=1e6),
+    },
+    "qwen2": {
+        "no bias of q, k and v": weights(lambda x: x.attention.qkv.bias, zero),
+        "biases of other rows": weights(lambda x: x.attention.qkv.bias, lambda b: np.roll(b, 1)),
+        "no window": window(lambda width: None),
+        "window off by one": window(lambda width: width + 1),
+        "a window in all layers": attention(window=8),
+        "no window in layer 5": first_full(6),
+        "a window in layer 4": first_full(4),
+        "another theta": rope(theta=1e4),
     },
     "gemma4": {
         "no layer scalar": weights(lambda x: x.layer_scalar, one),

@@ -256,7 +256,8 @@ def test_attention_bias_is_added_to_all_four_projections(family, tmp_path):
 REFUSED = {
     "biases the config does not state": ({}, True, "without a place in llama"),
     "biases the file does not hold": ({"attention_bias": True}, False, "q_proj.bias' is missing"),
-    "another family": ({"model_type": "mistral"}, False, "'mistral' is not supported"),
+    "another family": ({"model_type": "phi3"}, False, "'phi3' is not supported"),
+    "biases of an MLP that the file does not hold": ({"mlp_bias": True}, False, "_proj.bias' is missing"),
     "another activation": ({"hidden_act": "gelu"}, False, "'gelu' is not supported"),
     "sliding layers": ({"layer_types": ["sliding_attention"] * 8}, False, "layer_types names sliding"),
     "a window": ({"use_sliding_window": True, "sliding_window": 9}, False, "use_sliding_window True"),

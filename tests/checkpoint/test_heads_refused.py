@@ -289,7 +289,7 @@ REFUSED = {
     ),
     "another activation": ("peagle-1", layer_with(hidden_act="gelu"), "'gelu'"),
     "another rope": (
-        "peagle-1", layer_with(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4)), "'dynamic'",
+        "peagle-1", layer_with(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "'longrope'",
     ),
 }  # fmt: skip
 

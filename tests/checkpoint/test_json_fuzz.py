@@ -52,7 +52,10 @@ def read_or_refuse(read, where: Path) -> None:
     assert message is None or message.startswith(str(where))
 
 
-TARGETS = ["llama-3.1-8b", "qwen3-8b", "qwen3-coder-30b-a3b", "gpt-oss-20b", "gemma-4-31b"]
+TARGETS = [
+    "llama-3.1-8b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-8b", "qwen3-coder-30b-a3b", "gpt-oss-20b",
+    "gemma-4-31b",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TARGETS)

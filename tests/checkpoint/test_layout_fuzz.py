@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FUZZ = settings(deadline=None, derandomize=True)
 NAMES = (
     "gpt_oss-mxfp4", "gpt_oss-bf16", "qwen3_moe-bf16", "qwen3_moe-fp8", "qwen3-fp8-channel",
-    "llama-fp8-tensor", "gemma4",
+    "llama-fp8-tensor", "mistral", "qwen2", "gemma4",
 )  # fmt: skip
 
 

@@ -73,9 +73,9 @@ def test_an_unquantised_model_is_written_with_its_own_tensors(name, tmp_path):
     assert all(np.array_equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.TARGETS)
 def test_every_family_can_be_saved_and_loaded(family, tmp_path):
-    changes = dict(tiny.FAMILIES[family])
+    changes = dict(tiny.TARGETS[family])
     if family == "gemma4":  # a file states one window
         changes["sliding_windows"] = (6, 6, None)
     model = tiny.target(**changes)

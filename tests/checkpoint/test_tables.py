@@ -28,6 +28,32 @@ from tests.checkpoint import released
 
 RELEASED = {
     "llama-3.1-8b": (released.llama_8b, 8_030_261_248),
+    "mistral-7b-v0.1": (lambda: released.mistral_7b(32000), 7_241_732_096),
+    "mistral-7b-v0.3": (lambda: released.mistral_7b(32768), 7_248_023_552),
+    "qwen2.5-0.5b": (
+        lambda: released.qwen2_5(layers=24, D=896, kv=128, F=4864, tied=True),
+        494_032_768,
+    ),
+    "qwen2.5-1.5b": (
+        lambda: released.qwen2_5(layers=28, D=1536, kv=256, F=8960, tied=True),
+        1_543_714_304,
+    ),
+    "qwen2.5-3b": (
+        lambda: released.qwen2_5(layers=36, D=2048, kv=256, F=11008, tied=True),
+        3_085_938_688,
+    ),
+    "qwen2.5-7b": (
+        lambda: released.qwen2_5(layers=28, D=3584, kv=512, F=18944, tied=False),
+        7_615_616_512,
+    ),
+    "qwen2.5-14b": (
+        lambda: released.qwen2_5(layers=48, D=5120, kv=1024, F=13824, tied=False),
+        14_770_033_664,
+    ),
+    "qwen2.5-32b": (
+        lambda: released.qwen2_5(layers=64, D=5120, kv=1024, F=27648, tied=False),
+        32_763_876_352,
+    ),
     "gpt-oss-20b": (lambda: released.gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": (lambda: released.gpt_oss(36, 128), 116_829_156_672),
     "qwen3-coder-30b-a3b": (lambda: released.qwen3_coder(fp8=False), 30_532_122_624),

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from peagle_jax.checkpoint import CheckpointError, target_config
-from peagle_jax.checkpoint.target_json import target_json
-from peagle_jax.config import GlobalAttention, RopeConfig, YarnScaling
+from peagle_jax.checkpoint.target_writer import target_json
+from peagle_jax.config import GlobalAttention
 from peagle_jax.presets import PRESETS
+from peagle_jax.rope_config import DynamicScaling, LinearScaling, RopeConfig, YarnScaling
 from tests.checkpoint import released
 from tests.checkpoint.released import write_config
 
@@ -18,7 +19,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def is_qwen(name: str) -> bool:
-    return name.startswith("qwen3")
+    return name.startswith("qwen")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -111,6 +112,61 @@ def test_windows_of_qwen_by_its_own_rule_and_by_layer_types(tmp_path):
     assert read(tmp_path, "qwen3-8b", sliding_window=4096).sliding_windows is None
 
 
+def test_windows_of_qwen2_follow_the_same_rule(tmp_path):
+    on = dict(use_sliding_window=True, sliding_window=4096, max_window_layers=21)
+    config = read(tmp_path, "qwen2.5-7b", **on)
+    assert config.sliding_windows == (None,) * 21 + (4096,) * 7
+    again = target_config(write_config(tmp_path, target_json(config, "bfloat16")))
+    assert again.sliding_windows == config.sliding_windows
+
+
+def test_a_mistral_slides_unless_its_config_says_null(tmp_path):
+    """transformers' default is a window of 4096, and all layers have the same."""
+    raw, generation = released.CONFIGS["mistral-7b-v0.1"]
+    silent = {key: value for key, value in raw.items() if key != "sliding_window"}
+    for config, windows in (
+        (silent, (4096,) * 32),
+        (silent | dict(sliding_window=100), (100,) * 32),
+        (silent | dict(sliding_window=None), None),
+        (silent | dict(sliding_window=None, layer_types=[FULL] * 32), None),
+    ):
+        found = target_config(write_config(tmp_path, config, generation))
+        assert found.sliding_windows == windows
+        again = target_config(write_config(tmp_path, target_json(found, "bfloat16")))
+        assert again == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling"), [("linear", LinearScaling), ("dynamic", DynamicScaling)]
+)
+def test_ropes_that_only_have_a_factor(kind, scaling, tmp_path):
+    for stated in (dict(rope_type=kind, factor=2), dict(type=kind, factor=2.0)):
+        config = read(tmp_path, "llama-3.1-8b", rope_scaling=stated)
+        assert config.rope == RopeConfig(theta=5e5, scaling=scaling(factor=2.0))
+        assert config.has_dynamic_rope == (kind == "dynamic")
+        again = target_config(write_config(tmp_path, target_json(config, "bfloat16")))
+        assert again.rope == config.rope
+
+
+@pytest.mark.parametrize(
+    ("stated", "dense"),
+    [
+        (dict(mlp_only_layers=[0, 3, 99]), (0, 3)),
+        (dict(decoder_sparse_step=2), tuple(range(0, 48, 2))),
+        (dict(decoder_sparse_step=3, mlp_only_layers=[2]), (0, 1, 2, *(i for i in range(3, 48) if i % 3 != 2))),
+        (dict(decoder_sparse_step=100), tuple(range(48))),
+    ],
+)  # fmt: skip
+def test_dense_layers_of_qwen3_moe(stated, dense, tmp_path):
+    config = read(tmp_path, "qwen3-coder-30b-a3b", **stated)
+    assert config.experts.dense_layers == dense
+    assert config.experts.dense_size == 5472
+    assert config.intermediate_size == 768
+    assert [config.is_sparse(i) for i in range(48)] == [i not in dense for i in range(48)]
+    assert {config.mlp_size(i) for i in dense} == {5472}
+    assert target_config(write_config(tmp_path, target_json(config, "bfloat16"))) == config
+
+
 def test_gpt_oss_slides_in_every_other_layer_unless_it_says_else(tmp_path):
     silent = read(tmp_path, "gpt-oss-20b", layer_types=None, swiglu_limit=None)
     assert silent == PRESETS["gpt-oss-20b"]
@@ -174,10 +230,10 @@ def quantized(**fields) -> dict:
 
 REFUSED = {
     "llama-3.1-8b": [
-        (dict(model_type="mistral"), "model_type 'mistral' is not supported; gemma4, llama, qwen3"),
+        (dict(model_type="phi3"), "model_type 'phi3' is not supported; gemma4, llama, mistral, qwen2"),
         (dict(model_type=None), "model_type None is not supported"),
         (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported, 'silu' is"),
-        (dict(mlp_bias=True), "mlp_bias True is not supported, False is"),
+        (dict(mlp_bias="yes"), "mlp_bias must be true or false"),
         (dict(use_sliding_window=True), "use_sliding_window True is not supported, False is"),
         (dict(layer_types=[SLIDING] * 32), "layer_types names sliding_attention"),
         (dict(hidden_size="4096"), "hidden_size must be a whole number, not '4096'"),
@@ -189,7 +245,13 @@ REFUSED = {
         (dict(rms_norm_eps="small"), "rms_norm_eps must be a number"),
         (dict(tie_word_embeddings="no"), "tie_word_embeddings must be true or false"),
         (dict(rope_scaling=[1]), "rope_scaling must be an object"),
-        (dict(rope_scaling=dict(rope_type="linear", factor=2.0)), "rope_type 'linear' is not"),
+        (dict(rope_scaling=dict(rope_type="linear")), "states no factor"),
+        (dict(rope_scaling=dict(rope_type="dynamic", factor=0.5)), "factor of rope scaling must"),
+        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0, alpha=9.0)), "alpha 9.0 is not"),
+        (
+            dict(rope_scaling=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
+            "partial_rotary_factor 0.5 is not supported",
+        ),
         (dict(rope_scaling=dict(rope_type="longrope")), "rope_type 'longrope' is not supported"),
         (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "states no low_freq_factor"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported, 1"),
@@ -217,12 +279,22 @@ REFUSED = {
         ),
     ],
     "qwen3-coder-30b-a3b": [
-        (dict(decoder_sparse_step=2), "decoder_sparse_step 2 .* every layer is MoE"),
-        (dict(mlp_only_layers=[0]), r"mlp_only_layers \[0\] .* every layer is MoE"),
+        (dict(decoder_sparse_step=0), "decoder_sparse_step must be a whole number from 1"),
+        (dict(mlp_only_layers=["0"]), r"mlp_only_layers must be a list of layer numbers, not \['0'\]"),
         (dict(shared_expert_intermediate_size=512), "shared_expert_intermediate_size 512"),
         (dict(use_sliding_window=True), "use_sliding_window True"),
         (dict(use_qk_norm=False), "use_qk_norm False"),
         (dict(qkv_bias=True), "qkv_bias True"),
+    ],
+    "mistral-7b-v0.1": [
+        (dict(layer_types=[SLIDING, FULL] * 16), "layer_types and sliding_window contradict"),
+        (dict(layer_types=[SLIDING] * 32, sliding_window=None), "and sliding_window contradict"),
+        (dict(sliding_window=0), "sliding_window must be a whole number"),
+        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    ],
+    "qwen2.5-7b": [
+        (dict(layer_types=[SLIDING] * 28), "use_sliding_window and sliding_window do not"),
+        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     ],
     "gpt-oss-20b": [
         (dict(swiglu_alpha=1.5), "swiglu_alpha 1.5 is not supported, 1.702 is"),

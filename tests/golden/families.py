@@ -1,6 +1,6 @@
 """Tiny random targets of the other families, in the layouts of released files.
 
-Seven checkpoints, each with expected/NAME.safetensors as `targets.record` says. A file holds
+Nine checkpoints, each with expected/NAME.safetensors as `targets.record` says. A file holds
 bfloat16 and what `quantise` makes; transformers computes in float32 with exactly the values that
 the file stands for, so a loader that decodes it into float32 has the same weights bit for bit. The
 FP8 targets are weight-only in that sense: activations are never rounded.
@@ -10,9 +10,13 @@ FP8 targets are weight-only in that sense: activations are never rounded.
     gpt_oss-bf16       4 experts of which 2, in-by-out and interleaved as transformers holds them;
                        weights and config.json as transformers writes them (`rope_parameters`)
     qwen3_moe-bf16     8 experts of which 4; as transformers writes it, which splits the experts
-    qwen3_moe-fp8      width 136 and queries of 144: 128-blocks with a ragged last one in both axes
+    qwen3_moe-fp8      width 136 and queries of 144: 128-blocks with a ragged last one in both axes;
+                       experts in layers 1, 5 and 7 only
     qwen3-fp8-channel  compressed-tensors FP8_DYNAMIC: one scale per row
-    llama-fp8-tensor   quant_method fp8 without block size: scalar scales, and input scales
+    llama-fp8-tensor   quant_method fp8 without block size: scalar scales, and input scales; biases
+                       in attention and MLP, linear rope
+    mistral            window 8 in all layers; dynamic rope over 96 positions
+    qwen2              biases of q, k and v; window 8 from layer 5 on
     gemma4             Gemma4ForConditionalGeneration with its vision tower: 3 sliding and 1 full
                        layer, twice; soft cap 5, for with 30 the tiny logits would not reach it
 
@@ -167,7 +171,8 @@ TARGETS = {
     "qwen3_moe-fp8": Target(
         config=released.qwen3_moe(
             hidden_size=136, head_dim=18, moe_intermediate_size=8, num_experts=4,
-            num_experts_per_tok=2, tie_word_embeddings=True,
+            num_experts_per_tok=2, tie_word_embeddings=True, intermediate_size=24,
+            decoder_sparse_step=2, mlp_only_layers=[3],
             quantization_config=released.block_fp8(num_layers=8),
         ),
         generation=released.QWEN3_GENERATION, seed=44, store=BLOCK_FP8,
@@ -179,9 +184,18 @@ TARGETS = {
     ),
     "llama-fp8-tensor": Target(
         config=released.llama(
-            tie_word_embeddings=True, quantization_config=released.TENSOR_FP8
+            tie_word_embeddings=True, quantization_config=released.TENSOR_FP8,
+            attention_bias=True, mlp_bias=True, rope_scaling=dict(factor=4.0, type="linear"),
         ),
         generation=released.LLAMA_GENERATION, seed=36, store=TENSOR_FP8,
+    ),
+    "mistral": Target(
+        config=released.mistral(rope_scaling=dict(factor=4.0, type="dynamic")),
+        generation=released.MISTRAL_GENERATION, seed=100, scales={"embed_tokens.weight": 0.3},
+    ),
+    "qwen2": Target(
+        config=released.qwen2(), generation=released.QWEN2_GENERATION, seed=127,
+        scales={"embed_tokens.weight": 0.3},
     ),
     "gemma4": Target(
         config=released.gemma4(), generation=released.GEMMA4_GENERATION, seed=97,
@@ -217,6 +231,8 @@ def write(name: str, out: Path) -> None:
     model = build(target)
     tensors = store(target, model)
     expected = targets.record(model, stops=tuple(target.generation["eos_token_id"]))
+    if "dynamic" in str(target.config.get("rope_scaling")):
+        expected |= targets.around_limit(model)
     folder = out / name
     if target.resave:
         model.bfloat16().save_pretrained(folder)

@@ -17,6 +17,8 @@ QWEN3_GENERATION = dict(
 LLAMA_GENERATION = dict(
     bos_token_id=BOS, do_sample=True, eos_token_id=[EOS, 3, 4], temperature=0.6, top_p=0.9
 )
+MISTRAL_GENERATION = dict(bos_token_id=BOS, eos_token_id=[EOS, 3])
+QWEN2_GENERATION = QWEN3_GENERATION | dict(repetition_penalty=1.1)
 GEMMA4_GENERATION = dict(
     bos_token_id=2, do_sample=True, eos_token_id=[1, 3, 4], pad_token_id=PAD, temperature=1.0,
     top_k=64, top_p=0.95,
@@ -131,7 +133,7 @@ def _qwen3(**fields) -> dict:
 
 
 def qwen3_moe(**changes) -> dict:
-    """Qwen3-Coder. `intermediate_size` belongs to dense layers, of which there are none."""
+    """Qwen3-Coder. `intermediate_size` belongs to dense layers, of which released models have none."""
     return (
         _qwen3(
             architectures=["Qwen3MoeForCausalLM"],
@@ -200,6 +202,59 @@ def llama(**changes) -> dict:
         tie_word_embeddings=False,
         torch_dtype="bfloat16",
         use_cache=True,
+        vocab_size=256,
+    ) | changes  # fmt: skip
+
+
+def mistral(**changes) -> dict:
+    """Mistral v0.1: all layers slide."""
+    return dict(
+        architectures=["MistralForCausalLM"],
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        hidden_act="silu",
+        hidden_size=32,
+        initializer_range=0.02,
+        intermediate_size=24,
+        max_position_embeddings=96,
+        model_type="mistral",
+        num_attention_heads=4,
+        num_hidden_layers=NUM_LAYERS,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        sliding_window=8,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        use_cache=True,
+        vocab_size=256,
+    ) | changes  # fmt: skip
+
+
+def qwen2(**changes) -> dict:
+    """Qwen2.5, with the window of its last three layers switched on."""
+    return dict(
+        architectures=["Qwen2ForCausalLM"],
+        attention_dropout=0.0,
+        bos_token_id=PAD,
+        eos_token_id=EOS,
+        hidden_act="silu",
+        hidden_size=32,
+        initializer_range=0.02,
+        intermediate_size=24,
+        max_position_embeddings=512,
+        max_window_layers=NUM_LAYERS - 3,
+        model_type="qwen2",
+        num_attention_heads=4,
+        num_hidden_layers=NUM_LAYERS,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        sliding_window=8,
+        tie_word_embeddings=True,
+        torch_dtype="bfloat16",
+        use_cache=True,
+        use_sliding_window=True,
         vocab_size=256,
     ) | changes  # fmt: skip
 

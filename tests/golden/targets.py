@@ -153,6 +153,22 @@ def record(model: PreTrainedModel, stops: tuple[int, ...] = (EOS_ID,)) -> dict[s
     return expected
 
 
+@torch.no_grad()
+def around_limit(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Where dynamic rope begins to scale, with n = max_position_embeddings:
+
+    long_tokens    int64 [1, n + 1]
+    limit_logits   float [1, 256]   at the last position of the first n tokens
+    beyond_logits  float [1, 256]   at the last position of all tokens: other frequencies
+    """
+    n = model.config.max_position_embeddings
+    tokens = random_tokens(6, 1, n + 1)
+    last = lambda rows: model(rows, use_cache=False).logits[:, -1]
+    # In this order: transformers keeps the longer text's frequencies for a text of exactly n tokens.
+    limit, beyond = last(tokens[:, :n]), last(tokens)
+    return {"long_tokens": tokens, "limit_logits": limit, "beyond_logits": beyond}
+
+
 def write(family: str, out: Path) -> None:
     """The checkpoint of a target, and expected/FAMILY.safetensors with what `record` returns."""
     model = build(family)

@@ -10,8 +10,8 @@ import pytest
 from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.norm_quant.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
-from peagle_jax.config import RopeConfig
 from peagle_jax.layers import apply_rope, rope_angles
+from peagle_jax.rope_config import RopeConfig
 
 interpreted = pytest.mark.usefixtures("race_free")
 

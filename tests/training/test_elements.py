@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from peagle_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Decoder
+from peagle_jax.rope_config import RopeConfig
 from peagle_jax.training import cod, drafter, embedding
 from peagle_jax.training.attention import ElementAttention
 
