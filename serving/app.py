@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from peagle_jax import Engine, EngineConfig, runs
@@ -102,12 +102,9 @@ def make_engine(settings: Settings) -> Engine:
 
 
 def _limits(settings: Settings) -> Limits:
-    return Limits(
-        max_seconds=settings.max_request_seconds or None,
-        max_n=settings.max_n,
-        max_prompt_chars=settings.max_prompt_chars,
-        tokenizer_threads=settings.tokenizer_threads,
-    )
+    names = [one.name for one in fields(Limits) if one.name != "max_seconds"]
+    given = {name: getattr(settings, name) for name in names}
+    return Limits(max_seconds=settings.max_request_seconds or None, **given)
 
 
 def _reports(tracer: Tracer | None) -> Callable[[Stream], None]:

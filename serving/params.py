@@ -1,31 +1,53 @@
 """Sampling parameters from a client's message: what is wrong is named as the client spells it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from peagle_jax import ConfigError, SamplingParams
 from serving.errors import invalid
-
-MAX_STOPS = 16
-MAX_STOP_IDS = 256
+from serving.limits import Limits
 
 
-def sampling_params(spelling: Mapping[str, str], **values) -> SamplingParams:
+def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> SamplingParams:
     """`SamplingParams(**values)`.
 
     Args:
       spelling: the client's names of the fields, where they differ from ours.
+      limits: of stop strings and stop ids, which may be sequences of any kind.
     Raises:
       ServiceError: INVALID_ARGUMENT that names the field.
     """
     named = lambda name: spelling.get(name, name)
-    for name, most in (("stop", MAX_STOPS), ("stop_ids", MAX_STOP_IDS)):
-        if len(values.get(name, ())) > most:
-            raise invalid(named(name), f"more than {most}")
+    for name, most in (("stop", limits.max_stops), ("stop_ids", limits.max_stop_ids)):
+        given = values.get(name, ())
+        if len(given) > most:
+            raise invalid(named(name), f"{len(given)} are more than {most}")
+        values[name] = tuple(given)
+    for stop in values["stop"]:
+        if len(stop) > limits.max_stop_chars:
+            rule = (
+                f"{len(stop)} characters are more than the {limits.max_stop_chars} of a stop string"
+            )
+            raise invalid(named("stop"), rule)
     try:
         return SamplingParams(**values)
     except ConfigError as error:
         name, _, _ = str(error).partition("=")
         raise invalid(named(name), str(error)) from error
+
+
+def prompt_ids(given: Sequence[int], *, field: str, max_model_len: int) -> list[int]:
+    """Token ids of a prompt, not yet compared with the vocabulary.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT; the model's length has no room for them and one more.
+    """
+    if len(given) >= max_model_len:
+        raise invalid(
+            field,
+            f"{len(given)} tokens leave no room for output: prompt and output may have "
+            f"{max_model_len}",
+        )
+    return list(given)
 
 
 def refuse_unless_neutral(field: str, value: object, neutral: tuple, what: str) -> None:

@@ -92,12 +92,21 @@ class Settings:
     max_request_seconds: float = _option(
         0.0, "longest a request may take, queue included; 0 sets no limit", metavar="S"
     )
-    max_message_mib: int = _option(16, "largest message to accept, MiB", metavar="N")
+    max_message_mib: int = _option(8, "largest message to accept, MiB", metavar="N")
     max_n: int = _option(16, "most sequences of one request", metavar="N")
     max_prompt_chars: int = _option(
         1_000_000,
         "most characters of a prompt or chat; fewer where max-model-len tokens cannot hold them",
         metavar="N",
+    )
+    max_messages: int = _option(
+        2048, "most messages of a chat, and parts of a message", metavar="N"
+    )
+    max_stops: int = _option(16, "most stop strings of a request", metavar="N")
+    max_stop_chars: int = _option(512, "most characters of a stop string", metavar="N")
+    max_stop_ids: int = _option(256, "most stop ids of a request", metavar="N")
+    max_json_depth: int = _option(
+        32, "most lists and objects within each other, in JSON of clients", metavar="N"
     )
     tokenizer_threads: int = _option(2, "most long prompts that are tokenised at once", metavar="N")
     drain_seconds: float = _option(60.0, "how long SIGTERM lets open requests run on", metavar="S")
@@ -199,7 +208,8 @@ class Settings:
 
 _COUNTS = (
     *("max_connections", "max_connections_per_address"),
-    *("max_n", "max_prompt_chars", "tokenizer_threads"),
+    *("max_n", "max_prompt_chars", "max_messages", "max_stops", "max_stop_chars", "max_stop_ids"),
+    *("max_json_depth", "tokenizer_threads"),
 )
 _SECONDS = [one.name for one in fields(Settings) if one.name.endswith("_seconds")]
 

@@ -17,7 +17,7 @@ from serving.http.chat import Chat
 from serving.http.completions import Completions
 from serving.http.connection import RESERVED
 from serving.http.errors import answer, content_of, error_answer
-from serving.http.generation import Generation
+from serving.http.generation import Generation, Reader
 from serving.http.hosts import is_allowed, name_of
 from serving.rpc.guard import is_authorized
 from serving.rpc.version import NAME, VERSION
@@ -39,7 +39,7 @@ def make_app(
       max_bytes: of a request's body.
       allowed_hosts: names that the Host header may have beside those of this machine; None allows all.
     """
-    pages = _Pages(frontend)
+    pages, reader = _Pages(frontend), Reader(max_bytes=max_bytes)
     routes = [
         Route("/health", pages.health),
         Route("/ready", pages.health),
@@ -48,7 +48,7 @@ def make_app(
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
         *(
-            Route(one.path, Generation(one, frontend, max_bytes=max_bytes), methods=["POST"])
+            Route(one.path, Generation(one, frontend, reader), methods=["POST"])
             for one in (Completions(frontend), Chat(frontend))
         ),
     ]

@@ -1,4 +1,4 @@
-"""The body of a request: bounded in size and in time."""
+"""The body of a request: bounded in size, in time, and in memory together with all others."""
 
 import asyncio
 
@@ -6,42 +6,87 @@ import grpc
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from serving.errors import ServiceError, invalid
+from serving.errors import ServiceError, invalid, too_large
 
 _SECONDS = 60.0
+_SMALL = 64 << 10
+"""Bytes of a body that need no share of `BodyMemory`: clients of ordinary size are never refused for it."""
 
 
 class Gone(Exception):
     """The client left before its request was complete."""
 
 
-async def read_body(headers: Headers, receive: Receive, most: int) -> bytes:
-    """The whole body.
+class BodyMemory:
+    """Counts the bytes of all large bodies that were not parsed yet.
 
-    Raises:
-      ServiceError: INVALID_ARGUMENT; it is longer than `most` bytes, comes too slowly, or is said to be
-        no JSON.
-      Gone: nobody waits for an answer.
+    Args:
+      most: bytes; beyond it the body that grows is refused.
     """
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # Browsers let any page send other types to a server on the same machine.
-        raise invalid("content-type", "must be application/json")
-    too_long = invalid("body", f"is longer than the {most} bytes that this server accepts")
-    if headers.get("content-length", "").isdecimal() and int(headers["content-length"]) > most:
-        raise too_long
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Gone
-                body += message.get("body", b"")
-                if len(body) > most:
-                    raise too_long
-                if not message.get("more_body"):
-                    return bytes(body)
-    except TimeoutError as error:
-        text = f"the request did not come whole within {_SECONDS:g} s"
-        raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from error
+
+    def __init__(self, most: int):
+        self._most, self.num_bytes = most, 0
+
+    def grow(self, num_bytes: int) -> None:
+        """Raises `ServiceError` with RESOURCE_EXHAUSTED if that is too much."""
+        if self.num_bytes + num_bytes > self._most:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "too many large requests are arriving; try again later",
+                retry_after=1.0,
+            )
+        self.num_bytes += num_bytes
+
+
+class Body:
+    """What has come of one body.
+
+    Attributes:
+      content: all of it, after `read`.
+    """
+
+    def __init__(self, memory: BodyMemory):
+        self._memory, self._counted = memory, 0
+        self.content = b""
+
+    async def read(self, headers: Headers, receive: Receive, most: int) -> None:
+        """Reads it to its end.
+
+        Raises:
+          ServiceError: it is longer than `most` bytes, comes too slowly, is said to be no JSON, or finds
+            no memory left.
+          Gone: the client has left.
+        """
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Browsers let any page send other types to a server on the same machine.
+            raise invalid("content-type", "must be application/json")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > most:
+            raise too_large("body", most)
+        try:
+            async with asyncio.timeout(_SECONDS):
+                self.content = await self._whole(receive, most)
+        except TimeoutError as error:
+            text = f"the request did not come whole within {_SECONDS:g} s"
+            raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from error
+
+    def free(self) -> None:
+        """Forgets the content; more calls do nothing."""
+        self._memory.num_bytes -= self._counted
+        self._counted, self.content = 0, b""
+
+    async def _whole(self, receive: Receive, most: int) -> bytes:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            body += message.get("body", b"")
+            if len(body) > most:
+                raise too_large("body", most)
+            if len(body) > _SMALL:
+                self._memory.grow(len(body) - self._counted)
+                self._counted = len(body)
+            if not message.get("more_body"):
+                return bytes(body)

@@ -4,7 +4,7 @@ from serving.frontend import Frontend
 from serving.http.fields import Fields
 from serving.http.options import LABELS, Options, read_options, read_params
 from serving.http.reports import chat_logprobs
-from serving.http.route import Call, Caller
+from serving.http.route import Call, Caller, Encode, one_ask_each
 from serving.stream import Ask, Delta
 
 _NEUTRAL = {
@@ -47,7 +47,7 @@ class Chat:
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
 
-    async def read(self, fields: Fields, caller: Caller) -> Call:
+    def read(self, fields: Fields, caller: Caller) -> Encode:
         """See `Route`."""
         frontend = self._frontend
         options = read_options(fields, frontend.name)
@@ -61,17 +61,17 @@ class Chat:
         }
         params = read_params(
             fields,
+            frontend.limits,
             max_tokens=frontend.config.max_model_len if max_tokens is None else max_tokens,
             spelling=spelling,
             logprobs=_num_logprobs(fields),
         )
-        messages = _messages(fields)
+        messages = _messages(fields, frontend.limits.max_messages)
         variables = _variables(fields)
         fields.done(ignored=LABELS)
-        prompt = await frontend.chat(messages, variables, field="messages")
         ask = Ask(
             request_id=caller.request_id,
-            prompt=prompt,
+            prompt=[],
             params=params,
             n=options.n,
             is_chat=True,
@@ -80,7 +80,13 @@ class Chat:
             trace=caller.trace,
             spelling=spelling,
         )
-        return Call(asks=[ask], options=options, choices=_Choices(frontend, options, prompt))
+
+        async def encode() -> Call:
+            prompt = await frontend.chat(messages, variables, field="messages")
+            choices = _Choices(frontend, options, prompt)
+            return Call(asks=one_ask_each(ask, [prompt]), options=options, choices=choices)
+
+        return encode
 
 
 def _max_tokens(fields: Fields) -> tuple[int | None, str]:
@@ -99,21 +105,21 @@ def _num_logprobs(fields: Fields) -> int | None:
     return (number or 0) if wanted else None
 
 
-def _messages(fields: Fields) -> list[dict[str, str]]:
+def _messages(fields: Fields, most: int) -> list[dict[str, str]]:
     if "messages" not in fields:
         raise fields.wrong("messages", "is missing")
-    messages = [_message(one) for one in fields.inners("messages")]
+    messages = [_message(one, most) for one in fields.inners("messages", most=most)]
     if not messages:
         raise fields.wrong("messages", "must not be empty")
     return messages
 
 
-def _message(fields: Fields) -> dict[str, str]:
+def _message(fields: Fields, most: int) -> dict[str, str]:
     fields.refuse_unless(_NEUTRAL_IN_MESSAGE)
     role = fields.text("role")
     if role is None:
         raise fields.wrong("role", "is missing")
-    message = {"role": role, "content": _content(fields, role)}
+    message = {"role": role, "content": _content(fields, role, most)}
     for name in _PASSED_ON:
         if (value := fields.text(name)) is not None:
             message[name] = value
@@ -121,8 +127,8 @@ def _message(fields: Fields) -> dict[str, str]:
     return message
 
 
-def _content(fields: Fields, role: str) -> str:
-    """A text, or parts that are texts."""
+def _content(fields: Fields, role: str, most: int) -> str:
+    """A text, or at most so many parts that are texts."""
     content = fields.take("content")
     if isinstance(content, str):
         return content
@@ -133,7 +139,7 @@ def _content(fields: Fields, role: str) -> str:
     if not isinstance(content, list):
         raise fields.wrong("content", "must be a string or a list of parts")
     texts = []
-    for part in fields.inners("content"):
+    for part in fields.inners("content", most=most):
         if part.text("type") != "text":
             raise part.wrong("type", "must be text: this server takes no images, sounds or files")
         if (text := part.text("text")) is None:

@@ -4,7 +4,7 @@ from serving.frontend import Frontend
 from serving.http.fields import Fields, is_integer
 from serving.http.options import LABELS, Options, read_options, read_params
 from serving.http.reports import CompletionLogprobs
-from serving.http.route import Call, Caller, one_ask_each
+from serving.http.route import Call, Caller, Encode, one_ask_each
 from serving.stream import Ask, Delta
 
 _MAX_TOKENS = 16  # OpenAI's default
@@ -27,7 +27,7 @@ class Completions:
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
 
-    async def read(self, fields: Fields, caller: Caller) -> Call:
+    def read(self, fields: Fields, caller: Caller) -> Encode:
         """See `Route`."""
         frontend = self._frontend
         options = read_options(fields, frontend.name)
@@ -35,16 +35,13 @@ class Completions:
         max_tokens = fields.integer("max_tokens")
         params = read_params(
             fields,
+            frontend.limits,
             max_tokens=_MAX_TOKENS if max_tokens is None else max_tokens,
             spelling=_SPELLING,
             logprobs=fields.integer("logprobs"),
         )
         given = _prompts(fields, frontend.limits.max_n // max(1, options.n))
         fields.done(ignored=LABELS)
-        prompts = [
-            one if isinstance(one, list) else await frontend.encode(one, field="prompt")
-            for one in given
-        ]
         ask = Ask(
             request_id=caller.request_id,
             prompt=[],
@@ -55,8 +52,16 @@ class Completions:
             trace=caller.trace,
             spelling=_SPELLING,
         )
-        asks = one_ask_each(ask, prompts)
-        return Call(asks=asks, options=options, choices=_Choices(frontend, options, prompts))
+
+        async def encode() -> Call:
+            prompts = [
+                one if isinstance(one, list) else await frontend.encode(one, field="prompt")
+                for one in given
+            ]
+            asks = one_ask_each(ask, prompts)
+            return Call(asks=asks, options=options, choices=_Choices(frontend, options, prompts))
+
+        return encode
 
 
 def _prompts(fields: Fields, most: int) -> list[str | list[int]]:

@@ -24,6 +24,7 @@ STATUS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
 """The map of the gateways that translate gRPC; what is not here is 500."""
+_TOO_LARGE = 413
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -44,9 +45,14 @@ def content_of(status: int, message: str, *, field: str | None = None, code: str
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
+def status_of(error: ServiceError) -> int:
+    """The HTTP status of an error."""
+    return _TOO_LARGE if error.is_too_large else STATUS.get(error.code, 500)
+
+
 def error_content(error: ServiceError) -> dict:
     """An error's object; its `code` is the gRPC status."""
-    status = STATUS.get(error.code, 500)
+    status = status_of(error)
     return content_of(status, error.message, field=error.field, code=error.code.name.lower())
 
 
@@ -57,4 +63,4 @@ def error_answer(error: ServiceError, headers: dict[str, str] | None = None) -> 
         headers["retry-after"] = str(math.ceil(error.retry_after))  # whole seconds, says RFC 9110
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
-    return answer(error_content(error), STATUS.get(error.code, 500), headers)
+    return answer(error_content(error), status_of(error), headers)

@@ -1,30 +1,10 @@
 """A client's JSON, read field by field: what is wrong is named, and what nobody reads is refused."""
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Self
 
 from serving.errors import invalid
 from serving.params import refuse_unless_neutral
-
-
-def parse(body: bytes) -> "Fields":
-    """The fields of a JSON object.
-
-    Raises:
-      ServiceError: INVALID_ARGUMENT; it is none.
-    """
-    try:
-        content = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise invalid("body", f"is not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise invalid("body", "must be a JSON object")
-    return Fields(content)
-
-
-def _refuse_constant(name: str):
-    raise ValueError(f"{name} is no JSON")
 
 
 class Fields:
@@ -101,11 +81,13 @@ class Fields:
             raise self.wrong(name, "must be an object")
         return None if value is None else Fields(value, f"{self._where}{name}.")
 
-    def inners(self, name: str) -> Iterator[Self]:
-        """The fields of each object in a list."""
+    def inners(self, name: str, *, most: int) -> Iterator[Self]:
+        """The fields of each object in a list of at most so many."""
         value = self.take(name)
         if not isinstance(value, list):
             raise self.wrong(name, "must be a list of objects")
+        if len(value) > most:
+            raise self.wrong(name, f"{len(value)} are more than the {most} that this server takes")
         for place, item in enumerate(value):
             if not isinstance(item, dict):
                 raise self.wrong(f"{name}[{place}]", "must be an object")

@@ -8,52 +8,76 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 
 import grpc
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from serving.bounded_pool import BoundedPool
 from serving.errors import ServiceError, failure, invalid
 from serving.frontend import Frontend
 from serving.harmony import Spoken
 from serving.http import reports
-from serving.http.body import Gone, read_body
+from serving.http.body import Body, BodyMemory, Gone
 from serving.http.errors import error_answer
-from serving.http.fields import parse
+from serving.http.fields import Fields
 from serving.http.reply import Reply
-from serving.http.route import Call, Caller, Route
+from serving.http.route import Call, Caller, Encode, Route
+from serving.json_input import parse_object
 from serving.rpc import calls
 from serving.stream import Delta, Stream
 
 _log = logging.getLogger(__name__)
 _TRACE = ("traceparent", "tracestate")
+_SHORT = 4096  # bytes of a body that the event loop reads in about 1 ms
+_MAX_WAITING = 64  # larger ones
+_MAX_BODIES = 32  # of the largest size, held until they are parsed
+
+
+class Reader:
+    """What all generating routes share to read bodies: memory for them, and a thread for large ones."""
+
+    def __init__(self, *, max_bytes: int):
+        self.max_bytes = max_bytes
+        self._memory = BodyMemory(_MAX_BODIES * max_bytes)
+        # json.loads keeps the global lock, so a second thread would win nothing.
+        self._pool = BoundedPool("json", "large requests", num_threads=1, max_waiting=_MAX_WAITING)
+
+    def body(self) -> Body:
+        """A body that has yet to come."""
+        return Body(self._memory)
+
+    async def run[T](self, size: int, function: Callable[[], T]) -> T:
+        """`function()`, which reads a body of `size` bytes, beside the event loop if that takes long."""
+        return function() if size <= _SHORT else await self._pool.run(function)
 
 
 class Generation:
-    """One route as an ASGI application.
+    """One route as an ASGI application."""
 
-    Args:
-      max_bytes: of a body.
-    """
-
-    def __init__(self, route: Route, frontend: Frontend, *, max_bytes: int):
-        self._route, self._frontend, self._max_bytes = route, frontend, max_bytes
+    def __init__(self, route: Route, frontend: Frontend, reader: Reader):
+        self._route, self._frontend, self._reader = route, frontend, reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(scope, receive, send)
+        reply, body = Reply(scope, receive, send), self._reader.body()
         try:
-            body = await read_body(Headers(scope=scope), receive, self._max_bytes)
+            await body.read(Headers(scope=scope), receive, self._reader.max_bytes)
+            await self._while_client_stays(receive, self._work(Headers(scope=scope), body, reply))
         except Gone:
             return
         except ServiceError as error:
             self._frontend.refused("http", self._route.path, error)
             is_late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-            # Whoever dawdles shall not hold the connection too.
+            # A slow client shall not hold the connection too.
             await reply.whole(error_answer(error, {"connection": "close"} if is_late else None))
-            return
-        work = asyncio.create_task(self._work(Headers(scope=scope), body, reply))
+        finally:
+            body.free()
+
+    async def _while_client_stays(self, receive: Receive, answer: Coroutine) -> None:
+        work = asyncio.create_task(answer)
         leave = asyncio.create_task(_client_leaves(receive))
         try:
             await asyncio.wait((work, leave), return_when=asyncio.FIRST_COMPLETED)
@@ -62,10 +86,15 @@ class Generation:
             leave.cancel()
             await asyncio.gather(work, leave, return_exceptions=True)
 
-    async def _work(self, headers: Headers, body: bytes, reply: Reply) -> None:
+    async def _work(self, headers: Headers, body: Body, reply: Reply) -> None:
         """Answers; every error ends in a response or, once that has begun, in an event."""
         try:
-            await self._answer(headers, body, reply)
+            read = partial(self._read, headers, body, reply)
+            encode = await self._reader.run(len(body.content), read)
+            body.free()
+            call = await encode()
+            del encode  # it holds the prompts as they came, and generation may take minutes
+            await self._answer(call, reply)
         except ServiceError as error:
             self._frontend.refused("http", self._route.path, error)
             await reply.fail(error)
@@ -75,15 +104,20 @@ class Generation:
             _log.exception("a request failed")
             await reply.fail(failure(error))
 
-    async def _answer(self, headers: Headers, body: bytes, reply: Reply) -> None:
-        fields = parse(body)
+    def _read(self, headers: Headers, body: Body, reply: Reply) -> Encode:
+        limits = self._frontend.limits
+        max_ids = limits.max_n * self._frontend.config.max_model_len
+        content = parse_object(body.content, field="body", limits=limits, max_ids=max_ids)
+        fields = Fields(content)
         given = fields.text("request_id")
         request_id = _request_id(headers.get("x-request-id", "") if given is None else given)
         reply.headers["x-request-id"] = request_id
         trace = {name: headers[name] for name in _TRACE if name in headers}
-        call = await self._route.read(fields, Caller(request_id=request_id, trace=trace))
+        return self._route.read(fields, Caller(request_id=request_id, trace=trace))
+
+    async def _answer(self, call: Call, reply: Reply) -> None:
         envelope = {
-            "id": f"{self._route.prefix}{request_id}",
+            "id": f"{self._route.prefix}{reply.headers['x-request-id']}",
             "object": None,
             "created": int(time.time()),
             "model": self._frontend.name,

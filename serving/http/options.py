@@ -7,6 +7,7 @@ import grpc
 from peagle_jax import SamplingParams
 from serving.errors import ServiceError
 from serving.http.fields import Fields
+from serving.limits import Limits
 from serving.params import sampling_params
 
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -95,7 +96,12 @@ def read_options(fields: Fields, model: str) -> Options:
 
 
 def read_params(
-    fields: Fields, *, max_tokens: int, spelling: dict[str, str], logprobs: int | None
+    fields: Fields,
+    limits: Limits,
+    *,
+    max_tokens: int,
+    spelling: dict[str, str],
+    logprobs: int | None,
 ) -> SamplingParams:
     """How to sample, with OpenAI's defaults.
 
@@ -107,14 +113,15 @@ def read_params(
     top_k = _or(fields.integer("top_k"), 0)
     return sampling_params(
         spelling,
+        limits,
         max_tokens=max_tokens,
         temperature=_or(fields.number("temperature"), 1.0),
         top_p=_or(fields.number("top_p"), 1.0),
         top_k=0 if top_k == -1 else top_k,  # vLLM's way to say all
         min_p=_or(fields.number("min_p"), 0.0),
         seed=fields.integer("seed"),
-        stop=tuple(fields.texts("stop")),
-        stop_ids=tuple(fields.integers("stop_token_ids")),
+        stop=fields.texts("stop"),
+        stop_ids=fields.integers("stop_token_ids"),
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,
         num_speculative_tokens=fields.integer("num_speculative_tokens"),

@@ -1,6 +1,6 @@
 """What the two generating routes have in common, seen from `Generation`, which runs them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -37,6 +37,10 @@ class Call:
     choices: Choices
 
 
+Encode = Callable[[], Awaitable[Call]]
+"""Tokenises the prompts of a request that was read."""
+
+
 class Route(Protocol):
     """One of OpenAI's generating routes.
 
@@ -51,8 +55,10 @@ class Route(Protocol):
     whole_object: str
     part_object: str
 
-    async def read(self, fields: Fields, caller: Caller) -> Call:
-        """Understands a request.
+    def read(self, fields: Fields, caller: Caller) -> Encode:
+        """Understands a request, its prompts as they came; may run in any thread.
+
+        What it returns must not hold `fields`, which may be large.
 
         Raises:
           ServiceError: it asks for what is not there, or is no request.

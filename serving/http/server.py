@@ -68,7 +68,7 @@ class HttpServer:
         *,
         tokens: Sequence[bytes] = (),
         certificates: Certificates | None = None,
-        max_message_bytes: int = 16 << 20,
+        max_message_bytes: int = 8 << 20,
         allowed_hosts: Sequence[str] | None = None,
         idle_seconds: float = 300.0,
         gate: Gate | None = None,

@@ -1,8 +1,9 @@
-"""What surrounds every call: authentication, and exceptions that become statuses with details."""
+"""What surrounds every call: authentication, limits of messages, exceptions that become statuses."""
 
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -11,15 +12,34 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from serving.errors import ServiceError, failure
+from serving.errors import ServiceError, failure, too_large
+from serving.rpc.wire import has_more_fields
 
 _log = logging.getLogger(__name__)
 _OPEN = "/grpc.health.v1.Health/"
-_LONGEST = (
-    500  # characters of a message: clients take 8 KiB of trailers, and it may quote a request
-)
 
 Report = Callable[[ServiceError], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageLimits:
+    """What a request's message may hold; looked at before it is parsed.
+
+    Args:
+      max_bytes: of calls in `large`.
+      large: "/package.Service/Method" of calls that carry prompts.
+      max_small_bytes: of all others.
+      max_fields: those of messages within included; packed numbers are one.
+    """
+
+    max_bytes: int
+    large: Collection[str]
+    max_small_bytes: int = 512 << 10  # Abort: 1024 ids of 256 characters, and more
+    max_fields: int
+
+    def of(self, method: str) -> int:
+        """Bytes of a message."""
+        return self.max_bytes if method in self.large else min(self.max_small_bytes, self.max_bytes)
 
 
 def is_authorized(header: str | bytes | None, tokens: Sequence[bytes]) -> bool:
@@ -37,11 +57,17 @@ class Guard(grpc.aio.ServerInterceptor):
 
     Args:
       tokens: bearer tokens, looked at anew for every call; empty lets everybody in.
+      limits: see `MessageLimits`.
       on_refused: called with the method and the error of a call that did not end well.
     """
 
-    def __init__(self, tokens: Sequence[bytes], on_refused: Callable[[str, ServiceError], None]):
-        self._tokens, self._on_refused = tokens, on_refused
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        limits: MessageLimits,
+        on_refused: Callable[[str, ServiceError], None],
+    ):
+        self._tokens, self._limits, self._on_refused = tokens, limits, on_refused
 
     async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails):
         """See grpc.aio.ServerInterceptor."""
@@ -54,7 +80,8 @@ class Guard(grpc.aio.ServerInterceptor):
             if handler.response_streaming:
                 behaviour = _nobody_streams
         else:
-            behaviour, read = _behaviour(handler), _reader(handler)
+            behaviour = _behaviour(handler)
+            read = _reader(handler, self._limits.of(details.method), self._limits.max_fields)
         guarded = _guarded_stream if handler.response_streaming else _guarded
         report = partial(self._on_refused, details.method.removeprefix("/"))
         return _rebuilt(handler, guarded(behaviour, read, report))
@@ -63,8 +90,6 @@ class Guard(grpc.aio.ServerInterceptor):
 async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
     """Ends a call with the error's status, and details for programs (google.rpc)."""
     message = error.message
-    if len(message) > _LONGEST:
-        message = f"{message[: _LONGEST - 4]} ..."
     status = status_pb2.Status(code=code_pb2.Code.Value(error.code.name), message=message)
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -84,11 +109,19 @@ def _behaviour(handler: grpc.RpcMethodHandler) -> Callable:
     return handler.stream_unary or handler.unary_unary
 
 
-def _reader(handler: grpc.RpcMethodHandler) -> Callable:
+def _reader(handler: grpc.RpcMethodHandler, max_bytes: int, max_fields: int) -> Callable:
     """What makes a call's message, or messages, of bytes. gRPC's own would answer UNKNOWN to bytes that
     are no message, log a traceback for each, and read those of clients without a token."""
+    descriptor = handler.request_deserializer.__self__.DESCRIPTOR
 
     def read(data: bytes) -> Message:
+        if len(data) > max_bytes:
+            raise too_large("the request", max_bytes)
+        if has_more_fields(data, descriptor, max_fields):
+            raise ServiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"the request holds more than {max_fields} fields, the most that this server takes",
+            )
         try:
             return handler.request_deserializer(data)
         except DecodeError as error:

@@ -1,11 +1,12 @@
 """Sampling parameters as the JSON object that language models behind Triton take."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from peagle_jax import SamplingParams
 from serving.errors import invalid
+from serving.json_input import parse_object
+from serving.limits import Limits
 from serving.params import refuse_unless_neutral, sampling_params
 
 FIELD = "sampling_parameters"
@@ -20,7 +21,7 @@ class Sampling:
     n: int
 
 
-def read_sampling(text: bytes, *, max_tokens: int) -> Sampling:
+def read_sampling(text: bytes, limits: Limits, *, max_tokens: int) -> Sampling:
     """Parameters of a JSON object; an empty text is an empty object.
 
     Args:
@@ -29,12 +30,7 @@ def read_sampling(text: bytes, *, max_tokens: int) -> Sampling:
     Raises:
       ServiceError: INVALID_ARGUMENT that names the key.
     """
-    try:
-        given = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise invalid(FIELD, f"not valid JSON ({error})") from error
-    if not isinstance(given, dict):
-        raise invalid(FIELD, "must be a JSON object")
+    given = parse_object(text, field=FIELD, limits=limits) if text.strip() else {}
     values: dict = dict(max_tokens=max_tokens, temperature=1.0)
     n = 1
     for key, value in given.items():
@@ -51,7 +47,7 @@ def read_sampling(text: bytes, *, max_tokens: int) -> Sampling:
             values[_OURS.get(key, key)] = _READERS[key](field, value)
     if values.get("top_k") == -1:  # vLLM's other way to say: all
         values["top_k"] = 0
-    return Sampling(params=sampling_params(SPELLING, **values), n=n)
+    return Sampling(params=sampling_params(SPELLING, limits, **values), n=n)
 
 
 def _int(field: str, value: object) -> int:

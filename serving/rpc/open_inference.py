@@ -24,6 +24,7 @@ PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
 _VERSION = "1"
 _MAX_OPEN = 256  # requests of one stream; beyond them it is not read on
+_MAX_OUTPUTS = 16  # named by a request; there is one
 _UNREAD = 64  # responses of one stream that wait for its client
 
 _NEUTRAL = {
@@ -197,7 +198,9 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                 "the output never repeats the prompt; send true",
             )
         sampling = json_params.read_sampling(
-            inputs.get(json_params.FIELD, b""), max_tokens=self._frontend.config.max_model_len
+            inputs.get(json_params.FIELD, b""),
+            self._frontend.limits,
+            max_tokens=self._frontend.config.max_model_len,
         )
         where = "inputs['text_input']"
         try:
@@ -254,6 +257,8 @@ def _deadline(parameters: Mapping[str, pb.InferParameter], deadline: float | Non
 
 
 def _check_outputs(request: pb.ModelInferRequest) -> None:
+    if len(request.outputs) > _MAX_OUTPUTS:
+        raise invalid("outputs", f"{len(request.outputs)} are more than {_MAX_OUTPUTS}")
     for output in request.outputs:
         where = f"outputs[{output.name!r}]"
         if output.name != tensors.OUTPUT:

@@ -1,6 +1,5 @@
 """`peagle.v1.Generation`: the engine's own service; its proto documents every field."""
 
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -10,7 +9,8 @@ from peagle_jax.engine.stats import Acceptance
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.harmony import Spoken
-from serving.params import sampling_params
+from serving.json_input import parse_object
+from serving.params import prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.rpc import calls
@@ -124,28 +124,36 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             case "text":
                 return await self._frontend.encode(request.text, field="text")
             case "tokens":
-                return list(request.tokens.ids)
+                most = self._frontend.config.max_model_len
+                return prompt_ids(request.tokens.ids, field="tokens", max_model_len=most)
             case "chat":
-                if not request.chat.messages:
-                    raise invalid("chat.messages", "must not be empty")
-                messages = [dict(role=m.role, content=m.content) for m in request.chat.messages]
-                variables = _variables(request.chat.variables_json)
-                return await self._frontend.chat(messages, variables, field="chat")
+                return await self._chat(request.chat)
         raise invalid("prompt", "set one of text, tokens and chat")
+
+    async def _chat(self, chat: pb.Chat) -> list[int]:
+        limits = self._frontend.limits
+        if not 1 <= len(chat.messages) <= limits.max_messages:
+            raise invalid("chat.messages", f"must be between 1 and {limits.max_messages}")
+        messages = [dict(role=one.role, content=one.content) for one in chat.messages]
+        text, variables = chat.variables_json.encode(), {}
+        if text:
+            variables = parse_object(text, field="chat.variables_json", limits=limits)
+        return await self._frontend.chat(messages, variables, field="chat")
 
     def _params(self, request: pb.GenerateRequest) -> SamplingParams:
         sampling, stopping = request.sampling, request.stopping
         optional = lambda message, name: getattr(message, name) if message.HasField(name) else None
         return sampling_params(
             _SPELLING,
+            self._frontend.limits,
             max_tokens=stopping.max_tokens or self._frontend.config.max_model_len,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p or 1.0,
             min_p=sampling.min_p,
             seed=optional(sampling, "seed"),
-            stop=tuple(stopping.stop),
-            stop_ids=tuple(stopping.stop_token_ids),
+            stop=stopping.stop,
+            stop_ids=stopping.stop_token_ids,
             ignore_eos=stopping.ignore_eos,
             logprobs=optional(request.output, "logprobs"),
             num_speculative_tokens=optional(request.speculation, "num_speculative_tokens"),
@@ -180,18 +188,6 @@ def _usage(usage: Usage) -> pb.Usage:
         time_to_first_token=usage.time_to_first_token,
         duration=usage.duration,
     )
-
-
-def _variables(text: str) -> dict:
-    if not text:
-        return {}
-    try:
-        variables = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid("chat.variables_json", f"not valid JSON ({error})") from error
-    if not isinstance(variables, dict):
-        raise invalid("chat.variables_json", "must be a JSON object")
-    return variables
 
 
 def _delta(delta: Delta) -> pb.GenerateDelta:

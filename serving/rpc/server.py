@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from serving.frontend import Frontend, State
 from serving.protos import open_inference_pb2, peagle_v1_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
 from serving.rpc import foreign, open_inference, vllm
-from serving.rpc.guard import Guard
+from serving.rpc.guard import Guard, MessageLimits
 from serving.rpc.peagle import Generation
 from serving.rpc.security import Certificates
 
@@ -29,6 +29,15 @@ _SERVICES = (
     peagle_v1_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
     vllm.SERVICE,
     open_inference.SERVICE,
+)
+_WITH_PROMPTS = frozenset(
+    f"/{service}/{method}"
+    for service, methods in zip(
+        _SERVICES,
+        (("Generate", "GenerateOnce"), ("Generate",), ("ModelInfer", "ModelStreamInfer")),
+        strict=True,
+    )
+    for method in methods
 )
 _OWN_FILES = (peagle_v1_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
 _FOREIGN_FILES = {
@@ -58,7 +67,7 @@ class RpcServer:
         *,
         tokens: Sequence[bytes] = (),
         certificates: Certificates | None = None,
-        max_message_bytes: int = 16 << 20,
+        max_message_bytes: int = 8 << 20,
         max_connections: int = 2048,
         handshake_seconds: float = 10.0,
         idle_seconds: float = 300.0,
@@ -76,8 +85,13 @@ class RpcServer:
         ]
         if max_connection_seconds:
             options.append(("grpc.max_connection_age_ms", int(1000 * max_connection_seconds)))
+        limits = MessageLimits(
+            max_bytes=max_message_bytes,
+            large=_WITH_PROMPTS,
+            max_fields=8 * frontend.limits.max_messages,
+        )
         self._server = grpc.aio.server(
-            interceptors=[Guard(tokens, partial(frontend.refused, "grpc"))], options=options
+            interceptors=[Guard(tokens, limits, partial(frontend.refused, "grpc"))], options=options
         )
         self._certificates = certificates
         self._health = health.aio.HealthServicer()

@@ -14,6 +14,7 @@ KINDS = {
 }
 """Inputs of the model, by name."""
 OUTPUT = "text_output"
+_MAX_DIMENSIONS = 8
 
 
 def read_inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:
@@ -65,6 +66,8 @@ def _check_form(tensor: pb.ModelInferRequest.InferInputTensor, field: str, *, is
     if tensor.datatype != kind:
         raise invalid(field, f"is of type {tensor.datatype!r}; it must be {kind}")
     # Batching clients write [1, 1].
+    if len(tensor.shape) > _MAX_DIMENSIONS:
+        raise invalid(field, f"has {len(tensor.shape)} dimensions; it must be one element, [1]")
     if any(size != 1 for size in tensor.shape):
         raise invalid(field, f"has the shape {list(tensor.shape)}; it must be one element, [1]")
 

@@ -12,7 +12,7 @@ from peagle_jax.engine.request import TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from serving.errors import ServiceError, invalid
 from serving.frontend import Frontend, State
-from serving.params import refuse_unless_neutral, sampling_params
+from serving.params import prompt_ids, refuse_unless_neutral, sampling_params
 from serving.protos import vllm_engine_pb2 as pb
 from serving.protos import vllm_engine_pb2_grpc
 from serving.rpc import calls
@@ -162,7 +162,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         if kind == "text":
             prompt = await self._frontend.encode(request.text, field="text")
         else:
-            prompt = list(request.tokenized.input_ids)
+            ids, most = request.tokenized.input_ids, self._frontend.config.max_model_len
+            prompt = prompt_ids(ids, field="tokenized.input_ids", max_model_len=most)
         return Ask(
             request_id=request_id,
             prompt=prompt,
@@ -180,14 +181,15 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         temperature, max_tokens, seed = map(optional, ("temperature", "max_tokens", "seed"))
         return sampling_params(
             _SPELLING,
+            self._frontend.limits,
             max_tokens=self._frontend.config.max_model_len if max_tokens is None else max_tokens,
             temperature=1.0 if temperature is None else temperature,
             top_k=given.top_k,
             top_p=given.top_p or 1.0,
             min_p=given.min_p,
             seed=None if seed == -1 else seed,
-            stop=tuple(given.stop),
-            stop_ids=tuple(given.stop_token_ids),
+            stop=given.stop,
+            stop_ids=given.stop_token_ids,
             ignore_eos=given.ignore_eos,
             logprobs=optional("logprobs"),
             num_speculative_tokens=drafts,

@@ -192,7 +192,7 @@ def test_bodies_are_bounded(server, http):
     body = json.dumps(dict(prompt="a" * BOUND)).encode()
     headers = {"content-type": "application/json"}
     for content in (body, iter([body])):  # with its length in front, and in chunks without
-        error = refusal(http.post("/v1/completions", content=content, headers=headers))
+        error = refusal(http.post("/v1/completions", content=content, headers=headers), 413)
         assert "50000 bytes" in error["message"]
     assert http.get("/health").status_code == 200
 

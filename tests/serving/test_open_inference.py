@@ -263,7 +263,7 @@ WRONG = {
         LONG, exclude_input_in_output=False
     ),
     "inputs['image']: is not an input of this model; it has text_input": inputs(LONG, image="a"),
-    "sampling_parameters: not valid JSON": [*inputs(), tensor("sampling_parameters", "{")],
+    "sampling_parameters: is not valid JSON": [*inputs(), tensor("sampling_parameters", "{")],
     "sampling_parameters: must be a JSON object": inputs([1]),
     "sampling_parameters.colour: is not known; there are max_tokens": inputs(dict(colour=1)),
     "sampling_parameters.temperature: ": inputs(dict(temperature=-1)),

@@ -1,0 +1,144 @@
+"""JSON of clients: counted before it is parsed, read as json.loads reads it, each key once."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from serving import json_input
+from serving.errors import ServiceError
+from serving.json_input import MAX_VALUES, Size, measure, parse_object
+from serving.limits import Limits
+
+LIMITS = Limits(max_messages=16, max_json_depth=8)
+OBJECTS = 4 * LIMITS.max_messages
+
+
+def refusal(content: bytes, **options) -> str:
+    with pytest.raises(ServiceError) as caught:
+        parse_object(content, field="body", limits=LIMITS, **options)
+    assert caught.value.code.name == "INVALID_ARGUMENT"
+    assert caught.value.field == "body"
+    return caught.value.message
+
+
+def size_of(value: object) -> Size:
+    """The same by looking at the objects; an empty list counts as if it held one value."""
+    if not isinstance(value, list | dict):
+        return Size(1, 0, 0)
+    items = list(value.values()) if isinstance(value, dict) else value
+    parts = [size_of(item) for item in items]
+    return Size(
+        1 + max(1, sum(part.num_values for part in parts)),
+        isinstance(value, dict) + sum(part.num_objects for part in parts),
+        1 + max((part.depth for part in parts), default=0),
+    )
+
+
+TEXTS = (
+    "",
+    "a",
+    '"',
+    "\\",
+    '\\"',
+    '"[{',
+    "}],:",
+    "\\\\",
+    "é\n\t",
+    "\u2028\U0001f600",
+    "\\u005c",
+    "/",
+)
+
+
+def document(rng: random.Random, depth: int = 0) -> object:
+    kinds = "tnb" if depth == 6 else "tnbld"
+    match rng.choice(kinds):
+        case "t":
+            return "".join(rng.choices(TEXTS, k=rng.randrange(4)))
+        case "n":
+            return rng.choice((0, -1, 1.5, 1e300, 10**30))
+        case "b":
+            return rng.choice((True, False, None))
+        case "l":
+            return [document(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return {
+        "".join(rng.choices(TEXTS, k=3)): document(rng, depth + 1) for _ in range(rng.randrange(4))
+    }
+
+
+def test_the_count_is_that_of_the_objects(num_cases):
+    for seed in range(num_cases("JSON documents", 1000)):
+        rng = random.Random(seed)
+        content = {"a": document(rng, 1)}
+        text = json.dumps(content, ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, 1)))
+        assert measure(text.encode()) == size_of(content), text
+        assert parse_object(text.encode(), field="body", limits=Limits()) == content
+
+
+@pytest.fixture
+def unparsed(monkeypatch):
+    """Within the test nothing may be parsed."""
+    parser = SimpleNamespace(loads=lambda *given, **named: pytest.fail("parsed"))
+    monkeypatch.setattr(json_input, "json", parser)
+
+
+LARGE = {
+    "values": [
+        b'{"a":[' + b"1," * MAX_VALUES + b"1]}",
+        b'{"a":[' + b"[]," * MAX_VALUES + b"1]}",
+        b'{"a":[' + b'"",' * MAX_VALUES + b"1]}",
+        b"[" + b"1," * MAX_VALUES,
+    ],
+    "objects": [b'{"messages":[' + b"{}," * OBJECTS + b"{}]}", b"[" + b"{}," * OBJECTS + b"{"],
+    "deep": [b'{"a":' * 9, b"[" * 9, b'{"a":' + b"[" * 50_000, b'{"\\"":[[[[[[[["]]]]]]]]'],
+}
+
+
+@pytest.mark.parametrize(("rule", "place"), [(r, i) for r in LARGE for i in range(len(LARGE[r]))])
+def test_what_holds_too_much_is_refused_unparsed(unparsed, rule, place):
+    assert f" {rule} are more than" in refusal(LARGE[rule][place])
+
+
+def test_what_just_fits_is_read():
+    most = {"a": [1] * (MAX_VALUES - 3)}
+    assert parse_object(json.dumps(most).encode(), field="body", limits=LIMITS) == most
+    more = {"a": [1] * MAX_VALUES}
+    assert "values" in refusal(json.dumps(more).encode())
+    assert parse_object(json.dumps(more).encode(), field="b", limits=LIMITS, max_ids=9) == more
+    objects = {"a": [{}] * (OBJECTS - 1)}
+    assert parse_object(json.dumps(objects).encode(), field="b", limits=LIMITS) == objects
+    for text in (b'{"a":' * 8 + b"1" + b"}" * 8, b'{"a": "[[[[[[[[[[[[\\"[[["}'):
+        assert parse_object(text, field="body", limits=LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (b'{"a": 1, "a": 1}', "a"),
+        (b'{"b": [{"x": {}, "y": 1, "\\u0078": null}]}', "x"),
+        (b'{"": 1, "b": 2, "": 3}', ""),
+        (b'{"a": {"deep": {"k": 1, "k": 2}}}', "k"),
+    ],
+)
+def test_a_key_that_stands_twice_is_named(content, key):
+    assert f"the key {key!r} stands in an object twice" in refusal(content)
+
+
+def test_many_keys_are_compared_at_once():
+    """A comparison of each with each would take minutes."""
+    keys = ",".join(f'"k{i}":0' for i in range(MAX_VALUES - 4))
+    assert "'k7'" in refusal(f'{{{keys},"k7":1}}'.encode())
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-8-sig"])
+def test_other_encodings_are_refused(encoding):
+    """json.loads would read them, and the count of their bytes would mean nothing."""
+    assert "is not valid JSON" in refusal(
+        json.dumps({"a": "∀"}, ensure_ascii=False).encode(encoding)
+    )
+
+
+def test_a_message_quotes_no_more_than_its_beginning():
+    assert len(refusal(b'{"%s": 1, "%s": 1}' % ((b"k" * 90_000,) * 2))) <= 500

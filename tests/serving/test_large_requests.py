@@ -1,0 +1,367 @@
+"""Requests that hold too much: refused before it becomes objects, read beside the event loop, let go of."""
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+
+import grpc
+import httpx
+import pytest
+from google.protobuf.message import Message
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+
+from serving import json_input
+from serving.errors import ServiceError
+from serving.http import generation
+from serving.http.body import Body, BodyMemory
+from serving.http.completions import Completions
+from serving.limits import Limits
+from serving.protos import open_inference_pb2, vllm_engine_pb2
+from serving.protos import peagle_v1_pb2 as pb
+from serving.rpc import open_inference, vllm
+from serving.rpc.wire import has_more_fields
+from tests.serving import wire
+from tests.serving.live import LiveServer
+from tests.serving.test_fuzz import METHODS, Client
+from tests.waiting import LIMIT as SECONDS
+from tests.waiting import eventually
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = {"role": "user", "content": "a"}
+
+
+@pytest.fixture(scope="module")
+def live(make_engine):
+    server = LiveServer(make_engine(), http=True)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=SECONDS) as made:
+        yield made
+
+
+def refusal(answer: httpx.Response, status: int = 400) -> dict:
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]
+
+
+UNPARSED = {
+    "300,000 empty messages": (CHAT, b'{"messages":[' + b"{}," * 300_000 + b"{}]}"),
+    "300,000 messages": (CHAT, b'{"messages":[' + b'{"role":"user","content":""},' * 250_000),
+    "2 million ids": (COMPLETIONS, b'{"prompt":[' + b"5," * 2_000_000 + b"5]}"),
+    "2 million stop ids": (COMPLETIONS, b'{"stop_token_ids":[' + b"5," * 2_000_000 + b"5]}"),
+    "a million lists": (COMPLETIONS, b'{"prompt":' + b"[" * 1_000_000),
+}
+
+
+@pytest.mark.parametrize("name", UNPARSED)
+def test_many_values_are_refused_unparsed(server, http, monkeypatch, name):
+    path, content = UNPARSED[name]
+    parser = SimpleNamespace(loads=lambda *given, **named: pytest.fail("parsed"))
+    monkeypatch.setattr(json_input, "json", parser)
+    headers = {"content-type": "application/json"}
+    error = refusal(http.post(path, content=content, headers=headers))
+    assert error["param"] == "body"
+    assert "are more than" in error["message"]
+
+
+FIELDS = {
+    "messages": (CHAT, {"messages": [HELLO] * 2049}),
+    "messages[0].content": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2049}]},
+    ),
+    "prompt": (COMPLETIONS, {"prompt": [5] * 60_000}),
+    "stop_token_ids": (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5] * 257}),
+    "stop": (COMPLETIONS, {"prompt": "a", "stop": "x" * 513}),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_lists_and_texts_that_are_too_long_are_named(server, http, field):
+    path, content = FIELDS[field]
+    assert refusal(http.post(path, json=content))["param"] == field
+
+
+def test_a_body_that_is_too_large_is_a_413(server, http):
+    too_many = (8 << 20) + 1
+    headers = {"content-type": "application/json"}
+    error = refusal(http.post(COMPLETIONS, content=b" " * too_many, headers=headers), 413)
+    assert (error["param"], error["code"]) == ("body", "resource_exhausted")
+    assert str(8 << 20) in error["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_key_that_stands_twice_is_refused(server, http, path):
+    content = b'{"prompt": "a", "temperature": 0, "temperature": 1}'
+    headers = {"content-type": "application/json"}
+    assert "'temperature'" in refusal(http.post(path, content=content, headers=headers))["message"]
+
+
+def test_errors_quote_no_more_than_the_beginning(server, http):
+    for content in ({"x" * 90_000: 1}, {"model": "x" * 90_000}, {"chat_template": "x" * 90_000}):
+        answer = http.post(CHAT, json={"messages": [HELLO]} | content)
+        assert answer.status_code in (400, 404)
+        assert len(answer.content) < 1000
+
+
+def test_large_bodies_are_read_beside_the_event_loop(server, http, monkeypatch):
+    """While one is read, probes, small requests and other connections are answered."""
+    healthy, is_held, released, names = Completions.read, threading.Event(), threading.Event(), []
+
+    def held(self, fields, caller):
+        names.append(threading.current_thread().name)
+        if "user" in fields:
+            is_held.set()
+            assert released.wait(SECONDS)
+        return healthy(self, fields, caller)
+
+    monkeypatch.setattr(Completions, "read", held)
+    small = {"prompt": "a", "max_tokens": 2}
+    answers = []
+    large = threading.Thread(
+        target=lambda: answers.append(http.post(COMPLETIONS, json=small | {"user": "x" * 9000}))
+    )
+    large.start()
+    assert is_held.wait(SECONDS)
+    url = f"http://{server.http_address}"
+    assert [httpx.get(f"{url}/health").status_code for _ in range(5)] == [200] * 5
+    assert httpx.post(url + COMPLETIONS, json=small, timeout=SECONDS).status_code == 200
+    assert not answers
+    released.set()
+    large.join(SECONDS)
+    assert answers[0].status_code == 200
+    assert names[0].startswith("json")
+    assert not names[1].startswith("json")
+
+
+def test_a_body_is_let_go_of_before_its_answer_is_generated(server, http, monkeypatch):
+    bodies = []
+    make = generation.Reader.body
+
+    def kept(self):
+        bodies.append(make(self))
+        return bodies[-1]
+
+    monkeypatch.setattr(generation.Reader, "body", kept)
+    with server.paced():
+        content = {"prompt": "a", "max_tokens": 9, "stream": True, "user": "x" * 500_000}
+        asking = threading.Thread(target=lambda: http.post(COMPLETIONS, json=content))
+        asking.start()
+        eventually(lambda: server.frontend.num_open == 1)
+        assert [one.content for one in bodies] == [b""]
+        assert bodies[0]._memory.num_bytes == 0
+    asking.join(SECONDS)
+
+
+async def receive_all(body: Body, pieces: list[bytes]) -> None:
+    messages = [{"type": "http.request", "body": one, "more_body": True} for one in pieces]
+    messages[-1]["more_body"] = False
+
+    async def receive():
+        return messages.pop(0)
+
+    await body.read(Headers({"content-type": "application/json"}), receive, 1 << 20)
+
+
+def test_bodies_share_a_bounded_memory():
+    async def share():
+        memory = BodyMemory(600_000)
+        first, second, small = Body(memory), Body(memory), Body(memory)
+        await receive_all(first, [b"x" * 100_000] * 4)
+        assert memory.num_bytes == 400_000
+        with pytest.raises(ServiceError) as refused:
+            await receive_all(second, [b"x" * 100_000] * 3)
+        assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.retry_after
+        second.free()
+        await receive_all(small, [b"x" * 60_000])
+        first.free()
+        first.free()
+        assert memory.num_bytes == 0
+        await receive_all(second, [b"x" * 100_000] * 3)
+        assert (len(second.content), memory.num_bytes) == (300_000, 300_000)
+
+    asyncio.run(share())
+
+
+def number_of_fields(message: Message) -> int:
+    """Those on the wire: a packed list is one, an entry of a map three, what is within a message too."""
+    count = 0
+    for field, value in message.ListFields():
+        if wire.is_map(field):
+            inner = field.message_type.fields_by_name["value"].message_type
+            parts = value.values() if inner else ()
+            count += 3 * len(value) + sum(map(number_of_fields, parts))
+        elif not field.is_repeated:
+            count += 1 + (number_of_fields(value) if field.message_type else 0)
+        elif field.message_type:
+            count += len(value) + sum(map(number_of_fields, value))
+        else:
+            is_packed = field.type not in (field.TYPE_STRING, field.TYPE_BYTES)
+            count += 1 if is_packed else len(value)
+    return count
+
+
+REQUESTS = (
+    pb.GenerateRequest,
+    vllm_engine_pb2.GenerateRequest,
+    open_inference_pb2.ModelInferRequest,
+)
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_fields_are_counted_on_the_wire(kind, num_cases):
+    @settings(
+        max_examples=num_cases("messages counted on the wire", 150), deadline=None,
+        derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(wire.messages(kind.DESCRIPTOR), wire.broken(kind.DESCRIPTOR), st.integers(0, 400))
+    def try_out(message, broken, most):
+        data = message.SerializeToString()
+        count = number_of_fields(message)
+        assert not has_more_fields(data, kind.DESCRIPTOR, count)
+        assert count == 0 or has_more_fields(data, kind.DESCRIPTOR, count - 1)
+        assert has_more_fields(data, kind.DESCRIPTOR, most) == (count > most)
+        has_more_fields(broken, kind.DESCRIPTOR, most)  # neither raises nor goes on for ever
+
+    try_out()
+
+
+def send(server: LiveServer, path: str, request: Message | bytes) -> grpc.aio.AioRpcError:
+    client = Client(server.address)
+    data = request if isinstance(request, bytes) else request.SerializeToString()
+    (error,) = client.send(path, METHODS[path], [[data]])
+    client.close()
+    return error
+
+
+INFER = open_inference_pb2.ModelInferRequest
+FULL = {
+    "messages": (
+        "peagle.v1.Generation/Generate",
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()] * 400_000)),
+    ),
+    "stops": (
+        f"{vllm.SERVICE}/Generate",
+        vllm_engine_pb2.GenerateRequest(
+            text="a", sampling_params=vllm_engine_pb2.SamplingParams(stop=["x"] * 100_000)
+        ),
+    ),
+    "outputs": (
+        f"{open_inference.SERVICE}/ModelInfer",
+        INFER(outputs=[INFER.InferRequestedOutputTensor()] * 100_000),
+    ),
+    "ids to abort": ("peagle.v1.Generation/Abort", pb.AbortRequest(request_ids=[""] * 20_000)),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_messages_of_many_fields_are_refused_unparsed(server, name):
+    path, request = FULL[name]
+    error = send(server, path, request)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "fields" in error.details()
+
+
+NAMED = {
+    "tokens: 500000 tokens": (
+        "peagle.v1.Generation/Generate",
+        pb.GenerateRequest(tokens=pb.TokenIds(ids=[5] * 500_000)),
+    ),
+    "chat.messages": (
+        "peagle.v1.Generation/Generate",
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()] * 2049)),
+    ),
+    "stopping.stop_token_ids: 500000": (
+        "peagle.v1.Generation/GenerateOnce",
+        pb.GenerateRequest(text="a", stopping=pb.Stopping(stop_token_ids=[5] * 500_000)),
+    ),
+    "tokenized.input_ids: 500000": (
+        f"{vllm.SERVICE}/Generate",
+        vllm_engine_pb2.GenerateRequest(
+            tokenized=vllm_engine_pb2.TokenizedInput(input_ids=[5] * 500_000)
+        ),
+    ),
+    "outputs: 17": (
+        f"{open_inference.SERVICE}/ModelInfer",
+        INFER(model_name="tiny", outputs=[INFER.InferRequestedOutputTensor(name="text_output")] * 17),
+    ),
+    "dimensions": (
+        f"{open_inference.SERVICE}/ModelInfer",
+        INFER(
+            model_name="tiny",
+            inputs=[INFER.InferInputTensor(name="text_input", datatype="BYTES", shape=[1] * 50_000)],
+        ),
+    ),
+    "chat.variables_json: the key 'a' stands": (
+        "peagle.v1.Generation/Generate",
+        pb.GenerateRequest(
+            chat=pb.Chat(messages=[pb.ChatMessage()], variables_json='{"a": 1, "a": 2}')
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", NAMED)
+def test_long_lists_are_named(server, words):
+    path, request = NAMED[words]
+    error = send(server, path, request)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in error.details()
+
+
+def test_keys_of_sampling_parameters_stand_there_once(server):
+    request = INFER(model_name="tiny")
+    for name, text in (("text_input", b"a"), ("sampling_parameters", b'{"n": 1, "n": 2}')):
+        tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+        tensor.contents.bytes_contents.append(text)
+    error = send(server, f"{open_inference.SERVICE}/ModelInfer", request)
+    assert "sampling_parameters: the key 'n' stands in an object twice" in error.details()
+
+
+SMALL = [path for path in METHODS if not path.endswith(("Generate", "GenerateOnce", "Infer"))]
+
+
+@pytest.mark.parametrize("path", SMALL)
+def test_calls_without_prompts_take_small_messages_only(server, path):
+    error = send(server, path, b"\x7a" + b"\x84\x80\x20" + b"x" * (512 << 10 | 4))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert str(512 << 10) in error.details()
+
+
+def test_limits_are_those_of_the_server(make_engine):
+    limits = Limits(max_messages=2, max_stops=1, max_stop_chars=3, max_stop_ids=1, max_json_depth=3)
+    server = LiveServer(make_engine(), http=True, limits=limits)
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=SECONDS) as http:
+        for path, content, field in (
+            (CHAT, {"messages": [HELLO] * 3}, "messages"),
+            (COMPLETIONS, {"prompt": "a", "stop": ["a", "b"]}, "stop"),
+            (COMPLETIONS, {"prompt": "a", "stop": "abcd"}, "stop"),
+            (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1, 2]}, "stop_token_ids"),
+            (COMPLETIONS, {"prompt": "a", "metadata": {"a": [[]]}}, "body"),
+        ):
+            assert refusal(http.post(path, json=content))["param"] == field
+        fits = dict(prompt="a", stop="abc", stop_token_ids=[1], max_tokens=1, metadata={"a": []})
+        assert http.post(COMPLETIONS, json=fits).status_code == 200
+    server.check_empty()
+    server.close()
+
+
+def test_a_full_pool_of_large_bodies_refuses_with_a_retry_time(monkeypatch):
+    monkeypatch.setattr(generation, "_MAX_WAITING", 0)
+    reader = generation.Reader(max_bytes=1 << 20)
+
+    async def ask():
+        return await reader.run(5000, lambda: json.loads("{}"))
+
+    with pytest.raises(ServiceError) as refused:
+        asyncio.run(ask())
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused.value.retry_after
