@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from bench.checks import check
 from bench.options import parser
 from peagle_jax.config import ConfigError
 
@@ -225,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
+        check(args)
         if args.command == "conversion":
             from bench.conversion import conversion
 

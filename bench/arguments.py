@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
+PRESET_SUFFIX = "-fp8"  # of a preset: its linear layers in fp8
 
 
 class Parser(argparse.ArgumentParser):

@@ -24,7 +24,7 @@ from bench.random_weights import num_bytes, random_head, random_target
 from bench.synthetic import Scattered, synthetic_acceptance
 from bench.timing import drive
 from peagle_jax import runs
-from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import DraftHead, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
@@ -118,8 +118,6 @@ def variants(args) -> list[Variant]:
                 raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
     drafting = [(method, k) for method in methods for k in sorted(set(args.k or [_DEFAULT_K]))]
     for _, k in drafting:
-        if k > MAX_NUM_DRAFT:
-            raise ConfigError(f"-K {k} is above {MAX_NUM_DRAFT}, the most drafts of a round")
         if length is not None:
             synthetic_acceptance(length, k)
     return ([("none", 0)] if "none" in args.method else []) + drafting

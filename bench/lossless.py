@@ -26,7 +26,7 @@ from bench.decode_step import CellsConfig
 from bench.presets import preset
 from bench.timing import drive
 from peagle_jax import runs
-from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import Drafter, DraftHead, DraftInputs, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
@@ -151,8 +151,6 @@ def lossless(args, environment: dict) -> Iterator[dict]:
     Raises:
       ConfigError: there is nothing to compare, or it does not fit.
     """
-    if max(args.k) > MAX_NUM_DRAFT:
-        raise ConfigError(f"-K {max(args.k)} is above {MAX_NUM_DRAFT}, the most drafts of a round")
     subject = _loaded(args) if args.preset is None else _made(args)
     cells, most = _cells(args, subject), max(args.concurrency)
     prompts = subject.prompts(_num_prompts(args, cells))

@@ -7,6 +7,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from bench.arguments import PRESET_SUFFIX
 from bench.sizes import FORMATS, Format
 from convert.synthetic import with_layers
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
@@ -17,7 +18,6 @@ PEAGLE_LAYERS = 4
 """Layers of every published P-EAGLE head."""
 EAGLE3_VOCAB = 32000
 """Draft vocabulary of the published EAGLE-3 heads; P-EAGLE's have the target's."""
-_SUFFIX = "-fp8"
 
 
 class _Shape(NamedTuple):
@@ -93,7 +93,7 @@ def names() -> list[str]:
     found = []
     for base in PRESETS:
         forms = _released(base)
-        found += [base, base + _SUFFIX] if "fp8" in forms else [base]
+        found += [base, base + PRESET_SUFFIX] if "fp8" in forms else [base]
     return found
 
 
@@ -108,8 +108,8 @@ def preset(name: str, layers: int | None = None) -> Preset:
     """
     if name not in names():
         raise ConfigError(f"unknown preset {name!r}; known are {', '.join(names())}")
-    base = name.removesuffix(_SUFFIX)
-    form = "fp8" if name.endswith(_SUFFIX) else _released(base)[0]
+    base = name.removesuffix(PRESET_SUFFIX)
+    form = "fp8" if name.endswith(PRESET_SUFFIX) else _released(base)[0]
     config = PRESETS[base]
     if layers is None or layers == config.num_layers:
         return Preset(name, base, config, form)

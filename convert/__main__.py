@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from convert.checks import check
 from peagle_jax.config import ConfigError
 
 _DESCRIPTION = """\
@@ -327,8 +328,6 @@ def _synthetic(args) -> int:
     from convert.synthetic import SHARD_BYTES, with_layers, write_synthetic
     from peagle_jax.presets import PRESETS
 
-    if args.preset not in PRESETS:
-        raise ConfigError(f"no preset {args.preset!r}; there are {', '.join(PRESETS)}")
     config = PRESETS[args.preset]
     if args.layers:
         config = with_layers(config, args.layers)
@@ -364,6 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "peagle-convert: error:", " ".join(str(message).split()), file=sys.stderr
     )
     try:
+        check(args)
         return _COMMANDS[args.command](args)
     except ConfigError as error:
         fail(error)

@@ -3,7 +3,6 @@
 jax is imported once the arguments are known to be good: help and mistakes answer at once.
 """
 
-import argparse
 import contextlib
 import json
 import logging
@@ -15,117 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
-from peagle_jax.prompts import Prompt, from_arguments, from_files_or_texts, read_jsonl
-
-_DESCRIPTION = """\
-Writes text with P-EAGLE parallel speculative decoding: a small head drafts K tokens in one pass, the
-target model checks them in one pass, and the text is exactly what the target alone would write.
-Without --model the small code model that comes with the package is used."""
-
-_EPILOG = """\
-prompt files (--prompts, --compare): JSON lines of HumanEval, of MT-Bench (first turns), or
-  {"prompt": "text" or [token ids], "max_tokens": 64, "temperature": 0.8, ...}
-comparing: --compare decodes greedily with every method and exits with 1 when an output differs from
-  plain decoding's. In float32 outputs must be equal. In bfloat16 a round of K+1 rows may round apart
-  from a single row, so a first differing token is forgiven, and counted in the table as a tie, when
-  plain decoding gives both candidates a log-probability within 0.05 nats of its likeliest token.
-exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 130 interrupted"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
-
-
-def _named_value(text: str) -> tuple[str, object]:
-    """`NAME=VALUE`; the value is JSON, or else text as it is."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
-    with contextlib.suppress(ValueError):
-        value = json.loads(value)
-    return name, value
-
-
-def _layer_ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be layer numbers, as 2,24,45") from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="peagle-generate",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("prompt", nargs="*", metavar="PROMPT", help="text to continue")
-    add("--prompts", metavar="FILE.jsonl", help="file of prompts, see below")
-    add("--limit", type=int, metavar="N", help="use the first N prompts only")
-    add("--compare", nargs="+", metavar="FILE_OR_PROMPT", help="compare methods on these prompts")
-    add("--chat", action="store_true", help="send each prompt through the model's chat template")
-    add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
-    add(
-        "--chat-option", type=_named_value, action="append", default=[], metavar="NAME=VALUE",
-        help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
-    )  # fmt: skip
-
-    group = parser.add_argument_group("model")
-    add = group.add_argument
-    add("--model", metavar="DIR", help="Hugging Face folder of the target (default: embedded)")
-    add(
-        "--drafter", metavar="DIR", action="append", default=[],
-        help="folder of the head; with --compare it may be given once for each method",
-    )  # fmt: skip
-    add(
-        "--method", choices=("none", "eagle3", "peagle"),
-        help="default: what the head was made for; peagle for the embedded model",
-    )  # fmt: skip
-    add(
-        "--num-speculative-tokens", "-K", type=int, default=7, metavar="K",
-        help="draft tokens per round (default: 7)",
-    )  # fmt: skip
-    add(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-        help="auto: bfloat16 on GPUs, float32 on CPUs",
-    )  # fmt: skip
-    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
-    add(
-        "--quantization", choices=("fp8",),
-        help="quantise an unquantised target while it is read (128x128 blocks)",
-    )  # fmt: skip
-    add(
-        "--taps", type=_layer_ids, metavar="I,J,K",
-        help="layers whose inputs the head reads, where its config.json says otherwise",
-    )  # fmt: skip
-    add("--concurrency", type=int, default=1, metavar="N", help="prompts decoded at once")
-    add("--max-model-len", type=int, default=2048, metavar="N", help="prompt and output tokens")
-
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
-    add("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: 256)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--top-k", type=int, default=0, metavar="N")
-    add("--min-p", type=float, default=0.0, metavar="P")
-    add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-
-    group = parser.add_argument_group("output")
-    add = group.add_argument
-    add("--json", action="store_true", help="one JSON object per prompt, then a summary object")
-    add(
-        "--logprobs", type=int, metavar="N",
-        help="with --json: log-probability of each token and of the N likeliest",
-    )  # fmt: skip
-    add("--verbose", "-v", action="store_true", help="log what runs where and how long it takes")
-    add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
-    return parser
+from peagle_jax.model_folders import check_folders, check_head_is_given
+from peagle_jax.options import parser
+from peagle_jax.prompts import Prompt, from_arguments, from_files_or_texts, greedy, read_jsonl
 
 
 def _read_prompts(args) -> list[Prompt]:
@@ -145,6 +36,23 @@ def _read_prompts(args) -> list[Prompt]:
     return prompts[: args.limit]
 
 
+def _check_models(args, config: EngineConfig) -> None:
+    """What config.json and the options alone can tell."""
+    drafter = args.drafter[0] if args.drafter else None
+    if args.compare:
+        if args.model is not None and drafter is None:
+            raise ConfigError(f"--compare needs a head for {args.model}: give --drafter DIR")
+    else:
+        if len(args.drafter) > 1:
+            raise ConfigError(
+                "--drafter is given more than once; only --compare takes several heads"
+            )
+        if args.method == "none" and drafter is not None:
+            raise ConfigError("--method none takes no --drafter: leave one of the two out")
+        check_head_is_given(args.model, drafter, args.method)
+    check_folders(args.model, args.drafter, config)
+
+
 def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
     base = SamplingParams(
         max_tokens=args.max_tokens,
@@ -155,7 +63,10 @@ def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
         stop=tuple(args.stop),
         logprobs=args.logprobs,
     )
-    return [prompt.params(replace(base, seed=args.seed + i)) for i, prompt in enumerate(prompts)]
+    params = [prompt.params(replace(base, seed=args.seed + i)) for i, prompt in enumerate(prompts)]
+    if args.compare:
+        return [greedy(one, p.name) for one, p in zip(params, prompts, strict=True)]
+    return params
 
 
 def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) -> EngineConfig:
@@ -273,8 +184,6 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     from peagle_jax import runs
     from peagle_jax.loading import load
 
-    if len(args.drafter) > 1:
-        raise ConfigError("--drafter is given more than once; only --compare takes several heads")
     start = time.perf_counter()
     with _loading(args):
         drafter = args.drafter[0] if args.drafter else None
@@ -308,7 +217,6 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
 
     from peagle_jax import runs
 
-    params = [runs.greedy(one, p.name) for one, p in zip(params, prompts, strict=True)]
     with _loading(args):
         target, heads, tokenizer = runs.load_methods(
             args.model,
@@ -318,8 +226,6 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
             taps=args.taps,
         )
         texts = _texts(prompts, tokenizer, args)
-    if not heads:
-        raise ConfigError(f"--compare needs a head for {args.model}: give --drafter DIR")
     engines = runs.make_engines(target, heads, config, tokenizer=tokenizer)
     for engine in engines.values():
         _check(engine, prompts, texts, params)
@@ -353,6 +259,8 @@ def _run(args) -> int:
     prompts = _read_prompts(args)
     params = _sampling(args, prompts)
     config = _engine_config(args, prompts, params)
+    with _loading(args):
+        _check_models(args, config)
 
     from peagle_jax import runs
 
@@ -368,7 +276,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = _parser().parse_intermixed_args(argv)
+    args = parser().parse_intermixed_args(argv)
     with contextlib.suppress(AttributeError):  # stdout may be replaced by what has no encoding
         sys.stdout.reconfigure(errors="replace")
     level = logging.INFO if args.verbose else logging.WARNING

@@ -7,15 +7,9 @@ from peagle_jax.checkpoint import Quantization, load_head, load_target
 from peagle_jax.config import ConfigError, EngineConfig, Method
 from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Engine
+from peagle_jax.model_folders import check_head_is_given, embedded
 from peagle_jax.models import Decoder
 from peagle_jax.text import Tokenizer
-
-ASSETS = Path(__file__).parent / "assets"
-
-
-def embedded(name: str) -> Path:
-    """Folder of the embedded model ("target") or of one of its heads ("peagle", "eagle3")."""
-    return ASSETS / name
 
 
 def load_weights(
@@ -48,10 +42,7 @@ def load_weights(
     if method == "none":
         return target, None, tokenizer
     if drafter is None:
-        if model is not None:
-            raise ConfigError(
-                f"drafting needs a head for {model}: give --drafter DIR, or use --method none"
-            )
+        check_head_is_given(model, drafter, method)
         drafter = embedded(method or "peagle")
     head = load_head(drafter, target.config, dtype=dtype, taps=taps)
     if method not in (None, head.config.method):

@@ -165,3 +165,14 @@ def _is_file(item: str) -> bool:
         return Path(item).is_file()
     except (OSError, ValueError):  # a prompt may be too long for a path, or hold a NUL
         return False
+
+
+def greedy(params: SamplingParams, name: str) -> SamplingParams:
+    """`params` for every method alike: no report of logprobs, the engine's number of drafts.
+
+    Raises:
+      ConfigError: `params` sample, so outputs cannot be compared token by token.
+    """
+    if params.temperature != 0:
+        raise ConfigError(f"{name}: temperature={params.temperature} but --compare is greedy")
+    return replace(params, logprobs=None, num_speculative_tokens=None)

@@ -6,7 +6,7 @@ Used by `peagle-generate` and by the benches, so that all print the same quantit
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -17,7 +17,8 @@ from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Completion, Engine
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.stats import Acceptance
-from peagle_jax.loading import embedded, load_weights
+from peagle_jax.loading import load_weights
+from peagle_jax.model_folders import embedded
 from peagle_jax.models import Decoder
 from peagle_jax.text import Tokenizer
 
@@ -212,17 +213,6 @@ def _tied(plain: Engine, prefix: list[int], candidates: set[int]) -> bool:
     top = completion.logprobs[0].top
     near = {token for token, logprob in top if top[0][1] - logprob < TIE_NATS}
     return candidates <= near
-
-
-def greedy(params: SamplingParams, name: str) -> SamplingParams:
-    """`params` for every method alike: no report of logprobs, the engine's number of drafts.
-
-    Raises:
-      ConfigError: `params` sample, so outputs cannot be compared token by token.
-    """
-    if params.temperature != 0:
-        raise ConfigError(f"{name}: temperature={params.temperature} but --compare is greedy")
-    return replace(params, logprobs=None, num_speculative_tokens=None)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from peagle_jax.config import ConfigError
+from serving.settings import check_models
 from serving.sources import parser, resolve
 
 
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from serving.doors import open_doors
 
         doors = open_doors(settings)
+        check_models(settings)
         from serving.app import serve
 
         cache_home = os.environ.get("XDG_CACHE_HOME")

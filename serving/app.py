@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from peagle_jax import Engine, EngineConfig, runs
+from peagle_jax import Engine, runs
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.memory import page_bytes
 from peagle_jax.loading import load_weights
@@ -20,7 +20,7 @@ from serving.http.server import HttpServer
 from serving.limits import Limits
 from serving.logs import configure, log_figures, log_refusal, log_request
 from serving.rpc.server import RpcServer
-from serving.settings import Settings, num_bytes
+from serving.settings import Settings, engine_config, num_bytes
 from serving.signals import Signals
 from serving.stream import Stream
 from serving.tracing import Tracer
@@ -71,18 +71,7 @@ def make_engine(settings: Settings) -> Engine:
     Raises:
       ConfigError: see `load_weights` and `Engine`.
     """
-    config = EngineConfig(
-        num_draft=settings.num_speculative_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        max_waiting=settings.max_waiting,
-        prefill_chunk=settings.prefill_chunk,
-        prefill_rows=settings.prefill_rows,
-        prefill_calls=settings.prefill_calls,
-        max_logprobs=settings.max_logprobs,
-        dtype=runs.choose_dtype(settings.dtype),
-        kv_cache_dtype=settings.kv_cache_dtype,
-    )
+    config = engine_config(settings, runs.choose_dtype(settings.dtype))
     target, head, tokenizer = load_weights(
         settings.model,
         settings.drafter,

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from peagle_jax.config import ConfigError
+from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.model_folders import check_folders, check_head_is_given
 
 MOST_CONNECTIONS = 2048
 """Connections of a port unless an option says otherwise."""
@@ -141,6 +142,12 @@ class Settings:
                 "not port's own",
             ),
             (1 <= self.max_message_mib <= 1024, "max_message_mib", "between 1 and 1024"),
+            (
+                self.otlp_endpoint is None
+                or self.otlp_endpoint.startswith(("http://", "https://")),
+                "otlp_endpoint",
+                "a URL that begins with http:// or https://",
+            ),
             (self.header_seconds > 0, "header_seconds", "above 0"),
             *(
                 (getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
@@ -229,3 +236,34 @@ def num_bytes(text: str) -> int:
     if not match or match[2] not in units:
         raise ConfigError(f"{text!r} is not a size; write one as 8GiB or 500MB")
     return int(float(match[1]) * units[match[2]])
+
+
+def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
+    """Sizes of the engine; pages for `kv_cache_memory` are left to `app.make_engine`.
+
+    Raises:
+      ConfigError: sizes that no engine can have.
+    """
+    return EngineConfig(
+        num_draft=settings.num_speculative_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        max_waiting=settings.max_waiting,
+        prefill_chunk=settings.prefill_chunk,
+        prefill_rows=settings.prefill_rows,
+        prefill_calls=settings.prefill_calls,
+        max_logprobs=settings.max_logprobs,
+        dtype=dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+    )
+
+
+def check_models(settings: Settings) -> None:
+    """Looks at the folders' config.json; without jax.
+
+    Raises:
+      ConfigError: folders that cannot be used, or sizes that the model does not have.
+    """
+    check_head_is_given(settings.model, settings.drafter, settings.method)
+    drafters = [] if settings.drafter is None else [settings.drafter]
+    check_folders(settings.model, drafters, engine_config(settings))

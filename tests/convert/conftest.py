@@ -8,7 +8,7 @@ import pytest
 
 from convert.__main__ import main
 from convert.synthetic import write_synthetic
-from peagle_jax.loading import embedded
+from peagle_jax.model_folders import embedded
 from peagle_jax.presets import PRESETS
 
 GOLDEN = Path(__file__).parents[1] / "golden"

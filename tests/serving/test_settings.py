@@ -56,7 +56,7 @@ def test_every_option_exists_in_all_three_places(file):
     special = dict(
         method="eagle3", dtype="float32", quantization="fp8", log_level="debug",
         kv_cache_memory="1GiB", kv_cache_dtype="fp8", reflection=True, no_cache=True,
-        max_connections=7, max_connections_per_address=3,
+        max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
     )  # fmt: skip
     together = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     for name in NAMES:

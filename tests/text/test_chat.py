@@ -12,7 +12,7 @@ from datetime import datetime
 import pytest
 
 from peagle_jax.config import ConfigError
-from peagle_jax.loading import embedded
+from peagle_jax.model_folders import embedded
 from peagle_jax.text import Tokenizer
 from peagle_jax.training.data import CHAT_TEMPLATE
 from tests.text.families import FAMILIES, FIRST_BYTE, GEMMA_LETTERS, write

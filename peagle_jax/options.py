@@ -1,0 +1,116 @@
+"""The command line of `peagle-generate`."""
+
+import argparse
+import contextlib
+import json
+
+_DESCRIPTION = """\
+Writes text with P-EAGLE parallel speculative decoding: a small head drafts K tokens in one pass, the
+target model checks them in one pass, and the text is exactly what the target alone would write.
+Without --model the small code model that comes with the package is used."""
+
+_EPILOG = """\
+prompt files (--prompts, --compare): JSON lines of HumanEval, of MT-Bench (first turns), or
+  {"prompt": "text" or [token ids], "max_tokens": 64, "temperature": 0.8, ...}
+comparing: --compare decodes greedily with every method and exits with 1 when an output differs from
+  plain decoding's. In float32 outputs must be equal. In bfloat16 a round of K+1 rows may round apart
+  from a single row, so a first differing token is forgiven, and counted in the table as a tie, when
+  plain decoding gives both candidates a log-probability within 0.05 nats of its likeliest token.
+exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 130 interrupted"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes are one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
+
+
+def _named_value(text: str) -> tuple[str, object]:
+    """`NAME=VALUE`; the value is JSON, or else text as it is."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    with contextlib.suppress(ValueError):
+        value = json.loads(value)
+    return name, value
+
+
+def _layer_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be layer numbers, as 2,24,45") from error
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = Parser(
+        prog="peagle-generate",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("prompt", nargs="*", metavar="PROMPT", help="text to continue")
+    add("--prompts", metavar="FILE.jsonl", help="file of prompts, see below")
+    add("--limit", type=int, metavar="N", help="use the first N prompts only")
+    add("--compare", nargs="+", metavar="FILE_OR_PROMPT", help="compare methods on these prompts")
+    add("--chat", action="store_true", help="send each prompt through the model's chat template")
+    add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
+    add(
+        "--chat-option", type=_named_value, action="append", default=[], metavar="NAME=VALUE",
+        help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
+    )  # fmt: skip
+
+    group = made.add_argument_group("model")
+    add = group.add_argument
+    add("--model", metavar="DIR", help="Hugging Face folder of the target (default: embedded)")
+    add(
+        "--drafter", metavar="DIR", action="append", default=[],
+        help="folder of the head; with --compare it may be given once for each method",
+    )  # fmt: skip
+    add(
+        "--method", choices=("none", "eagle3", "peagle"),
+        help="default: what the head was made for; peagle for the embedded model",
+    )  # fmt: skip
+    add(
+        "--num-speculative-tokens", "-K", type=int, default=7, metavar="K",
+        help="draft tokens per round (default: 7)",
+    )  # fmt: skip
+    add(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="auto: bfloat16 on GPUs, float32 on CPUs",
+    )  # fmt: skip
+    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
+    add(
+        "--quantization", choices=("fp8",),
+        help="quantise an unquantised target while it is read (128x128 blocks)",
+    )  # fmt: skip
+    add(
+        "--taps", type=_layer_ids, metavar="I,J,K",
+        help="layers whose inputs the head reads, where its config.json says otherwise",
+    )  # fmt: skip
+    add("--concurrency", type=int, default=1, metavar="N", help="prompts decoded at once")
+    add("--max-model-len", type=int, default=2048, metavar="N", help="prompt and output tokens")
+
+    group = made.add_argument_group("sampling")
+    add = group.add_argument
+    add("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: 256)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0, metavar="P")
+    add("--top-k", type=int, default=0, metavar="N")
+    add("--min-p", type=float, default=0.0, metavar="P")
+    add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
+
+    group = made.add_argument_group("output")
+    add = group.add_argument
+    add("--json", action="store_true", help="one JSON object per prompt, then a summary object")
+    add(
+        "--logprobs", type=int, metavar="N",
+        help="with --json: log-probability of each token and of the N likeliest",
+    )  # fmt: skip
+    add("--verbose", "-v", action="store_true", help="log what runs where and how long it takes")
+    add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
+    return made

@@ -1,0 +1,137 @@
+"""Mistakes in options show before jax is imported, which takes seconds: one process tries all of a command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_TRY_ALL = """
+import contextlib, importlib, io, json, sys
+
+class NoJax:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("jax", "jaxlib"):
+            raise RuntimeError("jax is imported")
+
+sys.meta_path.insert(0, NoJax())
+module, cases = json.loads(sys.argv[1])
+main, found = importlib.import_module(module).main, []
+for argv in cases:
+    sys.argv = ["command", *argv]
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main()
+        except SystemExit as end:
+            code = end.code
+        except BaseException as error:
+            code = repr(error)
+    found.append((code, errors.getvalue()))
+print(json.dumps(found))
+"""
+
+MODEL = "--model {target}"
+OF_ALL = {
+    "peagle_jax.__main__": [
+        ("x --unknown", "--unknown"),
+        ("x -K many", "'many'"),
+        ("x -K 100", "num_speculative_tokens=100 must lie between 0 and 32"),
+        ("x --temperature -1", "temperature=-1.0"),
+        ("x --max-model-len 1000000000", "above the 2048 positions of the model; at most 2048"),
+        ("x --model /no/such --method none", "/no/such: no config.json"),
+        (f"x {MODEL}", "give --drafter DIR, or use --method none"),
+        (f"x {MODEL} --drafter /no/such", "/no/such: no config.json"),
+        (f"x {MODEL} --method none --max-model-len 300000", "at most 256 is possible"),
+        (f"x {MODEL} --method none --drafter {{head}}", "--method none takes no --drafter"),
+        ("x --drafter {head} --drafter {head}", "--drafter is given more than once"),
+        ("--compare x --temperature 0.5", "--compare is greedy"),
+        (f"--compare x {MODEL}", "--compare needs a head"),
+    ],
+    "serving.__main__": [
+        ("--unknown 1", "--unknown"),
+        ("--port x", "'x'"),
+        ("--method none --drafter x", "takes no drafter"),
+        ("--max-num-seqs 0", "max_num_seqs=0"),
+        ("--num-speculative-tokens 100", "=100 must lie between 0 and 32"),
+        ("--max-model-len 1000000000", "at most 2048 is possible"),
+        ("--model /no/such --method none", "/no/such: no config.json"),
+        (MODEL, "give --drafter DIR, or use --method none"),
+        (f"{MODEL} --drafter /no/such", "/no/such: no config.json"),
+        ("--auth-token-file /no/such", "/no/such: cannot read"),
+        ("--tls-cert /no/such --tls-key /no/such", "TLS: /no/such"),
+        ("--port 70000", "port=70000 must be a port"),
+        ("--config /no/such", "/no/such: cannot be read"),
+        ("--otlp-endpoint nowhere", "otlp_endpoint='nowhere' must be a URL"),
+    ],
+    "convert.__main__": [
+        ("magic", "magic"),
+        ("plan", "SRC"),
+        ("plan /no/such", "/no/such: no such folder"),
+        ("inspect /no/such", "/no/such: no such folder"),
+        ("plan {head} --target /no/such", "/no/such: no such folder"),
+        ("convert {target} x --group-size many", "no number of bytes"),
+        ("convert /no/such x", "/no/such: no such folder"),
+        ("verify {target} /no/such", "/no/such: no such folder"),
+        ("export /no/such x", "/no/such: no such folder"),
+        ("synthetic gpt-9 x", "no preset 'gpt-9'"),
+        ("synthetic gpt-oss-20b x --layers 0", "0 is not positive"),
+    ],
+    "peagle_jax.training.__main__": [
+        ("magic", "magic"),
+        ("target --data {target} --out x", "--steps --minutes"),
+        ("target --data /no/such --out x --steps 1", "--data /no/such: no such folder"),
+        ("target --data {target} --out x --steps 0", "--steps 0 must be at least 1"),
+        ("target --data {target} --out x --minutes -1", "--minutes -1"),
+        ("target --data {target} --out x --steps 1 --batch 3", "no multiple of --microbatches"),
+        ("target --data {target} --out x --steps 1 --layers 0", "--layers 0 must be at least 1"),
+        ("target --data {target} --out x --steps 1 --learning-rate nan", "--learning-rate nan"),
+        ("continuations --data {target} --target /no/such --out x", "--target /no/such: no such"),
+        ("drafter --method peagle --target {target} --text /no/such --out x --steps 1", "--text"),
+        ("drafter --method magic --target {target} --text {target} --out x --steps 1", "magic"),
+        ("data /no/such --out x", "/no/such: no such folder"),
+    ],
+    "bench.__main__": [
+        ("magic", "magic"),
+        ("throughput --concurrency 0", "0 is not positive"),
+        ("throughput -K 100", "-K 100 is above 32"),
+        ("lossless -K 3,100", "-K 100 is above 32"),
+        ("decode-step --preset gpt-oss-20b -K 100", "-K 100 is above 32"),
+        ("decode-step --preset gpt-9", "unknown preset 'gpt-9'"),
+        ("lossless --preset gpt-9", "unknown preset 'gpt-9'"),
+        ("conversion x --preset gpt-9", "gpt-9"),
+        ("throughput --model /no/such --methods none", "/no/such: no config.json"),
+        ("acceptance --drafter /no/such", "/no/such: no config.json"),
+        ("acceptance --max-model-len 1000000000", "at most 2048 is possible"),
+    ],
+    "serving.client": [
+        ("x --unknown", "--unknown"),
+        ("x --timeout 0", "--timeout must be above 0"),
+        ("x --token-file /no/such", "/no/such"),
+        ("x --tls-ca /no/such", "/no/such"),
+        ("x --logprobs 2", "--logprobs needs --json"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", OF_ALL)
+def test_mistakes_show_before_jax_is_imported(module, folders):
+    cases = [
+        (text.format(target=folders.target, head=folders.peagle).split(), part)
+        for text, part in OF_ALL[module]
+    ]
+    argument = json.dumps([module, [argv for argv, _ in cases]])
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("PEAGLE")}
+    done = subprocess.run(
+        [sys.executable, "-c", _TRY_ALL, argument],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    wrong = []
+    for (argv, part), (code, error) in zip(cases, json.loads(done.stdout), strict=True):
+        if code != 2 or part not in error or error.count("\n") != 1:
+            wrong.append(f"{' '.join(argv)}: {code} {error}")
+    assert not wrong, "\n".join(wrong)
