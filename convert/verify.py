@@ -1,4 +1,8 @@
-"""Compares a converted folder with its source: bits, sums, numbers, and logits where PyTorch is there."""
+"""Compares a converted folder with its source: bits, sums, numbers, and logits where PyTorch is there.
+
+What the source must have become is stated by `expected` and read by `decode`, apart from the code that
+converts.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -7,13 +11,26 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.blocks import blocks_of
-from convert.export import rules_of, runs
+from convert.decode import SourceTensors
+from convert.expected import (
+    Expected,
+    ExpectedScale,
+    as_it_is,
+    expected_parameters,
+    may_be_unused,
+    stored_grid,
+)
 from convert.numbers import TOLERANCE, compare_numbers
-from convert.source import Reader, Source
-from peagle_jax.checkpoint.converted import Converted, Parameter, as_bytes
-from peagle_jax.checkpoint.layout import Rule
-from peagle_jax.checkpoint.safetensors import CheckpointError
+from convert.source import Source
+from peagle_jax.checkpoint.converted import (
+    DTYPE_NAMES,
+    UNUSED,
+    Converted,
+    Parameter,
+    as_bytes,
+    sum_of_sums,
+)
+from peagle_jax.checkpoint.safetensors import DTYPES, CheckpointError
 from peagle_jax.checkpoint.values import NotFinite, NotFiniteCounts
 
 Progress = Callable[[int], None]
@@ -39,14 +56,32 @@ class Verification:
     not_finite: dict[str, NotFinite] = field(default_factory=dict)
 
 
+class _Seen:
+    """Sums and counts of the source's tensors, taken while they are read."""
+
+    def __init__(self):
+        self._digests, self._counts = {}, NotFiniteCounts()
+        self.source: SourceTensors | None = None
+
+    def __call__(self, name: str, data: np.ndarray) -> None:
+        self._digests.setdefault(name, hashlib.sha256()).update(data)
+        self._counts.add(name, data, DTYPES[self.source.dtypes[name]])
+
+    def sum_of(self, name: str) -> str:
+        return self._digests.get(name, hashlib.sha256()).hexdigest()  # an empty one is never read
+
+    def not_finite(self) -> dict[str, NotFinite]:
+        return self._counts.found()
+
+
 def verify(
     source: Source, folder: Path, *, progress: Progress = lambda nbytes: None
 ) -> Verification:
     """Compares every tensor and every parameter.
 
-    1. The source's tensors, taken back out of the parameters, have the source's bits and the manifest's
-       sums.
-    2. Parameters that are not plain copies equal what the source's tensors make, and their sums.
+    1. The parameters are those that the source's names state, and no tensor is unused that has a use.
+    2. Every bit of every parameter is where the source's tensors put it; FP8 scales mean the same for every
+       row and every 128 columns. The manifest's sums are those of the source and of the parameters.
     3. Quantised weights stand for the same numbers (see `numbers`).
 
     Args:
@@ -55,32 +90,31 @@ def verify(
       Mismatch: the first difference; or `folder` was made of another checkpoint.
       CheckpointError: a file is missing or broken.
     """
-    converted = Converted(folder)
-    rules = rules_of(converted)
+    converted, seen = Converted(folder), _Seen()
     _check_headers(source, converted)
-    found, reader, counts = Verification(), Reader(source.tensors), NotFiniteCounts()
-    try:
-        for path, parameter in converted.parameters.items():
-            rule = rules[path]
-            _check_bits(converted, parameter, rule, reader, counts)
-            if parameter.in_order:
-                found.copied += 1
-            else:
-                _check_made(converted, parameter, rule, reader)
-                found.transformed += 1
-            if path[-1] == "scale":
-                weight = rules[(*path[:-1], "weight")]
-                rows, largest = compare_numbers(converted, weight, rule, reader)
-                found.dequantized += 1
-                found.rows += rows
-                found.largest = max(found.largest, largest)
-                if largest > TOLERANCE:
-                    why = f"its weight's numbers are off by {largest:.2g} of a row's largest"
-                    raise _differs(converted, parameter, why)
-            progress(parameter.nbytes)
-    finally:
-        reader.close()
-    found.not_finite = counts.found()
+    tensors = seen.source = SourceTensors(source.tensors.folder, seen)
+    expected = _expected(tensors, converted)
+    found = Verification()
+    for parameter in converted.parameters.values():
+        want = expected[parameter.key]
+        _check_form(converted, parameter, want)
+        check = _check_bits if isinstance(want, Expected) else _check_scale
+        _check_sums(converted, parameter, want, check(converted, parameter, want), seen)
+        if parameter.in_order:
+            found.copied += 1
+        else:
+            found.transformed += 1
+        if parameter.path[-1] == "scale":
+            weight = converted.parameters[*parameter.path[:-1], "weight"]
+            rows, largest = compare_numbers(converted, weight, expected[weight.key], want)
+            found.dequantized += 1
+            found.rows += rows
+            found.largest = max(found.largest, largest)
+            if largest > TOLERANCE:
+                why = f"its weight's numbers are off by {largest:.2g} of a row's largest"
+                raise _differs(converted, parameter, why)
+        progress(parameter.nbytes)
+    found.not_finite = seen.not_finite()
     if found.not_finite != converted.not_finite:
         raise Mismatch(
             f"{folder}: the manifest counts other NaN and infinite numbers than the source has"
@@ -99,36 +133,105 @@ def _check_headers(source: Source, converted: Converted) -> None:
             )
 
 
-def _check_bits(
-    converted: Converted, parameter: Parameter, rule: Rule, reader: Reader, counts: NotFiniteCounts
+def _expected(tensors: SourceTensors, converted: Converted) -> dict[str, Expected | ExpectedScale]:
+    """What must be there, by the source's names and by what was kept as unused.
+
+    Raises:
+      Mismatch: a parameter is missing, or there is one that nothing makes, or a tensor has no place.
+    """
+    expected = expected_parameters(tensors)
+    unused = [one for one in converted.parameters.values() if one.path[0] == UNUSED]
+    names = [name for one in unused for name in one.names]
+    for name in names:
+        if not may_be_unused(tensors, name):
+            raise Mismatch(
+                f"{converted.folder}: tensor {name!r} is kept as unused; the model needs it"
+            )
+    # A tensor that says what another says may be used or not.
+    expected = {key: one for key, one in expected.items() if not set(one.names) <= set(names)} | {
+        one.key: as_it_is(tensors, one.names) for one in unused if len(one.names) == 1
+    }
+    stored = {one.key for one in converted.parameters.values()}
+    if wrong := sorted(expected.keys() ^ stored):
+        what = "lacks" if wrong[0] in expected else "holds a parameter that no tensor makes,"
+        raise Mismatch(f"{converted.folder}: {what} {wrong[0]}")
+    placed = {name for one in expected.values() for name in one.names}
+    if lost := sorted(tensors.dtypes.keys() - placed):
+        raise Mismatch(f"{converted.folder}: no parameter holds tensor {lost[0]!r}")
+    return expected
+
+
+def _check_form(converted: Converted, parameter: Parameter, want: Expected | ExpectedScale) -> None:
+    dtype = DTYPE_NAMES[parameter.dtype]
+    if dtype != want.dtype:
+        raise _differs(converted, parameter, f"it is {dtype}, its tensors are {want.dtype}")
+    shape = parameter.shape if isinstance(want, Expected) else parameter.shape[:-2]
+    wanted = want.shape if isinstance(want, Expected) else want.leading
+    if shape != wanted:
+        raise _differs(converted, parameter, f"it is {shape}, its tensors make {wanted}")
+
+
+def _check_bits(converted: Converted, parameter: Parameter, want: Expected) -> str:
+    """Returns the sum of the stored bytes."""
+    stored, start = hashlib.sha256(), 0
+    for block in converted.blocks(parameter):
+        stop = start + (len(block) if block.ndim else 1)
+        rows = as_bytes(want.rows(start, stop))
+        data = as_bytes(block)
+        if not np.array_equal(rows, data):
+            raise _differs(converted, parameter, _where(want, start, rows, data))
+        if not parameter.in_order:
+            stored.update(data)
+        start = stop
+    return stored.hexdigest()
+
+
+def _where(want: Expected, start: int, rows: np.ndarray, data: np.ndarray) -> str:
+    """Which row differs first."""
+    height = max(want.shape[0] if want.shape else 1, 1)
+    row_bytes = max(len(rows) // height, 1)
+    row = start + int(np.flatnonzero(rows != data)[0]) // row_bytes
+    return f"entry {row} of its first axis is not that of {_named(want)}"
+
+
+def _named(want: Expected | ExpectedScale) -> str:
+    more = f" and {len(want.names) - 1} more" if len(want.names) > 1 else ""
+    return f"tensor {want.names[0]!r}{more}"
+
+
+def _check_scale(converted: Converted, parameter: Parameter, want: ExpectedScale) -> str:
+    """Returns the sum of the stored bytes."""
+    scales = converted.parameter(parameter.path)
+    matrices = scales.reshape(-1, *scales.shape[-2:])
+    for i, one in enumerate(matrices):
+        grid = stored_grid(one, want.matrix)
+        if grid is None:
+            raise _differs(converted, parameter, f"scales of {one.shape} fit no {want.matrix}")
+        bits, _ = want.grid(i)
+        if as_bytes(grid).tobytes() != as_bytes(bits).tobytes():
+            why = f"a row has not the scale of {_named(want)}"
+            raise _differs(converted, parameter, why)
+    return hashlib.sha256(as_bytes(scales)).hexdigest()
+
+
+def _check_sums(
+    converted: Converted,
+    parameter: Parameter,
+    want: Expected | ExpectedScale,
+    stored: str,
+    seen: _Seen,
 ) -> None:
-    sums = {name: hashlib.sha256() for name in rule.names}
-    for run in runs(converted, parameter, rule):
-        want = np.empty(run.data.nbytes, np.uint8)
-        reader.read_into(run.name, run.begin, memoryview(want))
-        if not np.array_equal(want, run.data):
-            raise _differs(converted, parameter, f"tensor {run.name!r} comes out changed")
-        sums[run.name].update(want)
-        counts.add(run.name, want, converted.info(run.name).dtype)
-    for name, digest in sums.items():
-        if digest.hexdigest() != converted.manifest["tensors"][name]["sha256"]:
+    names = want.names
+    if parameter.names != names:
+        raise _differs(
+            converted, parameter, f"the manifest does not say that it is made of {_named(want)}"
+        )
+    for name in names:
+        if seen.sum_of(name) != converted.manifest["tensors"][name]["sha256"]:
             raise _differs(converted, parameter, f"the manifest's sum of {name!r} is another")
-
-
-def _check_made(converted: Converted, parameter: Parameter, rule: Rule, reader: Reader) -> None:
-    """What the source makes, against what is stored; cut differently than when it was written."""
-    stored = hashlib.sha256()
-    for data in converted.blocks(parameter):
-        stored.update(as_bytes(data))
-    made, blocks = hashlib.sha256(), blocks_of(rule, converted.tensors, 3_000_000)
-    for block in blocks:
-        buffer = np.empty(blocks.largest, np.uint8)
-        for piece in block.pieces:
-            end = piece.offset + piece.end - piece.begin
-            reader.read_into(piece.name, piece.begin, memoryview(buffer)[piece.offset : end])
-        made.update(as_bytes(block.make(buffer)))
-    if not stored.hexdigest() == made.hexdigest() == parameter.sha256:
-        raise _differs(converted, parameter, "it is not what the source's tensors make")
+    made = sum_of_sums([seen.sum_of(name) for name in names]) if parameter.in_order else stored
+    if made != parameter.sha256:
+        raise _differs(converted, parameter, "the manifest's sum of it is another")
 
 
 def _differs(converted: Converted, parameter: Parameter, why: str) -> Mismatch:

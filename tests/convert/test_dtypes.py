@@ -69,7 +69,9 @@ def test_a_manifest_that_describes_other_arrays_than_its_tensors_make_is_refused
     entry = next(one for one in manifest["parameters"] if one["path"][-2:] == ["qkv", "bias"])
     entry.update(changes)
     path.write_text(json.dumps(manifest))
-    refused(cli("verify", src, dst, "--no-logits"), "qkv.bias was made by other rules")
+    code, _, err = cli("verify", src, dst, "--no-logits")
+    assert code == 1
+    assert "layers.0.attention.qkv.bias in weights/0000 differs from the source: it is" in err
     refused(cli("export", dst, tmp_path / "back"), "qkv.bias was made by other rules")
     with pytest.raises(CheckpointError, match=r"qkv\.bias is missing or was converted in another"):
         load_target(dst, dtype="float32")
