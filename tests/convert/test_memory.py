@@ -36,7 +36,7 @@ def peak_of(*argv) -> int:
 def test_a_large_checkpoint_is_converted_verified_and_exported_in_little_memory(
     preset, quantization, tmp_path
 ):
-    config = replace(with_layers(PRESETS[preset], 3), vocab_size=30_000, eos_ids=(2,))
+    config = replace(with_layers(PRESETS[preset], 3), vocab_size=30_000, eos_ids=(2,), bos_id=1)
     src, dst = tmp_path / "src", tmp_path / "dst"
     nbytes = write_synthetic(src, config, quantization=quantization, sparse=True)
     assert nbytes > 1.5e9
