@@ -40,6 +40,7 @@ def checked_target(folder: Path, checkpoint: Checkpoint | Converted) -> tuple[Ta
     """
     with naming(folder):
         config = as_tied(target_config(folder), checkpoint)
+        _check_flags(checkpoint)
         hint = unstated_sizes(folder)
         try:
             return config, replace(target_layout(config, checkpoint.tensors), hint=hint)
@@ -72,8 +73,20 @@ def checked_head(
             raise CheckpointError(f"fc.weight has shape {fc}, not two dimensions")
         config = drafter_config(folder, target, names, fc[1], taps)
         layout = head_layout(config, checkpoint.tensors)
+        _check_flags(checkpoint)
         _check_d2t(checkpoint, config)
         return config, layout
+
+
+def _check_flags(checkpoint: Checkpoint | Converted) -> None:
+    """Bytes of true and false must be 1 and 0: others are no numbers, and Orbax does not keep them.
+
+    Raises:
+      CheckpointError: names the tensor.
+    """
+    for name, info in checkpoint.tensors.items():
+        if info.dtype == np.bool_ and np.any(checkpoint.read(name).reshape(-1).view(np.uint8) > 1):
+            raise CheckpointError(f"{name} is bool but holds bytes other than 0 and 1")
 
 
 def _check_d2t(checkpoint: Checkpoint | Converted, config: DrafterConfig) -> None:
