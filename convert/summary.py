@@ -159,7 +159,7 @@ def _scale_form(name: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) ->
         return "no scale"
     if scale.shape in ((), (1,), (1, 1)):
         return "one scale a tensor"
-    return "a scale a row" if scale.shape[0] == info.shape[0] else "a scale a block"
+    return "a scale a row" if scale.shape[:1] == info.shape[:1] else "a scale a block"
 
 
 def _lines(infos: Mapping[str, TensorInfo], every: bool) -> list[Line]:

@@ -24,7 +24,7 @@ ORDER = [
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
     "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
-    "checkpoint.converted", "checkpoint.checked", "checkpoint.loader", "checkpoint",
+    "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.loader", "checkpoint",
     "text", "options",
     "engine", "engine.pages", "engine.request", "engine.plan", "engine.stats", "engine.scheduler",
     "engine.sizes", "engine.memory", "engine.programs", "engine.engine",

@@ -23,12 +23,12 @@ import numpy as np
 import tensorstore as ts
 
 from peagle_jax.checkpoint.layout import Path, Rule
+from peagle_jax.checkpoint.manifest import check_manifest
 from peagle_jax.checkpoint.safetensors import (
     DTYPES,
     Checkpoint,
     CheckpointError,
     Headers,
-    TensorInfo,
     entry,
 )
 from peagle_jax.checkpoint.transforms import IN_ORDER, Copy, Merge
@@ -95,13 +95,6 @@ class Parameter:
         )
 
 
-def _tensor(manifest: FilePath, name: str, raw: dict) -> TensorInfo:
-    if not isinstance(raw["sha256"], str):
-        raise TypeError(f"the sum of tensor {name!r} is no text")
-    begin, end = raw["begin"], raw["end"]
-    return entry(manifest, name, raw | {"data_offsets": [begin, end]}, 0, end)
-
-
 def sum_of_sums(sums: list[str]) -> str:
     """sha256 of some sums' bytes one after the other; of one sum, itself. All as hex."""
     if len(sums) == 1:
@@ -145,18 +138,19 @@ class Converted(Headers):
                 f"{self.folder / MANIFEST}: format {self.manifest.get('format')!r}, not {FORMAT!r}; "
                 "convert the checkpoint again"
             )
-        try:
-            found = [Parameter.from_json(raw) for raw in self.manifest["parameters"]]
-            self.tensors = {
-                name: _tensor(self.folder / MANIFEST, name, raw)
-                for name, raw in self.manifest["tensors"].items()
-            }
-            self.not_finite = {
-                name: NotFinite(raw["nan"], raw["inf"])
-                for name, raw in self.manifest["not_finite"].items()
-            }
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.folder / MANIFEST}: incomplete ({error!r})") from error
+        path = self.folder / MANIFEST
+        check_manifest(self.manifest, path)
+        found = [Parameter.from_json(raw) for raw in self.manifest["parameters"]]
+        self.tensors = {
+            name: entry(
+                path, name, raw | {"data_offsets": [raw["begin"], raw["end"]]}, 0, raw["end"]
+            )
+            for name, raw in self.manifest["tensors"].items()
+        }
+        self.not_finite = {
+            name: NotFinite(raw["nan"], raw["inf"])
+            for name, raw in self.manifest["not_finite"].items()
+        }
         self.parameters = {parameter.path: parameter for parameter in found}
         self._context = ts.Context(_CONTEXT)
 

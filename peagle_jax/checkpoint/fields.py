@@ -68,7 +68,8 @@ class Fields:
     def need(self, key: str):
         value = self.get(key)
         if value is None:
-            raise self.error(f"config.json states no {key}")
+            file = "" if ".json" in self.where else "config.json "
+            raise self.error(f"{file}states no {key}")
         return value
 
     def _kind(self, key: str, default, kinds: tuple[type, ...], what: str):

@@ -304,7 +304,9 @@ def break_json(raw, rng: Random) -> str:
 def break_converted(folder: Path, rng: Random) -> str:
     """Damages one file of a converted folder, the manifest most often."""
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    name = "manifest.json" if rng.random() < 0.6 else rng.choice(files)
+    name = rng.choice(files)
+    if "manifest.json" in files and rng.random() < 0.6:
+        name = "manifest.json"
     path = folder / name
     try:
         raw = json.loads(path.read_bytes())

@@ -25,7 +25,7 @@ from tests.convert.seeds import SEEDS, seed, write
 
 NUM_CHUNKS = 24
 CASES_PER_CHUNK = 125
-FULL_LOADS = 8
+FULL_LOADS = 12
 """One in so many intact checkpoints is loaded whole from both folders; of the others the arrays are compared."""
 CONVERTED = 0.15
 """Share of cases that damage a converted folder instead."""

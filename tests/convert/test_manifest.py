@@ -1,0 +1,84 @@
+"""A manifest that convert cannot have written is refused whole, before any of it is used."""
+
+import json
+import shutil
+
+import pytest
+
+from convert.export import export
+from peagle_jax.checkpoint import CheckpointError, load_target
+from peagle_jax.checkpoint.converted import Converted
+from tests.convert.conftest import GOLDEN
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    from convert.plan import make_plan
+    from convert.source import open_source
+    from convert.stream import convert
+
+    folder = tmp_path_factory.mktemp("manifest") / "made"
+    convert(make_plan(open_source(GOLDEN / "llama-fp8-tensor")), folder)
+    return folder
+
+
+def first(raw: dict) -> dict:
+    return raw["parameters"][0]
+
+
+def tensor(raw: dict) -> dict:
+    return next(iter(raw["tensors"].values()))
+
+
+def file(raw: dict) -> dict:
+    return raw["source"]["files"][0]
+
+
+BROKEN = {
+    "no source": (lambda raw: raw.pop("source"), "states no source"),
+    "a file outside": (lambda raw: file(raw).update(name="../x.safetensors"), "name '../x.safet"),
+    "an absolute file": (lambda raw: file(raw).update(name="/tmp/x.safetensors"), "name '/tmp/x"),
+    "a file twice": (lambda raw: raw["source"]["files"].append(file(raw)), "is listed twice"),
+    "a negative size": (lambda raw: file(raw).update(size=-1), "size must be a whole number"),
+    "a sum that is none": (lambda raw: file(raw).update(header_sha256="x"), "header_sha256 'x'"),
+    "files that are none": (lambda raw: raw["source"].update(files=[1]), "must be a list of objects"),
+    "a tensor of no file": (lambda raw: tensor(raw).update(file="y.safetensors"), "which is not listed"),
+    "a tensor past its file": (lambda raw: tensor(raw).update(end=10**9), "end must be a whole number"),
+    "a tensor that lies": (lambda raw: tensor(raw).update(shape=[7]), "which disagree"),
+    "a tensor without a sum": (lambda raw: tensor(raw).pop("sha256"), "states no sha256"),
+    "a tensor of nobody": (lambda raw: raw["tensors"].update(x=tensor(raw)), "'x' is held by no para"),
+    "a group outside": (lambda raw: first(raw).update(group="../0000"), "group '../0000'"),
+    "a path outside": (lambda raw: first(raw).update(path=["..", "x"]), "no module path"),
+    "no path": (lambda raw: first(raw).update(path=[]), "a path is empty"),
+    "a path twice": (
+        lambda raw: raw["parameters"][1].update(path=first(raw)["path"]), "two parameters have one path",
+    ),
+    "a dtype of tomorrow": (lambda raw: first(raw).update(dtype="F2"), "dtype 'F2' is unknown"),
+    "a shape of texts": (lambda raw: first(raw).update(shape=["a"]), "is no shape"),
+    "names that are none": (lambda raw: first(raw).update(names=[[]]), "are no names of tensors"),
+    "a name that is not there": (lambda raw: first(raw).update(names=["x"]), "'x', which is not listed"),
+    "a name twice": (
+        lambda raw: raw["parameters"][1].update(names=first(raw)["names"]), "held by two parameters",
+    ),
+    "counts of nothing": (lambda raw: raw["not_finite"].update(x={"nan": 1, "inf": 0}), "tensor 'x'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_manifest_that_makes_no_sense_is_refused(case, made, tmp_path, cli):
+    change, message = BROKEN[case]
+    folder = tmp_path / "made"
+    shutil.copytree(made, folder)
+    raw = json.loads((folder / "manifest.json").read_text())
+    change(raw)
+    (folder / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Converted(folder)
+    assert str(folder / "manifest.json") in str(caught.value)
+    with pytest.raises(CheckpointError, match=message):
+        export(folder, tmp_path / "back")
+    with pytest.raises(CheckpointError, match=message):
+        load_target(folder, dtype="float32")
+    code, _, err = cli("inspect", folder)
+    assert (code, err.count("\n")) == (2, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made"]
