@@ -32,6 +32,9 @@ class Spec:
 
 QWEN3 = dict(heads=32, kv_heads=4, head_dim=128)
 LLAMA = dict(heads=32, kv_heads=8, head_dim=128)
+# Seven query heads for one kv head: they fill no whole tile of eight rows.
+QWEN2_SMALL = dict(heads=14, kv_heads=2, head_dim=64)
+QWEN2 = dict(heads=28, kv_heads=4, head_dim=128)
 GPT_OSS = dict(heads=64, kv_heads=8, head_dim=64, sinks=True)
 GPT_OSS_LOCAL = dict(**GPT_OSS, window=128, length=768)
 GEMMA_LOCAL = dict(heads=32, kv_heads=16, head_dim=256, window=1024, length=1536)
@@ -50,6 +53,8 @@ SPECS = {
     "llama-8b-eight": Spec(batch=8, rows=8, page_size=32, **LLAMA),
     "llama-8b-many": Spec(batch=64, rows=6, **LLAMA),
     "llama-8b-prefill": Spec(batch=1, rows=512, **LLAMA),
+    "qwen2.5-0.5b-eight": Spec(batch=8, rows=8, **QWEN2_SMALL),
+    "qwen2.5-7b-one": Spec(batch=1, rows=8, **QWEN2),
     "gpt-oss-one": Spec(batch=1, rows=8, **GPT_OSS),
     "gpt-oss-eight": Spec(batch=8, rows=8, **GPT_OSS),
     "gpt-oss-many": Spec(batch=64, rows=8, **GPT_OSS),

@@ -61,6 +61,7 @@ class Case:
 
 CASES = {
     "qwen3": Case((3, 9), T=2, K=4, H=128, form=Form(num_heads=8), parts=3, qk_norm=True),
+    "qwen2": Case((5,), T=2, K=1, H=128, form=Form(num_heads=7), parts=2, bias=True),
     "gpt-oss": Case((5,), T=2, K=4, H=64, form=Form(num_heads=4), parts=2, bias=True),
     "gpt-oss-ring": Case((37,), T=2, K=4, H=64, form=Form(num_heads=4, ring=True), bias=True),
     "gemma-local": Case(
