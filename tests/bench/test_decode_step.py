@@ -28,6 +28,10 @@ MOE = replace(
     tiny.TARGET, **tiny.FAMILIES["gpt_oss"], hidden_size=64, intermediate_size=96, vocab_size=256
 )
 DENSE = replace(tiny.TARGET, num_layers=4, hidden_size=160, intermediate_size=256, vocab_size=256)
+MIXED = replace(
+    tiny.TARGET, **tiny.VARIANTS["qwen3_moe with dense layers"], hidden_size=160, intermediate_size=64,
+    vocab_size=256,
+)  # fmt: skip
 
 
 def matrices(module) -> dict:
@@ -40,7 +44,9 @@ def matrices(module) -> dict:
     }
 
 
-@pytest.mark.parametrize(("form", "config"), [("bf16", DENSE), ("fp8", DENSE), ("mxfp4", MOE)])
+@pytest.mark.parametrize(
+    ("form", "config"), [("bf16", DENSE), ("fp8", DENSE), ("fp8", MIXED), ("mxfp4", MOE)]
+)
 def test_random_weights_have_the_form_and_the_spread_of_a_real_model(form, config):
     target = random_target(config, form, dtype="bfloat16")
     found = matrices(target)
