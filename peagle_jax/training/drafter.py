@@ -305,7 +305,7 @@ def warm_start(params: Params, trained: Params) -> Params:
     widened = {}
     for name, fresh in params.items():
         old = trained[name].astype(fresh.dtype)
-        if name.endswith("mlp.gate_up.weight") and len(old) < len(fresh):
+        if name.endswith(("mlp.gate_up.weight", "mlp.gate_up.bias")) and len(old) < len(fresh):
             halves = zip(jnp.split(old, 2), jnp.split(fresh, 2), strict=True)
             old = jnp.concatenate([x for o, f in halves for x in (o, f[len(o) :])])
         elif name.endswith("mlp.down.weight") and old.shape[1] < fresh.shape[1]:

@@ -46,9 +46,23 @@ def outcome_of():
     return outcome
 
 
+@pytest.mark.parametrize("family", ["llama with biases", "mistral", "qwen2"])
+def test_a_target_is_run_for_training_as_it_is_served(family):
+    target, text = tiny.target(**tiny.TARGETS[family]), _text()
+    run = _run(target, text)
+    positions = jnp.broadcast_to(jnp.arange(12), text.tokens.shape)
+    hidden, taps, _ = target(
+        text.tokens, positions, [None] * 3, tiny.causal_attention, taps=tiny.HEAD.taps
+    )
+    np.testing.assert_allclose(run.taps, taps, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(run.normed, target.norm(hidden), rtol=1e-4, atol=1e-4)
+
+
 def test_a_widened_head_computes_what_it_computed(outcome_of):
-    old = tiny.head()
-    wide = dataclasses.replace(tiny.HEAD, intermediate_size=80)
+    old = tiny.head(mlp_bias=True)
+    for mlp in (old.first.mlp, old.layers[0].mlp):
+        mlp.gate_up.bias.set_value(jnp.linspace(-1, 1, 96))
+    wide = dataclasses.replace(tiny.HEAD, mlp_bias=True, intermediate_size=80)
     fresh, merge = split_model(DraftHead(wide, dtype=jnp.float32, rngs=nnx.Rngs(7)))
     params = drafter.warm_start(fresh, split_model(old)[0])
     for name in ("first.mlp.gate_up.weight", "layers.0.mlp.gate_up.weight"):
