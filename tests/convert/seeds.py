@@ -13,8 +13,8 @@ from tests.convert.conftest import GOLDEN, target_of
 
 SEEDS = {
     "peagle-shared": None, "peagle-bias": None, "eagle3": None, "peagle-pruned": None,
-    "llama-fp8-tensor": [0], "qwen3-fp8-channel": [0], "gpt_oss-bf16": [0, 1],
-    "gemma4": [2, 3], "gemma4-text": [2, 3], "gpt_oss-mxfp4": [0], "qwen3_moe-fp8": [0],
+    "qwen2": [0], "mistral": [0], "llama-fp8-tensor": [0], "qwen3-fp8-channel": [0], "gpt_oss-bf16": [0, 1],
+    "gemma4": [2, 3], "gemma4-text": [2, 3], "gpt_oss-mxfp4": [0], "qwen3_moe-fp8": [0, 1],
     "qwen3_moe-bf16": [0], "llama": [0], "qwen3": [0],
 }  # fmt: skip
 """Golden folders, and the layers that are kept of a target; smallest first."""
@@ -129,6 +129,8 @@ def _cut_config(config: dict, layers: list[int]) -> None:
     config["num_hidden_layers"] = len(layers)
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][i] for i in layers]
+    if dense := config.get("mlp_only_layers"):
+        config["mlp_only_layers"] = [layers.index(i) for i in dense if i in layers]
     if wide := config.get("per_layer_config"):
         config["per_layer_config"] = {
             str(i): wide[str(layer)] for i, layer in enumerate(layers) if str(layer) in wide
