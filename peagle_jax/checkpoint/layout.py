@@ -31,6 +31,8 @@ FLOATS = {np.dtype(x) for x in (ml_dtypes.bfloat16, np.float16, np.float32, np.f
 PACKED = np.dtype(np.uint8)
 """MXFP4 values and scales."""
 
+_MOST_MISSING = 100_000
+"""A config.json with absurd sizes would name billions of tensors."""
 _UNUSED = (
     (".rotary_emb.inv_freq", "rope follows from the config"),
     (".input_scale", "activations are not quantised"),
@@ -203,6 +205,11 @@ class Table:
         info = self.tensors.get(name)
         if info is None:
             self.missing.append(name)
+            if len(self.missing) > _MOST_MISSING:
+                raise CheckpointError(
+                    f"tensor {self.missing[0]!r} is missing (and more than {_MOST_MISSING:,} others): "
+                    "config.json describes another model"
+                )
             return None
         if shape is not None and info.shape != shape:
             raise CheckpointError(f"{name} has shape {info.shape}, the config says {shape}")

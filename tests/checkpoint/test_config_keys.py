@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 from peagle_jax.checkpoint import CheckpointError, target_config
 from peagle_jax.checkpoint.config_keys import IGNORED, KEYS, UNSUPPORTED
 from peagle_jax.checkpoint.rope_json import DEFAULT_ROPE, GPT_OSS_ROPE, rope_parameters_json
+from peagle_jax.checkpoint.tables import target_layout
 from peagle_jax.checkpoint.target_json import target_unread_keys
 from peagle_jax.rope_config import RopeConfig, YarnScaling
 from tests.checkpoint import released
@@ -223,6 +224,15 @@ BAD_OF_A_FAMILY = [
 def test_contradictions_of_a_family_are_refused(kind, changes, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, config_of(kind) | changes)
+
+
+def test_a_config_of_absurd_size_is_refused_at_once(tmp_path):
+    """Both numbers are allowed; together they name fifty million tensors."""
+    config = read(tmp_path, config_of("qwen3_moe") | dict(num_hidden_layers=4096, num_experts=4096))
+    with pytest.raises(
+        CheckpointError, match=r"100,000 others\): config.json describes another model"
+    ):
+        target_layout(config, {})
 
 
 def test_a_wrapper_and_its_text_config_must_agree(tmp_path):

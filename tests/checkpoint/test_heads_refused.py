@@ -284,6 +284,11 @@ REFUSED = {
     ),
     "attention that is not causal": ("peagle-1", layer_with(is_causal=False), "is_causal False"),
     "a logit scale of zero": ("peagle-1", layer_with(logit_scale=0), "logit_scale"),
+    "a mask of bytes that are no booleans": (
+        "peagle-pruned",
+        with_tensor("t2d", lambda t: (t["t2d"] * np.uint8(3)).view(bool)),
+        "t2d is bool but holds bytes other than 0 and 1",
+    ),
     "d2t of floats beside a full vocabulary": (
         "peagle-1", with_tensor("d2t", lambda t: np.zeros(256, np.float32)), "not whole numbers",
     ),

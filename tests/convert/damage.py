@@ -310,7 +310,7 @@ def break_converted(folder: Path, rng: Random) -> str:
     path = folder / name
     try:
         raw = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         raw = None
     if raw and isinstance(raw, dict | list) and rng.random() < 0.8:
         done = break_json(raw, rng)

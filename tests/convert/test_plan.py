@@ -3,12 +3,14 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from convert.plan import make_plan, partition
 from convert.source import open_source
 from convert.summary import inspect
 from peagle_jax.checkpoint import Checkpoint, load_target
+from peagle_jax.checkpoint.safetensors import write
 from tests.convert.conftest import GOLDEN, checkpoints
 
 CHECKPOINTS = checkpoints()
@@ -141,6 +143,20 @@ def test_inspect_refuses_a_broken_config(text, cli, tmp_path):
     code, out, err = cli("inspect", tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "config.json: not " in err
+
+
+def test_inspect_describes_scales_of_any_shape(cli, tmp_path):
+    fp8, one = np.dtype("float8_e4m3fn"), np.float32
+    tensors = {
+        "a.weight": np.zeros((), fp8), "a.weight_scale": np.zeros(2, one),
+        "b.weight": np.zeros((4, 2), fp8), "b.weight_scale": np.zeros((4, 1), one),
+        "c.weight": np.zeros((4, 2), fp8),
+    }  # fmt: skip
+    write(tmp_path / "model.safetensors", tensors)
+    code, out, _ = cli("inspect", tmp_path)
+    assert code == 0
+    for form in ("a scale a block, 1", "a scale a row, 1", "no scale, 1"):
+        assert form in out
 
 
 def test_inspect_needs_no_config_and_reads_converted_folders_too(cli, sharded, tmp_path):
