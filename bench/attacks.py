@@ -45,9 +45,9 @@ _BODY = _HEADERS + (
 _CLIENT_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the record is 500 bytes longer
 
 
-def _text() -> str:
+def _text(size: int) -> str:
     words = "def quicksort(xs):\n    return xs if len(xs) < 2 else quicksort(xs[1:])\n"
-    return (words * (15 * _MIB // len(words) + 1))[: 15 * _MIB]
+    return (words * (size // len(words) + 1))[:size]
 
 
 def _repeated(before: str, item: str, count: int, after: str) -> bytes:
@@ -66,12 +66,19 @@ def _chat(count: int, variables: str = "") -> pb.GenerateRequest:
 
 
 _REFUSED = frozenset({"400", "413"})
-_INVALID = frozenset({"INVALID_ARGUMENT"})
-_HEAVY = dict(count=16, clients=8)
+_INVALID, _LARGE = frozenset({"INVALID_ARGUMENT"}), frozenset({"RESOURCE_EXHAUSTED"})
+_HEAVY = dict(count=48, clients=8)
 _MESSAGE = '{"role":"user","content":""}'
 
 _BODIES = (
-    ("http: text of 15 MiB", attempts.post(lambda: json.dumps({"prompt": _text()}).encode())),
+    (
+        "http: text of 15 MiB",
+        attempts.post(lambda: json.dumps({"prompt": _text(15 * _MIB)}).encode()),
+    ),
+    (
+        "http: text of 7 MiB",
+        attempts.post(lambda: json.dumps({"prompt": _text(7 * _MIB)}).encode()),
+    ),
     (
         "http: 300,000 chat messages",
         attempts.post(
@@ -87,8 +94,8 @@ _BODIES = (
         attempts.post(lambda: _repeated('{"prompt":"a","stop_token_ids":[', "7", 3_000_000, "]}")),
     ),
     (
-        "http: JSON 15 million levels deep",
-        attempts.post(lambda: b'{"prompt":' + b"[" * (15 * _MIB)),
+        "http: JSON 7 million levels deep",
+        attempts.post(lambda: b'{"prompt":' + b"[" * 7_000_000),
     ),
     (
         "http: 1 million duplicate keys",
@@ -101,7 +108,8 @@ _BODIES = (
     ("http: body of 32 MiB", attempts.post(lambda: b"[" * (32 * _MIB))),
 )
 _MESSAGES = (
-    ("grpc: text of 15 MiB", lambda: pb.GenerateRequest(text=_text())),
+    ("grpc: text of 15 MiB", lambda: pb.GenerateRequest(text=_text(15 * _MIB))),
+    ("grpc: text of 7 MiB", lambda: pb.GenerateRequest(text=_text(7 * _MIB))),
     ("grpc: 400,000 chat messages", lambda: _chat(400_000)),
     (
         "grpc: 5 million prompt ids",
@@ -111,7 +119,7 @@ _MESSAGES = (
         "grpc: 3 million stop ids",
         lambda: _request(stopping=pb.Stopping(stop_token_ids=[7] * 3_000_000)),
     ),
-    ("grpc: JSON 15 million levels deep", lambda: _chat(1, "[" * (15 * _MIB))),
+    ("grpc: JSON 7 million levels deep", lambda: _chat(1, "[" * 7_000_000)),
     (
         "grpc: 1 million duplicate keys",
         lambda: _chat(1, _repeated("{", '"a":1', 1_000_000, "}").decode()),
@@ -127,9 +135,9 @@ _FULL = frozenset({"200", "429", "OK", "RESOURCE_EXHAUSTED"})
 
 ATTACKS = (
     *(Attack(name=name, prepare=one, right=_REFUSED, **_HEAVY) for name, one in _BODIES),
-    *(Attack(name=name, prepare=attempts.call(one), right=_INVALID, **_HEAVY) for name, one in _MESSAGES),
+    *(Attack(name=name, prepare=attempts.call(one), right=_INVALID | _LARGE, **_HEAVY) for name, one in _MESSAGES),
     Attack(
-        name="grpc: message of 32 MiB", right=frozenset({"RESOURCE_EXHAUSTED"}), **_HEAVY,
+        name="grpc: message of 32 MiB", right=_LARGE, **_HEAVY,
         prepare=attempts.call(lambda: pb.GenerateRequest(text="a" * (32 * _MIB))),
     ),
     Attack(
@@ -137,7 +145,7 @@ ATTACKS = (
         prepare=attempts.big_header,
     ),
     Attack(
-        name="grpc: metadata of 1 MiB", right=frozenset({"RESOURCE_EXHAUSTED"}),
+        name="grpc: metadata of 1 MiB", right=_LARGE,
         count=64, clients=16, prepare=attempts.call(_request, ("x-padding", "a" * _MIB)),
     ),
     Attack(

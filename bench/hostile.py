@@ -25,9 +25,10 @@ _VICTIM = "honest-request"
 _MB = 1e6
 _MOST_HEALTH_MS = 100.0  # p99
 _MOST_GAP_RATIO = 1.5  # of p99 to the quiet p99
-_MOST_MEMORY_MB = 200.0
+MOST_MEMORY_MB = 200.0
 _MOST_LOG_MB = 1.0  # a minute
-_PAUSE = 3.0  # seconds after an attack before memory is compared
+_MOST_LATE_MS = 20.0  # p99 of the probing process itself: other work on the machine decides it
+_PAUSE = 1.0  # seconds after an attack before memory is compared
 _PATIENCE = 20.0  # more seconds for memory to return
 
 
@@ -108,10 +109,14 @@ async def _run(args, groups: Sequence[Sequence[str]], *, with_tls: bool) -> Asyn
                     names = left.pop(0)
                     label = names[0] if len(names) == 1 else TOGETHER
                     print(f"{label} ...", flush=True)
-                    yield await measure(
-                        server, names, ca=ca, seconds=args.seconds, hold_seconds=args.hold,
-                        quiet_seconds=args.quiet, scale=args.scale,
-                    )  # fmt: skip
+                    for _ in range(1 + args.repeats):
+                        row = await measure(
+                            server, names, ca=ca, seconds=args.seconds, hold_seconds=args.hold,
+                            quiet_seconds=args.quiet, scale=args.scale,
+                        )  # fmt: skip
+                        if row["under_attack"]["prober_late_ms"]["p99"] <= _MOST_LATE_MS:
+                            break
+                    yield row
                     if server.process.poll() is not None or not _has_recovered(server, ca):
                         break
 
@@ -159,6 +164,7 @@ async def measure(
     hold_seconds: float,
     quiet_seconds: float,
     scale: float = 1.0,
+    most_memory_mb: float = MOST_MEMORY_MB,
     ca: Path | None = None,
 ) -> dict:
     """Runs some attacks at the same time.
@@ -170,6 +176,7 @@ async def measure(
       hold_seconds: how long hostile clients keep connections that are silent or slow.
       quiet_seconds: how long the honest clients are watched before, and again after.
       scale: share of each attack's requests to send.
+      most_memory_mb: how much more than before may stay resident; within limits it is waited for.
       ca: file of the server's certificate; None without TLS.
 
     Returns:
@@ -180,7 +187,7 @@ async def measure(
         names, http=server.http_address, grpc=server.address, token=_HOSTILE, victim=_VICTIM,
         seconds=seconds, hold_seconds=hold_seconds, scale=scale,
     ) as attackers:  # fmt: skip
-        row = await _watch(server, attackers, quiet_seconds, ca)
+        row = await _watch(server, attackers, quiet_seconds, most_memory_mb, ca)
     one = next((one for one in ATTACKS if names == [one.name]), None)
     row = {"attack": TOGETHER if one is None else one.name} | row
     asks_for_work = any(one.asks_for_work for one in ATTACKS if one.name in names)
@@ -188,7 +195,11 @@ async def measure(
 
 
 async def _watch(
-    server: Served, attackers: Attackers, quiet_seconds: float, ca: Path | None
+    server: Served,
+    attackers: Attackers,
+    quiet_seconds: float,
+    most_memory_mb: float,
+    ca: Path | None,
 ) -> dict:
     async with Watch(server, token=_HONEST, request_id=_VICTIM, ca=ca) as watch:
         await asyncio.sleep(1.0)  # the first probes pay for connections
@@ -202,7 +213,7 @@ async def _watch(
         ended = time.perf_counter()
         await asyncio.sleep(_PAUSE)
         under = watch.seen((before.time, time.perf_counter()))
-        most = before.resident_bytes + _MOST_MEMORY_MB * _MB
+        most = before.resident_bytes + most_memory_mb * _MB
         while server.resident_bytes > most and time.perf_counter() < ended + _PATIENCE:
             await asyncio.sleep(0.1)
         after = Snapshot.of(server)
@@ -276,7 +287,7 @@ def missed(row: dict, *, asks_for_work: bool) -> list[str]:
         # Where hostile clients ask for tokens as anyone may, the engine shares its rounds out.
         "latency": asks_for_work or gap_ratio <= _MOST_GAP_RATIO,
         "streams": row["streams_cut"] == row["streams_differ"] == 0,
-        "memory": memory["after"] - memory["before"] <= _MOST_MEMORY_MB,
+        "memory": memory["after"] - memory["before"] <= MOST_MEMORY_MB,
         "log": row["log_mb_per_minute"] <= _MOST_LOG_MB,
     }
     return [name for name, holds in rules.items() if not holds]

@@ -121,6 +121,10 @@ def add_hostile(commands) -> None:
         default=True,
         help="at the end, all at once",
     )
+    add(
+        "--repeats", type=int, default=2, metavar="N",
+        help="times to measure again while other work delays the prober itself (default: 2)",
+    )  # fmt: skip
     add_rows(one, "hostile.jsonl")
     add("serve_options", nargs="*", metavar="-- OPTION", help="of peagle-serve")
 
