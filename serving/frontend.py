@@ -23,6 +23,7 @@ import grpc
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
+from serving import caller
 from serving.errors import ServiceError, invalid
 from serving.harmony import Channels, listener
 from serving.limits import Limits
@@ -86,7 +87,8 @@ class Frontend:
         self.metrics = Metrics(name, self)
         self._numbers = itertools.count()
         self._streams: dict[int, Stream] = {}
-        self._by_id: dict[str, Stream] = {}
+        self._by_id: dict[tuple[str, str], Stream] = {}
+        """By caller and request id: what others run is hidden from a caller."""
         self._changed = asyncio.Event()
         self.state = State.STARTING
         self.is_stuck = False
@@ -166,7 +168,7 @@ class Frontend:
             ask, number, listen, end=self._worker.abort, on_close=self._close, deadline=deadline
         )
         self._streams[number] = stream
-        self._by_id[ask.request_id] = stream
+        self._by_id[ask.caller, ask.request_id] = stream
         jobs = [
             Job((number, index), ask.prompt, _numbered(ask.params, index)) for index in range(ask.n)
         ]
@@ -174,8 +176,9 @@ class Frontend:
         return stream
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request: its stream ends with the reason "abort". False if there is none of that id."""
-        stream = self._by_id.get(request_id)
+        """Ends a request of the current caller: its stream ends with the reason "abort". False if it runs
+        none of that id."""
+        stream = self._by_id.get((caller.current(), request_id))
         if stream is not None:
             stream.abort()
         return stream is not None
@@ -222,7 +225,7 @@ class Frontend:
                 f"the engine is {self.state.value}; try again or use another server",
                 retry_after=None if self.state is State.DEAD else 1.0,
             )
-        if ask.request_id in self._by_id:
+        if (ask.caller, ask.request_id) in self._by_id:
             raise ServiceError(
                 grpc.StatusCode.ALREADY_EXISTS,
                 f"request_id {ask.request_id!r} is running; ids must be unique while they run",
@@ -296,8 +299,9 @@ class Frontend:
 
     def _close(self, stream: Stream) -> None:
         del self._streams[stream.number]
-        if self._by_id.get(stream.ask.request_id) is stream:
-            del self._by_id[stream.ask.request_id]
+        key = stream.ask.caller, stream.ask.request_id
+        if self._by_id.get(key) is stream:
+            del self._by_id[key]
         self.metrics.ended(stream)
         self._report(stream)
 

@@ -15,6 +15,7 @@ import grpc
 from peagle_jax import SamplingParams
 from peagle_jax.engine.request import Request, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
+from serving import caller
 from serving.errors import ServiceError, failure
 from serving.harmony import Speech, Spoken
 from serving.worker import Tokens
@@ -25,10 +26,10 @@ class Ask:
     """What a client asks for, in no protocol's terms.
 
     Args:
-      request_id: the client's name for it, or one made for it; unique while it runs.
+      request_id: the client's name for it, or one made for it; unique among its caller's while it runs.
       prompt: token ids.
       params: sampling parameters.
-      n: sequences to generate.
+      n: sequences to generate, as the client wrote it: it may be billions. `Stream.n` is checked.
       deadline: `time.monotonic()` at which it must have ended.
       wants_text: whether deltas hold text; tokens come in any case.
       is_chat: whether the reply's reasoning is told apart, where the model marks it.
@@ -36,6 +37,7 @@ class Ask:
       method: what the client called; for logs.
       trace: headers of the client's trace (W3C), lower-case.
       spelling: the client's names of "prompt", "n" and fields of `params`, where they are others.
+      caller: whose request it is; see `caller`.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class Ask:
     method: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
     spelling: Mapping[str, str] = field(default_factory=dict)
+    caller: str = field(default_factory=caller.current)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +135,7 @@ class Stream:
     Made by `Frontend.open`.
 
     Attributes:
+      n: sequences, within the limits of engine and server.
       code: how it ended: OK, CANCELLED when its client left, or its error's; None until it is closed.
       arrival, first_token, end: `time.monotonic()`.
     """
@@ -146,7 +150,7 @@ class Stream:
         on_close: Callable[["Stream"], None],
         deadline: float | None,
     ):
-        self.ask, self.number = ask, number
+        self.ask, self.number, self.n = ask, number, ask.n
         self.code: grpc.StatusCode | None = None
         self.error: ServiceError | None = None
         self.arrival = time.monotonic()

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving import caller
 from serving.errors import ServiceError
 from serving.frontend import Frontend, State
 from serving.http.chat import Chat
@@ -19,7 +20,7 @@ from serving.http.connection import RESERVED
 from serving.http.errors import answer, content_of, error_answer
 from serving.http.generation import Generation, Reader
 from serving.http.hosts import is_allowed, name_of
-from serving.rpc.guard import is_authorized
+from serving.rpc.guard import token_of
 from serving.rpc.version import NAME, VERSION
 
 _OPEN = ("/health", "/ready")  # probes have no tokens
@@ -92,10 +93,12 @@ class _Guard:
                 f"Host: {name_of(host)!r} is no name of this server; its operator may allow it with "
                 "--allowed-hosts",
             )
-        if self._tokens and not is_authorized(headers.get(b"authorization"), self._tokens):
+        token = token_of(headers.get(b"authorization"), self._tokens)
+        if self._tokens and token is None:
             return ServiceError(
                 grpc.StatusCode.UNAUTHENTICATED, "send a known token: Authorization: Bearer TOKEN"
             )
+        caller.enter(token)
         return None
 
 

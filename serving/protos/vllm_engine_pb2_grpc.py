@@ -88,7 +88,8 @@ class VllmEngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests by id: their streams end with finish_reason "abort". Unknown ids are no error.
+        """Ends requests by id: their streams end with finish_reason "abort". Unknown ids, and those of
+        requests opened with another bearer token, are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from serving import caller
 from serving.errors import ServiceError, failure, too_large
 from serving.rpc.wire import has_more_fields
 
@@ -42,14 +43,14 @@ class MessageLimits:
         return self.max_bytes if method in self.large else min(self.max_small_bytes, self.max_bytes)
 
 
-def is_authorized(header: str | bytes | None, tokens: Sequence[bytes]) -> bool:
-    """Whether an `authorization` header holds one of `tokens`; takes the same time for all of them."""
+def token_of(header: str | bytes | None, tokens: Sequence[bytes]) -> bytes | None:
+    """The one of `tokens` that an `authorization` header holds; takes the same time for all of them."""
     if isinstance(header, str):
         header = header.encode()
     scheme, _, given = (header or b"").partition(b" ")
     # Every token is compared: the time must not tell which was close.
-    matches = [hmac.compare_digest(given.strip(), token) for token in tokens]
-    return scheme.lower() == b"bearer" and any(matches)
+    known = [token for token in tokens if hmac.compare_digest(given.strip(), token)]
+    return known[0] if known and scheme.lower() == b"bearer" else None
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -75,7 +76,8 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None or details.method.startswith(_OPEN):
             return handler
         metadata = dict(details.invocation_metadata)
-        if self._tokens and not is_authorized(metadata.get("authorization"), self._tokens):
+        token = token_of(metadata.get("authorization"), self._tokens)
+        if self._tokens and token is None:
             behaviour, read = _nobody, _nothing
             if handler.response_streaming:
                 behaviour = _nobody_streams
@@ -84,7 +86,7 @@ class Guard(grpc.aio.ServerInterceptor):
             read = _reader(handler, self._limits.of(details.method), self._limits.max_fields)
         guarded = _guarded_stream if handler.response_streaming else _guarded
         report = partial(self._on_refused, details.method.removeprefix("/"))
-        return _rebuilt(handler, guarded(behaviour, read, report))
+        return _rebuilt(handler, guarded(behaviour, read, report, token))
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
@@ -137,8 +139,9 @@ def _reader(handler: grpc.RpcMethodHandler, max_bytes: int, max_fields: int) -> 
     return read_all if handler.request_streaming else read
 
 
-def _guarded(behaviour: Callable, read: Callable, report: Report) -> Callable:
+def _guarded(behaviour: Callable, read: Callable, report: Report, token: bytes | None) -> Callable:
     async def call(request, context):
+        caller.enter(token)
         try:
             return await behaviour(read(request), context)
         except Exception as error:
@@ -147,8 +150,11 @@ def _guarded(behaviour: Callable, read: Callable, report: Report) -> Callable:
     return call
 
 
-def _guarded_stream(behaviour: Callable, read: Callable, report: Report) -> Callable:
+def _guarded_stream(
+    behaviour: Callable, read: Callable, report: Report, token: bytes | None
+) -> Callable:
     async def call(request, context):
+        caller.enter(token)
         try:
             async for message in behaviour(read(request), context):
                 yield message

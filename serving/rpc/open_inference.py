@@ -150,9 +150,8 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def _infer(self, work: _Work) -> pb.ModelInferResponse:
         async with self._frontend.open(work.ask) as stream:
-            # Not before: until the frontend has looked at it, n may be four billion.
-            texts: list[list[str]] = [[] for _ in range(work.ask.n)]
-            reasons = [""] * work.ask.n
+            texts: list[list[str]] = [[] for _ in range(stream.n)]
+            reasons = [""] * stream.n
             async for delta in stream:
                 texts[delta.index].append(delta.text)
                 if delta.finish is not None:
@@ -164,8 +163,8 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         return response
 
     async def _stream(self, work: _Work, replies: asyncio.Queue) -> None:
-        left = work.ask.n
         async with self._frontend.open(work.ask) as stream:
+            left = stream.n
             async for delta in stream:
                 response = self._response(work, [delta.text])
                 if delta.finish is not None:

@@ -30,9 +30,9 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
     ) -> AsyncIterator[pb.GenerateDelta]:
         """Streams deltas; the last of all carries the usage."""
         ask = await self._ask(request, context, "Generate")
-        left = ask.n
         async with self._frontend.open(ask) as stream:
             await calls.accepted(context, ask.request_id)
+            left = stream.n
             async for delta in stream:
                 message = _delta(delta)
                 if delta.finish is not None:
@@ -47,9 +47,8 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         response = pb.GenerateResponse(request_id=ask.request_id)
         async with self._frontend.open(ask) as stream:
             await calls.accepted(context, ask.request_id)
-            # Not before: until the frontend has looked at it, n may be four billion.
-            response.sequences.extend(pb.Sequence() for _ in range(ask.n))
-            spoken = [Spoken()] * ask.n
+            response.sequences.extend(pb.Sequence() for _ in range(stream.n))
+            spoken = [Spoken()] * stream.n
             async for delta in stream:
                 sequence = response.sequences[delta.index]
                 spoken[delta.index] += Spoken(delta.text, delta.reasoning)
@@ -63,7 +62,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         return response
 
     async def Abort(self, request: pb.AbortRequest, context) -> pb.AbortResponse:
-        """Ends requests by id."""
+        """Ends the caller's requests by id; ids of others count as unknown."""
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
         return pb.AbortResponse(aborted=sum(map(self._frontend.abort, request.request_ids)))

@@ -55,8 +55,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         ask = await self._ask(request, context)
         async with self._frontend.open(ask) as stream:
             await calls.accepted(context, ask.request_id)
-            # Not before: until the frontend has looked at it, n may be four billion.
-            wholes = [pb.GenerateComplete(index=index) for index in range(ask.n)]
+            wholes = [pb.GenerateComplete(index=index) for index in range(stream.n)]
             async for delta in stream:
                 whole = wholes[delta.index]
                 _extend(whole, delta, prompt_tokens=len(ask.prompt))
@@ -72,7 +71,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         return pb.HealthCheckResponse(healthy=state is State.SERVING, message=state.value)
 
     async def Abort(self, request: pb.AbortRequest, context) -> pb.AbortResponse:
-        """Ends requests by id."""
+        """Ends the caller's requests by id."""
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
         for request_id in request.request_ids:

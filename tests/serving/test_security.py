@@ -287,9 +287,9 @@ def test_every_token_is_compared_in_constant_time(monkeypatch):
 
     monkeypatch.setattr(guard.hmac, "compare_digest", compare)
     tokens = (b"first", b"second", b"third")
-    assert guard.is_authorized("Bearer first", tokens)
+    assert guard.token_of("Bearer first", tokens)
     assert compared == list(tokens)
-    assert not guard.is_authorized("Bearer fourth", tokens)
+    assert not guard.token_of("Bearer fourth", tokens)
     assert compared == [*tokens, *tokens]
 
 
