@@ -81,7 +81,7 @@ class Frontend:
         self._worker = EngineWorker(
             engine,
             deliver=self._deliver,
-            on_ready=lambda: self._enter(State.SERVING),
+            on_ready=self._serve,
             on_death=self._die,
         )
         self.metrics = Metrics(name, self)
@@ -112,8 +112,6 @@ class Frontend:
     def start(self) -> None:
         """Starts the engine; `state` becomes SERVING when the largest batch is compiled."""
         self._worker.start()
-        if self.tokenizer is not None:
-            asyncio.get_running_loop().run_in_executor(None, self.tokenizer.prepare_chat)
 
     async def change(self, known: State) -> State:
         """Waits until the state is another than `known`, and returns it."""
@@ -315,6 +313,12 @@ class Frontend:
                     f"the engine died ({type(error).__name__}); the server's log says why",
                 )
             )
+
+    def _serve(self) -> None:
+        self._enter(State.SERVING)
+        if self.tokenizer is not None:
+            # Not before: it imports for a second, which tracing the first programs would wait for.
+            asyncio.get_running_loop().run_in_executor(None, self.tokenizer.prepare_chat)
 
     def _enter(self, state: State) -> None:
         if self.state is State.DRAINING and state is State.SERVING:

@@ -11,7 +11,10 @@ from functools import partial
 from serving.http.gate import Gate, Visit
 
 _log = logging.getLogger(__name__)
-_AT_ONCE = 128  # connections accepted in one turn of the event loop
+_AT_ONCE = (
+    16  # connections accepted in one turn of the event loop; those closed for them free their
+)
+# descriptors in the next turns
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE = 0.1  # seconds without accepting after the system had no descriptor for a connection
 

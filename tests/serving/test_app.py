@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -19,8 +20,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from peagle_jax.config import ConfigError
 from serving.app import make_engine, served_name
 from serving.client import main
+from serving.frontend import State
 from serving.settings import Settings
 from tests.serving.certificates import authority, signed
+from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually
 
 
@@ -58,6 +61,24 @@ def test_the_name_is_the_folders_unless_given(tmp_path):
     assert served_name(Settings()) == "embedded"
     assert served_name(Settings(model=str(tmp_path / "qwen3-8b") + "/")) == "qwen3-8b"
     assert served_name(Settings(model=str(tmp_path), served_model_name="mine")) == "mine"
+
+
+def test_the_chat_template_is_prepared_once_requests_are_served(make_engine, monkeypatch):
+    """Its import would otherwise take a share of the time until the server is ready."""
+    states, prepared = [], threading.Event()
+
+    def prepare(tokenizer):
+        states.append(server.frontend.state)
+        prepared.set()
+
+    engine = make_engine()
+    monkeypatch.setattr(type(engine.tokenizer), "prepare_chat", prepare)
+    server = LiveServer(engine)
+    try:
+        assert prepared.wait(60)
+    finally:
+        server.close()
+    assert states == [State.SERVING]
 
 
 def test_it_can_be_stopped_while_it_loads():
