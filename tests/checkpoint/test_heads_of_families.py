@@ -50,6 +50,25 @@ def test_a_head_of_these_targets_is_loaded_and_drafts_losslessly(name, method, t
     assert [completion.tokens for completion in done] == want["greedy"].tolist()
 
 
+FLAT = {
+    "mistral": dict(model_type="mistral", sliding_window=4096),
+    "qwen2": dict(
+        model_type="qwen2", use_sliding_window=False, sliding_window=131072, max_window_layers=28
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_flat_config_may_be_that_of_the_target(name, tmp_path):
+    """NeMo Automodel copies it: the tensors say which biases the head has."""
+    head = tiny.head(**HEAD | dict(mlp_bias=False))
+    save_head(head, tmp_path, max_position=512, dtype="float32")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw = {k: v for k, v in raw.items() if k not in ("architectures", "attention_bias", "mlp_bias")}
+    (tmp_path / "config.json").write_text(json.dumps(raw | FLAT[name]))
+    assert load_head(tmp_path, target(name).config, dtype="float32").config == head.config
+
+
 def test_biases_of_a_heads_mlp_change_its_drafts():
     """Zero or not: what the config states is used."""
     with_bias, hidden = tiny.head(**HEAD), np.ones((1, 1, 32), np.float32)
