@@ -241,6 +241,7 @@ HEAD_KEYS: dict[str, dict[str, Key]] = {
     | {
         "use_sliding_window": flag(False),
         "sliding_window": count(None),
+        "use_qk_norm": flag(False),  # of the target, whose keys a flat file may have
         "logit_scale": positive(1.0),
     },
     "qwen3": KEYS["qwen3"] | {"logit_scale": positive(1.0)},

@@ -133,7 +133,8 @@ def _weight_map(index: Path) -> dict[str, str]:
       CheckpointError: not an index, or one that names no tensor.
     """
     try:
-        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        raw = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        weight_map = dict(raw["weight_map"])
         if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise TypeError("weight_map does not map names to files")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_head, load_target, save_head
 from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.drafter import DraftHead
+from peagle_jax.presets import PRESETS
+from tests.checkpoint import released
 from tests.golden import layouts
 from tests.tiny import causal_attention
 
@@ -152,6 +154,19 @@ def test_qwen_heads_are_known_by_their_architecture_or_by_the_inner_model_type(t
     llama = flat(architectures=["LlamaForCausalLMEagle3"], model_type="qwen3")
     with pytest.raises(CheckpointError, match=r"without a place in the head: .*k_norm"):
         load(write_head(tmp_path, llama, tensors))
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder-30b-a3b", "qwen3-8b", "llama-3.1-8b"])
+def test_a_flat_head_may_have_the_keys_of_its_target(name, tmp_path):
+    """NeMo AutoModel changes the sizes in the target's config.json and keeps its other keys."""
+    config, tensors = parts("eagle3")
+    sizes = config["transformer_layer_config"]
+    sizes = {key: sizes[key] for key in released.CONFIGS[name][0] if "size" in key or "num_" in key
+             if key in sizes}  # fmt: skip
+    own = dict(draft_vocab_size=96, head_dim=16, architectures=["LlamaEagle3"])
+    head = load(write_head(tmp_path, released.CONFIGS[name][0] | sizes | own, tensors))
+    assert head.config.rope == PRESETS[name].rope
+    assert not head.config.qk_norm
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import io
-import os
 import shutil
 import tempfile
 import traceback
@@ -216,7 +215,6 @@ def one_parser():
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_a_damaged_checkpoint_is_refused_in_one_line_or_read_alike(chunk, num_cases):
     """Each chunk tries as many cases as `--cases` says, the same first ones always."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     number = num_cases("damaged checkpoints", CASES_PER_CHUNK)
     intact = [run_case(chunk * 10**6 + i) for i in range(number)]
     if number >= CASES_PER_CHUNK:
