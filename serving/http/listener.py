@@ -11,10 +11,9 @@ from functools import partial
 from serving.http.gate import Gate, Visit
 
 _log = logging.getLogger(__name__)
-_AT_ONCE = (
-    16  # connections accepted in one turn of the event loop; those closed for them free their
-)
-# descriptors in the next turns
+# Connections accepted in one turn of the event loop. Those that were closed to make room keep their
+# descriptors for some turns.
+_AT_ONCE = 16
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE = 0.1  # seconds without accepting after the system had no descriptor for a connection
 

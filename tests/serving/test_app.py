@@ -17,10 +17,10 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from peagle_jax import runs
 from peagle_jax.config import ConfigError
 from serving.app import make_engine, served_name
 from serving.client import main
-from serving.frontend import State
 from serving.settings import Settings
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
@@ -65,20 +65,26 @@ def test_the_name_is_the_folders_unless_given(tmp_path):
 
 def test_the_chat_template_is_prepared_once_requests_are_served(make_engine, monkeypatch):
     """Its import would otherwise take a share of the time until the server is ready."""
-    states, prepared = [], threading.Event()
+    order, prepared = [], threading.Event()
+    warm_up = runs.warm_up
+
+    def recorded_warm_up(engine, **options):
+        warm_up(engine, **options)
+        order.append("programs")
 
     def prepare(tokenizer):
-        states.append(server.frontend.state)
+        order.append("chat")
         prepared.set()
 
     engine = make_engine()
+    monkeypatch.setattr(runs, "warm_up", recorded_warm_up)
     monkeypatch.setattr(type(engine.tokenizer), "prepare_chat", prepare)
     server = LiveServer(engine)
     try:
         assert prepared.wait(60)
     finally:
         server.close()
-    assert states == [State.SERVING]
+    assert order == ["programs", "chat"]
 
 
 def test_it_can_be_stopped_while_it_loads():
