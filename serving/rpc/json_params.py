@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from peagle_jax import SamplingParams
 from serving.errors import invalid
-from serving.json_input import parse_object
+from serving.json_input import parse_small_object
 from serving.limits import Limits
 from serving.params import refuse_unless_neutral, sampling_params
 
@@ -30,7 +30,7 @@ def read_sampling(text: bytes, limits: Limits, *, max_tokens: int) -> Sampling:
     Raises:
       ServiceError: INVALID_ARGUMENT that names the key.
     """
-    given = parse_object(text, field=FIELD, limits=limits) if text.strip() else {}
+    given = parse_small_object(text, field=FIELD, limits=limits) if text.strip() else {}
     values: dict = dict(max_tokens=max_tokens, temperature=1.0)
     n = 1
     for key, value in given.items():

@@ -9,7 +9,7 @@ from peagle_jax.engine.stats import Acceptance
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.harmony import Spoken
-from serving.json_input import parse_object
+from serving.json_input import parse_small_object
 from serving.params import prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -136,7 +136,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         messages = [dict(role=one.role, content=one.content) for one in chat.messages]
         text, variables = chat.variables_json.encode(), {}
         if text:
-            variables = parse_object(text, field="chat.variables_json", limits=limits)
+            variables = parse_small_object(text, field="chat.variables_json", limits=limits)
         return await self._frontend.chat(messages, variables, field="chat")
 
     def _params(self, request: pb.GenerateRequest) -> SamplingParams:

@@ -1,12 +1,13 @@
 """What `plan` and `inspect` say, and how parameters are meant to lie on a mesh."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 
-from convert.plan import make_plan, partition
+from convert.plan import GROUP_BYTES, make_plan, partition
 from convert.source import open_source
 from convert.summary import inspect
 from peagle_jax.checkpoint import Checkpoint, load_target
@@ -171,3 +172,9 @@ def test_inspect_needs_no_config_and_reads_converted_folders_too(cli, sharded, t
     assert code == 0
     assert out.startswith("sharded: target, unknown, safetensors")
     assert tensors(out) == tensors(before)
+
+
+def test_the_documented_size_of_a_group_is_the_default():
+    page = (GOLDEN.parents[1] / "docs" / "conversion.md").read_text(encoding="utf-8")
+    (gigabytes,) = re.findall(r"(\d+) GB \(`--group-size`", page)
+    assert int(gigabytes) * 10**9 == GROUP_BYTES

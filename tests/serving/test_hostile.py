@@ -14,7 +14,7 @@ from tests.cli import conftest
 
 folders = conftest.folders
 
-PLAIN = [attack for attack in ATTACKS if not attack.needs_tls and "aborts" not in attack.name]
+PLAIN = [attack for attack in ATTACKS if not attack.needs_tls]
 MOST_MEMORY_MB = 400.0
 ONE_EACH = 1 / 48
 GROUPS = {

@@ -300,6 +300,27 @@ NAMED = {
             inputs=[INFER.InferInputTensor(name="text_input", datatype="BYTES", shape=[1] * 50_000)],
         ),
     ),
+    "chat.variables_json: 70002 bytes are more than 65536": (
+        "peagle.v1.Generation/Generate",
+        pb.GenerateRequest(
+            chat=pb.Chat(messages=[pb.ChatMessage()], variables_json="[" * 70_002)
+        ),
+    ),
+    "sampling_parameters: 70000 bytes are more than 65536": (
+        f"{open_inference.SERVICE}/ModelInfer",
+        INFER(
+            model_name="tiny",
+            inputs=[
+                INFER.InferInputTensor(
+                    name=name,
+                    datatype="BYTES",
+                    shape=[1],
+                    contents=open_inference_pb2.InferTensorContents(bytes_contents=[content]),
+                )
+                for name, content in (("text_input", b"a"), ("sampling_parameters", b"[" * 70_000))
+            ],
+        ),
+    ),
     "chat.variables_json: the key 'a' stands": (
         "peagle.v1.Generation/Generate",
         pb.GenerateRequest(
