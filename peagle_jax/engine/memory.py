@@ -116,10 +116,12 @@ def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
         what one call works with. The message gives the largest sizes that fit.
     """
     size, free = page_bytes(target, drafter, config), free_bytes()
-    if size == 0 or free is None:
+    if free is None:
         return config.total_pages
     needs = _needs(target, drafter, config)
     if _has_room(needs, free):
+        if size == 0:  # all layers slide
+            return config.total_pages
         rings = ring_bytes(target, drafter, config)
         return min(config.total_pages, (int(free * _SHARE) - rings) // size)
     parts = ", ".join(f"{nbytes:,} for {what}" for what, nbytes in needs.items() if nbytes)

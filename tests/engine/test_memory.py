@@ -9,7 +9,7 @@ import pytest
 
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine import memory
-from tests.tiny import HEAD, TARGET
+from tests.tiny import FAMILIES, HEAD, TARGET
 
 CONFIG = EngineConfig(num_draft=1, prefill_chunk=8, max_num_seqs=4, max_model_len=64, page_size=16)
 # 3 target and 2 draft layers of 2 heads of 8, keys and values, 16 tokens, float32.
@@ -26,6 +26,19 @@ def test_a_page_counts_target_and_drafter():
 def test_the_pool_is_the_worst_case_or_what_fits(monkeypatch, free_pages, expected):
     monkeypatch.setattr(memory, "free_bytes", lambda: int(free_pages * PAGE / 0.85) + PAGE // 2)
     assert memory.fit_pages(TARGET, HEAD, CONFIG) == expected
+
+
+def test_rings_must_fit_where_no_layer_has_pages(monkeypatch):
+    """Every layer of a Mistral slides; without a head nothing else takes cache."""
+    target = replace(TARGET, **FAMILIES["mistral"])
+    config = replace(CONFIG, num_draft=0)
+    needed = memory.ring_bytes(target, None, config)
+    assert memory.page_bytes(target, None, config) == 0
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2 * needed)
+    assert memory.fit_pages(target, None, config) == config.total_pages
+    monkeypatch.setattr(memory, "free_bytes", lambda: needed)
+    with pytest.raises(ConfigError, match=f"{needed:,} for layers with a sliding window"):
+        memory.fit_pages(target, None, config)
 
 
 def test_one_longest_request_must_fit(monkeypatch):
@@ -47,7 +60,7 @@ def test_the_sizes_that_are_named_fit_and_no_larger_ones(monkeypatch, num_cases,
             prefill_chunk=int(10 ** rng.uniform(1, 6)),
             dtype=rng.choice(["float32", "bfloat16"]),
         )
-        target = rng.choice([TARGET, replace(TARGET, sliding_windows=(8, None, 8))])
+        target = replace(TARGET, sliding_windows=rng.choice([None, (8, None, 8), (8, 8, 8)]))
         try:
             pages = memory.fit_pages(target, HEAD, config)
         except ConfigError as error:
