@@ -17,9 +17,10 @@ from bench.decode_step import CellsConfig, Models, _groups
 from bench.presets import preset
 from bench.random_weights import num_bytes, random_head, random_target
 from bench.synthetic import Scattered, synthetic_acceptance
+from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind
 from peagle_jax import Engine, SamplingParams
-from peagle_jax.config import ConfigError
+from peagle_jax.config import ConfigError, ExpertsConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.layers import INIT_STD
 from tests import tiny
@@ -111,6 +112,13 @@ def test_presets_know_their_formats_heads_and_layers():
         preset("gpt-oss-20b-fp8")
     with pytest.raises(ConfigError, match="has 24"):
         preset("gpt-oss-20b", layers=25)
+
+
+def test_a_shortened_model_keeps_the_dense_layers_that_are_left():
+    config = replace(MIXED, experts=replace(MIXED.experts, dense_layers=(1, 2)))
+    assert with_layers(config, 2).experts.dense_layers == (1,)
+    assert with_layers(config, 1).experts == ExpertsConfig(num_experts=6, top_k=2)
+    assert with_layers(config, 3) == config
 
 
 def test_the_released_heads_have_their_published_sizes():
