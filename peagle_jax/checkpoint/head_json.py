@@ -20,7 +20,7 @@ from pathlib import Path
 from peagle_jax.checkpoint.config_keys import HEAD_KEYS, read_keys, stray_keys
 from peagle_jax.checkpoint.fields import Fields, read_config
 from peagle_jax.checkpoint.rope_json import (
-    SLIDING,
+    FULL,
     rope_config,
     rope_json,
     stray_rope_keys,
@@ -85,8 +85,8 @@ def _windows(layers: Fields, keys: dict, qk_norm: bool) -> tuple[int | None, ...
     if qk_norm:
         return qwen_windows(layers, keys)
     types = keys["layer_types"] or []
-    if SLIDING not in types:
-        return None
+    if all(one == FULL for one in types):
+        return None  # a flat file may have its target's list, which is longer
     return windows(layers, types, keys["num_hidden_layers"], keys["sliding_window"])
 
 

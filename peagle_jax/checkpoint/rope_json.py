@@ -52,8 +52,8 @@ def rope_config(
             outer[key] = fields.get(key)
     stated = {}
     for key in _OBJECTS:
-        if fields.get(key):
-            scaling = fields.inner(key)
+        scaling = fields.inner(key, {})
+        if scaling.raw:
             stated[key] = _rope(_merged(scaling, fields, outer | {"rope_theta": default.theta}))
     if len(set(stated.values())) > 1:
         raise fields.error(

@@ -180,10 +180,13 @@ def _rope(fields: Fields, keys: dict, default: RopeConfig = DEFAULT_ROPE) -> Rop
 
 
 def _check_no_window(fields: Fields, keys: dict) -> None:
-    if SLIDING in (keys["layer_types"] or []):
+    types = keys["layer_types"]
+    if SLIDING in (types or []):
         raise fields.error(
             f"layer_types names {SLIDING}: layers with a window are not supported in this family"
         )
+    if types is not None:
+        windows(fields, types, keys["num_hidden_layers"], None)
 
 
 def _llama(fields: Fields, keys: dict) -> dict:
@@ -203,7 +206,9 @@ def _mistral(fields: Fields, keys: dict) -> dict:
             "layer_types and sliding_window contradict each other; in a mistral target all layers "
             "slide, or none if sliding_window is null"
         )
-    sliding = None if width is None else (width,) * common["num_layers"]
+    layers = common["num_layers"]
+    types = [kind] * layers if keys["layer_types"] is None else keys["layer_types"]
+    sliding = windows(fields, types, layers, width)
     rope = _rope(fields, keys)
     return dict(family="mistral", **common, rope=rope, qk_norm=False, sliding_windows=sliding)
 

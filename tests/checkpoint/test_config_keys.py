@@ -188,6 +188,10 @@ BAD_VALUES = [
         dict(original_max_position_embeddings=4096),
         "original_max_position_embeddings is 4096 beside .* 8192 among them",
     ),
+    (dict(rope_scaling=False), "rope_scaling must be an object"),
+    (dict(rope_parameters=[]), "rope_parameters must be an object"),
+    (dict(layer_types=["chunked_attention"] * 32), "layer_types must name"),
+    (dict(layer_types=[FULL] * 31), "layer_types must name .* for each of 32 layers"),
     (dict(rope_scaling={FULL: LLAMA3}), "a rope of its own for each type of layer"),
 ]  # fmt: skip
 
@@ -200,6 +204,8 @@ def test_values_that_would_give_nonsense_are_refused(changes, message, tmp_path)
 
 
 BAD_OF_A_FAMILY = [
+    ("mistral", dict(layer_types=[SLIDING] * 3), "layer_types must name .* for each of"),
+    ("qwen3_moe", dict(layer_types=["x"] * 48), "layer_types must name"),
     ("qwen3_moe", dict(num_experts_per_tok=129), "num_experts_per_tok 129 is more than the 128"),
     ("qwen3_moe", dict(num_local_experts=64), "num_experts and num_local_experts contradict"),
     ("qwen3_moe", dict(num_experts=10**9), "num_experts must be a whole number from 1 to"),

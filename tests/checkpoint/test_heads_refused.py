@@ -283,6 +283,9 @@ REFUSED = {
         "peagle-norms", config_with(norm_before_fc=False), "norm_before_fc false but the file holds",
     ),
     "attention that is not causal": ("peagle-1", layer_with(is_causal=False), "is_causal False"),
+    "layers of an unknown type": (
+        "peagle-1", layer_with(layer_types=["chunked_attention"]), "layer_types must name",
+    ),
     "a logit scale of zero": ("peagle-1", layer_with(logit_scale=0), "logit_scale"),
     "a mask of bytes that are no booleans": (
         "peagle-pruned",
