@@ -55,7 +55,7 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
         n = jnp.minimum(wanted, jnp.minimum(params.num_draft, J))
         padded = jnp.pad(drafts, ((0, 0), (0, 1)))
         tokens = jnp.where(jnp.arange(J + 1) == n[:, None], drawn, padded)
-        return Verdict(tokens, (n + 1).astype(jnp.int32))
+        return Verdict(tokens, (n + 1).astype(jnp.int32), verdict.finite)
 
     return accept
 

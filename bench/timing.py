@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from peagle_jax.config import SamplingParams
+from peagle_jax.config import ConfigError, SamplingParams
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.stats import Acceptance
@@ -69,7 +69,11 @@ def drive(
     concurrency: int,
     on_finished: Callable[[], object] = lambda: None,
 ) -> Measurement:
-    """Keeps `concurrency` requests in the engine until all prompts are done; compile before."""
+    """Keeps `concurrency` requests in the engine until all prompts are done; compile before.
+
+    Raises:
+      ConfigError: the model's logits are not finite, so there is nothing to measure.
+    """
     todo = iter(prompts)
     requests: list[Request] = []
     running, settled, rounds = 0, 0, []
@@ -86,6 +90,8 @@ def drive(
         if settled >= SETTLED:
             rounds.append(time.perf_counter() - before)
         for request, _ in updates:
+            if request.error is not None:
+                raise ConfigError(f"prompt {requests.index(request) + 1}: {request.error}")
             if request.is_finished:
                 running -= 1
                 on_finished()

@@ -69,7 +69,7 @@ class DecodePlan:
 class StepOutput:
     """What the host learns from a call."""
 
-    packed: jax.Array  # [B, J+2] int32: tokens [B, J+1] and count [B]
+    packed: jax.Array  # [B, J+2] int32: tokens [B, J+1] and count [B], see `_signed_count`
     logprobs: jax.Array  # [B, J+1] float32, of the emitted tokens
     top_ids: jax.Array  # [B, J+1, n] int32
     top_logprobs: jax.Array  # [B, J+1, n] float32
@@ -118,8 +118,19 @@ def _output(logits, verdict: Verdict, params: RequestParams, max_logprobs: int) 
         )
 
     chosen, ids, top = jax.lax.cond(jnp.any(params.num_logprobs >= 0), ranked, nothing)
-    packed = jnp.concatenate([verdict.tokens, verdict.count[:, None]], axis=1)
+    packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
     return StepOutput(packed, chosen, ids, top)
+
+
+def _signed_count(verdict: Verdict) -> jax.Array:
+    """[B] int32: tokens of the round, or -1 - n where only n of them come before logits that are not finite.
+
+    With finite [yes, no, yes] a count of 1 stays 1 (row 1 decided nothing), and 2 or 3 become -2.
+    """
+    if verdict.finite is None:
+        return verdict.count
+    good = jnp.cumprod(verdict.finite.astype(jnp.int32), axis=1).sum(axis=1)
+    return jnp.where(good < verdict.count, -1 - good, verdict.count)
 
 
 def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> State:
@@ -253,4 +264,4 @@ def prefill(
         )
         state = _draft(target, drafter, state, inputs)
     count = jnp.where(ends & (plan.count > 0), 1, 0)
-    return state, _output(logits, Verdict(verdict.tokens, count), params, max_logprobs)
+    return state, _output(logits, verdict._replace(count=count), params, max_logprobs)

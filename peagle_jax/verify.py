@@ -26,10 +26,18 @@ from peagle_jax.sampling import (
 
 
 class Verdict(NamedTuple):
-    """Emitted tokens [B, J+1] int32 and how many of them are real, [B] int32 in 1..J+1."""
+    """What a round emits.
+
+    Attributes:
+      tokens: [B, J+1] int32.
+      count: [B] int32 in 1..J+1, how many of the tokens are real.
+      finite: [B, J+1] bool, whether a row's largest logit is a finite number: False for a row with NaN or
+        +inf in it, and for a row of -inf. A token of such a row means nothing. None: not looked at.
+    """
 
     tokens: jax.Array
     count: jax.Array
+    finite: jax.Array | None = None
 
 
 def _leading(accept: jax.Array) -> jax.Array:
@@ -42,6 +50,25 @@ def _row(x: jax.Array, n: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, n.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
 
 
+def largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Argmax [...] int32 and maximum [...] of logits [..., V], in one reduction.
+
+    Of equals the lower index; the first NaN counts as the largest, as in `jnp.argmax`.
+    """
+    axis = logits.ndim - 1
+    index = lax.broadcasted_iota(jnp.int32, logits.shape, axis)
+
+    def pick(one, other):
+        (x, i), (y, j) = one, other
+        is_first = (x > y) | (x != x)
+        is_lower = is_first | ((x == y) & (i < j))
+        return jnp.where(is_first, x, y), jnp.where(is_lower, i, j)
+
+    least = (jnp.array(-jnp.inf, logits.dtype), jnp.int32(0))
+    best, found = lax.reduce((logits, index), least, pick, (axis,))
+    return found, best
+
+
 def verify_greedy(logits: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
     """Temperature 0: keep drafts while they equal the target's argmax, then emit the argmax.
 
@@ -52,8 +79,12 @@ def verify_greedy(logits: jax.Array, drafts: jax.Array, num_draft: jax.Array) ->
       drafts: [B, J] int32.
       num_draft: [B] int32; drafts at rows `j >= num_draft` do not count.
     """
+    return _greedy(largest(logits)[0], drafts, num_draft)
+
+
+def _greedy(best: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
+    """`verify_greedy` of the argmax [B, J+1]."""
     J = drafts.shape[1]
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     accept = (drafts == best[:, :J]) & (jnp.arange(J) < num_draft[:, None])
     return Verdict(best, _leading(accept) + 1)
 
@@ -120,8 +151,10 @@ def verify(
       params: one row per sequence.
     """
 
+    best, value = largest(logits)
+
     def greedy():
-        return verify_greedy(logits, drafts, params.num_draft)
+        return _greedy(best, drafts, params.num_draft)
 
     def mixed(cutoff):
         drawn = verify_sampled(
@@ -154,4 +187,5 @@ def verify(
     filters = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0)
     # One branch of three: in a CUDA graph a branch within a branch costs 14 microseconds a round.
     which = jnp.any(samples).astype(jnp.int32) + jnp.any(samples & filters)
-    return lax.switch(which, (greedy, unfiltered, filtered))
+    verdict = lax.switch(which, (greedy, unfiltered, filtered))
+    return verdict._replace(finite=jnp.isfinite(value))

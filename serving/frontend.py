@@ -284,6 +284,8 @@ class Frontend:
                     stream.fail(self._refusal(event.error))
             elif stream := self._streams.get(event.key[0]):
                 stream.push(event.key[1], event)
+                if event.request is not None and event.request.error is not None:
+                    stream.fail(ServiceError(grpc.StatusCode.INTERNAL, event.request.error))
         self.metrics.round(events)
 
     def _refusal(self, error: Exception) -> ServiceError:

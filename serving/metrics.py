@@ -80,7 +80,7 @@ class Metrics:
         """Generated since the start."""
         self._ends: deque[float] = deque(maxlen=_REMEMBERED)
         self._last_tokens: dict[object, float] = {}
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length", "abort", "error"):
             self._count("vllm:request_success", 0, finished_reason=reason)
 
     def text(self) -> bytes:
@@ -191,6 +191,11 @@ class _EngineCollector(Collector):
             "peagle:spec_decode_num_emitted_tokens", "Tokens of rounds with drafts.", counts.emitted
         )
         yield self._gauge("peagle:acceptance_length", "AL since the start.", counts.length)
+        yield self._counter(
+            "peagle:requests_not_finite",
+            "Sequences that failed because the model's logits were NaN or infinite.",
+            load.num_not_finite,
+        )
         yield self._gauge("peagle:open_requests", "Requests not yet ended.", frontend.num_open)
         yield self._counter("peagle:rounds", "Rounds of the engine.", load.rounds)
         info = GaugeMetricFamily(

@@ -56,7 +56,10 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """How a sequence ended: "stop" (by `stop_reason`: a token id or a stop string), "length", "abort"."""
+    """How a sequence ended: "stop" (by `stop_reason`: a token id or a stop string), "length", "abort".
+
+    A sequence that fails ends its whole request with a `ServiceError` instead.
+    """
 
     reason: str
     stop_reason: int | str | None

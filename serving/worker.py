@@ -66,6 +66,8 @@ class Load:
     pages_used: int = 0
     pages_total: int = 0
     num_preemptions: int = 0
+    num_not_finite: int = 0
+    """Requests that ended because their logits were not finite."""
     rounds: int = 0
     """Calls of `Engine.step` so far."""
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -269,6 +271,7 @@ class EngineWorker:
             pages_used=total - scheduler.pool.num_free,
             pages_total=total,
             num_preemptions=scheduler.num_preemptions,
+            num_not_finite=scheduler.num_not_finite,
             rounds=self._rounds,
             acceptance=scheduler.acceptance - self._before,
         )

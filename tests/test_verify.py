@@ -15,7 +15,7 @@ from scipy import stats
 
 from peagle_jax import verify as rule
 from peagle_jax.sampling import RequestParams, probabilities
-from peagle_jax.verify import verify, verify_greedy, verify_sampled
+from peagle_jax.verify import Verdict, largest, verify, verify_greedy, verify_sampled
 
 V, J = 4, 2
 GRID = (np.arange(12) + 0.5) / 12
@@ -71,7 +71,7 @@ def test_emitted_tokens_have_exactly_the_targets_joint_law(mode, num_draft, monk
     first, second = drafts.T
     p = np.stack([np.broadcast_to(P1, (len(rows), V)), P2[first], P3[first, second]], axis=1)
     q = np.broadcast_to(np.stack([Q1, Q2]), (len(rows), J, V)) if mode == "sample" else None
-    tokens, count = verify_table(
+    tokens, count, _ = verify_table(
         jnp.asarray(p, jnp.float32),
         jnp.asarray(drafts, jnp.int32),
         None if q is None else jnp.asarray(q, jnp.float32),
@@ -118,7 +118,7 @@ def test_the_rule_with_its_own_random_numbers_has_the_law_too(mode, num_cases):
     first = rng.choice(V, B, p=q) if mode == "sample" else np.full(B, 1)
     logits = np.stack([np.broadcast_to(table[0], (B, V)), table[1 + first]], axis=1)
     probs = np.broadcast_to(q, (B, 1, V)).astype(np.float32) if mode == "sample" else None
-    tokens, count = jitted(
+    tokens, count, _ = jitted(
         jnp.asarray(logits, jnp.float32),
         jnp.asarray(first[:, None], jnp.int32),
         probs,
@@ -210,8 +210,9 @@ def random_rows(B: int, seed: int, vocab: int = 7, drafts: int = 3):
     return logits, guess.astype(np.int32), rng.integers(0, drafts + 1, B).astype(np.int32)
 
 
-def check_leading(tokens, count, other_tokens, other_count) -> None:
+def check_leading(one: Verdict, other: Verdict) -> None:
     """Equal counts, and equal tokens as far as they count."""
+    (tokens, count, _), (other_tokens, other_count, _) = one, other
     assert np.array_equal(count, other_count)
     real = np.arange(tokens.shape[1]) < np.asarray(count)[:, None]
     assert np.array_equal(np.where(real, tokens, 0), np.where(real, other_tokens, 0))
@@ -223,7 +224,7 @@ def test_greedy_is_the_general_law_of_a_one_hot_target():
     uniforms = np.random.default_rng(1).random(drafts.shape, np.float32)
     keys = jax.random.split(jax.random.key(0), (200, 4))
     want = verify_greedy(jnp.asarray(logits), drafts, num_draft)
-    check_leading(*verify_table(one_hot, drafts, None, num_draft, uniforms, keys), *want)
+    check_leading(verify_table(one_hot, drafts, None, num_draft, uniforms, keys), want)
     assert set(want.count.tolist()) == {1, 2, 3, 4}
 
 
@@ -241,18 +242,18 @@ def test_greedy_rows_of_a_mixed_batch_are_greedy_and_rows_do_not_mix(with_probs)
     mixed = jitted(logits, drafts, q, positions, chosen)
     cold = temperature == 0
     greedy = verify_greedy(jnp.asarray(logits), drafts, num_draft)
-    pick = lambda verdict, rows: (np.asarray(x)[rows] for x in verdict)
-    check_leading(*pick(mixed, cold), *pick(greedy, cold))
+    pick = lambda verdict, rows: Verdict(*(np.asarray(x)[rows] for x in verdict[:2]))
+    check_leading(pick(mixed, cold), pick(greedy, cold))
     order = np.random.default_rng(3).permutation(B)
     moved = jax.tree.map(lambda x: np.asarray(x)[order], (logits, drafts, q, positions, chosen))
-    check_leading(*jitted(*moved), *pick(mixed, order))
+    check_leading(jitted(*moved), pick(mixed, order))
 
 
 def test_an_all_greedy_batch_takes_the_shortcut_with_the_same_result():
     logits, drafts, num_draft = random_rows(64, 4)
     positions = np.tile(np.arange(4), (64, 1))
     got = jitted(logits, drafts, None, positions, params(64, temperature=0.0, num_draft=num_draft))
-    check_leading(*got, *verify_greedy(jnp.asarray(logits), drafts, num_draft))
+    check_leading(got, verify_greedy(jnp.asarray(logits), drafts, num_draft))
 
 
 def test_filtered_tokens_are_never_emitted():
@@ -260,7 +261,7 @@ def test_filtered_tokens_are_never_emitted():
     logits, drafts, num_draft = random_rows(2000, 5)
     positions = np.tile(np.arange(4), (2000, 1))
     chosen = params(2000, temperature=1.5, num_draft=num_draft, top_k=2)
-    tokens, count = (np.asarray(x) for x in jitted(logits, drafts, None, positions, chosen))
+    tokens, count, _ = (np.asarray(x) for x in jitted(logits, drafts, None, positions, chosen))
     allowed = np.argsort(-logits, axis=-1)[..., :2]
     real = np.arange(4) < count[:, None]
     assert (tokens[..., None] == allowed).any(-1)[real].all()
@@ -278,6 +279,37 @@ def test_a_requests_bits_do_not_depend_on_the_filters_of_others(with_probs):
     top_k = np.where(others, 3, 0)
     alone = jitted(logits, drafts, q, positions, params(B))
     beside = jitted(logits, drafts, q, positions, params(B, top_k=top_k))
-    pick = lambda verdict, rows: (np.asarray(x)[rows] for x in verdict)
-    check_leading(*pick(beside, ~others), *pick(alone, ~others))
+    pick = lambda verdict, rows: Verdict(*(np.asarray(x)[rows] for x in verdict[:2]))
+    check_leading(pick(beside, ~others), pick(alone, ~others))
     assert (np.asarray(beside.tokens) != np.asarray(alone.tokens))[others].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_largest_logit_and_its_index_come_from_one_reduction(dtype):
+    rng = np.random.default_rng(8)
+    logits = jnp.asarray(rng.integers(-3, 4, (40, 3, 17)), dtype)  # many are equal
+    odd = [jnp.nan, jnp.inf, -jnp.inf]
+    for row, number in enumerate(odd):
+        logits = logits.at[row, 0, 5].set(number).at[row, 1].set(number).at[row, 2, 3:9].set(number)
+    index, value = jax.jit(largest)(logits)
+    np.testing.assert_array_equal(index, jnp.argmax(logits, axis=-1))
+    wide = lambda x: np.asarray(x, np.float32)
+    np.testing.assert_array_equal(wide(value), wide(logits.max(-1)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_rows_without_a_finite_maximum_are_flagged_and_no_others(temperature, top_k):
+    logits, drafts, num_draft = random_rows(6, 9)
+    logits[0, 1, 3] = np.nan
+    logits[1, 2, 0] = np.inf
+    logits[2, 3] = -np.inf
+    logits[3, 0, 2] = -np.inf  # a token of probability 0, and not the largest
+    chosen = params(6, temperature=temperature, num_draft=num_draft, top_k=top_k)
+    positions = np.tile(np.arange(4), (6, 1))
+    verdict = jitted(logits, drafts, None, positions, chosen)
+    want = np.ones((6, 4), bool)
+    want[0, 1] = want[1, 2] = want[2, 3] = False
+    np.testing.assert_array_equal(verdict.finite, want)
+    assert ((verdict.count >= 1) & (verdict.count <= 4)).all()
+    assert ((verdict.tokens >= 0) & (verdict.tokens < 7)).all()

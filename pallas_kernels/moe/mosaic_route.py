@@ -172,6 +172,16 @@ def _load(logits, bias, logits_s, loaded, block) -> list:
     return _parts(source, bias, E)
 
 
+def _ordered(logits: jax.Array) -> jax.Array:
+    """Logits without NaN and -inf.
+
+    -inf marks experts that were chosen or do not exist. NaN becomes +inf, because no comparison finds NaN:
+    the row would have ids past the last expert, and slots that belong to other rows. Its weights are NaN
+    all the same, for +inf - +inf is.
+    """
+    return jnp.where(logits == logits, jnp.maximum(logits, _LOWEST), jnp.inf)
+
+
 def _parts(source, bias, E: int) -> list:
     parts = []
     for start in range(0, E, _WIDTH):
@@ -180,7 +190,7 @@ def _parts(source, bias, E: int) -> list:
         if bias:
             row = plgpu.load(bias[0].at[columns], layout=_LAYOUT.reduce(0), optimized=False)
             part = part + lax.broadcast_in_dim(row.astype(jnp.float32), (ROWS, _WIDTH), (1,))
-        part = jnp.maximum(part, _LOWEST)  # -inf is for experts that were chosen or do not exist
+        part = _ordered(part)
         if start + _WIDTH > E:
             part = jnp.where(_experts(start // _WIDTH) < E, part, -jnp.inf)
         parts.append(part)
@@ -290,7 +300,7 @@ def _load_rows(source, bias: list, block: _Rows, E: int) -> jax.Array:
     x = plgpu.load(part, layout=block.wide, optimized=False)
     if bias:
         x = x + block.load_row(bias[0].at[columns]).astype(jnp.float32)
-    x = jnp.maximum(x, _LOWEST)
+    x = _ordered(x)
     return x if x.shape[1] == E else jnp.where(block.iota(x.shape[1], 1) < E, x, -jnp.inf)
 
 

@@ -56,6 +56,11 @@ def rope_write(
     A head's H numbers are rounded to `form.dtype` where layers done one after the other round: after
     sum and bias, after the norm and after rope, which is computed in float32 over halves.
 
+    No value in the cache is NaN or infinite: attention multiplies masked values by 0, and 0 * NaN would
+    carry one row's NaN into every row that shares its page, now or later. A number of v that is not finite
+    is stored as 0, and the number of k beside it as NaN: attention masks scores by selection, so that
+    exactly the rows that see the key become NaN.
+
     Args:
       qkv: [B, T, form.width(K, H)], or float32 parts [S, B, T, width] of a product that was split along
         the axis it sums over; they are added by ascending s.

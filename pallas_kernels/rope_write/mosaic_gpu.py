@@ -2,7 +2,8 @@
 
 A thread block takes one row and up to four heads of one kind (q, k or v), a warp to a head, so that
 eight rows of a model keep many multiprocessors busy. A head lies in registers as its two halves, which
-makes rope elementwise, and its norm a sum over the lanes of a warp. Heads and halves are read straight
+makes rope elementwise, and its norm a sum over the lanes of a warp. A block of k also reads v beside it,
+whose numbers that are not finite it marks in k. Heads and halves are read straight
 from memory: eight rows are a matter of latency, not of bytes. How a head is computed follows from the
 head dim alone, so its bits do not depend on the rows and heads beside it.
 """
@@ -111,8 +112,8 @@ def _kernel(plan: _Plan, interpret):
             x = plgpu.load(ref.at[index], layout=layout.reduce(0), optimized=False)
             return lax.broadcast_in_dim(x.astype(jnp.float32), (G, plan.half), (1,))
 
-        def projected():
-            """The two halves of the block's heads, rounded."""
+        def projected(first):
+            """The two halves of the heads from `first` on, rounded."""
             both = []
             for half in halves:
                 here = (pl.ds(first, G), half)
@@ -161,26 +162,28 @@ def _kernel(plan: _Plan, interpret):
 
         @pl.when(first < plan.N)
         def _():
-            x = projected()
+            x = projected(first)
             x = normed(x, norms[0]) if plan.has_norms else x
             store(q, (b, t, pl.ds(first, G)), rotated(x))
 
         @pl.when((first >= plan.N) & (first < plan.N + plan.K))
         def _():
-            to, raw = destination(), projected()
+            to, raw = destination(), projected(first)
+            value = raw if plan.shared_kv else projected(first + plan.K)
             x = normed(raw, norms[1]) if plan.has_norms else raw
-            write(k_pages, to, first - plan.N, rotated(x))
+            marked = zip(value, rotated(x), strict=True)
+            write(k_pages, to, first - plan.N, [_select(v, k, jnp.nan) for v, k in marked])
             if plan.shared_kv:
                 value = normed(raw, None) if plan.value_norm else raw
-                write(v_pages, to, first - plan.N, value)
+                write(v_pages, to, first - plan.N, [_select(v, v, 0.0) for v in value])
 
         if not plan.shared_kv:
 
             @pl.when(first >= plan.N + plan.K)
             def _():
-                to, x = destination(), projected()
+                to, x = destination(), projected(first)
                 x = normed(x, None) if plan.value_norm else x
-                write(v_pages, to, first - plan.N - plan.K, x)
+                write(v_pages, to, first - plan.N - plan.K, [_select(v, v, 0.0) for v in x])
 
     num_heads = plan.N + (1 if plan.shared_kv else 2) * plan.K
     return jax.jit(
@@ -197,6 +200,11 @@ def _kernel(plan: _Plan, interpret):
             kernel_name="rope_write",
         )
     )
+
+
+def _select(v: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
+    """x where v is finite, `otherwise` elsewhere."""
+    return jnp.where(jnp.abs(v) < jnp.inf, x, otherwise)
 
 
 def _round(x: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ def rope_write(
     heads = _projected(qkv, bias, dtype).reshape(*qkv.shape[-3:-1], -1, H)
     q, k = heads[..., :num_heads, :], heads[..., num_heads : num_heads + K, :]
     v = k if shared_kv else heads[..., num_heads + K :, :]
+    is_finite = jnp.isfinite(v)
     q, k = (
         x if scale is None else norm_quant.rms_norm(x, scale, eps)
         for x, scale in zip((q, k), norms, strict=True)
@@ -31,6 +32,7 @@ def rope_write(
     if value_norm:
         v = norm_quant.rms_norm(v, jnp.ones(H, v.dtype), eps)
     q, k = apply_rope(q, angles), apply_rope(k, angles)
+    k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(jnp.isfinite(v), v, 0)
     return q, *kv_write.write_kv(*pages, k, v, *where)
 
 

@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 class Completion:
     """One finished request. `text` is None when the engine has no tokenizer.
 
+    `finish_reason` is "stop", "length", "abort" or "error". With "error", `error` is a sentence that says
+    what failed; tokens up to there are good.
+
     `drafted` counts the drafts that the target checked, `accepted` those that became output, and
     `accepted_per_position[i]` the rounds in which draft i+1 became output. So `tokens` are
     1 + `rounds` + `accepted`, or one less where the text ends on a draft.
@@ -48,6 +51,7 @@ class Completion:
     accepted_per_position: list[int]
     time_to_first_token: float
     duration: float
+    error: str | None = None
 
     @property
     def emitted(self) -> int:
@@ -214,10 +218,16 @@ class Engine:
         commit = self.scheduler.commit_prefill if is_prefill else self.scheduler.commit_decode
         updates = commit(plan, tokens, count, logprobs)
         now = time.monotonic()
-        for request, _ in updates:
-            request.first_token_time = request.first_token_time or now
+        for request, tokens in updates:
+            if tokens:
+                request.first_token_time = request.first_token_time or now
             if request.is_finished:
                 request.finish_time = now
+            if request.error is not None:
+                at = len(request.output)
+                _log.error(
+                    "request %s failed at output token %d: %s", request.id, at, request.error
+                )
         return updates
 
     def generate(
@@ -275,4 +285,5 @@ class Engine:
             time_to_first_token=(request.first_token_time or request.finish_time)
             - request.arrival_time,
             duration=request.finish_time - request.arrival_time,
+            error=request.error,
         )

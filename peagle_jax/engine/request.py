@@ -13,7 +13,12 @@ import numpy as np
 
 from peagle_jax.config import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+NOT_FINITE = (
+    "the model's logits are not finite numbers (NaN or infinity): its weights or their scales are damaged, "
+    "or a number overflows the compute dtype"
+)
 
 
 class RequestState(enum.Enum):
@@ -78,6 +83,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The token id or the stop string that ended the text with `finish_reason` "stop"."""
+    error: str | None = None
+    """A sentence that says what failed, with `finish_reason` "error"."""
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -197,6 +204,11 @@ class Request:
         self.state = RequestState.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
+
+    def fail(self, error: str) -> None:
+        """Enters the terminal state because of a fault; `error` is a sentence for people."""
+        self.finish("error")
+        self.error = error
 
     def _finish_if_ended(self, token: int, eos_ids: Collection[int], max_model_len: int) -> None:
         # A stop wins over a length that is reached by the same token: the text did end by itself.

@@ -21,7 +21,7 @@ import numpy as np
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.plan import DecodePlan, Plan, PrefillPlan
-from peagle_jax.engine.request import BatchLogprobs, Request, RequestState
+from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
 from peagle_jax.engine.stats import Acceptance
 
 MAX_IN_FLIGHT = 2  # the round being dispatched, and the one before it
@@ -50,6 +50,8 @@ class Scheduler:
         self.active: list[Request] = []  # PREFILL and RUNNING, in order of admission
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        self.num_not_finite = 0
+        """Requests that ended because their logits were not finite."""
         self.batch_sizes = config.batch_buckets
         """What a round may be padded to, ascending; the last is `max_num_seqs`."""
         self._drafted = self._emitted = 0
@@ -121,7 +123,7 @@ class Scheduler:
         self,
         plan: PrefillPlan,
         tokens: np.ndarray,  # [R, 1]
-        count: np.ndarray,  # [R], 1 where the row ended its prompt
+        count: np.ndarray,  # [R], 1 where the row ended its prompt, -1 where its logits are not finite
         logprobs: BatchLogprobs | None = None,  # C = 1
     ) -> list[Update]:
         """Takes in the first tokens of the prompts that this call completed."""
@@ -139,7 +141,7 @@ class Scheduler:
         self,
         plan: DecodePlan,
         tokens: np.ndarray,  # [B, J+1]
-        count: np.ndarray,  # [B], accepted drafts + 1
+        count: np.ndarray,  # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
         logprobs: BatchLogprobs | None = None,  # C = J+1
     ) -> list[Update]:
         """Takes in one round: appends its tokens, counts its drafts, frees what is no longer needed."""
@@ -151,7 +153,9 @@ class Scheduler:
             if not request.is_finished:
                 produced = int(count[row])
                 update = self._receive(request, row, tokens, produced, logprobs)
-                self._record_round(request, produced - 1, len(update[1]))
+                # Of a round that failed, all tokens are drafts: the target's own is not there.
+                survivors = produced - 1 if produced > 0 else -1 - produced
+                self._record_round(request, survivors, len(update[1]))
                 updates.append(update)
         return updates
 
@@ -300,8 +304,14 @@ class Scheduler:
         count: int,
         logprobs: BatchLogprobs | None,
     ) -> Update:
-        """Appends a row's tokens, then frees the request or the pages it did not need."""
-        assert count >= 1, f"a call produced no token for request {request.id}"
+        """Appends a row's tokens, then frees the request or the pages it did not need.
+
+        A negative count is -1 - n: the logits behind n tokens are not finite, and the request fails unless
+        one of these tokens ends its text.
+        """
+        assert count, f"a call produced no token for request {request.id}"
+        is_finite = count > 0
+        count = count if is_finite else -1 - count
         num_top = request.params.logprobs
         wanted = None
         if logprobs is not None and num_top is not None:
@@ -312,6 +322,9 @@ class Scheduler:
             max_model_len=self.config.max_model_len,
             logprobs=wanted,
         )
+        if not (is_finite or request.is_finished):
+            self.num_not_finite += 1
+            request.fail(NOT_FINITE)
         if request.is_finished:
             self._remove(request)
         elif request.state is RequestState.RUNNING:

@@ -166,3 +166,40 @@ def test_wrong_shapes_and_dtypes_are_refused():
     wide = [x.astype(jnp.float32) for x in pages]
     with pytest.raises(NotImplementedError, match="bfloat16 pages"):
         rope_write(qkv, *wide, **options, implementation="mosaic_gpu")
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_that_is_not_finite_keeps_the_values_finite_and_marks_its_keys(name):
+    """NaN in all of one row, and NaN and an infinity in the values of another."""
+    case = CASES[name]
+    (qkv, *pages), options = case.inputs()
+    table, positions, form = options["page_table"], options["positions"], options["form"]
+    page = lambda b, t: (int(table[b, positions[b, t] // 4 % case.width]), int(positions[b, t]) % 4)
+    first = (form.num_heads + (0 if form.shared_kv else case.K)) * case.H  # of v's columns
+    last_row = (*([0] if case.parts else []), -1, case.T - 1)
+    broken = qkv.at[(*last_row, first)].set(jnp.nan).at[(*last_row, first + 3)].set(jnp.inf)
+    places = [page(-1, case.T - 1)]
+    if case.T > 1:
+        broken = broken.at[..., 0, 0, :].set(jnp.nan)
+        places.append(page(0, 0))
+    for implementation in ("reference", "mosaic_gpu"):
+        clean = rope_write(qkv, *pages, **options, implementation=implementation)
+        q, k, v = rope_write(broken, *pages, **options, implementation=implementation)
+        assert np.isfinite(np.asarray(v, np.float32)).all()
+        assert (np.asarray(v[places[0]], np.float32)[0, [0, 3]] == 0).all()
+        marked = np.asarray(k[places[0]], np.float32)[0]
+        assert np.isnan(marked[[0, 3]]).all()
+        if case.T > 1:
+            assert np.isnan(np.asarray(k[places[1]], np.float32)).all()
+            assert np.isnan(np.asarray(q[0, 0], np.float32)).all()
+        others = np.ones(k.shape[:2], bool)
+        for place in places:
+            others[place] = False
+        bits = lambda x: np.asarray(
+            x.view(jnp.uint8) if x.dtype.itemsize == 1 else x.view(jnp.uint16)
+        )
+        for got, want in ((k, clean[1]), (v, clean[2])):
+            np.testing.assert_array_equal(bits(got)[others], bits(want)[others])
+        if case.T > 1:
+            np.testing.assert_array_equal(bits(q)[0, 1], bits(clean[0])[0, 1])

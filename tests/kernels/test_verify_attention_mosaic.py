@@ -121,6 +121,40 @@ def test_an_odd_group_of_narrow_heads_is_one_walk(chip):
 
 @interpreted
 @on_each_chip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((70, 5), T=2, K=1, G=8, H=64, Z=16, width=8),
+        Case((195,), T=3, K=1, G=8, H=64, Z=16, width=8, window=70, sinks=True),
+        Case((70, 5), T=2, K=1, G=8, H=64, Z=16, width=8, soft_cap=2.0, fp8=True),
+    ],
+    ids=["two-sequences", "ring", "fp8-and-cap"],
+)
+def test_keys_of_nan_that_a_row_must_not_see_change_no_bit(chip, case):
+    """What a failed request left in pages, a rejected draft ahead, the dummy page: `rope_write` marks keys."""
+    q, k, v, table, positions, sinks = case.inputs()
+    order = np.asarray(table)
+    stale = np.ones(k.shape[:2], bool)  # all but what the last row of a sequence sees
+    for b, last in enumerate(np.asarray(positions)[:, -1]):
+        first = 0 if case.window is None else max(0, positions[b, 0] - case.window + 1)
+        for p in range(first, last + 1):
+            stale[order[b, p // case.Z % case.width], p % case.Z] = False
+    marked = jnp.where(jnp.asarray(stale)[..., None, None], jnp.asarray(jnp.nan, k.dtype), k)
+    args = (v, table, positions, sinks)
+    for walks in (1, 2):
+        want = attend(chip, case, q, k, *args, walks=walks)
+        np.testing.assert_array_equal(attend(chip, case, q, marked, *args, walks=walks), want)
+    # The last row's own key: rows before it do not see it, and it becomes NaN.
+    p = int(positions[0, -1])
+    own = order[0, p // case.Z % case.width], p % case.Z
+    out = attend(chip, case, q, marked.at[own].set(jnp.nan), *args, walks=1)
+    np.testing.assert_array_equal(out[0, :-1], want[0, :-1])
+    assert np.isnan(np.asarray(out[0, -1], np.float32)).all()
+    np.testing.assert_array_equal(out[1:], want[1:])
+
+
+@interpreted
+@on_each_chip
 @pytest.mark.parametrize(("window", "fp8"), [(None, False), (70, True)])
 def test_a_row_does_not_depend_on_its_company(chip, window, fp8):
     sizes = dict(T=3, K=1, G=4, H=64, Z=16, width=16, sinks=True)

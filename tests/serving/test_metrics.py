@@ -28,6 +28,7 @@ COUNTERS = {
     "peagle:requests": ("protocol", "code"),
     "peagle:rounds": (),
     "peagle:spec_decode_num_emitted_tokens": (),
+    "peagle:requests_not_finite": (),
 }
 GAUGES = {
     "vllm:num_requests_running": (),
