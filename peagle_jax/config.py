@@ -7,15 +7,12 @@ nothing below this file reads a default that a checkpoint should have stated.
 from dataclasses import dataclass
 from typing import Literal
 
+from peagle_jax.errors import ConfigError
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
 Method = Literal["none", "eagle3", "peagle"]
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma4"]
 MAX_NUM_DRAFT = 32  # heads are trained for 4 to 16; each draft adds rows to every program
-
-
-class ConfigError(ValueError):
-    """A configuration the user can fix; the message says how. Command lines print it and exit 2."""
 
 
 def _check_windows(windows: tuple[int | None, ...] | None, num_layers: int) -> None:
@@ -386,4 +383,5 @@ class SamplingParams:
         )
         for ok, name, rule in checks:
             if not ok:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {rule}")
+                rule = f"{getattr(self, name)!r} must be {rule}"
+                raise ConfigError(f"{name}={rule}", field=name, rule=rule)

@@ -15,12 +15,12 @@ import enum
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import grpc
 
-from peagle_jax import Engine, SamplingParams
+from peagle_jax import ConfigError, Engine, SamplingParams
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from serving import caller
@@ -68,6 +68,7 @@ class Frontend:
         self.name = name
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.channels = Channels.of(self.tokenizer)
+        self._validate = engine.validate
         self.config = engine.config
         self.target_config = engine.target_config
         self.drafter_config = engine.drafter_config
@@ -228,53 +229,24 @@ class Frontend:
                 grpc.StatusCode.ALREADY_EXISTS,
                 f"request_id {ask.request_id!r} is running; ids must be unique while they run",
             )
-        for name, broken, rule in self._rules(ask):
-            if broken:
-                raise invalid(ask.spelling.get(name, name), rule)
+        self._check_count(ask)
+        try:
+            self._validate(ask.prompt, ask.params)
+        except ConfigError as error:
+            raise invalid(ask.spelling.get(error.field, error.field), error.rule) from error
         if ask.deadline is not None and ask.deadline <= time.monotonic():
             raise ServiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline had passed when the request came"
             )
 
-    def _rules(self, ask: Ask) -> Iterator[tuple[str, bool, str]]:
-        """What the engine would refuse too, but with the field's name: (field, broken, rule)."""
-        config, params = self.config, ask.params
-        size, vocab, limit = len(ask.prompt), self.target_config.vocab_size, config.max_model_len
-        yield "prompt", size == 0, "is empty; it needs at least one token"
-        yield (
-            "prompt",
-            size >= limit,
-            f"{size} tokens leave no room for output: prompt and output may have {limit}",
-        )
-        yield (
-            "prompt",
-            any(not 0 <= token < vocab for token in ask.prompt),
-            f"token ids must lie between 0 and {vocab - 1}",
-        )
-        most = self.limits.max_n
-        yield "n", not 1 <= ask.n <= most, f"{ask.n} must lie between 1 and {most}"
-        yield (
-            "n",
-            ask.n > 1 and params.temperature == 0,
-            f"{ask.n} greedy sequences would be equal; set a temperature, or n to 1",
-        )
-        drafts = params.num_speculative_tokens or 0
-        yield (
-            "num_speculative_tokens",
-            drafts > config.num_draft,
-            f"{drafts} is more than this server's {config.num_draft}",
-        )
-        logprobs = params.logprobs or 0
-        yield (
-            "logprobs",
-            logprobs > config.max_logprobs,
-            f"{logprobs} is more than this server's {config.max_logprobs}",
-        )
-        yield (
-            "stop",
-            bool(params.stop) and self.tokenizer is None,
-            "this model is served without a tokenizer; use ids of tokens",
-        )
+    def _check_count(self, ask: Ask) -> None:
+        n, most, rule = ask.n, self.limits.max_n, None
+        if not 1 <= n <= most:
+            rule = f"{n} must lie between 1 and {most}"
+        elif n > 1 and ask.params.temperature == 0:
+            rule = f"{n} greedy sequences would be equal; set a temperature, or n to 1"
+        if rule is not None:
+            raise invalid(ask.spelling.get("n", "n"), rule)
 
     def _deliver(self, events: Sequence[Event]) -> None:
         for event in events:

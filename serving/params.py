@@ -31,8 +31,7 @@ def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> Sa
     try:
         return SamplingParams(**values)
     except ConfigError as error:
-        name, _, _ = str(error).partition("=")
-        raise invalid(named(name), str(error)) from error
+        raise invalid(named(error.field), str(error)) from error
 
 
 def prompt_ids(given: Sequence[int], *, field: str, max_model_len: int) -> list[int]:

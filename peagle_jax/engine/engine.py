@@ -17,6 +17,7 @@ from peagle_jax.engine.memory import fit_pages
 from peagle_jax.engine.plan import DecodePlan, PrefillPlan
 from peagle_jax.engine.programs import Programs, Result
 from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
+from peagle_jax.engine.rules import check_request
 from peagle_jax.engine.scheduler import Scheduler, Update
 from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.models import Decoder
@@ -144,21 +145,11 @@ class Engine:
         """Queues a request; its tokens arrive through `step`.
 
         Raises:
-          ConfigError: the request can never run; the message says what to change.
+          ConfigError: as of `validate`.
           QueueFull: too many requests wait; retry later.
         """
-        number = next(self._numbers)
-        tokens = self._encode(prompt)
+        tokens, number = self.validate(prompt, params), next(self._numbers)
         num_draft = params.num_speculative_tokens
-        if num_draft is not None and num_draft > self.config.num_draft:
-            raise ConfigError(
-                f"num_speculative_tokens={num_draft} is above the {self.config.num_draft} this "
-                "engine was compiled for; ask for less or start it with more"
-            )
-        if (params.logprobs or 0) > self.config.max_logprobs:
-            raise ConfigError(f"logprobs={params.logprobs} is above {self.config.max_logprobs=}")
-        if params.stop and self.tokenizer is None:
-            raise ConfigError("stop strings need an engine with a tokenizer; use stop_ids")
         request = Request(
             id=number if request_id is None else request_id,
             prompt=tokens,
@@ -171,17 +162,26 @@ class Engine:
         self.scheduler.add(request)
         return request
 
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+    def validate(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
+        """Token ids of a prompt that can run with these parameters; changes nothing, from any thread.
+
+        Raises:
+          ConfigError: the request can never run; `field` is "prompt" or a field of `SamplingParams`.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ConfigError("text prompts need an engine with a tokenizer; pass token ids")
-            tokens = self.tokenizer.encode(prompt)
-        else:
-            tokens = [int(t) for t in prompt]
-        vocab = self.target_config.vocab_size
-        if any(not 0 <= t < vocab for t in tokens):
-            raise ConfigError(f"the prompt holds token ids outside 0..{vocab - 1}")
-        return tokens
+                raise ConfigError.of(
+                    "prompt", "text needs a model with a tokenizer; pass token ids"
+                )
+            prompt = self.tokenizer.encode(prompt)
+        check_request(
+            prompt,
+            params,
+            self.config,
+            vocab_size=self.target_config.vocab_size,
+            has_tokenizer=self.tokenizer is not None,
+        )
+        return [int(token) for token in prompt]
 
     def abort(self, request: Request) -> None:
         """Ends a request and frees its slot and pages at once; finished requests stay as they are."""
@@ -242,7 +242,8 @@ class Engine:
         Args:
           prompts: texts, or lists of token ids.
           params: one for all, or one each.
-          on_update: called with every request's new tokens, for streaming and progress bars.
+          on_update: called with every request's new tokens, for streaming and progress bars; a
+            request's `id` is the number of its prompt, from 0.
         """
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
@@ -252,7 +253,7 @@ class Engine:
             while True:
                 room = self.config.max_waiting - self.scheduler.num_waiting
                 for item in itertools.islice(todo, room):
-                    requests.append(self.add_request(*item))
+                    requests.append(self.add_request(*item, request_id=len(requests)))
                 if not self.has_work:
                     break
                 for request, tokens in self.step():

@@ -18,7 +18,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.config import EngineConfig
 from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.plan import DecodePlan, Plan, PrefillPlan
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
@@ -78,22 +78,7 @@ class Scheduler:
         return Acceptance(sum(rounds), self._emitted, self._drafted, sum(reached), reached)
 
     def add(self, request: Request) -> None:
-        """Queues a request: `QueueFull` at the queue's bound, `ConfigError` if it can never run."""
-        limit = self.config.max_model_len
-        if not request.prompt:
-            raise ConfigError(
-                f"request {request.id}: the prompt is empty; it needs at least one token"
-            )
-        if len(request.prompt) >= limit:
-            raise ConfigError(
-                f"request {request.id}: a prompt of {len(request.prompt)} tokens leaves no room for "
-                f"output in max_model_len={limit}; shorten it or raise max_model_len"
-            )
-        if not 0 <= request.num_draft <= self.config.num_draft:
-            raise ConfigError(
-                f"request {request.id}: num_draft={request.num_draft} must lie between 0 and the "
-                f"engine's {self.config.num_draft}"
-            )
+        """Queues a request that passes `rules.check_request`: `QueueFull` at the queue's bound."""
         if request.state is not RequestState.WAITING or request.output:
             raise ValueError(f"request {request.id} was added before; make a new Request")
         if len(self.waiting) >= self.config.max_waiting:

@@ -140,7 +140,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(server, ask):
         (["a", "--tls-cert", "x"], "belong together"),
         (["a", "--tls-ca", "/no/such"], "/no/such: No such file"),
         (["a", "--token-file", "/no/such"], "/no/such: No such file"),
-        (["a", "-K", "9"], "more than this server's 3"),
+        (["a", "-K", "9"], "more than the 3 that the engine was compiled for"),
         (["a\udcff"], "cannot be sent"),
     ],
 )

@@ -1,0 +1,74 @@
+"""One list of rules says which requests run: named for people and for code."""
+
+import numpy as np
+import pytest
+
+from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
+from peagle_jax.loading import load
+
+J = 3
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """The embedded model, which has a tokenizer; nothing compiles."""
+    return load(config=EngineConfig(num_draft=J, max_model_len=64, max_logprobs=3, num_pages=20))
+
+
+REFUSED = {
+    "empty prompt": ([], {}, "prompt", "is empty"),
+    "prompt of the whole length": ([5] * 64, {}, "prompt", "64 tokens leave no room for output"),
+    "token id past the vocabulary": ([5, 2**20], {}, "prompt", "token ids must lie between 0 and"),
+    "negative token id": ([-1, 5], {}, "prompt", "token ids must lie between 0 and"),
+    "more drafts than compiled": (
+        [5],
+        dict(num_speculative_tokens=J + 1),
+        "num_speculative_tokens",
+        "4 is more than the 3 that the engine was compiled for",
+    ),
+    "more logprobs than compiled": (
+        [5],
+        dict(logprobs=4),
+        "logprobs",
+        "4 is more than the 3 that the engine was compiled for",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_requests_that_can_never_run_are_refused_with_a_reason(engine, case):
+    prompt, fields, field, rule = REFUSED[case]
+    for ask in (engine.validate, engine.add_request):
+        with pytest.raises(ConfigError, match=rule) as caught:
+            ask(prompt, SamplingParams(**fields))
+        assert caught.value.field == field
+        assert str(caught.value) == f"{field}: {caught.value.rule}"
+    assert not engine.has_work
+
+
+def test_what_can_run_is_validated_without_a_trace(engine):
+    params = SamplingParams(max_tokens=4, stop=("x",), logprobs=3, num_speculative_tokens=J)
+    assert engine.validate("a-prompt", params) == engine.tokenizer.encode("a-prompt")
+    assert engine.validate(np.array([5, 6]), params) == [5, 6]
+    before = engine.add_request([5], params)
+    engine.validate([5], params)
+    after = engine.add_request([5], params)
+    assert after.id == before.id + 1
+    for request in (before, after):
+        engine.abort(request)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "rule"),
+    [
+        (dict(max_tokens=0), "max_tokens", "0 must be at least 1"),
+        (dict(temperature=float("nan")), "temperature", "nan must be between 0 and 100"),
+        (dict(stop=("a", "")), "stop", "('a', '') must be without empty strings"),
+        (dict(seed=-1), "seed", "-1 must be between 0 and 2**63 - 1"),
+    ],
+)
+def test_a_parameter_out_of_range_is_named_for_code_too(fields, field, rule):
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**fields)
+    assert (caught.value.field, caught.value.rule) == (field, rule)
+    assert str(caught.value) == f"{field}={rule}"
