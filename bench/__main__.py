@@ -89,10 +89,15 @@ def _lossless(args) -> int:
         )
     print(runs.table(header, lines))
     print(f"rows: {args.out}")
-    return 1 if differing else 0
+    return 1 if differing else _code(row["prompts_left_out"])
 
 
-def _serve_load(args) -> None:
+def _code(left_out: int) -> int:
+    """Exit code of a run that left out some prompts."""
+    return 3 if left_out else 0
+
+
+def _serve_load(args) -> int:
     from bench.serve_load import serve_load
     from peagle_jax import runs
 
@@ -100,6 +105,7 @@ def _serve_load(args) -> None:
     header = ["conc.", "per s", "requests", "tokens/s", "req/s", "goodput", "TTFT ms", "TPOT ms"]
     header += ["e2e ms", "AL", "overhead", "statuses"]
     args.goodput = dict(args.goodput)
+    found = serve_load(args, _environment(args))
     lines = [
         [
             str(row["concurrency"] or ""),
@@ -113,10 +119,11 @@ def _serve_load(args) -> None:
             f"{row['overhead_percent']:.1f} %" if "overhead_percent" in row else "",
             " ".join(f"{code}:{count}" for code, count in row["codes"].items()),
         ]
-        for row in serve_load(args, _environment(args))
+        for row in found
     ]
     print(runs.table(header, lines))
     print(f"latencies: p50/p90/p99; rows: {args.out}")
+    return _code(sum(row["prompts_left_out"] for row in found))
 
 
 def _hostile(args) -> int:
@@ -195,7 +202,7 @@ def _kernels(args) -> None:
     print(f"rows: {args.out}")
 
 
-def _sweep(args) -> None:
+def _sweep(args) -> int:
     from bench.acceptance import acceptance
     from bench.throughput import throughput
     from peagle_jax import runs
@@ -203,6 +210,7 @@ def _sweep(args) -> None:
     environment = _environment(args)
     measure = acceptance if args.command == "acceptance" else throughput
     header = ["set", "method", "K", "conc.", "tokens/s", "x plain", "ms/round", "TTFT ms", "AL"]
+    found = measure(args, environment)
     lines = [
         [
             row["set"],
@@ -215,10 +223,11 @@ def _sweep(args) -> None:
             f"{row['ttft_ms_median']:.0f}",
             f"{row['acceptance_length']:.2f}",
         ]
-        for row in measure(args, environment)
+        for row in found
     ]
     print(runs.table(header, lines))
     print(f"rows: {args.out}")
+    return _code(sum(row["prompts_left_out"] for row in found))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -242,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.command == "lossless":
             return _lossless(args)
         elif args.command == "serve-load":
-            _serve_load(args)
+            return _serve_load(args)
         elif args.command == "hostile":
             return _hostile(args)
         elif args.command == "reliability":
@@ -252,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(*report(args.results, args.readme, args.plots or args.results), sep="\n")
         else:
-            _sweep(args)
+            return _sweep(args)
     except ConfigError as error:
         print("peagle-bench: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

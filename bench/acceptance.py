@@ -18,11 +18,12 @@ def acceptance(args, environment: dict) -> list[dict]:
     params = sampling(args)
     concurrency = min(args.concurrency, max(len(prompts) for _, prompts in sets))
     config = EngineConfig(max_num_seqs=concurrency, max_model_len=args.max_model_len)
+    chosen = [(name, *models.runnable(name, prompts, params, config)) for name, prompts in sets]
     done = []
-    num_prompts = sum(len(prompts) for _, prompts in sets)
+    num_prompts = sum(len(prompts) for _, prompts, _ in chosen)
     with tqdm(total=num_prompts * len(models.variants(args)), unit="prompt", disable=None) as bar:
         for method, num_draft, engine in engines(models, args, config):
-            for name, prompts in sets:
+            for name, prompts, left_out in chosen:
                 bar.set_description(f"{method} K={num_draft} {name}")
                 measured = drive(
                     engine, prompts, params, concurrency=concurrency, on_finished=bar.update
@@ -33,6 +34,7 @@ def acceptance(args, environment: dict) -> list[dict]:
                         args, prompts=name, variant=(method, num_draft), concurrency=concurrency
                     ),
                     **measured.as_row(),
+                    "prompts_left_out": left_out,
                     **environment,
                 }
                 done.append(rows.rounded(row))

@@ -83,6 +83,8 @@ class Subject:
     set: str
     prompts: Callable[[int], list[list[int]]]
     is_random: bool
+    left_out: int = 0
+    """Prompts of the set that leave no room for their outputs."""
 
     def engine(self, variant: Variant, config: CellsConfig, texts: jax.Array | None) -> Engine:
         """One for a method and a K; `texts` are what an `Oracle` knows."""
@@ -131,8 +133,9 @@ def _loaded(args) -> Subject:
     )
     if models.tokenizer is None:
         raise ConfigError(f"{args.model}: has no tokenizer, so it cannot read the set {name}")
-    as_tokens = lambda one: models.tokenizer.encode(one) if isinstance(one, str) else one
-    pool = [as_tokens(one) for one in found]
+    most = models.target.config.max_position
+    config = EngineConfig(max_model_len=max(1, most - args.max_tokens + 1))
+    pool, left_out = models.runnable(name, found, SamplingParams(), config)
     return Subject(
         name=models.name,
         dtype=models.dtype,
@@ -142,6 +145,7 @@ def _loaded(args) -> Subject:
         set=name,
         prompts=lambda count: list(itertools.islice(itertools.cycle(pool), count)),
         is_random=False,
+        left_out=left_out,
     )
 
 
@@ -256,6 +260,7 @@ def _row(args, subject: Subject, variant: Variant, concurrency: int, reference, 
         "temperature": 0.0,
         "oracle": KNOWN if subject.is_random and variant != _PLAIN else None,
         "reference_concurrency": max(args.concurrency),
+        "prompts_left_out": subject.left_out,
         "texts": len(outputs),
         "texts_equal": parted.count(None),
         "tokens_compared": sum(map(len, wanted)),

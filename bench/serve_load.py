@@ -17,10 +17,9 @@ from tqdm import tqdm
 from bench import rows
 from bench.latency import Outcome, figures
 from bench.served import Served
-from bench.sweep import Prompts, prompt_set
+from bench.sweep import Prompts, leave_out, prompt_set
 from bench.timing import Measurement, drive
 from peagle_jax import ConfigError, Engine, SamplingParams, runs
-from peagle_jax.text import Tokenizer
 from serving.app import make_engine
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
@@ -190,16 +189,20 @@ def _about(address: str) -> pb.GetModelInfoResponse:
             ) from error
 
 
-def _prompts(args, about: pb.GetModelInfoResponse, tokenizer: Tokenizer | None) -> Prompts:
+def _prompts(args, about: pb.GetModelInfoResponse, engine: Engine | None) -> tuple[Prompts, int]:
+    """What to ask for, and how many prompts the bare engine cannot run: without one the server refuses them."""
     if args.set == "random":
         rng = np.random.default_rng(args.seed)
         most = args.prompt_tokens
         lengths = rng.integers(max(1, most // 2), most + 1, args.num_requests or 256)
-        return [rng.integers(0, about.vocab_size, length).tolist() for length in lengths]
-    _, prompts = prompt_set(args.set, tokenizer, prompt_tokens=args.prompt_tokens, limit=None)
+        return [rng.integers(0, about.vocab_size, length).tolist() for length in lengths], 0
+    tokenizer = None if engine is None else engine.tokenizer
+    name, prompts = prompt_set(args.set, tokenizer, prompt_tokens=args.prompt_tokens, limit=None)
     if not about.has_tokenizer and any(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError(f"{about.name} is served without a tokenizer: use --set random")
-    return prompts
+    if engine is None:
+        return prompts, 0
+    return leave_out(name, prompts, lambda prompt: engine.validate(prompt, SamplingParams()))
 
 
 def serve_load(args, environment: dict) -> list[dict]:
@@ -217,7 +220,7 @@ def serve_load(args, environment: dict) -> list[dict]:
     done = []
     with _served(args) as (address, server):
         about = _about(address)
-        prompts = _prompts(args, about, None if engine is None else engine.tokenizer)
+        prompts, left_out = _prompts(args, about, engine)
         total = sum(counts) * (2 * args.repeats if args.overhead else 1)
         with tqdm(total=total, unit="request", disable=None) as bar:
             for (concurrency, rate), count in zip(cells, counts, strict=True):
@@ -232,6 +235,7 @@ def serve_load(args, environment: dict) -> list[dict]:
                     "kind": "serve-load",
                     **_identity(args, about, concurrency, rate),
                     **found,
+                    "prompts_left_out": left_out,
                     **environment,
                 }
                 done.append(rows.rounded(row))

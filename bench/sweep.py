@@ -1,7 +1,8 @@
 """What both sweeps need: weights once, an engine per method and K, prompt sets."""
 
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Engine
+from peagle_jax.engine.rules import check_request
 from peagle_jax.models import Decoder
-from peagle_jax.prompts import read_jsonl, read_text
+from peagle_jax.prompts import find_runnable, read_jsonl, read_text
 from peagle_jax.text import Tokenizer
 
 Prompts = list[str | list[int]]
@@ -73,6 +75,17 @@ class Models:
             "temperature": args.temperature,
         }
 
+    def runnable(
+        self, name: str, prompts: Prompts, params: SamplingParams, config: EngineConfig
+    ) -> tuple[list[list[int]], int]:
+        """As `leave_out`, of what an engine of `config` can run; prompts become token ids."""
+        target = self.target.config
+        config = replace(config, max_model_len=min(config.max_model_len, target.max_position))
+        as_tokens = lambda one: self.tokenizer.encode(one) if isinstance(one, str) else one
+        found = [as_tokens(prompt) for prompt in prompts]
+        limits = dict(vocab_size=target.vocab_size, has_tokenizer=self.tokenizer is not None)
+        return leave_out(name, found, lambda one: check_request(one, params, config, **limits))
+
     def engine(self, method: str, num_draft: int, config: EngineConfig) -> Engine:
         config = replace(config, num_draft=num_draft, dtype=self.dtype)
         head = self.heads.get(method)
@@ -120,6 +133,21 @@ def prompt_set(
         raise ConfigError(f"{path}: holds no text to cut prompts from")
     stride = 1 if limit is None else max(1, len(prompts) // limit)
     return name, prompts[::stride][:limit]
+
+
+def leave_out(name: str, prompts: Prompts, check: Callable) -> tuple[Prompts, int]:
+    """The prompts of set `name` that pass `check`, and how many do not: each of these is a line on stderr.
+
+    Args:
+      check: called with a prompt; raises `ConfigError` for one that cannot run.
+    Raises:
+      ConfigError: no prompt can run.
+    """
+    names = [f"{name}: prompt {number}" for number in range(1, len(prompts) + 1)]
+    numbers, left_out = find_runnable(names, lambda number: check(prompts[number]))
+    for line in left_out:
+        print(f"peagle-bench: left out: {line}", file=sys.stderr)
+    return [prompts[number] for number in numbers], len(left_out)
 
 
 def sampling(args) -> SamplingParams:

@@ -31,6 +31,7 @@ def throughput(args, environment: dict) -> list[dict]:
         max_model_len=args.max_model_len,
         prefill_rows=args.prefill_rows,
     )
+    pool, left_out = models.runnable(name, pool, params, config)
     plain: dict[int, tuple[float, list]] = {}  # concurrency -> tokens/s and outputs
     done = []
     total = sum(_num_prompts(args, c) for c in args.concurrency) * len(models.variants(args))
@@ -51,6 +52,7 @@ def throughput(args, environment: dict) -> list[dict]:
                         args, prompts=name, variant=(method, num_draft), concurrency=concurrency
                     ),
                     **measured.as_row(),
+                    "prompts_left_out": left_out,
                 }
                 speed = row["tokens_per_second"]
                 if method == "none":

@@ -16,7 +16,17 @@ from pathlib import Path
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.model_folders import check_folders, check_head_is_given
 from peagle_jax.options import parser
-from peagle_jax.prompts import Prompt, from_arguments, from_files_or_texts, greedy, read_jsonl
+from peagle_jax.prompts import (
+    Prompt,
+    find_runnable,
+    from_arguments,
+    from_files_or_texts,
+    greedy,
+    read_jsonl,
+)
+
+INCOMPLETE = 3
+"""Exit code of a run without some of its prompts."""
 
 
 def _read_prompts(args) -> list[Prompt]:
@@ -114,14 +124,18 @@ def _loading(args):
         raise ConfigError(f"cannot load {folders}: {type(error).__name__}: {error}") from error
 
 
-def _check(engine, prompts: list[Prompt], texts, params: list[SamplingParams]) -> None:
-    """Lets the engine refuse what it cannot run before anything is compiled or shown."""
-    for prompt, text, one in zip(prompts, texts, params, strict=True):
-        try:
-            engine.abort(engine.add_request(text, one, request_id=prompt.name))
-        except ConfigError as error:
-            where = "" if prompt.name in str(error) else f"{prompt.name}: "
-            raise ConfigError(f"{where}{error}") from error
+def _leave_out(prompts: list[Prompt], texts, params, engines) -> tuple[list[int], list[str]]:
+    """As `find_runnable`, of prompts that all engines can run; says on stderr what is left out."""
+
+    def check(number: int) -> None:
+        for engine in engines:
+            engine.validate(texts[number], params[number])
+
+    named = lambda prompt: f" ({prompt.name})" if prompt.name != prompt.where else ""
+    numbers, left_out = find_runnable([p.where + named(p) for p in prompts], check)
+    for line in left_out:
+        print(f"peagle-generate: left out: {line}", file=sys.stderr)
+    return numbers, left_out
 
 
 class _Printer:
@@ -148,7 +162,7 @@ class _Printer:
 
     def update(self, request, tokens: list[int]) -> None:
         """`Engine.generate`'s callback."""
-        number = request.id - len(self._names)  # `_check` used up that many
+        number = request.id
         if request.is_finished:
             self._bar.update()
         if self._quiet:
@@ -190,7 +204,8 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
         weights = dict(quantization=args.quantization, taps=args.taps)
         engine = load(args.model, drafter, method=args.method, config=config, **weights)
         texts = _texts(prompts, engine.tokenizer, args)
-    _check(engine, prompts, texts, params)
+    numbers, left_out = _leave_out(prompts, texts, params, [engine])
+    prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     loaded = time.perf_counter()
     with tqdm(total=engine.num_programs, desc="compiling", leave=False, disable=None) as bar:
         engine.warm_up(bar.update)
@@ -205,11 +220,21 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     if args.json:
         for prompt, completion in zip(prompts, result.completions, strict=True):
             print(json.dumps(_completion_json(prompt, completion)))
-        print(json.dumps({"summary": result.as_json() | {"dtype": config.dtype}}))
+        summary = result.as_json() | {"dtype": config.dtype, "left_out": left_out}
+        print(json.dumps({"summary": summary}))
     else:
         sys.stdout.flush()
         print("-" * 40, runs.summary(result), sep="\n", file=sys.stderr)
-    return 0
+    failed = _report_failures(prompts, result)
+    return INCOMPLETE if left_out or failed else 0
+
+
+def _report_failures(prompts: list[Prompt], result) -> int:
+    """Says on stderr which texts failed, and why; returns how many."""
+    failed = [(p, c.error) for p, c in zip(prompts, result.completions, strict=True) if c.error]
+    for prompt, error in failed:
+        print(f"peagle-generate: failed: {prompt.name}: {error}", file=sys.stderr)
+    return len(failed)
 
 
 def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) -> int:
@@ -227,8 +252,8 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
         )
         texts = _texts(prompts, tokenizer, args)
     engines = runs.make_engines(target, heads, config, tokenizer=tokenizer)
-    for engine in engines.values():
-        _check(engine, prompts, texts, params)
+    numbers, left_out = _leave_out(prompts, texts, params, engines.values())
+    prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     results, failures, ties = [], [], {}
     for method, engine in engines.items():
         with tqdm(total=len(prompts), desc=runs.METHOD_NAMES[method], disable=None) as bar:
@@ -241,7 +266,8 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     if args.json:
         for result in results:
             print(json.dumps(result.as_json() | {"ties": ties[result.method]}))
-        print(json.dumps({"dtype": config.dtype, "identical": not failures}))
+        found = {"dtype": config.dtype, "identical": not failures, "left_out": left_out}
+        print(json.dumps(found))
     else:
         print(runs.comparison_table(results, ties if config.dtype == "bfloat16" else None))
     for method, one in failures:
@@ -252,7 +278,10 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
         )
     if not failures and not args.json:
         print(f"{len(prompts)} outputs are those of plain decoding ({config.dtype})")
-    return 1 if failures else 0
+    failed = _report_failures(prompts, results[0])
+    if failures:
+        return 1
+    return INCOMPLETE if left_out or failed else 0
 
 
 def _run(args) -> int:

@@ -16,7 +16,12 @@ comparing: --compare decodes greedily with every method and exits with 1 when an
   plain decoding's. In float32 outputs must be equal. In bfloat16 a round of K+1 rows may round apart
   from a single row, so a first differing token is forgiven, and counted in the table as a tie, when
   plain decoding gives both candidates a log-probability within 0.05 nats of its likeliest token.
-exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 130 interrupted"""
+bad prompts: a line that is not a prompt refuses its file before anything is loaded. A prompt that the model
+  cannot run (too long for --max-model-len, ids outside the vocabulary) is left out: a line on stderr
+  says which and why, the others run, and the exit code is 3. So it is when a text fails because the model's
+  logits are not finite.
+exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 3 done without some prompts,
+  130 interrupted"""
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,7 +8,7 @@ An error names the file and the line. No jax here.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -17,9 +17,14 @@ from peagle_jax.config import ConfigError, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt; `name` says where it came from, `options` are its own SamplingParams fields."""
+    """One prompt.
+
+    `name` is its own or where it stands, `where` its file and line or its number, `options` its own
+    SamplingParams fields.
+    """
 
     name: str
+    where: str
     text: str | list[int]
     options: dict
 
@@ -83,10 +88,11 @@ def _prompt(row, where: str) -> Prompt:
         name, text, options = where, row.get("prompt"), _options(row, where)
     if not isinstance(text, str) and not _is_list_of(int, text):
         raise ConfigError(f"{where}: no prompt; it must be a string or a list of token ids")
-    return _checked(Prompt(name=name, text=text, options=options), where)
+    return _checked(Prompt(name=name, where=where, text=text, options=options))
 
 
-def _checked(prompt: Prompt, where: str) -> Prompt:
+def _checked(prompt: Prompt) -> Prompt:
+    where = prompt.where
     if not prompt.text:
         raise ConfigError(f"{where}: the prompt is empty")
     try:
@@ -139,7 +145,7 @@ def from_arguments(texts: Iterable[str]) -> list[Prompt]:
       ConfigError: one is empty, or not valid Unicode.
     """
     names = ((f"prompt {number}", text) for number, text in enumerate(texts, 1))
-    return [_checked(Prompt(name=name, text=text, options={}), name) for name, text in names]
+    return [_checked(Prompt(name=name, where=name, text=text, options={})) for name, text in names]
 
 
 def from_files_or_texts(items: Iterable[str]) -> list[Prompt]:
@@ -153,11 +159,39 @@ def from_files_or_texts(items: Iterable[str]) -> list[Prompt]:
         if item.endswith(".jsonl"):
             prompts += read_jsonl(Path(item))
         elif _is_file(item):
-            whole = Prompt(name=item, text=read_text(Path(item)), options={})
-            prompts.append(_checked(whole, item))
+            whole = Prompt(name=item, where=item, text=read_text(Path(item)), options={})
+            prompts.append(_checked(whole))
         else:
             prompts += from_arguments([item])
     return prompts
+
+
+def find_runnable(
+    names: Sequence[str], check: Callable[[int], object]
+) -> tuple[list[int], list[str]]:
+    """Which prompts can run: one that cannot must not end the run of the others.
+
+    Args:
+      names: of the prompts, as people find them: a file and a line, or a number.
+      check: called with each prompt's number; raises `ConfigError` for one that cannot run.
+
+    Returns:
+      The numbers of those that can run, and a line "name: reason" for each of the others.
+
+    Raises:
+      ConfigError: none can run; the message is the first line.
+    """
+    numbers, left_out = [], []
+    for number, name in enumerate(names):
+        try:
+            check(number)
+        except ConfigError as error:
+            left_out.append(f"{name}: {error}")
+        else:
+            numbers.append(number)
+    if left_out and not numbers:
+        raise ConfigError(left_out[0])
+    return numbers, left_out
 
 
 def _is_file(item: str) -> bool:

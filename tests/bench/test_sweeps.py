@@ -1,6 +1,7 @@
 """Both sweeps on a tiny random model: the rows they write, and what a round's time is."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,32 @@ def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts
         assert len(row["acceptance_per_position"]) == 2
     main(["acceptance", *argv])
     assert len(read(out)) == 4  # rows are appended
+
+
+@pytest.mark.parametrize("command", ["acceptance", "throughput", "lossless"])
+def test_prompts_that_cannot_run_are_left_out_and_counted(
+    folders, tmp_path, few_prompts, capsys, command
+):
+    file = Path(few_prompts.removeprefix("few="))
+    file.write_text(json.dumps({"prompt": "def f(x): " * 300}) + "\n" + file.read_text())
+    out = tmp_path / "rows.jsonl"
+    own = {
+        "acceptance": ["--sets", few_prompts, "--methods", "peagle"],
+        "throughput": ["--set", few_prompts, "--methods", "none", "--concurrency", "1"],
+        "lossless": [
+            *("--set", few_prompts, "--methods", "none", "--concurrency", "1,2"),
+            *("--tokens", "16", "--min-prompts", "2"),
+        ],
+    }
+    fixed = options(folders, out)
+    if command == "lossless":  # sizes follow from the prompts
+        place = fixed.index("--max-model-len")
+        del fixed[place : place + 2]
+    argv = [*fixed, "-K", "2", *own[command]]
+    assert main([command, *argv]) == 3
+    err = capsys.readouterr().err
+    assert "peagle-bench: left out: few: prompt 1: prompt: " in err
+    assert [row["prompts_left_out"] for row in read(out)] == [1]
 
 
 def test_drive_keeps_the_concurrency_and_times_full_rounds_only():
