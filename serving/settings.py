@@ -49,7 +49,7 @@ class Settings:
     prefill_chunk: int = _option(128, "prompt tokens per prefill row and call", metavar="N")
     prefill_rows: int = _option(1, "prompts prefilled together", metavar="N")
     prefill_calls: int = _option(4, "most prefill calls between two rounds", metavar="N")
-    max_logprobs: int = _option(5, "most alternatives per token for logprobs", metavar="N")
+    max_logprobs: int = _option(20, "most alternatives per token for logprobs", metavar="N")
     dtype: str = _option(
         "auto", "of weights and arithmetic", choices=("auto", "float32", "bfloat16")
     )

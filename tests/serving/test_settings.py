@@ -43,6 +43,10 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(file)
     assert sources["max_model_len"] == "default"
 
 
+def test_as_many_logprobs_as_openai_allows_are_served_by_default():
+    assert settings().max_logprobs == 20
+
+
 def test_the_file_may_be_named_by_the_environment_or_the_command_line(file, tmp_path):
     _, path = file("port: 4")
     assert settings(PEAGLE_CONFIG=path).port == 4
