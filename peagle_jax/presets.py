@@ -27,7 +27,7 @@ def _mistral(**fields) -> TargetConfig:
 
 
 def _qwen2(**fields) -> TargetConfig:
-    """Qwen2.5 Instruct; Qwen2.5-Coder Instruct of the same size has the same numbers."""
+    """Qwen2.5 Instruct; Qwen2.5-Coder has the same sizes (arXiv 2409.12186, table 1)."""
     base = dict(
         family="qwen2", norm_eps=1e-6, rope=RopeConfig(theta=1e6), max_position=32768,
         attention_bias=True, qk_norm=False, eos_ids=(151645, 151643),
