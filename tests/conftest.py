@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections import defaultdict
 
 # Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight.
 os.environ.setdefault("NPROC", "12")
@@ -50,12 +51,31 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    """Without a file, folder or -m, pytest runs the default suite: all tests but the slow ones."""
+    is_default = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if is_default and not config.option.markexpr:
+        config.option.markexpr = "not slow"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the randomised tests: those that take their number of cases from `num_cases`."""
+    """Marks randomised tests, which take their number of cases from `num_cases`, and slow cases.
+
+    Of a test marked `sampled(n)`, n cases spread over its parameters stay in the default suite.
+    """
+    cases = defaultdict(list)
     for item in items:
         if "num_cases" in getattr(item, "fixturenames", ()):
             item.add_marker("randomised")
+        if sample := item.get_closest_marker("sampled"):
+            cases[item.path, item.originalname, sample.args[0]].append(item)
+    for (_, _, number), group in cases.items():
+        step = (len(group) - 1) / max(1, number - 1)
+        kept = {round(step * i) for i in range(number)}
+        for position, item in enumerate(group):
+            if position not in kept:
+                item.add_marker("slow")
 
 
 @pytest.fixture

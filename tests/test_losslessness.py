@@ -111,12 +111,14 @@ def test_plain_decoding_equals_recomputing_everything(engine_of, naive):
     assert run(engine_of("none", 0)) == naive
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_output_is_unchanged_by_a_random_head(engine_of, naive, method, num_draft):
     assert run(engine_of(method, num_draft)) == naive
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
 def test_output_is_unchanged_by_a_perfect_drafter(target, naive, num_draft):
     engine = oracle_engine(target, naive, num_draft, 0)
@@ -127,6 +129,7 @@ def test_output_is_unchanged_by_a_perfect_drafter(target, naive, num_draft):
     assert all(fewest <= c.rounds <= fewest + 1 for c in done)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
 def test_output_is_unchanged_by_an_adversarial_drafter(target, naive, num_draft):
     engine = oracle_engine(target, naive, num_draft, 1)
@@ -135,11 +138,13 @@ def test_output_is_unchanged_by_an_adversarial_drafter(target, naive, num_draft)
     assert Acceptance.of(done).accepted == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", range(1, 9))
 def test_output_is_unchanged_by_the_batch_size(engine_of, naive, batch):
     assert run(engine_of("peagle", 5), batch) == naive[:batch]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("chunk", "rows"), [(1, 1), (5, 3), (64, 1)])
 def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows):
     config = engine_config(num_draft=3, prefill_chunk=chunk, prefill_rows=rows, max_num_seqs=4)
@@ -210,6 +215,7 @@ def test_bfloat16_differs_only_at_ties(target):
             assert best - second < 0.1, f"parted at token {parted[0]} without a tie"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_sampled_output_has_the_targets_law(method, draft_sampling, num_cases):

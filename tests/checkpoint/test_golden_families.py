@@ -97,11 +97,13 @@ def greedy(name: str, head, num_draft: int) -> list[list[int]]:
     return [c.tokens for c in engine.generate(prompts, SamplingParams(max_tokens=24))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_writes_the_greedy_text_of_transformers(name):
     assert greedy(name, None, 0) == expected(name)["greedy"].tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "mistral", "qwen2", "gemma4"])
 def test_drafting_does_not_change_it(name):
     width = expected(name)["last"].shape[-1]
@@ -321,6 +323,7 @@ BROKEN = {
 CASES = [(name, rule) for name, rules in BROKEN.items() for rule in rules]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "rule"), CASES)
 def test_a_broken_rule_shows_in_the_logits(name, rule):
     model = load(name)

@@ -121,6 +121,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_shows_in_the_logits(rule):
     family, break_it = BROKEN[rule]
@@ -130,6 +131,7 @@ def test_a_broken_rule_shows_in_the_logits(rule):
     assert np.abs(logits - expected(family)["logits"]).max() > 20 * LOGITS_ATOL
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("taps", [(1, 3, 4), (3, 5, 6), (2, 4, 6)])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_tap_off_by_one_layer_shows(family, taps):
@@ -144,6 +146,7 @@ def family(request) -> str:
     return request.param
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [64, 7])
 def test_the_engine_writes_the_greedy_text_of_transformers(family, chunk):
     want = expected(family)

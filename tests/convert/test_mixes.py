@@ -215,6 +215,7 @@ def check_values(case: Case, model: nnx.Module) -> int:
 FAMILIES = (*dict.fromkeys((*tiny.TARGETS, tiny.TARGET.family)), *HEADS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixes_are_refused_alike_or_loaded_as_they_decode(family, cli, tmp_path, num_cases):
     verdicts = []

@@ -13,6 +13,8 @@ from pallas_kernels.block_gemm.specs import SPECS
 from pallas_kernels.device import B200, H200
 from pallas_kernels.weight_tiles import STEP
 
+pytestmark = pytest.mark.sampled(2)
+
 both_chips = pytest.mark.usefixtures("chip")
 FORMATS = ("bf16", "fp8")
 # K of bfloat16 ends inside of a step of 128 columns, N inside of a block of 128 rows.

@@ -11,6 +11,8 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import mosaic_gpu as block_gemm
 from pallas_kernels.device import B200, H200
 
+pytestmark = pytest.mark.sampled(2)
+
 race_free = pytest.mark.usefixtures("race_free")
 FORMS = ("bf16", "fp8", "fp8_rows", "mxfp4")
 

@@ -15,6 +15,8 @@ from pallas_kernels.moe.api import CHIPS, ExpertWeights, Mixture, mixture, moe, 
 from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.worklist import make_worklist, most_items
 
+pytestmark = pytest.mark.sampled(2)
+
 race_free = pytest.mark.usefixtures("race_free")
 both_chips = pytest.mark.usefixtures("chip")
 LIMIT = 1.5

@@ -10,6 +10,8 @@ from pallas_kernels.formats import dequantize, kernel_refusal
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.api import ExpertWeights, moe
 
+pytestmark = pytest.mark.sampled(2)
+
 KERNEL = "mosaic_gpu"
 both_chips = pytest.mark.usefixtures("chip")
 

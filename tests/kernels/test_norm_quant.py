@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels.norm_quant.api import add_rms_norm, rms_norm
 
+pytestmark = pytest.mark.sampled(2)
+
 EPS = 1e-5
 
 

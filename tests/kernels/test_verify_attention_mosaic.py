@@ -13,6 +13,8 @@ from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, reference
 from pallas_kernels.verify_attention.api import verify_attention
 from pallas_kernels.verify_attention.specs import SPECS
 
+pytestmark = pytest.mark.sampled(2)
+
 interpreted = pytest.mark.usefixtures("race_free")
 on_each_chip = pytest.mark.parametrize(
     "chip", [mosaic_sm90, mosaic_sm100], ids=["hopper", "blackwell"]

@@ -160,6 +160,7 @@ class _AsCall(grpc.Call):
 _AsCall.__abstractmethods__ = frozenset()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", METHODS)
 def test_any_message_gets_a_fitting_status(server, client, path, num_cases):
     method = METHODS[path]
@@ -177,6 +178,7 @@ def test_any_message_gets_a_fitting_status(server, client, path, num_cases):
     try_out()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", METHODS)
 def test_bytes_that_are_no_message_get_a_status(server, client, path, num_cases):
     method = METHODS[path]
@@ -199,6 +201,7 @@ def test_bytes_that_are_no_message_get_a_status(server, client, path, num_cases)
     try_out()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", METHODS)
 def test_texts_that_are_not_utf8_get_a_status(server, client, path):
     method = METHODS[path]
@@ -210,6 +213,7 @@ def test_texts_that_are_not_utf8_get_a_status(server, client, path):
         assert "not UTF-8" in error.details()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", METHODS)
 def test_messages_beyond_the_limit_are_refused_unread(server, client, path):
     data = [[b"\x00" * size] for size in (MAX_BYTES + 1, 8 * MAX_BYTES)]
@@ -255,6 +259,7 @@ AWKWARD = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("field", AWKWARD)
 def test_long_and_deep_contents_are_refused_by_name(server, client, field):
     """And briefly: a status that quotes them whole is larger than what clients take."""
@@ -267,6 +272,7 @@ def test_long_and_deep_contents_are_refused_by_name(server, client, field):
     assert [one.field for one in violations.field_violations] == [field]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", TOO_MANY)
 def test_billions_of_sequences_are_refused_at_once(server, client, path):
     (error,) = client.send(path, METHODS[path], [[TOO_MANY[path].SerializeToString()]])

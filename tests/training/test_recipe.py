@@ -155,6 +155,7 @@ main(argv)
 """A training that kills itself past the first checkpoint, with rows in the CSV that no checkpoint covers."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", ["target", "peagle"])
 def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
     out = tmp_path / stage
