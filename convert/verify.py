@@ -131,6 +131,11 @@ def _check_headers(source: Source, converted: Converted) -> None:
                 f"{converted.folder}: was made of another checkpoint than {source.label}: tensor "
                 f"{name!r} differs"
             )
+    for file in source.tensors.files:
+        kept = converted.folder / "source" / f"{file.name}.header"
+        header = kept.read_bytes() if kept.is_file() else b""
+        if hashlib.sha256(header).hexdigest() != file.header_sha256:
+            raise Mismatch(f"{kept}: is not the header of {source.label}'s {file.name}")
 
 
 def _expected(tensors: SourceTensors, converted: Converted) -> dict[str, Expected | ExpectedScale]:

@@ -27,7 +27,10 @@ from tests.convert.test_loading import same_weights
 F32, F16, BF16, FP8 = map(
     np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)
 )
-HEADS = {"head peagle": ("peagle", 2), "head eagle3": ("eagle3", 1)}
+HEADS = {
+    "head peagle": dict(method="peagle", num_layers=2),
+    "head eagle3": dict(method="eagle3", num_layers=1, mask_token_id=None),
+}
 QUANTIZABLE = re.compile(r".*(qkv|o_proj|gate_up|down_proj)\.weight")
 """By the name of its group, a parameter whose tensors may be FP8."""
 SIZES = (
@@ -48,10 +51,9 @@ class Case:
 
 def config_of(family: str, size: dict):
     if family in HEADS:
-        method, layers = HEADS[family]
-        size = size | {"target_hidden_size": size["hidden_size"]}
-        return replace(tiny.HEAD, method=method, num_layers=layers, vocab_size=24,
-                       draft_vocab_size=24, **size)  # fmt: skip
+        vocabulary = dict(vocab_size=24, draft_vocab_size=24)
+        widths = size | {"target_hidden_size": size["hidden_size"]}
+        return replace(tiny.HEAD, **(HEADS[family] | vocabulary | widths))
     changes = dict(tiny.TARGETS.get(family, {}))
     if experts := changes.get("experts"):
         kept = tuple(i for i in experts.dense_layers if i < 2)
@@ -212,6 +214,7 @@ def check_values(case: Case, model: nnx.Module) -> int:
     return compared
 
 
+REASONS = ("the two are one parameter here", "both must be quantised or neither", "different forms")
 FAMILIES = (*dict.fromkeys((*tiny.TARGETS, tiny.TARGET.family)), *HEADS)
 
 
@@ -234,6 +237,7 @@ def test_mixes_are_refused_alike_or_loaded_as_they_decode(family, cli, tmp_path,
             assert len(lines) == 1, (seed, lines)
             assert not any(where.glob("dst*"))
             (line,) = lines
+            assert any(why in line for why in REASONS), line
             with pytest.raises(CheckpointError) as caught:
                 load(case, case.folder)
             assert line == f"peagle-convert: error: {caught.value}\n"

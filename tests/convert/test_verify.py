@@ -205,6 +205,18 @@ def test_a_tensor_that_was_dropped_though_the_model_needs_it_is_found(
     assert f"tensor {kept!r} is kept as unused; the model needs it" in err
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"{}")]
+)
+def test_a_damaged_header_that_export_needs_is_found(damage, cli, tmp_path):
+    assert cli("convert", GOLDEN / "llama", tmp_path / "dst")[0] == 0
+    damage(tmp_path / "dst" / "source" / "model.safetensors.header")
+    code, _, err = cli("verify", GOLDEN / "llama", tmp_path / "dst", "--no-logits")
+    assert code == 1
+    assert "is not the header of llama's model.safetensors" in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["decode", "expected"])
 def test_the_second_statement_shares_no_code_with_conversion(name):
     tree = ast.parse((ROOT / "convert" / f"{name}.py").read_text(encoding="utf-8"))
