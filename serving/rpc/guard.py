@@ -1,6 +1,8 @@
 """What surrounds every call: authentication, limits of messages, exceptions that become statuses."""
 
+import asyncio
 import hmac
+import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from serving.rpc.wire import has_more_fields
 
 _log = logging.getLogger(__name__)
 _OPEN = "/grpc.health.v1.Health/"
+_MESSAGE_SECONDS = 60.0  # from the head of a call to the end of its request
 
 Report = Callable[[ServiceError], None]
 
@@ -73,11 +76,11 @@ class Guard(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails):
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(details)
-        if handler is None or details.method.startswith(_OPEN):
+        if handler is None:
             return handler
         metadata = dict(details.invocation_metadata)
         token = token_of(metadata.get("authorization"), self._tokens)
-        if self._tokens and token is None:
+        if self._tokens and token is None and not details.method.startswith(_OPEN):
             behaviour, read = _nobody, _nothing
             if handler.response_streaming:
                 behaviour = _nobody_streams
@@ -136,14 +139,28 @@ def _reader(handler: grpc.RpcMethodHandler, max_bytes: int, max_fields: int) -> 
         async for data in stream:
             yield read(data)
 
-    return read_all if handler.request_streaming else read
+    async def read_one(stream: AsyncIterator[bytes]) -> Message:
+        try:
+            async with asyncio.timeout(_MESSAGE_SECONDS):
+                data = await anext(aiter(stream), None)
+        except TimeoutError as error:
+            text = f"the request did not come whole within {_MESSAGE_SECONDS:g} s"
+            raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from error
+        if data is None:
+            raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "the call holds no request")
+        return read(data)
+
+    async def all_of(stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        return read_all(stream)
+
+    return all_of if handler.request_streaming else read_one
 
 
 def _guarded(behaviour: Callable, read: Callable, report: Report, token: bytes | None) -> Callable:
-    async def call(request, context):
+    async def call(requests, context):
         caller.enter(token)
         try:
-            return await behaviour(read(request), context)
+            return await behaviour(await read(requests), context)
         except Exception as error:
             await _fail(context, error, report)
 
@@ -153,10 +170,14 @@ def _guarded(behaviour: Callable, read: Callable, report: Report, token: bytes |
 def _guarded_stream(
     behaviour: Callable, read: Callable, report: Report, token: bytes | None
 ) -> Callable:
-    async def call(request, context):
+    async def call(requests, context):
         caller.enter(token)
         try:
-            async for message in behaviour(read(request), context):
+            answers = behaviour(await read(requests), context)
+            if inspect.isawaitable(answers):  # writes its messages itself, as health does
+                await answers
+                return
+            async for message in answers:
                 yield message
         except Exception as error:
             await _fail(context, error, report)
@@ -175,7 +196,7 @@ async def _fail(context: grpc.aio.ServicerContext, error: Exception, report: Rep
     await abort(context, error)
 
 
-def _nothing(data: bytes | AsyncIterator[bytes]) -> None:
+async def _nothing(stream: AsyncIterator[bytes]) -> None:
     """Messages of clients without a token are not read."""
 
 
@@ -191,8 +212,11 @@ async def _nobody_streams(request, context):
 
 
 def _rebuilt(handler: grpc.RpcMethodHandler, behaviour: Callable) -> grpc.RpcMethodHandler:
-    """The handler with another behaviour, which takes requests as bytes."""
-    requests = "stream" if handler.request_streaming else "unary"
+    """The handler with another behaviour, which takes a stream of bytes.
+
+    For a single request too: gRPC would otherwise wait for the whole request, for any time, before the
+    behaviour can refuse the call.
+    """
     responses = "stream" if handler.response_streaming else "unary"
-    make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
+    make = getattr(grpc, f"stream_{responses}_rpc_method_handler")
     return make(behaviour, None, handler.response_serializer)

@@ -1,0 +1,90 @@
+"""gRPC clients that keep the server waiting, and too many connections."""
+
+import contextlib
+import threading
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from serving.rpc import guard
+from tests.serving.live import LiveServer
+from tests.serving.test_http_connections import connect, read_all
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+CALLS = (
+    "peagle.v1.Generation/GenerateOnce",
+    "peagle.v1.Generation/Generate",
+    "grpc.health.v1.Health/Check",
+    "grpc.health.v1.Health/Watch",
+)
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+
+
+def health(address: str) -> int:
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return stub.Check(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True).status
+
+
+def test_silent_connections_are_closed_and_make_room(make_engine):
+    server = LiveServer(make_engine(), max_connections=3, handshake_seconds=1.0, idle_seconds=1.0)
+    try:
+        with contextlib.ExitStack() as stack:
+            held = [stack.enter_context(connect(server.address)) for _ in range(8)]
+            held[0].sendall(PREFACE)
+            held[1].sendall(PREFACE + SETTINGS)
+            # Those beyond the limit end at once, the others when their time is up.
+            for one in held:
+                read_all(one)
+            assert health(server.address) == SERVING
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def never():
+    """A stream of requests in which none comes before the test ends."""
+    released = threading.Event()
+
+    def requests():
+        released.wait(60)
+        yield from ()
+
+    yield requests
+    released.set()
+
+
+def status(address: str, method: str, requests) -> tuple[grpc.StatusCode, str]:
+    with grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream(f"/{method}")(requests(), timeout=60)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        return call.code(), call.details()
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_request_that_does_not_come_ends_the_call(server, never, monkeypatch, method):
+    monkeypatch.setattr(guard, "_MESSAGE_SECONDS", 0.2)
+    code, details = status(server.address, method, never)
+    assert (code, details) == (
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "the request did not come whole within 0.2 s",
+    )
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_call_without_a_request_is_refused(server, method):
+    code, _ = status(server.address, method, lambda: iter(()))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_call_without_a_token_is_refused_before_its_request_comes(make_engine, never):
+    server = LiveServer(make_engine(), tokens=[b"sesame"])
+    try:
+        for method in CALLS[:2]:
+            code, _ = status(server.address, method, never)
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        server.close()
