@@ -53,14 +53,30 @@ class BoundedPool:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(self._free.release)
 
+        # Not through the future, which is part of a cycle: a large result would stay until that is found.
+        outcome: list[tuple[T, None] | tuple[None, Exception]] = []
+
+        def work() -> None:
+            try:
+                outcome.append((function(), None))
+            except Exception as error:
+                outcome.append((None, error))
+
         try:
-            future = self._executor.submit(function)
+            future = self._executor.submit(work)
         except RuntimeError as error:
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE, "the server shuts down; use another server"
             ) from error
         future.add_done_callback(release)
-        return await asyncio.wrap_future(future)
+        await asyncio.wrap_future(future)
+        result, error = outcome.pop()
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # its traceback leads here
 
     def close(self) -> None:
         """Takes no more work; what runs goes on to its end."""

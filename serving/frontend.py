@@ -27,6 +27,7 @@ from serving import caller
 from serving.errors import ServiceError, invalid
 from serving.harmony import Channels, listener
 from serving.limits import Limits
+from serving.memory import MemoryReturn
 from serving.metrics import Metrics
 from serving.stream import Ask, Stream
 from serving.tokenizing import Encoder
@@ -74,8 +75,12 @@ class Frontend:
         self.drafter_config = engine.drafter_config
         self.method = "none" if self.drafter_config is None else self.drafter_config.method
         self.limits = limits or Limits()
+        self.memory = MemoryReturn()
         self._encoder = Encoder(
-            self.tokenizer, self.limits, max_model_len=self.config.max_model_len
+            self.tokenizer,
+            self.limits,
+            max_model_len=self.config.max_model_len,
+            memory=self.memory,
         )
         self.started = time.time()
         self._report, self._report_refusal = report, report_refusal
@@ -212,6 +217,7 @@ class Frontend:
                 )
             )
         self._encoder.close()
+        self.memory.close()
         self.is_stuck = not await asyncio.to_thread(self._worker.stop, patience)
         if self.state is not State.DEAD:
             self._enter(State.STOPPED)

@@ -10,6 +10,7 @@ from peagle_jax.text import Tokenizer
 from serving.bounded_pool import BoundedPool
 from serving.errors import ServiceError, invalid
 from serving.limits import Limits
+from serving.memory import MemoryReturn
 
 _SHORT = 4096
 """Characters that take the event loop about 2 ms; longer texts get a thread."""
@@ -33,13 +34,22 @@ class Encoder:
     Args:
       tokenizer: None if the model is served without one; then every text is refused.
       max_model_len: tokens of prompt and output together.
+      memory: told of long prompts.
 
     Attributes:
       max_chars: of a prompt; more do not fit into `max_model_len` tokens, or are beyond the limit.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: Limits, *, max_model_len: int):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        *,
+        max_model_len: int,
+        memory: MemoryReturn | None = None,
+    ):
         self._tokenizer, self._limits = tokenizer, limits
+        self._memory = memory or MemoryReturn()
         longest = 1 if tokenizer is None else tokenizer.longest_token
         self.max_chars = min(limits.max_prompt_chars, max_model_len * longest)
         self._long = BoundedPool(
@@ -61,7 +71,7 @@ class Encoder:
         tokenizer = self._required(field)
         self._check_size(len(text), field)
         encode = _naming(field, lambda: tokenizer.encode(text))
-        return encode() if len(text) <= _SHORT else await self._long.run(encode)
+        return encode() if len(text) <= _SHORT else await self._run_long(encode, len(text))
 
     async def chat(
         self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, object], *, field: str
@@ -84,13 +94,20 @@ class Encoder:
             )  # the template writes special tokens itself
 
         is_short = size <= _SHORT and len(messages) <= _SHORT_CHAT
-        pool = self._chats if is_short else self._long
-        return await pool.run(_naming(field, encode))
+        if is_short:
+            return await self._chats.run(_naming(field, encode))
+        return await self._run_long(_naming(field, encode), size)
 
     def close(self) -> None:
         """Takes no more texts."""
         self._long.close()
         self._chats.close()
+
+    async def _run_long(self, encode: Callable[[], list[int]], size: int) -> list[int]:
+        try:
+            return await self._long.run(encode)
+        finally:
+            self._memory.soon(size)
 
     def _required(self, field: str) -> Tokenizer:
         if self._tokenizer is None:

@@ -40,7 +40,8 @@ def make_app(
       max_bytes: of a request's body.
       allowed_hosts: names that the Host header may have beside those of this machine; None allows all.
     """
-    pages, reader = _Pages(frontend), Reader(max_bytes=max_bytes)
+    pages = _Pages(frontend)
+    reader = Reader(max_bytes=max_bytes, on_free=frontend.memory.soon)
     routes = [
         Route("/health", pages.health),
         Route("/ready", pages.health),

@@ -1,6 +1,7 @@
 """The body of a request: bounded in size, in time, and in memory together with all others."""
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 from starlette.datastructures import Headers
@@ -22,10 +23,11 @@ class BodyMemory:
 
     Args:
       most: bytes; beyond it the body that grows is refused.
+      on_free: called with the bytes of each that is let go of.
     """
 
-    def __init__(self, most: int):
-        self._most, self.num_bytes = most, 0
+    def __init__(self, most: int, on_free: Callable[[int], None] = lambda num_bytes: None):
+        self._most, self._on_free, self.num_bytes = most, on_free, 0
 
     def grow(self, num_bytes: int) -> None:
         """Raises `ServiceError` with RESOURCE_EXHAUSTED if that is too much."""
@@ -36,6 +38,12 @@ class BodyMemory:
                 retry_after=1.0,
             )
         self.num_bytes += num_bytes
+
+    def shrink(self, num_bytes: int) -> None:
+        """Says that so many are no longer held."""
+        if num_bytes:
+            self.num_bytes -= num_bytes
+            self._on_free(num_bytes)
 
 
 class Body:
@@ -73,8 +81,8 @@ class Body:
 
     def free(self) -> None:
         """Forgets the content; more calls do nothing."""
-        self._memory.num_bytes -= self._counted
-        self._counted, self.content = 0, b""
+        counted, self._counted, self.content = self._counted, 0, b""
+        self._memory.shrink(counted)
 
     async def _whole(self, receive: Receive, most: int) -> bytes:
         body = bytearray()

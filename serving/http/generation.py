@@ -40,9 +40,9 @@ _MAX_BODIES = 32  # of the largest size, held until they are parsed
 class Reader:
     """What all generating routes share to read bodies: memory for them, and a thread for large ones."""
 
-    def __init__(self, *, max_bytes: int):
+    def __init__(self, *, max_bytes: int, on_free: Callable[[int], None]):
         self.max_bytes = max_bytes
-        self._memory = BodyMemory(_MAX_BODIES * max_bytes)
+        self._memory = BodyMemory(_MAX_BODIES * max_bytes, on_free)
         # json.loads keeps the global lock, so a second thread would win nothing.
         self._pool = BoundedPool("json", "large requests", num_threads=1, max_waiting=_MAX_WAITING)
 

@@ -34,12 +34,14 @@ class MessageLimits:
       large: "/package.Service/Method" of calls that carry prompts.
       max_small_bytes: of all others.
       max_fields: those of messages within included; packed numbers are one.
+      on_read: called with the bytes of each message.
     """
 
     max_bytes: int
     large: Collection[str]
     max_small_bytes: int = 512 << 10  # Abort: 1024 ids of 256 characters, and more
     max_fields: int
+    on_read: Callable[[int], None] = lambda num_bytes: None
 
     def of(self, method: str) -> int:
         """Bytes of a message."""
@@ -86,7 +88,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 behaviour = _nobody_streams
         else:
             behaviour = _behaviour(handler)
-            read = _reader(handler, self._limits.of(details.method), self._limits.max_fields)
+            read = _reader(handler, self._limits, self._limits.of(details.method))
         guarded = _guarded_stream if handler.response_streaming else _guarded
         report = partial(self._on_refused, details.method.removeprefix("/"))
         return _rebuilt(handler, guarded(behaviour, read, report, token))
@@ -114,18 +116,19 @@ def _behaviour(handler: grpc.RpcMethodHandler) -> Callable:
     return handler.stream_unary or handler.unary_unary
 
 
-def _reader(handler: grpc.RpcMethodHandler, max_bytes: int, max_fields: int) -> Callable:
+def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: int) -> Callable:
     """What makes a call's message, or messages, of bytes. gRPC's own would answer UNKNOWN to bytes that
     are no message, log a traceback for each, and read those of clients without a token."""
     descriptor = handler.request_deserializer.__self__.DESCRIPTOR
 
     def read(data: bytes) -> Message:
+        limits.on_read(len(data))
         if len(data) > max_bytes:
             raise too_large("the request", max_bytes)
-        if has_more_fields(data, descriptor, max_fields):
+        if has_more_fields(data, descriptor, limits.max_fields):
             raise ServiceError(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"the request holds more than {max_fields} fields, the most that this server takes",
+                f"the request holds more than the {limits.max_fields} fields that this server takes",
             )
         try:
             return handler.request_deserializer(data)

@@ -89,6 +89,7 @@ class RpcServer:
             max_bytes=max_message_bytes,
             large=_WITH_PROMPTS,
             max_fields=8 * frontend.limits.max_messages,
+            on_read=frontend.memory.soon,
         )
         self._server = grpc.aio.server(
             interceptors=[Guard(tokens, limits, partial(frontend.refused, "grpc"))], options=options

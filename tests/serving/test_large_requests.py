@@ -377,7 +377,7 @@ def test_limits_are_those_of_the_server(make_engine):
 
 def test_a_full_pool_of_large_bodies_refuses_with_a_retry_time(monkeypatch):
     monkeypatch.setattr(generation, "_MAX_WAITING", 0)
-    reader = generation.Reader(max_bytes=1 << 20)
+    reader = generation.Reader(max_bytes=1 << 20, on_free=lambda num_bytes: None)
 
     async def ask():
         return await reader.run(5000, lambda: json.loads("{}"))

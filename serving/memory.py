@@ -1,0 +1,42 @@
+"""Gives memory back to the system after large requests: glibc keeps what was freed in small pieces."""
+
+import asyncio
+import ctypes
+from collections.abc import Callable
+
+LARGE = 100_000
+"""Bytes or characters of a request after which it is worth the while."""
+_SECONDS = 1.0
+
+
+def c_library_trim() -> None:
+    """Returns free pages to the system; does nothing where the C library has no such function."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class MemoryReturn:
+    """Trims the heap a second after a large request, once for all that end meanwhile.
+
+    Args:
+      trim: called in a thread, without Python's global lock.
+    """
+
+    def __init__(self, trim: Callable[[], None] = c_library_trim):
+        self._trim = trim
+        self._timer: asyncio.TimerHandle | None = None
+
+    def soon(self, size: int) -> None:
+        """Call it in the event loop when a request of `size` bytes or characters was read."""
+        if size >= LARGE and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_SECONDS, self._start)
+
+    def close(self) -> None:
+        """Trims no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _start(self) -> None:
+        self._timer = None
+        asyncio.get_running_loop().run_in_executor(None, self._trim)

@@ -1,0 +1,101 @@
+"""Memory goes back to the system after large requests, however many there were."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from serving import memory
+from serving.memory import LARGE, MemoryReturn
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
+from tests.serving.live import LiveServer
+from tests.waiting import LIMIT, eventually, soon
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(memory, "_SECONDS", 0.01)
+
+
+def test_large_requests_share_a_trim_and_small_ones_make_none(at_once):
+    threads = []
+
+    async def ask():
+        returned = MemoryReturn(lambda: threads.append(threading.current_thread()))
+        returned.soon(LARGE - 1)
+        assert returned._timer is None
+        for _ in range(50):
+            returned.soon(LARGE)
+        await soon(lambda: threads)
+        returned.soon(LARGE)
+        await soon(lambda: len(threads) == 2)
+        returned.soon(LARGE)
+        returned.close()
+        await asyncio.sleep(0.1)
+
+    asyncio.run(ask())
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+
+
+def test_large_requests_of_every_protocol_are_noticed(make_engine, at_once):
+    server = LiveServer(make_engine(), http=True)
+    trims = []
+    server.frontend.memory._trim = lambda: trims.append(1)
+    text = "a" * (2 * LARGE)
+    url = f"http://{server.http_address}/v1/completions"
+    assert httpx.post(url, json={"prompt": text}, timeout=LIMIT).status_code == 400
+    eventually(lambda: trims)
+    eventually(lambda: server.frontend.memory._timer is None)
+    trims.clear()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        with pytest.raises(grpc.RpcError, match="characters"):
+            stub.GenerateOnce(pb.GenerateRequest(text=text), timeout=LIMIT)
+    eventually(lambda: trims)
+    server.close()
+
+
+TOKENISE = """
+import asyncio, random
+from peagle_jax.text import Tokenizer
+from serving.limits import Limits
+from serving.memory import c_library_trim
+from serving.tokenizing import Encoder
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 >> 20
+
+async def main():
+    encoder = Encoder(
+        Tokenizer("peagle_jax/assets/target"), Limits(), max_model_len=1 << 17
+    )
+    text = "".join(random.Random(1).choices("ab,\\n({;", k=1_000_000))
+    before = resident()
+    await asyncio.gather(*(encoder.encode(text, field="text") for _ in range(4)))
+    kept = resident()
+    c_library_trim()
+    print(before, kept, resident())
+    encoder.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and glibc keeps memory")
+def test_the_memory_of_long_texts_is_given_back():
+    done = subprocess.run(
+        [sys.executable, "-c", TOKENISE], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    before, kept, after = map(int, done.stdout.split())
+    assert after - before <= 200, (before, kept, after)
