@@ -108,6 +108,9 @@ def _rope(scaling: Fields) -> RopeConfig:
         raise scaling.error("a rope of its own for each type of layer is not supported here")
     theta = scaling.number("rope_theta", positive=True, above=1)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
+    is_stated = any(scaling.get(key) is not None for key in ("rope_type", "type"))
+    if scaling.get("factor") is not None and not is_stated:
+        raise scaling.error("the rope's parameters state a factor, but no rope_type")
     if scaling.text("type", kind) != kind:
         raise scaling.error(
             f"rope_type is {kind!r} and type {scaling.get('type')!r}; leave one out"

@@ -4,6 +4,7 @@
 """
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -43,7 +44,7 @@ def _value(old, rng: Random):
         near = [old + 1, old * 2, -old, str(old), [old], float(old), old // 2]
     elif isinstance(old, list):
         near = [old[:-1], old * 2, old[::-1]]
-    return rng.choice(near) if near and rng.random() < 0.6 else rng.choice(WILD)
+    return deepcopy(rng.choice(near) if near and rng.random() < 0.6 else rng.choice(WILD))
 
 
 def _config_of(folder: Folder, rng: Random) -> tuple[str, dict]:
@@ -66,7 +67,7 @@ def add_key(folder: Folder, rng: Random) -> str:
     file, config = _config_of(folder, rng)
     raw = _place(config, rng)
     key = rng.choice([*_MORE_KEYS, *_ROPE_MORE, "zebra"])
-    raw[key] = rng.choice(WILD)
+    raw[key] = deepcopy(rng.choice(WILD))
     return f"{file}: {key} = {raw[key]!r}"[:200]
 
 
@@ -188,7 +189,7 @@ def shard(folder: Folder, rng: Random) -> str:
 
 def break_header(folder: Folder, rng: Random) -> str:
     name = _pick(folder, rng)
-    wild = rng.choice(WILD)
+    wild = deepcopy(rng.choice(WILD))
     how = rng.choice(["dtype", "shape", "data_offsets", "entry", "metadata", "end", "begin"])
 
     def change(header: dict) -> None:
@@ -257,7 +258,9 @@ def _break_index(files: dict[str, bytes], rng: Random) -> str:
     raw = json.loads(files[INDEX])
     tensors = raw["weight_map"]
     name = rng.choice(sorted(tensors))
-    wild = rng.choice([*WILD, "../x.safetensors", "model.safetensors", "/etc/passwd", "."])
+    wild = deepcopy(
+        rng.choice([*WILD, "../x.safetensors", "model.safetensors", "/etc/passwd", "."])
+    )
     how = rng.choice(["map", "file", "lose", "extra", "whole"])
     if how == "map":
         raw["weight_map"] = wild

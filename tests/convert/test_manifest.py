@@ -82,3 +82,21 @@ def test_a_manifest_that_makes_no_sense_is_refused(case, made, tmp_path, cli):
     code, _, err = cli("inspect", folder)
     assert (code, err.count("\n")) == (2, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made"]
+
+
+def test_a_chunk_larger_than_its_array_is_refused(made, tmp_path, cli):
+    """Reading it would end the process."""
+    folder = tmp_path / "made"
+    shutil.copytree(made, folder)
+    path = folder / "weights" / "0000" / "norm.weight" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [10**12]}))
+    for argv in (
+        ("verify", GOLDEN / "llama-fp8-tensor", folder, "--no-logits"),
+        ("export", folder, tmp_path / "back"),
+    ):
+        code, _, err = cli(*argv)
+        assert (code, err.count("\n")) in ((1, 1), (2, 1))
+        assert "norm.weight" in err
+        assert "larger than the array" in err
+    with pytest.raises(CheckpointError, match="larger than the array"):
+        load_target(folder, dtype="float32")
