@@ -1,7 +1,7 @@
 """Log lines: one a request, and one with the engine's figures every few seconds; JSON, on stderr.
 
 What strangers can cause (refusals, warnings, errors) is limited in lines of one kind, with a count of those
-that were left out, so that nobody fills a disk.
+that were left out: otherwise a stranger could fill the disk.
 """
 
 import asyncio
@@ -136,7 +136,7 @@ def log_request(stream: Stream) -> None:
         fields["traceparent"] = ask.trace["traceparent"]
     if stream.error is not None:
         fields["error"] = stream.error.message
-    # Never limited: whoever counts requests in the log must find them all.
+    # Never limited: the log has a line for every accepted request.
     _log.info("request", extra={"fields": fields, "kind": None})
 
 

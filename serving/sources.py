@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 _EPILOG = f"""\
 Every option may also stand in the environment, as {PREFIX}MAX_NUM_SEQS=32, and in the YAML file of
 --config, as `max-num-seqs: 32`. The command line wins over the environment, the environment over the
-file. What is in force, and who said so, is printed at the start. Unknown options are refused in all three.
+file. The effective settings and their sources are printed at the start. Unknown options are refused in all three.
 
   peagle-serve                                          the small code model of the package
   peagle-serve --model DIR --drafter DIR --max-num-seqs 32 --max-model-len 8192

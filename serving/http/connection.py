@@ -147,7 +147,7 @@ class Connection(H11Protocol):
         self._abort_later()
 
     def _discard(self, data: bytes) -> None:
-        """Reads to the end of a body that nobody wants, and closes there."""
+        """Reads the rest of a body that is not needed, and closes the connection after it."""
         self.conn.receive_data(data)
         try:
             while isinstance(event := self.conn.next_event(), h11.Data):

@@ -1,7 +1,7 @@
 """Who may call: certificates and bearer tokens, read again when their files change.
 
-Both can be rotated without a restart. Files that do not do once the server runs change nothing: what was
-read last stays in use, and the log says what is wrong with them.
+Both can be rotated without a restart, by SIGHUP too. Invalid replacements are ignored: what was read last
+stays in use, and the log says what is wrong with them.
 """
 
 import logging
@@ -24,7 +24,7 @@ class _Watched[T]:
     Args:
       what: for the log.
       paths: replaced, rewritten or pointed elsewhere: a change of any of them counts.
-      read: raises `ConfigError` for files that do not do.
+      read: raises `ConfigError` for files that cannot be used.
 
     Raises:
       ConfigError: see `read`.
