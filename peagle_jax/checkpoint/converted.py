@@ -266,7 +266,7 @@ class Converted(Headers):
         if (store.shape, store.dtype.numpy_dtype) != (parameter.shape, parameter.dtype):
             what = f"{store.dtype.name} {store.shape}, not {parameter.dtype} {parameter.shape}"
             raise self._damaged(parameter, what)
-        chunk = store.chunk_layout.read_chunk.shape
+        chunk = store.chunk_layout.read_chunk.shape or ()  # None of a scalar
         if any(step > max(n, 1) for step, n in zip(chunk, store.shape, strict=True)):
             # tensorstore would allocate all of it, and end the process where that fails.
             raise self._damaged(
