@@ -272,7 +272,7 @@ class EngineConfig:
     prefill_calls: int = 4
     max_waiting: int = 4096
     draft_sampling: Literal["argmax", "sample"] = "argmax"
-    max_logprobs: int = 5
+    max_logprobs: int = 20  # as many as OpenAI's API allows; ranked only in calls that ask
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
