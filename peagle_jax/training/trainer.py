@@ -105,6 +105,35 @@ def _is_matrix(name: str, leaf: jax.Array) -> bool:
     return leaf.ndim == 2 and not name.startswith(("embed.", "lm_head."))
 
 
+def _equal_matrices(params: Params) -> list[list[str]]:
+    """Names of the inner matrices, those of one shape together."""
+    groups: dict[tuple, list[str]] = {}
+    for name, leaf in params.items():
+        if _is_matrix(name, leaf):
+            groups.setdefault(leaf.shape, []).append(name)
+    return list(groups.values())
+
+
+def _stacked(
+    rule: optax.GradientTransformation, groups: list[list[str]]
+) -> optax.GradientTransformation:
+    """`rule` over stacks [n, out, in] of equal matrices, each under the name of its first: Muon's many
+    small products become few batched ones."""
+    inner = {name for group in groups for name in group}
+
+    def stack(tree: Params) -> Params:
+        rest = {name: leaf for name, leaf in tree.items() if name not in inner}
+        return rest | {group[0]: jnp.stack([tree[name] for name in group]) for group in groups}
+
+    def update(updates, state, params):
+        updates, state = rule.update(stack(updates), state, stack(params))
+        for group in groups:
+            updates |= zip(group, updates[group[0]], strict=True)
+        return updates, state
+
+    return optax.GradientTransformation(lambda params: rule.init(stack(params)), update)
+
+
 def make_optimizer(run: RunConfig, params: Params) -> optax.GradientTransformation:
     """Clipping, then Muon for inner matrices and AdamW for the rest, or AdamW for all.
 
@@ -118,7 +147,11 @@ def make_optimizer(run: RunConfig, params: Params) -> optax.GradientTransformati
             run.learning_rate, b1=0.9, b2=0.95, weight_decay=run.weight_decay, mask=decayed
         )
     else:
-        axes = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+        axes = MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+        groups = _equal_matrices(params)
+        for group in groups:
+            for name in group[1:]:
+                del matrices[name], decayed[name]
         rule = muon(
             run.learning_rate,
             weight_decay=run.weight_decay,
@@ -130,6 +163,7 @@ def make_optimizer(run: RunConfig, params: Params) -> optax.GradientTransformati
             muon_weight_dimension_numbers={n: axes if m else None for n, m in matrices.items()},
             consistent_rms=0.2,
         )
+        rule = _stacked(rule, groups)
     return optax.chain(optax.clip_by_global_norm(run.clip), rule)
 
 
