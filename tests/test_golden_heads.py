@@ -19,7 +19,7 @@ from peagle_jax.checkpoint import load_head, load_target
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import DraftHead, Proposal, make_drafter
 from peagle_jax.training import cod
-from peagle_jax.training import drafter as training
+from peagle_jax.training import passes as training
 from peagle_jax.training.trainer import split_model
 from tests.rounds import Rig
 from tests.tiny import causal_attention
@@ -173,30 +173,17 @@ def teacher(name: str):
     return SimpleNamespace(embed=target().embed, lm_head=SimpleNamespace(weight=rows))
 
 
-def with_logits(monkeypatch, used=None, importance=None):
-    """Lets the trainer's outcomes carry the logits [T, Vd], and replaces what its loss weighs."""
-    real = training._compare
-
-    def compare(head, target, options, out, labels, own_used, own_importance):
-        new_used = own_used if used is None else used
-        new_importance = own_importance if importance is None else importance
-        outcome = real(head, target, options, out, labels, new_used, new_importance)
-        return outcome, head.logits(target, out)[0]
-
-    monkeypatch.setattr(training, "_compare", compare)
-
-
-def test_the_trainer_computes_what_the_engine_computes(parallel, monkeypatch):
+def test_the_trainer_computes_what_the_engine_computes(parallel):
     """Elements (a, 0) .. (a, K-1) of the trainer are slots a .. a+K-1 of a serving round."""
     name, seen = parallel
     K, run, tutor = num_draft(name), target_run(), teacher(name)
     S = run.tokens.shape[1]
-    with_logits(monkeypatch)
 
     @jax.jit
     def logits(model):
         elements = cod.all_elements(jnp.ones((1, S), bool), K)
-        return training.parallel_outcome(model, tutor, run, elements, options(K))[1]
+        rows = training.parallel_rows(model, tutor, run, elements, options(K))
+        return model.logits(tutor, rows.out)[0]
 
     trained = log_softmax(logits(head(name)).reshape(K, S, -1))
     anchors = [anchor for anchor in range(S - 1) if seen[anchor]]
@@ -227,17 +214,18 @@ def cod_elements(name: str) -> tuple[cod.Elements, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", PEAGLE)
-def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name, monkeypatch):
+def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
     want, (elements, rows) = expected(name), cod_elements(name)
     params, merge = split_model(head(name))
     run, tutor, chosen = target_run(), teacher(name), options(num_draft(name))
-    with_logits(monkeypatch)
 
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def loss(params):
-        outcome, logits = training.parallel_outcome(merge(params), tutor, run, elements, chosen)
-        return outcome.total / (outcome.used.sum() + 1e-5), logits
+        model = merge(params)
+        rows = training.parallel_rows(model, tutor, run, elements, chosen)
+        outcome = training.compare(model, tutor, run, chosen, rows)
+        return outcome.total / (outcome.used.sum() + 1e-5), model.logits(tutor, rows.out)[0]
 
     (value, logits), grads = loss(params)
     np.testing.assert_allclose(logits[rows], want["cod_logits"], atol=ATOL)
@@ -249,7 +237,7 @@ def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name, mon
 
 
 @pytest.mark.parametrize("name", EAGLE)
-def test_logits_loss_and_gradient_of_the_training_time_test_are_the_golden_ones(name, monkeypatch):
+def test_logits_loss_and_gradient_of_the_training_time_test_are_the_golden_ones(name):
     """speculators counts row p of step s when slot p + s does; the trainer wants slot p to as well."""
     want, K, run, tutor = expected(name), num_draft(name), target_run(), teacher(name)
     S = run.tokens.shape[1]
@@ -257,15 +245,16 @@ def test_logits_loss_and_gradient_of_the_training_time_test_are_the_golden_ones(
     used = np.array([[p + s < S - 1 and mask[p + s + 1] > 0 for p in range(S)] for s in range(K)])
     weight = used / (used.sum(axis=1, keepdims=True) + 1e-5)
     flat = lambda x: jnp.asarray(x.reshape(1, -1))
-    with_logits(monkeypatch, flat(used), flat(weight))
     params, merge = split_model(head(name))
 
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def loss(params):
-        valid = jnp.ones((1, S), bool)
-        outcome, logits = training.unrolled_outcome(merge(params), tutor, run, valid, options(K))
-        return outcome.total, (outcome.kl, logits)
+        model, valid = merge(params), jnp.ones((1, S), bool)
+        rows = training.unrolled_rows(model, tutor, run, valid, options(K))
+        rows = rows._replace(used=flat(used), importance=flat(weight))
+        outcome = training.compare(model, tutor, run, options(K), rows)
+        return outcome.total, (outcome.kl, model.logits(tutor, rows.out)[0])
 
     (value, (kl, logits)), grads = loss(params)
     logits, kl = np.asarray(logits).reshape(K, S, -1), np.asarray(kl).reshape(K, S)

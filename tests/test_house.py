@@ -31,8 +31,10 @@ ORDER = [
     "engine.sizes", "engine.memory", "engine.programs", "engine.engine",
     "model_folders", "loading", "prompts", "runs",
     "training", "training.options", "training.corpus", "training.data", "training.cod", "training.attention",
+    "training.flash", "training.texts", "training.weights", "training.acceptance",
     "training.objective", "training.partition", "training.embedding", "training.curves",
-    "training.trainer", "training.target", "training.drafter", "training.continuations",
+    "training.trainer", "training.target", "training.passes", "training.drafter",
+    "training.continuations",
     "training.__main__",
     "__main__", "__init__",
 ]  # fmt: skip

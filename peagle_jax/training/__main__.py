@@ -35,7 +35,7 @@ def _data(args) -> None:
         folders=tuple(args.folders),
         sample_bytes=int(args.sample_mb * 1e6),
         max_bytes=int(args.max_mb * 1e6),
-        **_pick(args, "vocab_size num_headers seed"),
+        **_pick(args, "vocab_size num_headers seed tokenizer"),
     )
     report = prepare(options, args.out)
     for name, package in report["packages"].items():
@@ -155,7 +155,7 @@ def _drafter(args) -> None:
     run = _run_config(args)
     names = (
         "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
-        "num_draft loss sharpen segments"
+        "num_draft loss sharpen segments elements weights repeat_weight max_temperature"
     )
     options = drafter.DrafterOptions(
         continuations=args.text,
@@ -193,12 +193,22 @@ _STAGES = {
 }
 
 
+def run(args) -> None:
+    """Runs a stage.
+
+    Raises:
+      ConfigError: options or data that do not fit.
+      FloatingPointError: the loss is no number.
+    """
+    check(args)
+    _STAGES[args.stage](args)
+
+
 def main() -> None:
     """Entry point of `peagle-train`."""
     args = parser().parse_args()
     try:
-        check(args)
-        _STAGES[args.stage](args)
+        run(args)
     except (ConfigError, CheckpointError, FileNotFoundError, FloatingPointError) as error:
         print("peagle-train: error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

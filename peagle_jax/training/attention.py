@@ -18,13 +18,16 @@ from peagle_jax.training.cod import Elements
 Backend = Literal["auto", "xla", "cudnn"]
 
 
+def is_flash(backend: Backend, dtype) -> bool:
+    """Whether cuDNN's flash attention is taken: asked for, or bfloat16 on a GPU."""
+    on_gpu = jax.default_backend() == "gpu"
+    return backend == "cudnn" or (backend == "auto" and on_gpu and dtype == jnp.bfloat16)
+
+
 def causal(backend: Backend = "auto"):
     """`layers.Attend` over whole sequences without a cache; cuDNN's flash attention for bf16 on GPUs."""
 
     def attend(q, k, v, cache: None, *, window: int | None):
-        flash = backend == "cudnn" or (
-            backend == "auto" and jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
-        )
         local = None if window is None else (window - 1, 0)
         out = jax.nn.dot_product_attention(
             q,
@@ -32,7 +35,7 @@ def causal(backend: Backend = "auto"):
             v,
             is_causal=True,
             local_window_size=local,
-            implementation="cudnn" if flash else "xla",
+            implementation="cudnn" if is_flash(backend, q.dtype) else "xla",
         )
         return out, None
 

@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from peagle_jax.config import ConfigError
 from peagle_jax.training.corpus import Document, collect
 
 END, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
@@ -49,6 +50,7 @@ class DataOptions:
     max_bytes: int
     num_headers: int
     seed: int
+    tokenizer: Path | None = None  # of a target that exists
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -68,6 +70,22 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer made by this stage before.
+
+    Raises:
+      ConfigError: the file cannot be read, or its reserved ids are others.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        raise ConfigError(f"{path}: no tokenizer can be read from it ({error})") from error
+    ids = {END: END_ID, MASK: MASK_ID, PAD: PAD_ID}
+    if any(tokenizer.token_to_id(token) != i for token, i in ids.items()):
+        raise ConfigError(f"{path}: tokens {', '.join(ids)} must have ids 0, 1 and 2")
     return tokenizer
 
 
@@ -139,7 +157,10 @@ def prepare(options: DataOptions, out: Path) -> dict:
             left -= len(document.text)
             yield document.text
 
-    tokenizer = train_tokenizer(sample(), options.vocab_size)
+    if options.tokenizer is None:
+        tokenizer = train_tokenizer(sample(), options.vocab_size)
+    else:
+        tokenizer = read_tokenizer(options.tokenizer)
     save_tokenizer(tokenizer, out, max_length=2048)
     streams = {
         name: encode(tokenizer, [d.text for d in split], name)

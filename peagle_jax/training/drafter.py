@@ -1,282 +1,126 @@
-"""Training of draft heads against a frozen target that runs in the same step.
+"""Training of draft heads against a frozen target that runs in the same step."""
 
-Element (a, d), slot p = a + d, drafts x_{p+2}; what it should say is the target's own output at
-position p + 1. P-EAGLE trains all sampled elements in one pass; EAGLE-3 unrolls its own feedback.
-"""
-
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels import dispatch
 from peagle_jax.checkpoint.head_json import check_fit
 from peagle_jax.config import ConfigError, DrafterConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Decoder
-from peagle_jax.training import attention, cod
+from peagle_jax.training import cod
+from peagle_jax.training.acceptance import earlier, leading, repeats, walk
 from peagle_jax.training.embedding import TrainedEmbed
-from peagle_jax.training.objective import Distribution, Loss, distill
-from peagle_jax.training.partition import deal, sum_over
+from peagle_jax.training.passes import (
+    DrafterOptions,
+    Outcome,
+    Rows,
+    Run,
+    Text,
+    compare,
+    parallel_rows,
+    partitioned_outcome,
+    run_target,
+    slot_is_trained,
+    text_rows,
+    unrolled_rows,
+)
 from peagle_jax.training.target import unembedding
+from peagle_jax.training.texts import Blocks, blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrafterOptions:
-    """What a head is trained on and how. `num_depths` is K_train (EAGLE-3: unrolled steps)."""
+def _by_depth(outcome: Outcome, depth: np.ndarray) -> dict:
+    """Accuracy and KL per depth as (numerator, denominator) arrays [num_depths].
 
-    continuations: Path
-    batch: int
-    num_depths: int
-    rate: float
-    min_rate: float
-    step_decay: float  # depth d (EAGLE-3: unrolled step d) weighs step_decay**d
-    freeze_lm_head: bool
-    dtype: str
-    attention: attention.Backend
-    query_chunk: int | None
-    loss_chunk: int
-    eval_sequences: int
-    num_draft: int  # J of the simulated acceptance length
-    loss: Loss = "kl"
-    sharpen: float = 1.0  # temperature of the labels
-    segments: int = 1  # P-EAGLE: pieces of a text's elements; less memory
-
-    def __post_init__(self):
-        if not (0 < self.rate <= 1 and 0 <= self.min_rate <= 1):
-            raise ConfigError("--rate and --min-rate are shares, between 0 and 1")
-        if self.sharpen <= 0 or self.step_decay < 0:
-            raise ConfigError("--sharpen must be above 0, weights of depths not below it")
-        if min(self.num_depths, self.num_draft, self.batch, self.segments) < 1:
-            raise ConfigError("--depths, --num-draft, --batch and --segments must be at least 1")
-
-
-class Text(NamedTuple):
-    """A batch of continuations: tokens 0..prompt-1 were given, prompt..length-1 generated."""
-
-    tokens: jax.Array  # [B, S]
-    prompt: jax.Array  # [B] int32
-    length: jax.Array  # [B] int32
-
-
-class Outcome(NamedTuple):
-    """Per-row results of a head, rows flattened from [B, T]."""
-
-    total: jax.Array
-    kl: jax.Array
-    match: jax.Array
-    used: jax.Array
-
-
-def slot_is_trained(text: Text) -> jax.Array:
-    """Slots [B, S] whose draft matters: x_{p+1} was generated and x_{p+2} exists.
-
-    With a prompt of 3 tokens and 6 in all, slots 2 and 3 (the first two the engine would draft from).
+    Args:
+      depth: of rows [A, T], as [A, 1] or [1, T].
     """
-    p = jnp.arange(text.tokens.shape[1])
-    return (p + 1 >= text.prompt[:, None]) & (p + 2 <= text.length[:, None] - 1)
-
-
-def _ahead(x: jax.Array, d: int) -> jax.Array:
-    """x [B, S, ...] at position p + d, zero past the end."""
-    return jnp.pad(x[:, d:], [(0, 0), (0, d)] + [(0, 0)] * (x.ndim - 2))
-
-
-def _take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x [B, S, D], index [B, T] -> [B, T, D]."""
-    return jnp.take_along_axis(x, index[..., None], axis=1)
-
-
-class Run(NamedTuple):
-    """The target's pass over a batch."""
-
-    tokens: jax.Array  # [B, S] int32
-    taps: jax.Array  # [B, S, A*D]
-    normed: jax.Array  # [B, S, D], input of the unembedding
-
-
-def run_target(target: Decoder, text: Text, taps: tuple[int, ...], backend) -> Run:
-    tokens = text.tokens.astype(jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    cache = [None] * target.config.num_layers
-    hidden, tapped, _ = target(tokens, positions, cache, attention.causal(backend), taps=taps)
-    return jax.tree.map(jax.lax.stop_gradient, Run(tokens, tapped, target.norm(hidden)))
-
-
-def _compare(head, target, options, out, labels, used, importance) -> Outcome:
-    """Distils rows out [B, T, D] towards the target's normed states labels [B, T, Dt]."""
-    flat = lambda x: x.reshape(-1, *x.shape[2:])
-    weight = jax.lax.stop_gradient(unembedding(target))
-    teacher = Distribution(flat(labels), weight, options.sharpen)
-    importance = flat(importance.astype(jnp.float32))
-    student = flat(head.norm(out)), head.lm_head.weight[...]
-    result = distill(*student, teacher, importance, options.loss_chunk, options.loss)
-    return Outcome(result.total, result.kl, result.match, flat(used))
-
-
-def parallel_outcome(
-    head: DraftHead, target: Decoder, run: Run, elements: cod.Elements, options: DrafterOptions
-) -> Outcome:
-    """P-EAGLE over the sampled elements, in one pass of the head."""
-    B, S = run.tokens.shape
-    T = elements.anchor.shape[1]
-    mask_id = jnp.full((B, T - S), head.config.mask_token_id)
-    tokens = jnp.concatenate([_ahead(run.tokens, 1), mask_id], axis=1)
-    fused = head.fuse(run.taps)
-    mask_state = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), (B, T - S, fused.shape[-1]))
-    hidden = jnp.concatenate([fused, mask_state], axis=1)
-    attend = attention.ElementAttention(elements, options.attention, options.query_chunk)
-    cache = [None] * head.config.num_layers
-    out, _ = head(target, tokens, hidden, elements.slots, cache, attend)
-    labels = _take_rows(run.normed, jnp.minimum(elements.slots + 1, S - 1))
-    importance = elements.used * options.step_decay**elements.depth
-    return _compare(head, target, options, out, labels, elements.used, importance)
-
-
-def _deep_outcome(options: DrafterOptions, shared, constants, piece: cod.Elements):
-    """Elements of depths 1.. on top of the context's keys: (total, the rest of an `Outcome`)."""
-    (head, context), (target, normed) = shared, constants
-    S = piece.num_slots
-    slots, used = piece.slots[:, S:], piece.used[:, S:]
-    tokens = jnp.full(slots.shape, head.config.mask_token_id)
-    mask_state = head.fuse(head.mask_hidden[...])
-    hidden = jnp.broadcast_to(mask_state, (*slots.shape, mask_state.shape[-1]))
-    attend = attention.ElementAttention(piece, options.attention, options.query_chunk)
-    out, _ = head(target, tokens, hidden, slots, context, attend)
-    labels = _take_rows(normed, jnp.minimum(slots + 1, S - 1))
-    importance = used * options.step_decay ** piece.depth[S:]
-    total, *report = _compare(head, target, options, out, labels, used, importance)
-    return total, report
-
-
-def partitioned_outcome(
-    head: DraftHead, target: Decoder, run: Run, elements: cod.Elements, options: DrafterOptions
-) -> tuple[Outcome, np.ndarray]:
-    """`parallel_outcome` in `options.segments` pieces after the context; also the depth of each row."""
-    B, S = run.tokens.shape
-    attend = attention.UnrolledAttention(options.attention)
-    cache = [None] * head.config.num_layers
-    shifted, positions = _ahead(run.tokens, 1), elements.slots[:, :S]
-    out, cache = head(target, shifted, head.fuse(run.taps), positions, cache, attend)
-    used = elements.used[:, :S]
-    first = _compare(head, target, options, out, _ahead(run.normed, 1), used, used)
-    pieces = deal(elements, options.segments)
-    context = [keys for (keys,) in cache]
-    total, deep = sum_over(
-        partial(_deep_outcome, options), (head, context), (target, run.normed), pieces
-    )
-
-    def rows(context, pieces):  # [B*S], [P, B*R] -> [B*(S + P*R)]
-        pieces = jnp.moveaxis(pieces.reshape(options.segments, B, -1), 0, 1)
-        return jnp.concatenate([context.reshape(B, S), pieces.reshape(B, -1)], axis=1).reshape(-1)
-
-    depth = np.concatenate([pieces.depth[:S], np.tile(pieces.depth[S:], options.segments)])
-    return Outcome(first.total + total, *map(rows, first[1:], deep)), depth
-
-
-def unrolled_outcome(
-    head: DraftHead, target: Decoder, run: Run, valid: jax.Array, options: DrafterOptions
-) -> Outcome:
-    """EAGLE-3's training-time test: row a of step s sits at slot a + s and is fed step s-1's row a."""
-    S = run.tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(S), run.tokens.shape)
-    attend = attention.UnrolledAttention(options.attention, options.query_chunk)
-    hidden, cache = head.fuse(run.taps), [None] * head.config.num_layers
-    outs, labels, used, importance = [], [], [], []
-    for s in range(options.num_depths):
-        shifted = _ahead(run.tokens, s + 1)
-        out, cache = head(target, shifted, hidden, positions + s, cache, attend)
-        outs.append(out)
-        labels.append(_ahead(run.normed, s + 1))
-        used.append(valid & _ahead(valid, s))
-        importance.append(used[-1] * options.step_decay**s)
-        hidden = head.feedback(out)
-    join = partial(jnp.concatenate, axis=1)
-    return _compare(head, target, options, join(outs), join(labels), join(used), join(importance))
-
-
-def _by_depth(outcome: Outcome, depth: np.ndarray, batch: int) -> dict:
-    """Accuracy and KL per depth as (numerator, denominator) arrays [num_depths]."""
     used = outcome.used.astype(jnp.float32)
-    sums = lambda x: jax.ops.segment_sum(
-        x.reshape(batch, -1).sum(0), jnp.asarray(depth), int(depth.max()) + 1
-    )
+    of_rows, num_depths = jnp.asarray(depth.reshape(-1)), int(depth.max()) + 1
+    other = depth.shape.index(1)
+    sums = lambda x: jax.ops.segment_sum(x.sum(other), of_rows, num_depths)
     count = sums(used)
     return dict(accuracy=(sums(outcome.match * used), count), kl=(sums(outcome.kl * used), count))
+
+
+def _parallel_outcome(head, target, run: Run, valid, options: DrafterOptions, key):
+    """P-EAGLE over freshly drawn elements: (outcome, depth of its rows)."""
+    if options.elements == "texts":
+        blocks = blocks_of(len(valid), options.num_depths, options.rate, options.min_rate)
+        rows = text_rows(head, target, run, valid, blocks, options)
+        return compare(head, target, run, options, rows), blocks.depth[:, None]
+    elements = cod.sample_elements(
+        key, valid, num_depths=options.num_depths, rate=options.rate, min_rate=options.min_rate
+    )
+    if options.segments > 1 and elements.sizes:
+        outcome, depth = partitioned_outcome(head, target, run, elements, options)
+        return outcome, depth[None]
+    rows = parallel_rows(head, target, run, elements, options)
+    return compare(head, target, run, options, rows), elements.depth[None]
 
 
 def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Decoder, text, key):
     """The training loss of either method; see `trainer.Task`."""
     head = merge(cast({**frozen, **params}, options.dtype))
+    if options.elements == "texts":
+        # The first texts are trained deepest, so chance decides which are first.
+        order = jax.random.permutation(key, len(text.tokens))
+        text = Text(*(x[order] for x in text))
     run = run_target(target, text, taps, options.attention)
     valid = slot_is_trained(text)
-    B, S = valid.shape
     if head.config.method == "peagle":
-        elements = cod.sample_elements(
-            key,
-            valid,
-            num_depths=options.num_depths,
-            rate=options.rate,
-            min_rate=options.min_rate,
-        )
-        if options.segments > 1 and elements.sizes:
-            outcome, depth = partitioned_outcome(head, target, run, elements, options)
-        else:
-            outcome = parallel_outcome(head, target, run, elements, options)
-            depth = elements.depth
+        outcome, depth = _parallel_outcome(head, target, run, valid, options, key)
     else:
-        outcome = unrolled_outcome(head, target, run, valid, options)
-        depth = np.repeat(np.arange(options.num_depths), S)
-    count = (outcome.used * np.tile(options.step_decay**depth, B)).sum()
-    return outcome.total, (count.astype(jnp.float32), _by_depth(outcome, depth, B))
+        rows = unrolled_rows(head, target, run, valid, options)
+        outcome = compare(head, target, run, options, rows)
+        depth = np.repeat(np.arange(options.num_depths), valid.shape[1])[None]
+    return outcome.total, (outcome.count, _by_depth(outcome, depth))
+
+
+def all_rows(head, target: Decoder, run: Run, valid, options: DrafterOptions) -> Rows:
+    """Every anchor at every depth, rows [B, num_depths * S]; used where the engine could be."""
+    B, S = valid.shape
+    if head.config.method == "eagle3":
+        return unrolled_rows(head, target, run, valid, options)
+    if options.elements == "anchors":
+        elements = cod.all_elements(valid, options.num_depths)
+        rows = parallel_rows(head, target, run, elements, options)
+        return rows._replace(used=rows.used & jnp.tile(valid, options.num_depths))
+    rows = text_rows(head, target, run, valid, Blocks((B,) * options.num_depths), options)
+    by_text = lambda x: jnp.moveaxis(x.reshape(-1, B, *x.shape[1:]), 0, 1)
+    return Rows(*(by_text(x).reshape(B, -1, *x.shape[2:]) for x in rows))
 
 
 def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: Decoder, text):
     """Every anchor at every depth: (match, used, kl), each [B, num_depths, S]."""
-    options = replace(options, loss="kl", sharpen=1.0)  # whatever was trained, one measure
+    # Whatever was trained, one measure.
+    options = replace(options, loss="kl", sharpen=1.0, weights="depth", repeat_weight=1.0)
     head = merge(cast({**frozen, **params}, options.dtype))
     run = run_target(target, text, taps, options.attention)
     valid = slot_is_trained(text)
-    B, S = valid.shape
-    if head.config.method == "peagle":
-        elements = cod.all_elements(valid, options.num_depths)
-        outcome = parallel_outcome(head, target, run, elements, options)
-    else:
-        outcome = unrolled_outcome(head, target, run, valid, options)
-    shape = (B, options.num_depths, S)
+    rows = all_rows(head, target, run, valid, options)
+    outcome = compare(head, target, run, options, rows)
+    shape = (len(valid), options.num_depths, -1)
     return tuple(x.reshape(shape) for x in (outcome.match, outcome.used, outcome.kl))
 
 
-def acceptance_length(
-    match: np.ndarray, prompt: np.ndarray, length: np.ndarray, num_draft: int
-) -> float:
-    """Tokens per round if these greedy texts were decoded with the head.
-
-    A round at slot a emits the leading run of right drafts and one more token. Texts are walked from
-    their first slot, prompt - 1, as the engine would.
-
-    Args:
-      match: [B, depths, S] bool, the draft of anchor a at depth d equals the target's choice.
-    """
-    run = np.cumprod(match[:, :num_draft], axis=1).sum(axis=1)  # [B, S]
-    emitted = rounds = 0
-    for row, first, last in zip(run, prompt - 1, length - 3, strict=True):
-        slot = first
-        while slot <= last:
-            gained = min(int(row[slot]), last - slot) + 1
-            emitted, rounds, slot = emitted + gained, rounds + 1, slot + gained
-    return emitted / max(rounds, 1)
-
-
-def load_text(folder: Path, name: str) -> Text:
-    """`{name}.npz` as written by `continuations`."""
-    with np.load(folder / f"{name}.npz") as file:
-        return Text(file["tokens"], file["prompt"], file["length"])
+def load_text(folder: Path, name: str, max_temperature: float | None = None) -> Text:
+    """`{name}.npz` as written by `continuations`; only texts sampled up to a temperature, if given."""
+    path = folder / f"{name}.npz"
+    with np.load(path) as file:
+        text = Text(file["tokens"], file["prompt"], file["length"])
+        if max_temperature is None:
+            return text
+        if "temperature" not in file:
+            raise ConfigError(f"{path} has no temperatures; leave out --max-temperature")
+        kept = file["temperature"] <= max_temperature
+    return Text(*(x[kept] for x in text))
 
 
 def init_head(config: DrafterConfig, target: Decoder, seed: int) -> DraftHead:
@@ -326,7 +170,13 @@ def make_task(
     """The task, and the function that turns its parameters into a head; `init` is a head to start from."""
     if options.segments > 1 and config.method != "peagle":
         raise ConfigError("--segments cuts the elements of P-EAGLE; EAGLE-3 has none")
-    text, heldout = (load_text(options.continuations, n) for n in ("train", "heldout"))
+    if options.elements == "texts":
+        if config.method != "peagle":
+            raise ConfigError("--elements texts is for P-EAGLE; EAGLE-3 trains on all anchors")
+        if config.sliding_windows is not None and any(config.sliding_windows):
+            raise ConfigError("--elements texts has no sliding windows; use --elements anchors")
+    text = load_text(options.continuations, "train", options.max_temperature)
+    heldout = load_text(options.continuations, "heldout")
     params, merge = split_model(init_head(config, target, run.seed))
     if init is not None:
         params = warm_start(params, split_model(init)[0])
@@ -353,12 +203,15 @@ def make_task(
 
     @jax.jit
     def evaluate_batch(params, weights, text):
-        return evaluate_rows(merge, frozen, taps, options, params, merge_target(weights), text)
+        with dispatch.references():  # as in training
+            return evaluate_rows(merge, frozen, taps, options, params, merge_target(weights), text)
 
     size = max(1, options.batch // 4)
     count = min(options.eval_sequences, len(heldout.tokens)) // size * size
     if count == 0:
         raise ConfigError(f"fewer than {size} held-out continuations; lower --batch")
+
+    seen = repeats([earlier(row) for row in heldout.tokens[:count]], text.tokens.shape[1])
 
     def evaluate(params):
         parts = []
@@ -367,11 +220,13 @@ def make_task(
             parts.append(jax.device_get(evaluate_batch(params, weights, piece)))
         match, used, kl = (np.concatenate(x) for x in zip(*parts, strict=True))
         per_depth = lambda x: (x * used).sum((0, 2)) / np.maximum(used.sum((0, 2)), 1)
+        run = leading(match & used, options.num_draft)
+        rounds = walk(run, heldout.prompt[:count], heldout.length[:count])
+        fresh = rounds.take(~seen[rounds.text, rounds.slot])
         return dict(
             loss=float((kl * used).sum() / max(used.sum(), 1)),
-            acceptance_length=acceptance_length(
-                match & used, heldout.prompt[:count], heldout.length[:count], options.num_draft
-            ),
+            acceptance_length=rounds.acceptance_length,
+            fresh_acceptance_length=fresh.acceptance_length,
             accuracy=per_depth(match),
         )
 

@@ -5,6 +5,8 @@ tokens repeat (all mask rows of P-EAGLE share one token) and sums in no fixed or
 with one-hot rows it does neither.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -48,11 +50,25 @@ def _lookup_bwd(saved, g):
 lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
+class MaskedRows(NamedTuple):
+    """Tokens [B, S] followed by `num_masked` rows of one token."""
+
+    tokens: jax.Array
+    num_masked: int
+    mask_id: int
+
+
 class TrainedEmbed(Embed):
     """`layers.Embed` with the gradient of `lookup`; takes over the weight of another one."""
 
     def __init__(self, embed: Embed):
         self.weight = embed.weight
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return lookup(self.weight[...], tokens)
+    def __call__(self, tokens: jax.Array | MaskedRows) -> jax.Array:
+        if not isinstance(tokens, MaskedRows):
+            return lookup(self.weight[...], tokens)
+        real = lookup(self.weight[...], tokens.tokens)
+        masked = self.weight[tokens.mask_id]
+        return jnp.concatenate(
+            [real, jnp.broadcast_to(masked, (tokens.num_masked, *real.shape[1:]))]
+        )

@@ -46,6 +46,53 @@ class Distribution(NamedTuple):
         return kl, p, jnp.argmax(z, -1) == jnp.argmax(zt, -1)
 
 
+class Table(NamedTuple):
+    """Teacher whose rows are picked from distributions computed once: many rows share one position."""
+
+    index: jax.Array  # [R] int32
+    probs: jax.Array  # [P, V], in the dtype of the computation
+    entropy: jax.Array  # [P] float32, sum of p log p
+    choice: jax.Array  # [P] int32
+
+    def compare(self, z: jax.Array):
+        p = self.probs[self.index].astype(jnp.float32)
+        log_q = jax.nn.log_softmax(z, axis=-1)
+        kl = self.entropy[self.index] - (p * log_q).sum(-1)
+        return kl, p, jnp.argmax(z, -1) == self.choice[self.index]
+
+
+def tabulate(hidden: jax.Array, weight: jax.Array, temperature: float, chunk: int):
+    """(probs, entropy, choice) of a `Table`, for normed states [P, Dt] and an unembedding [V, Dt]."""
+
+    def one(rows):
+        zt = _logits(rows, weight) / temperature
+        log_p = jax.nn.log_softmax(zt, axis=-1)
+        p = jnp.exp(log_p)
+        return p.astype(hidden.dtype), (p * log_p).sum(-1), jnp.argmax(zt, -1)
+
+    return _by_chunk(one, hidden, chunk)
+
+
+def label_probabilities(x: jax.Array, weight: jax.Array, token: jax.Array, chunk: int) -> jax.Array:
+    """The student's probability of one token a row: [R, D], [V, D], [R] -> float32 [R]."""
+
+    def one(rows):
+        states, labels = rows
+        return jnp.exp(-Labels(labels).compare(_logits(states, weight))[0])
+
+    return _by_chunk(one, (x, token), chunk)
+
+
+def _by_chunk(f, rows, chunk: int):
+    """`f` over chunks of rows, results joined."""
+    R = len(jax.tree.leaves(rows)[0])
+    chunk = min(chunk, R)
+    total = -(-R // chunk) * chunk
+    cut = lambda x: _pad_rows(x, total).reshape(-1, chunk, *x.shape[1:])
+    out = jax.lax.map(f, jax.tree.map(cut, rows))
+    return jax.tree.map(lambda x: x.reshape(total, *x.shape[2:])[:R], out)
+
+
 class Distilled(NamedTuple):
     """`total` is differentiable; `kl` and `match` (top choices agree) are per row, for reports."""
 

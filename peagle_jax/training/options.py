@@ -18,7 +18,10 @@ the whole recipe:
 Every stage writes only under --out and goes on where it stopped when it is started again. Trained
 models lie in OUT/final in the Hugging Face layout, beside train.csv, eval.csv and curves.png.
 """
-_ZERO_IS_FINE = {"seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay"}
+_ZERO_IS_FINE = {
+    "seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay", "repeat_weight",
+    "max_temperature",
+}  # fmt: skip
 _FOLDERS = ("data", "target", "text", "init")  # made by earlier stages
 
 
@@ -78,7 +81,11 @@ def _add_data(commands):
     parser = commands.add_parser("data", help="source files -> tokenizer and token streams")
     parser.add_argument("folders", nargs="+", type=Path, help="folders of Python source")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--vocab-size", type=int, default=8192)
+    vocabulary = parser.add_mutually_exclusive_group()
+    vocabulary.add_argument("--vocab-size", type=int, default=8192)
+    vocabulary.add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json to encode with, instead of training one"
+    )
     parser.add_argument("--sample-mb", type=float, default=40, help="text the BPE is trained on")
     parser.add_argument("--max-mb", type=float, default=500, help="text encoded at most")
     parser.add_argument("--num-headers", type=int, default=60_000, help="function heads kept")
@@ -131,6 +138,61 @@ def _add_continuations(commands):
     parser.add_argument("--seed", type=int, default=0)
 
 
+def _add_law(parser) -> None:
+    law = parser.add_argument_group("what is trained")
+    law.add_argument("--depths", type=int, help="K_train; default 8 for peagle, 7 for eagle3")
+    law.add_argument(
+        "--rate", type=float, default=0.8, help="peagle: share kept from depth to depth"
+    )
+    law.add_argument("--min-rate", type=float, default=0.2, help="peagle: share kept at any depth")
+    law.add_argument(
+        "--step-decay", type=float, default=0.8, help="eagle3: weight of the next step"
+    )
+    law.add_argument(
+        "--depth-weight", type=float, default=1.0, help="peagle: weight of the next depth"
+    )
+    law.add_argument(
+        "--loss",
+        choices=("kl", "tv", "lk", "ce"),
+        default="kl",
+        help="divergence from the target: KL, total variation, or KL that turns into it; "
+        "ce: cross entropy of the text's tokens",
+    )
+    law.add_argument(
+        "--sharpen", type=float, default=1.0, help="temperature of the target's distribution"
+    )
+    law.add_argument(
+        "--elements",
+        choices=("anchors", "texts"),
+        default="anchors",
+        help="peagle: what is dropped from depth to depth; texts are faster (default %(default)s)",
+    )
+    law.add_argument(
+        "--weights",
+        choices=("depth", "dpace"),
+        default="depth",
+        help="peagle by texts: dpace weighs drafts by how likely those before them are right",
+    )
+    law.add_argument(
+        "--repeat-weight",
+        type=float,
+        default=1.0,
+        help="of anchors whose last 8 tokens occurred before in the text (default %(default)s)",
+    )
+    law.add_argument(
+        "--max-temperature",
+        type=float,
+        help="train on texts sampled at or below it; 0: greedy ones (default: all)",
+    )
+    law.add_argument("--batch", type=int, default=64, help="texts per step")
+    law.add_argument("--query-chunk", type=int, help="queries attended at once: less memory")
+    law.add_argument(
+        "--segments", type=int, default=1, help="peagle: pieces of each text: less memory"
+    )
+    law.add_argument("--eval-sequences", type=int, default=512)
+    law.add_argument("--num-draft", type=int, default=7, help="drafts per round in the evaluation")
+
+
 def _add_drafter(commands):
     parser = commands.add_parser("drafter", help="train a draft head on the target's text")
     parser.add_argument("--method", choices=("peagle", "eagle3"), required=True)
@@ -150,34 +212,7 @@ def _add_drafter(commands):
     shape.add_argument(
         "--freeze-lm-head", action="store_true", help="keep the target's unembedding"
     )
-    law = parser.add_argument_group("what is trained")
-    law.add_argument("--depths", type=int, help="K_train; default 8 for peagle, 7 for eagle3")
-    law.add_argument(
-        "--rate", type=float, default=0.8, help="peagle: share kept from depth to depth"
-    )
-    law.add_argument("--min-rate", type=float, default=0.2, help="peagle: share kept at any depth")
-    law.add_argument(
-        "--step-decay", type=float, default=0.8, help="eagle3: weight of the next step"
-    )
-    law.add_argument(
-        "--depth-weight", type=float, default=1.0, help="peagle: weight of the next depth"
-    )
-    law.add_argument(
-        "--loss",
-        choices=("kl", "tv", "lk"),
-        default="kl",
-        help="divergence from the target: KL, total variation, or KL that turns into it",
-    )
-    law.add_argument(
-        "--sharpen", type=float, default=1.0, help="temperature of the target's distribution"
-    )
-    law.add_argument("--batch", type=int, default=64, help="texts per step")
-    law.add_argument("--query-chunk", type=int, help="queries attended at once: less memory")
-    law.add_argument(
-        "--segments", type=int, default=1, help="peagle: pieces of each text: less memory"
-    )
-    law.add_argument("--eval-sequences", type=int, default=512)
-    law.add_argument("--num-draft", type=int, default=7, help="drafts per round in the evaluation")
+    _add_law(parser)
     _add_run_options(
         parser, learning_rate=3e-3, adam_learning_rate=2e-3, microbatches=1, log_every=50
     )

@@ -10,7 +10,8 @@ from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.rope_config import RopeConfig
-from peagle_jax.training import cod, drafter, embedding
+from peagle_jax.training import cod, embedding, passes
+from peagle_jax.training.acceptance import acceptance_length
 from peagle_jax.training.attention import ElementAttention
 
 ROPE = RopeConfig(theta=10_000.0)
@@ -119,12 +120,12 @@ def _options(**fields):
         freeze_lm_head=False, dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
         eval_sequences=4, num_draft=3,
     )  # fmt: skip
-    return drafter.DrafterOptions(**(base | fields))
+    return passes.DrafterOptions(**(base | fields))
 
 
 def _text(S=12):
     tokens = jax.random.randint(jax.random.key(5), (3, S), 3, 40)
-    return drafter.Text(tokens, jnp.array([2, 4, 5]), jnp.array([S, S - 2, 7]))
+    return passes.Text(tokens, jnp.array([2, 4, 5]), jnp.array([S, S - 2, 7]))
 
 
 def causal(q, k, v, cache, *, window):
@@ -160,13 +161,14 @@ def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
 def test_training_rows_are_what_serving_computes(method):
     target, head = _models(method)
     text, options = _text(), _options()
-    valid = drafter.slot_is_trained(text)
-    run = drafter.run_target(target, text, target.config.default_taps, "xla")
+    valid = passes.slot_is_trained(text)
+    run = passes.run_target(target, text, target.config.default_taps, "xla")
     if method == "peagle":
         elements = cod.all_elements(valid, 4)
-        outcome = drafter.parallel_outcome(head, target, run, elements, options)
+        rows = passes.parallel_rows(head, target, run, elements, options)
     else:
-        outcome = drafter.unrolled_outcome(head, target, run, valid, options)
+        rows = passes.unrolled_rows(head, target, run, valid, options)
+    outcome = passes.compare(head, target, run, options, rows)
     kl, used = (np.asarray(x).reshape(3, 4, 12) for x in (outcome.kl, outcome.used))
     positions = jnp.broadcast_to(jnp.arange(12), text.tokens.shape)
     hidden, taps, _ = target(
@@ -205,4 +207,4 @@ def test_acceptance_length_walks_the_text_as_the_engine_does():
     match[0, :, 2] = True  # the round at slot 2 accepts three drafts
     match[0, 0, 6] = True  # the round at slot 6 accepts one
     # Prompt 3, length 10: rounds start at slot 2 (4 tokens), 6 (2 tokens; slots 6 and 7).
-    assert drafter.acceptance_length(match, np.array([3]), np.array([10]), 3) == 3.0
+    assert acceptance_length(match, np.array([3]), np.array([10]), 3) == 3.0

@@ -10,13 +10,13 @@ from flax import nnx
 
 from peagle_jax.config import ConfigError
 from peagle_jax.drafter import DraftHead
-from peagle_jax.training import cod, drafter
+from peagle_jax.training import cod, drafter, passes
 from peagle_jax.training.trainer import split_model
 from tests import tiny
 
 
 def _run(target, text):
-    return drafter.run_target(target, text, tiny.HEAD.taps, "xla")
+    return passes.run_target(target, text, tiny.HEAD.taps, "xla")
 
 
 def _options(**fields):
@@ -25,12 +25,12 @@ def _options(**fields):
         freeze_lm_head=False, dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
         eval_sequences=2, num_draft=3,
     )  # fmt: skip
-    return drafter.DrafterOptions(**(base | fields))
+    return passes.DrafterOptions(**(base | fields))
 
 
 def _text(S=12):
     tokens = jax.random.randint(jax.random.key(5), (2, S), 3, tiny.TARGET.vocab_size)
-    return drafter.Text(tokens, jnp.array([2, 4]), jnp.array([S, S - 2]))
+    return passes.Text(tokens, jnp.array([2, 4]), jnp.array([S, S - 2]))
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,12 @@ def outcome_of():
     """Outcome of a head on a small text, all elements."""
     target, text = tiny.target(), _text()
     run = _run(target, text)
-    elements = cod.all_elements(drafter.slot_is_trained(text), 4)
+    elements = cod.all_elements(passes.slot_is_trained(text), 4)
 
     def outcome(head, **fields):
-        return drafter.parallel_outcome(head, target, run, elements, _options(**fields))
+        options = _options(**fields)
+        rows = passes.parallel_rows(head, target, run, elements, options)
+        return passes.compare(head, target, run, options, rows)
 
     return outcome
 

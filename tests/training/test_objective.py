@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.training.objective import LK_ETA, Distribution, Labels, distill
+from peagle_jax.training.objective import (
+    LK_ETA,
+    Distribution,
+    Labels,
+    Table,
+    distill,
+    label_probabilities,
+    tabulate,
+)
 
 ROWS, VOCAB, WIDTH = 23, 30, 8
 
@@ -20,6 +28,10 @@ def _problem(kind: str):
         return student, importance, Labels(token), jax.nn.one_hot(token, VOCAB)
     hidden, weight = (jax.random.normal(keys[i], (n, WIDTH)) for i, n in ((3, ROWS), (4, VOCAB)))
     temperature = 0.5 if kind == "sharpened" else 1.0
+    if kind == "table":  # nine positions, picked several times
+        index = jax.random.randint(keys[3], (ROWS,), 0, 9)
+        teacher = Table(index, *tabulate(hidden[:9], weight, temperature, 4))
+        return student, importance, teacher, jax.nn.softmax(hidden @ weight.T)[index]
     p = jax.nn.softmax(hidden @ weight.T / temperature)
     return student, importance, Distribution(hidden, weight, temperature), p
 
@@ -33,7 +45,7 @@ def _definition(loss: str, p, z):
     return dict(kl=kl, tv=1 - acceptance, lk=mixed)[loss]
 
 
-@pytest.mark.parametrize("kind", ["labels", "distribution", "sharpened"])
+@pytest.mark.parametrize("kind", ["labels", "distribution", "sharpened", "table"])
 @pytest.mark.parametrize("loss", ["kl", "tv", "lk"])
 def test_chunked_loss_and_gradient_equal_the_plain_ones(kind, loss):
     student, importance, teacher, p = _problem(kind)
@@ -54,3 +66,10 @@ def test_reports_are_the_same_for_every_loss():
     for loss in ("tv", "lk"):
         np.testing.assert_array_equal(run(loss).kl, want.kl)
         np.testing.assert_array_equal(run(loss).match, want.match)
+
+
+def test_label_probabilities_are_those_of_the_whole_softmax():
+    student, _, labels, one_hot = _problem("labels")
+    got = label_probabilities(*student, labels.token, 7)
+    want = (jax.nn.softmax(student[0] @ student[1].T) * one_hot).sum(-1)
+    np.testing.assert_allclose(got, want, rtol=1e-4)

@@ -1,0 +1,309 @@
+"""Passes of the frozen target and of a head over a batch of texts, and what is compared after them.
+
+Element (a, d), slot p = a + d, drafts x_{p+2}; what it should say is the target's own output at
+position p + 1. P-EAGLE trains all sampled elements in one pass; EAGLE-3 unrolls its own feedback.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle_jax.config import ConfigError
+from peagle_jax.drafter import DraftHead
+from peagle_jax.models import Decoder
+from peagle_jax.training import attention, cod
+from peagle_jax.training.embedding import MaskedRows, TrainedEmbed
+from peagle_jax.training.objective import (
+    Distribution,
+    Labels,
+    Table,
+    distill,
+    label_probabilities,
+    tabulate,
+)
+from peagle_jax.training.partition import deal, sum_over
+from peagle_jax.training.target import unembedding
+from peagle_jax.training.texts import Blocks, TextAttention
+from peagle_jax.training.weights import anchor_weights, pace_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOptions:
+    """What a head is trained on and how. `num_depths` is K_train (EAGLE-3: unrolled steps)."""
+
+    continuations: Path
+    batch: int
+    num_depths: int
+    rate: float
+    min_rate: float
+    step_decay: float  # depth d (EAGLE-3: unrolled step d) weighs step_decay**d
+    freeze_lm_head: bool
+    dtype: str
+    attention: attention.Backend
+    query_chunk: int | None
+    loss_chunk: int
+    eval_sequences: int
+    num_draft: int  # J of the simulated acceptance length
+    loss: Literal["kl", "tv", "lk", "ce"] = "kl"  # ce: cross entropy of the text's own tokens
+    sharpen: float = 1.0  # temperature of the labels
+    segments: int = 1  # P-EAGLE: pieces of a text's elements; less memory
+    elements: Literal["anchors", "texts"] = "anchors"  # P-EAGLE: what COD drops
+    weights: Literal["depth", "dpace"] = "depth"  # P-EAGLE by texts: weights of the depths
+    repeat_weight: float = 1.0  # of anchors in text that occurred before
+    max_temperature: float | None = None  # of the texts; None takes all
+
+    def __post_init__(self):
+        if not (0 < self.rate <= 1 and 0 <= self.min_rate <= 1):
+            raise ConfigError("--rate and --min-rate are shares, between 0 and 1")
+        if self.sharpen <= 0 or self.step_decay < 0:
+            raise ConfigError("--sharpen must be above 0, weights of depths not below it")
+        if not 0 <= self.repeat_weight <= 1:
+            raise ConfigError("--repeat-weight is a share, between 0 and 1")
+        if self.weights == "dpace" and self.elements != "texts":
+            raise ConfigError("--weights dpace needs whole chains: add --elements texts")
+        if self.elements == "texts" and (self.segments > 1 or self.query_chunk):
+            raise ConfigError(
+                "--segments and --query-chunk are for --elements anchors; with texts use --microbatches"
+            )
+        if min(self.num_depths, self.num_draft, self.batch, self.segments) < 1:
+            raise ConfigError("--depths, --num-draft, --batch and --segments must be at least 1")
+
+
+class Text(NamedTuple):
+    """A batch of continuations: tokens 0..prompt-1 were given, prompt..length-1 generated."""
+
+    tokens: jax.Array  # [B, S]
+    prompt: jax.Array  # [B] int32
+    length: jax.Array  # [B] int32
+
+
+class Rows(NamedTuple):
+    """What a head says, in rows [A, T]: of a text and its elements, or of a text at one depth."""
+
+    out: jax.Array  # [A, T, D], before the final norm
+    at: jax.Array  # [A, T] int32, text * S + position whose output is the label
+    used: jax.Array  # [A, T] bool
+    importance: jax.Array  # [A, T] float32, 0 where not used
+
+
+class Outcome(NamedTuple):
+    """The loss, and its divisor, the sum of all importances; the rest is per row, [A, T]."""
+
+    total: jax.Array
+    count: jax.Array
+    kl: jax.Array
+    match: jax.Array
+    used: jax.Array
+
+
+def slot_is_trained(text: Text) -> jax.Array:
+    """Slots [B, S] whose draft matters: x_{p+1} was generated and x_{p+2} exists.
+
+    With a prompt of 3 tokens and 6 in all, slots 2 and 3 (the first two the engine would draft from).
+    """
+    p = jnp.arange(text.tokens.shape[1])
+    return (p + 1 >= text.prompt[:, None]) & (p + 2 <= text.length[:, None] - 1)
+
+
+def _ahead(x: jax.Array, d: int) -> jax.Array:
+    """x [B, S, ...] at position p + d, zero past the end."""
+    return jnp.pad(x[:, d:], [(0, 0), (0, d)] + [(0, 0)] * (x.ndim - 2))
+
+
+class Run(NamedTuple):
+    """The target's pass over a batch."""
+
+    tokens: jax.Array  # [B, S] int32
+    taps: jax.Array  # [B, S, A*D]
+    normed: jax.Array  # [B, S, D], input of the unembedding
+
+
+def run_target(target: Decoder, text: Text, taps: tuple[int, ...], backend) -> Run:
+    tokens = text.tokens.astype(jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    cache = [None] * target.config.num_layers
+    hidden, tapped, _ = target(tokens, positions, cache, attention.causal(backend), taps=taps)
+    return jax.tree.map(jax.lax.stop_gradient, Run(tokens, tapped, target.norm(hidden)))
+
+
+def _positions(slots: jax.Array, num_slots: int) -> jax.Array:
+    """Slots [B, T] -> `Rows.at`: the label of slot p is the target's output at position p + 1."""
+    text = num_slots * jnp.arange(len(slots))[:, None]
+    return text + jnp.minimum(slots + 1, num_slots - 1)
+
+
+def _teacher(head, target: Decoder, run: Run, options: DrafterOptions, at: jax.Array):
+    """The labels of rows `at` [R]; see `distill`."""
+    if options.loss == "ce":
+        return Labels(_ahead(run.tokens, 1).reshape(-1)[at])
+    normed = run.normed.reshape(-1, run.normed.shape[-1])
+    weight = jax.lax.stop_gradient(unembedding(target))
+    if options.elements == "texts" or head.config.method == "eagle3":  # several rows a position
+        return Table(at, *tabulate(normed, weight, options.sharpen, options.loss_chunk))
+    return Distribution(normed[at], weight, options.sharpen)
+
+
+def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows) -> Outcome:
+    """Distils the head's rows towards the target's distributions, or the text's tokens."""
+    shape, flat = rows.used.shape, lambda x: x.reshape(-1, *x.shape[2:])
+    importance = flat(rows.importance)
+    result = distill(
+        flat(head.norm(rows.out)),
+        head.lm_head.weight[...],
+        _teacher(head, target, run, options, flat(rows.at)),
+        importance,
+        options.loss_chunk,
+        "kl" if options.loss == "ce" else options.loss,
+    )
+    report = (x.reshape(shape) for x in (result.kl, result.match))
+    return Outcome(result.total, importance.sum(), *report, rows.used)
+
+
+def _anchor_weights(run: Run, options: DrafterOptions) -> jax.Array | float:
+    """[B, S], or 1 where all anchors count alike."""
+    if options.repeat_weight == 1:
+        return 1.0
+    return anchor_weights(run.tokens, options.repeat_weight)
+
+
+def _importance(run: Run, elements: cod.Elements, options: DrafterOptions, start: int = 0):
+    """float32 [B, T - start], of the rows from `start` on."""
+    weight = elements.used * jnp.asarray(options.step_decay**elements.depth, jnp.float32)
+    if options.repeat_weight != 1:
+        weight *= jnp.take_along_axis(_anchor_weights(run, options), elements.anchor, axis=1)
+    return weight[:, start:]
+
+
+def parallel_rows(
+    head: DraftHead, target: Decoder, run: Run, elements: cod.Elements, options: DrafterOptions
+) -> Rows:
+    """P-EAGLE over the sampled elements, in one pass of the head."""
+    B, S = run.tokens.shape
+    T = elements.anchor.shape[1]
+    mask_id = jnp.full((B, T - S), head.config.mask_token_id)
+    tokens = jnp.concatenate([_ahead(run.tokens, 1), mask_id], axis=1)
+    fused = head.fuse(run.taps)
+    mask_state = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), (B, T - S, fused.shape[-1]))
+    hidden = jnp.concatenate([fused, mask_state], axis=1)
+    attend = attention.ElementAttention(elements, options.attention, options.query_chunk)
+    cache = [None] * head.config.num_layers
+    out, _ = head(target, tokens, hidden, elements.slots, cache, attend)
+    importance = _importance(run, elements, options)
+    return Rows(out, _positions(elements.slots, S), elements.used, importance)
+
+
+def text_rows(
+    head: DraftHead,
+    target: Decoder,
+    run: Run,
+    valid: jax.Array,
+    blocks: Blocks,
+    options: DrafterOptions,
+) -> Rows:
+    """P-EAGLE over blocks of whole texts, in one pass of the head; texts lie in the order drawn."""
+    B, S = run.tokens.shape
+    R = sum(blocks.sizes)
+    mask_id = head.config.mask_token_id
+    if isinstance(head.embed, TrainedEmbed):
+        tokens = MaskedRows(_ahead(run.tokens, 1), R - B, mask_id)
+    else:
+        tokens = jnp.pad(_ahead(run.tokens, 1), ((0, R - B), (0, 0)), constant_values=mask_id)
+    fused = head.fuse(run.taps)
+    mask_state = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), (R - B, *fused.shape[1:]))
+    slots = jnp.arange(S) + blocks.depth[:, None]
+    cache = [None] * head.config.num_layers
+    attend = TextAttention(blocks, options.attention)
+    hidden = jnp.concatenate([fused, mask_state])
+    out, _ = head(target, tokens, hidden, slots, cache, attend)
+    # Of a text's later anchors, the deep drafts lie past its end.
+    used = blocks.spread(valid) & blocks.ahead(valid)
+    text = S * blocks.spread(jnp.arange(B))[:, None]
+    at = text + jnp.minimum(slots + 1, S - 1)
+    weight = jnp.asarray(options.step_decay**blocks.depth, jnp.float32)[:, None]
+    if options.repeat_weight != 1:
+        weight = weight * blocks.spread(_anchor_weights(run, options))
+    rows = Rows(out, at, used, used * weight)
+    if options.weights == "dpace":
+        paces = _paces(head, run, blocks, options, rows)
+        rows = rows._replace(importance=rows.importance * paces)
+    return rows
+
+
+def _paces(head, run: Run, blocks: Blocks, options: DrafterOptions, rows: Rows) -> jax.Array:
+    """D-PACE weights of the rows [R, S], from the head's probabilities of the text's tokens."""
+    probs = label_probabilities(
+        jax.lax.stop_gradient(head.norm(rows.out).reshape(-1, rows.out.shape[-1])),
+        jax.lax.stop_gradient(head.lm_head.weight[...]),
+        _ahead(run.tokens, 1).reshape(-1)[rows.at.reshape(-1)],
+        options.loss_chunk,
+    )
+    by_depth = blocks.split(probs.reshape(rows.used.shape)), blocks.split(rows.used)
+    return jnp.concatenate(pace_weights(*by_depth))
+
+
+def _deep_outcome(options: DrafterOptions, shared, constants, piece: cod.Elements):
+    """Elements of depths 1.. on top of the context's keys: (total, the rest of an `Outcome`)."""
+    (head, context), (target, run) = shared, constants
+    S = piece.num_slots
+    slots, used = piece.slots[:, S:], piece.used[:, S:]
+    tokens = jnp.full(slots.shape, head.config.mask_token_id)
+    mask_state = head.fuse(head.mask_hidden[...])
+    hidden = jnp.broadcast_to(mask_state, (*slots.shape, mask_state.shape[-1]))
+    attend = attention.ElementAttention(piece, options.attention, options.query_chunk)
+    out, _ = head(target, tokens, hidden, slots, context, attend)
+    rows = Rows(out, _positions(slots, S), used, _importance(run, piece, options, start=S))
+    total, *report = compare(head, target, run, options, rows)
+    return total, report
+
+
+def partitioned_outcome(
+    head: DraftHead, target: Decoder, run: Run, elements: cod.Elements, options: DrafterOptions
+) -> tuple[Outcome, np.ndarray]:
+    """`parallel_rows` in `options.segments` pieces after the context; also the depth of each row."""
+    B, S = run.tokens.shape
+    attend = attention.UnrolledAttention(options.attention)
+    cache = [None] * head.config.num_layers
+    shifted, positions = _ahead(run.tokens, 1), elements.slots[:, :S]
+    out, cache = head(target, shifted, head.fuse(run.taps), positions, cache, attend)
+    used = elements.used[:, :S]
+    importance = _importance(run, elements, options)[:, :S]
+    rows = Rows(out, _positions(positions, S), used, importance)
+    first = compare(head, target, run, options, rows)
+    pieces = deal(elements, options.segments)
+    context = [keys for (keys,) in cache]
+    total, (counts, *deep) = sum_over(
+        partial(_deep_outcome, options), (head, context), (target, run), pieces
+    )
+
+    def join(context, pieces):  # [B, S], [P, B, R] -> [B, S + P*R]
+        return jnp.concatenate([context, jnp.moveaxis(pieces, 0, 1).reshape(B, -1)], axis=1)
+
+    depth = np.concatenate([pieces.depth[:S], np.tile(pieces.depth[S:], options.segments)])
+    report = map(join, first[2:], deep)
+    return Outcome(first.total + total, first.count + counts.sum(), *report), depth
+
+
+def unrolled_rows(
+    head: DraftHead, target: Decoder, run: Run, valid: jax.Array, options: DrafterOptions
+) -> Rows:
+    """EAGLE-3's training-time test: row a of step s sits at slot a + s and is fed step s-1's row a."""
+    S = run.tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(S), run.tokens.shape)
+    attend = attention.UnrolledAttention(options.attention, options.query_chunk)
+    hidden, cache = head.fuse(run.taps), [None] * head.config.num_layers
+    weight = _anchor_weights(run, options)
+    outs, at, used, importance = [], [], [], []
+    for s in range(options.num_depths):
+        shifted = _ahead(run.tokens, s + 1)
+        out, cache = head(target, shifted, hidden, positions + s, cache, attend)
+        outs.append(out)
+        at.append(_positions(positions + s, S))
+        used.append(valid & _ahead(valid, s))
+        importance.append((used[-1] * options.step_decay**s * weight).astype(jnp.float32))
+        hidden = head.feedback(out)
+    return Rows(*(jnp.concatenate(x, axis=1) for x in (outs, at, used, importance)))
