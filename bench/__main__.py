@@ -230,6 +230,17 @@ def _sweep(args) -> int:
     return _code(sum(row["prompts_left_out"] for row in found))
 
 
+def _heads(args) -> None:
+    from bench import ablations, headroom
+
+    environment = _environment(args)
+    if args.command == "headroom":
+        print(headroom.table(headroom.headroom(args, environment)))
+    else:
+        print(ablations.table(ablations.ablations(args, environment)))
+    print(f"rows: {args.out}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = parser().parse_args(argv)
@@ -246,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.sizes import table
 
             print(table())
+        elif args.command in ("headroom", "ablations"):
+            _heads(args)
         elif args.command == "decode-step":
             _decode_step(args)
         elif args.command == "lossless":

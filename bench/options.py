@@ -44,6 +44,59 @@ def _add_common(parser: argparse.ArgumentParser, *, out: str, methods: str) -> N
     add_rows(parser, out)
 
 
+def _add_headroom(commands) -> None:
+    one = commands.add_parser(
+        "headroom",
+        help="acceptance of fresh text, recall, oracle, calibration, n-grams of each head",
+    )
+    _add_models(one, methods="eagle3,peagle", k=[7])
+    add = one.add_argument
+    add("--sets", nargs="+", default=["HumanEval"], metavar="SET", help="as for acceptance")
+    add("--num-prompts", type=positive, metavar="N", help="per set (default: all)")
+    add("--texts", type=Path, metavar="DIR", help="keep the greedy texts, or take those kept there")
+    add("--max-tokens", type=positive, default=128, metavar="N", help="new tokens per prompt")
+    add("--prompt-tokens", type=positive, default=128, metavar="N", help="for prompts cut of text")
+    add("--max-model-len", type=positive, default=2048, metavar="N")
+    add("--concurrency", type=positive, default=16, metavar="N", help="texts written at once")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    add_rows(one, "headroom.jsonl")
+    one.set_defaults(temperature=0.0)
+
+
+_ABLATIONS = """\
+Trains heads that differ in one option each, and compares them. Cells that have a row are skipped:
+
+  peagle-bench headroom --texts run/greedy --sets HumanEval own=peagle_jax
+  peagle-bench ablations --text run/text --texts run/greedy --runs run/cells --cells mixed repeats
+"""
+
+
+def _add_ablations(commands) -> None:
+    one = commands.add_parser(
+        "ablations",
+        help="heads trained with one option changed each",
+        description=_ABLATIONS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = one.add_argument
+    add("--model", metavar="DIR", help="Hugging Face folder of the target (default: embedded)")
+    add("--text", type=Path, required=True, metavar="DIR", help="of `peagle-train continuations`")
+    add("--texts", type=Path, required=True, metavar="DIR", help="of `headroom --texts`")
+    add("--runs", type=Path, required=True, metavar="DIR", help="where heads are trained")
+    add("--cells", nargs="+", required=True, metavar="CELL", help="names; a wrong one lists them")
+    add("--steps", type=positive, default=2500, metavar="N", help="default: 2500")
+    add("--batch", type=positive, default=64, metavar="N", help="texts per step (default: 64)")
+    add("--learning-rate", type=float, default=3e-3, metavar="X", help="peak (default: 3e-3)")
+    add("--seed", type=int, default=0, metavar="N")
+    add("-K", "--num-draft", type=positive, default=7, metavar="K", help="default: 7")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    add(
+        "--train-options", nargs=argparse.REMAINDER, default=[], metavar="OPTION",
+        help="the rest goes to every `peagle-train drafter`",
+    )  # fmt: skip
+    add_rows(one, "ablations.jsonl")
+
+
 _LOSSLESS = """\
 Shows that speculation changes nothing: greedy output of every method, K and concurrency beside that
 of plain decoding at the largest concurrency, token by token. Exit code 1 when a token differs.
@@ -178,6 +231,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--min-prompts", type=positive, default=4, metavar="N")
     one.add_argument("--prefill-rows", type=positive, default=1, metavar="N")
 
+    _add_headroom(commands)
+    _add_ablations(commands)
     _add_lossless(commands)
     _add_decode_step(commands)
     add_serve_load(commands)

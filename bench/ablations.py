@@ -1,0 +1,171 @@
+"""`peagle-bench ablations`: heads trained alike but for one option each, compared on the same texts.
+
+Every cell is a `peagle-train drafter` command. A cell with a row is skipped and a killed one goes on
+from its checkpoint, so the same command continues a table until it is whole.
+"""
+
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+
+from bench import rows
+from bench.headroom import measure, stored_texts, summary
+from peagle_jax import runs
+from peagle_jax.checkpoint import load_head, load_target
+from peagle_jax.config import ConfigError
+from peagle_jax.loading import embedded
+from peagle_jax.training.__main__ import run as train
+from peagle_jax.training.options import parser as training_parser
+
+_MIXED = "--method peagle --elements texts"
+_GREEDY = f"{_MIXED} --max-temperature 0"
+CELLS = {
+    "mixed": _MIXED,
+    "greedy": _GREEDY,
+    "anchors": "--method peagle --elements anchors --max-temperature 0",
+    "repeats": f"{_GREEDY} --repeat-weight 0.2",
+    "dpace": f"{_GREEDY} --weights dpace",
+    "ce": f"{_GREEDY} --loss ce",
+    "sharpen": f"{_GREEDY} --sharpen 0.5",
+    "depths-10": f"{_GREEDY} --depths 10",
+    "rate-1.0": f"{_GREEDY} --rate 1.0",
+    "repeats-dpace": f"{_GREEDY} --repeat-weight 0.2 --weights dpace",
+    "repeats-ce": f"{_GREEDY} --repeat-weight 0.2 --loss ce",
+    "dpace-ce": f"{_GREEDY} --weights dpace --loss ce",
+    "repeats-dpace-ce": f"{_GREEDY} --repeat-weight 0.2 --weights dpace --loss ce",
+    "mixed-repeats": f"{_MIXED} --repeat-weight 0.2",
+    "mixed-repeats-dpace": f"{_MIXED} --repeat-weight 0.2 --weights dpace",
+    "mixed-depths-10": f"{_MIXED} --depths 10",
+    "mixed-ce": f"{_MIXED} --loss ce",
+    "layers-1": f"{_GREEDY} --layers 1",
+    "layers-2": f"{_GREEDY} --layers 2",
+    "frozen-unembedding": f"{_GREEDY} --freeze-lm-head",
+    "eagle3-mixed": "--method eagle3",
+    "eagle3": "--method eagle3 --max-temperature 0",
+    "eagle3-repeats": "--method eagle3 --max-temperature 0 --repeat-weight 0.2",
+    "eagle3-ce": "--method eagle3 --max-temperature 0 --loss ce",
+}
+"""Options of `peagle-train drafter`; all but the first and `eagle3-mixed` see greedy texts alone."""
+_SAME = ("cell", "steps", "seed", "batch", "learning_rate", "texts")
+
+
+def _identity(args, cell: str) -> dict:
+    return dict(
+        cell=cell, steps=args.steps, seed=args.seed, batch=args.batch,
+        learning_rate=args.learning_rate, texts=args.text.name,
+    )  # fmt: skip
+
+
+def _command(args, cell: str, out: Path) -> list[str]:
+    """What `peagle-train` is given for a cell."""
+    target = args.model or embedded("target")
+    half = max(1, args.steps // 2)
+    return [
+        "drafter", *CELLS[cell].split(), "--target", str(target), "--text", str(args.text),
+        "--out", str(out), "--steps", str(args.steps), "--batch", str(args.batch),
+        "--seed", str(args.seed), "--num-draft", str(args.num_draft), "--dtype", args.dtype,
+        "--learning-rate", str(args.learning_rate),
+        "--adam-learning-rate", str(args.learning_rate * 2 / 3),
+        "--eval-every", str(half), "--save-every", str(half), *args.train_options,
+    ]  # fmt: skip
+
+
+def _ms_per_step(folder: Path, tokens_per_step: int) -> float:
+    """Median over the rows of the curve, so that compilation and checkpoints do not count."""
+    with (folder / "train.csv").open(newline="") as file:
+        speeds = [float(row["tokens_per_s"]) for row in csv.DictReader(file)]
+    return 1e3 * tokens_per_step / statistics.median(speeds)
+
+
+def _validation(folder: Path) -> dict:
+    """The last row of the held-out curve."""
+    with (folder / "eval.csv").open(newline="") as file:
+        *_, last = csv.DictReader(file)
+    names = ("acceptance_length", "fresh_acceptance_length", "loss")
+    return {name: float(last[name]) for name in names}
+
+
+def _results(args, folder: Path) -> dict:
+    """What a trained head reaches on every set of stored texts."""
+    target = load_target(args.model or embedded("target"), dtype=args.dtype)
+    head = load_head(folder / "final", target.config, dtype=args.dtype)
+    results = {}
+    for path in sorted(args.texts.glob("*.npz")):
+        text = stored_texts(path, None)
+        bucket = -(-text.tokens.shape[1] // 64) * 64
+        found = measure(
+            target, head, text, num_draft=args.num_draft, dtype=args.dtype, bucket=bucket
+        )
+        whole = summary(found)
+        results[path.stem] = {
+            name: whole[name]
+            for name in (
+                "acceptance_length",
+                "fresh_acceptance_length",
+                "acceptance_per_position",
+                "oracle_acceptance_length",
+            )
+        }
+    return results
+
+
+def _train(args, cell: str) -> dict:
+    """Trains one cell to its end and measures the head."""
+    folder = args.runs / "-".join(str(x) for x in _identity(args, cell).values())
+    try:
+        train(training_parser().parse_args(_command(args, cell, folder)))
+    except FloatingPointError as error:
+        raise ConfigError(f"cell {cell}: {error}") from error
+    with np.load(args.text / "train.npz") as file:
+        width = file["tokens"].shape[1]
+    return dict(
+        options=CELLS[cell],
+        ms_per_step=_ms_per_step(folder, args.batch * width),
+        validation=_validation(folder),
+        sets=_results(args, folder),
+    )
+
+
+def ablations(args, environment: dict) -> list[dict]:
+    """Trains the cells that have no row yet, appends a row each, and returns all rows of the table."""
+    unknown = [cell for cell in args.cells if cell not in CELLS]
+    if unknown:
+        raise ConfigError(f"unknown cell {unknown[0]!r}; known are {', '.join(CELLS)}")
+    for path in (args.text / "train.npz", args.text / "heldout.npz"):
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file; `peagle-train continuations` writes it")
+    args.dtype = runs.choose_dtype(args.dtype)
+    before = rows.read([args.out]) if args.out.exists() else []
+    key = lambda row: json.dumps([row.get(name) for name in _SAME])
+    known = {key(row): row for row in before if row["kind"] == "ablation"}
+    done = []
+    for cell in args.cells:
+        identity = _identity(args, cell)
+        row = known.get(key(identity))
+        if row is None:
+            row = dict(kind="ablation", **identity, **_train(args, cell), **environment)
+            row = rows.rounded(row)
+            rows.append(args.out, row)
+        done.append(row)
+    return done
+
+
+def table(done: list[dict]) -> str:
+    """Rows as text: acceptance length, and in brackets that of fresh rounds."""
+    names = sorted({name for row in done for name in row["sets"]})
+    both = lambda x: f"{x['acceptance_length']:.3f} ({x['fresh_acceptance_length']:.3f})"
+    lines = [
+        [
+            row["cell"],
+            str(row["steps"]),
+            f"{row['ms_per_step']:.1f}",
+            both(row["validation"]),
+            f"{row['validation']['loss']:.4f}",
+            *(both(row["sets"][name]) if name in row["sets"] else "" for name in names),
+        ]
+        for row in done
+    ]
+    return runs.table(["cell", "steps", "ms/step", "validation", "KL", *names], lines)
