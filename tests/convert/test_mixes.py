@@ -105,10 +105,10 @@ def draw_form(rng: np.random.Generator, may_be_fp8: bool) -> tuple:
     """(number formats, forms of scales, dtypes of scales) that the members of one parameter have."""
     odd = rng.random() < 0.06
     floats = [F32, F16, BF16]
-    scale_forms = ["tensor", "one", "row", "column", "block"]
+    scale_forms = ["tensor", "one", "row", "column", "block", "row and block"]
     if may_be_fp8 and rng.random() < 0.5:
         formats_ = [FP8, BF16] if odd and rng.random() < 0.5 else [FP8]
-        forms = scale_forms if rng.random() < 0.3 else [scale_forms[rng.integers(5)]]
+        forms = scale_forms if rng.random() < 0.3 else [scale_forms[rng.integers(len(scale_forms))]]
         scales = floats if odd else [floats[rng.integers(3)]]
         return formats_, forms, scales
     return (floats if odd else [floats[rng.integers(3)]]), [None], [None]
@@ -134,6 +134,7 @@ def add(rng, name, shape, member, tensors, dense) -> None:
         "row": (n, 1),
         "column": (n,),
         "block": (down, across),
+        "row and block": (n, across),
     }[form]
     scale = rng.uniform(0.01, 2, scale_shape).astype(np.float32).astype(scale_dtype)
     tensors[name + rng.choice(["_scale", "_scale_inv"])] = np.asarray(scale)
@@ -146,6 +147,7 @@ def add(rng, name, shape, member, tensors, dense) -> None:
                 "row": (r, 0),
                 "column": (r,),
                 "block": (r // 128, c // 128),
+                "row and block": (r, c // 128),
             }
             each[r, c : c + 128] = np.float32(scale[index[form]])
     dense[name] = values.astype(np.float32) * each

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from convert import blocks, decode, expected
+from convert.source import Reader
 from pallas_kernels import formats
 from peagle_jax.checkpoint import transforms
 from peagle_jax.checkpoint.layout import Table
@@ -185,6 +186,20 @@ def test_another_dtype_under_the_same_bits_is_found(cli, tmp_path, monkeypatch):
     code, _, err = cli("verify", GOLDEN / "qwen3_moe-bf16", tmp_path / "dst", "--no-logits")
     assert code == 1
     assert "it is F16, its tensors are BF16" in err
+
+
+def test_a_mistake_in_reading_the_source_is_found(cli, tmp_path, monkeypatch):
+    original = Reader._place
+
+    def two_bytes_before(self, name, begin):
+        descriptor, at = original(self, name, begin)
+        return descriptor, at - 2
+
+    monkeypatch.setattr(Reader, "_place", two_bytes_before)
+    assert cli("convert", GOLDEN / "llama", tmp_path / "dst")[0] == 0
+    code, _, err = cli("verify", GOLDEN / "llama", tmp_path / "dst", "--no-logits")
+    assert code == 1
+    assert "embed.weight in weights/0000 differs from the source: entry 0 of its first axis" in err
 
 
 @pytest.mark.parametrize("kept", ["model.norm.weight", "lm_head.weight"])
