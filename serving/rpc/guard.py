@@ -1,6 +1,7 @@
 """What surrounds every call: authentication, limits of messages, exceptions that become statuses."""
 
 import asyncio
+import contextlib
 import hmac
 import inspect
 import logging
@@ -144,8 +145,12 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
 
     async def read_one(stream: AsyncIterator[bytes]) -> Message:
         try:
-            async with asyncio.timeout(_MESSAGE_SECONDS):
-                data = await anext(aiter(stream), None)
+            # Left open, gRPC's iterator would hold the message until the garbage collector runs.
+            async with (
+                asyncio.timeout(_MESSAGE_SECONDS),
+                contextlib.aclosing(aiter(stream)) as messages,
+            ):
+                data = await anext(messages, None)
         except TimeoutError as error:
             text = f"the request did not come whole within {_MESSAGE_SECONDS:g} s"
             raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from error
@@ -165,7 +170,8 @@ def _guarded(behaviour: Callable, read: Callable, report: Report, token: bytes |
         try:
             return await behaviour(await read(requests), context)
         except Exception as error:
-            await _fail(context, error, report)
+            status = _status_of(error, report)
+        await abort(context, status)
 
     return call
 
@@ -182,21 +188,30 @@ def _guarded_stream(
                 return
             async for message in answers:
                 yield message
+            return
         except Exception as error:
-            await _fail(context, error, report)
+            status = _status_of(error, report)
+        await abort(context, status)
 
     return call
 
 
-async def _fail(context: grpc.aio.ServicerContext, error: Exception, report: Report) -> None:
+def _status_of(error: Exception, report: Report) -> ServiceError:
+    """The error that the client gets; without tracebacks.
+
+    gRPC keeps what ends a call until the garbage collector runs. Frames of a traceback would keep the
+    message with it, and some dozens of refused messages of 8 MiB would fill gigabytes.
+    """
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, ServiceError):
         report(error)
+        made = error
     else:
         _log.exception("a call failed", exc_info=error)
-        error = failure(error)
-    await abort(context, error)
+        made = failure(error)
+    made.__traceback__ = made.__context__ = made.__cause__ = None
+    return made
 
 
 async def _nothing(stream: AsyncIterator[bytes]) -> None:
