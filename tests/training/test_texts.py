@@ -106,3 +106,48 @@ def test_only_some_heads_and_options_fit_texts():
         _options(weights="dpace")
     with pytest.raises(ConfigError, match="--repeat-weight"):
         _options(repeat_weight=1.5)
+
+
+def test_pace_weights_come_from_the_probability_of_the_texts_tokens():
+    """One anchor at a time, by the definition: w_j = sum over m >= j of the product of the paces up to m."""
+    target, text, head = tiny.target(), _text(), tiny.head()
+    valid, run = passes.slot_is_trained(text), _run(target, text)
+    options = _options(elements="texts", weights="dpace")
+    whole = Blocks((3, 3, 3, 3))
+    rows = passes.text_rows(head, target, run, valid, whole, options)
+    probs = np.asarray(jax.nn.softmax(head.logits(target, rows.out))).reshape(4, 3, 12, -1)
+    used, got = (np.asarray(x).reshape(4, 3, 12) for x in (rows.used, rows.importance))
+    tokens = np.asarray(text.tokens)
+    for b in range(3):
+        for a in range(12):
+            paces = [
+                0.5 * probs[d, b, a, tokens[b, a + d + 2]] + 0.5 if used[d, b, a] else 0.0
+                for d in range(4)
+            ]
+            products = np.cumprod(paces)
+            want = [products[j:].sum() for j in range(4)]
+            np.testing.assert_allclose(got[:, b, a], want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["texts", "anchors", "eagle3"])
+def test_repeats_weigh_less_whatever_the_elements(kind):
+    text = passes.Text(jnp.tile(jnp.arange(3, 15), (2, 2)), jnp.array([2, 4]), jnp.array([24, 24]))
+    target, head = tiny.target(), tiny.head("eagle3" if kind == "eagle3" else "peagle")
+    valid, run = passes.slot_is_trained(text), _run(target, text)
+    weights = []
+    for repeat_weight in (1.0, 0.25):
+        options = _options(repeat_weight=repeat_weight, num_depths=2)
+        if kind == "texts":
+            rows = passes.text_rows(head, target, run, valid, Blocks((2, 2)), options)
+            rows = rows._replace(importance=rows.importance.reshape(2, 2, 24).swapaxes(0, 1))
+        elif kind == "anchors":
+            elements = cod.all_elements(valid, 2)
+            rows = passes.parallel_rows(head, target, run, elements, options)
+        else:
+            rows = passes.unrolled_rows(head, target, run, valid, options)
+        weights.append(np.asarray(rows.importance).reshape(2, 2, 24))
+    plain, less = weights
+    # x_19 is the first token that ends eight which occurred before; slot 18 knows it.
+    repeat = np.arange(24) >= 18
+    assert plain[..., repeat].any()
+    np.testing.assert_allclose(less, plain * np.where(repeat, 0.25, 1.0), rtol=1e-6)
