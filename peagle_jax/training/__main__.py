@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from peagle_jax.checkpoint.safetensors import CheckpointError
@@ -204,9 +205,9 @@ def run(args) -> None:
     _STAGES[args.stage](args)
 
 
-def main() -> None:
-    """Entry point of `peagle-train`."""
-    args = parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `peagle-train`; `argv` stands for the command line's arguments."""
+    args = parser().parse_args(argv)
     try:
         run(args)
     except (ConfigError, CheckpointError, FileNotFoundError, FloatingPointError) as error:
