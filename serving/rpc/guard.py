@@ -5,8 +5,8 @@ import contextlib
 import hmac
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import grpc
@@ -16,8 +16,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from serving import caller
-from serving.errors import ServiceError, failure, too_large
-from serving.rpc.wire import has_more_fields
+from serving.errors import ServiceError, failure, invalid, too_large
+from serving.rpc.wire import Excess, WireLimits, excess
 
 _log = logging.getLogger(__name__)
 _OPEN = "/grpc.health.v1.Health/"
@@ -34,14 +34,16 @@ class MessageLimits:
       max_bytes: of calls in `large`.
       large: "/package.Service/Method" of calls that carry prompts.
       max_small_bytes: of all others.
-      max_fields: those of messages within included; packed numbers are one.
+      wire: fields and numbers.
+      names: of lists of numbers that clients know by another name than their path.
       on_read: called with the bytes of each message.
     """
 
     max_bytes: int
     large: Collection[str]
     max_small_bytes: int = 512 << 10  # Abort: 1024 ids of 256 characters, and more
-    max_fields: int
+    wire: WireLimits
+    names: Mapping[str, str] = field(default_factory=dict)
     on_read: Callable[[int], None] = lambda num_bytes: None
 
     def of(self, method: str) -> int:
@@ -126,11 +128,8 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
         limits.on_read(len(data))
         if len(data) > max_bytes:
             raise too_large("the request", max_bytes)
-        if has_more_fields(data, descriptor, limits.max_fields):
-            raise ServiceError(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"the request holds more than the {limits.max_fields} fields that this server takes",
-            )
+        if found := excess(data, descriptor, limits.wire):
+            raise _refusal(found, limits.names)
         try:
             return handler.request_deserializer(data)
         except DecodeError as error:
@@ -162,6 +161,16 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
         return read_all(stream)
 
     return all_of if handler.request_streaming else read_one
+
+
+def _refusal(found: Excess, names: Mapping[str, str]) -> ServiceError:
+    if found.path:
+        rule = f"{found.num_bytes} bytes are more than {found.most} numbers take"
+        return invalid(names.get(found.path, found.path), rule)
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        f"the request holds more than the {found.most} fields that this server takes",
+    )
 
 
 def _guarded(behaviour: Callable, read: Callable, report: Report, token: bytes | None) -> Callable:

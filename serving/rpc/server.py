@@ -13,6 +13,7 @@ from serving.rpc import foreign, open_inference, vllm
 from serving.rpc.guard import Guard, MessageLimits
 from serving.rpc.peagle import Generation
 from serving.rpc.security import Certificates
+from serving.rpc.wire import WireLimits
 
 _OPTIONS = (
     # Two servers on one port would take turns without a word.
@@ -39,6 +40,7 @@ _WITH_PROMPTS = frozenset(
     )
     for method in methods
 )
+_TOKENS = "tokens.ids"
 _OWN_FILES = (peagle_v1_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
 _FOREIGN_FILES = {
     vllm.PACKAGE: vllm_engine_pb2.DESCRIPTOR,
@@ -88,7 +90,8 @@ class RpcServer:
         limits = MessageLimits(
             max_bytes=max_message_bytes,
             large=_WITH_PROMPTS,
-            max_fields=8 * frontend.limits.max_messages,
+            wire=_wire_limits(frontend),
+            names={_TOKENS: "tokens"},
             on_read=frontend.memory.soon,
         )
         self._server = grpc.aio.server(
@@ -135,3 +138,16 @@ class RpcServer:
     async def stop(self, grace: float) -> None:
         """Takes no more calls, and cancels those that run after `grace` seconds."""
         await self._server.stop(grace)
+
+
+def _wire_limits(frontend: Frontend) -> WireLimits:
+    prompt, stops = frontend.config.max_model_len, frontend.limits.max_stop_ids
+    return WireLimits(
+        fields=8 * frontend.limits.max_messages,
+        numbers={
+            _TOKENS: prompt,
+            "tokenized.input_ids": prompt,
+            "stopping.stop_token_ids": stops,
+            "sampling_params.stop_token_ids": stops,
+        },
+    )

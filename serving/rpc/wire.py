@@ -1,37 +1,85 @@
-"""Counts the fields of a protobuf message on the wire, before it becomes objects.
+"""Measures a protobuf message on the wire, before it becomes objects.
 
 Two bytes make an empty message within another, and that takes 50 bytes of memory: 16 MiB become 430 MB.
+A packed list of millions of numbers is one field, and parsing it takes tens of milliseconds.
 """
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 _VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
 
 
-def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
-    """Whether `data` holds more than `most` fields, those of messages within included.
+@dataclass(frozen=True, kw_only=True)
+class WireLimits:
+    """What a message may hold.
 
-    Packed numbers are one field. It reads no further than that many, and ends where `data` is no message:
-    the parser will say so.
+    Args:
+      fields: those of messages within included; packed numbers are one.
+      numbers: of a packed list, by its path ("stopping.stop_token_ids").
+      other_numbers: of each packed list that `numbers` does not name.
     """
-    left = most
-    open_messages = [(0, len(data), message)]
+
+    fields: int
+    numbers: Mapping[str, int]
+    other_numbers: int = 64
+
+    def of(self, path: str) -> int:
+        """Numbers of the packed list at `path`."""
+        return self.numbers.get(path, self.other_numbers)
+
+
+@dataclass(frozen=True)
+class Excess:
+    """What is too much: fields where `path` is empty, else the numbers of a packed list.
+
+    Attributes:
+      most: the limit.
+      num_bytes: of all packed lists at `path` together, as far as they were read.
+    """
+
+    path: str
+    most: int
+    num_bytes: int = 0
+
+
+def excess(data: bytes, message: Descriptor, limits: WireLimits) -> Excess | None:
+    """The first limit that `data` exceeds, or None.
+
+    A packed list is judged by its bytes: one that takes no more than its limit's longest numbers do is
+    left to those who read it. Lists of one path count together, as the parser joins them. Reading ends
+    at a limit, and where `data` is no message: the parser will say so.
+    """
+    left = limits.fields
+    num_bytes: Counter[str] = Counter()
+    open_messages = [(0, len(data), message, "")]
     while open_messages:
-        place, end, descriptor = open_messages.pop()
-        messages = _messages_of(descriptor)
+        place, end, descriptor, path = open_messages.pop()
+        parts = _parts_of(descriptor)
         while place < end:
             if left == 0:
-                return True
+                return Excess("", limits.fields)
             left -= 1
             tag, place = _varint(data, place, end)
             kind = tag & 7
             if kind == _BYTES:
                 size, place = _varint(data, place, end)
-                inside = messages.get(tag >> 3)
-                if inside is not None and size:
-                    open_messages.append((place, min(place + size, end), inside))
+                part = parts.get(tag >> 3)
+                if part is not None and size:
+                    name, inside, longest = part
+                    if inside is not None:
+                        after = min(place + size, end)
+                        open_messages.append((place, after, inside, f"{path}{name}."))
+                    else:
+                        where = path + name
+                        num_bytes[where] += size
+                        most = limits.of(where)
+                        if num_bytes[where] > most * longest:
+                            return Excess(where, most, num_bytes[where])
                 place += size
             elif kind == _VARINT:
                 _, place = _varint(data, place, end)
@@ -39,16 +87,29 @@ def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
                 place += 4 if kind == _FIXED32 else 8
             elif kind not in (_START, _END):  # groups: their fields count as if they stood here
                 break
-    return False
+    return None
+
+
+_F = FieldDescriptor
+_LONGEST = {
+    **dict.fromkeys((_F.TYPE_UINT32, _F.TYPE_SINT32), 5),
+    **dict.fromkeys((_F.TYPE_FIXED32, _F.TYPE_SFIXED32, _F.TYPE_FLOAT), 4),
+    **dict.fromkeys((_F.TYPE_FIXED64, _F.TYPE_SFIXED64, _F.TYPE_DOUBLE), 8),
+}
+"""Bytes that a number takes at most; of other types 10, which negative ones do."""
 
 
 @cache
-def _messages_of(descriptor: Descriptor) -> dict[int, Descriptor]:
-    """Fields that hold messages, by number. Looked up once: a message may have thousands of them."""
+def _parts_of(descriptor: Descriptor) -> dict[int, tuple[str, Descriptor | None, int]]:
+    """Fields that hold messages, and lists of numbers, by number: name, message, longest number in bytes.
+
+    Looked up once: a message may have thousands of them.
+    """
     return {
-        field.number: field.message_type
+        field.number: (field.name, field.message_type, _LONGEST.get(field.type, 10))
         for field in descriptor.fields
         if field.message_type is not None
+        or (field.is_repeated and field.type not in (_F.TYPE_STRING, _F.TYPE_BYTES))
     }
 
 
