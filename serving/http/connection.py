@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import h11
 import uvicorn
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from serving.http.errors import content_of, dump
 from serving.http.gate import Gate, Visit
 from serving.http.head import fault
+from serving.http.linger import LingeringTransport
 
 RESERVED = "is_reserved"
 """Key of the ASGI scope's state: whether this connection is for health checks only."""
@@ -29,10 +31,12 @@ class Patience:
       head: from the connection, or the first byte of a further request, to the end of the head; also
         for the TLS handshake.
       write: how long a client may read nothing while the server has something to send.
+      linger: how long the rest of a request is discarded after the last answer.
     """
 
     head: float = 10.0
     write: float = 30.0
+    linger: float = 10.0
 
 
 class Connection(H11Protocol):
@@ -51,11 +55,15 @@ class Connection(H11Protocol):
         self._gate, self._visit, self._patience = gate, visit, patience
         self._waiting_for_head: asyncio.TimerHandle | None = None
         self._waiting_for_reader: asyncio.TimerHandle | None = None
-        self._unread_body = False
+        self._is_refusing = False
+        self._app, self.app = self.app, self._answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """See asyncio.Protocol, as for the methods below."""
-        super().connection_made(transport)
+        lingering = LingeringTransport(
+            transport, self._is_client_sending, seconds=self._patience.linger
+        )
+        super().connection_made(lingering)
         self._visit.close = transport.abort
         self._watch_head()
 
@@ -63,12 +71,13 @@ class Connection(H11Protocol):
         self._gate.leave(self._visit)
         _cancel(self._waiting_for_head)
         _cancel(self._waiting_for_reader)
+        self.transport.lost()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._unread_body:
-            self._discard(data)
+        if self.transport.is_lingering:
+            self.transport.discard(len(data))
             return
         super().data_received(data)
         self._watch_head()
@@ -90,9 +99,6 @@ class Connection(H11Protocol):
         self._refuse(400, msg)
 
     def on_response_complete(self) -> None:
-        # The rest of a body that the answer did not wait for is read before the connection is closed:
-        # else the system resets the connection, and the client may lose the answer.
-        self._unread_body = self.conn.their_state is h11.SEND_BODY
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later()
@@ -117,19 +123,36 @@ class Connection(H11Protocol):
             _cancel(self._waiting_for_reader)
             self._waiting_for_reader = None
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, whose answers end the connection where they do not wait for the body.
+
+        The rest of a body could be long, and a client must not send its next request behind it.
+        """
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._is_client_sending():
+                headers = [*message.get("headers", ()), _CLOSE]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_and_close)
+
+    def _is_client_sending(self) -> bool:
+        return self._is_refusing or self.conn.their_state is h11.SEND_BODY
+
     def _watch_head(self) -> None:
         """Starts or ends the wait for a head, after anything that may have changed it."""
         is_busy = self.cycle is not None and not self.cycle.response_complete
         self._gate.set_idle(self._visit, not is_busy)
         has_begun = self.timeout_keep_alive_task is None or bool(self.conn.trailing_data[0])
-        if is_busy or not (has_begun or self._unread_body) or self.transport.is_closing():
+        if is_busy or not has_begun or self.transport.is_closing():
             _cancel(self._waiting_for_head)
             self._waiting_for_head = None
         elif self._waiting_for_head is None:
             self._waiting_for_head = self.loop.call_later(self._patience.head, self._head_is_late)
 
     def _head_is_late(self) -> None:
-        if self.conn.trailing_data[0] and not self._unread_body:
+        if self.conn.trailing_data[0]:
             text = f"the head of the request did not come within {self._patience.head:g} s"
             self._refuse(408, text)
         else:
@@ -143,20 +166,9 @@ class Connection(H11Protocol):
             body = h11.Data(data=dump(content_of(status, message)))
             for event in (response, body, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
+        self._is_refusing = True
         self.transport.close()
         self._abort_later()
-
-    def _discard(self, data: bytes) -> None:
-        """Reads the rest of a body that is not needed, and closes the connection after it."""
-        self.conn.receive_data(data)
-        try:
-            while isinstance(event := self.conn.next_event(), h11.Data):
-                pass
-        except h11.RemoteProtocolError:
-            event = None
-        if event is not h11.NEED_DATA:
-            self.transport.close()
-            self._abort_later()
 
     def _abort_later(self) -> None:
         """Gives the client limited time to take what was written."""

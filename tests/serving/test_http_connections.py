@@ -23,7 +23,7 @@ from tests.waiting import LIMIT, eventually, soon
 HOST = b"Host: x\r\n"
 GET = b"GET /health HTTP/1.1\r\n" + HOST
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
-SHORT = Patience(head=0.3, write=0.3)
+SHORT = Patience(head=0.3, write=0.3, linger=0.3)
 
 
 def connect(address: str, source: str = "127.0.0.1") -> socket.socket:
