@@ -1,9 +1,9 @@
-"""The KV cache: one entry per layer, pages or a ring, and attention over it.
+"""The KV cache of one model, one entry per layer (pages or a ring), and attention over it.
 
-A layer that sees everything keeps its keys in pages that the scheduler hands out. A layer with a
-sliding window keeps, for each slot, a ring of pages just large enough for the window and the rows of
-one call; its size does not grow with the sequence. Page 0 and the last slot are dummies: padding rows
-and positions past a page table are written there and never read by a real row.
+A full-attention layer stores K and V in pages, which the scheduler allocates through the page table. A
+sliding-window layer stores them in one ring of pages per slot, large enough for the window plus the
+rows of one call, independent of the sequence length. Page 0 and the last slot are dummies: padding rows
+and positions past a page table write there, and no real row reads them.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from peagle_jax.config import AttentionConfig, EngineConfig
 
 
 class PageCache(NamedTuple):
-    """Keys and values of a layer that sees everything, each [P, Z, K, H]."""
+    """K and V of a full-attention layer, each [P, Z, K, H]: P pages of Z positions."""
 
     k: jax.Array
     v: jax.Array
 
 
 class RingCache(NamedTuple):
-    """Keys and values of a layer with a window, each [S, R, Z, K, H]: R pages for each slot."""
+    """K and V of a sliding-window layer, each [S, R, Z, K, H]: a ring of R pages for each of S slots."""
 
     k: jax.Array
     v: jax.Array
@@ -36,7 +36,7 @@ LayerCache = PageCache | RingCache
 
 
 def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[LayerCache]:
-    """Zeroed keys and values for every layer; slots are `max_num_seqs` and the dummy."""
+    """Zeroed caches for all layers, with `max_num_seqs` slots and the dummy slot."""
 
     def zeros(layer: AttentionConfig) -> LayerCache:
         tail = (config.page_size, layer.num_kv_heads, layer.head_dim)
@@ -52,10 +52,10 @@ def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """`layers.CachedAttend` over pages and rings: writes the new rows, then attends causally by position.
+    """`layers.CachedAttend` over pages and rings: writes the new K and V, then attends causally.
 
-    Writing comes first so that rows of one call see each other; a stale row of a rejected draft is
-    overwritten by the round that reaches its position before any query may see it.
+    The write comes first, so that rows of one call see each other. Stale K and V of rejected drafts need
+    no rollback: the next round overwrites these positions before any query reads them.
     """
 
     page_table: jax.Array  # [B, W]
@@ -65,7 +65,7 @@ class PagedAttention:
     def write(
         self, parts, cache: LayerCache, *, angles, form: Form, norms, bias
     ) -> tuple[jax.Array, LayerCache]:
-        """q [B, T, N, H] of the new rows, and the cache with their keys and values."""
+        """Returns q [B, T, N, H] of the new rows, and the cache with their K and V written."""
         table, ring = self._table(cache)
         q, *pages = rope_write(
             parts,
@@ -93,7 +93,7 @@ class PagedAttention:
         )
 
     def _table(self, cache: LayerCache) -> tuple[jax.Array, bool]:
-        """Pages of each sequence [B, W], and whether they are a ring."""
+        """The page table [B, W] of a layer's cache, and whether it is a ring."""
         if isinstance(cache, PageCache):
             return self.page_table, False
         R = cache.k.shape[1]
@@ -101,5 +101,5 @@ class PagedAttention:
 
 
 def _as_pages(cache: LayerCache) -> list[jax.Array]:
-    """Keys and values as [P, Z, K, H], rings one after the other."""
+    """K and V as [P, Z, K, H]; the rings of all slots are concatenated."""
     return [x.reshape(-1, *x.shape[-3:]) for x in cache]

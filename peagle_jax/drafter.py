@@ -1,9 +1,9 @@
-"""The drafter head: EAGLE-3 generalised to several layers, run in parallel (P-EAGLE) or step by step.
+"""The drafter head: EAGLE-3 with any number of layers, run in parallel (P-EAGLE) or autoregressively.
 
-Slot p of the drafter combines the embedding of token x_{p+1} with the target's tapped state g_p, sits
-at rope position p, and predicts x_{p+2} ("shift by one"). P-EAGLE appends J-1 mask slots, whose token
-is the mask token and whose state is the learned `mask_hidden`, so one pass yields all J drafts.
-EAGLE-3 feeds its own output back instead, one pass a draft.
+Slot p of the drafter combines the embedding of token x_{p+1} with the target's tapped state g_p, has
+RoPE position p, and predicts x_{p+2} (docs/algorithm.md, "Positions: shift by one"). P-EAGLE appends
+J-1 mask slots, whose token is the mask token and whose state is the learned `mask_hidden`: one pass
+yields all J drafts. EAGLE-3 feeds its output back as the next state: one pass per draft.
 """
 
 from dataclasses import dataclass, field
@@ -31,11 +31,11 @@ from peagle_jax.sampling import draft_keys, probabilities, sample_rows
 
 
 class Buffer(nnx.Variable):
-    """A stored array that is not trained."""
+    """An array that is stored with the weights but not trained."""
 
 
 class FirstLayer(nnx.Module):
-    """Layer 0 ("midlayer"): attends over [norm(embedding), norm(hidden)], width 2D in, D out."""
+    """Layer 0 ("midlayer" in checkpoints): its attention reads [norm(embedding), norm(hidden)], 2D wide."""
 
     def __init__(self, config: DrafterConfig, *, dtype, rngs: nnx.Rngs):
         D, eps = config.hidden_size, config.norm_eps
@@ -59,7 +59,7 @@ class FirstLayer(nnx.Module):
 
 
 class DraftHead(nnx.Module):
-    """Weights of a head and its forward pass over arbitrary rows; knows nothing of rounds."""
+    """Weights of a head and its forward pass over rows. The drafter classes below arrange the rows."""
 
     def __init__(self, config: DrafterConfig, *, dtype, rngs: nnx.Rngs):
         D, eps = config.hidden_size, config.norm_eps
@@ -98,7 +98,7 @@ class DraftHead(nnx.Module):
         )
 
     def fuse(self, taps: jax.Array) -> jax.Array:
-        """Tapped states [..., A*Dt] -> [..., D] (peagle-spec 1.2); `mask_hidden` goes through it too."""
+        """Tapped states [..., A*Dt] -> [..., D]. Mask rows use `fuse(mask_hidden)`."""
         if self.input_norm is not None:
             taps = self.input_norm(taps)
         if self.fc_norm:
@@ -121,21 +121,21 @@ class DraftHead(nnx.Module):
         """Runs the layers over rows.
 
         Args:
-          target: the target model, whose embedding is used when the head has none.
+          target: the target model; its embedding is used if the head has none.
           tokens, positions: [B, T] int32.
-          hidden: [B, T, D] fused states, or fed-back states.
-          cache, attend, keep: as for a target.
+          hidden: [B, T, D], output of `fuse` or of `feedback`.
+          cache, attend, keep: as in `models.Decoder`.
         Returns:
-          (output [B, T, D], or [B, n, D], before the final norm, the updated cache).
+          (output before the final norm, [B, T, D] or with `keep` [B, n, D]; the updated cache).
         """
         embed = target.embed if self.embed is None else self.embed
         angles = rope_angles(self.config.rope, self.config.head_dim, positions)
         last = len(self.layers)
-        of_layer = lambda i: (angles, cache[i], attend, keep if i == last else None)
-        h, delta, first_cache = self.first(embed(tokens), hidden, *of_layer(0))
+        layer_args = lambda i: (angles, cache[i], attend, keep if i == last else None)
+        h, delta, first_cache = self.first(embed(tokens), hidden, *layer_args(0))
         new_cache = [first_cache]
         for i, layer in enumerate(self.layers, start=1):
-            _, h, delta, layer_cache = layer(h, delta, *of_layer(i))
+            _, h, delta, layer_cache = layer(h, delta, *layer_args(i))
             new_cache.append(layer_cache)
         return delta.added_to(h), new_cache
 
@@ -151,21 +151,21 @@ class DraftHead(nnx.Module):
         return out * self.config.logit_scale if self.config.logit_scale != 1.0 else out
 
     def feedback(self, hidden: jax.Array) -> jax.Array:
-        """What autoregressive drafting feeds back: the output, normed when `norm_output` is set."""
+        """The next state in autoregressive drafting: the output, normalised if `norm_output` is set."""
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def to_target_ids(self, draft_ids: jax.Array) -> jax.Array:
-        """Draft vocabulary ids -> target ids: `id + d2t[id]`, the stored offsets."""
+        """Draft vocabulary ids -> target ids: `id + d2t[id]`; `d2t` stores offsets."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftInputs:
-    """What a drafter may use to propose: the round's rows in the drafter's shifted alignment.
+    """Inputs of a drafter: the rows of a call, with tokens shifted by one.
 
-    Row j of sequence b is slot `start[b] + j`; rows `j < num_real[b]` are real, and the last of them
-    carries the token just emitted.
+    Row j of sequence b is slot `start[b] + j`. Rows `j < num_real[b]` are real; the last real row holds
+    the newest token.
     """
 
     tokens: jax.Array  # [B, T] int32: row j holds the token at position start + j + 1
@@ -179,14 +179,14 @@ class DraftInputs:
 
 
 class Proposal(NamedTuple):
-    """J drafts [B, J] int32 as target ids, and their probabilities [B, J, V] (None: argmax drafts)."""
+    """Drafts [B, J] int32 as target ids, and their distributions [B, J, V] (None: argmax drafts)."""
 
     tokens: jax.Array
     probs: jax.Array | None
 
 
 class Drafter(Protocol):
-    """Anything that proposes. A pytree: arrays are leaves, the rest is static."""
+    """A source of drafts. A pytree: arrays are leaves, the rest is static."""
 
     num_draft: int
 
@@ -201,7 +201,7 @@ Sampling = Literal["argmax", "sample"]
 def _choose(
     head: DraftHead, logits, positions, inputs: DraftInputs, sampling: Sampling
 ) -> Proposal:
-    """Draft tokens from logits [B, J, Vd]; `positions` [B, J] are those of the drafted tokens."""
+    """Drafts from logits [B, J, Vd]; `positions` [B, J] are the positions of the drafted tokens."""
     if sampling == "argmax":
         return Proposal(head.to_target_ids(jnp.argmax(logits, axis=-1).astype(jnp.int32)), None)
     probs = probabilities(logits, inputs.temperature[:, None])
@@ -216,9 +216,9 @@ def _choose(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ParallelDrafter:
-    """P-EAGLE: [T real rows | J-1 mask rows] in one pass (peagle-spec 3.2, 3.3, 3.14).
+    """P-EAGLE: one pass over [T real rows | J-1 mask rows] (docs/algorithm.md, "One round").
 
-    `mask_state` is `fuse(mask_hidden)`, computed once by `parallel_drafter`.
+    `mask_state` is `fuse(mask_hidden)`, computed once by `make_drafter`.
     """
 
     head: DraftHead
@@ -227,9 +227,11 @@ class ParallelDrafter:
     sampling: Sampling = field(metadata=dict(static=True))
 
     def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
-        """With T = 4 rows, J = 3 and num_real = 2 the rows are [real, next, mask, mask, pad, pad]:
-        row 1 predicts draft 1, rows 2 and 3 drafts 2 and 3. Pads are mask rows past the chain; no
-        earlier row sees them and the next round overwrites them.
+        """Example: T = 4, J = 3 and num_real = 2 give the rows [real, real, mask, mask, pad, pad].
+
+        Row 1 holds the newest token and predicts draft 1; rows 2 and 3 predict drafts 2 and 3. Padding
+        rows are mask rows after the chain: causal attention hides them from the rows before, and the
+        next round overwrites their keys and values.
         """
         B, T = inputs.tokens.shape
         J = self.num_draft
@@ -251,7 +253,7 @@ class ParallelDrafter:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AutoregressiveDrafter:
-    """EAGLE-3: one pass over the real rows, then J-1 single-row passes (peagle-spec 3.12)."""
+    """EAGLE-3: one pass over the real rows, then J-1 passes of one row (docs/algorithm.md, "One round")."""
 
     head: DraftHead
     num_draft: int = field(metadata=dict(static=True))
@@ -283,9 +285,9 @@ class AutoregressiveDrafter:
 
 
 def make_drafter(head: DraftHead, num_draft: int, sampling: Sampling) -> Drafter:
-    """Wraps a head for serving as its config's method says.
+    """The drafter of a head, by its config's `method`.
 
-    Call it again after changing the head's weights: P-EAGLE's mask state is computed here once.
+    Call it again after the head's weights change: it computes P-EAGLE's `mask_state` once.
     """
     if head.config.method == "peagle":
         mask_state = head.fuse(head.mask_hidden[...][None])[0]

@@ -1,9 +1,9 @@
 """Building blocks shared by targets and drafter: Linear, RMSNorm, rope, Attention, GatedMLP, Embed.
 
-A block never owns a cache. `Attention` receives `attend`, which puts its fresh keys and values
-somewhere and attends: over pages when serving (`cache.PagedAttention`), densely when training.
-Blocks hand on what they add to the residual stream as a `Delta`: the next norm adds it.
-Axis letters are those of docs/architecture.md.
+No block owns a KV cache. `Attention` takes a function `attend`, which stores the new keys and values
+and computes attention: paged in serving (`cache.PagedAttention`), dense in training. A block returns
+its addition to the residual stream as a `Delta`; the next RMSNorm adds it (fused add and norm).
+Axis letters are defined in docs/architecture.md.
 """
 
 import math
@@ -22,31 +22,34 @@ from peagle_jax.config import AttentionConfig
 from peagle_jax.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 Attend = Callable[..., tuple[jax.Array, Any]]
-"""`attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache, window=...) -> (out [B,T,N,H], cache)`; with
-`scale=` (default H ** -0.5) and `sinks=` [N] for the families that have them."""
+"""`attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache, window=...) -> (out [B,T,N,H], cache)`.
+Also called with `scale=` (default H ** -0.5) and `sinks=` [N] for families that have them."""
 
 
 @runtime_checkable
 class CachedAttend(Protocol):
-    """Attention over a cache that finishes the projection itself, as `rope_write` does in one pass."""
+    """Attention over a KV cache with a fused write: sums the q/k/v projection's partial products, applies
+    bias, norm and rope, and writes K and V to the cache in one kernel (`rope_write`)."""
 
     def write(
         self, parts: jax.Array, cache, *, angles, form: Form, norms, bias
     ) -> tuple[jax.Array, Any]:
-        """Arguments as of `rope_write`: (q [B,T,N,H], cache)."""
+        """Arguments as in `rope_write`. Returns (q [B,T,N,H], cache)."""
 
     def read(self, q: jax.Array, cache, *, window: int | None, scale=None, sinks=None) -> jax.Array:
-        """[B,T,N,H]."""
+        """Attention output [B,T,N,H]."""
 
 
 INIT_STD = 0.02
 
 
 class Delta(NamedTuple):
-    """What a block adds to the residual stream: a sum that the next norm takes while it reads.
+    """A block's addition to the residual stream, as unsummed parts; the next norm sums them as it reads.
 
-    Either float32 parts [S, ..., D], or rows of a buffer [P, D], float32 or bfloat16, with float32
-    `weights` and int32 `rows` [S, R'], one column for each row of the stream (there may be more).
+    Two forms. Dense: `values` float32 [S, ..., D], to be summed over S (K-splits). Routed: `values` is a
+    buffer [P, D], float32 or bfloat16; row r of the stream adds the sum over s of
+    `weights[s, r] * values[rows[s, r]]`, with `weights` float32 and `rows` int32 [S, R'] (R' >= R,
+    surplus columns are ignored).
     """
 
     values: jax.Array
@@ -54,7 +57,7 @@ class Delta(NamedTuple):
     rows: jax.Array | None = None
 
     def added_to(self, h: jax.Array) -> jax.Array:
-        """h [..., D] plus the sum, rounded once."""
+        """h [..., D] plus the sum, in float32, rounded once to h's dtype."""
         if self.rows is None:
             total = add_in_order(self.values)
         else:
@@ -65,9 +68,9 @@ class Delta(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias`; the weight is stored [out, in] so that `in` is contiguous.
+    """`x @ weight.T + bias`. The weight is stored [out, in], so `in` is contiguous.
 
-    A checkpoint's loader may put a quantised weight in place, with its `scale` (pallas_kernels.formats).
+    A checkpoint loader may replace it by a quantised weight with a `scale` (pallas_kernels.formats).
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, dtype, rngs: nnx.Rngs):
@@ -80,17 +83,17 @@ class Linear(nnx.Module):
         return linear(x, self.weight[...], scale=scale, bias=bias, out_dtype=out_dtype)
 
     def parts(self, x: jax.Array) -> jax.Array:
-        """The product without its bias: float32 [S, ..., out], to be added in ascending order."""
+        """Partial products (K-splits) without the bias: float32 [S, ..., out], summed in ascending order."""
         scale = None if self.scale is None else self.scale[...]
         return partial_products(x, self.weight[...], scale=scale)
 
     def whole(self, x: jax.Array) -> jax.Array:
-        """The product without its bias, added up: float32 [..., out]."""
+        """The product without the bias: float32 [..., out]."""
         scale = None if self.scale is None else self.scale[...]
         return linear(x, self.weight[...], scale=scale, out_dtype=jnp.float32)
 
     def delta(self, x: jax.Array) -> Delta:
-        """The layer's output as an update of the residual stream."""
+        """The layer's output as a `Delta`."""
         parts = self.parts(x)
         if self.bias is None:
             return Delta(parts)
@@ -108,7 +111,7 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], eps=self.eps)
 
     def after(self, h: jax.Array, delta: Delta | None) -> tuple[jax.Array, jax.Array]:
-        """(h + delta, its norm); without a delta (h, its norm)."""
+        """(h + delta, norm of it); without a delta (h, norm of h)."""
         if delta is None:
             return h, self(h)
         values, weights, rows = delta
@@ -116,7 +119,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """Token embedding; `unembed` ties the output projection by method, not by a shared attribute."""
+    """Token embedding. Tied output projections call `unembed`; NNX must not share a parameter."""
 
     def __init__(self, vocab: int, width: int, *, std: float, dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (vocab, width), dtype))
@@ -145,10 +148,10 @@ def _llama3_frequencies(inv: jax.Array, scaling: Llama3Scaling) -> jax.Array:
 def _yarn_frequencies(
     inv: jax.Array, theta: float, head_dim: int, scaling: YarnScaling
 ) -> jax.Array:
-    """Fast frequencies stay, slow ones are divided by `factor`, a linear ramp lies between."""
+    """High frequencies are kept, low ones divided by `factor`, with a linear ramp between."""
 
     def index(rotations: float) -> float:
-        """The (fractional) frequency that turns `rotations` times over the original context."""
+        """Fractional index of the frequency with `rotations` periods in the original context."""
         period = scaling.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(period) / (2 * math.log(theta))
 
@@ -162,7 +165,7 @@ def _yarn_frequencies(
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> jax.Array:
-    """Inverse frequencies [H/2], scaled as the config says; `DynamicScaling` changes none here."""
+    """Inverse frequencies [H/2], scaled by `config.scaling`. `DynamicScaling` has no effect here."""
     pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
     inv = config.theta ** (-pairs / head_dim)
     if isinstance(config.scaling, LinearScaling):
@@ -171,8 +174,8 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> jax.Array:
         inv = _llama3_frequencies(inv, config.scaling)
     elif isinstance(config.scaling, YarnScaling):
         inv = _yarn_frequencies(inv, config.theta, head_dim, config.scaling)
-    turning = int(config.rotary_share * head_dim / 2)
-    return jnp.where(jnp.arange(head_dim // 2) < turning, inv, 0.0)
+    num_rotated = int(config.rotary_share * head_dim / 2)
+    return jnp.where(jnp.arange(head_dim // 2) < num_rotated, inv, 0.0)
 
 
 def rope_angles(
@@ -187,9 +190,9 @@ def rope_angles(
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with one fused q/k/v projection, as an `AttentionConfig` says.
+    """Grouped-query attention with a fused q/k/v projection, configured by `AttentionConfig`.
 
-    `widths` are those of x and of the output: (D, D), or (2D, D) in layer 0 of a drafter.
+    `widths` = (input width, output width): (D, D), or (2D, D) in layer 0 of a drafter.
     """
 
     def __init__(
@@ -205,9 +208,9 @@ class Attention(nnx.Module):
         self.config = config
         N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
         inputs, outputs = widths
-        made = (N + (1 if config.shared_kv else 2) * K) * H
+        qkv_width = (N + (1 if config.shared_kv else 2) * K) * H
         init = dict(dtype=dtype, rngs=rngs)
-        self.qkv = Linear(inputs, made, bias=config.bias, std=INIT_STD, **init)
+        self.qkv = Linear(inputs, qkv_width, bias=config.bias, std=INIT_STD, **init)
         self.out = Linear(N * H, outputs, bias=config.output_bias, std=std_out, **init)
         norm = lambda: RMSNorm(H, eps=eps, dtype=dtype)
         self.q_norm = norm() if config.qk_norm else None
@@ -216,21 +219,21 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(N, dtype)) if config.sinks else None
 
     def __call__(self, x: jax.Array, angles, cache, attend: Attend, keep: jax.Array | None = None):
-        """x [B, T, inputs] -> (a delta [B, T, outputs], or of the rows `keep` [B, n] alone, cache)."""
+        """x [B, T, inputs] -> (delta [B, T, outputs], or [B, n, outputs] of rows `keep` [B, n]; cache)."""
         config = self.config
-        # Only what a family has is passed on: most ways to attend know neither.
-        special = {} if config.scale is None else {"scale": config.scale}
+        # Pass scale and sinks only when set: not every `attend` accepts them.
+        options = {} if config.scale is None else {"scale": config.scale}
         if self.sinks is not None:
-            special["sinks"] = self.sinks[...]
+            options["sinks"] = self.sinks[...]
         if isinstance(attend, CachedAttend):
-            q, cache = self._write(x, angles, cache, attend)
-            out = attend.read(q, cache, window=config.window, **special)
+            q, cache = self._write_kv(x, angles, cache, attend)
+            out = attend.read(q, cache, window=config.window, **options)
         else:
-            out, cache = attend(*self._heads(x, angles), cache, window=config.window, **special)
+            out, cache = attend(*self._heads(x, angles), cache, window=config.window, **options)
         return self.out.delta(kept(out.reshape(*x.shape[:-1], -1), keep)), cache
 
     def _heads(self, x: jax.Array, angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, T, N, H], k and v [B, T, K, H] as they are attended with."""
+        """q [B, T, N, H], k and v [B, T, K, H], after norm and rope."""
         config = self.config
         N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
         heads = self.qkv(x).reshape(*x.shape[:-1], -1, H)
@@ -242,8 +245,8 @@ class Attention(nnx.Module):
             v = rms_norm(v, jnp.ones(H, v.dtype), eps=self.eps)
         return apply_rope(q, angles), apply_rope(k, angles), v
 
-    def _write(self, x: jax.Array, angles, cache, attend: "CachedAttend"):
-        """The same as `_heads`, with k and v put into the cache on their way: (q, cache)."""
+    def _write_kv(self, x: jax.Array, angles, cache, attend: CachedAttend):
+        """Like `_heads`, but writes k and v to the cache in the same kernel. Returns (q, cache)."""
         config = self.config
         form = Form(
             num_heads=config.num_heads,
@@ -259,12 +262,12 @@ class Attention(nnx.Module):
 
 
 def kept(x: jax.Array, keep: jax.Array | None) -> jax.Array:
-    """Rows `keep` [B, n] of x [B, T, D]: [B, n, D]; x itself for None."""
+    """Gathers rows `keep` [B, n] of x [B, T, D] -> [B, n, D]. None keeps all rows."""
     return x if keep is None else jnp.take_along_axis(x, keep[..., None], axis=1)
 
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))` with gate and up in one projection; SwiGLU by default."""
+    """`down(activation(gate(x)) * up(x))` with a fused gate/up projection; SwiGLU by default."""
 
     def __init__(
         self,
@@ -283,15 +286,15 @@ class GatedMLP(nnx.Module):
         self.down = Linear(inner, width, std=std_out, **init)
 
     def __call__(self, x: jax.Array) -> Delta:
-        both = add_in_order(self.gate_up.parts(x))
+        gate_up = add_in_order(self.gate_up.parts(x))
         if self.gate_up.bias is not None:
-            both = both + self.gate_up.bias[...].astype(jnp.float32)
-        gate, up = jnp.split(both, 2, axis=-1)
+            gate_up = gate_up + self.gate_up.bias[...].astype(jnp.float32)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
         return self.down.delta((self.activation(gate) * up).astype(x.dtype))
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm block: residual attention, then a residual `mlp`, SwiGLU unless another is given."""
+    """Pre-norm decoder layer: residual attention, then a residual MLP (`mlp`, by default SwiGLU)."""
 
     def __init__(self, config, layer: int, *, dtype, rngs: nnx.Rngs, mlp: nnx.Module | None = None):
         std_out = INIT_STD / math.sqrt(2 * config.num_layers)
@@ -305,10 +308,13 @@ class DecoderLayer(nnx.Module):
         self.mlp = mlp
 
     def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):
-        """One block over the stream `h + delta`, after the attention over its rows `keep` [B, n] alone.
+        """Runs the layer on the stream `h + delta` [B, T, D].
+
+        With `keep` [B, n], all rows write K and V, and only these rows continue after attention.
 
         Returns:
-          (the stream that entered, the stream halfway, the MLP's delta to it, cache).
+          (the stream entering the layer [B, T, D], the stream after attention, the MLP's delta to it,
+          cache).
         """
         entered, x = self.input_norm.after(h, delta)
         out, cache = self.attention(x, angles, cache, attend, keep)

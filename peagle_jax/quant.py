@@ -1,4 +1,4 @@
-"""Quantises weights on the host: numpy in, numpy out, in the formats of `pallas_kernels.formats`."""
+"""Quantises weights to block-scaled FP8 on the host, in the format of `pallas_kernels.formats`."""
 
 import functools
 
@@ -13,16 +13,16 @@ _SMALLEST = np.finfo(np.float32).tiny
 
 
 def quantize_fp8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks of 128 x 128 whose largest magnitude becomes 448; `values * scale` is the weight again.
+    """Quantises blocks of 128 x 128 to e4m3, scaled to a largest magnitude of 448 (weight ~ values * scale).
 
-    An element is off by at most 2^-4 of itself, or by 2^-10 of its block's scale if that is more. Works
-    on 128 rows at a time, so a mapped checkpoint is never held in float32.
+    The error of an element is at most 2^-4 of its magnitude, or 2^-10 of its block's scale if that is
+    more. Works on 128 rows at a time, so a mapped checkpoint is never expanded to float32 as a whole.
 
     Args:
       weight: [..., N, K] of any floating dtype.
     Returns:
-      values float8_e4m3fn [..., N, K] and scale float32 [..., ceil(N / 128), ceil(K / 128)]; the scale
-      of a block of zeros is 1.
+      (values float8_e4m3fn [..., N, K], scale float32 [..., ceil(N / 128), ceil(K / 128)]). The scale of
+      an all-zero block is 1.
     Raises:
       ValueError: fewer than two axes, or a weight that is not finite.
     """
@@ -45,28 +45,28 @@ def _quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     largest = np.maximum.reduceat(np.abs(wide).max(axis=0), np.arange(0, K, BLOCK))
     if not np.isfinite(largest).all():
         raise ValueError("a weight is infinite or not a number; it has no fp8 form")
-    # A scale below the normal floats would lose its own precision, or be 0.
+    # A subnormal scale would lose precision or be 0.
     scale = np.where(largest == 0, 1, np.maximum(largest / FP8_MAX, _SMALLEST)).astype(np.float32)
     scaled = wide / np.repeat(scale, BLOCK)[:K]
-    # The quotient may exceed 448 by a rounding; e4m3fn has no infinity, its cast would give NaN.
+    # Rounding may push a quotient above 448, and casting that to e4m3fn gives NaN: clip.
     return _to_fp8(np.clip(scaled, -FP8_MAX, FP8_MAX)), scale
 
 
 @functools.cache
-def _rounded() -> np.ndarray:
-    """fp8 code of the float32 that begins with each 16 bits, uint8 [65536]."""
+def _fp8_table() -> np.ndarray:
+    """Lookup table, uint8 [65536]: upper 16 bits of a float32 -> fp8 code."""
     floats = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     finite = np.where(np.abs(floats) <= FP8_MAX, floats, 0)
     return finite.astype(FP8).view(np.uint8)
 
 
 def _to_fp8(x: np.ndarray) -> np.ndarray:
-    """x.astype(FP8) of float32 up to 448, to nearest even, in a quarter of the time of the cast.
+    """`x.astype(FP8)` for float32 of magnitude <= 448, round to nearest even, four times as fast.
 
-    The upper 16 bits hold seven bits of mantissa where fp8 keeps three, so of the lower ones it only
-    matters whether any is set: that decides between a half and more than a half.
+    The upper 16 bits contain 7 mantissa bits and fp8 keeps 3. So the lower 16 bits matter only as a
+    sticky bit, which separates an exact tie from more than half.
     """
     bits = x.view(np.uint32)
     upper = (bits >> 16).astype(np.uint16)
     upper |= (bits & 0xFFFF) != 0
-    return _rounded()[upper].view(FP8)
+    return _fp8_table()[upper].view(FP8)

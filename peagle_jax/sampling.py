@@ -1,8 +1,8 @@
-"""From logits to probabilities and draws. All in float32; every draw is keyed by request and position.
+"""Sampling: logits -> probabilities -> tokens, in float32.
 
-One key per request, folded with the position of the token it decides and with a purpose. So neither
-batching nor preemption changes the randomness a token meets, and the three draws that concern one
-position (propose, accept, emit) are independent.
+The random key of a draw is the request's key, folded with the token's position and a purpose. So a
+token's randomness does not depend on batching or preemption, and the three draws for one position
+(propose, accept, emit) are independent.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _PROPOSE, _ACCEPT, _EMIT = 0, 1, 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RequestParams:
-    """What requests asked for, one row per slot or per batch row."""
+    """Sampling parameters on the device, one row per slot or per batch row."""
 
     seed: jax.Array  # [B, 2] uint32
     temperature: jax.Array  # [B] float32
@@ -24,7 +24,7 @@ class RequestParams:
     top_p: jax.Array  # [B] float32
     min_p: jax.Array  # [B] float32
     num_draft: jax.Array  # [B] int32
-    num_logprobs: jax.Array  # [B] int32, -1 when not wanted
+    num_logprobs: jax.Array  # [B] int32, -1 for none
 
     @property
     def keys(self) -> jax.Array:
@@ -33,37 +33,37 @@ class RequestParams:
 
 
 def _keys(keys: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
-    """Keys [B], positions [B, T] of the decided tokens -> keys [B, T]."""
+    """Request keys [B] and token positions [B, T] -> keys [B, T]."""
     fold = lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose)
     return jax.vmap(jax.vmap(fold, (None, 0)))(keys, positions)
 
 
 def draft_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
-    """Keys [B, T] for drawing draft tokens at `positions` [B, T]."""
+    """Keys [B, T] for sampling the draft tokens at `positions` [B, T]."""
     return _keys(keys, positions, _PROPOSE)
 
 
 def accept_uniforms(keys: jax.Array, positions: jax.Array) -> jax.Array:
-    """Uniforms in [0, 1) [B, T] for testing the drafts at `positions` [B, T]."""
+    """Uniforms in [0, 1) [B, T] for the acceptance tests of the drafts at `positions` [B, T]."""
     return jax.vmap(jax.vmap(jax.random.uniform))(_keys(keys, positions, _ACCEPT))
 
 
 def emit_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
-    """Keys [B, T] for drawing the emitted (residual or bonus) tokens at `positions` [B, T]."""
+    """Keys [B, T] for sampling the residual or bonus tokens at `positions` [B, T]."""
     return _keys(keys, positions, _EMIT)
 
 
 def at_tokens(rows: jax.Array, tokens: jax.Array) -> jax.Array:
-    """rows [..., V] and tokens [...] -> [...]: each row's number of its token."""
+    """Gathers `rows[..., token]`: rows [..., V] and tokens [...] -> [...]."""
     return jnp.take_along_axis(rows, tokens[..., None], axis=-1)[..., 0]
 
 
 def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
-    """One draw per row, proportional to `weights`.
+    """Samples one index per row with probability proportional to `weights`.
 
     Args:
-      weights: [..., V] float32, not negative, at least one positive; need not sum to 1.
-      keys: [...].
+      weights: [..., V] float32, non-negative, at least one positive; need not sum to 1.
+      keys: [...] random keys.
     Returns:
       [...] int32.
     """
@@ -71,17 +71,21 @@ def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
     draw = lambda key: jax.random.gumbel(key, (V,), jnp.float32)
     for _ in range(keys.ndim):
         draw = jax.vmap(draw)
-    # Gumbel-max; log(0) = -inf, so a token without weight is never drawn.
+    # Gumbel-max. log(0) = -inf, so a token of weight 0 is never sampled.
     return jnp.argmax(jnp.log(weights) + draw(keys), axis=-1).astype(jnp.int32)
 
 
 def _scaled(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    """float32 [..., V], the largest of each row 0: a temperature near zero must not overflow it."""
+    """Logits / temperature in float32 [..., V], shifted to a row maximum of 0 before the division.
+
+    Without the shift a temperature near zero would overflow.
+    """
     logits = logits.astype(jnp.float32)
-    return (logits - logits.max(-1, keepdims=True)) / _divisor(temperature)[..., None]
+    return (logits - logits.max(-1, keepdims=True)) / _nonzero(temperature)[..., None]
 
 
-def _divisor(temperature: jax.Array) -> jax.Array:
+def _nonzero(temperature: jax.Array) -> jax.Array:
+    """The temperature, 1 for greedy rows."""
     return jnp.where(temperature > 0, temperature, 1.0)
 
 
@@ -92,15 +96,15 @@ def cutoffs(
     top_p: jax.Array,
     min_p: jax.Array,
 ) -> jax.Array:
-    """What `probabilities` takes as `cutoff`, for temperature, then top-k, top-p, min-p.
+    """The `cutoff` of `probabilities`: the least scaled logit after temperature, top-k, top-p and min-p.
 
-    Sorts the vocabulary of every row: to be avoided where nobody filters.
+    Sorts the vocabulary of every row: call it only if some row filters.
 
     Args:
       logits: [..., V].
       temperature, top_k (0: off), top_p (1: off), min_p (0: off): broadcastable to [...].
     Returns:
-      [...] float32, -inf where nothing is filtered.
+      [...] float32, -inf for rows without filters.
     """
     V, shape = logits.shape[-1], logits.shape[:-1]
     temperature, top_k, top_p, min_p = (
@@ -111,11 +115,11 @@ def cutoffs(
     in_top_k = jnp.arange(V) < limit
     probs = jax.nn.softmax(jnp.where(in_top_k, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    # The first token always stays: before is 0 there and top_p is positive.
+    # The most likely token is always kept: `before` is 0 and top_p is positive.
     kept = in_top_k & ((before < top_p[..., None]) | (top_p[..., None] >= 1.0))
     least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)
     least = jnp.where((top_k > 0) | (top_p < 1.0), least, -jnp.inf)
-    return jnp.maximum(least, jnp.log(min_p))  # the likeliest token has a scaled logit of 0
+    return jnp.maximum(least, jnp.log(min_p))  # relative to the largest scaled logit, which is 0
 
 
 def probabilities(
@@ -126,38 +130,39 @@ def probabilities(
     Args:
       logits: [..., V].
       temperature: broadcastable to [...]; 0 gives a one-hot row at the argmax.
-      cutoff: [...], the least scaled logit that a request's filters keep, from `cutoffs`; equal logits
-        share their fate. None: all stay.
+      cutoff: [...], the least scaled logit that the filters keep, from `cutoffs`; ties are all kept.
+        None: no filter.
     Returns:
       [..., V] float32 rows that sum to 1.
     """
     temperature = jnp.broadcast_to(temperature, logits.shape[:-1])
     greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-    powers = _powers(_scaled(logits, temperature), cutoff)
-    drawn = powers / powers.sum(-1, keepdims=True)
-    return jnp.where((temperature > 0)[..., None], drawn, greedy)
+    weights = _exp_kept(_scaled(logits, temperature), cutoff)
+    sampled = weights / weights.sum(-1, keepdims=True)
+    return jnp.where((temperature > 0)[..., None], sampled, greedy)
 
 
 def probability_of(
     logits: jax.Array, tokens: jax.Array, temperature: jax.Array, cutoff: jax.Array
 ) -> jax.Array:
-    """`probabilities` of one token a row, without those of the others in memory.
+    """`probabilities` at one token per row, without materialising [..., V] probabilities.
 
     Args:
       logits: [..., V].
       tokens: [...] int32.
-      temperature, cutoff: as of `probabilities`; with temperature 0 each token with the largest logit
-        has 1.
+      temperature, cutoff: as in `probabilities`. At temperature 0 every token that ties for the largest
+        logit has probability 1.
     Returns:
       [...] float32.
     """
     temperature = jnp.broadcast_to(temperature, tokens.shape)
-    total = _powers(_scaled(logits, temperature), cutoff).sum(-1)
-    below = at_tokens(logits, tokens).astype(jnp.float32) - logits.max(-1).astype(jnp.float32)
-    drawn = _powers((below / _divisor(temperature))[..., None], cutoff)[..., 0] / total
-    return jnp.where(temperature > 0, drawn, (below == 0).astype(jnp.float32))
+    total = _exp_kept(_scaled(logits, temperature), cutoff).sum(-1)
+    shifted = at_tokens(logits, tokens).astype(jnp.float32) - logits.max(-1).astype(jnp.float32)
+    sampled = _exp_kept((shifted / _nonzero(temperature))[..., None], cutoff)[..., 0] / total
+    return jnp.where(temperature > 0, sampled, (shifted == 0).astype(jnp.float32))
 
 
-def _powers(scaled: jax.Array, cutoff: jax.Array | None) -> jax.Array:
-    powers = jnp.exp(scaled)
-    return powers if cutoff is None else jnp.where(scaled >= cutoff[..., None], powers, 0.0)
+def _exp_kept(scaled: jax.Array, cutoff: jax.Array | None) -> jax.Array:
+    """exp of scaled logits [..., V]; 0 below the cutoff [...]."""
+    weights = jnp.exp(scaled)
+    return weights if cutoff is None else jnp.where(scaled >= cutoff[..., None], weights, 0.0)

@@ -1,10 +1,10 @@
-"""THE FILE: one round of draft-and-verify, and the prefill that starts it.
+"""The core of the engine: one speculative round, and the prefill that starts a sequence.
 
     target on [B, J+1] rows -> accept -> drafter on [B, 2J] rows -> the next J drafts
 
 Both functions are pure: `(target, drafter, state, plan) -> (state, output)`. The target, the drafter
-and the acceptance rule are arguments; J is the drafter's `num_draft`, and J = 0 (drafter None) *is*
-plain decoding. The engine jits them once per batch bucket with the state donated.
+and the acceptance rule are arguments. J is the drafter's `num_draft`; J = 0 (drafter None) is plain
+decoding. The engine compiles the round once per batch bucket, with the state donated.
 
 Invariant between rounds, for a sequence with tokens x_0..x_c: `length` = c, the target's and the
 drafter's cache hold positions 0..c-1, `last_token` = x_c is not in the cache yet, and `drafts` are
@@ -30,7 +30,7 @@ AcceptRule = Callable[..., Verdict]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Everything that lives on the device between rounds; S = max_num_seqs + 1, the last is a dummy."""
+    """Device state between calls, one row per slot; S = max_num_seqs + 1, the last slot is a dummy."""
 
     target_cache: list[LayerCache]
     drafter_cache: list[LayerCache]
@@ -44,13 +44,13 @@ class State:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PrefillPlan:
-    """One chunk for each of R prompts. Arrays come from `engine.scheduler` and stay on the host."""
+    """One prefill chunk for each of R rows: the device arrays of `engine.plan.PrefillPlan`."""
 
     slots: Any  # [R] int32
     tokens: Any  # [R, T] int32
     start: Any  # [R] int32, position of tokens[:, 0]
     count: Any  # [R] int32, real tokens
-    next_token: Any  # [R] int32, the prompt's next token; -1 when the chunk ends the prompt
+    next_token: Any  # [R] int32, the token after the chunk; -1: the device samples it
     page_table: Any  # [R, W] int32
     params: RequestParams
 
@@ -58,7 +58,7 @@ class PrefillPlan:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodePlan:
-    """Which slots take part in a round."""
+    """The slots and pages of one round: the device arrays of `engine.plan.DecodePlan`."""
 
     slots: Any  # [B] int32
     page_table: Any  # [B, W] int32
@@ -67,7 +67,7 @@ class DecodePlan:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What the host learns from a call."""
+    """What the host reads back after a call."""
 
     packed: jax.Array  # [B, J+2] int32: tokens [B, J+1] and count [B], see `_signed_count`
     logprobs: jax.Array  # [B, J+1] float32, of the emitted tokens
@@ -100,16 +100,16 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
 
 
 def _output(logits, verdict: Verdict, params: RequestParams, max_logprobs: int) -> StepOutput:
-    """Packs the verdict; alternatives are ranked only when some row asks for logprobs."""
+    """Packs the verdict. Computes logprobs and top-n only if some row requests logprobs."""
     T = verdict.tokens.shape[1]
 
-    def ranked():
+    def with_logprobs():
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         chosen = at_tokens(logprobs, verdict.tokens)
         top, ids = jax.lax.top_k(logprobs, max_logprobs)
         return chosen, ids.astype(jnp.int32), top
 
-    def nothing():
+    def zeros():
         shape = (logits.shape[0], T)
         return (
             jnp.zeros(shape, jnp.float32),
@@ -117,24 +117,26 @@ def _output(logits, verdict: Verdict, params: RequestParams, max_logprobs: int) 
             jnp.zeros((*shape, max_logprobs), jnp.float32),
         )
 
-    chosen, ids, top = jax.lax.cond(jnp.any(params.num_logprobs >= 0), ranked, nothing)
+    wants_logprobs = jnp.any(params.num_logprobs >= 0)
+    chosen, ids, top = jax.lax.cond(wants_logprobs, with_logprobs, zeros)
     packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
     return StepOutput(packed, chosen, ids, top)
 
 
 def _signed_count(verdict: Verdict) -> jax.Array:
-    """[B] int32: tokens of the round, or -1 - n where only n of them come before logits that are not finite.
+    """[B] int32: number of emitted tokens, or -1 - n if only the first n come from finite logits.
 
-    With finite [yes, no, yes] a count of 1 stays 1 (row 1 decided nothing), and 2 or 3 become -2.
+    Example: finite = [True, False, True]. Count 1 stays 1, because row 1 emits no token; counts 2 and 3
+    become -2.
     """
     if verdict.finite is None:
         return verdict.count
-    good = jnp.cumprod(verdict.finite.astype(jnp.int32), axis=1).sum(axis=1)
-    return jnp.where(good < verdict.count, -1 - good, verdict.count)
+    num_finite = jnp.cumprod(verdict.finite.astype(jnp.int32), axis=1).sum(axis=1)
+    return jnp.where(num_finite < verdict.count, -1 - num_finite, verdict.count)
 
 
 def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> State:
-    """Runs the drafter over the round's rows and stores its proposals."""
+    """Runs the drafter over the rows of a call and stores its drafts in the state."""
     proposal, cache = drafter.propose(target, inputs, state.drafter_cache)
     drafts = state.drafts.at[inputs.slots].set(proposal.tokens)
     probs = state.draft_probs
@@ -164,20 +166,20 @@ def speculative_step(
     max_logprobs: int = 0,
     accept: AcceptRule = verify,
 ) -> tuple[State, StepOutput]:
-    """One round: verify the pending drafts, emit 1..J+1 tokens per sequence, draft the next J.
+    """One round: verify the stored drafts, emit 1..J+1 tokens per sequence, draft the next J.
 
-    Example with J = 3 and two survivors: the target sees [x_c, d1, d2, d3] at positions c..c+3, the
-    verdict is [d1, d2, n, .] with count 3, and the drafter runs rows [d1, d2, n, mask, mask, pad]
-    at slots c..c+5; rows 2, 3, 4 carry the next three drafts.
+    Example with J = 3 and two accepted drafts: the target's input is [x_c, d1, d2, d3] at positions
+    c..c+3; the verdict is [d1, d2, n, .] with count 3; the drafter's input is
+    [d1, d2, n, mask, mask, pad] at slots c..c+5, and its rows 2, 3, 4 predict the next three drafts.
 
     Args:
-      target: model called as `models.Decoder`.
-      drafter: see `drafter.Drafter`; None decodes plainly and `state.drafts` has J = 0.
+      target: model with the signature of `models.Decoder`.
+      drafter: see `drafter.Drafter`; None is plain decoding, with `state.drafts` of J = 0.
       state: donated by the engine.
-      plan: B slots; padding rows name the dummy slot and the dummy page.
+      plan: B slots; padding rows have the dummy slot and the dummy page.
       taps: the drafter's tap ids.
       max_logprobs: n, alternatives per token.
-      accept: acceptance rule, called as `verify.verify`.
+      accept: acceptance rule with the signature of `verify.verify`.
     """
     slots, page_table = plan.slots, plan.page_table
     params = jax.tree.map(lambda x: x[slots], state.params)
@@ -197,7 +199,7 @@ def speculative_step(
     state = replace(state, target_cache=target_cache)
     if drafter is not None:
         inputs = DraftInputs(
-            # The verdict is already the drafter's shifted input: row j holds x_{c+j+1}.
+            # The emitted tokens are the drafter's shifted input: row j holds x_{c+j+1}.
             tokens=verdict.tokens,
             taps=tapped,
             num_real=verdict.count,
@@ -221,13 +223,13 @@ def prefill(
     max_logprobs: int = 0,
     accept: AcceptRule = verify,
 ) -> tuple[State, StepOutput]:
-    """One prompt chunk per row; the chunk that ends a prompt also emits its first token and drafts.
+    """Prefills one chunk per row. The last chunk of a prompt also emits the first token, and drafts.
 
-    The drafter rides along: slot p needs x_{p+1}, which is the next prompt token inside and at the
-    end of a chunk (`plan.next_token`), and the token just sampled at the end of the prompt.
+    The drafter prefills the same positions. Its slot p needs x_{p+1}: the next token of the chunk, at
+    the chunk's end `plan.next_token`, and at the prompt's end the token just sampled.
 
     Returns:
-      The state and an output with one token per row; count is 0 where the prompt goes on.
+      The state, and an output with one token per row. `count` is 0 where no token was sampled.
     """
     slots, page_table, params = plan.slots, plan.page_table, plan.params
     T = plan.tokens.shape[1]

@@ -1,9 +1,10 @@
-"""The lossless rule (peagle-spec 3.10) and nothing else: accept, residual, bonus.
+"""Lossless speculative sampling: acceptance, residual and bonus (docs/algorithm.md, "The acceptance rule").
 
-J drafts per sequence make a rectangle [B, J]. A draft d at row j survives with probability
-min(1, p_j(d) / q_j(d)); the first casualty is replaced by a draw from max(p_j - q_j, 0), and when all
-survive a bonus is drawn from p_J. Past a request's own number of drafts q is zero, so the residual
-there is p itself: rejection and bonus are one case. The emitted text has exactly the target's law.
+Drafts are [B, J]; p_j is the target's distribution at row j and q_j the drafter's. Draft d at row j is
+accepted with probability min(1, p_j(d) / q_j(d)). The first rejected draft is replaced by a sample from
+max(p_j - q_j, 0); if all are accepted, a bonus token is sampled from p_J. Rows past a request's own
+number of drafts have q = 0, so their residual is p: rejection and bonus are one case. The output has
+exactly the target's distribution.
 """
 
 from collections.abc import Callable
@@ -26,13 +27,13 @@ from peagle_jax.sampling import (
 
 
 class Verdict(NamedTuple):
-    """What a round emits.
+    """Result of verification: the tokens a round emits.
 
     Attributes:
-      tokens: [B, J+1] int32.
-      count: [B] int32 in 1..J+1, how many of the tokens are real.
-      finite: [B, J+1] bool, whether a row's largest logit is a finite number: False for a row with NaN or
-        +inf in it, and for a row of -inf. A token of such a row means nothing. None: not looked at.
+      tokens: [B, J+1] int32; only the first `count` of a row are valid.
+      count: [B] int32 in 1..J+1: number of accepted drafts + 1.
+      finite: [B, J+1] bool, whether the row's largest logit is finite: False for a row that contains NaN
+        or +inf, and for a row of -inf only. The token of such a row is undefined. None: not computed.
     """
 
     tokens: jax.Array
@@ -53,37 +54,37 @@ def _row(x: jax.Array, n: jax.Array) -> jax.Array:
 def largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Argmax [...] int32 and maximum [...] of logits [..., V], in one reduction.
 
-    Of equals the lower index; the first NaN counts as the largest, as in `jnp.argmax`.
+    Ties go to the lower index, and the first NaN counts as the largest, as in `jnp.argmax`.
     """
     axis = logits.ndim - 1
     index = lax.broadcasted_iota(jnp.int32, logits.shape, axis)
 
-    def pick(one, other):
-        (x, i), (y, j) = one, other
+    def larger(a, b):
+        (x, i), (y, j) = a, b
         is_first = (x > y) | (x != x)
         is_lower = is_first | ((x == y) & (i < j))
         return jnp.where(is_first, x, y), jnp.where(is_lower, i, j)
 
     least = (jnp.array(-jnp.inf, logits.dtype), jnp.int32(0))
-    best, found = lax.reduce((logits, index), least, pick, (axis,))
-    return found, best
+    maximum, argmax = lax.reduce((logits, index), least, larger, (axis,))
+    return argmax, maximum
 
 
 def verify_greedy(logits: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
-    """Temperature 0: keep drafts while they equal the target's argmax, then emit the argmax.
+    """Temperature 0: accept drafts while they equal the target's argmax, then emit the argmax.
 
     Example: argmax [5, 7, 9], drafts [5, 8], num_draft 2 -> tokens [5, 7, 9], count 2.
 
     Args:
       logits: [B, J+1, V].
       drafts: [B, J] int32.
-      num_draft: [B] int32; drafts at rows `j >= num_draft` do not count.
+      num_draft: [B] int32; drafts at rows `j >= num_draft` are ignored.
     """
     return _greedy(largest(logits)[0], drafts, num_draft)
 
 
 def _greedy(best: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
-    """`verify_greedy` of the argmax [B, J+1]."""
+    """`verify_greedy`, given the argmax `best` [B, J+1]."""
     J = drafts.shape[1]
     accept = (drafts == best[:, :J]) & (jnp.arange(J) < num_draft[:, None])
     return Verdict(best, _leading(accept) + 1)
@@ -98,22 +99,22 @@ def verify_sampled(
     uniforms: jax.Array,
     keys: jax.Array,
 ) -> Verdict:
-    """The general law. Of the target's distributions it needs one number a draft, and one row in full.
+    """The general rule. It needs p of each draft, and the full distribution of one row per sequence.
 
     Args:
-      p_draft: [B, J] the target's probability of each draft.
-      p_at: the target's distributions [B, V] at rows [B] int32 in 0..J.
+      p_draft: [B, J] float32, the target's probability of each draft.
+      p_at: function from rows [B] int32 in 0..J to the target's distributions [B, V] at these rows.
       drafts: [B, J] int32.
-      q: [B, J, V] draft probabilities, or None when the drafter proposes one token with certainty.
+      q: [B, J, V] draft probabilities; None if the drafter proposes argmax tokens (q is one-hot).
       num_draft: [B] int32.
       uniforms: [B, J] in [0, 1).
-      keys: [B, J+1] for the emitted token at each row.
+      keys: [B, J+1], random keys for the emitted token at each row.
     """
     J = drafts.shape[1]
-    counts = jnp.arange(J) < num_draft[:, None]
+    is_draft = jnp.arange(J) < num_draft[:, None]
     q_draft = jnp.ones_like(p_draft) if q is None else at_tokens(q, drafts)
-    # Strict: a uniform of exactly 0 must not accept a token the target cannot emit.
-    n = _leading((uniforms * q_draft < p_draft) & counts)
+    # Strict inequality: a uniform of exactly 0 must not accept a token with p = 0.
+    n = _leading((uniforms * q_draft < p_draft) & is_draft)
 
     target = p_at(n)
     if J == 0:
@@ -125,7 +126,7 @@ def verify_sampled(
         proposed = _row(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), n)
     proposed = jnp.where((n < num_draft)[:, None], proposed, 0.0)
     residual = jnp.maximum(target - proposed, 0.0)
-    # p == q leaves no residual; a rejection is then a rounding accident, and p itself is right.
+    # If p == q the residual is 0, and only rounding can have rejected the draft: sample from p.
     residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, target)
     emitted = sample_rows(residual, _row(keys, n))
     tokens = jnp.pad(drafts, ((0, 0), (0, 1)))
@@ -140,14 +141,16 @@ def verify(
     positions: jax.Array,
     params: RequestParams,
 ) -> Verdict:
-    """The engine's acceptance rule: greedy rows and sampled rows in one batch.
+    """The engine's acceptance rule, for batches that mix greedy and sampled rows.
 
-    The general law runs only when some row has a temperature, and sorts only when one of them filters.
+    The general rule runs only if some row has a temperature above 0. The vocabulary is sorted only if a
+    row with a temperature also has top-k, top-p or min-p.
 
     Args:
-      logits: [B, J+1, V] target logits; row j decides the token at `positions[:, j]`.
-      drafts: [B, J]; draft_probs: [B, J, V] or None.
-      positions: [B, J+1] int32 positions of the decided tokens.
+      logits: [B, J+1, V] target logits; row j predicts the token at `positions[:, j]`.
+      drafts: [B, J] int32.
+      draft_probs: [B, J, V] float32, or None for argmax drafts.
+      positions: [B, J+1] int32, positions of the predicted tokens.
       params: one row per sequence.
     """
 
@@ -173,8 +176,8 @@ def verify(
             jnp.where(is_greedy, exact.count, drawn.count),
         )
 
-    # To the compiler both have a cutoff and logits of which nothing is known. So it makes the same code of
-    # the law, and a request's bits do not depend on whether another filters.
+    # The barriers hide the constant cutoff, so both branches compile to identical arithmetic. Without
+    # them a request's bits would depend on whether another request of the batch filters.
     def unfiltered():
         return mixed(lax.optimization_barrier(jnp.full(logits.shape[:-1], -jnp.inf)))
 
@@ -185,7 +188,7 @@ def verify(
 
     samples = params.temperature > 0
     filters = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0)
-    # One branch of three: in a CUDA graph a branch within a branch costs 14 microseconds a round.
-    which = jnp.any(samples).astype(jnp.int32) + jnp.any(samples & filters)
-    verdict = lax.switch(which, (greedy, unfiltered, filtered))
+    # One three-way switch: a nested conditional in a CUDA graph costs 14 microseconds a round.
+    branch = jnp.any(samples).astype(jnp.int32) + jnp.any(samples & filters)
+    verdict = lax.switch(branch, (greedy, unfiltered, filtered))
     return verdict._replace(finite=jnp.isfinite(value))

@@ -1,4 +1,4 @@
-"""The engine: schedule -> dispatch -> commit the call before. Host code; the device work is in step.py.
+"""The engine loop: schedule -> dispatch -> commit the previous call. Host code; step.py runs on device.
 
 add_request -> [waiting] -> schedule() -> Plan
             -> programs.round(state, plan) -> state', output        (round n runs on the device)
@@ -32,12 +32,14 @@ _log = logging.getLogger(__name__)
 class Completion:
     """One finished request. `text` is None when the engine has no tokenizer.
 
-    `finish_reason` is "stop", "length", "abort" or "error". With "error", `error` is a sentence that says
-    what failed; tokens up to there are good.
+    `finish_reason` is "stop", "length", "abort" or "error". With "error", `error` describes the failure
+    in one sentence, and the tokens before it are valid.
 
-    `drafted` counts the drafts that the target checked, `accepted` those that became output, and
-    `accepted_per_position[i]` the rounds in which draft i+1 became output. So `tokens` are
-    1 + `rounds` + `accepted`, or one less where the text ends on a draft.
+    `drafted` counts the drafts that the target verified, `accepted` the drafts that became output, and
+    `accepted_per_position[i]` the rounds in which draft i+1 became output. The number of `tokens` is
+    1 + `rounds` + `accepted`, or one less if the text ends on a draft.
+
+    `time_to_first_token` and `duration` are in seconds from arrival, time in the queue included.
     """
 
     prompt: list[int]
@@ -56,7 +58,7 @@ class Completion:
 
     @property
     def emitted(self) -> int:
-        """Tokens that rounds emitted: all but the first, which prefill samples."""
+        """Number of tokens emitted by rounds: all but the first, which prefill samples."""
         return max(0, len(self.tokens) - 1)
 
 
@@ -65,11 +67,11 @@ class Engine:
 
     Args:
       target: the target model.
-      head: the drafter's weights; None decodes plainly (then `config.num_draft` counts as 0).
-      config: sizes; a `max_model_len` up to the default is cut to what the target supports.
+      head: the drafter's weights; None means plain decoding (`config.num_draft` becomes 0).
+      config: sizes; `max_model_len` is lowered to what the target supports (see `sizes.check_sizes`).
       tokenizer: needed for text prompts and stop strings.
-      drafter: a drafter to use instead of wrapping `head` (notebooks, tests); with `head` None it
-        gets neither taps nor a cache.
+      drafter: a drafter to use instead of the one built from `head` (notebooks, tests). If `head` is
+        None it receives neither taps nor a cache.
       accept: the acceptance rule.
     """
 
@@ -118,17 +120,18 @@ class Engine:
         *,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Compiles all programs; afterwards nothing ever compiles. `on_compiled` reports progress.
+        """Compiles all programs; afterwards no call compiles. `on_compiled` is called after each one.
 
-        With `sizes` only the rounds of some batch sizes, the largest among them or compiled before. Until
-        a later call compiles the others, in another thread if need be, rounds take the next larger size.
+        With `sizes`, compiles only these batch buckets; the largest bucket must be among them or already
+        compiled. Batches are padded to the next larger compiled bucket. A later call, from any thread,
+        compiles the others.
         """
         self.programs.warm_up(self._state, on_compiled, sizes or self.config.batch_buckets)
         self.scheduler.batch_sizes = self.programs.sizes
 
     @property
     def num_programs(self) -> int:
-        """How many programs `warm_up` compiles."""
+        """Number of programs that `warm_up` compiles."""
         return 1 + len(self.config.batch_buckets)
 
     @property
@@ -142,11 +145,11 @@ class Engine:
         *,
         request_id: str | int | None = None,
     ) -> Request:
-        """Queues a request; its tokens arrive through `step`.
+        """Queues a request; `step` returns its tokens.
 
         Raises:
-          ConfigError: as of `validate`.
-          QueueFull: too many requests wait; retry later.
+          ConfigError: as in `validate`.
+          QueueFull: the waiting queue is full; retry later.
         """
         tokens, number = self.validate(prompt, params), next(self._numbers)
         num_draft = params.num_speculative_tokens
@@ -163,7 +166,7 @@ class Engine:
         return request
 
     def validate(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
-        """Token ids of a prompt that can run with these parameters; changes nothing, from any thread.
+        """Validates a request and returns the prompt's token ids. No side effects; thread-safe.
 
         Raises:
           ConfigError: the request can never run; `field` is "prompt" or a field of `SamplingParams`.
@@ -184,7 +187,7 @@ class Engine:
         return [int(token) for token in prompt]
 
     def abort(self, request: Request) -> None:
-        """Ends a request and frees its slot and pages at once; finished requests stay as they are."""
+        """Ends a request and frees its slot and pages at once. No effect on a finished request."""
         self.scheduler.abort(request)
         request.finish_time = request.finish_time or time.monotonic()
 
@@ -192,7 +195,7 @@ class Engine:
         """Dispatches the next calls, then commits the previous ones.
 
         Returns:
-          (request, new tokens) for every request that got tokens; look at `request.is_finished`.
+          (request, new tokens) for every request in the committed calls; see `request.is_finished`.
         """
         plan = self.scheduler.schedule()
         dispatched = []
@@ -237,13 +240,13 @@ class Engine:
         *,
         on_update: Callable[[Request, list[int]], None] = lambda request, tokens: None,
     ) -> list[Completion]:
-        """Runs prompts to their end and returns them in order.
+        """Runs all prompts to completion and returns the completions in prompt order.
 
         Args:
           prompts: texts, or lists of token ids.
-          params: one for all, or one each.
-          on_update: called with every request's new tokens, for streaming and progress bars; a
-            request's `id` is the number of its prompt, from 0.
+          params: one for all prompts, or one per prompt.
+          on_update: called with a request and its new tokens, for streaming and progress bars. The
+            request's `id` is the index of its prompt.
         """
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
@@ -259,7 +262,7 @@ class Engine:
                 for request, tokens in self.step():
                     on_update(request, tokens)
         except BaseException:
-            # A refused prompt or an interrupt must not leave the others running in this engine.
+            # After an invalid prompt or an interrupt no request of this call may stay in the engine.
             for request in requests:
                 self.abort(request)
             raise
@@ -282,7 +285,7 @@ class Engine:
             drafted=request.drafted,
             accepted=request.accepted,
             accepted_per_position=request.accepted_per_position,
-            # A request that was aborted before its first token has none to time.
+            # A request aborted before its first token has no first_token_time.
             time_to_first_token=(request.first_token_time or request.finish_time)
             - request.arrival_time,
             duration=request.finish_time - request.arrival_time,

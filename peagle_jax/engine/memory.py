@@ -1,4 +1,4 @@
-"""How many KV pages fit: the pool is sized before anything is allocated."""
+"""Memory plan of an engine: how many KV pages fit, computed before anything is allocated."""
 
 import os
 from dataclasses import replace
@@ -15,21 +15,21 @@ from peagle_jax.config import (
     TargetConfig,
 )
 
-_SHARE = 0.85  # of free memory; the rest is for activations and programs
+_SHARE = 0.85  # of free memory goes to KV caches; the rest is for activations and programs
 
 
 _HOLES = {256: 64, 1024: 64, 4096: 64, 2**14: 16, 2**16: 16, 2**18: 8, 2**20: 8}
-"""How many free blocks of so many bytes to make: 12 MB in all."""
+"""Holes to carve: {size in bytes: count}, 12 MB in all."""
 
 
 def carve_holes() -> list[jax.Array]:
-    """Makes small free blocks in the device's memory; they last as long as what is returned.
+    """Reserves small free blocks in device memory for small arrays. Keep the returned arrays alive.
 
-    A program's intermediate results are one large block that is free between its calls. The allocator
-    takes the smallest free block in which a small array fits, and without others cuts it off that one: the
-    next call finds its block elsewhere, and all kernels of its CUDA graph have to be told. (Decoding
-    with four layers of the 30B model on an H200 took 1.32 ms a round instead of 1.92.) Blocks between
-    two arrays that stay cannot grow together, so they are what small arrays take.
+    XLA keeps a program's temporaries in one large block, which is free between calls. The allocator is
+    best-fit: without smaller free blocks, a small array would split the large block. The temporaries
+    then move, and the driver must update every node of the CUDA graph. (Four layers of the 30B model
+    on an H200: 1.92 ms a round without holes, 1.32 ms with them.) Each hole lies between two live
+    one-byte arrays, so the allocator cannot merge it with its neighbours.
     """
     put = lambda count: jax.device_put(np.zeros(count, np.int8))
     pairs = [(put(size), put(1)) for size, count in _HOLES.items() for _ in range(count)]
@@ -50,20 +50,20 @@ def _token_bytes(layer: AttentionConfig, config: EngineConfig) -> int:
 
 
 def page_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
-    """Bytes of one page over all layers of target and drafter that see everything."""
+    """Bytes of one page over all layers of target and drafter with full attention."""
     layers = (layer for layer in _layers(target, drafter) if layer.window is None)
     return config.page_size * sum(_token_bytes(layer, config) for layer in layers)
 
 
 def ring_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
-    """Bytes of the rings of all layers with a window: fixed, whatever the requests' lengths."""
+    """Bytes of the ring buffers of all sliding-window layers; independent of sequence lengths."""
     tokens = lambda window: (config.max_num_seqs + 1) * config.ring_pages(window) * config.page_size
     layers = (layer for layer in _layers(target, drafter) if layer.window is not None)
     return sum(tokens(layer.window) * _token_bytes(layer, config) for layer in layers)
 
 
 def free_bytes() -> int | None:
-    """Free memory of the default device; None when it cannot be told."""
+    """Free memory of the default device in bytes; None when the platform does not report it."""
     device = jax.devices()[0]
     stats = device.memory_stats()
     if stats:
@@ -72,7 +72,7 @@ def free_bytes() -> int | None:
 
 
 def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """What the kernel calls available: free memory, and file cache that it would give up for us."""
+    """Available host memory in bytes: free memory plus reclaimable file cache (MemAvailable)."""
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -83,8 +83,8 @@ def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
-    """Least working memory of one call: float32 logits of a round, or one layer's activations in a
-    prefill."""
+    """Lower bound on the temporaries of one call: the larger of a round's float32 logits and one
+    layer's prefill activations."""
     logits = 4 * config.max_num_seqs * (config.num_draft + 1) * target.vocab_size
     width = 2 * target.hidden_size + target.intermediate_size
     itemsize = jax.numpy.dtype(config.dtype).itemsize
@@ -94,7 +94,7 @@ def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
 def _needs(
     target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
 ) -> dict[str, int]:
-    """Least bytes that the engine must have, by what they are for."""
+    """Minimum bytes the engine needs, by purpose."""
     pages = config.pages_per_seq + 1 if config.num_pages is None else config.num_pages
     return {
         "KV pages": pages * page_bytes(target, drafter, config),
@@ -109,18 +109,19 @@ def _has_room(needs: dict[str, int], free: int) -> bool:
 
 
 def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
-    """Pages to allocate: what the config asks for, or the worst case of all slots that fits.
+    """Number of pages to allocate: `num_pages` of the config, else as many as all slots can use or fit.
 
     Raises:
-      ConfigError: the memory cannot hold the pages of one longest request, or `num_pages` of them, or
-        what one call works with. The message gives the largest sizes that fit.
+      ConfigError: memory is too small for `num_pages` (by default: the pages of one request of
+        `max_model_len` tokens) or for the temporaries of one call. The message gives the largest
+        sizes that fit.
     """
     size, free = page_bytes(target, drafter, config), free_bytes()
     if free is None:
         return config.total_pages
     needs = _needs(target, drafter, config)
     if _has_room(needs, free):
-        if size == 0:  # all layers slide
+        if size == 0:  # every layer has a sliding window
             return config.total_pages
         rings = ring_bytes(target, drafter, config)
         return min(config.total_pages, (int(free * _SHARE) - rings) // size)
@@ -134,14 +135,14 @@ def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
 def _advice(
     target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig, free: int
 ) -> str:
-    """Sizes that fit, each if the others stay as they are."""
+    """The largest value of each size option that fits while the others keep their values."""
 
     def fits(name: str, value: int) -> bool:
         return _has_room(_needs(target, drafter, replace(config, **{name: value})), free)
 
     found = []
     for name in ("max_model_len", "max_num_seqs", "prefill_chunk"):
-        # The memory grows with each of them, so halving finds the largest.
+        # Memory grows monotonically with each option: bisect.
         low, high = 0, getattr(config, name)
         while high - low > 1:
             middle = (low + high) // 2

@@ -1,7 +1,7 @@
-"""The pool of KV pages: which page ids are free.
+"""The allocator of KV pages: a free list of page ids.
 
-Pages are plain integers; what lies in them is the device's business (`peagle_jax.cache`). Page 0 is
-the dummy page: padding rows and unmapped positions write there, so it is never handed out.
+The host handles page ids only; `peagle_jax.cache` holds the arrays. Page 0 is the dummy page: padding
+rows and unmapped positions write there, so it is never allocated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,11 +10,11 @@ DUMMY_PAGE = 0
 
 
 class OutOfPages(RuntimeError):
-    """Fewer pages are free than were asked for; nothing was allocated."""
+    """Fewer pages are free than requested; nothing was allocated."""
 
 
 class PagePool:
-    """Hands out page ids 1 .. num_pages-1, the most recently released first."""
+    """Allocates page ids 1 .. num_pages-1, last released first (LIFO)."""
 
     def __init__(self, num_pages: int, page_size: int):
         if num_pages < 2 or page_size < 1:
@@ -31,11 +31,11 @@ class PagePool:
         return len(self._free)
 
     def pages_for(self, num_positions: int) -> int:
-        """Pages that hold positions 0 .. num_positions-1: with 16 a page, 16 need 1 and 17 need 2."""
+        """Number of pages for positions 0 .. num_positions-1: at page size 16, 16 need 1 and 17 need 2."""
         return -(-num_positions // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages (0 is fine) or raises `OutOfPages` and takes none."""
+        """Allocates `count` pages (0 is allowed); raises `OutOfPages` and allocates none if too few."""
         if count > len(self._free):
             raise OutOfPages(
                 f"{count} pages asked for, {len(self._free)} of {self.num_pages - 1} free"
@@ -46,7 +46,7 @@ class PagePool:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives `pages` back; a page that is not handed out is an error, not a second free copy."""
+        """Frees `pages`. Freeing a page that is not allocated raises `RuntimeError` (double free)."""
         for page in pages:
             if page == DUMMY_PAGE or self._is_free[page]:
                 raise RuntimeError(f"page {page} is released but not handed out")
@@ -54,7 +54,7 @@ class PagePool:
             self._free.append(page)
 
     def check_integrity(self, owned: Iterable[Sequence[int]]) -> None:
-        """Raises `AssertionError` unless the free pages and `owned` split the pool exactly.
+        """Raises `AssertionError` unless every page is either free or in exactly one list of `owned`.
 
         Args:
           owned: one list of page ids per owner.

@@ -1,4 +1,4 @@
-"""What one device call is told about its rows: fixed-shape numpy arrays, filled from requests."""
+"""Inputs of one device call: numpy arrays of fixed shape, one row per request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from peagle_jax.engine.request import Request
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillPlan:
-    """One chunk each for up to R = prefill_rows requests, T = prefill_chunk tokens wide.
+    """One prefill call: a chunk of up to T = prefill_chunk tokens for each of R = prefill_rows rows.
 
-    Padding rows have request None, the dummy slot `max_num_seqs`, count 0 and dummy pages.
+    Padding rows have request None, the dummy slot `max_num_seqs`, count 0 and the dummy page.
     """
 
     requests: tuple[Request | None, ...]  # R
@@ -23,8 +23,8 @@ class PrefillPlan:
     start: np.ndarray  # [R] int32, position of the first token
     count: np.ndarray  # [R] int32, real tokens in the row
     next_token: np.ndarray  # [R] int32, the token after the chunk; -1: the device samples it
-    last: tuple[bool, ...]  # of real rows: whether the request decodes after this chunk
-    page_table: np.ndarray  # [R, W] int32, 0 where nothing is mapped
+    last: tuple[bool, ...]  # per real row: this is the request's last chunk, it decodes next
+    page_table: np.ndarray  # [R, W] int32, 0 (the dummy page) where no page is mapped
     temperature: np.ndarray  # [R] float32
     top_k: np.ndarray  # [R] int32
     top_p: np.ndarray  # [R] float32
@@ -35,11 +35,11 @@ class PrefillPlan:
 
     @classmethod
     def build(cls, rows: Sequence[Request], config: EngineConfig) -> Self:
-        """The next chunk of each of `rows`, at most R of them."""
+        """Plans the next chunk of each request in `rows` (at most R)."""
         R, T = config.prefill_rows, config.prefill_chunk
         ints = lambda fill=0: np.full(R, fill, np.int32)
         floats = lambda fill=0.0: np.full(R, fill, np.float32)
-        ends = [min(one.num_prefilled + T, one.num_to_prefill) for one in rows]
+        ends = [min(r.num_prefilled + T, r.num_to_prefill) for r in rows]
         plan = cls(
             requests=(*rows, *[None] * (R - len(rows))),
             slots=ints(config.max_num_seqs),
@@ -47,7 +47,7 @@ class PrefillPlan:
             start=ints(),
             count=ints(),
             next_token=ints(-1),
-            last=tuple(end == one.num_to_prefill for one, end in zip(rows, ends, strict=True)),
+            last=tuple(end == r.num_to_prefill for r, end in zip(rows, ends, strict=True)),
             page_table=_page_table(rows, R, config.pages_per_seq),
             temperature=floats(),
             top_k=ints(),
@@ -74,13 +74,13 @@ class PrefillPlan:
         return plan
 
     def samples(self, row: int) -> bool:
-        """Whether the device samples the row's first token: the chunk ends a prompt without output."""
+        """Whether the device samples a token for the row: the chunk ends a prompt without output."""
         return self.requests[row] is not None and bool(self.next_token[row] < 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodePlan:
-    """One speculative round for a batch bucket of B rows; padding as in `PrefillPlan`."""
+    """One speculative round over a batch bucket of B rows; padding rows as in `PrefillPlan`."""
 
     requests: tuple[Request | None, ...]  # B
     slots: np.ndarray  # [B] int32
@@ -99,9 +99,10 @@ class DecodePlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What to dispatch. Nothing while `has_work`: commit what is in flight and schedule again.
+    """The device calls of one engine step. If empty while `has_work`: commit, then schedule again.
 
-    `prefills` go in their order, for one may go on where another ends; the round is independent of them.
+    Dispatch `prefills` in order, since one may continue a prompt where the one before ends. The round
+    does not depend on them.
     """
 
     prefills: tuple[PrefillPlan, ...]
@@ -109,7 +110,7 @@ class Plan:
 
 
 def _page_table(rows: Sequence[Request], size: int, width: int) -> np.ndarray:
-    """Returns [size, width] int32: page of each `page_size` positions, the dummy page elsewhere."""
+    """[size, width] int32: page id of each `page_size` positions, the dummy page where unmapped."""
     table = np.zeros((size, width), np.int32)
     for row, request in enumerate(rows):
         table[row, : len(request.pages)] = request.pages

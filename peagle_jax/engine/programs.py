@@ -1,13 +1,12 @@
-"""The compiled device programs of an engine: one prefill, and one round per batch bucket.
+"""The compiled device programs of an engine: one for prefill, and one per batch bucket for rounds.
 
-Each is compiled ahead of time for its exact shapes, so a running engine cannot recompile: a call
-either finds its program or, before warm-up, compiles it once.
+Each program is compiled ahead of time for fixed shapes. After `warm_up` no call compiles anything.
 
-A call reads and writes the same addresses every time: its plan is copied into arrays that stay, its
-output overwrites that of the call before, and what the host reads is a copy. On a GPU a call is one
-CUDA graph of hundreds of kernels; were an address new, the driver would be told about each of them,
-for 1 to 4 microseconds a kernel. (For the addresses of what only a call itself uses see
-`memory.carve_holes`.)
+On a GPU one call is one CUDA graph of hundreds of kernels. If the address of a buffer changes, the
+driver must update every node of the graph, 1 to 4 microseconds each. So all buffers of a call keep
+their addresses: the plan is copied into resident arrays, the output overwrites the donated output of
+the call before, and the host reads a copy. (`memory.carve_holes` fixes the address of XLA's
+temporary buffer.)
 """
 
 import itertools
@@ -28,13 +27,13 @@ from peagle_jax.engine.memory import carve_holes
 from peagle_jax.sampling import RequestParams
 
 PREFILL = "prefill"
-"""Key of the prefill program; that of a round is its batch size."""
+"""Key of the prefill program. The key of a round's program is its batch size."""
 
 Key = int | str
 
 
 def device_plan(plan: host.PrefillPlan | host.DecodePlan) -> step.PrefillPlan | step.DecodePlan:
-    """The part of a host plan that the device needs."""
+    """The device arrays of a host plan, as a pytree."""
     if isinstance(plan, host.DecodePlan):
         return step.DecodePlan(slots=plan.slots, page_table=plan.page_table)
     return step.PrefillPlan(
@@ -57,14 +56,14 @@ def device_plan(plan: host.PrefillPlan | host.DecodePlan) -> step.PrefillPlan | 
 
 
 class Programs:
-    """Compiles and keeps the programs; weights are passed as flat leaves (cheapest per call)."""
+    """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest dispatch."""
 
     def __init__(self, target, drafter, config: EngineConfig, *, taps, accept: step.AcceptRule):
         self._config = config
         self._weights, structure = jax.tree.flatten((target, drafter))
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
 
-        # The state is donated, so caches are updated in place, and the output of the call before.
+        # Donated buffers: the state (caches are updated in place) and the previous call's output.
         @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True)
         def prefill(weights, state, plan, previous):
             target, drafter = jax.tree.unflatten(structure, weights)
@@ -103,7 +102,7 @@ class Programs:
         return state, Result(resident.output)
 
     def _prepare(self, key: Key, state: step.State) -> None:
-        """Compiles all that prefill or rounds over so many slots run."""
+        """Compiles the program of `key` and the two that copy its plan in and its output out."""
         if key == PREFILL:
             function, idle = self._prefill, host.PrefillPlan.build([], self._config)
             output = self._blank_output(self._config.prefill_rows, 1)
@@ -112,13 +111,13 @@ class Programs:
             output = self._blank_output(key, self._config.num_draft + 1)
         resident = _Resident(idle, output)
         self._compile(key, function, state, resident.plan, resident.output)
-        # These two are compiled by being used.
-        resident.plan = _overwritten(resident.plan, _packed(device_plan(idle)))
-        _joined(resident.output)
+        # `jax.jit` compiles these two on their first call.
+        resident.plan = _unpack_into(resident.plan, _pack(device_plan(idle)))
+        _pack_on_device(resident.output)
         self._resident[key] = resident
 
     def _blank_output(self, rows: int, T: int) -> step.StepOutput:
-        """An output, `T` tokens for each of `rows` slots, that no call has made."""
+        """Zeroed output buffers for `T` tokens of each of `rows` slots."""
         n = self._config.max_logprobs
         return step.StepOutput(
             packed=jnp.zeros((rows, T + 1), jnp.int32),
@@ -136,15 +135,15 @@ class Programs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Batch sizes whose rounds are compiled, ascending."""
+        """Batch buckets whose rounds are compiled, ascending."""
         return tuple(size for size in self._config.batch_buckets if size in self._resident)
 
     def warm_up(
         self, state: step.State, on_compiled: Callable[[], None], sizes: Sequence[int]
     ) -> None:
-        """Compiles prefill and the rounds of `sizes`, several at a time, unless they are compiled.
+        """Compiles prefill and the rounds of `sizes` where missing, four at a time.
 
-        `on_compiled` is called after each.
+        `on_compiled` is called after each program.
         """
         missing = {PREFILL, *sizes} - set(self._resident)
         jobs = [partial(self._prepare, key, state) for key in missing]
@@ -155,49 +154,49 @@ class Programs:
 
 
 class _Resident:
-    """What stays on the device for calls of one program."""
+    """Device buffers of one program that keep their addresses over all calls: plan and output."""
 
     def __init__(self, plan: host.PrefillPlan | host.DecodePlan, output: step.StepOutput):
         self.output = output
         idle = device_plan(plan)
-        self.plan = jax.tree.map(jnp.array, idle)  # copies: they will be written to
-        self._known = _packed(idle)
+        self.plan = jax.tree.map(jnp.array, idle)  # copies, because the plan is donated
+        self._uploaded = _pack(idle)
 
     def update(self, plan: host.PrefillPlan | host.DecodePlan) -> None:
-        """Makes `plan` the one on the device."""
-        new = _packed(device_plan(plan))
-        if not np.array_equal(new, self._known):
-            self.plan, self._known = _overwritten(self.plan, new), new
+        """Uploads `plan`, unless it equals the uploaded one."""
+        new = _pack(device_plan(plan))
+        if not np.array_equal(new, self._uploaded):
+            self.plan, self._uploaded = _unpack_into(self.plan, new), new
 
 
-def _packed(plan) -> np.ndarray:
-    """[n] int32: the bits of all leaves, for one transfer instead of one for each."""
+def _pack(plan) -> np.ndarray:
+    """[n] int32: the bits of all leaves, so that one transfer carries them all."""
     return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(plan)])
 
 
 @partial(jax.jit, donate_argnums=0)
-def _overwritten(plan, packed: jax.Array):
-    """`plan` with the numbers that `_packed` made of another like it."""
+def _unpack_into(plan, packed: jax.Array):
+    """Overwrites the leaves of `plan` (donated) with the values that `_pack` packed, [n] int32."""
     write = lambda leaf, bits: leaf.at[...].set(lax.bitcast_convert_type(bits, leaf.dtype))
-    return jax.tree.map(write, plan, _cut(packed, plan))
+    return jax.tree.map(write, plan, _split_like(packed, plan))
 
 
 class Result:
-    """What a call made, on its way to the host: one copy and one transfer."""
+    """The output of a call during its transfer to the host: one device copy, one transfer."""
 
     def __init__(self, output: step.StepOutput):
-        self._output = output  # for its shapes: the next call overwrites the arrays
-        self._bits = _joined(output)
+        self._output = output  # only for its shapes: the next call overwrites these arrays
+        self._bits = _pack_on_device(output)
         self._bits.copy_to_host_async()
 
     def fetch(self) -> step.StepOutput:
-        """As numpy arrays; blocks until the device is done."""
+        """The output as numpy arrays. Blocks until the call has ended."""
         read = lambda leaf, bits: bits.view(leaf.dtype)
-        return jax.tree.map(read, self._output, _cut(np.asarray(self._bits), self._output))
+        return jax.tree.map(read, self._output, _split_like(np.asarray(self._bits), self._output))
 
 
-def _cut(bits, like):
-    """A tree like `like`, of the int32 [n] that all its leaves' bits are: each leaf's, in its shape."""
+def _split_like(bits, like):
+    """Splits packed bits [n] int32 into a tree with the structure and shapes of `like`, still int32."""
     leaves, structure = jax.tree.flatten(like)
     ends = itertools.accumulate(leaf.size for leaf in leaves)
     parts = [
@@ -207,8 +206,8 @@ def _cut(bits, like):
 
 
 @jax.jit
-def _joined(tree) -> jax.Array:
-    """[n] int32: the bits of all leaves."""
+def _pack_on_device(tree) -> jax.Array:
+    """[n] int32: the bits of all leaves, in a new array."""
     bits = lambda leaf: lax.bitcast_convert_type(leaf, jnp.int32).ravel()
     return jnp.concatenate([bits(leaf) for leaf in jax.tree.leaves(tree)])
 
@@ -216,8 +215,8 @@ def _joined(tree) -> jax.Array:
 def _compiler_options() -> dict[str, bool]:
     if jax.default_backend() != "gpu":
         return {}
-    # CUB's sort cannot be part of a CUDA graph. As it stands in a branch (top-k and top-p), the host
-    # would wait for the device in each round to learn which branch to launch.
+    # A CUDA graph cannot contain CUB's sort. Top-k and top-p sort inside a conditional, so with CUB the
+    # host would synchronise with the device every round to pick the branch.
     return {"xla_gpu_enable_cub_radix_sort": False}
 
 

@@ -1,7 +1,6 @@
-"""One request from arrival to its last token.
+"""The state of one request, from arrival to its last token.
 
-The scheduler moves a `Request` between states and gives it a slot and pages; `append` decides when the
-text ends.
+The scheduler changes its state and assigns its slot and pages. `append` applies the stop conditions.
 """
 
 import enum
@@ -26,19 +25,19 @@ class RequestState(enum.Enum):
 
     WAITING = "waiting"
     PREFILL = "prefill"  # holds a slot and pages; chunks of its tokens remain to be sent
-    RUNNING = "running"  # its last chunk was dispatched; the device decodes it
+    RUNNING = "running"  # its last chunk was dispatched; rounds decode it
     FINISHED = "finished"
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probability of one output token, and the most likely (id, logprob) pairs beside it."""
+    """Log-probability of one output token, and the (id, logprob) pairs of the most likely tokens."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 class BatchLogprobs(NamedTuple):
-    """Log-probabilities beside the tokens [B, C] of one call, n alternatives each."""
+    """Log-probabilities of the tokens [B, C] of one call, with n alternatives for each token."""
 
     chosen: np.ndarray  # [B, C]
     top_ids: np.ndarray  # [B, C, n]
@@ -57,16 +56,16 @@ class BatchLogprobs(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """A request and its life. Compared by identity: a slot number never identifies a request.
+    """A request: parameters, output so far, and resources. Compared by identity; slots are reused.
 
     Args:
-      id: the caller's name for it.
+      id: chosen by the caller.
       prompt: token ids, at least one.
       params: sampling parameters.
       num_draft: drafts per round for this request, at most the engine's J.
       seed: 63-bit seed of its random key.
-      stop_checker: called with the output so far after each token; returns the stop string that the
-        text ends in, or None.
+      stop_checker: called with the output after each token; returns the stop string that the text
+        contains, or None.
     """
 
     id: str | int
@@ -82,30 +81,30 @@ class Request:
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The token id or the stop string that ended the text with `finish_reason` "stop"."""
+    """The token id or stop string that ended the text, if `finish_reason` is "stop"."""
     error: str | None = None
-    """A sentence that says what failed, with `finish_reason` "error"."""
+    """One sentence that describes the failure, if `finish_reason` is "error"."""
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0
-    """How many of `tokens` were sent in prefill calls since the last admission."""
+    """Number of `tokens` dispatched in prefill calls since the last admission."""
     in_flight: int = 0
-    """Dispatched calls whose tokens the host has not seen: decode rounds, and a final prefill chunk."""
+    """Dispatched but uncommitted calls that yield tokens: rounds, and the final prefill chunk."""
     prefill_in_flight: bool = False
-    """One of the calls in flight is the final prefill chunk (it yields exactly one token)."""
+    """Whether one of the calls in flight is the final prefill chunk (it yields exactly one token)."""
 
     rounds: int = 0
     drafted: int = 0
-    """Drafts that the target checked: `num_draft` in every round."""
+    """Number of drafts that the target verified: `num_draft` per round."""
     accepted: int = 0
-    """Drafts that became output."""
+    """Number of drafts that became output."""
     accepted_per_position: list[int] = field(default_factory=list)
     preemptions: int = 0
 
     arrival_time: float | None = None
     start_time: float | None = None
-    """When its first prefill call was planned; until then it waited."""
+    """Dispatch time of its first prefill call; the time before is queueing. Times: `time.monotonic`."""
     first_token_time: float | None = None
     finish_time: float | None = None
 
@@ -121,10 +120,10 @@ class Request:
 
     @property
     def num_to_prefill(self) -> int:
-        """How many of `tokens` prefill sends: the prompt, after a preemption all but the newest token.
+        """Number of `tokens` to prefill: the prompt, or after a preemption all but the newest token.
 
-        That one is given beside the last chunk, so the request goes on with a round as if it had never
-        left: no token is sampled a second way, and rounds emit all tokens but the first.
+        The newest token accompanies the last chunk as `PrefillPlan.next_token`. So prefill samples no
+        token then, and decoding continues with the same state as without the preemption.
         """
         return self.num_tokens - bool(self.output)
 
@@ -138,10 +137,10 @@ class Request:
 
     @property
     def committed(self) -> int:
-        """Positions whose KV is final as far as the host knows.
+        """Number of positions whose KV is final, from what the host has committed.
 
-        Running, that is all but the last token, which has none yet: a prompt of 5 commits 5 when its
-        last chunk is dispatched, and still 5 when the sampled sixth token arrives.
+        For a running request: all tokens but the last, whose KV the next round writes. A prompt of 5
+        tokens has 5 from the dispatch of its last chunk, and still 5 when the sixth token is committed.
         """
         if self.state is not RequestState.RUNNING:
             return self.num_prefilled
@@ -149,16 +148,16 @@ class Request:
 
     @property
     def rounds_in_flight(self) -> int:
-        """Decode rounds among the calls in flight; each commits between 1 and J+1 positions."""
+        """Number of rounds in flight; each commits between 1 and J+1 positions."""
         return self.in_flight - self.prefill_in_flight
 
     @property
     def emitted(self) -> int:
-        """Output tokens that rounds emitted: all but the first, which prefill samples."""
+        """Number of output tokens emitted by rounds: all but the first, which prefill samples."""
         return max(0, len(self.output) - 1)
 
     def record_round(self, num_accepted: int) -> None:
-        """Counts one decode round in which `num_accepted` of this request's drafts became output."""
+        """Counts one round in which `num_accepted` drafts of this request became output."""
         self.rounds += 1
         self.drafted += self.num_draft
         self.accepted += num_accepted
@@ -199,19 +198,19 @@ class Request:
         return kept
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Enters the terminal state; slot and pages are the scheduler's to take back."""
+        """Enters the terminal state. The scheduler frees slot and pages."""
         assert not self.is_finished, f"request {self.id} finished twice"
         self.state = RequestState.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
 
     def fail(self, error: str) -> None:
-        """Enters the terminal state because of a fault; `error` is a sentence for people."""
+        """Enters the terminal state after a failure; `error` is one sentence for users."""
         self.finish("error")
         self.error = error
 
     def _finish_if_ended(self, token: int, eos_ids: Collection[int], max_model_len: int) -> None:
-        # A stop wins over a length that is reached by the same token: the text did end by itself.
+        # If one token satisfies both, "stop" takes precedence over "length".
         is_eos = token in eos_ids and not self.params.ignore_eos
         if is_eos or token in self.params.stop_ids:
             self.finish("stop", token)

@@ -1,4 +1,4 @@
-"""Which requests an engine can run: one list of rules for the engine, services and command lines."""
+"""Request validation: one list of rules, used by the engine, the servers and the command lines."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,9 +17,9 @@ def check_request(
 
     Args:
       prompt: token ids.
-      config: of the engine.
-      vocab_size: of the target.
-      has_tokenizer: whether the engine can look for stop strings.
+      config: the engine's.
+      vocab_size: the target's.
+      has_tokenizer: whether the engine can match stop strings.
     Raises:
       ConfigError: the request can never run; `field` is "prompt" or a field of `SamplingParams`.
     """
@@ -35,7 +35,7 @@ def _rules(
     vocab_size: int,
     has_tokenizer: bool,
 ) -> Iterator[tuple[str, bool, str]]:
-    """(field, whether it is broken, rule), made one at a time: long prompts are not read to their end."""
+    """Yields (field, is broken, rule). Lazy: the length check comes before the scan of all token ids."""
     size, limit = len(prompt), config.max_model_len
     yield "prompt", size == 0, "is empty; it needs at least one token"
     yield (

@@ -1,15 +1,15 @@
-"""Continuous batching: which requests the next device calls serve, and on which pages.
+"""Continuous batching: admission, page reservation, preemption, and commit of results. No jax here.
 
-The engine dispatches round n before it commits round n-1, so `schedule` runs while the results of the
-previous calls are unknown. Device state carries lengths, last tokens and drafts from call to call; the
-host only bounds them, and reserves pages for the bound:
+The engine dispatches round n before it commits round n-1. So `schedule` runs before the results of the
+previous calls are on the host. Lengths, last tokens and drafts stay in device state; the host keeps an
+upper bound of each length and reserves pages up to it:
 
     |-- committed: KV final --|-- (J+1) per round in flight --|-- lookahead of this round --|
     0                         known                           upper bound                   reserved
 
-all of it capped at max_model_len (the device drops writes past that). `commit_*` learns the truth and
-gives the surplus back. Pages and slots change hands at once, even below a call that still runs:
-device calls are ordered, so a stale write always comes before the new owner's first one.
+all capped at max_model_len (the device drops writes beyond it). `commit_*` receives the real lengths and
+frees the surplus pages. Freed pages and slots can be reused at once, even while a call still writes to
+them: device calls run in order, so the stale write comes before the first write of the new owner.
 """
 
 import itertools
@@ -53,7 +53,7 @@ class Scheduler:
         self.num_not_finite = 0
         """Requests that ended because their logits were not finite."""
         self.batch_sizes = config.batch_buckets
-        """What a round may be padded to, ascending; the last is `max_num_seqs`."""
+        """Batch buckets: sizes to which a round is padded, ascending; the last is `max_num_seqs`."""
         self._drafted = self._emitted = 0
         self._rounds_by_accepted = [0] * (config.num_draft + 1)
 
@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot, prefilling ones included."""
+        """Number of requests that hold a slot, including those in prefill."""
         return len(self.active)
 
     @property
@@ -72,13 +72,13 @@ class Scheduler:
 
     @property
     def acceptance(self) -> Acceptance:
-        """Over all rounds so far that had drafts, requests that still run included."""
+        """Counts over all committed rounds with drafts, including those of unfinished requests."""
         rounds = self._rounds_by_accepted
         reached = tuple(sum(rounds[i + 1 :]) for i in range(self.config.num_draft))
         return Acceptance(sum(rounds), self._emitted, self._drafted, sum(reached), reached)
 
     def add(self, request: Request) -> None:
-        """Queues a request that passes `rules.check_request`: `QueueFull` at the queue's bound."""
+        """Queues a request that passed `rules.check_request`; raises `QueueFull` at `max_waiting`."""
         if request.state is not RequestState.WAITING or request.output:
             raise ValueError(f"request {request.id} was added before; make a new Request")
         if len(self.waiting) >= self.config.max_waiting:
@@ -86,16 +86,16 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """Ends a request in any state and frees what it holds; a finished one is left as it is."""
+        """Ends a request in any state and frees its slot and pages. No effect on a finished request."""
         if not request.is_finished:
             request.finish("abort")
             self._remove(request)
 
     def schedule(self) -> Plan:
-        """Plans the next calls and books them as dispatched: the engine must run what it returns.
+        """Plans the next device calls and counts them as in flight: the caller must dispatch them.
 
-        Decoding comes first: it may preempt, and then nothing is admitted. A request whose last chunk is
-        planned here decodes from the next plan on.
+        Decode rows are planned first. If that preempts a request, this plan admits none. A request whose
+        last prefill chunk is in this plan decodes from the next plan on.
         """
         preemptions_before = self.num_preemptions
         decode = self._plan_decode()
@@ -111,7 +111,7 @@ class Scheduler:
         count: np.ndarray,  # [R], 1 where the row ended its prompt, -1 where its logits are not finite
         logprobs: BatchLogprobs | None = None,  # C = 1
     ) -> list[Update]:
-        """Takes in the first tokens of the prompts that this call completed."""
+        """Commits one prefill call: appends the first token of each prompt that the call completed."""
         updates = []
         for row, request in enumerate(plan.requests):
             if not plan.samples(row):
@@ -129,7 +129,7 @@ class Scheduler:
         count: np.ndarray,  # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
         logprobs: BatchLogprobs | None = None,  # C = J+1
     ) -> list[Update]:
-        """Takes in one round: appends its tokens, counts its drafts, frees what is no longer needed."""
+        """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
         updates = []
         for row, request in enumerate(plan.requests):
             if request is None:
@@ -138,9 +138,9 @@ class Scheduler:
             if not request.is_finished:
                 produced = int(count[row])
                 update = self._receive(request, row, tokens, produced, logprobs)
-                # Of a round that failed, all tokens are drafts: the target's own is not there.
-                survivors = produced - 1 if produced > 0 else -1 - produced
-                self._record_round(request, survivors, len(update[1]))
+                # A failed round emits accepted drafts only, without the target's own token.
+                accepted = produced - 1 if produced > 0 else -1 - produced
+                self._record_round(request, accepted, len(update[1]))
                 updates.append(update)
         return updates
 
@@ -172,7 +172,7 @@ class Scheduler:
     def _plan_decode(self) -> DecodePlan | None:
         rows = []
         for request in list(self.active):
-            # The snapshot may hold requests that an older one has just preempted: they are WAITING.
+            # Skip requests of this snapshot that `_reserve` has just preempted: they are WAITING.
             if request.state is not RequestState.RUNNING or self._is_ending(request):
                 continue
             if self._reserve(request):
@@ -200,12 +200,12 @@ class Scheduler:
                 request.in_flight += request.prefill_in_flight
         return plan
 
-    def _record_round(self, request: Request, survivors: int, kept: int) -> None:
-        """Counts a round in which `survivors` drafts passed the target and `kept` tokens became output.
+    def _record_round(self, request: Request, verified: int, kept: int) -> None:
+        """Counts a round in which `verified` drafts passed verification and `kept` tokens became output.
 
-        A text may end on a draft: the drafts after it passed the target and are no output.
+        If a text ends on a draft, later drafts that passed verification do not become output.
         """
-        accepted = min(survivors, kept)
+        accepted = min(verified, kept)
         request.record_round(accepted)
         if request.num_draft:
             self._emitted += kept
@@ -213,13 +213,13 @@ class Scheduler:
             self._rounds_by_accepted[accepted] += 1
 
     def _is_ending(self, request: Request) -> bool:
-        """Whether the calls in flight, one token each at the least, already end the request."""
+        """Whether the calls in flight end the request even if each yields only one token."""
         output = len(request.output) + request.in_flight
         total = request.num_tokens + request.in_flight
         return output >= request.params.max_tokens or total >= self.config.max_model_len
 
     def _num_pages(self, positions: int) -> int:
-        """Pages for `positions` and the lookahead of a round that starts there."""
+        """Number of pages for `positions` plus the lookahead of a round that starts there."""
         reserved = min(positions + self.config.lookahead, self.config.max_model_len)
         return self.pool.pages_for(reserved)
 
@@ -228,10 +228,10 @@ class Scheduler:
         return self._num_pages(upper)
 
     def _reserve(self, request: Request) -> bool:
-        """Gives `request` the pages of one more round, at the expense of younger ones.
+        """Allocates the pages of one more round, preempting the youngest requests if the pool is short.
 
-        Returns False when the request itself was the youngest and had to go. The oldest request always
-        succeeds, since the pool holds at least one longest request.
+        Returns False if `request` itself was the youngest and is preempted. The oldest request always
+        succeeds, because the pool holds at least one request of `max_model_len` tokens.
         """
         missing = max(0, self._num_pages_running(request) - len(request.pages))
         while missing > self.pool.num_free:
@@ -243,9 +243,9 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Sends a request to the head of the queue; its tokens so far are prefilled when it returns.
+        """Moves a request to the head of the queue. On readmission prefill recomputes its KV.
 
-        Results still in flight stay valid: they are appended at commit, before it may come back.
+        Its results in flight stay valid: commit appends them before the request can be readmitted.
         """
         self._remove(request)
         request.state = RequestState.WAITING
@@ -255,12 +255,12 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _admit_next(self) -> bool:
-        """Gives the head of the queue a slot and pages, if both are there; nobody overtakes it."""
+        """Admits the head of the queue if a slot and enough pages are free. Strict FIFO."""
         if not self.waiting or not self.free_slots:
             return False
         request = self.waiting[0]
         num_pages = self._num_pages(request.num_tokens)
-        # With results in flight its tokens are not all known, so there is nothing yet to prefill.
+        # A preempted request with calls in flight cannot be prefilled: some of its tokens are unknown.
         if request.in_flight or num_pages > self.pool.num_free:
             return False
         self.waiting.popleft()
@@ -271,7 +271,7 @@ class Scheduler:
         return True
 
     def _remove(self, request: Request) -> None:
-        """Takes a request out of wherever it is, and back what it holds."""
+        """Removes a request from the queue or the active list and frees its slot and pages."""
         if request.slot is None:
             self.waiting.remove(request)
             return
@@ -289,10 +289,10 @@ class Scheduler:
         count: int,
         logprobs: BatchLogprobs | None,
     ) -> Update:
-        """Appends a row's tokens, then frees the request or the pages it did not need.
+        """Appends a row's tokens, then frees the finished request or its surplus pages.
 
-        A negative count is -1 - n: the logits behind n tokens are not finite, and the request fails unless
-        one of these tokens ends its text.
+        A negative count is -1 - n: only the first n tokens come from finite logits. The request fails
+        after them, unless one of them ends its text.
         """
         assert count, f"a call produced no token for request {request.id}"
         is_finite = count > 0

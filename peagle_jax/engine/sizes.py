@@ -1,18 +1,18 @@
-"""Sizes that a model cannot have, found before weights are loaded, memory is taken or programs compiled."""
+"""Checks engine sizes against the model's limits, before weights are loaded or programs compiled."""
 
 from peagle_jax.config import ConfigError, EngineConfig, TargetConfig
 
-_LONGEST_CHUNK = 4096  # prompt tokens of one call that are never too many
+_LONGEST_CHUNK = 4096  # a prefill chunk up to this many tokens is always accepted
 
 
 def check_sizes(target: TargetConfig, config: EngineConfig) -> None:
-    """Checks an engine's sizes against its model; `memory.fit_pages` checks them against the memory.
+    """Checks an engine's sizes against its model; `memory.fit_pages` checks them against memory.
 
-    A `max_model_len` up to the default is cut to the model's positions without an error, so that the default
-    serves small models too.
+    A `max_model_len` above the model's positions but not above the default is no error: the engine
+    lowers it, so that the default works for small models.
 
     Raises:
-      ConfigError: a size is above what the model has; the message gives the largest value.
+      ConfigError: a size exceeds the model's limit; the message gives the largest allowed value.
     """
     longest = max(target.max_position, EngineConfig.max_model_len)
     chunk = max(_LONGEST_CHUNK, min(config.max_model_len, target.max_position))

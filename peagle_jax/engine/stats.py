@@ -1,4 +1,4 @@
-"""Acceptance counts: drafts count as accepted only where they became output (docs/algorithm.md)."""
+"""Acceptance counts. A draft counts as accepted only if it became output (docs/algorithm.md)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counts over some requests.
+    """Counts over a set of requests.
 
     Attributes:
-      rounds: rounds of draft and verification.
-      emitted: tokens that those rounds added to outputs.
-      drafted: drafts that the target checked, those after the end of a text included.
+      rounds: draft-and-verify rounds.
+      emitted: tokens that these rounds added to outputs.
+      drafted: drafts that the target verified, including those after the end of a text.
       accepted: drafts that became output.
-      per_position: in how many rounds the draft at each position became output.
+      per_position: per draft position, the number of rounds in which that draft became output.
     """
 
     rounds: int = 0
@@ -33,14 +33,14 @@ class Acceptance:
             emitted += item.emitted
             drafted += item.drafted
             accepted += item.accepted
-            mine = item.accepted_per_position
-            positions += [0] * (len(mine) - len(positions))
-            for i, count in enumerate(mine):
+            accepted_per_position = item.accepted_per_position
+            positions += [0] * (len(accepted_per_position) - len(positions))
+            for i, count in enumerate(accepted_per_position):
                 positions[i] += count
         return cls(rounds, emitted, drafted, accepted, tuple(positions))
 
     def __sub__(self, before: Self) -> Self:
-        """What was counted after `before`, an earlier state of the same counts."""
+        """The counts since `before`, an earlier snapshot of the same counters."""
         earlier = before.per_position or (0,) * len(self.per_position)
         positions = zip(self.per_position, earlier, strict=True)
         return Acceptance(
@@ -53,10 +53,10 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """AL: tokens emitted per round, the target's own token included; 1 without rounds."""
+        """AL, the acceptance length: tokens emitted per round, the target's included; 1 without rounds."""
         return self.emitted / self.rounds if self.rounds else 1.0
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Share of rounds in which each position became output (unconditional, so never increasing)."""
+        """Per position, the share of all rounds in which its draft became output (non-increasing)."""
         return tuple(count / self.rounds if self.rounds else 0.0 for count in self.per_position)

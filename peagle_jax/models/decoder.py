@@ -1,7 +1,7 @@
-"""The skeleton of every target: embedding, layers with taps, final norm, logits.
+"""The decoder of every target family: embedding, layers with taps, final norm, logits.
 
-Llama is this with `layers.DecoderLayer`. By their configs Mistral adds a window, Qwen2 biases of q, k
-and v, and Qwen3 q/k norms.
+Llama uses `layers.DecoderLayer`. So do Mistral (sliding window), Qwen2 (q/k/v biases) and Qwen3 (q/k
+norms); their `TargetConfig` enables the differences.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,10 @@ from peagle_jax.layers import (
 class Decoder(nnx.Module):
     """A target model.
 
-    `make_layer(config, i, dtype=, rngs=)` makes layer i, called as `layers.DecoderLayer`. Taps name the
-    residual streams returned for the drafter: id i is the stream entering layer i (id 0 the
-    embedding, id L what leaves the last layer), un-normalised, concatenated lowest layer first.
+    `make_layer(config, i, dtype=, rngs=)` constructs layer i, with the signature of
+    `layers.DecoderLayer`. Taps select the residual streams returned for the drafter: id i is the stream
+    entering layer i (id 0: the embedding; id L: the output of the last layer), not normalised,
+    concatenated lowest layer first.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class Decoder(nnx.Module):
           cache: one entry per layer, passed through `attend`.
           attend: see `layers.Attend`.
           taps: ids of residual streams to return.
-          keep: rows [B, n] int32 whose hidden states are wanted; None: all.
+          keep: indices [B, n] int32 of the rows whose hidden states are returned; None: all.
         Returns:
-          hidden [B, T, D], or [B, n, D], after the last layer (before the final norm), taps
-          [B, T, A*D] (None when `taps` is empty), the updated cache.
+          (hidden [B, T, D], with `keep` [B, n, D], before the final norm; taps [B, T, A*D], None if
+          `taps` is empty; the updated cache).
         """
         h = self.embed(tokens)
         if self.config.embedding_scale != 1.0:
@@ -80,28 +81,30 @@ class Decoder(nnx.Module):
         angles = self._angles(positions)
         streams, new_cache, delta = [], [], None
         last = len(self.layers) - 1
-        # Of other rows the last layer has only keys and values to make, unless its stream is tapped.
-        early = None if last + 1 in taps else keep
+        # Rows outside `keep` need only K and V in the last layer, unless its output is tapped.
+        keep_in_last = None if last + 1 in taps else keep
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            of_layer = (angles[i], layer_cache, attend, early if i == last else None)
-            entered, h, delta, layer_cache = layer(h, delta, *of_layer)
-            streams.append(entered)
+            keep_here = keep_in_last if i == last else None
+            stream, h, delta, layer_cache = layer(
+                h, delta, angles[i], layer_cache, attend, keep_here
+            )
+            streams.append(stream)
             new_cache.append(layer_cache)
         h = h if delta is None else delta.added_to(h)
         streams.append(h)
         tapped = jnp.concatenate([streams[i] for i in taps], axis=-1) if taps else None
-        return (h if early is keep else kept(h, keep)), tapped, new_cache
+        return (h if keep_in_last is keep else kept(h, keep)), tapped, new_cache
 
     def _angles(self, positions: jax.Array) -> list:
-        """Rope angles of each layer; layers with one rope share one pair of arrays."""
-        made = {}
+        """Rope angles of each layer; layers with equal rope settings share one pair of arrays."""
+        angles = {}
         for i in range(self.config.num_layers):
             attention = self.config.attention(i)
             rope = (attention.rope, attention.head_dim)
-            if rope not in made:
-                made[rope] = rope_angles(*rope, positions)
+            if rope not in angles:
+                angles[rope] = rope_angles(*rope, positions)
         layers = (self.config.attention(i) for i in range(self.config.num_layers))
-        return [made[layer.rope, layer.head_dim] for layer in layers]
+        return [angles[layer.rope, layer.head_dim] for layer in layers]
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Final norm and output projection: [..., D] -> float32 logits [..., V]."""

@@ -1,7 +1,7 @@
-"""Qwen3-MoE and GPT-OSS: the decoder with a mixture of experts in every layer, or in all but some.
+"""Mixture-of-experts layers of Qwen3-MoE and GPT-OSS. A config may keep some layers dense.
 
-GPT-OSS adds biases to the router and the experts, clamps inside the experts (`swiglu_limit`), and its
-attention has sinks, biases and alternating windows, which are `AttentionConfig`'s business.
+GPT-OSS also has biases in router and experts and a clamp in the experts (`swiglu_limit`). Its attention
+sinks, biases and alternating windows are settings of `AttentionConfig`.
 """
 
 import math
@@ -16,7 +16,7 @@ from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, GatedMLP, Linear
 
 
 class ExpertLinear(nnx.Module):
-    """Weights [E, ..., out, in] of one projection in all experts; quantised ones have a `scale`."""
+    """Weights [E, ..., out, in] of one projection of all experts; quantised weights have a `scale`."""
 
     def __init__(
         self, outputs: tuple[int, ...], inputs: int, *, bias: bool, std: float, dtype, rngs
@@ -32,7 +32,7 @@ class ExpertLinear(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Router, then the chosen experts: `sum_e w_e down_e(act(gate_up_e x))`."""
+    """Router and top-k experts: `sum_e w_e down_e(act(gate_up_e x))`."""
 
     def __init__(self, config: TargetConfig, *, dtype, rngs: nnx.Rngs):
         E, D, F = config.experts.num_experts, config.hidden_size, config.intermediate_size
@@ -61,7 +61,7 @@ class MoE(nnx.Module):
 
 
 def moe_layer(config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> DecoderLayer:
-    """A decoder layer whose MLP is a mixture of experts, or one MLP where the config says so."""
+    """A decoder layer with a mixture of experts, or with a dense MLP where `is_sparse(layer)` is False."""
     if config.is_sparse(layer):
         mlp = MoE(config, dtype=dtype, rngs=rngs)
     else:

@@ -1,7 +1,7 @@
-"""Gemma 4 (text): norms around both halves of a block, GELU, and a scalar on the whole stream.
+"""Gemma 4 (text): norms before and after attention and MLP, GELU, and a scalar per layer.
 
-Local layers slide; every sixth layer sees everything with fewer, wider heads, takes V from K's
-projection and turns only a quarter of its frequencies (`TargetConfig.global_attention`).
+Local layers use a sliding window. Every sixth layer has full attention with fewer, wider heads, takes V
+from K's projection, and rotates only a quarter of its frequencies (`TargetConfig.global_attention`).
 """
 
 import math
@@ -30,7 +30,7 @@ class Gemma4Layer(nnx.Module):
         self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
     def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):
-        """As `layers.DecoderLayer`; the scalar comes last, so nothing is left to be added."""
+        """As `layers.DecoderLayer`, but the delta is None: the scalar multiplies the complete sum."""
         entered, x = self.input_norm.after(h, delta)
         out, cache = self.attention(x, angles, cache, attend, keep)
         h = kept(entered, keep)
