@@ -1,7 +1,7 @@
 """P-EAGLE in JAX: lossless parallel speculative decoding. Start at `load`, then read `step`.
 
-Names arrive on first use, so that `peagle-generate --help` and its argument errors need no jax. The
-acceptance rule is `peagle_jax.verify.verify`: its module keeps the name `verify` here.
+Names are imported lazily, so that `peagle-generate --help` and its argument errors do not import jax.
+`peagle_jax.verify` is the module; the acceptance rule is `peagle_jax.verify.verify`.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""Frozen configuration: what a model is, how the engine is sized, what one request asks for.
+"""Frozen configuration classes: models, engine sizes, and sampling parameters of a request.
 
-Hugging Face `config.json` files become `TargetConfig` / `DrafterConfig` in `peagle_jax.checkpoint`;
-nothing below this file reads a default that a checkpoint should have stated.
+`peagle_jax.checkpoint` translates Hugging Face `config.json` files into `TargetConfig` and
+`DrafterConfig`, including all defaults for missing keys.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ def _check_windows(windows: tuple[int | None, ...] | None, num_layers: int) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Attention of one layer, as `TargetConfig.attention` and `DrafterConfig.attention` state it.
+    """Attention of one layer; see `TargetConfig.attention` and `DrafterConfig.attention`.
 
     Args:
-      window: sliding window in tokens, the row's own position included; None sees everything before.
+      window: sliding window in tokens, including the row's own position; None is full attention.
       scale: factor on the scores; None is head_dim ** -0.5.
-      bias, output_bias: of the q/k/v and of the output projection.
+      bias, output_bias: whether the q/k/v and the output projection have biases.
       qk_norm: RMSNorm of each query and key head before rope.
-      value_norm: RMSNorm without a weight of each value head.
+      value_norm: RMSNorm without weight on each value head.
       shared_kv: no value projection; V is K's projection before norm weight and rope.
-      sinks: one learned logit a head joins the softmax.
+      sinks: attention sinks, one learned logit per head in the softmax's denominator.
     """
 
     num_heads: int
@@ -56,7 +56,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalAttention:
-    """What differs in Gemma 4's layers without a window."""
+    """Settings of Gemma 4's full-attention layers that differ from its sliding-window layers."""
 
     num_kv_heads: int
     head_dim: int
@@ -66,9 +66,9 @@ class GlobalAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Each token goes to `top_k` of `num_experts`; `normalize` makes their weights sum to one.
+    """Mixture of experts: `top_k` of `num_experts` per token; `normalize` rescales their weights to sum 1.
 
-    `dense_layers` have one MLP of width `dense_size` in place of experts (Qwen3-MoE).
+    `dense_layers` have a dense MLP of width `dense_size` instead of experts (Qwen3-MoE).
     """
 
     num_experts: int
@@ -84,18 +84,18 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
-    """A decoder of one of the families.
+    """A target model of one of the families.
 
     Args:
       intermediate_size: width of the MLP, or of one expert.
-      sliding_windows: window of each layer, None entries see everything; None: no layer slides.
-      global_attention: how layers without a window differ (Gemma 4).
-      experts, swiglu_limit: mixture of experts in place of one MLP; GPT-OSS's clamp inside them.
-      attention_bias: of q, k, v and the output; in Qwen2 of q, k and v only.
-      mlp_bias: of gate, up and down (Llama).
+      sliding_windows: window per layer, None entries have full attention; None: no sliding windows.
+      global_attention: settings of the full-attention layers where they differ (Gemma 4).
+      experts: mixture of experts instead of a dense MLP; swiglu_limit: GPT-OSS's clamp in the experts.
+      attention_bias: biases of q, k, v and the output projection; in Qwen2 of q, k and v only.
+      mlp_bias: biases of gate, up and down (Llama).
       logit_softcap: c in `c tanh(logits / c)`.
 
-    Taps are layer ids in the vLLM convention: id i is the residual stream entering layer i.
+    Tap ids follow vLLM: id i is the residual stream entering layer i.
     """
 
     family: Family
@@ -127,11 +127,11 @@ class TargetConfig:
             self.attention(layer)
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer in tokens; None attends to everything before."""
+        """Sliding window of a layer in tokens; None is full attention."""
         return None if self.sliding_windows is None else self.sliding_windows[layer]
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether layer `layer` has experts, not one MLP."""
+        """Whether layer `layer` has a mixture of experts instead of a dense MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def mlp_size(self, layer: int) -> int:
@@ -160,7 +160,7 @@ class TargetConfig:
 
     @property
     def has_dynamic_rope(self) -> bool:
-        """Whether some layer's frequencies depend on the length of texts beyond `max_position`."""
+        """Whether some layer has dynamic NTK rope: its frequencies change beyond `max_position`."""
         ropes = (self.attention(i).rope for i in range(self.num_layers))
         return any(isinstance(rope.scaling, DynamicScaling) for rope in ropes)
 
@@ -177,10 +177,10 @@ class TargetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """An EAGLE-3 shaped head; with `mask_token_id` and `mask_hidden` it drafts in parallel.
+    """A draft head with EAGLE-3's architecture. P-EAGLE heads also have a mask token and `mask_hidden`.
 
-    `method` is how the head is run: `peagle` (all drafts in one pass) or `eagle3` (one pass a draft).
-    `taps` None means the target's default. `target_hidden_size` is the width of one tap.
+    `method`: `peagle` drafts in parallel (one pass), `eagle3` autoregressively (one pass per draft).
+    `taps` None means the target's default taps. `target_hidden_size` is the width of one tap.
     """
 
     method: Literal["eagle3", "peagle"]
@@ -211,7 +211,7 @@ class DrafterConfig:
     sliding_windows: tuple[int | None, ...] | None = None
     logit_scale: float = 1.0
     trained_num_draft: int | None = None
-    """Depth the head was trained for (K_train), when the checkpoint states it."""
+    """Number of draft positions the head was trained for (K_train); None if the checkpoint omits it."""
 
     def __post_init__(self):
         _check_windows(self.sliding_windows, self.num_layers)
@@ -225,7 +225,7 @@ class DrafterConfig:
             )
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of draft layer `layer` in tokens; None attends to everything before."""
+        """Sliding window of draft layer `layer` in tokens; None is full attention."""
         return None if self.sliding_windows is None else self.sliding_windows[layer]
 
     def attention(self, layer: int) -> AttentionConfig:
@@ -244,22 +244,23 @@ class DrafterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes the engine compiles for. Everything here is fixed for the engine's life.
+    """Engine sizes. The programs are compiled for them, so they are fixed for the engine's lifetime.
 
     Args:
       num_draft: J, draft tokens per round (the papers' K); 0 is plain decoding.
-      max_num_seqs: most requests decoding at once; batch buckets are its powers of two.
-      max_model_len: most tokens of prompt and output together.
+      max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
+      max_model_len: maximum number of tokens of prompt plus output.
       page_size: tokens per KV page.
-      num_pages: pages in the pool, the dummy page 0 included; None gives every sequence its worst case.
+      num_pages: KV pages including the dummy page 0; None: enough for `max_num_seqs` sequences of
+        `max_model_len`, as far as memory allows (`engine.memory.fit_pages`).
       prefill_chunk: prompt tokens per prefill row and call.
-      prefill_rows: prompts prefilled together in one call.
-      prefill_calls: most prefill calls between two rounds.
-      max_waiting: bound of the waiting queue; above it `add_request` raises `QueueFull`.
+      prefill_rows: prompts per prefill call.
+      prefill_calls: maximum number of prefill calls between two rounds.
+      max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
-      max_logprobs: alternatives returned per token when a request asks for logprobs.
-      dtype: of weights and activations.
-      kv_cache_dtype: keys and values are kept as `dtype` ("auto"), or e4m3 with scale 1 ("fp8").
+      max_logprobs: maximum number of alternatives per token for requests with logprobs.
+      dtype: dtype of weights and activations.
+      kv_cache_dtype: "auto" stores K and V as `dtype`, "fp8" as e4m3 with scale 1.
     """
 
     num_draft: int = 7
@@ -272,7 +273,7 @@ class EngineConfig:
     prefill_calls: int = 4
     max_waiting: int = 4096
     draft_sampling: Literal["argmax", "sample"] = "argmax"
-    max_logprobs: int = 20  # as many as OpenAI's API allows; ranked only in calls that ask
+    max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
@@ -296,25 +297,25 @@ class EngineConfig:
 
     @property
     def lookahead(self) -> int:
-        """Positions past the committed length that a round may write: the drafter's 2J rows."""
+        """Number of positions past the committed length that a round may write: the drafter's 2J rows."""
         return max(1, 2 * self.num_draft)
 
     @property
     def pages_per_seq(self) -> int:
-        """W, the width of a page table: pages of the longest request (writes past it are dropped)."""
+        """W, the width of the page table: pages of `max_model_len` tokens. Writes beyond are dropped."""
         return -(-self.max_model_len // self.page_size)
 
     def ring_pages(self, window: int) -> int:
-        """Pages that a layer with a window keeps for each slot, whatever the length.
+        """Pages per slot in the ring buffer of a sliding-window layer, independent of the length.
 
-        A ring of the window and the rows of one call never loses a key that some row still sees.
+        Window plus the rows of one call: no write overwrites a key that a row of the call still reads.
         """
         rows = self.prefill_chunk + self.lookahead
         return -(-(min(window, self.max_model_len) + rows) // self.page_size)
 
     @property
     def total_pages(self) -> int:
-        """P, pages in the pool, with the dummy page 0."""
+        """P, number of pages including the dummy page 0."""
         return self.num_pages or self.max_num_seqs * self.pages_per_seq + 1
 
     @property
@@ -333,20 +334,20 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What one request asks for. `temperature` 0 is greedy.
+    """Sampling parameters of one request.
 
     Args:
-      max_tokens: most tokens to generate.
+      max_tokens: maximum number of tokens to generate.
       temperature: 0 for greedy, otherwise the softmax temperature.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of tokens whose probability reaches p.
       min_p: drop tokens less likely than min_p times the most likely one.
-      seed: makes a sampled request repeatable at fixed J; None derives one from the request number.
-      stop: strings that end the text (they are not part of it).
-      stop_ids: token ids that end the text, beside the model's own end-of-sequence ids.
-      ignore_eos: keep going after the model's end-of-sequence ids.
-      logprobs: None, or how many most likely alternatives to report per token (0: the token only).
-      num_speculative_tokens: drafts per round for this request, at most the engine's; 0 opts out.
+      seed: random seed; equal seeds give equal outputs at fixed J. None: the request's number.
+      stop: strings that end the text; the text excludes them.
+      stop_ids: token ids that end the text, in addition to the model's end-of-sequence ids.
+      ignore_eos: do not stop at the model's end-of-sequence ids.
+      logprobs: number of most likely alternatives to return per token (0: only the token); None: none.
+      num_speculative_tokens: drafts per round for this request, at most the engine's; 0: plain decoding.
     """
 
     max_tokens: int = 256

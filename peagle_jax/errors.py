@@ -1,16 +1,16 @@
-"""What is wrong with a configuration or a request, for people and for code."""
+"""The error type for invalid configurations and requests."""
 
 from typing import Self
 
 
 class ConfigError(ValueError):
-    """A configuration or a request that the user can mend; the message says how.
+    """Invalid configuration or request. The message tells the user what to change.
 
-    Command lines print it and exit with 2; services refuse the request.
+    Command lines print it and exit with code 2; servers reject the request.
 
     Attributes:
-      field: the parameter that is wrong, by its name in Python; None where it is not one parameter.
-      rule: what is wrong with its value, without the parameter's name; None without `field`.
+      field: Python name of the invalid parameter; None if the error is not about one parameter.
+      rule: the violated rule, without the parameter's name; None without `field`.
     """
 
     def __init__(self, message: str, *, field: str | None = None, rule: str | None = None):

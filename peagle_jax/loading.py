@@ -1,4 +1,4 @@
-"""`load`: from folders (or nothing) to an engine."""
+"""`load`: builds an engine from model folders, by default from the embedded model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,14 +26,14 @@ def load_weights(
     Args:
       model: Hugging Face folder; None is the embedded model.
       drafter: head folder; None is the embedded model's head for `method`.
-      method: "none" loads no head; the other two check that the head can be run that way; None takes
-        the head as it is, and P-EAGLE's of the embedded model.
-      dtype: of all weights that are not quantised.
-      quantization: "fp8" quantises the target's matrices while they are read.
-      taps: ids of the layers whose inputs the head taps, where its config.json names others.
+      method: "none" loads no head; "peagle" or "eagle3" must be the head's own method; None takes the
+        head's method (for the embedded model "peagle").
+      dtype: dtype of all weights that are not quantised.
+      quantization: "fp8" quantises the target's matrices during loading.
+      taps: tap ids that override those of the head's config.json.
 
     Raises:
-      ConfigError: something is missing or does not fit; the message says what.
+      ConfigError: a file is missing, or head and target do not match.
     """
     target_folder = embedded("target") if model is None else Path(model)
     target = load_target(target_folder, dtype=dtype, quantization=quantization)

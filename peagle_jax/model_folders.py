@@ -1,4 +1,4 @@
-"""Where models lie, and what their config.json says about the sizes that are asked for; without jax."""
+"""Model folders: paths of the embedded model, and checks of config.json that need no jax."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ def embedded(name: str) -> Path:
 def check_head_is_given(
     model: str | Path | None, drafter: str | Path | None, method: Method | None
 ) -> None:
-    """Raises ConfigError where a model of the user's drafts but no head is given."""
+    """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none."""
     if method != "none" and drafter is None and model is not None:
         raise ConfigError(
             f"drafting needs a head for {model}: give --drafter DIR, or use --method none"
@@ -29,15 +29,15 @@ def check_head_is_given(
 def check_folders(
     model: str | Path | None, drafters: Sequence[str | Path], config: EngineConfig
 ) -> None:
-    """Looks at config.json only, so that mistakes show before jax is imported.
+    """Checks model folders and engine sizes by config.json alone, before jax is imported.
 
     Args:
       model: folder of the target; None is the embedded model.
       drafters: folders of heads.
-      config: sizes that the engine will have.
+      config: the engine's sizes.
 
     Raises:
-      ConfigError: a folder without a config.json that can be used, or sizes that the model does not have.
+      ConfigError: a folder without a usable config.json, or sizes above the model's limits.
     """
     check_sizes(target_config(embedded("target") if model is None else Path(model)), config)
     for folder in drafters:

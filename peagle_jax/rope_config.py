@@ -1,4 +1,4 @@
-"""Rotary position embeddings: base, scaling for long texts, and how much of a head turns."""
+"""Configuration of rotary position embeddings: base, long-context scaling, partial rotation."""
 
 from dataclasses import dataclass
 
@@ -37,12 +37,12 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScaling:
-    """NTK scaling by the length of the text, as transformers defines it.
+    """Dynamic NTK scaling, as transformers defines it.
 
-    A text of n tokens longer than `max_position` turns by theta * (factor * n / max_position - factor + 1)
-    ** (head_dim / (head_dim - 2)); a shorter one by theta itself. Past `max_position` each further token
-    changes the frequencies of all keys before it, so keys that a cache holds already turned would be
-    wrong. The engine stays within `max_position`, where this scaling is exactly none.
+    For a text of n > `max_position` tokens the base is theta * (factor * n / max_position - factor + 1)
+    ** (head_dim / (head_dim - 2)); for shorter texts it is theta. Beyond `max_position` every new token
+    changes the rotation of all earlier keys, so cached keys would be wrong. The engine limits texts to
+    `max_position`, where this scaling has no effect.
     """
 
     factor: float
@@ -53,13 +53,13 @@ Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding over halves.
+    """Rotary position embedding; it rotates pairs (i, i + head_dim / 2).
 
     Args:
       theta: base of the geometric frequency series.
-      scaling: how frequencies change for long contexts.
-      rotary_share: the first share of the frequencies turns, the rest stands still (Gemma 4's
-        "proportional" rope; frequency i is still theta^(-2i/head_dim)).
+      scaling: change of the frequencies for long contexts.
+      rotary_share: share of the frequencies, from the first, that rotate; the others are 0 (Gemma 4's
+        "proportional" rope; frequency i remains theta^(-2i/head_dim)).
     """
 
     theta: float

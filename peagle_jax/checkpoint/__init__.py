@@ -1,6 +1,6 @@
 """Hugging Face folders <-> models: `load_target`, `load_head`, `save_target`, `save_head`.
 
-Names arrive on first use: config.json can be read without jax, before anything is loaded.
+Names are imported lazily, so that config.json can be read without importing jax.
 """
 
 from importlib import import_module

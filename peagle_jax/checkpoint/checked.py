@@ -1,4 +1,4 @@
-"""What a checkpoint holds, with every check that does not need all its weights.
+"""Config and layout of a checkpoint, with every check that does not read all its weights.
 
 The loader and `peagle-convert` call these two functions, so both refuse the same checkpoints.
 """
@@ -21,7 +21,7 @@ from peagle_jax.config import DrafterConfig, TargetConfig
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Puts the folder before the message of a CheckpointError that does not name it."""
+    """Prefixes the message of a CheckpointError with the folder, unless it names it already."""
     try:
         yield
     except CheckpointError as error:
@@ -31,9 +31,9 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def checked_target(folder: Path, checkpoint: Checkpoint | Converted) -> tuple[TargetConfig, Layout]:
-    """A target's config, and where its parameters are among the tensors of `checkpoint`.
+    """A target's config, and the layout of its parameters in the tensors of `checkpoint`.
 
-    The layout may have missing and left-over tensors: `Layout.check` refuses these.
+    The layout may have missing and left-over tensors; call `Layout.check` to refuse them.
 
     Raises:
       CheckpointError: the model is not supported, or the tensors contradict its config.
@@ -54,12 +54,12 @@ def checked_head(
     target: TargetConfig,
     taps: Sequence[int] | None = None,
 ) -> tuple[DrafterConfig, Layout]:
-    """A head's config, and where its parameters are among the tensors of `checkpoint`.
+    """A head's config, and the layout of its parameters in the tensors of `checkpoint`.
 
-    Of contents only `d2t` and `t2d` are read.
+    Reads the headers and the contents of `d2t` and `t2d` only.
 
     Args:
-      taps: ids of entered layers, in place of those in config.json.
+      taps: tap ids that override those of config.json.
     Raises:
       CheckpointError: the head is broken, does not fit `target`, or its tensors contradict its config.
     """
@@ -79,7 +79,7 @@ def checked_head(
 
 
 def _check_flags(checkpoint: Checkpoint | Converted) -> None:
-    """Bytes of true and false must be 1 and 0: others are no numbers, and Orbax does not keep them.
+    """Refuses bool tensors with bytes other than 0 and 1: Orbax would not preserve these bytes.
 
     Raises:
       CheckpointError: names the tensor.
@@ -90,10 +90,10 @@ def _check_flags(checkpoint: Checkpoint | Converted) -> None:
 
 
 def _check_d2t(checkpoint: Checkpoint | Converted, config: DrafterConfig) -> None:
-    """Offsets [Vd]: target id = draft id + d2t.
+    """Checks that `d2t` [Vd] holds offsets: target id = draft id + d2t[draft id].
 
-    Some trainers write absolute ids, which can pass for offsets; t2d, the mask [V] of target ids that
-    have a draft id, tells them apart.
+    Some trainers write absolute ids, which may look like valid offsets. `t2d`, the mask [V] of target
+    ids with a draft id, distinguishes the two.
 
     Raises:
       CheckpointError: d2t is missing, or does not hold the offsets of a vocabulary.

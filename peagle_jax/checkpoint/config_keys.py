@@ -42,10 +42,10 @@ class Key:
     hint: str = ""
 
     def read(self, fields: Fields, name: str):
-        """The value of key `name`.
+        """Reads key `name` of config.json, or its default.
 
         Raises:
-          CheckpointError: a value of another kind, out of bounds, or not supported.
+          CheckpointError: a value of the wrong kind, out of bounds, or not supported.
         """
         if fields.raw.get(name) is None:
             value = None if self.nullable and name in fields.raw else self.default

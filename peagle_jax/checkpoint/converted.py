@@ -1,12 +1,12 @@
-"""A folder made by `peagle-convert`, read like a `Checkpoint`; parameters come ready joined.
+"""Reader of a folder written by `peagle-convert`: the interface of `Checkpoint`, with fused parameters.
 
     DST/config.json, tokenizer files, ...    copied
-    DST/manifest.json                        what was converted, from what, with which sums
-    DST/source/                              headers and index of the safetensors files, for the way back
+    DST/manifest.json                        source, versions, tensors and parameters with checksums
+    DST/source/                              headers and index of the safetensors files, for `export`
     DST/weights/0000/, 0001/, ...            Orbax checkpoints, each some parameters by module path
 
-Values have the dtype and the bits of the file. Tensors that no parameter holds (a second copy of a tied
-head, a vision tower, `d2t`) are kept too, under paths that begin with "unused".
+Values keep the dtype and the bits of the source. Tensors that belong to no parameter (the second copy
+of a tied head, a vision tower, `d2t`) are stored too, under paths that begin with "unused".
 """
 
 import hashlib
@@ -44,10 +44,10 @@ _CONTEXT = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"lim
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One array of a converted folder and the tensors it was joined from.
+    """One array of a converted folder, and the source tensors it was fused from.
 
-    `sha256` is that of the array's bytes. Where these are the bytes of several tensors in a row it is
-    that of the tensors' own sums (`sum_of_sums`): hashing is what a conversion's time goes into.
+    `sha256` is the hash of the array's bytes. If these are the concatenated bytes of several tensors, it
+    is the hash of the tensors' hashes (`sum_of_sums`), because hashing dominates the conversion time.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class Parameter:
 
     @property
     def in_order(self) -> bool:
-        """Whether its bytes are those of its tensors, one after the other."""
+        """Whether its bytes are the concatenation of its tensors' bytes."""
         return self.transform in {one.name for one in IN_ORDER}
 
     def as_json(self) -> dict:
@@ -96,14 +96,14 @@ class Parameter:
 
 
 def sum_of_sums(sums: list[str]) -> str:
-    """sha256 of some sums' bytes one after the other; of one sum, itself. All as hex."""
+    """SHA-256 of the concatenated hashes; a single hash is returned unchanged. All in hex."""
     if len(sums) == 1:
         return sums[0]
     return hashlib.sha256(b"".join(bytes.fromhex(one) for one in sums)).hexdigest()
 
 
 def is_converted(folder: str | FilePath) -> bool:
-    """Whether some version of `peagle-convert` made this folder (its manifest says so; nothing is checked)."""
+    """Whether the folder has a manifest of any version of `peagle-convert`; checks nothing else."""
     try:
         return str(_manifest(FilePath(folder)).get("format")).startswith(_FORMATS)
     except CheckpointError:
@@ -159,7 +159,7 @@ class Converted(Headers):
         return {name: one for one in self.parameters.values() for name in one.names}
 
     def read(self, name: str) -> np.ndarray:
-        """A source tensor that was not joined with others, in its own shape.
+        """A source tensor that was not fused with others, in its source shape.
 
         Raises:
           CheckpointError: no such tensor, or it is a part of a larger parameter (use `joined`).
@@ -174,7 +174,7 @@ class Converted(Headers):
         return self.parameter(parameter.path).reshape(info.shape)
 
     def joined(self, rule: Rule) -> np.ndarray:
-        """What `rule` makes of its tensors; equal to the rule's own join over the source.
+        """The stored parameter of `rule`; equal to `rule.transform.join` of the source tensors.
 
         Raises:
           CheckpointError: the folder holds no such parameter, or it was made by another rule.
@@ -188,7 +188,7 @@ class Converted(Headers):
         return self.parameter(rule.path)
 
     def made_by(self, parameter: Parameter, rule: Rule) -> bool:
-        """Whether the manifest describes what `rule` makes: tensors, transform, dtype and shape."""
+        """Whether the manifest entry matches `rule` in tensors, transform, dtype and shape."""
         if (parameter.names, parameter.transform) != (rule.names, rule.transform.name):
             return False
         infos = [self.tensors[name] for name in rule.names]
@@ -196,7 +196,7 @@ class Converted(Headers):
         return parameter.shape == shape and all(info.dtype == parameter.dtype for info in infos)
 
     def same_bytes(self, first: str, second: str) -> bool:
-        """By their sums in the manifest; nothing is read."""
+        """Compares their hashes in the manifest; reads no contents."""
         sums = [self.manifest["tensors"][name]["sha256"] for name in (first, second)]
         return self._alike(first, second) and sums[0] == sums[1]
 
@@ -209,7 +209,7 @@ class Converted(Headers):
             raise self._damaged(parameter, error) from error
 
     def blocks(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """The array in pieces along axis 0, as they lie on disk: a few ten megabytes each."""
+        """The array in its chunks along axis 0, tens of megabytes each."""
         store = self.store(parameter)
         if not parameter.shape:
             yield self.parameter(parameter.path)
@@ -219,14 +219,14 @@ class Converted(Headers):
         for start in (*range(0, rows, step), None):
             if start is not None:
                 ahead.append(store[start : min(start + step, rows)].read())
-            if len(ahead) > 1 or (ahead and start is None):  # one is read while one is used
+            if len(ahead) > 1 or (ahead and start is None):  # prefetch one chunk
                 try:
                     yield ahead.popleft().result()
                 except ValueError as error:
                     raise self._damaged(parameter, error) from error
 
     def check(self, parameter: Parameter) -> None:
-        """Compares the stored bytes with the manifest's sum.
+        """Compares the hash of the stored bytes with the manifest.
 
         Raises:
           CheckpointError: they differ.
@@ -250,13 +250,13 @@ class Converted(Headers):
             )
 
     def store(self, parameter: Parameter) -> ts.TensorStore:
-        """The array as a tensorstore, nothing of it read; shape and dtype are the manifest's."""
+        """Opens the array with tensorstore without reading it; checks shape and dtype by the manifest."""
         folder = self.folder / "weights" / parameter.group / parameter.key
         spec = {
             "driver": "zarr",
-            # tensorstore takes no "..".
+            # tensorstore accepts no "..".
             "kvstore": {"driver": "file", "path": os.path.realpath(folder)},
-            # Else a chunk that is missing would read as zeros.
+            # Without this a missing chunk would read as zeros.
             "fill_missing_data_reads": False,
         }
         try:
@@ -268,7 +268,7 @@ class Converted(Headers):
             raise self._damaged(parameter, what)
         chunk = store.chunk_layout.read_chunk.shape or ()  # None of a scalar
         if any(step > max(n, 1) for step, n in zip(chunk, store.shape, strict=True)):
-            # tensorstore would allocate all of it, and end the process where that fails.
+            # tensorstore would allocate the chunk and abort the process if that fails.
             raise self._damaged(
                 parameter, f"chunks {chunk} are larger than the array {store.shape}"
             )
@@ -282,7 +282,7 @@ class Converted(Headers):
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """The array's bytes in C order as uint8 [n], a view if they lie so: what sums are taken of."""
+    """The array's bytes in C order as uint8 [n], for hashing; a view if the array is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -296,10 +296,10 @@ def open_checkpoint(folder: str | FilePath) -> Checkpoint | Converted:
 
 
 def joined(checkpoint: Checkpoint | Converted, rule: Rule) -> np.ndarray:
-    """The parameter that `rule` makes: as it is stored if it was joined before, else joined here.
+    """The parameter of `rule`: read from a converted folder, or fused here from the source tensors.
 
     Raises:
-      CheckpointError: as `read` and `Converted.joined`, or a scale is no positive finite number.
+      CheckpointError: as `read` and `Converted.joined`, or a scale is not a positive finite number.
     """
     is_scale = rule.path[-1] == "scale"
     if isinstance(checkpoint, Converted):

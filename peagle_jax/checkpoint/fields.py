@@ -1,4 +1,4 @@
-"""Reading JSON that others wrote: `Fields` gives a value of the right kind or an error naming the key."""
+"""Validated reading of untrusted JSON: `Fields` returns a value of the right kind or names the bad key."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from peagle_jax.checkpoint.safetensors import CheckpointError
 
 _LARGEST, _SMALLEST = 3.4028235e38, 1.1754944e-38
-"""Of the normal numbers of float32, in which norms and rope are computed."""
+"""Bounds of normal float32 numbers; norms and rope are computed in float32."""
 
 
 def read_json(path: Path) -> dict:

@@ -1,13 +1,13 @@
-"""`config.json` of a head <-> `DrafterConfig`, and whether the head fits its target.
+"""`config.json` of a head <-> `DrafterConfig`, and the checks that head and target match.
 
 Two shapes of file: flat (AWS, SafeAILab, SpecForge, ModelOpt, NeMo Automodel) and nested (speculators:
 its `transformer_layer_config` holds the decoder's keys).
 
-Tap ids count in two ways. Ours, vLLM's and speculators' id i is the stream that enters layer i; others
-number the layer that has finished, one less. Files written for SGLang (SpecForge, ModelOpt), known by
-their `eagle_config` or by SpecForge's P-EAGLE architecture, come in both; as SGLang does (sgl-project/sglang,
-pull request 25454) a first id of 1 is taken for the second way, for every head's lowest tap is meant to
-follow layer 1. A caller who knows better passes `taps`.
+There are two conventions for tap ids. In ours, vLLM's and speculators', id i is the stream that enters
+layer i; in the other, id i is the output of layer i, one less. Files written for SGLang (SpecForge,
+ModelOpt; recognised by `eagle_config` or by SpecForge's P-EAGLE architecture) use either. As in SGLang
+(sgl-project/sglang, pull request 25454), a first id of 1 means the second convention, because the lowest
+tap of every head is the output of layer 1. The argument `taps` overrides this.
 
 `norm_before_residual` is false where a file does not state it: that is the default of speculators
 (`models/eagle3/config.py`, for both methods) and of the flat layouts' models. speculators' files state it;
@@ -115,7 +115,7 @@ def _biases(layers: Fields, tensors: set[str]) -> tuple[bool, bool]:
 
 
 def _check_promises(head: Fields, layers: Fields, tensors: set[str]) -> None:
-    """What config.json says the head has must be in its file, or it drafts garbage.
+    """Checks that the file has the tensors that config.json promises; otherwise drafts would be garbage.
 
     Raises:
       CheckpointError: something is missing.
@@ -161,7 +161,7 @@ def _check_type(head: Fields, tensors: set[str]) -> None:
 
 
 def head_unread_keys(raw: dict) -> list[str]:
-    """Keys of a head's config.json that change nothing and that no table has, sorted."""
+    """Keys of a head's config.json that no table knows and that have no effect, sorted."""
     layers = raw.get("transformer_layer_config")
     known = {*HEAD_KEYS["llama"], *HEAD_KEYS["qwen3"]}
     if not isinstance(layers, dict):

@@ -1,8 +1,8 @@
-"""`Rule`, `Layout`, and the `Table` that collects them: which tensors make which parameter.
+"""`Rule`, `Layout` and `Table`: the mapping from the tensors of a file to the parameters of a model.
 
-A table walks over what a model has and looks each tensor up among those of a file. What is quantised is
-decided there, by the tensors present: config.json's lists are not read. Without a file it invents the
-tensors that an unquantised one would hold, which is how models are saved.
+A `Table` walks over the parameters of a model and looks up their tensors in a file. The tensors present
+decide what is quantised; quantisation lists in config.json are ignored. Without a file it generates the
+tensors of an unquantised checkpoint, which is how models are saved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ _UNUSED = (
     (".k_scale", "the KV cache is not quantised"),
     (".v_scale", "the KV cache is not quantised"),
 )
-"""Ends of names that mean nothing here, and why."""
+"""Suffixes of tensors that are ignored, with the reason."""
 
 
 class Rule(NamedTuple):
@@ -56,10 +56,10 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a file fills a model: every tensor is used by a rule, dropped for a reason, or left over.
+    """The mapping of a whole file: every tensor is used by a rule, dropped for a reason, or left over.
 
-    `missing` are tensors that the model needs and the file does not hold. A model can be loaded when
-    `missing` and `leftovers` are empty; `hint` ends the message otherwise.
+    `missing` are tensors that the model needs and the file lacks. The model can be loaded if `missing`
+    and `leftovers` are empty; otherwise `hint` ends the error message.
     """
 
     rules: list[Rule]
@@ -91,9 +91,9 @@ class Layout:
 
 @dataclass
 class Table:
-    """Collects rules over `tensors`, or over made-up ones of dtype `invent`.
+    """Collects rules over `tensors`, or over generated tensors of dtype `invent`.
 
-    `rename` gives the name in the file of a tensor that the rules call otherwise.
+    `rename` maps the rules' name of a tensor to its name in the file.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -124,7 +124,7 @@ class Table:
         self.plain(path, [name], (size,))
 
     def linear(self, path: Path, bases: Sequence[str], rows: Shape, columns: int) -> None:
-        """`weight`, and `scale` if it is FP8, of matrices [rows[i], columns] one under the other."""
+        """`weight`, and `scale` if it is FP8, of matrices [rows[i], columns] concatenated along rows."""
         infos = [
             self._take(f"{base}.weight", (n, columns)) for base, n in zip(bases, rows, strict=True)
         ]
@@ -137,20 +137,20 @@ class Table:
         self.plain((*path, "bias"), names, *((n,) for n in rows))
 
     def experts(self, path: Path, bases: Sequence[str], group: Shape, shape: Shape) -> None:
-        """`weight` and `scale` of experts whose matrices of one `shape` lie in a file one by one."""
+        """`weight` and `scale` of experts that the file stores as one matrix of `shape` per expert."""
         infos = [self._take(f"{base}.weight", shape) for base in bases]
         if self._weight(path, infos, Stack(group)):
             self._scale(path, bases, StackScales(group, *shape))
 
     def packed(self, path: Path, name: str, shape: Shape, transform: Transform) -> None:
-        """A tensor of bytes as it is: MXFP4 values and scales."""
+        """A uint8 tensor, unchanged: MXFP4 values and scales."""
         info = self._take(name, shape)
         if info is not None and info.dtype != PACKED:
             raise CheckpointError(f"{info.name} is {info.dtype}; MXFP4 is stored as uint8")
         self.add(path, [info], transform)
 
     def flat(self, path: Path, name: str, size: int, *, axes: int = 1) -> None:
-        """A vector that files store with any number of axes of one; invented ones have `axes`."""
+        """A vector that files store with any number of leading axes of size 1; generated ones have `axes`."""
         info = self.tensors.get(self.rename(name))
         fits = info is not None and prod(info.shape) == size
         shape = info.shape if fits else (*[1] * (axes - 1), size)
@@ -181,7 +181,7 @@ class Table:
             self.rules.append(Rule(path, tuple(info.name for info in infos), transform))
 
     def layout(self, drop: Callable[[str], str | None] = lambda name: None) -> Layout:
-        """What came together; `drop` says why a tensor (by its name in the file) may stay unused."""
+        """The collected layout. `drop(name)` returns why a tensor may stay unused, or None."""
         dropped, leftovers = {}, []
         for name in self.tensors:
             if name in self.used:
@@ -196,7 +196,7 @@ class Table:
     def _take(
         self, name: str, shape: Shape | None, invent: np.dtype | None = None
     ) -> TensorInfo | None:
-        """The tensor, whose shape must be `shape` if one is given; None and noted if it is missing."""
+        """Looks up a tensor and checks its shape. Returns None and records it if it is missing."""
         name = self.rename(name)
         if self.invent is not None:
             info = TensorInfo(name, invent or self.invent, shape, 0, 0)
@@ -217,7 +217,7 @@ class Table:
         return info
 
     def _weight(self, path: Path, infos: Sequence[TensorInfo | None], join: Transform) -> bool:
-        """Adds the weight; whether it is quantised."""
+        """Adds the weight's rule. Returns whether the weight is quantised."""
         found = [info for info in infos if info is not None]
         quantized = [info for info in found if info.dtype == FP8]
         if quantized and len(quantized) < len(found):

@@ -1,6 +1,6 @@
-"""Folders <-> models, one parameter at a time.
+"""Loads and saves models, one parameter at a time.
 
-Weights stay mapped in their file until their parameter is made; quantised ones keep their form.
+Weights stay memory-mapped until their parameter is built. Quantised weights keep their format.
 """
 
 import json
@@ -46,7 +46,7 @@ def _owner(module: nnx.Module, rule: Rule) -> nnx.Module:
 
 
 def _check_shapes(params: dict, layout: Layout, tensors: dict[str, TensorInfo]) -> None:
-    """What the tables make must be what the module has; packed weights hold two values a byte."""
+    """Checks the layout's parameters against the module's. Packed weights hold two values per byte."""
     for path, names, transform in layout.rules:
         if path[-1] == "scale":
             continue
@@ -57,7 +57,7 @@ def _check_shapes(params: dict, layout: Layout, tensors: dict[str, TensorInfo]) 
 
 
 def _stored(array: np.ndarray, leaf: str, dtype: str) -> np.ndarray:
-    """In the dtype a parameter has on the device: quantised values and packed scales as they are."""
+    """Casts to the parameter's dtype on the device; quantised values and packed scales are unchanged."""
     if array.dtype in (FP8, PACKED):
         return array
     if leaf == "d2t":
@@ -86,7 +86,7 @@ def _fill(
                 array, scale = quantize_fp8(array)
             except ValueError as error:
                 raise CheckpointError(f"{'.'.join(map(str, rule.path))}: {error}") from error
-        # Through numpy: a cast on the device would hold two copies of the weight there.
+        # Cast in numpy: a cast on the device would need memory for two copies of the weight.
         if leaf != "scale":
             params[rule.path].set_value(jnp.asarray(_stored(array, leaf, dtype)))
         if scale is not None:
@@ -101,12 +101,12 @@ def _name_unread_keys(folder: Path, unread_keys: Callable[[dict], list[str]]) ->
 def load_target(
     folder: str | Path, *, dtype: str, quantization: Quantization | None = None
 ) -> Decoder:
-    """A target model from a Hugging Face folder, or from what `peagle-convert` made of one.
+    """Loads a target model from a Hugging Face folder, or from a folder written by `peagle-convert`.
 
     Args:
       folder: config.json and weights; FP8 and MXFP4 weights are kept as they are.
       dtype: of all that is not quantised.
-      quantization: "fp8" quantises the matrices of attention, MLP and experts on the way in.
+      quantization: "fp8" quantises the matrices of attention, MLP and experts during loading.
     Raises:
       CheckpointError: the folder is no supported model, or tensors are missing, unused or misshapen, or
         `quantization` is given for a model that is quantised.
@@ -137,8 +137,7 @@ def load_head(
       folder: config.json and safetensors, or a converted head.
       target: the model that the head will draft for.
       dtype: of all weights.
-      taps: ids of the layers whose inputs the head taps, where config.json's are not to be trusted
-        (`head_json` says how they are read).
+      taps: tap ids that override those of config.json (`head_json` describes how these are read).
     Raises:
       CheckpointError: the head is broken or does not fit `target`.
     """

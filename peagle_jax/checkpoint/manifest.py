@@ -1,4 +1,4 @@
-"""`manifest.json` of a converted folder, checked whole before any of it is used."""
+"""Validation of a converted folder's `manifest.json`, before any of it is used."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rotary embeddings in `config.json` <-> `RopeConfig`, and which layers slide.
+"""Rotary embeddings in `config.json` <-> `RopeConfig`, and the sliding windows of layers.
 
 Released files have `rope_theta` and `rope_scaling`, those of transformers 5 `rope_parameters`; Gemma 4
 has one such object for each type of layer.
@@ -68,7 +68,7 @@ def rope_config(
 
 
 def _merged(scaling: Fields, fields: Fields, outer: dict) -> Fields:
-    """The object `scaling` with what config.json states beside it; both must not disagree."""
+    """Merges the object `scaling` with the same keys at the top level; contradictions are refused."""
     for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
         inside, beside = scaling.get(key), fields.get(key)
         if beside is not None:
@@ -214,7 +214,7 @@ def rope_json(rope: RopeConfig) -> dict:
 
 
 def rope_parameters_json(rope: RopeConfig) -> dict:
-    """One object with everything, as transformers 5 has it."""
+    """One object with all parameters, as transformers 5 writes it."""
     return {"rope_theta": rope.theta, **_scaling_json(rope)}
 
 

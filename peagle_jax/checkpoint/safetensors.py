@@ -143,7 +143,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class Headers(ABC):
-    """Tensors by name, as headers state them; reading them is a subclass's business."""
+    """Tensor headers by name. Subclasses read the contents."""
 
     tensors: dict[str, TensorInfo]
 
@@ -259,7 +259,7 @@ class Checkpoint(Headers):
     def same_bytes(self, first: str, second: str) -> bool:
         if not self._alike(first, second):
             return False
-        # By explicit reads: mapped pages of two embeddings would count as resident memory.
+        # Explicit reads: the mapped pages of two embeddings would count as resident memory.
         with self.file_of[first].open("rb") as one, self.file_of[second].open("rb") as other:
             one.seek(self.info(first).begin)
             other.seek(self.info(second).begin)
@@ -273,7 +273,7 @@ class Checkpoint(Headers):
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes one file, tensors in the given order; at once, so that a mapped file may be replaced."""
+    """Writes one file, tensors in the given order. Atomic rename: the target may be memory-mapped."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, array in tensors.items():
         header[name] = {

@@ -1,9 +1,9 @@
-"""One table a family, and one for heads: where each parameter's tensors are in a file.
+"""Tables of tensor names: one per target family and one for heads.
 
-`target_layout` and `head_layout` need no tensor's contents, only the headers. `target_tensors` and
-`head_tensors` are the other direction: what an unquantised checkpoint of a config holds.
+`target_layout` and `head_layout` map the tensors of a file to parameters, by headers alone.
+`target_tensors` and `head_tensors` list the tensors of an unquantised checkpoint of a config.
 
-Rows of `gate_up` are gate then up, rows of `qkv` q then k then v.
+Row order of fused matrices: `gate_up` is gate, up; `qkv` is q, k, v.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +32,7 @@ _OTHER_TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 def _attention(
     table: Table, path: Path, base: str, config: AttentionConfig, widths: tuple[int, int]
 ) -> None:
-    """`widths` of the input and of the output: equal but in layer 0 of a head."""
+    """`widths` = (input, output): equal except in layer 0 of a head."""
     inputs, outputs = widths
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = (heads, kv) if config.shared_kv else (heads, kv, kv)
@@ -139,7 +139,7 @@ def _target(table: Table, config: TargetConfig, base: str) -> None:
 
 
 def _base(config: TargetConfig, tensors: Collection[str]) -> str:
-    """What the names of a target's tensors begin with."""
+    """The common prefix of a target's tensor names."""
     wrapped = config.family == "gemma4" and any(
         n.startswith("model.language_model.") for n in tensors
     )
@@ -160,12 +160,12 @@ def as_tied(config: TargetConfig, checkpoint: Headers) -> TargetConfig:
 
 
 def target_layout(config: TargetConfig, tensors: Mapping[str, TensorInfo]) -> Layout:
-    """Where a target's parameters are among `tensors`.
+    """The layout of a target's parameters in `tensors`.
 
     Args:
-      config: from `as_tied`: an lm_head that the config ties is dropped.
+      config: from `as_tied`; the lm_head of a tied config is dropped.
     Raises:
-      CheckpointError: a tensor has another shape or dtype than the config and its neighbours say.
+      CheckpointError: a tensor's shape or dtype contradicts the config or the tensors it is fused with.
     """
     table = Table(tensors)
     _target(table, config, _base(config, tensors))
@@ -224,12 +224,12 @@ def _head(table: Table, config: DrafterConfig, first: str) -> None:
 
 
 def head_layout(config: DrafterConfig, tensors: Mapping[str, TensorInfo]) -> Layout:
-    """Where a head's parameters are among `tensors`, with or without `model.` before their names.
+    """The layout of a head's parameters in `tensors`, with or without the prefix `model.`.
 
-    Whether `d2t` holds offsets can only be seen in its contents: `load_head` looks.
+    Does not read `d2t`; `checked.checked_head` checks that it holds offsets.
 
     Raises:
-      CheckpointError: a tensor has another shape or dtype than the config and its neighbours say.
+      CheckpointError: a tensor's shape or dtype contradicts the config or the tensors it is fused with.
     """
     rename = head_names(tensors)
     table = Table(tensors, rename=rename)
@@ -242,7 +242,7 @@ def head_layout(config: DrafterConfig, tensors: Mapping[str, TensorInfo]) -> Lay
 
 
 def head_names(tensors: Mapping[str, TensorInfo]) -> Callable[[str], str]:
-    """Name in the file of a head's tensor: some write `model.` before all names, some before most."""
+    """Maps a head's tensor name to its name in the file: some files prefix all or most with `model.`."""
     return lambda name: f"model.{name}" if f"model.{name}" in tensors else name
 
 

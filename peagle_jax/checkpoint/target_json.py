@@ -1,7 +1,7 @@
 """`config.json` and `generation_config.json` of a target -> `TargetConfig`.
 
-Keys, their defaults and accepted values are in `config_keys`; here they become a `TargetConfig`. A feature
-that is not done here is refused by the name of its key.
+`config_keys` holds the keys with their defaults and accepted values; this file builds a `TargetConfig`
+from them. An unsupported feature is refused with the name of its key.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ _QUANTIZED = ("mxfp4", "fp8", "compressed-tensors", "modelopt")
 _WRAPPERS = {"gemma4": "gemma4_text"}
 """Models of several towers, and the `model_type` of their `text_config`."""
 _DEFAULT_IDS = {"llama": (1, 2), "mistral": (1, 2), "gemma4_text": (2, 1)}
-"""Begin and end of text where no file has the key (transformers' classes; None for the others)."""
+"""bos and eos ids of families whose transformers class has a default for a missing key."""
 
 
 def target_config(folder: Path) -> TargetConfig:
@@ -48,7 +48,7 @@ def target_config(folder: Path) -> TargetConfig:
     if Path(generation.where).is_file():
         generation = Fields(read_json(Path(generation.where)), generation.where)
     keys = read_keys(fields, KEYS[kind])
-    # Chat models list their end-of-turn token only there; a wrapper's text config knows least.
+    # generation_config.json comes first: only there chat models list their end-of-turn token.
     sources = (generation, outer, fields)
     bos, eos = (
         _ids(sources, key, keys["vocab_size"], default)
@@ -71,7 +71,7 @@ def target_config(folder: Path) -> TargetConfig:
 
 
 def target_unread_keys(raw: dict) -> list[str]:
-    """Keys of a target's config.json that change nothing and that no table has, sorted.
+    """Keys of a target's config.json that no table knows and that have no effect, sorted.
 
     Empty for files of other families.
     """
@@ -85,7 +85,7 @@ def target_unread_keys(raw: dict) -> list[str]:
 
 
 def unstated_sizes(folder: Path) -> str:
-    """The end of a message about tensors that do not fit: sizes that config.json leaves to defaults."""
+    """Hint for messages about mismatching tensors: the sizes that config.json leaves to defaults."""
     kind, fields = _text_fields(Fields(read_config(folder), str(folder)))
     defaults = [
         f"{name} ({KEYS[kind][name].default})"
@@ -114,7 +114,7 @@ def _text_fields(outer: Fields) -> tuple[str, Fields]:
 def _ids(
     sources: tuple[Fields, ...], key: str, vocab_size: int, default: int | None
 ) -> tuple[int, ...]:
-    """Token ids of the first source that states some; () if a source says null and none says more.
+    """Token ids of the first source that has them; () if a source has null and no other has ids.
 
     Raises:
       CheckpointError: an id that the vocabulary does not have.
@@ -133,7 +133,7 @@ def _ids(
 
 
 def _tied(outer: Fields, fields: Fields, keys: dict) -> bool:
-    """Whether lm_head is the embedding; a wrapper and its text config must agree."""
+    """Whether lm_head is tied to the embedding; a wrapper and its text config must agree."""
     stated = {
         source.flag("tie_word_embeddings")
         for source in (outer, fields)
@@ -214,7 +214,7 @@ def _mistral(fields: Fields, keys: dict) -> dict:
 
 
 def _qwen2(fields: Fields, keys: dict) -> dict:
-    """transformers gives q, k and v biases whatever the file says."""
+    """Qwen2. q, k and v always have biases, as in transformers; the key is ignored."""
     common = decoder_fields(fields, keys) | {"attention_bias": True}
     sliding = qwen_windows(fields, keys)
     rope = _rope(fields, keys)
@@ -271,7 +271,7 @@ def _qwen3_moe(fields: Fields, keys: dict) -> dict:
 
 
 def _dense_layers(fields: Fields, keys: dict) -> tuple[int, ...]:
-    """Layers with one MLP: those listed, and all but every `decoder_sparse_step`-th."""
+    """Layers with a dense MLP: `mlp_only_layers`, and all but every `decoder_sparse_step`-th layer."""
     step, listed = keys["decoder_sparse_step"], keys["mlp_only_layers"]
     if any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
         raise fields.error(f"mlp_only_layers must be a list of layer numbers, not {listed!r}")

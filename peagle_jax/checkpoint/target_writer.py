@@ -56,11 +56,11 @@ def target_json(config: TargetConfig, dtype: str) -> dict:
 def _family_json(config: TargetConfig) -> dict:
     rope, sliding = rope_json(config.rope), windows_json(config.sliding_windows)
     experts = config.experts
-    full = {"layer_types": [FULL] * config.num_layers}  # where silence means windows
+    full = {"layer_types": [FULL] * config.num_layers}  # a missing key would mean sliding windows
     match config.family:
         case "llama":
             return {**rope, **sliding, "mlp_bias": config.mlp_bias}
-        case "mistral":  # silence means a window
+        case "mistral":  # a missing key would mean a sliding window
             return {**rope, "sliding_window": config.window(0)}
         case "qwen3_moe":
             dense = experts.dense_layers
@@ -75,7 +75,7 @@ def _family_json(config: TargetConfig) -> dict:
                 "mlp_only_layers": list(dense),
             }
         case "gpt_oss":
-            if config.rope.scaling is None:  # silence means YaRN
+            if config.rope.scaling is None:  # a missing key would mean YaRN
                 rope = {"rope_parameters": rope_parameters_json(config.rope)}
             return {
                 **rope,

@@ -1,7 +1,7 @@
-"""How tensors of a file become one parameter (`join`) and come back bit for bit (`split`); numpy only.
+"""Transforms: tensors of a file -> one parameter (`join`), and back bit for bit (`split`). numpy only.
 
-A joined array is a view of its parts where numpy can make one, otherwise a single copy. Parts that have
-a leading expert axis may be cut along it, stacked experts may be fewer: `join` treats them alike.
+`join` returns a view where numpy can, otherwise one copy. `join` also accepts parts that are sliced
+along their leading expert axis, and a subset of stacked experts.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Like(Protocol):
 class Transform(Protocol):
     """`split(join(parts), parts)` is `parts`, to the last bit.
 
-    `shape` says from the parts' shapes what `join` will return.
+    `shape` computes the shape of `join`'s result from the parts' shapes.
 
     Raises:
       CheckpointError: (all three) the parts do not fit together.
@@ -152,7 +152,7 @@ class Deinterleave:
 
 @dataclass(frozen=True)
 class Transpose:
-    """The last two axes exchanged: GPT-OSS as transformers saves it, [E, F, D] -> [E, D, F]."""
+    """Transposes the last two axes: GPT-OSS as transformers saves it, [E, F, D] -> [E, D, F]."""
 
     name: ClassVar[str] = "transpose"
 
@@ -169,11 +169,11 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Scales:
-    """FP8 scales of matrices [rows[i], columns] that lie one under the other -> [Sn, Sk].
+    """FP8 scales of matrices [rows[i], columns] that are concatenated along rows -> [Sn, Sk].
 
-    A file has a scale for each 128 x 128 block [ceil(n/128), ceil(k/128)], each row [n, 1] or [n], or
-    each tensor [] or [1]. Blocks stay blocks if all matrices but the last are whole blocks high, so that
-    the blocks of the joined matrix are those of its parts; else every row gets its own scales [n, Sk].
+    A file has one scale per 128 x 128 block [ceil(n/128), ceil(k/128)], per row [n, 1] or [n], or per
+    tensor [] or [1]. The result has block scales if the row counts of all matrices but the last are
+    multiples of 128, so that block boundaries coincide; otherwise it has row scales [n, Sk].
 
     >>> Scales((256, 100), 300).shape([(2, 3), (1, 3)])
     (3, 3)

@@ -1,4 +1,4 @@
-"""Numbers that no weight should have: NaN and infinity are counted, scales without a value refused."""
+"""Checks of weight values: counts NaN and infinity, refuses invalid quantisation scales."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -13,7 +13,7 @@ MXFP4_NAN = 255
 
 
 class _Bits(NamedTuple):
-    """A float's bits without the sign: from `first` on they are not finite, `infinity` is not NaN."""
+    """Bit patterns of a float dtype without the sign: >= `first` is not finite, `infinity` is infinity."""
 
     width: int  # bytes
     first: int
@@ -42,7 +42,7 @@ class NotFinite(NamedTuple):
 
 
 class NotFiniteCounts:
-    """Counts of tensors that pass by in pieces, in any order; of one thread."""
+    """Counts NaN and infinity in tensors that arrive in pieces, in any order. Not thread-safe."""
 
     def __init__(self):
         self._counts: dict[str, Counter] = {}
@@ -59,7 +59,7 @@ class NotFiniteCounts:
             return
         sign = 1 << (8 * bits.width - 1)
         unsigned = data.view(f"u{bits.width}")
-        # Two maxima without a temporary array: nearly all pieces end here.
+        # Fast path for almost all pieces: two maxima, no temporary array.
         if data.view(f"i{bits.width}").max() < bits.first and unsigned.max() < sign | bits.first:
             return
         magnitudes = unsigned & unsigned.dtype.type(sign - 1)
@@ -75,7 +75,7 @@ class NotFiniteCounts:
 
 
 def check_scale(name: str, scale: np.ndarray) -> None:
-    """Refuses a scale that gives its weight no value.
+    """Refuses invalid quantisation scales.
 
     Args:
       name: of the tensor, for the message.
