@@ -1,4 +1,4 @@
-"""Which kind of weight tiles each chip multiplies."""
+"""Selects the `Format` of weight tiles for a chip."""
 
 from pallas_kernels import weight_tiles, weight_tiles_sm90, weight_tiles_sm100
 from pallas_kernels.device import Device
@@ -7,5 +7,5 @@ _FORMATS = {90: weight_tiles_sm90.Format, 100: weight_tiles_sm100.Format}
 
 
 def formats_of(device: Device) -> type[weight_tiles.Format]:
-    """The formats of weights as kernels for `device` read them; it is one that has such kernels."""
+    """The `Format` class for `device`, which must be Hopper or Blackwell."""
     return _FORMATS[device.sm]

@@ -1,20 +1,28 @@
-"""Tiles of weights inside a kernel: how each format is fetched, unpacked and multiplied.
+"""Pipeline and codecs of weight tiles: load by TMA, dequantise to bfloat16, multiply on tensor cores.
 
-Weights are the M operand of the product (64 rows on Hopper, 128 on Blackwell), tokens the N operand
-("swap-AB"): with few tokens no part of the tensor core is wasted on padding. A weight is unpacked to bfloat16
-in registers, so it streams from memory at its own width and the product is that of bfloat16 activations,
-exactly rounded factors and float32 sums. (Hopper's FP8 product keeps fewer bits, and activations would have
-to be quantised.)
+The weight is the M operand of the MMA (64 rows on Hopper, 128 on Blackwell) and the tokens are the N
+operand ("swap-AB"), so a small batch does not pad M. Quantised weights are stored in device memory
+at 4 or 8 bits and converted to bfloat16 in registers. Products are bfloat16 with float32 accumulation.
+(Hopper's FP8 MMA accumulates with fewer bits and would need quantised activations.)
 
-Every step of columns the partial product is multiplied by the block's scale and added to a float32 total.
-(Mxfp4's scales are in the unpacked weights already, see `weight_tiles_mxfp4`.)
-A sum over K therefore depends on K and the number of chunks alone, never on the rows in the call.
+After each K step the partial product is multiplied by its block scale and added to a float32 total.
+(MXFP4 weights are scaled while they are unpacked, see `weight_tiles_mxfp4`.) The order of a sum depends
+only on K and on the number of K chunks, not on the number of rows in the call.
 
-With many tokens a block is bound by what it reads from the level 2 cache. So it may be several warpgroups
-("groups"), each with a tile of the weight of its own, that share the tiles of x: see `Ring`.
+Timeline of one warpgroup with stages = 3 (load n: the TMA copies of step n are in flight):
 
-Here is what chips share. What they multiply with is a `Format` of each: `weight_tiles_sm90`,
-`weight_tiles_sm100`; `weight_chips` has the choice.
+            prologue   step 0    step 1    step 2    step 3    step 4
+    slot 0  load 0     mma 0     load 3    load 3    mma 3     load 6
+    slot 1  load 1     load 1    mma 1     load 4    load 4    mma 4
+    slot 2  load 2     load 2    load 2    mma 2     load 5    load 5
+
+With many tokens the limit is L2 bandwidth. Then 2 or 4 warpgroups of a block each own a weight tile and
+share the x tiles. Warpgroup 0 loads x one step after the weights, see `Pipeline._refill`:
+
+    w slot 0, each warpgroup  load 0  mma 0   load 3  load 3  mma 3
+    x slot 0, shared          load 0  mma 0   -       load 3  mma 3
+
+`weight_tiles_sm90` and `weight_tiles_sm100` implement `Format` for one chip each; `weight_chips` selects.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,29 +39,30 @@ from pallas_kernels import formats, weight_tiles_mxfp4
 from pallas_kernels.device import Device
 
 STEP = 128
-"""Columns (of the sum) of one tile; `formats.BLOCK`, so that a tile has one fp8 scale. Not of mxfp4."""
+"""K columns of a bfloat16 or fp8 tile; equal to `formats.BLOCK`, so that an fp8 tile has one scale."""
 
-TOTAL = weight_tiles_mxfp4.TOTAL
-"""What products with mxfp4 tiles are to be multiplied by."""
+MXFP4_RESCALE = weight_tiles_mxfp4.RESCALE
+"""Factor on products with mxfp4 tiles."""
 
 _SWIZZLE = 128  # bytes
 
 
 def swizzled(dtype: jnp.dtype) -> tuple:
-    """Transforms of a shared-memory tile that tensor cores and TMA both read without conflicts."""
+    """Shared-memory layout without bank conflicts: 128-byte swizzle of tiles of 8 rows."""
     columns = _SWIZZLE // jnp.dtype(dtype).itemsize
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(_SWIZZLE))
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one weight is stored, as a kernel needs to know it.
+    """Storage format of one weight, and its MMA on one chip.
 
     Attributes:
       kind: see `formats`.
-      per_row: fp8 only: one scale a row ([N, 1]), which multiplies the total.
-      rows: of the weight in one tile.
-      layout: of products [rows, tokens] in registers, and `transposed`, in which they are written.
+      per_row: fp8 with one scale per row ([N, 1]), applied to the total after the K loop.
+      rows: weight rows of one tile (M of the MMA).
+      layout: register layout of a product [rows, tokens].
+      transposed: register layout for the transposed store to shared memory.
     """
 
     kind: formats.Kind
@@ -68,8 +77,8 @@ class Format:
         return cls(kind, per_row=kind == "fp8" and scale.shape[-2] == values.shape[-2])
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether each tile has a scale of its own, which multiplies the tile's product."""
+    def block_scaled(self) -> bool:
+        """Whether each tile has one scale, applied to the product of that tile."""
         return self.kind == "fp8" and not self.per_row
 
     @property
@@ -79,87 +88,85 @@ class Format:
 
     @property
     def step(self) -> int:
-        """Columns (of the sum) of one tile."""
+        """K columns of one tile."""
         return weight_tiles_mxfp4.STEP if self.kind == "mxfp4" else STEP
 
     @property
     def width(self) -> int:
-        """Stored values of a tile's row."""
+        """Stored elements in one row of a tile."""
         return self.step // 2 if self.kind == "mxfp4" else self.step
 
     @property
     def unpacked(self) -> bool:
-        """Whether threads read the tiles, rather than tensor cores."""
+        """Whether threads convert the tile in registers. Plain tiles are read by the MMA directly."""
         return self.kind != "plain"
 
     @property
     def staged(self) -> bool:
-        """Whether scales are fetched to shared memory, those of all columns before the first step."""
+        """Whether the scales of all of K are copied to shared memory before the first step."""
         return self.kind == "mxfp4"
 
     def groups(self, wanted: int) -> int:
-        """Warpgroups of a block, where `wanted` would be welcome."""
+        """Warpgroups of a block, given the preferred number."""
         return 1
 
     def pieces(self, tokens: int, groups: int) -> int:
-        """Into how many products a tile of tokens is cut where registers are few."""
+        """Number of MMAs that split a token tile, to limit register pressure."""
         return 1
 
     def stages(self, wanted: int, num_steps: int, most: int) -> int:
-        """Steps in flight, at least two: as many bytes as in `wanted` steps of 64 rows of the weight."""
+        """Pipeline stages, at least two. `wanted` counts stages of 64 rows; larger tiles get fewer."""
         return min(max(2, wanted * 64 // self.rows), num_steps, most)
 
     def most_stages(
         self, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, groups: int, device: Device
     ) -> int:
-        """As many as a block's shared memory has room for; other arguments as of `scratch`."""
+        """Most stages that fit into the shared memory of a block; arguments as in `scratch`."""
         weights, scales = self.width * self.dtype.itemsize, K // formats.GROUP * self.staged
         stored = _stored(tokens, groups) * jnp.dtype(out_dtype).itemsize
-        rest = groups * self.rows * (parts * scales + stored) + 2048  # barriers; tiles are aligned
+        rest = groups * self.rows * (parts * scales + stored) + 2048  # barriers, alignment
         slot = groups * parts * self.rows * weights + tokens * self.step * 2
         return (device.smem_bytes - rest) // slot
 
     def scratch(
         self, stages: int, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, groups: int = 1
     ) -> dict[str, Any]:
-        """Memory of a block: what `Ring` takes, scales if they are staged, and out_s for the result.
+        """Scratch of a block: slots and barriers of `Pipeline`, staged scales, and the output tile.
 
-        Of several warpgroups that share x each has its own out_s, scales and slots for weights, one group's
-        after the other's. What a chip has beside these is for its `add_products`.
+        If warpgroups share x, each has its own weight slots, scales and output tile. A chip's subclass
+        adds what its `add_products` needs.
         """
         transforms = swizzled(self.dtype)
-        if self.kind == "mxfp4":  # K / 2 need not be a multiple of a tile's width
+        if self.kind == "mxfp4":  # no tiling: K / 2 may not be a multiple of the tile width
             transforms = transforms[1:]
         shared = groups > 1
         out = (_stored(tokens, groups), self.rows)
-        found = dict(
-            out_s=plgpu.SMEM((groups, *out) if shared else out, out_dtype),
-            w_s=plgpu.SMEM(
-                (groups * stages, parts, self.rows, self.width), self.dtype, transforms=transforms
-            ),
-            x_s=plgpu.SMEM(
-                (stages, tokens, self.step), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)
-            ),
-            ready=plgpu.Barrier(num_arrivals=parts + (not shared), num_barriers=groups * stages),
+        w, x = (groups * stages, parts, self.rows, self.width), (stages, tokens, self.step)
+        arrivals = parts + (not shared)  # weight copies, and the copy of x
+        scratch = dict(
+            # [(groups,) stored tokens, rows] out_dtype
+            out_smem=plgpu.SMEM((groups, *out) if shared else out, out_dtype),
+            w_smem=plgpu.SMEM(w, self.dtype, transforms=transforms),
+            x_smem=plgpu.SMEM(x, jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
+            ready_barrier=plgpu.Barrier(num_arrivals=arrivals, num_barriers=groups * stages),
         )
         if shared:
-            found["x_ready"] = plgpu.Barrier(num_barriers=stages)
-            found["x_free"] = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
+            scratch["x_ready_barrier"] = plgpu.Barrier(num_barriers=stages)
+            scratch["x_free_barrier"] = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
         if self.staged:
-            found["scale_s"] = plgpu.SMEM(
-                (groups * parts, self.rows * (K // formats.GROUP)), jnp.uint8
-            )
-            found["scales_ready"] = plgpu.Barrier(num_arrivals=parts, num_barriers=groups)
-        return found
+            scales = (groups * parts, self.rows * (K // formats.GROUP))
+            scratch["scale_smem"] = plgpu.SMEM(scales, jnp.uint8)
+            scratch["scales_ready_barrier"] = plgpu.Barrier(num_arrivals=parts, num_barriers=groups)
+        return scratch
 
     def kernel_scale(self, scale: jax.Array | None) -> jax.Array | None:
-        """The scale as kernels take it; nothing is copied for shapes that models have."""
+        """The scale as a kernel operand. No copy for the shapes of supported models."""
         if self.staged:
             return scale.reshape(-1)
         return self.pad_rows(scale, -2) if self.per_row else scale
 
     def arrange(self, x: jax.Array) -> jax.Array:
-        """Activations [.., K] with columns in the order in which `products` takes them."""
+        """Activations [..., K] with the columns in the order of unpacked weights."""
         return weight_tiles_mxfp4.arrange(x) if self.kind == "mxfp4" else x
 
     def add_products(
@@ -167,20 +174,23 @@ class Format:
         totals: Sequence[jax.Array],
         factors: Sequence[jax.Array],
         tiles: Sequence[Any],
-        x: Any,
+        x_smem: Any,
         refill: Callable,
         interpret: Any,
         scales: Sequence[Any],
         step: Any,
-        **memory: Any,
+        **scratch: Any,
     ) -> list[jax.Array]:
-        """Totals, float32 [rows, tokens], plus each tile [rows, step] times x [tokens, step].
+        """Adds each weight tile [rows, step] in shared memory times x_smem [tokens, step] to its totals.
 
-        For each tile there are as many totals as `pieces`, with the next tokens in each. Tiles and x are in
-        shared memory, x arranged; `refill()` is called when they are not needed any more.
-        Factors multiply products where tiles have scales: those of fp8 blocks, or `TOTAL` for mxfp4.
-        Of mxfp4 `scales` are those of each tile's rows, [rows * K / 32] in shared memory, and the tiles are
-        number `step` along K. `memory` is what `scratch` asked for beside the common parts.
+        Args:
+          totals: float32 [rows, tokens / pieces]; `pieces` totals per tile, tokens ascending.
+          factors: one per tile: the fp8 block scale, or `MXFP4_RESCALE`; unused otherwise.
+          x_smem: bfloat16, columns in `arrange` order.
+          refill: called after the last read of the slot.
+          scales: mxfp4: the scales of each tile's rows, uint8 [rows * K / 32] in shared memory.
+          step: number of the tiles along K.
+          scratch: what the chip's `scratch` adds to the common part.
         """
         raise NotImplementedError
 
@@ -190,60 +200,56 @@ class Format:
         factors: Sequence[jax.Array],
         products: Iterable[jax.Array],
     ) -> list[jax.Array]:
-        """For `add_products`: one product after the other, as they come."""
-        scaled = self.in_blocks or self.staged
+        """Scales the products and adds them to the totals, in order."""
+        scaled = self.block_scaled or self.staged
         return [
             total + (product * factor if scaled else product)
             for total, product, factor in zip(totals, products, factors, strict=True)
         ]
 
     def zeros(self, parts: int, tokens: int, groups: int) -> list[jax.Array]:
-        """Totals of `parts` tiles as `add_products` takes them, in the products' layout."""
+        """Initial totals of `parts` tiles for `add_products`."""
         pieces = self.pieces(tokens, groups)
         zeros = jnp.zeros((self.rows, tokens // pieces), jnp.float32)
         return [plgpu.layout_cast(zeros, self.layout)] * (parts * pieces)
 
     def pad_rows(self, x: jax.Array | None, axis: int = -1) -> jax.Array | None:
-        """One number a weight row, as `load_rows` needs it."""
+        """Pads a vector with one element per weight row as `load_rows` requires."""
         raise NotImplementedError
 
-    def load_rows(self, source: Any, first: Any, tokens: int, interpret: Any) -> jax.Array:
-        """Numbers of a tile's rows, which `source` [N] in device memory has from `first` on.
-
-        As float32 [rows, tokens]; of rows past N they may be anything.
-        """
+    def load_rows(self, source_gmem: Any, first: Any, tokens: int, interpret: Any) -> jax.Array:
+        """Broadcasts source_gmem[first : first + rows] to float32 [rows, tokens]; unspecified past N."""
         raise NotImplementedError
 
     def store_tokens_first(
         self,
-        out: Any,
-        buffer: Any,
+        out_gmem: Any,
+        out_smem: Any,
         tiles: Sequence[jax.Array],
         *,
         arranged: bool = False,
         interpret: Any = None,
     ) -> None:
-        """Writes tiles [rows, tokens], the next tokens in each, to `out` [tokens of all, rows].
+        """Epilogue: stores tiles [rows, tokens / pieces] transposed to out_gmem [tokens, rows].
 
-        That is in device memory, and what lies outside of its array is not written. `buffer` is shared
-        memory of as many rows and out's dtype. With `arranged` the rows are in the order in which a
-        product with mxfp4 weights takes them as columns.
+        The tiles pass through out_smem [n, rows], n tokens at a time. TMA clips rows and tokens outside
+        of the array. `arranged` permutes the rows as mxfp4 products expect their input columns.
         """
-        size = buffer.shape[0]
+        size = out_smem.shape[0]
         parts = [_columns(tile, i, size) for tile in tiles for i in range(tile.shape[1] // size)]
         for i, tile in enumerate(parts):
             if arranged:
-                weight_tiles_mxfp4.store_arranged(buffer, tile, self.layout, interpret)
+                weight_tiles_mxfp4.store_arranged(out_smem, tile, self.layout, interpret)
             else:
-                buffer.T[...] = plgpu.layout_cast(tile.astype(out.dtype), self.transposed)
+                out_smem.T[...] = plgpu.layout_cast(tile.astype(out_gmem.dtype), self.transposed)
             plgpu.commit_smem()
-            here = out if len(parts) == 1 else out.at[pl.ds(i * size, size)]
-            plgpu.copy_smem_to_gmem(buffer, here)
+            target = out_gmem if len(parts) == 1 else out_gmem.at[pl.ds(i * size, size)]
+            plgpu.copy_smem_to_gmem(out_smem, target)
             plgpu.wait_smem_to_gmem(0)
 
 
 def _stored(tokens: int, groups: int) -> int:
-    """Of a tile of tokens, how many lie in shared memory at once on their way out."""
+    """Tokens of the output tile that are in shared memory at once during the epilogue."""
     return min(tokens, 64, 128 // groups)
 
 
@@ -251,74 +257,73 @@ def _columns(tile: jax.Array, i: int, size: int) -> jax.Array:
     return tile if tile.shape[1] == size else tile[:, i * size : (i + 1) * size]
 
 
-def fetch_tile(source: Any, tile: Any, ready: Any) -> None:
-    """Starts copying `source` into shared memory; what lies outside of its array becomes zeros."""
-    plgpu.copy_gmem_to_smem(source, tile, ready, oob_mode=plgpu.OOBFillMode.ZEROS)
+def fetch_tile(source_gmem: Any, tile_smem: Any, barrier: Any) -> None:
+    """Starts a TMA copy of a tile; elements outside of the array are filled with zeros."""
+    plgpu.copy_gmem_to_smem(source_gmem, tile_smem, barrier, oob_mode=plgpu.OOBFillMode.ZEROS)
 
 
-def fetch_scales(source: Any, row: Any, rows: int, scales: Any, ready: Any) -> None:
-    """Starts copying mxfp4 scales of a tile's rows, from the given one on, into shared memory.
+def fetch_scales(source_gmem: Any, row: Any, rows: int, scale_smem: Any, barrier: Any) -> None:
+    """Starts a bulk copy of the mxfp4 scales of `rows` rows from `row` on.
 
-    As contiguous bytes: for a tensor copy each row would have to be a multiple of 16 bytes. What lies
-    past the array is left as it is.
-
-    Args:
-      source: device memory, uint8 [rows of all weights * K / 32].
-      scales: [rows * K / 32].
+    source_gmem is uint8 [rows of all weights * K / 32], scale_smem uint8 [rows * K / 32]. One contiguous
+    range: a tensor copy needs rows of 16 n bytes. Bytes past the end of the array are not written.
     """
-    size = scales.shape[0]
-    here = source.at[pl.ds(row * (size // rows), size)]
-    plgpu.copy_gmem_to_smem(here, scales, ready, oob_mode=plgpu.OOBFillMode.UNDEFINED)
+    size = scale_smem.shape[0]
+    source = source_gmem.at[pl.ds(row * (size // rows), size)]
+    plgpu.copy_gmem_to_smem(source, scale_smem, barrier, oob_mode=plgpu.OOBFillMode.UNDEFINED)
 
 
 @dataclass(frozen=True)
-class Ring:
-    """The slots that a block's tiles are fetched to, `stages` steps before they are multiplied.
+class Pipeline:
+    """Multistage pipeline of weight and x tiles, `stages` slots deep; timeline in the module docstring.
 
-    Each of several warpgroups fetches its own tiles of the weight, and as soon as it has multiplied one it
-    fetches another to the slot. Tiles of x are for all of them: the first warpgroup fetches them, a step after it
-    has multiplied the one before and when all others have. So it is at most one step ahead of any other.
+    Each warpgroup loads its own weight tiles. Warpgroup 0 loads shared x tiles into released slots.
 
     Attributes:
-      fetch_weights, fetch_x: start copying what belongs to a step; take the step, where to, and a barrier.
-      last: the number of steps.
-      others: from `Format.scratch`.
+      groups: warpgroups of the block.
+      num_steps: K steps.
+      fetch_weights, fetch_x: start the copies of one step; arguments: step, destination, barrier.
+      w_smem: [groups * stages, parts, rows, width].
+      x_smem: bfloat16 [stages, tokens, step].
+      ready_barrier: weights (and x of a single warpgroup) have arrived; one per warpgroup and slot.
+      x_ready_barrier: shared x has arrived; one per slot.
+      x_free_barrier: all warpgroups have released x; one per slot.
     """
 
     form: Format
     groups: int
     stages: int
-    last: int
+    num_steps: int
     fetch_weights: Callable
     fetch_x: Callable
-    w_s: Any
-    x_s: Any
-    ready: Any
-    x_ready: Any = None
-    x_free: Any = None
+    w_smem: Any
+    x_smem: Any
+    ready_barrier: Any
+    x_ready_barrier: Any = None
+    x_free_barrier: Any = None
 
     def start(self) -> None:
-        """Fetches the first steps."""
+        """Prologue: loads the first `stages` steps."""
         for i in range(self.stages):
-            step = jnp.int32(i)  # a Python number must not lie outside of the array
+            step = jnp.int32(i)  # a Python int would be bounds-checked while tracing
             self._fetch(step, i)
             if self.groups > 1:
-                pl.when(group_of(self.groups) == 0)(
-                    lambda step=step, i=i: self.fetch_x(step, self.x_s.at[i], self.x_ready.at[i])
+                pl.when(warpgroup_index(self.groups) == 0)(
+                    lambda step=step, i=i: self._fetch_x(step, i, self.x_ready_barrier)
                 )
 
     def wait(self, slot: Any) -> tuple[Any, Any]:
-        """Tiles of the weight [parts, rows, width] and x [tokens, step], which have arrived in a slot."""
-        mine = self._mine(slot)
-        plgpu.barrier_wait(self.ready.at[mine])
+        """Waits for a slot; returns its weight tiles [parts, rows, width] and x tile [tokens, step]."""
+        w_slot = self._w_slot(slot)
+        plgpu.barrier_wait(self.ready_barrier.at[w_slot])
         if self.groups > 1:
-            plgpu.barrier_wait(self.x_ready.at[slot])
-        return self.w_s.at[mine], self.x_s.at[slot]
+            plgpu.barrier_wait(self.x_ready_barrier.at[slot])
+        return self.w_smem.at[w_slot], self.x_smem.at[slot]
 
     def each_step(self, first: Any, count: Any, visit: Callable, carry: Any) -> Any:
         """Runs `carry = visit(step, slot, refill, carry)` for `count` steps from `first` on.
 
-        `slot` is where a step's tiles lie; `visit` calls `wait(slot)`, and `refill()` after their last use.
+        `visit` calls `wait(slot)` before it reads the tiles and `refill()` after their last use.
         """
 
         def body(i, carry):
@@ -329,62 +334,66 @@ class Ring:
         return lax.fori_loop(0, count, body, carry)
 
     def _refill(self, step: Any, slot: Any) -> None:
-        @pl.when(step + self.stages < self.last)
+        @pl.when(step + self.stages < self.num_steps)
         def _():
-            # Orders threads' own reads before the copy that overwrites; tensor cores' need no fence.
+            # Fence: the threads' own reads precede the TMA write. MMA reads need no fence.
             if self.form.unpacked:
                 plgpu.commit_smem()
             if self.groups > 1:
-                plgpu.barrier_arrive(self.x_free.at[slot])
+                plgpu.barrier_arrive(self.x_free_barrier.at[slot])
             self._fetch(step + self.stages, slot)
 
         if self.groups > 1:
-            # Not x of this step, for which the first warpgroup would wait until the others are as far:
-            # then all would unpack at once, and after that all multiply at once.
-            late = 1 if self.stages > 2 else 0
-            done = step - late
-            there = slot if not late else lax.rem(slot + self.stages - late, self.stages)
+            # x is refilled one step late, so that warpgroup 0 does not wait for the slowest warpgroup.
+            # In lockstep all warpgroups would unpack at once and the tensor cores would idle.
+            lag = 1 if self.stages > 2 else 0
+            released = step - lag
+            x_slot = slot if not lag else lax.rem(slot + self.stages - lag, self.stages)
+            has_next = (released >= 0) & (released + self.stages < self.num_steps)
 
-            @pl.when((done >= 0) & (done + self.stages < self.last) & (group_of(self.groups) == 0))
+            @pl.when(has_next & (warpgroup_index(self.groups) == 0))
             def _():
-                plgpu.barrier_wait(self.x_free.at[there])
-                self.fetch_x(done + self.stages, self.x_s.at[there], self.x_ready.at[there])
+                plgpu.barrier_wait(self.x_free_barrier.at[x_slot])
+                self._fetch_x(released + self.stages, x_slot, self.x_ready_barrier)
 
     def _fetch(self, step: Any, slot: Any) -> None:
-        mine = self._mine(slot)
-        self.fetch_weights(step, self.w_s.at[mine], self.ready.at[mine])
+        w_slot = self._w_slot(slot)
+        self.fetch_weights(step, self.w_smem.at[w_slot], self.ready_barrier.at[w_slot])
         if self.groups == 1:
-            self.fetch_x(step, self.x_s.at[slot], self.ready.at[slot])
+            self._fetch_x(step, slot, self.ready_barrier)
 
-    def _mine(self, slot: Any) -> Any:
-        return slot if self.groups == 1 else group_of(self.groups) * self.stages + slot
+    def _fetch_x(self, step: Any, slot: Any, barrier: Any) -> None:
+        self.fetch_x(step, self.x_smem.at[slot], barrier.at[slot])
+
+    def _w_slot(self, slot: Any) -> Any:
+        return slot if self.groups == 1 else warpgroup_index(self.groups) * self.stages + slot
 
 
-def group_of(groups: int) -> Any:
-    """Which of a block's warpgroups this is."""
+def warpgroup_index(groups: int) -> Any:
+    """Index of this warpgroup within the block."""
     return lax.axis_index("group") if groups > 1 else 0
 
 
-def of_group(ref: Any, groups: int) -> Any:
-    """This warpgroup's part of what a block has for each."""
-    return ref if groups == 1 else ref.at[group_of(groups)]
+def warpgroup_part(ref: Any, groups: int) -> Any:
+    """This warpgroup's slice of a ref whose leading axis is the warpgroup."""
+    return ref if groups == 1 else ref.at[warpgroup_index(groups)]
 
 
-def first_rows(form: Format, groups: int, tile: Any, N: int) -> tuple[Any, Any]:
-    """Where a warpgroup's tile of a weight [N, K] begins, in block `tile` of them: to read, and to store.
+def tile_rows(form: Format, groups: int, tile: Any, N: int) -> tuple[Any, Any]:
+    """First weight row of this warpgroup's tile in block `tile`: (row to read, row to store).
 
-    A warpgroup past the end reads what the last one before it reads, and shall store nothing.
+    Out-of-range warpgroups re-read the last tile and skip the store.
     """
-    row = (tile if groups == 1 else tile * groups + group_of(groups)) * form.rows
+    row = (tile if groups == 1 else tile * groups + warpgroup_index(groups)) * form.rows
     if groups == 1 or N % (groups * form.rows) == 0:
         return row, row
     return jnp.minimum(row, (pl.cdiv(N, form.rows) - 1) * form.rows), row
 
 
 def launch_options(groups: int) -> dict[str, Any]:
-    """Of `plgpu.kernel`, for blocks of several warpgroups."""
+    """Arguments of `plgpu.kernel` for blocks of several warpgroups."""
     if groups == 1:
         return {}
-    # Without scratch memory, which warpgroups would share: a reduction in it would be a race.
+    # All warpgroups share the reduction scratch: a cross-warp reduction would be a race. Size 0 forbids it.
     no_scratch = plgpu.CompilerParams(reduction_scratch_bytes=0)
     return dict(num_threads=groups, thread_name="group", compiler_params=no_scratch)

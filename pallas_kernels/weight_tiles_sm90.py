@@ -1,4 +1,8 @@
-"""Tiles of weights inside a Hopper kernel: a warpgroup multiplies 64 rows, unpacked ones from registers."""
+"""Weight tiles on Hopper: wgmma with 64 weight rows per warpgroup.
+
+Quantised tiles are converted to bfloat16 in registers and are wgmma's first operand from there. Plain
+tiles are read from shared memory. x is always the second operand, in shared memory.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +26,8 @@ class Format(weight_tiles.Format):
         return wanted
 
     def pieces(self, tokens: int, groups: int) -> int:
-        # Registers hold totals of all tokens. There is room for a product of 128 beside them unless weights
-        # are unpacked there, or many threads have few each.
+        # Totals of all tokens stay in registers. The MMA accumulator beside them covers 128 tokens, or 64 if
+        # registers also hold unpacked weights or more than two warpgroups share the register file.
         most = 64 if self.unpacked or groups > 2 else 128
         return max(1, tokens // most)
 
@@ -32,7 +36,7 @@ class Format(weight_tiles.Format):
         totals: Sequence[jax.Array],
         factors: Sequence[jax.Array],
         tiles: Sequence[Any],
-        x: Any,
+        x_smem: Any,
         refill: Callable,
         interpret: Any,
         scales: Sequence[Any],
@@ -40,74 +44,81 @@ class Format(weight_tiles.Format):
     ) -> list[jax.Array]:
         pieces = len(totals) // len(tiles)
         if pieces == 1:
-            products = self._products(tiles, x, interpret, scales, step)
-            made = self.add(totals, factors, products)
+            products = self._products(tiles, x_smem, interpret, scales, step)
+            sums = self.add(totals, factors, products)
         else:
-            # Mxfp4 is unpacked for each piece anew: half a tile of it is all that registers have room for.
+            # fp8 is unpacked once for all pieces. Mxfp4 is unpacked again for each piece, because registers
+            # have room for half a tile only.
             once = self.kind == "fp8" and interpret is None
-            unpacked = list(map(_unpack, tiles)) if once else None
-            made, size = list(totals), x.shape[0] // pieces
+            unpacked_reg = list(map(_unpack, tiles)) if once else None
+            sums, size = list(totals), x_smem.shape[0] // pieces
             for piece in range(pieces):
-                here = x.at[piece * size : (piece + 1) * size]
-                products = self._products(tiles, here, interpret, scales, step, unpacked)
+                x_piece = x_smem.at[piece * size : (piece + 1) * size]
+                products = self._products(tiles, x_piece, interpret, scales, step, unpacked_reg)
                 added = self.add(totals[piece::pieces], factors, products)
-                made[piece::pieces] = added if interpret is not None else map(_made_here, added)
+                sums[piece::pieces] = added if interpret is not None else map(_pin, added)
         refill()
-        return made
+        return sums
 
     def _products(
         self,
         tiles: Sequence[Any],
-        x: Any,
+        x_smem: Any,
         interpret: Any,
         scales: Sequence[Any],
         step: Any,
-        unpacked: Sequence[jax.Array] | None = None,
+        unpacked_reg: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
-        """`unpacked` are fp8 tiles in registers, if they are there already."""
+        """Each tile times x_smem [tokens, step]: float32 [rows, tokens] in registers.
+
+        `unpacked_reg`: the fp8 tiles as bfloat16 in registers, if they are unpacked already.
+        """
         mxfp4 = weight_tiles_mxfp4
         if interpret is not None and self.unpacked:
-            # The interpreter multiplies shared memory only.
-            wide = x[...].astype(jnp.float32).T
+            # The interpreter has no MMA with an operand in registers.
+            x = x_smem[...].astype(jnp.float32).T
             if self.kind == "mxfp4":
-                codes = [mxfp4.load_scales(one, self.rows, step, interpret) for one in scales]
-                made = [
+                codes = [mxfp4.load_scales(ref, self.rows, step, interpret) for ref in scales]
+                weights = [
                     mxfp4.interpreted(tile[...], c) for tile, c in zip(tiles, codes, strict=True)
                 ]
             else:
-                made = [_unpack(tile).astype(jnp.float32) for tile in tiles]
-            return [jnp.dot(one, wide) for one in made]
+                weights = [_unpack(tile).astype(jnp.float32) for tile in tiles]
+            return [jnp.dot(weight, x) for weight in weights]
 
         def multiply(*accs):
             if self.kind == "mxfp4":
-                mxfp4.multiply(accs, tiles, scales, step, x)
+                mxfp4.multiply(accs, tiles, scales, step, x_smem)
             else:
                 for i, (tile, acc) in enumerate(zip(tiles, accs, strict=True)):
                     if self.unpacked:
-                        tile = unpacked[i] if unpacked else _unpack(tile)
-                    plgpu.wgmma(acc, tile, x.T)
+                        tile = unpacked_reg[i] if unpacked_reg else _unpack(tile)
+                    plgpu.wgmma(acc, tile, x_smem.T)
             plgpu.wgmma_wait(0)
             return [acc[...] for acc in accs]
 
-        accs = [plgpu.ACC((self.rows, x.shape[0]), jnp.float32)] * len(tiles)
+        accs = [plgpu.ACC((self.rows, x_smem.shape[0]), jnp.float32)] * len(tiles)
         return pl.run_scoped(multiply, *accs)
 
     def pad_rows(self, x: jax.Array | None, axis: int = -1) -> jax.Array | None:
-        """Padded with zeros to whole tiles."""
+        """Pads the axis with zeros to a multiple of the tile rows."""
         if x is None or x.shape[axis] % self.rows == 0:
             return x
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, -x.shape[axis] % self.rows)
         return jnp.pad(x, widths)
 
-    def load_rows(self, source: Any, first: Any, tokens: int, interpret: Any) -> jax.Array:
-        here = source.at[pl.ds(first, self.rows)]
-        one = plgpu.load(here, layout=self.layout.reduce(1), optimized=False)
-        return lax.broadcast_in_dim(one.astype(jnp.float32), (self.rows, tokens), (0,))
+    def load_rows(self, source_gmem: Any, first: Any, tokens: int, interpret: Any) -> jax.Array:
+        rows_gmem = source_gmem.at[pl.ds(first, self.rows)]
+        column = plgpu.load(rows_gmem, layout=self.layout.reduce(1), optimized=False)
+        return lax.broadcast_in_dim(column.astype(jnp.float32), (self.rows, tokens), (0,))
 
 
-def _made_here(x: jax.Array) -> jax.Array:
-    """The same, and no later: the compiler would add all products in the end, and keep all until then."""
+def _pin(x: jax.Array) -> jax.Array:
+    """Identity plus an optimisation barrier: limits register pressure.
+
+    Otherwise the compiler moves all additions behind the last product and keeps every product live.
+    """
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
@@ -120,10 +131,10 @@ def _made_here(x: jax.Array) -> jax.Array:
     return barrier(x)
 
 
-def _unpack(tile: Any) -> jax.Array:
-    """An fp8 tile in shared memory as bfloat16 in the registers of tensor cores' first operand."""
-    packed = plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    # Reordered while it is 8 bits wide, which halves the exchange between threads. There is no direct
-    # conversion to bfloat16; through float32 it is exact.
+def _unpack(tile_smem: Any) -> jax.Array:
+    """fp8 tile in shared memory -> bfloat16 in registers, in the layout of wgmma's first operand."""
+    packed = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    # The layout changes while elements are 8 bits wide: half as many shuffles between threads. There is no
+    # direct conversion to bfloat16; the one through float32 is exact.
     packed = plgpu.layout_cast(packed, plgpu.Layout.WGMMA)
     return packed.astype(jnp.float32).astype(jnp.bfloat16)

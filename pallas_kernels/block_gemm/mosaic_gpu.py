@@ -1,9 +1,11 @@
-"""Kernel of the weight-stationary product.
+"""GEMM kernel for linear layers: tokens times a weight [N, K], with a deterministic K-split.
 
-A block multiplies a tile of the weight's rows, over one chunk of K or over all of them, with a tile of tokens.
-How K is cut into chunks depends on the weight's shape alone. Few tokens: each chunk is a block of its own and
-leaves a partial sum. Many tokens: a block adds the same partial sums itself, in the same order. So both
-give the same bits, and the consumer of several partial sums adds them as it reads them.
+The grid is (weight tiles, token tiles, K-splits). K is divided into chunks that depend on the weight's shape
+only. With few tokens each chunk is one block, which stores a partial sum (K-split). With many tokens one
+block runs over all chunks and adds the same partial sums in registers, in the same order. Both give the
+same bits. The next kernel adds stored partial sums while it reads them.
+
+`weight_tiles` holds the pipeline and the MMA; this file chooses tile sizes and places the blocks.
 """
 
 import functools
@@ -21,29 +23,29 @@ from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.weight_chips import formats_of
 from pallas_kernels.weight_tiles import (
+    MXFP4_RESCALE,
     STEP,
-    TOTAL,
     Format,
-    Ring,
+    Pipeline,
     fetch_scales,
     fetch_tile,
-    first_rows,
-    group_of,
     launch_options,
-    of_group,
+    tile_rows,
+    warpgroup_index,
+    warpgroup_part,
 )
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """How a product is cut into blocks; only `chunks` changes bits.
+    """Tile sizes of a product; only `chunks` affects the result's bits.
 
     Attributes:
-      tokens: of a tile; at most 64, on Hopper 128 as well.
-      chunks: of K.
-      split: whether each chunk is a block of its own.
-      stages: `Format.stages` wanted.
-      groups: `Format.groups` wanted: warpgroups of a block, each with rows of its own.
+      tokens: tokens of a tile; at most 64, on Hopper also 128.
+      chunks: chunks of K.
+      split: K-split: one block per chunk.
+      stages: preferred pipeline stages, see `Format.stages`.
+      groups: preferred warpgroups per block, see `Format.groups`; each has its own weight tile.
     """
 
     tokens: int
@@ -57,11 +59,11 @@ class TuningConfig:
         cls, R: int, N: int, K: int, device: Device, kind: formats.Kind = "plain"
     ) -> "TuningConfig":
         tokens = next(t for t in (8, 16, 32, 64) if t >= R or t == 64)
-        if N <= 256:  # a router: one block reads the result, and would wait for every part of it
+        if N <= 256:  # router: the next kernel is one block, which would read every split
             return cls(8 if R <= 128 else 32, 1, False, stages=8)
         form = formats_of(device)(kind)
         tiles, steps = pl.cdiv(N, form.rows), pl.cdiv(K, STEP)
-        # Up to two blocks an SM: more partial sums would cost what shorter loops save.
+        # Up to two blocks per SM: with more splits, writing partial sums costs more than the shorter loop saves.
         per_chunk = next(
             n
             for n in range(1, steps + 1)
@@ -77,30 +79,32 @@ class TuningConfig:
         return min((one for one in least.alternatives(form) if few(one) or not one.split), key=cost)
 
     def alternatives(self, form: Format) -> "list[TuningConfig]":
-        """For more than 64 tokens on Hopper: blocks of all sizes that threads have registers for."""
-        found = []
+        """Configs for more than 64 tokens on Hopper: all block sizes that fit into the register file."""
+        configs = []
         for groups, tokens in ((1, 64), (2, 64), (1, 128), (2, 128), (4, 64), (4, 128)):
-            stages = 3 if tokens * groups == 64 else 4  # as many as there is memory for
+            stages = 3 if tokens * groups == 64 else 4  # capped by shared memory
             for split in (False, True)[: self.chunks]:
-                totals = 1 if split or self.chunks == 1 else 2  # of a chunk, and of all in a block
-                # A thread of four warpgroups has 128 registers: no room for unpacked weights.
+                totals = (
+                    1 if split or self.chunks == 1 else 2
+                )  # accumulators: of a chunk, and of all chunks
+                # With four warpgroups a thread has 128 registers: no room for unpacked weights.
                 if groups < 4 or (not form.unpacked and tokens * totals <= 128):
                     size = dict(tokens=tokens, groups=groups, stages=stages)
-                    found.append(replace(self, split=split, **size))
-        return found
+                    configs.append(replace(self, split=split, **size))
+        return configs
 
     def blocks(self, R: int, N: int, form: Format) -> int:
-        """Without a split."""
+        """Blocks of the grid without a K-split."""
         return pl.cdiv(N, self.groups * form.rows) * pl.cdiv(R, self.tokens)
 
     def cost(self, R: int, N: int, K: int, form: Format, device: Device) -> float:
-        """Bytes between the level 2 cache and the multiprocessor that has most to do: an estimate."""
+        """Estimated bytes between L2 and the busiest SM."""
         splits = self.chunks if self.split else 1
         rows = self.groups * form.rows
         blocks = self.blocks(R, N, form) * splits
-        row = K * form.width // form.step * form.dtype.itemsize  # of the weight
+        row = K * form.width // form.step * form.dtype.itemsize  # bytes of one weight row
         read = (rows * row + self.tokens * K * 2) / splits
-        added = 2 * rows * self.tokens * 4  # results are written, and read by whoever adds them up
+        added = 2 * rows * self.tokens * 4  # partial sums are written once and read once
         return pl.cdiv(blocks, device.num_sms) * (read + added)
 
 
@@ -116,100 +120,102 @@ def product(
     R, K = x.shape
     N = values.shape[0]
     form = formats_of(launch.device).of(values, scale)
-    # Steps past K are zeros times zeros: tiles outside of an array are filled so.
+    # Steps past K multiply zeros: TMA fills tiles outside of the array with zeros.
     per_chunk = pl.cdiv(pl.cdiv(K, form.step), config.chunks)
     splits = config.chunks if config.split else 1
     num_steps = per_chunk * config.chunks // splits
     groups, tokens = form.groups(config.groups), config.tokens
-    memory = (1, tokens, K, jnp.float32, groups)
-    stages = form.stages(config.stages, num_steps, form.most_stages(*memory, launch.device))
+    tile_sizes = (1, tokens, K, jnp.float32, groups)
+    stages = form.stages(config.stages, num_steps, form.most_stages(*tile_sizes, launch.device))
     x = form.arrange(x)
 
     def body(
-        *refs,
-        w_s,
-        x_s,
-        out_s,
-        ready,
-        x_ready=None,
-        x_free=None,
-        scale_s=None,
-        scales_ready=None,
-        **memory,
+        x_gmem,  # [R, K] bfloat16
+        w_gmem,  # [N, K], mxfp4 [N, K / 2]
+        *refs,  # the scale, if any; out_gmem float32 [splits, R, N]
+        w_smem,  # [groups * stages, 1, rows, width]
+        x_smem,  # [stages, tokens, step] bfloat16
+        out_smem,  # [(groups,) stored tokens, rows] float32
+        ready_barrier,
+        x_ready_barrier=None,
+        x_free_barrier=None,
+        scale_smem=None,  # mxfp4: [groups, rows * K / 32] uint8
+        scales_ready_barrier=None,
+        **scratch,
     ):
-        *inputs, out = refs
-        x, w = inputs[:2]
+        *scale_refs, out_gmem = refs
+        scale_gmem = scale_refs[0] if scale_refs else None
         token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
-        first_row, out_row = first_rows(form, groups, row_tile, N)
-        rows, here = pl.ds(first_row, form.rows), pl.ds(token_tile * tokens, tokens)
-        first = split * num_steps
+        first_row, out_row = tile_rows(form, groups, row_tile, N)
+        rows, token_range = pl.ds(first_row, form.rows), pl.ds(token_tile * tokens, tokens)
+        first_step = split * num_steps
 
-        def fetch_weights(i, tiles, ready):
-            stored = pl.ds((first + i) * form.width, form.width)
-            fetch_tile(w.at[rows, stored], tiles.at[0], ready)
+        def fetch_weights(i, tiles_smem, barrier):
+            columns = pl.ds((first_step + i) * form.width, form.width)
+            fetch_tile(w_gmem.at[rows, columns], tiles_smem.at[0], barrier)
 
-        def fetch_x(i, tile, ready):
-            columns = pl.ds((first + i) * form.step, form.step)
-            fetch_tile(x.at[here, columns], tile, ready)
+        def fetch_x(i, tile_smem, barrier):
+            columns = pl.ds((first_step + i) * form.step, form.step)
+            fetch_tile(x_gmem.at[token_range, columns], tile_smem, barrier)
 
-        slots = w_s, x_s, ready, x_ready, x_free
-        ring = Ring(form, groups, stages, num_steps, fetch_weights, fetch_x, *slots)
+        slots = w_smem, x_smem, ready_barrier, x_ready_barrier, x_free_barrier
+        pipeline = Pipeline(form, groups, stages, num_steps, fetch_weights, fetch_x, *slots)
 
         def block_scale(i):
-            if not form.in_blocks:
-                return jnp.float32(TOTAL if form.staged else 1)
-            column = jnp.minimum(first + i, pl.cdiv(K, BLOCK) - 1)
-            return inputs[2][lax.div(first_row, BLOCK), column]
+            if not form.block_scaled:
+                return jnp.float32(MXFP4_RESCALE if form.staged else 1)
+            column = jnp.minimum(first_step + i, pl.cdiv(K, BLOCK) - 1)
+            return scale_gmem[lax.div(first_row, BLOCK), column]
 
         if form.staged:
-            staged = [scale_s.at[group_of(groups)]]
-            loaded = of_group(scales_ready, groups)
-            fetch_scales(inputs[2], first_row, form.rows, staged[0], loaded)
-        ring.start()
+            staged = [scale_smem.at[warpgroup_index(groups)]]
+            scales_ready = warpgroup_part(scales_ready_barrier, groups)
+            fetch_scales(scale_gmem, first_row, form.rows, staged[0], scales_ready)
+        pipeline.start()
         if form.staged:
-            plgpu.barrier_wait(loaded)
+            plgpu.barrier_wait(scales_ready)
 
         def multiply(i, slot, refill, carry):
             totals, factor = carry
-            upcoming = block_scale(i + 1)  # a step ahead: its latency hides behind this product
-            tiles, x = ring.wait(slot)
+            next_factor = block_scale(i + 1)  # one step ahead, to hide the load latency
+            tiles, x_tile = pipeline.wait(slot)
             totals = form.add_products(
                 totals,
                 [factor],
                 [tiles.at[0]],
-                x,
+                x_tile,
                 refill,
                 launch.interpret,
                 staged if form.staged else (),
-                first + i,
-                **memory,
+                first_step + i,
+                **scratch,
             )
-            return totals, upcoming
+            return totals, next_factor
 
         def add_chunk(c, carry):
             totals, factor = carry
             start = form.zeros(1, tokens, groups), factor
-            chunk, factor = ring.each_step(c * per_chunk, per_chunk, multiply, start)
-            return [total + one for total, one in zip(totals, chunk, strict=True)], factor
+            partial, factor = pipeline.each_step(c * per_chunk, per_chunk, multiply, start)
+            return [total + part for total, part in zip(totals, partial, strict=True)], factor
 
         carry = form.zeros(1, tokens, groups), block_scale(0)
         totals, _ = lax.fori_loop(0, config.chunks // splits, add_chunk, carry)
         if form.per_row:
             piece = tokens // len(totals)
-            own = form.load_rows(inputs[2].at[:, 0], first_row, piece, launch.interpret)
-            totals = [total * own for total in totals]
+            scales = form.load_rows(scale_gmem.at[:, 0], first_row, piece, launch.interpret)
+            totals = [total * scales for total in totals]
 
         def store():
-            place = out.at[split, here, pl.ds(out_row, form.rows)]
-            form.store_tokens_first(place, of_group(out_s, groups), totals)
+            target = out_gmem.at[split, token_range, pl.ds(out_row, form.rows)]
+            form.store_tokens_first(target, warpgroup_part(out_smem, groups), totals)
 
         store() if groups == 1 else pl.when(out_row < N)(store)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((splits, R, N), jnp.float32),
-        scratch_types=form.scratch(stages, *memory),
-        # The last axis is the fastest: blocks that share a tile of the weight run together.
+        scratch_types=form.scratch(stages, *tile_sizes),
+        # The last axis varies fastest, so blocks that share a weight tile run together and hit L2.
         grid=(pl.cdiv(N, groups * form.rows), pl.cdiv(R, tokens), splits),
         grid_names=("row", "token", "split"),
         interpret=launch.interpret,

@@ -1,8 +1,8 @@
-"""Kernels of a mixture of experts: grouped products that read only the experts that were chosen.
+"""Grouped GEMM kernels of a mixture of experts; only the weights of chosen experts are read.
 
-Work comes as items: `tokens` rows of a buffer that all go to one expert. A block takes a tile of one
-expert's weight and one item, so an expert's weight streams from memory once and blocks of items that
-do not exist return at once.
+The worklist (`worklist.Worklist`) divides the rows into items: `tokens` rows of a buffer that belong to one
+expert. A block multiplies one weight tile of an expert with one item. The grid covers the largest possible
+number of items; blocks past `num_items` return immediately.
 """
 
 import functools
@@ -18,17 +18,17 @@ from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
 from pallas_kernels.weight_chips import formats_of
-from pallas_kernels.weight_tiles import TOTAL, Ring, fetch_scales, fetch_tile
+from pallas_kernels.weight_tiles import MXFP4_RESCALE, Pipeline, fetch_scales, fetch_tile
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """How work is cut; no bit depends on it.
+    """Tile sizes; the result's bits do not depend on them.
 
     Attributes:
-      tokens: of an item, at most 64.
-      shared: whether items share the rows of x.
-      stages: `Format.stages` wanted of the two products.
+      tokens: rows of an item, at most 64.
+      shared: all items read the same rows of x, so rows need no sorting by expert.
+      stages: preferred pipeline stages of gate_up and down, see `Format.stages`.
     """
 
     tokens: int
@@ -37,7 +37,7 @@ class TuningConfig:
 
     @classmethod
     def choose(cls, R: int, E: int, top_k: int) -> "TuningConfig":
-        if R <= 16:  # as many tokens as an expert could have: nothing needs sorting
+        if R <= 16:  # one item holds all rows
             return cls(8 if R <= 8 else 16, True, (2, 3))
         busy = R * top_k / E
         tokens = next((t for t in (8, 16, 32) if t >= 1.5 * busy), 64)
@@ -70,93 +70,109 @@ def _grouped(
     name: str,
     arranged: bool = False,
 ) -> jax.Array:
-    """`finish(products)` of every item: [items * tokens, N] in `x.dtype`.
+    """Multiplies every item with its expert's weight: [items * tokens, N] in `x.dtype`.
 
     Args:
-      x: [rows, K] bfloat16, arranged as the weight's `Format` wants it; item i takes rows i * tokens
-        on, or the first ones if `shared`.
+      x: [rows, K] bfloat16 in `Format.arrange` order; item i reads `tokens` rows from i * tokens on, or
+        from 0 if `shared`.
       weight: values [E, parts, N, K].
-      experts: int32, of `items` and perhaps more; num_items: int32, in its first entry.
-      items: the most there can be.
-      parts: weights multiplied together, 2 for gate and up.
-      finish: of `parts` float32 [rows, tokens] makes one.
-      arranged: columns of the result are in the order in which products with mxfp4 weights take them.
+      experts: int32 [items or more], the expert of each item.
+      num_items: int32, the number of items in entry 0.
+      items: upper bound of the number of items.
+      parts: weights that share x: 2 for gate and up.
+      finish: epilogue; maps `parts` totals float32 [rows, tokens] to one.
+      arranged: store the columns in the order that mxfp4 products expect.
     """
     K = x.shape[1]
     N = weight.values.shape[-2]
     form = formats_of(launch.device).of(weight.values, weight.scale)
     num_steps = pl.cdiv(K, form.step)
-    memory = (parts, tokens, K, x.dtype, 1)  # of one warpgroup
-    stages = form.stages(stages, num_steps, form.most_stages(*memory, launch.device))
+    tile_sizes = (parts, tokens, K, x.dtype, 1)  # one warpgroup
+    stages = form.stages(stages, num_steps, form.most_stages(*tile_sizes, launch.device))
     row_tiles = pl.cdiv(N, form.rows)
 
-    def body(*refs, w_s, x_s, out_s, ready, scale_s=None, scales_ready=None, **memory):
-        x, experts, num_items, w, *inputs, out = refs
-        scale = inputs.pop(0) if weight.scale is not None else None
-        bias = inputs.pop(0) if weight.bias is not None else None
+    def body(
+        x_gmem,  # [rows, K] bfloat16
+        experts_gmem,  # [items or more] int32
+        num_items_gmem,  # [1 or more] int32
+        w_gmem,  # [E, parts, N, K], mxfp4 [E, parts, N, K / 2]
+        *refs,  # scale and bias, if any; out_gmem bfloat16 [items * tokens, N]
+        w_smem,  # [stages, parts, rows, width]
+        x_smem,  # [stages, tokens, step] bfloat16
+        out_smem,  # [tokens, rows] bfloat16
+        ready_barrier,
+        scale_smem=None,  # mxfp4: [parts, rows * K / 32] uint8
+        scales_ready_barrier=None,
+        **scratch,
+    ):
+        *optional, out_gmem = refs
+        scale_gmem = optional.pop(0) if weight.scale is not None else None
+        bias_gmem = optional.pop(0) if weight.bias is not None else None
         block = lax.axis_index("block")
         item, row_tile = lax.div(block, row_tiles), lax.rem(block, row_tiles)
         first_row = row_tile * form.rows
         rows = pl.ds(first_row, form.rows)
 
-        @pl.when(item < num_items[0])
+        @pl.when(item < num_items_gmem[0])
         def _():
-            expert = experts[item]
-            source = 0 if shared else item * tokens
+            expert = experts_gmem[item]
+            first_token = 0 if shared else item * tokens
 
-            def fetch_weights(i, tiles, ready):
-                stored = pl.ds(i * form.width, form.width)
+            def fetch_weights(i, tiles_smem, barrier):
+                columns = pl.ds(i * form.width, form.width)
                 for part in range(parts):
-                    fetch_tile(w.at[expert, part, rows, stored], tiles.at[part], ready)
+                    source = w_gmem.at[expert, part, rows, columns]
+                    fetch_tile(source, tiles_smem.at[part], barrier)
 
-            def fetch_x(i, tile, ready):
+            def fetch_x(i, tile_smem, barrier):
                 columns = pl.ds(i * form.step, form.step)
-                fetch_tile(x.at[pl.ds(source, tokens), columns], tile, ready)
+                fetch_tile(x_gmem.at[pl.ds(first_token, tokens), columns], tile_smem, barrier)
 
-            ring = Ring(form, 1, stages, num_steps, fetch_weights, fetch_x, w_s, x_s, ready)
+            slots = w_smem, x_smem, ready_barrier
+            pipeline = Pipeline(form, 1, stages, num_steps, fetch_weights, fetch_x, *slots)
 
             def block_scales(i):
-                if not form.in_blocks:
-                    return [jnp.float32(TOTAL if form.staged else 1)] * parts
+                if not form.block_scaled:
+                    return [jnp.float32(MXFP4_RESCALE if form.staged else 1)] * parts
                 at = (lax.div(first_row, BLOCK), jnp.minimum(i, num_steps - 1))
-                return [scale[expert, part, *at] for part in range(parts)]
+                return [scale_gmem[expert, part, *at] for part in range(parts)]
 
-            staged = [scale_s.at[part] for part in range(parts)] if form.staged else []
-            for part, own in enumerate(staged):
+            staged = [scale_smem.at[part] for part in range(parts)] if form.staged else []
+            for part, part_smem in enumerate(staged):
                 row = (expert * parts + part) * N + first_row
-                fetch_scales(scale, row, form.rows, own, scales_ready)
-            ring.start()
+                fetch_scales(scale_gmem, row, form.rows, part_smem, scales_ready_barrier)
+            pipeline.start()
             if form.staged:
-                plgpu.barrier_wait(scales_ready)
+                plgpu.barrier_wait(scales_ready_barrier)
 
             def visit(i, slot, refill, carry):
                 totals, factors = carry
-                upcoming = block_scales(i + 1)
-                tiles, x = ring.wait(slot)
+                next_factors = block_scales(i + 1)  # one step ahead, to hide the load latency
+                tiles, x_tile = pipeline.wait(slot)
                 totals = form.add_products(
                     totals,
                     factors,
                     [tiles.at[part] for part in range(parts)],
-                    x,
+                    x_tile,
                     refill,
                     launch.interpret,
                     staged,
                     i,
-                    **memory,
+                    **scratch,
                 )
-                return totals, upcoming
+                return totals, next_factors
 
             carry = form.zeros(parts, tokens, 1), block_scales(0)
-            totals, _ = ring.each_step(0, num_steps, visit, carry)
-            of_rows = lambda source: form.load_rows(source, first_row, tokens, launch.interpret)
+            totals, _ = pipeline.each_step(0, num_steps, visit, carry)
+            load = lambda source: form.load_rows(source, first_row, tokens, launch.interpret)
             for part in range(parts):
                 if form.per_row:
-                    totals[part] = totals[part] * of_rows(scale.at[expert, part, :, 0])
-                if bias is not None:
-                    totals[part] = totals[part] + of_rows(bias.at[expert, part])
+                    totals[part] = totals[part] * load(scale_gmem.at[expert, part, :, 0])
+                if bias_gmem is not None:
+                    totals[part] = totals[part] + load(bias_gmem.at[expert, part])
             form.store_tokens_first(
-                out.at[pl.ds(item * tokens, tokens), rows],
-                out_s,
+                out_gmem.at[pl.ds(item * tokens, tokens), rows],
+                out_smem,
                 [finish(*totals)],
                 arranged=arranged,
                 interpret=launch.interpret,
@@ -165,14 +181,15 @@ def _grouped(
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((items * tokens, N), x.dtype),
-        scratch_types=form.scratch(stages, *memory),
+        scratch_types=form.scratch(stages, *tile_sizes),
         grid=(items * row_tiles,),
         grid_names=("block",),
         interpret=launch.interpret,
         kernel_name=name,
     )
-    extra = form.kernel_scale(weight.scale), form.pad_rows(weight.bias)
-    return kernel(x, experts, num_items, weight.values, *(one for one in extra if one is not None))
+    optional = form.kernel_scale(weight.scale), form.pad_rows(weight.bias)
+    optional = [array for array in optional if array is not None]
+    return kernel(x, experts, num_items, weight.values, *optional)
 
 
 @functools.partial(jax.jit, static_argnames=("items", "limit", "config", "launch", "arranged"))
@@ -189,7 +206,7 @@ def gate_up(
 ) -> jax.Array:
     """`activation(gate(x), up(x))` of every item, bfloat16 [items * tokens, F].
 
-    With `arranged` F is in the order that `down` takes with `arranged`; down's weight is mxfp4 then.
+    Set `arranged` if down's weight is mxfp4: F is then stored in `arrange` order.
     """
     return _grouped(
         formats_of(launch.device).of(weight.values, weight.scale).arrange(x),
@@ -219,7 +236,7 @@ def down(
     launch: Launch,
     arranged: bool = False,
 ) -> jax.Array:
-    """`down(x)` of every item, bfloat16 [items * tokens, D]; see `gate_up` for `arranged`."""
+    """`down(x)` of every item, bfloat16 [items * tokens, D]; `arranged` as in `gate_up`."""
     if not arranged:
         x = formats_of(launch.device).of(weight.values, weight.scale).arrange(x)
     with_part = ExpertWeights(*(None if leaf is None else leaf[:, None] for leaf in weight))
