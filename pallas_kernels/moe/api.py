@@ -148,7 +148,10 @@ def mixture(
         values = reference.moe(x, ids, weights, gate_up, down, limit)
         own = jnp.arange(R, dtype=jnp.int32)[None]
         return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
-    from pallas_kernels.moe import mosaic_route  # a slow import that plain CPU use spares
+    from pallas_kernels.moe import (
+        mosaic_plan,
+        mosaic_route,
+    )  # a slow import that plain CPU use spares
 
     config = _config(R, E, top_k)
     cut = dict(tokens=config.tokens, shared=config.shared)
@@ -157,7 +160,7 @@ def mixture(
         weights, work = weights[:, :R], make_worklist(ids[:, :R], E, **cut)
     else:
         items = most_items(R, E, top_k, **cut)
-        weights, slots, experts, num_items = mosaic_route.route_and_plan(
+        weights, slots, experts, num_items = mosaic_plan.route_and_plan(
             logits,
             router_bias,
             top_k=top_k,

@@ -25,7 +25,7 @@ class Spec:
     """One kernel on bfloat16 rows: experts [E, 2, inner, width] and [E, width, inner].
 
     Attributes:
-      kernel: plan is `mosaic_route.route_and_plan`; the others are called as they are here.
+      kernel: plan is `mosaic_plan.route_and_plan`; the others are called as they are here.
       items: of gate_up and down; all of them exist, and as many experts as there can be are touched.
         Random routing makes about so many.
       form: of the experts' weights.
@@ -178,10 +178,10 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
         config = _config(spec)
         plan = dict(tokens=config.tokens, shared=config.shared)
         if launch := _launch():
-            from pallas_kernels.moe import mosaic_route
+            from pallas_kernels.moe import mosaic_plan
 
             items = most_items(spec.rows, spec.experts, spec.top_k, **plan)
-            weights, slots, experts, num_items = mosaic_route.route_and_plan(
+            weights, slots, experts, num_items = mosaic_plan.route_and_plan(
                 logits, bias, top_k=spec.top_k, normalize=True, items=items, launch=launch, **plan
             )
             return weights[:, : spec.rows], slots[:, : spec.rows], experts[:items], num_items[:1]

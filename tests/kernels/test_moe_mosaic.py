@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.device import Device
 from pallas_kernels.formats import BLOCK, dequantize
-from pallas_kernels.moe import mosaic_gpu, mosaic_route, reference
+from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route, reference
 from pallas_kernels.moe.api import CHIPS, ExpertWeights, Mixture, mixture, moe, route
 from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.worklist import make_worklist, most_items
@@ -47,7 +47,7 @@ def plan(logits, bias, k: int, *, normalize=True, config: TuningConfig | None = 
     R, E = logits.shape
     config = config or TuningConfig.choose(R, E, k)
     cut = dict(tokens=config.tokens, shared=config.shared)
-    return mosaic_route.route_and_plan(
+    return mosaic_plan.route_and_plan(
         logits, bias, top_k=k, normalize=normalize, items=most_items(R, E, k, **cut),
         launch=launch(), **cut,
     )  # fmt: skip
