@@ -1,6 +1,6 @@
-"""`peagle-generate`: text from a prompt, streamed, with what speculation did for it.
+"""`peagle-generate`: streams text for a prompt and reports speculative-decoding statistics.
 
-jax is imported once the arguments are known to be good: help and mistakes answer at once.
+jax is imported only after the arguments are validated, so that help and errors appear at once.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from peagle_jax.prompts import (
 )
 
 INCOMPLETE = 3
-"""Exit code of a run without some of its prompts."""
+"""Exit code of a run that skipped some prompts."""
 
 
 def _read_prompts(args) -> list[Prompt]:
@@ -47,7 +47,7 @@ def _read_prompts(args) -> list[Prompt]:
 
 
 def _check_models(args, config: EngineConfig) -> None:
-    """What config.json and the options alone can tell."""
+    """Validates options against config.json, without jax."""
     drafter = args.drafter[0] if args.drafter else None
     if args.compare:
         if args.model is not None and drafter is None:
@@ -93,7 +93,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
 
 
 def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:
-    """What the engine gets: the prompts as they are, or as conversations of one turn."""
+    """Inputs of the engine: the prompts unchanged, or with --chat as conversations of one turn."""
     if not args.chat:
         return [prompt.text for prompt in prompts]
     if tokenizer is None:
@@ -101,7 +101,7 @@ def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:
     for prompt in prompts:
         if not isinstance(prompt.text, str):
             raise ConfigError(f"{prompt.name}: --chat needs text, this prompt is token ids")
-    # Chat needs no PyTorch: transformers' advice to install it would only confuse.
+    # Chat needs no PyTorch: suppress transformers' advice to install it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
     options = dict(args.chat_option)
@@ -112,7 +112,7 @@ def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:
 
 @contextlib.contextmanager
 def _loading(args):
-    """What goes wrong while reading folders that others wrote is a mistake in them, not here."""
+    """Turns unexpected exceptions while loading model folders into a ConfigError with their names."""
     try:
         yield
     except ConfigError:
@@ -125,7 +125,7 @@ def _loading(args):
 
 
 def _leave_out(prompts: list[Prompt], texts, params, engines) -> tuple[list[int], list[str]]:
-    """As `find_runnable`, of prompts that all engines can run; says on stderr what is left out."""
+    """`find_runnable` for prompts that all engines can run; reports skipped prompts on stderr."""
 
     def check(number: int) -> None:
         for engine in engines:
@@ -139,7 +139,7 @@ def _leave_out(prompts: list[Prompt], texts, params, engines) -> tuple[list[int]
 
 
 class _Printer:
-    """Shows text: one prompt as it arrives, several in blocks as each is finished."""
+    """Prints text: streamed for one prompt, in blocks on completion for several."""
 
     def __init__(self, prompts: list[Prompt], params: list[SamplingParams], engine, args):
         from tqdm import tqdm
@@ -230,7 +230,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
 
 
 def _report_failures(prompts: list[Prompt], result) -> int:
-    """Says on stderr which texts failed, and why; returns how many."""
+    """Reports failed texts with their errors on stderr. Returns their number."""
     failed = [(p, c.error) for p, c in zip(prompts, result.completions, strict=True) if c.error]
     for prompt, error in failed:
         print(f"peagle-generate: failed: {prompt.name}: {error}", file=sys.stderr)
@@ -321,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe went away: nobody is left to tell
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (MemoryError, RuntimeError) as error:

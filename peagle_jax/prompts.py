@@ -1,10 +1,10 @@
-"""Prompt files: JSONL rows of HumanEval, of MT-Bench, or of our own, to prompts and their options.
+"""Reads prompt files: JSONL rows of HumanEval, of MT-Bench, or of our own format.
 
     {"task_id": "HumanEval/0", "prompt": "def ...", ...}      HumanEval as released, right-stripped
     {"question_id": 81, "turns": ["...", "..."], ...}         MT-Bench as released: the first turn
     {"prompt": "def ..." or [1, 2], "max_tokens": 64, ...}    fields of SamplingParams beside it
 
-An error names the file and the line. No jax here.
+Errors name the file and the line. This module does not import jax.
 """
 
 import json
@@ -19,8 +19,8 @@ from peagle_jax.config import ConfigError, SamplingParams
 class Prompt:
     """One prompt.
 
-    `name` is its own or where it stands, `where` its file and line or its number, `options` its own
-    SamplingParams fields.
+    `name` is its id in the file, or `where`; `where` is its file and line, or its number; `options` are
+    its own SamplingParams fields.
     """
 
     name: str
@@ -77,8 +77,8 @@ def _prompt(row, where: str) -> Prompt:
         raise ConfigError(f"{where}: a row must be a JSON object")
     if "task_id" in row:
         name, text, options = str(row["task_id"]), row.get("prompt"), {}
-        # Its prompts end in a newline. Tokenizers merge that with the indentation a body starts
-        # with, so no text they were trained on stops there: a model would end the text at once.
+        # HumanEval prompts end in a newline. Tokenizers merge a newline with the indentation after it, so
+        # training text never stops there, and a model would end the text at once.
         text = text.rstrip() if isinstance(text, str) else text
     elif "question_id" in row:
         turns = row.get("turns")
@@ -123,7 +123,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
       ConfigError: names the file and the line.
     """
     prompts = []
-    # Not splitlines(): a JSON string may hold a bare U+2028, which that would split at.
+    # Not splitlines(): it would split at U+2028, which JSON strings may contain unescaped.
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
@@ -139,7 +139,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
 
 
 def from_arguments(texts: Iterable[str]) -> list[Prompt]:
-    """Command line prompts as they are.
+    """Prompts from the command line, unchanged.
 
     Raises:
       ConfigError: one is empty, or not valid Unicode.
@@ -169,17 +169,17 @@ def from_files_or_texts(items: Iterable[str]) -> list[Prompt]:
 def find_runnable(
     names: Sequence[str], check: Callable[[int], object]
 ) -> tuple[list[int], list[str]]:
-    """Which prompts can run: one that cannot must not end the run of the others.
+    """Separates the prompts that can run from the others, so that one invalid prompt does not end a run.
 
     Args:
-      names: of the prompts, as people find them: a file and a line, or a number.
-      check: called with each prompt's number; raises `ConfigError` for one that cannot run.
+      names: names of the prompts for messages: a file and a line, or a number.
+      check: called with each prompt's number; raises `ConfigError` if it cannot run.
 
     Returns:
-      The numbers of those that can run, and a line "name: reason" for each of the others.
+      The numbers of the prompts that can run, and a line "name: reason" for each of the others.
 
     Raises:
-      ConfigError: none can run; the message is the first line.
+      ConfigError: none can run; the message is the first such line.
     """
     numbers, left_out = [], []
     for number, name in enumerate(names):
@@ -202,10 +202,10 @@ def _is_file(item: str) -> bool:
 
 
 def greedy(params: SamplingParams, name: str) -> SamplingParams:
-    """`params` for every method alike: no report of logprobs, the engine's number of drafts.
+    """`params` for a comparison of methods: without logprobs, with the engine's number of drafts.
 
     Raises:
-      ConfigError: `params` sample, so outputs cannot be compared token by token.
+      ConfigError: the temperature is not 0, so outputs cannot be compared token by token.
     """
     if params.temperature != 0:
         raise ConfigError(f"{name}: temperature={params.temperature} but --compare is greedy")

@@ -1,6 +1,6 @@
-"""Measured runs: prompts through an engine, counted and timed; three methods compared on one target.
+"""Runs prompts through an engine and measures them; compares methods on one target.
 
-Used by `peagle-generate` and by the benches, so that all print the same quantities.
+`peagle-generate` and the benches share this module, so that all report the same quantities.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from peagle_jax.models import Decoder
 from peagle_jax.text import Tokenizer
 
 TIE_NATS = 0.05
-"""Bfloat16 only: candidates this close to the likeliest count as tied (natural log-probability)."""
+"""bfloat16 only: tokens within this log-probability (nats) of the most likely one count as ties."""
 
 METHOD_NAMES = {"none": "plain", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 _WARM_UP_TOKENS = 8
@@ -46,7 +46,7 @@ def choose_dtype(requested: str) -> str:
 
 
 def keep_compiled_programs(cache_home: str | None) -> None:
-    """Turns on jax's cache on disk: the second start compiles nothing.
+    """Enables jax's persistent compilation cache, so that the next start compiles nothing.
 
     Args:
       cache_home: the user's cache folder; None is `~/.cache`.
@@ -59,7 +59,7 @@ def keep_compiled_programs(cache_home: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Some prompts through one engine. `seconds` is wall time of generation, without compilation."""
+    """Result of prompts on one engine. `seconds` is the wall time of generation, without compilation."""
 
     method: str
     num_draft: int
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def time_to_first_token(self) -> float:
-        """Median over requests, in seconds, queueing included."""
+        """Median over requests, in seconds, including queueing."""
         return statistics.median(c.time_to_first_token for c in self.completions)
 
     def as_json(self) -> dict:
@@ -108,7 +108,7 @@ def run(
     *,
     on_update: Callable[[Request, list[int]], None] = lambda request, tokens: None,
 ) -> Run:
-    """Generates and measures; call `warm_up` first."""
+    """Generates and measures. Call `warm_up` first, or the time includes compilation."""
     start = time.perf_counter()
     completions = engine.generate(prompts, params, on_update=on_update)
     return Run(
@@ -120,8 +120,7 @@ def run(
 
 
 def warm_up(engine: Engine, *, sizes: Sequence[int] | None = None) -> None:
-    """Compiles (see `Engine.warm_up`), then decodes a few tokens: first calls pay for allocations that
-    later ones do not."""
+    """Compiles (see `Engine.warm_up`), then decodes a few tokens, because first calls allocate memory."""
     engine.warm_up(sizes=sizes)
     if engine.config.max_model_len > 1:
         params = SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
@@ -176,7 +175,7 @@ def make_engines(
 
 @dataclass(frozen=True)
 class Difference:
-    """Prompt number and output position at which a greedy output leaves plain decoding's."""
+    """Prompt number and first output position at which a greedy output differs from plain decoding."""
 
     prompt: int
     position: int
@@ -186,8 +185,8 @@ class Difference:
 def find_differences(plain: Engine, reference: Run, other: Run) -> list[Difference]:
     """First difference of every prompt whose outputs differ.
 
-    In bfloat16 a round of J+1 rows may round apart from one of a single row. There, a difference is a
-    tie when both tokens are within `TIE_NATS` of the likeliest one, as plain decoding sees it.
+    In bfloat16 a library's matrix product may round J+1 rows differently from one row. There a difference
+    is a tie if plain decoding gives both tokens a log-probability within `TIE_NATS` of the most likely.
     """
     differences = []
     for number, (a, b) in enumerate(zip(reference.completions, other.completions, strict=True)):
@@ -195,7 +194,7 @@ def find_differences(plain: Engine, reference: Run, other: Run) -> list[Differen
             continue
         pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
         position = next((i for i, (x, y) in pairs if x != y), None)
-        if position is None:  # one is a beginning of the other: no rounding explains that
+        if position is None:  # one is a prefix of the other: never a rounding effect
             shorter = min(len(a.tokens), len(b.tokens))
             differences.append(Difference(number, shorter, False))
             continue
@@ -207,7 +206,7 @@ def find_differences(plain: Engine, reference: Run, other: Run) -> list[Differen
 
 
 def _tied(plain: Engine, prefix: list[int], candidates: set[int]) -> bool:
-    """Whether all `candidates` for the token after `prefix` are within `TIE_NATS` of the likeliest."""
+    """Whether all `candidates` for the token after `prefix` are within `TIE_NATS` of the most likely."""
     num = min(_TIE_CANDIDATES, plain.config.max_logprobs)
     completion = plain.generate([prefix], SamplingParams(max_tokens=1, logprobs=num))[0]
     top = completion.logprobs[0].top
@@ -216,7 +215,7 @@ def _tied(plain: Engine, prefix: list[int], candidates: set[int]) -> bool:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned text: the first column to the left, the others to the right."""
+    """Formats a text table: first column left-aligned, others right-aligned."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     align = lambda line: "  ".join(

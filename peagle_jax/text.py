@@ -15,11 +15,11 @@ from peagle_jax.config import ConfigError
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _IMPORT_LOCK = threading.Lock()
-"""Two threads that import transformers at once find it half made."""
+"""Serialises the import of transformers: concurrent imports see a partially initialised module."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes a byte as its Latin-1 character if that is visible, else from U+0100 on."""
+    """Character -> byte of byte-level BPE: printable Latin-1 as itself, other bytes from U+0100 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in visible]
     shifted = {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -30,14 +30,14 @@ _BYTE_LEVEL = _byte_level_alphabet()
 
 
 class _Pieces:
-    """What each token writes, as bytes: the decoder of tokenizer.json, applied to one token at a time.
+    """Bytes of each token: the decoder of tokenizer.json, applied to one token at a time.
 
-    A decoder whose tokens depend on their neighbours has no place here; the text's start is the one
-    exception: `num_stripped` spaces are dropped there.
+    Decoders in which a token's bytes depend on its neighbours are not supported. One exception: at the
+    start of a text `num_stripped` spaces are dropped.
     """
 
     def __init__(self, decoder: dict | None):
-        """`decoder` is its JSON; without one, tokens are words with spaces between them."""
+        """`decoder` is its JSON; None: tokens are words, joined by spaces."""
         self._replaced: list[tuple[str, str]] = []
         self._is_byte_level = self._has_byte_tokens = False
         self._prefix = "" if decoder else " "
@@ -73,7 +73,7 @@ class _Pieces:
 
 
 def _check_settings(path: Path) -> None:
-    """Transformers reads this file for chat alone; a broken one shows at once, not with the first talk."""
+    """Checks tokenizer_config.json at load time; transformers reads it only at the first chat request."""
     if not path.is_file():
         return
     try:
@@ -101,7 +101,7 @@ class Tokenizer:
         except Exception as error:  # the Rust side raises plain Exception
             raise ConfigError(f"{path}: not a tokenizer file ({error})") from error
         _check_settings(self.folder / "tokenizer_config.json")
-        # A file may keep the limits of the training run that wrote it; prompts must not be cut.
+        # The file may contain truncation settings from training; prompts must not be truncated.
         self._backend.no_truncation()
         self._backend.no_padding()
         decoder = self._backend.decoder
@@ -120,25 +120,25 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: n tokens stand for at most n times as many characters, where
-        the tokenizer drops none."""
+        """Characters of the longest token, so n tokens encode at most n times as many characters (if the
+        tokenizer drops none)."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     @property
     def num_stripped(self) -> int:
-        """Spaces that are dropped at the start of a text, where the tokenizer put them itself."""
+        """Number of leading spaces that the tokenizer adds to a text and that decoding drops."""
         return self._pieces.num_stripped
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; `special` adds what the tokenizer's own template adds (such as a BOS token).
+        """Token ids. `special` adds the tokenizer's special tokens (such as BOS).
 
-        A text that begins with that token already gets no second one.
+        A text that already begins with BOS gets no second one.
 
         Raises:
-          ConfigError: the text holds half of a surrogate pair.
+          ConfigError: the text contains a lone surrogate.
         """
         try:
-            # A batch releases Python's global lock, so other threads run meanwhile; `encode` would not.
+            # `encode_batch` releases the GIL while it works; `encode` does not.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
             ids = encoding.ids
         except TypeError as error:
@@ -147,7 +147,7 @@ class Tokenizer:
         return ids[1:] if is_twice else ids
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token writes; nothing for special tokens and for ids beyond the vocabulary."""
+        """Bytes of a token; empty for special tokens and for ids outside the vocabulary."""
         known = self._bytes.get(token)
         if known is None:
             text = None if token in self._hidden else self._backend.id_to_token(token)
@@ -160,23 +160,23 @@ class Tokenizer:
         return token if token in self._hidden else None
 
     def name_of(self, token: int) -> str:
-        """A token for the eye: what it writes, or a special token's spelling; for reports."""
+        """A token as text for reports: its bytes decoded, or a special token's spelling."""
         if token in self._hidden:
             return self._backend.id_to_token(token)
         return self.bytes_of(token).decode("utf-8", "replace")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are no UTF-8 become U+FFFD, their neighbours stay.
+        """Text without special tokens. Invalid UTF-8 becomes U+FFFD; valid neighbours are kept.
 
-        The `tokenizers` library agrees except on byte tokens (`<0xE2>`): there one bad byte spoils all
-        byte tokens beside it, and text that was shown could change when it comes.
+        Equal to the `tokenizers` library except for byte tokens (`<0xE2>`): there one invalid byte
+        replaces all adjacent byte tokens, so text that was streamed already could change.
         """
         detokenizer = Detokenizer(self)
         return detokenizer.add(tokens) + detokenizer.flush()
 
     def chat(self, messages: Sequence[Mapping[str, str]], **variables) -> list[int]:
         """Token ids of `chat_text`; takes and raises the same."""
-        # The template wrote the BOS token itself if the model wants one.
+        # The template already contains the BOS token if the model needs one.
         return self.encode(self.chat_text(messages, **variables), special=False)
 
     def chat_text(self, messages: Sequence[Mapping[str, str]], **variables) -> str:
@@ -184,11 +184,11 @@ class Tokenizer:
 
         Args:
           messages: `{"role": "system", "user" or "assistant", "content": text}`, oldest first.
-          variables: what the template takes beside them, such as `reasoning_effort="low"` (GPT-OSS) or
-            `enable_thinking=False` (Qwen3, Gemma 4); templates ignore what they do not know.
+          variables: further template variables, such as `reasoning_effort="low"` (GPT-OSS) or
+            `enable_thinking=False` (Qwen3, Gemma 4); templates ignore unknown ones.
 
         Raises:
-          ConfigError: the model has no chat template, or it refuses the conversation.
+          ConfigError: the model has no chat template, or the template rejects the conversation.
         """
         with _IMPORT_LOCK:
             template = self._chat_template
@@ -200,17 +200,17 @@ class Tokenizer:
             raise ConfigError(f"{self.folder}: the chat template failed: {error}") from error
 
     def prepare_chat(self) -> None:
-        """Does what the first `chat` would take seconds for; without a template, nothing."""
+        """Loads the chat template in advance: seconds of the first `chat` call. No effect without one."""
         with _IMPORT_LOCK, contextlib.suppress(ConfigError):
             _ = self._chat_template
 
     @cached_property
     def _chat_template(self):
-        """Transformers' tokenizer: it finds the template and the tokens that templates name.
+        """Transformers' tokenizer, which holds the template and the special tokens for it.
 
-        Not AutoTokenizer, which wants a model_type and a tokenizer class that it knows.
+        Not AutoTokenizer, which needs a known model_type and tokenizer class.
         """
-        # Imported here: it takes seconds, and only chat needs it.
+        # Imported here: the import takes seconds, and only chat needs it.
         from transformers import PreTrainedTokenizerFast
 
         try:
@@ -225,10 +225,10 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Incremental text of a growing token list; never emits a broken UTF-8 sequence.
+    """Incremental detokenisation of a growing token list; never emits an incomplete UTF-8 sequence.
 
-    At most three bytes wait, for the rest of their character. What cannot become a character is
-    U+FFFD at once, so the pieces join to `Tokenizer.decode` of all tokens however they are cut.
+    Buffers up to three bytes of an incomplete character. Invalid bytes become U+FFFD at once. The
+    concatenated pieces equal `Tokenizer.decode` of all tokens, independent of how they are split.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -237,11 +237,11 @@ class Detokenizer:
         self._num_stripped = tokenizer.num_stripped
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Appends tokens and returns the text that became certain: all but an unfinished character."""
+        """Appends tokens and returns the new text, without an incomplete last character."""
         return self._strip(self._utf8.decode(b"".join(map(self._tokenizer.bytes_of, tokens))))
 
     def flush(self) -> str:
-        """The rest at the end of a text: U+FFFD for a character that stayed unfinished."""
+        """Ends the text: returns U+FFFD for an incomplete last character, else nothing."""
         return self._strip(self._utf8.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:
@@ -253,7 +253,7 @@ class Detokenizer:
 
 
 class StopChecker:
-    """Says which stop string a growing output ends in; sees across token borders."""
+    """Finds stop strings in a growing output, also across token boundaries."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
         self._detokenizer = Detokenizer(tokenizer)
@@ -263,7 +263,7 @@ class StopChecker:
         self._tail = ""
 
     def __call__(self, output: Sequence[int]) -> str | None:
-        """The first stop string found in the new text of `output`, which only ever grows."""
+        """The first stop string in the new text of `output`, or None. `output` must only grow."""
         fresh = self._detokenizer.add(output[self._seen :])
         self._seen = len(output)
         text = self._tail + fresh
@@ -273,7 +273,7 @@ class StopChecker:
 
 
 class TextStream:
-    """Text of one request for the eye: a stop string, and what may become one, is held back."""
+    """Streamed text of one request. Holds back stop strings and any suffix that may become one."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
         self._detokenizer = Detokenizer(tokenizer)
@@ -282,13 +282,13 @@ class TextStream:
         self._stopped = False
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Appends tokens; returns the text that no later token can take back."""
+        """Appends tokens and returns the new text that is final."""
         text = self._cut(self._held + self._detokenizer.add(tokens))
         self._held = "" if self._stopped else self._start_of_stop(text)
         return text[: len(text) - len(self._held)]
 
     def finish(self) -> str:
-        """The rest, up to a stop string."""
+        """Ends the text: returns the rest, up to a stop string."""
         text = self._cut(self._held + self._detokenizer.flush())
         self._held = ""
         return text
@@ -301,7 +301,7 @@ class TextStream:
         return text[: min(found)] if found else text
 
     def _start_of_stop(self, text: str) -> str:
-        """Longest end of `text` that begins a stop string."""
+        """Longest suffix of `text` that is a prefix of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):

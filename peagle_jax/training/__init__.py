@@ -1,1 +1,1 @@
-"""The recipe: source text -> target model -> its continuations -> draft heads (`peagle-train`)."""
+"""Training: source text -> target model -> its continuations -> draft heads (`peagle-train`)."""

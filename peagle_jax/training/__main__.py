@@ -130,7 +130,7 @@ def _head_config(args, target: TargetConfig) -> DrafterConfig:
 
 
 def _grown_config(args, fresh: DrafterConfig, init: DrafterConfig) -> DrafterConfig:
-    """The shape of the head to start from, with what the command line may change."""
+    """The config of the head to start from, with the changes that the command line allows."""
     asked = dict(method=args.method, num_layers=args.layers, mask_token_id=args.mask_token_id)
     asked["taps"] = args.taps and fresh.taps
     for name, value in asked.items():
@@ -198,8 +198,8 @@ def run(args) -> None:
     """Runs a stage.
 
     Raises:
-      ConfigError: options or data that do not fit.
-      FloatingPointError: the loss is no number.
+      ConfigError: invalid or contradictory options or data.
+      FloatingPointError: the loss is NaN.
     """
     check(args)
     _STAGES[args.stage](args)

@@ -1,8 +1,8 @@
-"""Rounds of a head over greedy texts, walked on the host as the engine would walk them.
+"""Simulates a head's rounds over greedy texts on the host, with the engine's acceptance rule.
 
-A round at slot a knows x_0 .. x_{a+1} and drafts x_{a+2} and on. It emits the leading run of right
-drafts and one more token. A round is a repeat if its last tokens occurred before in the same text;
-there every head is good, so acceptance is also stated for the other, fresh rounds.
+A round at slot a has x_0 .. x_{a+1} and drafts from x_{a+2}. It emits the correct drafts up to the
+first wrong one, and one more token. A round is a repeat if its last tokens occurred earlier in the text.
+Every head is good at repeats, so acceptance is also reported for the other ("fresh") rounds.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 REPEAT = 8
-"""Known tokens that must have occurred before for a round to count as a repeat."""
+"""Number of last tokens that must have occurred earlier for a round to count as a repeat."""
 
 
 class Rounds(NamedTuple):
@@ -31,11 +31,11 @@ class Rounds(NamedTuple):
 
 
 def walk(run: np.ndarray, prompt: np.ndarray, length: np.ndarray) -> Rounds:
-    """Walks texts from their first slot, prompt - 1.
+    """Simulates the rounds of each text, from its first slot, prompt - 1.
 
     Args:
-      run: [B, S] int, drafts of a round at slot a that are right, counted up to the first wrong one.
-      prompt, length: [B], tokens given; tokens given and written.
+      run: [B, S] int, number of correct drafts before the first wrong one, for a round at each slot.
+      prompt, length: [B], number of prompt tokens; number of prompt and generated tokens.
     """
     rounds = []
     for text, (row, first, last) in enumerate(zip(run, prompt - 1, length - 3, strict=True)):
@@ -48,15 +48,15 @@ def walk(run: np.ndarray, prompt: np.ndarray, length: np.ndarray) -> Rounds:
 
 
 def leading(match: np.ndarray, num_draft: int) -> np.ndarray:
-    """match [B, depths, S] -> right drafts up to the first wrong one, [B, S]."""
+    """match [B, depths, S] -> number of correct drafts before the first wrong one, [B, S]."""
     return np.cumprod(match[:, :num_draft], axis=1).sum(axis=1)
 
 
 class Earlier(NamedTuple):
-    """For every position p of a text: the longest run of tokens that ends at p and ended before."""
+    """For every position p of a text: the longest suffix of x_0 .. x_p that also ends earlier."""
 
-    length: np.ndarray  # [S] int; 0 if x_p never occurred before
-    end: np.ndarray  # [S] int, where the newest of the longest ended
+    length: np.ndarray  # [S] int; 0 if x_p does not occur earlier
+    end: np.ndarray  # [S] int, end of the latest such occurrence
 
 
 def earlier(tokens: np.ndarray) -> Earlier:
@@ -85,13 +85,13 @@ def repeats(found: list[Earlier], num_slots: int) -> np.ndarray:
 def ngram_run(
     tokens: np.ndarray, found: Earlier, *, min_match: int, num_draft: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What drafts copied from the text itself are worth at every slot.
+    """Baseline: n-gram drafts copied from the text itself (prompt lookup), at every slot.
 
-    A round at slot a looks for the longest run that ends at x_{a+1} and ended before; if it has at least
-    `min_match` tokens, it drafts the tokens after the earlier one, at most `num_draft`.
+    A round at slot a finds the longest suffix of x_0 .. x_{a+1} that also ends earlier. If it has at
+    least `min_match` tokens, the drafts are the tokens after the earlier occurrence, up to `num_draft`.
 
     Returns:
-      (right drafts up to the first wrong one [S], whether there was a match [S]).
+      (number of correct drafts before the first wrong one [S], whether there was a match [S]).
     """
     S = len(tokens)
     right, matched = np.zeros(S, np.int64), np.zeros(S, bool)

@@ -1,9 +1,9 @@
 """Attention for training: causal over a sequence, and over (anchor, depth) elements.
 
 Element (a, d) attends to the depth-0 slots up to its anchor and to its own chain (a, 1) .. (a, d)
-(peagle-spec 4.4). The rule is used as structure and never as a mask over pairs of elements: scores
-against the S context keys, scores against at most K_train - 1 keys of the own chain, one softmax over
-both. Letters: C context keys, R element rows, D chain length, E entries of a depth block.
+(docs/algorithm.md, "Training"). No mask over pairs of elements is built: a row has scores against the S
+context keys and against the at most K_train - 1 keys of its chain, and one softmax over both. Letters:
+C context keys, R element rows, D chain length, E entries of a depth block.
 """
 
 import itertools
@@ -19,7 +19,7 @@ Backend = Literal["auto", "xla", "cudnn"]
 
 
 def is_flash(backend: Backend, dtype) -> bool:
-    """Whether cuDNN's flash attention is taken: asked for, or bfloat16 on a GPU."""
+    """Whether to use cuDNN's flash attention: on request, or for bfloat16 on a GPU."""
     on_gpu = jax.default_backend() == "gpu"
     return backend == "cudnn" or (backend == "auto" and on_gpu and dtype == jnp.bfloat16)
 
@@ -81,7 +81,7 @@ def _context_part(q, near, anchor, depth, context: Keys, window: int | None):
       q: [B, R, K, G, H]; near: [B, R, K, G, D] float32 chain scores, -inf where there is no key.
       anchor: [B, R]; depth: [R].
     Returns:
-      what the context contributes, [B, R, K, G, H], and the chain's weights, like `near`.
+      the context's part of the output, [B, R, K, G, H], and the chain's weights, shaped like `near`.
     """
     key = jnp.arange(context.k.shape[1])
     visible = key <= anchor[..., None]  # [B, R, C]
@@ -148,7 +148,7 @@ class ElementAttention:
     elements: Elements
     backend: Backend = "auto"
     chunk: int | None = None
-    """Rows whose context scores exist at a time; None: all."""
+    """Number of rows per chunk of context scores, to bound memory; None: all rows at once."""
 
     def _rectangle(self, x: jax.Array) -> jax.Array:
         """Rows [B, R, ...] of depths 1.. -> [B, D, E, ...]."""

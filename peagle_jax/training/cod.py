@@ -1,10 +1,10 @@
 """Conditional drop-token sampling (COD): which (anchor, depth) elements a drafter is trained on.
 
-Element (a, d) stands for "the draft d steps after the real slot a"; its slot is p = a + d. Every slot
-is there at depth 0, as context; deeper elements are thinned, and an anchor kept at depth d + 1 was
-kept at depth d, so the chain an element attends to always exists.
+Element (a, d) is the draft d steps after the real slot a; its slot is p = a + d. Depth 0 has every slot,
+as context. Deeper elements are subsampled; an anchor kept at depth d + 1 is kept at depth d, so the chain
+that an element attends to always exists.
 
-Rows are laid out so that no index arithmetic is left for the attention:
+The layout of rows spares the attention all index arithmetic:
 
     rows      0..S-1        slots in order, depth 0
     block 1   R_1 rows      anchors[:R_1] at depth 1
@@ -70,11 +70,11 @@ def sample_elements(
 ) -> Elements:
     """Draws the elements of each sequence.
 
-    One random priority per anchor decides all depths: the n_d most urgent of the anchors still in
-    play are a uniform n_d-subset, and keeping the same priorities nests the subsets.
+    Each anchor draws one random priority. Depth d keeps the n_d anchors of highest priority: a uniform
+    subset, and the subsets of deeper depths are nested.
 
     Args:
-      valid: [B, S] bool, slots whose label counts; they are the seeds.
+      valid: [B, S] bool, slots whose label enters the loss; they are the seeds.
       num_depths: K_train; depths 0 to K_train - 1.
       rate, min_rate: depth d keeps about max(rate**d, min_rate) of the seeds.
     """

@@ -1,8 +1,8 @@
-"""The target writes the text its drafters learn from.
+"""Generates the drafters' training text with the target (`peagle-train continuations`).
 
-Prompts are windows of the training files and function heads; each is continued to a fixed total length.
-All rows of a batch stand at the same position: while that position lies inside a row's prompt the
-prompt's token is forced, so there is no separate prefill.
+Prompts are windows of the training files and function heads, continued to a fixed total length. All rows
+of a batch decode at the same position. Inside a row's prompt the sampled token is replaced by the
+prompt's token, so there is no separate prefill.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _SEGMENT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ContinuationOptions:
-    """How many texts, how long, from which prompts."""
+    """Number, length and prompts of the generated texts."""
 
     data: Path
     num: int
@@ -136,7 +136,7 @@ def decode(merge, length: int, weights, prompt, prompt_length, temperature, key)
         hidden, _, cache = target(token[:, None], positions, cache, _Contiguous(at))
         logits = target.unembed(hidden[:, 0])
         noise = jax.random.gumbel(jax.random.fold_in(key, at), logits.shape)
-        # Reserved ids are never text.
+        # Reserved ids must not be sampled.
         logits = logits.at[:, END_ID + 1 : PAD_ID + 6].set(-jnp.inf)
         chosen = jnp.argmax(logits + temperature[:, None] * noise, axis=-1).astype(jnp.int32)
         following = jnp.where(done, PAD_ID, chosen)
@@ -162,14 +162,14 @@ def decode(merge, length: int, weights, prompt, prompt_length, temperature, key)
 
 
 def text_lengths(tokens: np.ndarray) -> np.ndarray:
-    """Tokens of each row that are text, the final END_ID included."""
+    """Number of text tokens of each row, including the final END_ID."""
     return (tokens != PAD_ID).sum(axis=1).astype(np.int32)
 
 
 def generate(target: Decoder, options: ContinuationOptions, out: Path) -> dict[str, Path]:
     """Writes `train.npz` and `heldout.npz` (tokens, prompt, length, temperature).
 
-    Finished batches are kept as parts, so a killed run goes on where it stopped.
+    Finished batches are stored as parts, so a killed run resumes after the last one.
     """
     if options.max_prompt >= options.length:
         raise ConfigError("--max-prompt must be smaller than --length")
@@ -218,7 +218,7 @@ def _decode_all(run, weights, prompts, temperature, root, options, folder: Path)
     for i, path in enumerate(tqdm(paths, desc=folder.name, unit="batch", mininterval=5.0)):
         if path.exists():
             continue
-        # The last batch is filled up with copies of the first rows.
+        # The last batch is padded with copies of the first rows.
         take = np.arange(i * B, (i + 1) * B) % total
         tokens = run(
             weights,

@@ -1,7 +1,7 @@
-"""Finds source files worth training on, and says whose they are.
+"""Collects source files for training and records their origin and licence.
 
-In a folder with `*.dist-info` (a site-packages) only files of distributions under a permissive licence
-are taken; any other folder is the caller's word.
+In a site-packages folder (with `*.dist-info`) only distributions under a permissive licence are used. For
+any other folder the caller is responsible for the licence.
 """
 
 import csv
@@ -65,7 +65,7 @@ class Document:
 
 
 def licence_of(metadata: str) -> tuple[str, bool]:
-    """(what a METADATA file says, whether all of it is permissive)."""
+    """(licence named by a METADATA file, whether it is permissive)."""
     headers = HeaderParser().parsestr(metadata)
     expression = headers.get("License-Expression")
     if expression:
@@ -99,7 +99,7 @@ def _in_skipped_folder(path: Path, root: Path) -> bool:
 
 
 def rejects(text: str) -> str | None:
-    """Why a file is not worth training on; None when it is."""
+    """Why a file is excluded from training; None if it is included."""
     if not MIN_BYTES <= len(text) <= MAX_BYTES:
         return "size"
     if sum(c > "\x7f" for c in text[:20_000]) > 0.1 * min(len(text), 20_000):

@@ -1,4 +1,4 @@
-"""The record of a run: rows of numbers in CSV files, and their picture."""
+"""Training curves: metrics in CSV files, and their plots."""
 
 import csv
 from dataclasses import dataclass, field

@@ -23,7 +23,7 @@ END, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 END_ID, MASK_ID, PAD_ID = 0, 1, 2
 SPECIAL = [END, MASK, PAD, *(f"<|reserved_{i}|>" for i in range(5))]
 
-# A newline takes the indentation after it; a word takes one sign before it (" x", ".x", "_x", "(x").
+# A newline merges with the indentation after it; a word with one character before it (" x", ".x", "(x").
 _PIECES = (
     r"(?:\r?\n[ \t]*)+"
     r"| ?__\p{L}+__"
@@ -37,7 +37,7 @@ _HEADER = re.compile(
 )
 MAX_HEADER = 192
 CHAT_TEMPLATE = r"{{ messages | map(attribute='content') | join('\n') }}"
-"""For clients that can only chat: the answer continues the code of the last message."""
+"""Chat template for clients without plain completions: the reply continues the last message's code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class DataOptions:
     max_bytes: int
     num_headers: int
     seed: int
-    tokenizer: Path | None = None  # of a target that exists
+    tokenizer: Path | None = None  # use an existing target's tokenizer
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with a split made for code."""
+    """Trains a byte-level BPE tokenizer with a pre-tokenisation rule for code."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -74,10 +74,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer made by this stage before.
+    """Reads a tokenizer that an earlier run of this stage trained.
 
     Raises:
-      ConfigError: the file cannot be read, or its reserved ids are others.
+      ConfigError: the file cannot be read, or has different reserved ids.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -138,7 +138,7 @@ def prepare(options: DataOptions, out: Path) -> dict:
     out.mkdir(parents=True, exist_ok=True)
     documents, report = collect(list(options.folders))
     rng = random.Random(options.seed)
-    # Same order on every machine, and no package in one block.
+    # A fixed shuffle: the same order on every machine, with packages interleaved.
     documents.sort(key=lambda d: d.digest)
     total, kept = 0, []
     for document in documents:

@@ -69,7 +69,7 @@ def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Deco
     """The training loss of either method; see `trainer.Task`."""
     head = merge(cast({**frozen, **params}, options.dtype))
     if options.elements == "texts":
-        # The first texts are trained deepest, so chance decides which are first.
+        # The first texts are trained to the greatest depth: shuffle them.
         order = jax.random.permutation(key, len(text.tokens))
         text = Text(*(x[order] for x in text))
     run = run_target(target, text, taps, options.attention)
@@ -84,7 +84,7 @@ def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Deco
 
 
 def all_rows(head, target: Decoder, run: Run, valid, options: DrafterOptions) -> Rows:
-    """Every anchor at every depth, rows [B, num_depths * S]; used where the engine could be."""
+    """Every anchor at every depth, rows [B, num_depths * S]; `used` where the engine could draft."""
     B, S = valid.shape
     if head.config.method == "eagle3":
         return unrolled_rows(head, target, run, valid, options)
@@ -99,7 +99,7 @@ def all_rows(head, target: Decoder, run: Run, valid, options: DrafterOptions) ->
 
 def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: Decoder, text):
     """Every anchor at every depth: (match, used, kl), each [B, num_depths, S]."""
-    # Whatever was trained, one measure.
+    # The same metric for all training losses.
     options = replace(options, loss="kl", sharpen=1.0, weights="depth", repeat_weight=1.0)
     head = merge(cast({**frozen, **params}, options.dtype))
     run = run_target(target, text, taps, options.attention)

@@ -1,8 +1,7 @@
-"""An embedding whose gradient is a matrix product.
+"""An embedding lookup whose gradient is a matrix product with one-hot rows.
 
-The gradient of a lookup adds one row per token into the table. As a scatter that serialises where
-tokens repeat (all mask rows of P-EAGLE share one token) and sums in no fixed order on a GPU; as a product
-with one-hot rows it does neither.
+The gradient of a lookup adds one row per token to the table. A scatter-add serialises on repeated tokens
+(all mask rows of P-EAGLE have the same token), and its order of summation on a GPU is not deterministic.
 """
 
 from typing import NamedTuple
@@ -31,7 +30,7 @@ def _lookup_bwd(saved, g):
     tokens, g = tokens.reshape(-1), g.reshape(-1, D)
     chunk = min(_CHUNK, len(tokens))
     pad = -len(tokens) % chunk
-    # Padding names no row of the table.
+    # Padding ids are outside the table, so their one-hot rows are zero.
     tokens = jnp.pad(tokens, (0, pad), constant_values=V).reshape(-1, chunk)
     g = jnp.pad(g, ((0, pad), (0, 0))).reshape(-1, chunk, D)
     precision = jax.lax.Precision.HIGHEST if g.dtype == jnp.float32 else None
@@ -59,7 +58,7 @@ class MaskedRows(NamedTuple):
 
 
 class TrainedEmbed(Embed):
-    """`layers.Embed` with the gradient of `lookup`; takes over the weight of another one."""
+    """`layers.Embed` with the gradient of `lookup`; it uses the weight of the given `Embed`."""
 
     def __init__(self, embed: Embed):
         self.weight = embed.weight

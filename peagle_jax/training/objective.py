@@ -1,8 +1,8 @@
-"""Losses over a vocabulary, in float32, without ever holding all logits.
+"""Distillation losses over a vocabulary, in float32, without materialising all logits.
 
-`distill` sums a divergence of teacher p and student q over rows. It walks the rows in chunks and, when
-differentiated, takes the gradient of a chunk with respect to its logits while these are at hand (for
-the KL divergence `q - p`), so logits are computed once and never stored.
+`distill` sums a divergence of teacher p and student q over rows. It scans the rows in chunks. Under
+differentiation the forward pass also computes each chunk's gradient with respect to its logits (`q - p`
+for the KL divergence), so logits are computed once and never stored.
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ class Distribution(NamedTuple):
 
     hidden: jax.Array  # [R, Dt]
     weight: jax.Array  # [V, Dt]
-    temperature: float = 1.0  # below 1 the labels lean towards the teacher's first choice
+    temperature: float = 1.0  # of the teacher's softmax; below 1 sharpens the labels
 
     def compare(self, z: jax.Array):
         zt = _logits(self.hidden, self.weight) / self.temperature
@@ -47,7 +47,7 @@ class Distribution(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Teacher whose rows are picked from distributions computed once: many rows share one position."""
+    """Teacher as a table of distributions, computed once because many rows share one position."""
 
     index: jax.Array  # [R] int32
     probs: jax.Array  # [P, V], in the dtype of the computation
@@ -84,7 +84,7 @@ def label_probabilities(x: jax.Array, weight: jax.Array, token: jax.Array, chunk
 
 
 def _by_chunk(f, rows, chunk: int):
-    """`f` over chunks of rows, results joined."""
+    """Applies `f` to chunks of rows and concatenates the results."""
     R = len(jax.tree.leaves(rows)[0])
     chunk = min(chunk, R)
     total = -(-R // chunk) * chunk
@@ -182,14 +182,14 @@ def distill(
     chunk: int,
     loss: Loss,
 ) -> Distilled:
-    """`sum_r importance_r * loss(teacher_r, softmax(x_r @ weight.T))` and what it was made of.
+    """`sum_r importance_r * loss(teacher_r, softmax(x_r @ weight.T))`, with per-row metrics.
 
     Args:
       x: [R, D] normed states of the student.
       weight: [V, D] its unembedding.
       teacher: one distribution per row; no gradient flows into it.
       importance: [R] float32; 0 leaves a row out.
-      chunk: rows whose logits exist at a time.
+      chunk: rows per chunk of logits.
     """
     return _run(x, weight, teacher, importance, chunk, loss, with_gradient=False)[0]
 

@@ -220,7 +220,7 @@ def _add_drafter(commands):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; `stage` says which stage was asked for."""
+    """The argument parser; the attribute `stage` of its result names the stage."""
     made = Parser(
         prog="peagle-train",
         description="Trains a small target model and draft heads for it.",
@@ -236,7 +236,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args) -> None:
-    """Refuses before jax is imported what the options alone tell.
+    """Validates the options before jax is imported.
 
     Raises:
       ConfigError: a number out of range, or a folder that is not there.

@@ -1,9 +1,9 @@
-"""One long sequence in pieces, gradients accumulated inside the step (peagle-spec 4.6, `--segments`).
+"""Splits the elements of one long sequence and accumulates gradients inside the step (`--segments`).
 
-Draft elements see the depth-0 context and their own chain, never another chain. So whole chains can be
-worked off piece by piece, and only the gradients stay: those of the weights, and those of the
-context's keys and values, which are computed once. The paper cuts at positions, which leaves pieces of
-any size; here anchors are dealt out like cards, so that all pieces have one shape and one loop does.
+Draft elements attend to the depth-0 context and to their own chain, never to another chain. So chains can
+be processed piece by piece; only gradients are kept, those of the weights and those of the context's keys
+and values, which are computed once. The paper cuts the sequence at positions, which gives pieces of
+different sizes. Here anchors are assigned round-robin, so that all pieces have one shape for one scan.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ def deal(elements: Elements, pieces: int) -> Elements:
 
     Blocks stay prefixes of each other: with 2 pieces, blocks of 5 and 3 entries become blocks of 3 and 2,
     piece 0 holding entries (0, 2, 4) and (0, 2), piece 1 entries (1, 3, pad) and (1, pad). The context rows
-    are there in every piece, but unused: they enter the loss once, outside.
+    are part of every piece, with `used` False: their loss is computed once, outside.
     """
     S, B = elements.num_slots, elements.anchor.shape[0]
     sizes = tuple(-(-size // pieces) for size in elements.sizes)
@@ -40,8 +40,8 @@ def deal(elements: Elements, pieces: int) -> Elements:
 def sum_over(f, shared, constants, pieces):
     """Adds up `value, report = f(shared, constants, piece)` over the leading axis of `pieces`.
 
-    When differentiated, the gradient with respect to `shared` is taken piece by piece on the way forward,
-    so the intermediates of one piece exist at a time and none is computed twice.
+    Under differentiation, the forward pass also computes the gradient with respect to `shared`, piece by
+    piece. So only one piece's intermediates exist at a time, and nothing is recomputed.
 
     Returns:
       (sum of values, reports stacked).
@@ -64,7 +64,7 @@ def _sum_over_fwd(f, shared, constants, pieces):
         total, report = _add(total, outcome)
         return (total, jax.tree.map(jnp.add, gradient, one)), report
 
-    # Sums of many small terms: float32 whatever the pieces are computed in.
+    # Sums of many small terms: accumulate in float32, independent of the compute dtype.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shared)
     (total, gradient), reports = jax.lax.scan(step, (jnp.zeros(()), zeros), pieces)
     return (total, reports), jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, shared)

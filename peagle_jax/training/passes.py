@@ -1,7 +1,7 @@
-"""Passes of the frozen target and of a head over a batch of texts, and what is compared after them.
+"""Forward passes of the frozen target and of a head over a batch of texts, and their comparison.
 
-Element (a, d), slot p = a + d, drafts x_{p+2}; what it should say is the target's own output at
-position p + 1. P-EAGLE trains all sampled elements in one pass; EAGLE-3 unrolls its own feedback.
+Element (a, d), slot p = a + d, drafts x_{p+2}; its label is the target's output distribution at position
+p + 1. P-EAGLE trains all sampled elements in one pass; EAGLE-3 unrolls its feedback.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from peagle_jax.training.weights import anchor_weights, pace_weights
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions:
-    """What a head is trained on and how. `num_depths` is K_train (EAGLE-3: unrolled steps)."""
+    """Options of drafter training. `num_depths` is K_train (EAGLE-3: number of unrolled steps)."""
 
     continuations: Path
     batch: int
@@ -75,7 +75,7 @@ class DrafterOptions:
 
 
 class Text(NamedTuple):
-    """A batch of continuations: tokens 0..prompt-1 were given, prompt..length-1 generated."""
+    """A batch of continuations: tokens 0..prompt-1 are the prompt, prompt..length-1 are generated."""
 
     tokens: jax.Array  # [B, S]
     prompt: jax.Array  # [B] int32
@@ -83,7 +83,7 @@ class Text(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a head says, in rows [A, T]: of a text and its elements, or of a text at one depth."""
+    """A head's output in rows [A, T]: a text with its elements, or a text at one depth."""
 
     out: jax.Array  # [A, T, D], before the final norm
     at: jax.Array  # [A, T] int32, text * S + position whose output is the label
@@ -102,9 +102,9 @@ class Outcome(NamedTuple):
 
 
 def slot_is_trained(text: Text) -> jax.Array:
-    """Slots [B, S] whose draft matters: x_{p+1} was generated and x_{p+2} exists.
+    """Slots [B, S] that enter the loss: x_{p+1} was generated and x_{p+2} exists.
 
-    With a prompt of 3 tokens and 6 in all, slots 2 and 3 (the first two the engine would draft from).
+    Example: prompt 3, length 6 -> slots 2 and 3, the first two from which the engine would draft.
     """
     p = jnp.arange(text.tokens.shape[1])
     return (p + 1 >= text.prompt[:, None]) & (p + 2 <= text.length[:, None] - 1)
@@ -165,7 +165,7 @@ def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows
 
 
 def _anchor_weights(run: Run, options: DrafterOptions) -> jax.Array | float:
-    """[B, S], or 1 where all anchors count alike."""
+    """Weights of the anchors [B, S], or 1 if all are equal."""
     if options.repeat_weight == 1:
         return 1.0
     return anchor_weights(run.tokens, options.repeat_weight)
@@ -220,7 +220,7 @@ def text_rows(
     attend = TextAttention(blocks, options.attention)
     hidden = jnp.concatenate([fused, mask_state])
     out, _ = head(target, tokens, hidden, slots, cache, attend)
-    # Of a text's later anchors, the deep drafts lie past its end.
+    # Deep drafts of a text's last anchors lie past its end.
     used = blocks.spread(valid) & blocks.ahead(valid)
     text = S * blocks.spread(jnp.arange(B))[:, None]
     at = text + jnp.minimum(slots + 1, S - 1)

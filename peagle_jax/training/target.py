@@ -33,7 +33,7 @@ class TargetOptions:
 def windows(step: int, *, batch: int, width: int, length: int, seed: int) -> np.ndarray:
     """Start offsets [batch] of this step's windows.
 
-    The stream is cut into windows, shifted anew in every epoch and visited in a fresh random order.
+    The stream is cut into windows. Every epoch has a new random offset and a new random order.
     """
     per_epoch = (length - width) // width
     first = step * batch
@@ -73,7 +73,7 @@ def lm_loss(merge, options: TargetOptions, params, stream, starts, key):
 
 
 def make_task(config: TargetConfig, options: TargetOptions, run: RunConfig) -> tuple[Task, object]:
-    """The task, and the function that turns its parameters into a model."""
+    """The training task, and the function from its parameters to a model."""
     stream = np.load(options.data / "train.npy")
     heldout = np.load(options.data / "heldout.npy")
     width = options.sequence + 1

@@ -1,7 +1,7 @@
-"""The loop shared by target and drafter training: optimiser, schedule, checkpoints, curves.
+"""The training loop of target and drafter: optimiser, schedule, checkpoints, curves.
 
-Everything that varies with the step (data, randomness, learning rate) is a function of the step
-number, so a run that is killed and started again continues the curve it was on.
+Data, randomness and learning rate are functions of the step number. So a run that is killed and restarted
+continues exactly where its last checkpoint left off.
 """
 
 import json
@@ -39,7 +39,7 @@ _CALIBRATION_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How long and how to train. Exactly one of `steps` and `minutes` is set.
+    """Length and optimiser settings of a run. Exactly one of `steps` and `minutes` is set.
 
     Args:
       learning_rate: peak for matrices; adam_learning_rate: peak for embeddings, heads and vectors.
@@ -70,7 +70,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained.
+    """A training task: parameters, data and loss.
 
     `loss(params, constants, batch, key)` returns `(loss_sum, (count, metrics))`; `metrics` maps names to
     (numerator, denominator), each a scalar or an array with one entry per depth.
@@ -85,7 +85,7 @@ class Task:
 
 
 def split_model(model: nnx.Module) -> tuple[Params, Callable[[Params], nnx.Module]]:
-    """Trainable weights by path, and the function that puts such weights back into the model."""
+    """Trainable weights by path, and the function that inserts such weights into the model."""
     graph, state, rest = nnx.split(model, nnx.Param, ...)
     leaves, tree = jax.tree.flatten_with_path(state)
     clean = lambda path: ".".join(str(getattr(p, "key", getattr(p, "idx", ""))) for p in path)
@@ -106,7 +106,7 @@ def _is_matrix(name: str, leaf: jax.Array) -> bool:
 
 
 def _equal_matrices(params: Params) -> list[list[str]]:
-    """Names of the inner matrices, those of one shape together."""
+    """Names of the inner matrices, grouped by shape."""
     groups: dict[tuple, list[str]] = {}
     for name, leaf in params.items():
         if _is_matrix(name, leaf):
@@ -117,8 +117,9 @@ def _equal_matrices(params: Params) -> list[list[str]]:
 def _stacked(
     rule: optax.GradientTransformation, groups: list[list[str]]
 ) -> optax.GradientTransformation:
-    """`rule` over stacks [n, out, in] of equal matrices, each under the name of its first: Muon's many
-    small products become few batched ones."""
+    """Applies `rule` to stacks [n, out, in] of matrices of one shape, each stack under its first name.
+
+    Muon then runs a few batched products instead of many small ones."""
     inner = {name for group in groups for name in group}
 
     def stack(tree: Params) -> Params:
@@ -268,7 +269,7 @@ def _checkpoints(out: Path) -> ocp.CheckpointManager:
 
 
 class _Budget:
-    """Number of steps of the run: given, or measured once against a time budget and written down."""
+    """Number of steps of the run: given, or derived once from measured speed and a time budget, and stored."""
 
     def __init__(self, run: RunConfig):
         self.path = run.out / "total_steps.json"
@@ -280,7 +281,7 @@ class _Budget:
             self.total = json.loads(self.path.read_text())["total_steps"]
 
     def measure(self, step: int, params: Params) -> None:
-        """Called after every step; after `_CALIBRATION_STEPS` it says how many there will be."""
+        """Call after every step. After `_CALIBRATION_STEPS` it fixes the number of steps."""
         if self.total is not None:
             return
         self.seen += 1
@@ -296,7 +297,7 @@ class _Budget:
 
 
 class _Record:
-    """What a run writes beside its checkpoints: curves, and the speed since the last row."""
+    """Log of a run: curves, and the speed since the last row."""
 
     def __init__(self, task: Task, run: RunConfig, step: int):
         self.task, self.run = task, run

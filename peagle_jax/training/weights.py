@@ -1,10 +1,10 @@
-"""How much an element counts in the loss: repeats less, drafts that hardly come into play less."""
+"""Weights of elements in the loss: lower for repeated text and for drafts that are rarely reached."""
 
 import jax
 import jax.numpy as jnp
 
 REPEAT = 8
-"""Tokens that must have occurred before for a position to count as a repeat."""
+"""Number of last tokens that must have occurred earlier for a position to count as a repeat."""
 PACE_FLOOR = 0.5
 
 
@@ -25,11 +25,11 @@ def anchor_weights(tokens: jax.Array, repeat_weight: float) -> jax.Array:
 
 
 def pace_weights(probs: list[jax.Array], used: list[jax.Array]) -> list[jax.Array]:
-    """D-PACE (arXiv 2605.18810): weights of the depths of each anchor, from how likely drafts are right.
+    """D-PACE (arXiv 2605.18810): weights of the depths of each anchor, by the head's confidence.
 
-    With q_i the head's probability of the true token at depth i and p_i = 0.5 q_i + 0.5, depth j weighs
-    sum over m >= j of p_0 p_1 .. p_m: a share of the tokens that the chain is expected to bring. A text
-    that is dropped at some depth takes the mean of those that are not for the rest of its sum.
+    Let q_i be the head's probability of the true token at depth i, and p_i = 0.5 q_i + 0.5. The weight of
+    depth j is the sum over m >= j of p_0 p_1 .. p_m: its share of the chain's expected tokens. For a text
+    dropped at some depth, the rest of the sum is the mean over the texts that are kept.
 
     Args:
       probs, used: by depth, [B_d, S] with B_0 >= B_1 >= ...; text b is row b of every block.
