@@ -1,1 +1,1 @@
-"""PyTorch checkpoints <-> Orbax: `peagle-convert`. The tables are those of peagle_jax.checkpoint."""
+"""`peagle-convert`: PyTorch checkpoints <-> Orbax. Uses the name tables of peagle_jax.checkpoint."""

@@ -1,6 +1,6 @@
 """`peagle-convert`: PyTorch checkpoints to Orbax and back.
 
-Heavy libraries are imported once the arguments are known to be good.
+Heavy libraries are imported only after the arguments are validated.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _bar(what: str, nbytes: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes, to be moved by any thread; silent where stderr is no terminal."""
+    """A progress bar in bytes. Thread-safe; silent if stderr is not a terminal."""
     from tqdm import tqdm
 
     lock = threading.Lock()
@@ -146,11 +146,11 @@ def _gigabytes(nbytes: float) -> str:
 
 
 def _peak() -> str:
-    """Most resident memory of this process so far."""
+    """Peak resident memory of this process."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return _gigabytes(int(status.split("VmHWM:")[1].split()[0]) * 1024)
-    except (OSError, IndexError):  # no Linux; what a parent used before it started us counts here
+    except (OSError, IndexError):  # not Linux: this figure may include the parent's memory
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return _gigabytes(most * (1 if sys.platform == "darwin" else 1024))
 
@@ -160,7 +160,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _open(args):
-    """The source of a command, downloaded if it must be."""
+    """Opens the source of a command; downloads it if it is a hub id."""
     from convert.hub import CONFIGS, resolve
     from convert.source import open_source
 
@@ -236,7 +236,7 @@ def _plan(args) -> int:
 
 
 def _report_gaps(plan) -> int:
-    """1 if the plan cannot be carried out, and says why."""
+    """Prints missing and left-over tensors. Returns the exit code: 1 if the plan cannot be executed."""
     for what, names in (
         ("without a place in the model", plan.leftovers),
         ("that the model needs and no file holds", plan.missing),
@@ -358,7 +358,7 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here is worth an accelerator's start
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no computation here needs an accelerator
     fail = lambda message: print(
         "peagle-convert: error:", " ".join(str(message).split()), file=sys.stderr
     )
@@ -369,12 +369,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(error)
         return 2
     except KeyboardInterrupt:
-        # Orbax's coroutines are abandoned where they were; Python would warn of each as it is freed.
+        # Orbax leaves unawaited coroutines behind; suppress Python's warning for each.
         warnings.simplefilter("ignore", RuntimeWarning)
         again = "; give the same command again to go on" if args.command == "convert" else ""
         print(f"\ninterrupted{again}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe went away: nobody is left to tell
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:

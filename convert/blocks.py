@@ -1,11 +1,11 @@
-"""Cuts the making of a parameter into blocks of bounded size: what to read, and what to make of it.
+"""Splits a parameter into blocks of bounded size: the bytes to read, and the transform to apply.
 
-A block is some rows of a parameter along its axis 0, and one chunk of it on disk. Three cases:
+A block is a range of rows along axis 0 of a parameter, and one chunk on disk. Three cases:
 
-- the parameter's bytes are its tensors' bytes one after the other (copy, merge, concatenate, stack): a
-  block is a run of those bytes, wherever the tensors' boundaries lie;
-- one tensor is re-ordered within each entry of its leading axis (experts): a block is some entries;
-- anything else (scales) is small and made at once.
+- the parameter is the concatenation of its tensors' bytes (copy, merge, concatenate, stack): a block is a
+  byte range of this concatenation, across tensor boundaries;
+- one tensor is re-ordered within each entry of its leading axis (experts): a block is a range of entries;
+- anything else (scales) is small: one block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +19,14 @@ from peagle_jax.checkpoint.safetensors import TensorInfo
 from peagle_jax.checkpoint.transforms import IN_ORDER, Deinterleave, Shape, Transpose
 
 BLOCK_BYTES = 32_000_000
-"""Below glibc's largest threshold for fresh pages (32 MiB): larger arrays would fault in on every use."""
+"""Below glibc's maximum mmap threshold (32 MiB): larger buffers would page-fault on every reuse."""
 BY_ENTRY = (Deinterleave, Transpose)
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes `begin` to `end` of tensor `name`, which go to `offset` in the block's buffer."""
+    """Bytes `begin` to `end` of tensor `name`, to be read to `offset` of the block's buffer."""
 
     name: str
     begin: int
@@ -36,9 +36,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """`make(buffer)` is `parameter[index]`, contiguous, once all pieces are in the buffer.
+    """`make(buffer)` returns `parameter[index]`, contiguous, after all pieces were read into the buffer.
 
-    What it returns may be a view of the buffer.
+    The result may be a view of the buffer.
     """
 
     index: tuple[slice, ...]
@@ -49,8 +49,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How one parameter is made. `step` is the number of rows in a block, `copied` whether the
-    parameter's bytes are those of its tensors in order."""
+    """The blocks of one parameter. `step` is the number of rows per block; `copied` tells whether the
+    parameter is the concatenation of its tensors' bytes."""
 
     rule: Rule
     infos: tuple[TensorInfo, ...]
@@ -92,7 +92,7 @@ def blocks_of(rule: Rule, tensors, limit: int = BLOCK_BYTES) -> Blocks:
     """
     infos = tuple(tensors[name] for name in rule.names)
     shape = rule.transform.shape([info.shape for info in infos])
-    (dtype,) = {info.dtype for info in infos}  # the table refuses others
+    (dtype,) = {info.dtype for info in infos}  # `Table.add` refuses mixed dtypes
     copied = isinstance(rule.transform, IN_ORDER)
     rows = shape[0] if shape else 1
     row_bytes = max(prod(shape[1:]) * dtype.itemsize, 1)
@@ -106,7 +106,7 @@ def blocks_of(rule: Rule, tensors, limit: int = BLOCK_BYTES) -> Blocks:
 
 
 def _step(rows: int, most: int) -> int:
-    """Rows in a block so that all blocks are about alike and none has more than `most`."""
+    """Rows per block, at most `most`, so that all blocks have about equal size."""
     num_blocks = max(-(-rows // most), 1)
     return max(-(-rows // num_blocks), 1)
 
@@ -139,7 +139,7 @@ def _viewer(dtype: np.dtype, shape: Shape, size: int) -> Callable[[np.ndarray], 
 def _overlaps(
     infos: Sequence[TensorInfo], ends: list[int], begin: int, end: int
 ) -> Iterator[Piece]:
-    """Pieces of the tensors that make bytes `begin` to `end` of all of them in a row."""
+    """Pieces of the tensors for bytes `begin` to `end` of their concatenation."""
     first = int(np.searchsorted(ends, begin, side="right"))
     for info, stop in zip(infos[first:], ends[first:], strict=True):
         start = stop - (info.end - info.begin)

@@ -1,4 +1,4 @@
-"""Mistakes that the arguments alone show, found before heavy libraries are imported."""
+"""Validation of arguments, before heavy libraries are imported."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from peagle_jax.presets import PRESETS
 
 
 def check(args) -> None:
-    """Looks at the arguments of any command.
+    """Validates the arguments of any command.
 
     Raises:
-      ConfigError: a folder that is not there, or an unknown preset.
+      ConfigError: a folder does not exist, or a preset is unknown.
     """
     if args.command == "synthetic":
         if args.preset not in PRESETS:

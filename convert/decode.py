@@ -1,7 +1,7 @@
-"""Tensors of safetensors files as bits and as numbers, by the definitions of their formats.
+"""Independent decoder of safetensors tensors, as bits and as numbers, for `verify`.
 
-`verify` reads the source with this and with `expected`. Neither shares code with what converts and loads,
-so that one mistake cannot be made on both sides.
+`decode` and `expected` share no code with the converter and the loader, so that one bug cannot affect
+both sides of the comparison.
 """
 
 import json
@@ -15,12 +15,12 @@ import numpy as np
 from peagle_jax.checkpoint.safetensors import CheckpointError
 
 BLOCK, GROUP = 128, 32
-"""Rows and columns that share an FP8 scale, columns that share an MXFP4 scale."""
+"""Block sizes: rows and columns per FP8 scale; columns per MXFP4 scale."""
 _SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
-"""Bytes of one number, by the dtype's name in a header."""
+"""Bytes per element, by the dtype's name in the header."""
 
 Seen = Callable[[str, np.ndarray], None]
 
@@ -28,7 +28,7 @@ Seen = Callable[[str, np.ndarray], None]
 class SourceTensors:
     """`dtypes` and `shapes` by name, and `rows`: bits as unsigned integers of the dtype's size.
 
-    `seen(name, data)` gets each byte of a tensor once and in order, as uint8 [n], when it is first read.
+    `seen(name, data)` receives the bytes of each tensor once, in order, as uint8 [n], on the first read.
     """
 
     def __init__(self, folder: Path, seen: Seen = lambda name, data: None):
@@ -96,7 +96,7 @@ def numbers(bits: np.ndarray, dtype: str) -> np.ndarray:
 
 @cache
 def _fp8_e4m3() -> np.ndarray:
-    """All 256 numbers: a sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones are NaN."""
+    """All 256 values: sign, 4 exponent bits with bias 7, 3 mantissa bits; S.1111.111 is NaN."""
     table = []
     for code in range(256):
         sign, exponent, mantissa = -1 if code >> 7 else 1, code >> 3 & 15, code & 7
@@ -110,12 +110,12 @@ def _fp8_e4m3() -> np.ndarray:
 
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Numbers of the codes 0 to 7; 8 to 15 are their negatives."""
+"""Values of the codes 0 to 7; codes 8 to 15 are their negatives."""
 
 
 def mxfp4_numbers(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """float32 [..., k] of bytes [..., k / 2], two numbers each, low four bits first, and powers of two
-    [..., k / 32], which are 127 too large."""
+    """float32 [..., k] of bytes [..., k / 2] (two codes each, low nibble first) and scales [..., k / 32]
+    (exponents of 2 with bias 127)."""
     codes = np.array([*_FP4, *(-x for x in _FP4)], np.float32)
     pairs = np.stack([codes[packed % 16], codes[packed // 16]], axis=-1)
     powers = np.exp2(scales.astype(np.float64) - 127).astype(np.float32)

@@ -1,8 +1,8 @@
-"""What each parameter of a converted folder must hold, stated from the names and shapes of the source.
+"""The expected contents of each parameter of a converted folder, from names and shapes of the source.
 
-A second statement beside the tables, blocks and transforms that convert, for `verify`: it reads no
-config.json and shares no code with them. A parameter that it does not know fails the verification, so a
-new family adds its names here too.
+An independent specification for `verify`: it shares no code with the tables, blocks and transforms of the
+converter, and reads no config.json. Unknown parameters fail the verification, so a new family adds its
+names here too.
 """
 
 import re
@@ -44,12 +44,12 @@ Make = Callable[[SourceTensors, tuple[str, ...]], Expected]
 
 
 def _dtype(source: SourceTensors, names: Sequence[str]) -> str:
-    """The tensors' common dtype; "A or B" if they have two, which no parameter has."""
+    """The tensors' common dtype; "A or B" if they differ, which matches no parameter."""
     return " or ".join(sorted({source.dtypes[name] for name in names}))
 
 
 def _one_under_the_other(source: SourceTensors, names: tuple[str, ...]) -> Expected:
-    """All rows of the first tensor, then all of the next."""
+    """Concatenation along axis 0."""
     heights = [source.shapes[name][0] for name in names]
 
     def rows(start: int, stop: int) -> np.ndarray:
@@ -208,7 +208,7 @@ def expected_parameters(source: SourceTensors) -> dict[str, Expected | ExpectedS
 
 
 def may_be_unused(source: SourceTensors, name: str) -> bool:
-    """Whether no parameter needs a tensor: it has no part in the model, or says what another says too."""
+    """Whether a tensor may be unused: it is not part of the model, or it duplicates another tensor."""
     plain = _plain_name(name, source)
     if plain == "lm_head.weight":
         return any(
@@ -240,12 +240,12 @@ def _plain_name(name: str, source: SourceTensors) -> str:
 
 
 def _place(groups: dict[str, str]) -> tuple[int, int]:
-    """Where a tensor comes among those of its parameter: by expert, then by part."""
+    """Sort key of a tensor within its parameter: expert, then part."""
     return int(groups.get("expert") or 0), _ORDER.get(groups.get("part") or "q", 0)
 
 
 def _scale(source: SourceTensors, names: tuple[str, ...]) -> ExpectedScale:
-    """Of FP8 matrices that lie one under the other, or that are stacked as experts."""
+    """Scales of FP8 matrices that are concatenated along rows, or stacked as experts."""
     weights = [re.sub(r"_scale(_inv)?$", "", name) for name in names]
     shapes = [source.shapes[name] for name in weights]
     dtype = _dtype(source, names)
@@ -267,9 +267,9 @@ def _scale(source: SourceTensors, names: tuple[str, ...]) -> ExpectedScale:
 
 
 def stored_grid(scales: np.ndarray, matrix: tuple[int, int]) -> np.ndarray | None:
-    """What a stored scale [Sn, Sk] means: [rows, columns / 128]; None if it has another shape.
+    """Expands a stored scale [Sn, Sk] to [rows, columns / 128]; None if its shape is invalid.
 
-    Sn is the rows or the blocks of 128 of them, Sk is 1 or the blocks of 128 columns.
+    Sn is the number of rows or of blocks of 128 rows; Sk is 1 or the number of blocks of 128 columns.
     """
     rows, across = matrix[0], -(-matrix[1] // BLOCK)
     if scales.shape[0] not in (rows, -(-rows // BLOCK)) or scales.shape[1] not in (1, across):

@@ -1,4 +1,4 @@
-"""The way back: a converted folder -> the safetensors files it came from, byte for byte."""
+"""`peagle-convert export`: a converted folder -> its source safetensors files, byte for byte."""
 
 import hashlib
 import os
@@ -32,10 +32,10 @@ class Run:
 
 
 def rules_of(converted: Converted) -> dict[tuple, Rule]:
-    """By path, the rules that made a converted folder, from its config and its tensors.
+    """The rules of a converted folder by parameter path, from its config and its tensors.
 
     Raises:
-      CheckpointError: this version would make other parameters of them.
+      CheckpointError: this version has different rules for these tensors.
     """
     target = converted.folder / "source" / "target"
     _, _, layout = layout_of(converted, converted.folder, target if target.is_dir() else None)
@@ -93,16 +93,16 @@ def _in_order(infos, blocks: Iterator[np.ndarray]) -> Iterator[Run]:
 
 
 def export(folder: Path, final: Path, *, progress: Progress = lambda nbytes: None) -> int:
-    """Writes the folder `final` as the source was: the same files, byte for byte, and the side files.
+    """Restores the source in the folder `final`: the same files, byte for byte, and the side files.
 
-    Every tensor is compared with the manifest's sum on the way. Begins anew where a run was killed;
-    leaves nothing behind when it fails.
+    Checks the hash of every tensor against the manifest. Restarts after a killed run; removes its output
+    on failure.
 
     Returns the bytes of the safetensors files.
 
     Raises:
-      CheckpointError: the converted folder is damaged, or `final` is in use, inside of
-        `folder`, or too small a place.
+      CheckpointError: the converted folder is damaged, or `final` is in use, inside of `folder`, or its
+        disk is too full.
     """
     converted = Converted(folder)
     rules = rules_of(converted)

@@ -1,4 +1,4 @@
-"""A hub id -> a folder: downloads a model's root files, or says clearly why it cannot."""
+"""Resolves a Hugging Face hub id to a folder: downloads a model's root files."""
 
 import re
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MODEL = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 CONFIGS = ("config.json", "generation_config.json")
 _FOLDERS = ["*/*"]
-"""Other copies of the weights (gpt-oss's `original/` and `metal/`) lie in folders."""
+"""Root files only: subfolders hold other copies of the weights (gpt-oss's `original/` and `metal/`)."""
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` can name a model on the hub and is no folder here."""
+    """Whether `text` has the form of a hub id and is not a local folder."""
     return not Path(text).exists() and _ID.fullmatch(text) is not None
 
 
 def resolve(
     text: str, revision: str | None = None, *, wanted: Sequence[str] = MODEL
 ) -> tuple[Path, str]:
-    """(folder, what to call it) of a local folder or a hub id.
+    """(folder, label) of a local folder or a hub id.
 
     Args:
       text: a folder, else "owner/name".

@@ -1,8 +1,8 @@
-"""The last test of a conversion: our logits against those of the PyTorch model, on random tokens.
+"""End-to-end check of a conversion: our logits against those of the PyTorch model, on random tokens.
 
-PyTorch is no dependency: without it (or without the memory to hold the model twice in float32) the test
-is skipped, and says so. An FP8 checkpoint is dequantised for PyTorch first: transformers reads not all
-forms of scales, and some wrongly.
+PyTorch is not a dependency. Without it, or without memory for two float32 copies of the model, the check
+is skipped with a message. FP8 checkpoints are dequantised for PyTorch first, because transformers reads
+some forms of scales incorrectly and others not at all.
 """
 
 import importlib
@@ -27,14 +27,14 @@ from peagle_jax.checkpoint.safetensors import write
 
 SEQUENCES, TOKENS = 2, 24
 TOLERANCE = 1e-3
-"""Of the largest logit; both sides compute in float32, in another order."""
+"""Tolerance relative to the largest logit: both sides compute in float32, in different order."""
 _COPIES = 2.5
-"""Of the parameters in float32: theirs, ours and working memory."""
+"""Memory needed, in float32 copies of the parameters: PyTorch's, ours, and temporaries."""
 
 
 @dataclass(frozen=True)
 class LogitsComparison:
-    """`largest` difference as a share of the largest logit; `agreement` of the likeliest tokens."""
+    """`largest` difference relative to the largest logit; `agreement`: share of equal argmax tokens."""
 
     positions: int
     largest: float
@@ -55,7 +55,7 @@ def why_skipped(kind: str, num_parameters: int) -> str | None:
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free or hold cached files."""
+    """Available memory in bytes: free or file cache."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = dict(line.split(":") for line in lines)
@@ -68,8 +68,8 @@ def compare_logits(source: Source, model: Path, *, seed: int = 0) -> LogitsCompa
     """Logits at every position of a few random sequences.
 
     Args:
-      source: what transformers runs.
-      model: folder for us, converted or not.
+      source: the checkpoint that transformers runs.
+      model: the folder that we load, converted or not.
     """
     ours = load_target(model, dtype="float32")
     size = (SEQUENCES, TOKENS)
@@ -99,7 +99,7 @@ def _torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def _readable(source: Source) -> Iterator[Path]:
-    """The source's folder, or for the time being a copy without FP8."""
+    """The source's folder, or a temporary copy without FP8."""
     infos = source.tensors.infos
     if not any(info.dtype == FP8 for info in infos.values()):
         yield source.tensors.folder
@@ -135,7 +135,7 @@ def _dequantized(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def _attend(q, k, v, cache: None, *, window: int | None, scale=None, sinks=None):
-    """`layers.Attend` over whole sequences without a cache, by the definition."""
+    """Reference `layers.Attend` over whole sequences without a cache."""
     T, H = q.shape[1], q.shape[-1]
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (H**-0.5 if scale is None else scale)

@@ -1,4 +1,4 @@
-"""`manifest.json` of a converted folder: versions, source, every tensor and parameter with its sum."""
+"""Writer of `manifest.json`: versions, source, and every tensor and parameter with its hash."""
 
 import importlib.metadata
 import json
@@ -14,7 +14,7 @@ _TOOLS = ("peagle-jax", "orbax-checkpoint", "tensorstore", "jax", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Versions of what wrote a folder."""
+    """Versions of the packages that write a folder."""
     found = {"python": platform.python_version()}
     for name in _TOOLS:
         try:
@@ -46,7 +46,7 @@ def write_manifest(
     not_finite: dict[str, NotFinite],
 ) -> None:
     """Args:
-    parameters: all that was written, with sums.
+    parameters: all written parameters, with hashes.
     sums: sha256 of each source tensor.
     not_finite: counts of the source tensors that hold NaN or infinity.
     """

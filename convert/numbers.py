@@ -1,8 +1,8 @@
-"""Whether a quantised parameter stands for the numbers that its source stands for.
+"""Compares the dequantised values of quantised parameters with those of the source.
 
-Bits say that nothing was lost; this says what they mean. Bands of rows from the beginning, the middle and the
-end of each parameter are dequantised as the kernels do it (`pallas_kernels.formats` says how), the same rows
-of the source by the definition of its format (`decode`).
+The comparison of bits shows that nothing was lost; this one shows that scales and layout mean the same.
+Bands of rows at the start, middle and end of each parameter are dequantised as the kernels do
+(`pallas_kernels.formats`); the same rows of the source by the definition of its format (`decode`).
 """
 
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ from peagle_jax.checkpoint.converted import Converted, Parameter
 from peagle_jax.checkpoint.layout import FP8
 
 TOLERANCE = 1e-6
-"""Most that rounding explains, as a share of a row's largest number."""
+"""Tolerance for rounding, relative to the row's largest value."""
 BLOCK, GROUP = 128, 32
 """Rows and columns that share an FP8 scale, columns that share an MXFP4 scale."""
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-@np.errstate(over="ignore", invalid="ignore")  # infinities and NaN may be in a file
+@np.errstate(over="ignore", invalid="ignore")  # a file may contain infinity and NaN
 def compare_numbers(
     converted: Converted, parameter: Parameter, weight: Expected, scale: Expected | ExpectedScale
 ) -> tuple[int, float]:
-    """(rows compared, their largest difference as a share of the row's largest number).
+    """(number of rows compared, their largest difference relative to the row's largest value).
 
     Args:
-      parameter: the weight; its scale lies beside it.
-      weight, scale: what the source makes.
+      parameter: the stored weight; its scale is the parameter beside it.
+      weight, scale: expected contents, from the source.
     """
     store = converted.store(parameter)
     scales = converted.parameter((*parameter.path[:-1], "scale"))
@@ -47,7 +47,7 @@ def compare_numbers(
 
 
 def _bands(parameter: Parameter) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(leading index, first row) of up to three runs of rows that share a block of scales."""
+    """(leading index, first row) of up to three bands of rows, each within one block of scales."""
     *leading, rows, _ = parameter.shape
     per_matrix = -(-rows // BLOCK)
     total = prod(leading) * per_matrix
@@ -57,7 +57,7 @@ def _bands(parameter: Parameter) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _stored_numbers(values: np.ndarray, scales: np.ndarray, start: int, rows: int) -> np.ndarray:
-    """Rows of a parameter from `start` on; their matrix has `rows` and scales [rows or blocks, Sk]."""
+    """Dequantises rows of a parameter from `start`; the whole matrix has `rows` rows and the scales."""
     places = np.arange(start, start + len(values))
     scale = scales[places if scales.shape[0] == rows else places // BLOCK]
     if values.dtype != FP8:
@@ -93,7 +93,7 @@ def _mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _difference(got: np.ndarray, want: np.ndarray) -> float:
-    """As a share of the largest number; what is not finite must be equal."""
+    """Largest difference relative to the largest value; non-finite values must be equal."""
     finite = np.isfinite(want)
     if not np.array_equal(got[~finite], want[~finite], equal_nan=True):
         return np.inf

@@ -1,7 +1,7 @@
-"""A folder that appears under its name only when it is complete: `NAME.partial`, a lock, a journal.
+"""Atomic, resumable output folder: `NAME.partial` with a lock and a journal, renamed when complete.
 
-`NAME.partial/journal.jsonl` begins with what is being made from what; each finished group adds a line.
-A killed run leaves the folder behind, and the next run goes on after the last line.
+The first line of `NAME.partial/journal.jsonl` identifies source and output; each finished group adds a
+line. After a killed run the next run resumes after the last complete line.
 """
 
 import errno
@@ -23,7 +23,7 @@ def partial_path(final: Path) -> Path:
 
 
 class Partial:
-    """`folder` to write into; `done` are the entries so far, those of earlier runs too."""
+    """An open output folder: write into `folder`; `done` are all journal entries, of earlier runs too."""
 
     def __init__(self, final: Path, folder: Path):
         self.final, self.folder = final, folder
@@ -33,11 +33,13 @@ class Partial:
         """Reads the journal of an unfinished run, or starts one.
 
         Raises:
-          CheckpointError: the unfinished run made something else.
+          CheckpointError: the unfinished run had a different source or plan.
         """
         journal = self.folder / JOURNAL
         lines = journal.read_bytes().splitlines(keepends=True) if journal.is_file() else []
-        complete = [line for line in lines if line.endswith(b"\n")]  # the last may be torn
+        complete = [
+            line for line in lines if line.endswith(b"\n")
+        ]  # the last line may be incomplete
         try:
             entries = [dict(json.loads(line)) for line in complete]
         except (ValueError, TypeError) as error:
@@ -57,7 +59,7 @@ class Partial:
         journal.write_bytes(b"".join(complete))
 
     def record(self, entry: dict) -> None:
-        """Notes that a group is complete on disk."""
+        """Adds a journal entry for a group. The group must be complete on disk."""
         with (self.folder / JOURNAL).open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
             file.flush()
@@ -65,7 +67,7 @@ class Partial:
         self.done.append(entry)
 
     def finish(self) -> None:
-        """Gives the folder its final name; everything in it is on disk before."""
+        """Renames the folder to its final name, after an fsync of its contents."""
         (self.folder / JOURNAL).unlink(missing_ok=True)
         sync_tree(self.folder)
         self.folder.rename(self.final)  # replaces an empty folder
@@ -73,7 +75,7 @@ class Partial:
 
 
 def check_apart(final: Path, sources: Iterable[Path]) -> None:
-    """Refuses to write `final`, or its unfinished folder, into a folder that is read, or around one.
+    """Refuses output folders (`final`, its .partial) inside of a source folder, or that contain one.
 
     Raises:
       CheckpointError: names both folders.
@@ -104,12 +106,12 @@ def _is_same(first: Path, second: Path) -> bool:
 
 @contextmanager
 def opened(final: Path, *, restart: bool = False) -> Iterator[Partial]:
-    """The unfinished folder of `final`, made or found, locked against other runs.
+    """Opens or creates the partial folder of `final`, locked against other runs.
 
     Args:
-      restart: throw away what an earlier run left.
+      restart: delete the partial folder of an earlier run.
     Raises:
-      CheckpointError: `final` holds something, another run is writing it, or it cannot be made.
+      CheckpointError: `final` is not empty, another run is writing it, or it cannot be created.
     """
     folder = partial_path(final)
     try:
@@ -121,7 +123,7 @@ def opened(final: Path, *, restart: bool = False) -> Iterator[Partial]:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written ({error.strerror})") from error
     try:
-        if final.exists() and any(final.iterdir()):  # finished while we waited for nothing
+        if final.exists() and any(final.iterdir()):  # another run finished before we had the lock
             raise CheckpointError(f"{final}: another run has just finished it")
         if restart:
             for path in folder.iterdir():
@@ -151,7 +153,7 @@ def _lock(folder: Path) -> int:
 
 
 def sync_tree(folder: Path) -> None:
-    """Brings a folder and all in it to disk."""
+    """Calls fsync on a folder and all files in it."""
     for root, _, files in os.walk(folder):
         for name in files:
             _sync(Path(root) / name)
@@ -163,7 +165,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot sync folders
+        if error.errno != errno.EINVAL:  # some file systems cannot fsync folders
             raise
     finally:
         os.close(descriptor)

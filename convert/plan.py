@@ -1,4 +1,4 @@
-"""What a conversion will do: where each tensor goes, what is left over or missing, what it costs."""
+"""The plan of a conversion: the parameter of each tensor, left-over and missing tensors, memory cost."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from peagle_jax.checkpoint.transforms import Copy, Shape
 AXIS = "tensor"
 """Mesh axis that the sharding column names."""
 GROUP_BYTES = 2_000_000_000
-"""Most bytes in a group of more than one parameter: what a killed run does again at worst."""
+"""Maximum bytes per group of several parameters. A killed run repeats at most one group."""
 IN_FLIGHT_BYTES = 300_000_000
 WORKERS = 3
 BASE_BYTES = 250_000_000
@@ -49,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """A source and the groups it is written in; can be carried out if nothing is left over or missing."""
+    """A source and its output groups. The plan can be executed if nothing is left over or missing."""
 
     source: Source
     groups: tuple[Group, ...]
@@ -68,15 +68,15 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Estimate of the most resident memory: what is there before, and in each thread a block that is
-        re-ordered, as read, as made, and one temporary."""
+        """Estimate of peak resident memory: the imported libraries, and per thread three buffers of a
+        re-ordered block (input, output, temporary)."""
         members = [member for group in self.groups for member in group.members]
         return BASE_BYTES + 3 * WORKERS * max(
             (m.largest for m in members if not m.copied), default=0
         )
 
     def parameters(self) -> list[Parameter]:
-        """All that will be written, sums still empty."""
+        """All parameters to write, with empty hashes."""
         return [_parameter(member, group.name) for group in self.groups for member in group.members]
 
     def rows(self) -> Iterator[Row]:
@@ -112,8 +112,8 @@ def make_plan(
     """Cuts a source into groups of consecutive parameters.
 
     Args:
-      in_flight: most bytes of blocks in memory, unless single entries of a tensor are larger.
-      group_bytes: bound of a group; a larger parameter is a group of its own.
+      in_flight: maximum bytes of blocks in memory, unless a single entry of a tensor is larger.
+      group_bytes: maximum size of a group; a larger parameter gets its own group.
     """
     infos = source.tensors.infos
     limit = max(min(BLOCK_BYTES, in_flight // (3 * WORKERS)), 1)
@@ -150,7 +150,7 @@ _COLUMNS = ("out", "down")
 
 
 def partition(path: Path, shape: Shape) -> str:
-    """How a parameter is meant to lie on a mesh axis "tensor", in the words of a PartitionSpec.
+    """Suggested sharding of a parameter over a mesh axis "tensor", as a PartitionSpec in text.
 
     Rows of q/k/v and of gate/up, columns of the projections back (their biases are added once, so they
     are replicated), experts along E, embeddings along the vocabulary; the rest is replicated. A scale

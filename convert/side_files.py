@@ -1,4 +1,4 @@
-"""What lies beside the weights: configs and tokenizer, and the headers that `export` needs."""
+"""Copies the files beside the weights: configs, tokenizer, and the headers that `export` needs."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ _LIMIT = 100_000_000
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
-    """config.json, tokenizer, chat template and the like; not weights in any form, nor their index."""
+    """Copies config.json, tokenizer, chat template and similar files, but no weights and no index."""
     for path in sorted(source.iterdir()):
         is_side = path.suffix in _SUFFIXES and not path.name.endswith(".index.json")
         if is_side and path.is_file() and path.stat().st_size <= _LIMIT:
@@ -19,7 +19,7 @@ def copy_side_files(source: Path, folder: Path) -> None:
 
 
 def copy_headers(source: Source, folder: Path) -> None:
-    """Headers and index of the source's files, byte for byte, and the config of a head's target."""
+    """Copies headers and index of the source's files byte for byte, and the config of a head's target."""
     kept = folder / "source"
     kept.mkdir(exist_ok=True)
     for file in source.tensors.files:

@@ -1,4 +1,4 @@
-"""A checkpoint to convert, looked at from outside: files, headers, which model it is. No contents."""
+"""The source of a conversion: files, headers and model kind, without reading tensor contents."""
 
 import errno
 import hashlib
@@ -24,14 +24,14 @@ from peagle_jax.checkpoint.values import check_scale
 
 TARGET_FILES = ("config.json", "generation_config.json")
 _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What `copy_file_range` says between some file systems."""
+"""Errors of `copy_file_range` between file systems that do not support it."""
 _COPY_BYTES = 1 << 20
 Kind = Literal["target", "head"]
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One safetensors file. Equal size, time and header mean: the same file as before."""
+    """One safetensors file. Equal size, modification time and header identify an unchanged file."""
 
     name: str
     size: int
@@ -55,13 +55,13 @@ class Tensors:
 
     @property
     def identity(self) -> list[dict]:
-        """What must be the same for an unfinished conversion to go on."""
+        """Identity of the source files; an unfinished conversion resumes only if it is unchanged."""
         return [asdict(file) for file in self.files]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint whose model is known. `label` is what to call it: a folder's name or a hub id."""
+    """A checkpoint of a recognised model. `label` for messages: the folder's name or the hub id."""
 
     tensors: Tensors
     kind: Kind
@@ -72,7 +72,7 @@ class Source:
 
     @property
     def folders(self) -> list[Path]:
-        """All that is read."""
+        """All folders that the conversion reads."""
         return [self.tensors.folder, *([self.target_folder] if self.target_folder else [])]
 
     @property
@@ -82,7 +82,7 @@ class Source:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the model's weights; two in a byte where they are packed."""
+        """Number of weights; packed bytes count as two."""
         infos = self.tensors.infos
         counts = (
             prod(infos[name].shape) * (2 if infos[name].dtype == PACKED else 1)
@@ -93,7 +93,7 @@ class Source:
 
 
 def tensors_of(checkpoint: Checkpoint) -> Tensors:
-    """Headers of a folder's safetensors files, and what tells the files from changed ones."""
+    """Headers of a folder's safetensors files, and the identity of the files."""
     files = tuple(map(_source_file, checkpoint.files))
     file_of = {name: path.name for name, path in checkpoint.file_of.items()}
     return Tensors(checkpoint.folder, checkpoint.tensors, files, file_of)
@@ -146,8 +146,8 @@ def layout_of(
 
 
 def open_source(folder: Path, label: str | None = None, target: Path | None = None) -> Source:
-    """A folder of the Hugging Face layout, understood. Of contents only scales are read, and an lm_head that
-    config.json ties to the embedding.
+    """Opens a Hugging Face folder and recognises its model. Reads no contents but scales, and an lm_head
+    that config.json ties to the embedding.
 
     Raises:
       CheckpointError: no checkpoint, a broken file, an index that does not fit the files, a scale without a
@@ -162,7 +162,7 @@ def open_source(folder: Path, label: str | None = None, target: Path | None = No
 
 
 def _check_scales(tensors: Tensors, layout: Layout) -> None:
-    """Refuses scales without a value before anything is written; they are a small share of a file."""
+    """Refuses invalid scales before anything is written. Scales are a small part of a file."""
     with closing(Reader(tensors)) as reader:
         for rule in layout.rules:
             for name in rule.names if rule.path[-1] == "scale" else ():
@@ -176,8 +176,7 @@ def _check_scales(tensors: Tensors, layout: Layout) -> None:
 
 
 class Reader:
-    """Byte ranges of tensors, for several threads; by explicit calls, for mapped pages would count as
-    resident memory."""
+    """Reads byte ranges of tensors; thread-safe. Uses pread: mapped pages would count as resident memory."""
 
     def __init__(self, tensors: Tensors):
         self._tensors = tensors

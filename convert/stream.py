@@ -1,8 +1,8 @@
-"""Carries out a plan: tensors' bytes -> chunks of Orbax checkpoints, a few threads, one block each.
+"""Executes a plan: tensor bytes -> chunks of Orbax checkpoints, with a few threads of one block each.
 
-What is made of a tensor's bytes in their order never enters this process: the kernel copies it from file
-to file, while another thread reads it for its sum. Only what a transform re-orders is read, made and
-written by us. Nothing grows with the model but the lists of names.
+Parameters that are a concatenation of tensors are copied file to file by the operating system's kernel
+(`copy_file_range`), while another thread reads the source for its hash. Only parameters that a transform
+re-orders are read, transformed and written here. Memory does not grow with the model's size.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ from peagle_jax.checkpoint.values import NotFinite, NotFiniteCounts
 _SUM_BYTES = 1 << 20
 _BATCH_BYTES = 1 << 26
 _WRITE_BYTES = 1 << 16
-"""Of one write: larger ones make the page cache take larger pieces of fresh memory, which a virtual
-machine has to ask its host for (half the speed where this was measured)."""
+"""Bytes per write. Larger writes make the page cache allocate larger folios of fresh memory, which a
+virtual machine must request from its host (measured: half the speed)."""
 
 _ENTRY = {"group", "parameters", "tensors", "not_finite"}
 """Keys of a group's entry in the journal."""
@@ -52,8 +52,8 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Result:
-    """`skipped` are the groups that an earlier run had finished; `already` says there was no work.
-    `not_finite` counts the NaN and infinite numbers of the source's tensors."""
+    """`skipped`: groups that an earlier run finished; `already`: the conversion was complete before.
+    `not_finite` counts NaN and infinity in the source's tensors."""
 
     nbytes: int
     groups: int
@@ -64,7 +64,7 @@ class Result:
 
 
 class _Pending:
-    """Stands for an array in the tree that Orbax saves; `_Handler` writes it."""
+    """Placeholder for an array in the tree that Orbax saves; `_Handler` writes the array."""
 
     def __init__(self, number: int, blocks: Blocks):
         self.number, self.blocks = number, blocks
@@ -74,8 +74,8 @@ class _Pending:
 class _Handler(ocp.type_handlers.NumpyHandler):
     """Makes an uncompressed zarr array of each `_Pending`, whose chunks `fill` then writes.
 
-    A chunk is a file `i.0.0` of the bytes of its block in C order. What this leaves is what Orbax itself
-    would write of numpy arrays, so that plain Orbax can restore it.
+    A chunk is a file `i.0.0` with the bytes of its block in C order. The result equals what Orbax writes
+    for numpy arrays, so that plain Orbax can restore it.
     """
 
     def __init__(self, fill: Callable[[dict[int, Path]], None]):
@@ -100,7 +100,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
             opening.append(ts.open(ts.Spec(spec), create=True))
         try:
             await asyncio.gather(*opening)
-        except ValueError as error:  # tensorstore's word for anything, a full disk included
+        except ValueError as error:  # tensorstore raises it for any failure, including a full disk
             why = str(error).split(" [")[0]
             raise CheckpointError(f"cannot write an array's description: {why}") from error
         self._fill(folders)
@@ -108,7 +108,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
 
 
 class _GroupRun:
-    """Fills the chunks of one group; `sums` is the result."""
+    """Writes the chunks of one group and computes the hashes `sums`."""
 
     def __init__(self, group: Group, reader: Reader, pool: ThreadPoolExecutor, progress: Progress):
         self._group, self._reader, self._pool, self._progress = group, reader, pool, progress
@@ -135,7 +135,7 @@ class _GroupRun:
             job.result()
 
     def _work(self, folders: dict[int, Path]) -> Iterator[tuple]:
-        """(bytes, function, arguments) of each job; none needs another's result."""
+        """Yields (bytes, function, arguments) of each job. Jobs are independent."""
         for number, member in enumerate(self._group.members):
             write = self._copy if member.copied else self._make
             yield member.nbytes, write, number, member, folders[number]
@@ -187,14 +187,14 @@ class _GroupRun:
             yield block
 
     def _buffer(self, size: int) -> np.ndarray:
-        """This thread's, kept between jobs."""
+        """This thread's buffer, reused between jobs."""
         if getattr(self._buffers, "array", np.empty(0)).nbytes < size:
             self._buffers.array = np.empty(size, np.uint8)
         return self._buffers.array
 
     def entry(self) -> dict:
-        """What the journal keeps: sums as hex of parameters (see `Parameter.sha256`) and of tensors, and
-        counts of numbers that are not finite."""
+        """The group's journal entry: hex hashes of parameters (see `Parameter.sha256`) and of tensors, and
+        counts of NaN and infinity."""
         parameters = [
             sum_of_sums([self._tensors[name] for name in member.rule.names])
             if member.copied
@@ -214,7 +214,7 @@ def _size(info: TensorInfo) -> int:
 
 
 def _batches(infos: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """Runs of tensors, each a job's worth."""
+    """Batches of consecutive tensors, one job each."""
     batch: list[TensorInfo] = []
     for info in infos:
         batch.append(info)
@@ -227,7 +227,7 @@ def _batches(infos: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
 
 @contextmanager
 def _chunk(folder: Path, member: Blocks, block: Block) -> Iterator[int]:
-    """The file of a block; a last block that is smaller than the others is padded to their size."""
+    """Opens the file of a block. A smaller last block is padded to the chunk size, as zarr requires."""
     numbers = [0] * max(len(member.shape), 1)
     if block.index:
         numbers[0] = block.index[0].start // member.step
@@ -261,7 +261,7 @@ def _save(folder: Path, group: Group, fill) -> None:
 
 @contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Orbax warns that it finds no jax.Array and nothing to merge; neither is meant to be there."""
+    """Suppresses Orbax's warnings about missing jax.Arrays and nothing to merge; both are expected."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -272,12 +272,12 @@ def _quiet_orbax() -> Iterator[None]:
 
 
 def _write_groups(plan: Plan, partial: Partial, progress: Progress) -> dict[str, dict]:
-    """Writes the groups that the journal does not list. Returns its entries, one a group."""
+    """Writes the groups that the journal does not list. Returns one journal entry per group."""
     weights = partial.folder / "weights"
     weights.mkdir(exist_ok=True)
     entries = {entry["group"]: entry for entry in partial.done}
     for path in weights.iterdir():
-        if path.name not in entries:  # begun and not finished
+        if path.name not in entries:  # started but not finished
             shutil.rmtree(path)
     commits: list[Future] = []
     with (
@@ -292,7 +292,7 @@ def _write_groups(plan: Plan, partial: Partial, progress: Progress) -> dict[str,
                 continue
             run = _GroupRun(group, reader, pool, progress)
             _save(weights / group.name, group, run.fill)
-            # The disk catches up while the next group is made, but no further behind than that.
+            # fsync overlaps with the next group only, so that at most one group is not yet on disk.
             if commits:
                 commits.pop().result()
             commits.append(commit.submit(_commit, partial, weights, group, run))
@@ -307,7 +307,7 @@ def _commit(partial: Partial, weights: Path, group: Group, run: _GroupRun) -> No
 
 
 def _identity(plan: Plan) -> dict:
-    """What must not change between a killed run and the one that goes on."""
+    """The journal's first line: a killed run resumes only if it is unchanged."""
     digest = hashlib.sha256()
     for parameter in plan.parameters():
         digest.update(repr(parameter).encode())
@@ -320,7 +320,7 @@ def _identity(plan: Plan) -> dict:
 
 
 def is_same_conversion(plan: Plan, final: Path) -> bool:
-    """Whether `final` is this source, converted before."""
+    """Whether `final` already holds the conversion of this source."""
     if not is_converted(final):
         return False
     return Converted(final).manifest["source"]["files"] == plan.source.tensors.identity
@@ -329,16 +329,16 @@ def is_same_conversion(plan: Plan, final: Path) -> bool:
 def convert(
     plan: Plan, final: Path, *, progress: Progress = lambda nbytes: None, restart: bool = False
 ) -> Result:
-    """Writes the folder `final`, which appears when it is complete; goes on where a run was killed.
+    """Converts into the folder `final`, which appears only when complete. Resumes after a killed run.
 
     Args:
       plan: from `make_plan`.
       final: must not exist, or be empty, or hold the same conversion.
       progress: called with the bytes of each block written, from this thread.
-      restart: throw away what a killed run left.
+      restart: delete the partial output of a killed run.
     Raises:
-      CheckpointError: leftovers or holes in the plan, a folder in use or inside of the source, not enough room, or a source that
-        ends early.
+      CheckpointError: left-over or missing tensors, a folder in use or inside of the source, too little
+        disk space, or a truncated source.
     """
     plan.source.layout.check(plan.source.model)
     check_apart(final, plan.source.folders)

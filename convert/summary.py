@@ -1,4 +1,4 @@
-"""What a folder holds, from its headers, and on request from its contents; unknown models too."""
+"""`peagle-convert inspect`: summary of a folder from its headers, optionally contents; any model."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Line:
-    """Tensors whose names differ in numbers only, and whose dtypes and shapes are equal."""
+    """One line of the summary: tensors of equal dtype and shape whose names differ in numbers only."""
 
     name: str
     count: int
@@ -33,10 +33,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Summary:
-    """`kind` is "target", "P-EAGLE head" or "EAGLE-3 head"; `model` what config.json calls it.
+    """`kind` is "target", "P-EAGLE head" or "EAGLE-3 head"; `model` is the name in config.json.
 
-    `unread_keys` are those of config.json that change nothing, if it is of a supported family. `not_finite`
-    is None where contents were not read.
+    `unread_keys` are keys of config.json without effect, for supported families. `not_finite` is None if
+    contents were not read.
     """
 
     name: str
@@ -63,8 +63,8 @@ def inspect(folder: Path, *, every: bool = False, values: bool = False) -> Summa
     """Reads headers, config.json and the manifest of a converted folder only, unless `values`.
 
     Args:
-      every: a line for every tensor, in place of one for all layers.
-      values: reads all contents too, and counts NaN and infinity; a converted folder has the counts.
+      every: one line per tensor instead of one line for all layers.
+      values: also read all contents and count NaN and infinity (a converted folder stores the counts).
     Raises:
       CheckpointError: no checkpoint, or a broken one.
     """
@@ -99,7 +99,7 @@ def inspect(folder: Path, *, every: bool = False, values: bool = False) -> Summa
 
 
 def count_not_finite(tensors: Tensors) -> dict[str, NotFinite]:
-    """Of the tensors that hold NaN or infinity, how many; reads all of them, 1 MiB at a time."""
+    """Counts NaN and infinity by tensor, for tensors that have any. Reads all contents in 1 MiB steps."""
     counts, buffer = NotFiniteCounts(), np.empty(1 << 20, np.uint8)
     with closing(Reader(tensors)) as reader:
         for name, info in tensors.infos.items():
@@ -112,7 +112,7 @@ def count_not_finite(tensors: Tensors) -> dict[str, NotFinite]:
 
 
 def not_finite_text(found: Mapping[str, NotFinite]) -> str:
-    """One line for people: how many tensors hold such numbers, and five of them by name."""
+    """One line for users: the number of tensors with NaN or infinity, and the first five names."""
     if not found:
         return "all numbers are finite"
     named = [f"{name} ({counts})" for name, counts in sorted(found.items())[:5]]
@@ -121,7 +121,7 @@ def not_finite_text(found: Mapping[str, NotFinite]) -> str:
 
 
 def _config(folder: Path) -> dict:
-    """config.json, or an empty dict: headers can be looked at without it."""
+    """config.json, or an empty dict: a summary needs only the headers."""
     path = folder / "config.json"
     return read_json(path) if path.is_file() else {}
 
@@ -139,7 +139,7 @@ def _kind(infos: Mapping[str, TensorInfo]) -> str:
 
 
 def _quantization(infos: Mapping[str, TensorInfo], raw: dict) -> str:
-    """By the tensors that are there; config.json's word for it in brackets."""
+    """Quantisation by the tensors present; config.json's name for it in brackets."""
     found = []
     packed = sum(name.endswith("_blocks") and i.dtype == PACKED for name, i in infos.items())
     if packed:

@@ -1,6 +1,6 @@
 """Checkpoints with a real model's tensor names, shapes, dtypes and files, and random bytes for weights.
 
-They measure and test the converter; as models they say nothing. All numbers are finite, all scales positive.
+They serve to measure and test the converter, not as models. All values are finite, all scales positive.
 """
 
 import json
@@ -90,7 +90,7 @@ def write_synthetic(
     """Writes config.json, shards of at most `shard_bytes` (or one tensor) and their index.
 
     Args:
-      sparse: zeros that take no room on disk, in place of random bytes; but for FP8 scales.
+      sparse: write holes (zeros without disk space) instead of random bytes, except for FP8 scales.
     Returns the bytes of all tensors.
 
     Raises:
@@ -129,10 +129,10 @@ def _nbytes(entry) -> int:
 
 
 def _pools(seed: int) -> Pools:
-    """Random bytes to cut tensors from, for weights (False) and for scales (True).
+    """Pools of random bytes from which tensors are cut, for weights (False) and for scales (True).
 
-    Any two bytes are a bfloat16, and any byte an FP8 number or an MXFP4 scale, that is finite: the bit of
-    the exponent's highest weight is 0. Scales are positive.
+    The top exponent bit is 0, so that any two bytes are a finite bfloat16, and any byte is a finite FP8
+    value or a valid MXFP4 scale. Scales are positive.
     """
     random = np.frombuffer(np.random.default_rng(seed).bytes(2 * _POOL_BYTES), np.uint8)
     return {False: memoryview(random & 0b1011_1111), True: memoryview(random & 0b0011_1111 | 1)}
@@ -158,7 +158,7 @@ def _write_shard(path: Path, shard: list, pools: Pools, sparse: bool, progress) 
         at = 0
         for entry in shard:
             name, size = entry[0], _nbytes(entry)
-            is_fp8_scale = name.endswith("_scale_inv")  # zero would be no scale
+            is_fp8_scale = name.endswith("_scale_inv")  # a scale must not be zero
             if not sparse or is_fp8_scale:
                 file.seek(begin + at)
                 _write_numbers(file, pools[is_fp8_scale or name.endswith("_scales")], size, at)
@@ -167,9 +167,9 @@ def _write_shard(path: Path, shard: list, pools: Pools, sparse: bool, progress) 
 
 
 def _write_numbers(file: BinaryIO, pool: memoryview, size: int, at: int) -> None:
-    """Writes `size` bytes of the pool, other ones for most places `at` of a shard."""
+    """Writes `size` bytes of the pool; the start in the pool depends on the position `at` in the shard."""
     while size:
         count = min(_POOL_BYTES, size)
-        shift = at // 14 % (_POOL_BYTES // 2) * 2  # even, so that numbers of two bytes stay whole
+        shift = at // 14 % (_POOL_BYTES // 2) * 2  # even, to keep two-byte values aligned
         file.write(pool[shift : shift + count])
         at, size = at + count, size - count

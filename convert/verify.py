@@ -1,7 +1,6 @@
-"""Compares a converted folder with its source: bits, sums, numbers, and logits where PyTorch is there.
+"""Compares a converted folder with its source: bits, hashes, and dequantised values.
 
-What the source must have become is stated by `expected` and read by `decode`, apart from the code that
-converts.
+`expected` specifies the result and `decode` reads the source; neither shares code with the converter.
 """
 
 import hashlib
@@ -37,15 +36,15 @@ Progress = Callable[[int], None]
 
 
 class Mismatch(CheckpointError):
-    """A converted folder is not what its source makes."""
+    """A converted folder differs from the conversion of its source."""
 
 
 @dataclass
 class Verification:
-    """Counts of parameters, and of rows whose numbers were compared.
+    """Result: number of parameters, and of rows whose dequantised values were compared.
 
-    `largest` is their largest difference, as a share of the row's largest number. `not_finite` counts NaN and
-    infinity in the source's tensors.
+    `largest` is their largest difference, relative to the row's largest value. `not_finite` counts NaN
+    and infinity in the source's tensors.
     """
 
     copied: int = 0
@@ -57,7 +56,7 @@ class Verification:
 
 
 class _Seen:
-    """Sums and counts of the source's tensors, taken while they are read."""
+    """Hashes and NaN counts of the source's tensors, computed while they are read."""
 
     def __init__(self):
         self._digests, self._counts = {}, NotFiniteCounts()
@@ -79,15 +78,15 @@ def verify(
 ) -> Verification:
     """Compares every tensor and every parameter.
 
-    1. The parameters are those that the source's names state, and no tensor is unused that has a use.
-    2. Every bit of every parameter is where the source's tensors put it; FP8 scales mean the same for every
-       row and every 128 columns. The manifest's sums are those of the source and of the parameters.
-    3. Quantised weights stand for the same numbers (see `numbers`).
+    1. The parameters match the source's tensor names, and every needed tensor is used.
+    2. Every bit of every parameter is the expected bit of the source; FP8 scales are equal for every row
+       and every 128 columns. The manifest's hashes match the source and the parameters.
+    3. Quantised weights have the same values (see `numbers`).
 
     Args:
       progress: called with the bytes of each parameter.
     Raises:
-      Mismatch: the first difference; or `folder` was made of another checkpoint.
+      Mismatch: the first difference; or `folder` was converted from another checkpoint.
       CheckpointError: a file is missing or broken.
     """
     converted, seen = Converted(folder), _Seen()
@@ -139,10 +138,10 @@ def _check_headers(source: Source, converted: Converted) -> None:
 
 
 def _expected(tensors: SourceTensors, converted: Converted) -> dict[str, Expected | ExpectedScale]:
-    """What must be there, by the source's names and by what was kept as unused.
+    """The expected parameters, from the source's names and the tensors stored as unused.
 
     Raises:
-      Mismatch: a parameter is missing, or there is one that nothing makes, or a tensor has no place.
+      Mismatch: a parameter is missing or unexpected, or a tensor belongs to no parameter.
     """
     expected = expected_parameters(tensors)
     unused = [one for one in converted.parameters.values() if one.path[0] == UNUSED]
@@ -152,7 +151,7 @@ def _expected(tensors: SourceTensors, converted: Converted) -> dict[str, Expecte
             raise Mismatch(
                 f"{converted.folder}: tensor {name!r} is kept as unused; the model needs it"
             )
-    # A tensor that says what another says may be used or not.
+    # A duplicate of another tensor may be used or unused.
     expected = {key: one for key, one in expected.items() if not set(one.names) <= set(names)} | {
         one.key: as_it_is(tensors, one.names) for one in unused if len(one.names) == 1
     }

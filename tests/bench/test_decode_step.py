@@ -122,7 +122,7 @@ def test_a_shortened_model_keeps_the_dense_layers_that_are_left():
 
 
 def test_the_released_heads_have_their_published_sizes():
-    """1.8e9 and 1.7e9 parameters (peagle-spec 2.1)."""
+    """1.8e9 and 1.7e9 parameters (docs/decode-step.md, "What stands in for a trained model")."""
     for name, billions in (("gpt-oss-20b", 1.8), ("gpt-oss-120b", 1.7)):
         head = nnx.eval_shape(lambda name=name: _head(name))
         size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(head)))

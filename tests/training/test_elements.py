@@ -66,7 +66,7 @@ def test_every_anchor_is_kept_equally_often():
 
 
 def _dense_attention(elements, q, k, v, window):
-    """The predicate of peagle-spec 4.4 as a (rows x rows) mask."""
+    """The attention rule of docs/algorithm.md ("Training") as a (rows x rows) mask."""
     anchor, depth = elements.anchor, jnp.asarray(elements.depth)
     aq, ak = anchor[:, :, None], anchor[:, None, :]
     dq, dk = depth[:, None], depth[None, :]
