@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from peagle_jax.checkpoint.fields import read_config
-from peagle_jax.checkpoint.target_json import target_config
 from peagle_jax.config import ConfigError, EngineConfig, Method
 from peagle_jax.engine.sizes import check_sizes
 
@@ -39,6 +37,9 @@ def check_folders(
     Raises:
       ConfigError: a folder without a usable config.json, or sizes above the model's limits.
     """
+    from peagle_jax.checkpoint.fields import read_config  # numpy, which --help does not need
+    from peagle_jax.checkpoint.target_json import target_config
+
     check_sizes(target_config(embedded("target") if model is None else Path(model)), config)
     for folder in drafters:
         read_config(Path(folder))

@@ -190,7 +190,7 @@ def test_compare_leaves_out_a_method_without_a_head(generate, folders):
     code, out, _ = generate("--compare", PROMPT, *folders.options(), *SHORT, "--json")
     assert code == 0
     assert [row.get("method") for row in objects(out)] == ["none", "peagle", None]
-    assert objects(out)[-1] == {"dtype": "float32", "identical": True}
+    assert objects(out)[-1] == {"dtype": "float32", "identical": True, "left_out": []}
 
 
 def test_compare_fails_and_names_the_place_where_an_output_differs(generate, folders, monkeypatch):
