@@ -11,6 +11,7 @@ from serving.frontend import Frontend, State
 from serving.protos import open_inference_pb2, peagle_v1_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
 from serving.rpc import foreign, open_inference, vllm
 from serving.rpc.guard import Guard, MessageLimits
+from serving.rpc.health import HealthServicer
 from serving.rpc.peagle import Generation
 from serving.rpc.security import Certificates
 from serving.rpc.wire import WireLimits
@@ -98,7 +99,7 @@ class RpcServer:
             interceptors=[Guard(tokens, limits, partial(frontend.refused, "grpc"))], options=options
         )
         self._certificates = certificates
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._frontend = frontend
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         peagle_v1_pb2_grpc.add_GenerationServicer_to_server(Generation(frontend), self._server)

@@ -8,8 +8,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving.rpc import guard
+from serving.rpc import health as health_service
 from tests.serving.live import LiveServer
 from tests.serving.test_http_connections import connect, read_all
+from tests.waiting import LIMIT, eventually
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 CALLS = (
@@ -88,3 +90,34 @@ def test_a_call_without_a_token_is_refused_before_its_request_comes(make_engine,
             assert code is grpc.StatusCode.UNAUTHENTICATED
     finally:
         server.close()
+
+
+def test_streams_that_watch_health_are_bounded_and_make_room(server, monkeypatch):
+    monkeypatch.setattr(health_service, "_MOST_WATCHES", 2)
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+
+        refusals = []
+
+        def is_accepted() -> bool:
+            call = stub.Watch(request, timeout=LIMIT)
+            try:
+                return next(call).status == SERVING
+            except grpc.RpcError as error:
+                refusals.append((error.code(), error.details()))
+                return False
+            finally:
+                call.cancel()
+
+        eventually(is_accepted)
+        held = [stub.Watch(request, timeout=LIMIT) for _ in range(2)]
+        assert [next(one).status for one in held] == [SERVING] * 2
+        assert not is_accepted()
+        assert stub.Check(request, timeout=LIMIT).status == SERVING
+        held[0].cancel()
+        eventually(is_accepted)
+        held[1].cancel()
+        code, details = refusals[-1]
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert details.endswith("call Check instead")
