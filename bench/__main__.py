@@ -1,4 +1,4 @@
-"""`peagle-bench`: sweeps, full-size decode rounds, and the tables made of their rows."""
+"""`peagle-bench`: measurements (sweeps, full-size rounds, service load) and tables of their rows."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from peagle_jax.config import ConfigError
 
 
 def _environment(args) -> dict:
-    """What all rows of this command share; turns on the cache of compiled programs."""
+    """Fields shared by all rows of this command. Also enables the compilation cache."""
     from bench import rows
     from peagle_jax import runs
 
@@ -93,7 +93,7 @@ def _lossless(args) -> int:
 
 
 def _code(left_out: int) -> int:
-    """Exit code of a run that left out some prompts."""
+    """Exit code of a run that skipped some prompts."""
     return 3 if left_out else 0
 
 

@@ -1,7 +1,7 @@
-"""`peagle-bench ablations`: heads trained alike but for one option each, compared on the same texts.
+"""`peagle-bench ablations`: heads whose training differs in one option, compared on the same texts.
 
-Every cell is a `peagle-train drafter` command. A cell with a row is skipped and a killed one goes on
-from its checkpoint, so the same command continues a table until it is whole.
+Every cell is a `peagle-train drafter` command. Cells with a row are skipped and killed ones resume from
+their checkpoint, so repeating the command completes the table.
 """
 
 import csv
@@ -60,7 +60,7 @@ def _identity(args, cell: str) -> dict:
 
 
 def _command(args, cell: str, out: Path) -> list[str]:
-    """What `peagle-train` is given for a cell."""
+    """Command line of `peagle-train` for a cell."""
     target = args.model or embedded("target")
     half = max(1, args.steps // 2)
     return [
@@ -89,7 +89,7 @@ def _validation(folder: Path) -> dict:
 
 
 def _results(args, folder: Path) -> dict:
-    """What a trained head reaches on every set of stored texts."""
+    """Acceptance of a trained head on every set of stored texts."""
     target = load_target(args.model or embedded("target"), dtype=args.dtype)
     head = load_head(folder / "final", target.config, dtype=args.dtype)
     results = {}

@@ -1,14 +1,14 @@
-"""Pieces that the command lines of all benches share."""
+"""Argument types and options shared by the command lines of all benches."""
 
 import argparse
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-PRESET_SUFFIX = "-fp8"  # of a preset: its linear layers in fp8
+PRESET_SUFFIX = "-fp8"  # suffix of presets with fp8 linear layers
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")

@@ -1,7 +1,7 @@
-"""A process of hostile clients, apart from those that measure: `python -m bench.attackers`.
+"""The process of hostile clients, separate from the measuring process: `python -m bench.attackers`.
 
-It reads a JSON object from standard input (see `Attackers`), prepares what it will send, writes
-"ready", waits for a line, and writes its results as JSON: one object for each attack.
+It reads a JSON object from standard input (see `Attackers`), prepares its requests, writes "ready",
+waits for a line, runs, and writes its results as JSON: one object per attack.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from bench.raw_connections import Address
 
 _MAX_CLIENTS = 64
 _LONGEST = 60.0  # seconds that an attempt waits for its answer
-_NICE = 19  # the machine's cores go to the server first
+_NICE = 19  # scheduling priority below the server's
 _TURNED_AWAY = frozenset({"closed", "UNAVAILABLE"})
-"""Right answers to any request while other attacks take all connections that the server allows."""
+"""Valid answers to any request while other attacks use up all connections."""
 
 
 class Attackers:
-    """The process, from the side of the one that measures.
+    """Handle of the attacker process, for the measuring process.
 
     Args:
       names: attacks to run at the same time.
       http, grpc: "host:port" of the server.
       token, victim: as in `Target`.
-      seconds: after which no attempt is begun.
+      seconds: no attempt starts after this time.
       hold_seconds: as in `Target`.
       scale: share of each attack's attempts to make, at most 1.
     """
@@ -76,7 +76,7 @@ class Attackers:
         self._process.communicate()
 
     def begin(self) -> None:
-        """Lets them go."""
+        """Starts the attacks."""
         self._tell("go")
 
     def results(self) -> dict:

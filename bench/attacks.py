@@ -1,4 +1,4 @@
-"""All kinds of attacks on a server: what they send, how much of it, and which answers are right."""
+"""The list of attacks on a server: requests, amounts, and valid answers."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from bench.raw_connections import OPENING, call_headers, pings, rapid_resets, se
 from serving.protos import peagle_v1_pb2 as pb
 
 _MIB = 1 << 20
-_FRAMES = 5000  # of a flood, a connection
+_FRAMES = 5000  # per connection of a flood
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,13 @@ class Attack:
 
     Args:
       name: unique; begins with the protocol.
-      prepare: makes what is sent, once a process, and returns one attempt; an attempt returns the answer
-        as a word: a status, "closed" or "held".
-      right: the answers that a sound server gives.
-      count: attempts of all clients together, at most.
-      clients: most clients at a time.
-      needs_tls: whether it makes sense only where the server speaks TLS.
-      asks_for_work: the requests are valid ones, so the engine's time goes to them too.
+      prepare: called once per process; builds the request and returns one attempt. An attempt returns
+        the answer as a word: a status, "closed" or "held".
+      right: valid answers of a correct server.
+      count: maximum number of attempts of all clients together.
+      clients: maximum number of concurrent clients.
+      needs_tls: whether the attack applies only to servers with TLS.
+      asks_for_work: whether the requests are valid, so that the engine spends time on them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Hostile clients: one attempt of each kind, and the answer to it as a word."""
+"""Hostile clients: functions for one attempt of each attack; the result is the answer as a word."""
 
 import asyncio
 import contextlib
@@ -35,13 +35,13 @@ Attempt = Callable[[], Awaitable[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What hostile clients know about the server.
+    """Addresses and credentials for hostile clients.
 
     Args:
       http, grpc: where it listens.
-      token: a bearer token that the server accepts.
-      victim: request id of another caller, who has another token.
-      hold_seconds: how long to keep a connection that sends nothing or too little.
+      token: a valid bearer token.
+      victim: request id of another caller, with a different token.
+      hold_seconds: how long to hold a connection that sends nothing or too little.
     """
 
     http: Address
@@ -226,7 +226,7 @@ def unread_messages(target: Target) -> Attempt:
 
 
 def aborts(target: Target) -> Attempt:
-    """Ends requests by ids that belong to others, or to no one."""
+    """Aborts requests by ids of other callers, and by unknown ids."""
     ids = [target.victim, *(f"{target.victim}-{place}" for place in range(1000))]
     content = pb.AbortRequest(request_ids=ids).SerializeToString()
 

@@ -1,4 +1,4 @@
-"""Mistakes that the arguments alone show, found before jax is imported."""
+"""Validation of arguments, before jax is imported."""
 
 from bench.arguments import PRESET_SUFFIX
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
@@ -7,7 +7,7 @@ from peagle_jax.presets import PRESETS
 
 
 def check(args) -> None:
-    """Looks at the options that several commands share.
+    """Validates the options that several commands share.
 
     Raises:
       ConfigError: too many drafts, an unknown preset, a folder that cannot be used.

@@ -1,7 +1,7 @@
-"""`peagle-bench decode-step --cold-start`: from the start of a process to its first token.
+"""`peagle-bench decode-step --cold-start`: time from process start to the first token.
 
-Each measurement is a fresh process: once with an empty folder of compiled programs, once with the folder
-that the first one left. The parent never touches the device, whose memory its children need.
+Each measurement is a new process: first with an empty compilation cache, then with the cache of the
+first. The parent process does not use the device, because its children need the memory.
 """
 
 import itertools
@@ -25,8 +25,8 @@ _PARTS = ("imports", "device", "weights", "compile", "first_token")
 def cold_start(args, variants: list[tuple[str, int]]) -> list[dict]:
     """Starts a process twice for each (method, K), at the smallest concurrency; appends a row each.
 
-    `seconds` and `warm_seconds` are whole starts; `parts` and `warm_parts` say what they went into;
-    `weights_share` and `warm_weights_share` are for making weights, which a real start would read.
+    `seconds` and `warm_seconds` are whole starts; `parts` and `warm_parts` are their breakdown;
+    `weights_share` and `warm_weights_share` are the share of generating weights, which a server reads.
 
     Raises:
       ConfigError: a child failed; the message is its last line.
@@ -73,7 +73,7 @@ def _start(args, variant: tuple[str, int], cache: str) -> dict:
 
 
 def first_token(request: dict) -> dict:
-    """What a child measures: everything up to the first token of one request."""
+    """Runs in the child: measures all phases up to the first token of one request."""
     times = [request["started"]]
     import jax
 
@@ -99,7 +99,7 @@ def first_token(request: dict) -> dict:
     while not running.output:
         engine.step()
     times.append(time.time())
-    while engine.has_work:  # a process must not end below a running call
+    while engine.has_work:  # let calls in flight end before the process exits
         engine.step()
     spans = [after - before for before, after in itertools.pairwise(times)]
     return {

@@ -1,7 +1,6 @@
 """`peagle-bench conversion`: a checkpoint of random bytes, copied and converted; speed and peak memory.
 
-Both read the same files from disk and write to the same disk, and the copy, too, ends when its bytes
-are there (fsync).
+Both read the same files from disk and write to the same disk, and both end with fsync.
 """
 
 import os
@@ -28,7 +27,7 @@ def _convert(*arguments: object) -> str:
 
 
 def _forget(folder: Path) -> None:
-    """Makes the system drop the folder's files from its cache, so that they are read from disk."""
+    """Evicts the folder's files from the page cache, so that they are read from disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -37,7 +36,7 @@ def _forget(folder: Path) -> None:
 
 
 def _copy(source: Path, folder: Path) -> float:
-    """Seconds that a plain copy takes, written through."""
+    """Seconds of a plain copy with fsync."""
     start = time.perf_counter()
     shutil.copytree(source, folder)
     for path in folder.iterdir():

@@ -1,7 +1,7 @@
 """`peagle-bench decode-step`: rounds of full-size models with random weights, through the real engine.
 
-A cell is a method, a K and a concurrency. All its requests arrive at once with prompts of random tokens;
-the time of a round is taken while every slot decodes, host included.
+A cell is a method, a K and a concurrency. All its requests arrive at once with prompts of random tokens.
+Rounds are timed while every slot decodes; the time includes the host.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from peagle_jax.verify import verify
 
 _DEFAULT_K = 7
 _WARM_UP_TOKENS = 24
-_PREFILLS = 3  # of which the median counts
+_PREFILLS = 3  # repeats; the row has their median
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 Variant = tuple[str, int]
@@ -40,7 +40,7 @@ Variant = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class CellsConfig(EngineConfig):
-    """Engine sizes for some cells: it compiles a round for their concurrencies and no other."""
+    """Engine sizes with one batch bucket per measured concurrency."""
 
     concurrencies: tuple[int, ...]
 
@@ -51,7 +51,7 @@ class CellsConfig(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Weights on the device, shared by all cells, and how long they took."""
+    """Weights on the device, shared by all cells, and the seconds to generate them."""
 
     preset: Preset
     dtype: str
@@ -155,7 +155,7 @@ def decode_step(args, environment: dict) -> list[dict]:
 
 
 def _say(bar: tqdm, text: str) -> None:
-    """To stderr, which is not held back: a run that is cut off has said how far it came."""
+    """Prints to stderr, which is unbuffered, so that the output of a killed run is complete."""
     bar.write(text, file=sys.stderr)
 
 
@@ -176,7 +176,7 @@ def _groups(args) -> list[tuple[int, ...]]:
 def _measure(
     args, models: Models, variant: Variant, group: tuple[int, ...], bar: tqdm
 ) -> Iterator[dict]:
-    """Rows of one engine, without their environment; what does not fit is left out."""
+    """Rows of one engine, without their environment. Cells that do not fit into memory are skipped."""
     name = f"{variant[0]} K={variant[1]}"
     while group:
         try:
@@ -198,7 +198,7 @@ def _measure(
                 bar.set_description(f"{name} x{concurrency}: profile")
                 row |= _profile(args, engine, concurrency, bar)
         except jax.errors.JaxRuntimeError as error:
-            # What was donated to the failed call is gone, and the engine with it.
+            # The failed call consumed its donated buffers, so this engine is unusable.
             left = group[group.index(concurrency) :]
             _skip(error, f"{name} at concurrency {', '.join(map(str, left))}", bar, len(left))
             return
@@ -207,7 +207,7 @@ def _measure(
 
 
 def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
-    """Says that cells are skipped for want of memory; any other error goes on its way."""
+    """Reports cells that are skipped because memory is too small; re-raises any other error."""
     message = " ".join(str(error).split())
     no_room = isinstance(error, ConfigError) or any(sign in message for sign in _OUT_OF_MEMORY)
     if not no_room:
@@ -217,7 +217,7 @@ def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
 
 
 def _identity(args, models: Models, variant: Variant, engine: Engine) -> dict:
-    """What was measured, and on what."""
+    """Row fields that identify the measurement."""
     method, num_draft = variant
     head = models.heads.get(method)
     return {
@@ -290,7 +290,7 @@ def _profile(args, engine: Engine, concurrency: int, bar: tqdm) -> dict:
     try:
         found = profile_rounds(engine, prompts, _params(args), **options)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        # The cell is timed already; what the profiler could not do must not lose that.
+        # The cell is already timed: a failure of the profiler must not lose the row.
         _say(bar, f"no kernels to list: {type(error).__name__}: {error}")
         return {"kernels": None}
     if found is None:
@@ -307,5 +307,5 @@ def _profile(args, engine: Engine, concurrency: int, bar: tqdm) -> dict:
 
 
 def peak_memory() -> int | None:
-    """Most bytes that were in use on the device since the process started; None where it is not told."""
+    """Peak device memory since process start in bytes; None if the platform does not report it."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,17 +1,17 @@
-"""Compiles kernels for a GPU that is not there, and says what came out: `python -m bench.deviceless`.
+"""Compiles kernels for a GPU that is not present and reports resources: `python -m bench.deviceless`.
 
-XLA compiles from a description of the chip (`bench/data/*.txtpb`), down to machine code, with the CUDA
-plugin and ptxas but without a driver: `pip install -e '.[compile]'`. What compiles here has right types,
-layouts and resources on that chip; whether it computes the right thing is for the interpreter to say.
+XLA compiles from a description of the chip (`bench/data/*.txtpb`) to machine code, with the CUDA plugin
+and ptxas but without a driver: `pip install -e '.[compile]'`. This checks types, layouts and resources on
+that chip; results are checked by the tests in interpret mode.
 
-An operation takes part by its `specs.py`:
+An operation is included through its `specs.py`:
 
-- `SPECS`: name -> spec, what models ask of it. A spec may have `max_registers`, else 255.
-- `build(spec)`: a function to jit, which insists on the kernel, and a tuple of the shapes it takes.
-- `CHIPS`: compute capabilities (90, 100) that it has a kernel for.
-- `MMA`: capability -> the matrix instruction that must be in a kernel, as "wgmma"; may be empty.
+- `SPECS`: name -> spec, the shapes that models use. A spec may have `max_registers` (default 255).
+- `build(spec)`: a function to jit that requires the kernel, and a tuple of its argument shapes.
+- `CHIPS`: compute capabilities (90, 100) with a kernel.
+- `MMA`: capability -> the matrix instruction that a kernel must contain, such as "wgmma"; may be empty.
 
-A process compiles for one chip only: Mosaic fixes ptxas' target at its first kernel.
+A process compiles for one chip only: Mosaic fixes the ptxas target at its first kernel.
 """
 
 import argparse
@@ -43,11 +43,11 @@ class Kernel:
     """One kernel as it was compiled, or the `error` of a spec that was not.
 
     Attributes:
-      seconds: all of the spec: tracing, lowering and compiling.
-      registers: of a thread.
-      spills: bytes that ptxas keeps in memory for want of registers.
-      smem: bytes of shared memory that a block asks for, less its barriers.
-      mma: matrix instructions that it holds, each kind once.
+      seconds: tracing, lowering and compiling the spec.
+      registers: per thread.
+      spills: bytes of register spills that ptxas reports.
+      smem: bytes of dynamic shared memory per thread block, without barriers.
+      mma: kinds of matrix instructions in the kernel.
     """
 
     op: str
@@ -73,7 +73,7 @@ def specs_of(op: str) -> ModuleType:
 
 
 def missing() -> str | None:
-    """What this machine lacks for compiling, None if nothing."""
+    """What is missing on this machine for compiling; None if nothing."""
     if not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
         return "the CUDA plugin is not installed: pip install -e '.[compile]'"
     if ptxas() is None:
@@ -82,7 +82,7 @@ def missing() -> str | None:
 
 
 def ptxas() -> Path | None:
-    """The installed wheel's, for its version is pinned, else the one on the path."""
+    """Path of ptxas: from the installed wheel (pinned version), else from PATH."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.files("nvidia-cuda-nvcc") or ():
             if file.name == "ptxas":
@@ -93,7 +93,7 @@ def ptxas() -> Path | None:
 
 @contextlib.contextmanager
 def target(chip: str) -> Iterator:
-    """A mesh of one such GPU, which everything inside is traced for."""
+    """Context with a mesh of one such GPU, for which everything inside is traced."""
     import jax
     from jax.experimental import topologies
 

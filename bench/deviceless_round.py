@@ -1,8 +1,8 @@
-"""Compiles a whole decode round for a GPU that is not there: `python -m bench.deviceless_round`.
+"""Compiles a whole decode round for a GPU that is not present: `python -m bench.deviceless_round`.
 
-Kernels may be as fast as they can and a round still be slow: if it is launched in pieces, or if XLA
-copies a weight or the cache before it calls a kernel. Both can be seen in what XLA made of it. Weights
-and caches are shapes only, so a model of any size compiles on any machine.
+Even with fast kernels a round is slow if it is split into several CUDA graphs, or if XLA copies a weight
+or the cache before a kernel. The compiled program shows both. Weights and caches are shapes only, so a
+model of any size compiles on any machine.
 """
 
 import argparse
@@ -38,18 +38,18 @@ _BITS = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """What XLA made of one round.
+    """Properties of the compiled program of one round.
 
     Attributes:
-      graphs: command buffers (CUDA graphs) at the top of the program.
-      outside: what is launched beside them, by kind.
-      kernels: launches in the graphs; a conditional is one.
-      mosaic: how many of them are ours, by name.
-      spills: bytes that the worst of ours keeps in memory for want of registers.
-      largest_copy: bytes of the largest array that is copied, 0 if none is.
+      graphs: number of command buffers (CUDA graphs) at the top level.
+      outside: number of launches outside of the graphs, by kind.
+      kernels: number of nodes in the graphs; a conditional counts as one.
+      mosaic: number of this project's kernels, by name.
+      spills: register spills in bytes of the worst of these kernels.
+      largest_copy: bytes of the largest array that is copied, 0 if none.
       smallest_matrix: bytes of the smallest weight matrix or cache.
-      cache_bytes, aliased_bytes: of all caches, and of arguments whose memory becomes results.
-      temporary_bytes: of everything between arguments and results.
+      cache_bytes, aliased_bytes: bytes of all caches, and of donated arguments that become results.
+      temporary_bytes: bytes of temporary buffers.
       seconds: tracing, lowering and compiling.
     """
 

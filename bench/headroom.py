@@ -1,8 +1,8 @@
-"""`peagle-bench headroom`: how good a head is, and how good it could be, from one pass over greedy texts.
+"""`peagle-bench headroom`: acceptance of a head and its upper bounds, from one pass over greedy texts.
 
-The target writes a greedy text for every prompt. One pass of target and head over the texts tells at
-every anchor and depth where the target's choice stands among the head's candidates, and how sure the
-head was. Everything else is counting: texts are walked as the engine would walk them.
+The target writes a greedy text for every prompt. One pass of target and head over the texts gives, at
+every anchor and depth, the rank of the target's token among the head's candidates and the head's
+confidence. The engine's rounds are then simulated on these numbers.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Measured:
-    """What a head said about texts, [B, K, S] by text, depth and anchor."""
+    """A head's predictions on texts, [B, K, S] by text, depth and anchor."""
 
     text: Text
     found: list[Earlier]
@@ -51,7 +51,7 @@ class Measured:
         return self.rank.shape[1]
 
     def walk(self, top: int = 1) -> Rounds:
-        """Rounds of a drafter that always finds the right token among its `top` candidates."""
+        """Rounds of an ideal drafter that picks the right token whenever it is among its `top` candidates."""
         run = np.cumprod(self.rank < top, axis=1).sum(axis=1)
         return walk(run, self.text.prompt, self.text.length)
 
@@ -160,14 +160,14 @@ def _histogram(rounds: Rounds, num_draft: int) -> list[int]:
 
 
 def _by_position(measured: Measured, rounds: Rounds) -> dict:
-    """Recall of the right token, and how far the head's probability says whether its draft is right."""
+    """Recall of the right token, and calibration of the head's probability, by draft position."""
     at = rounds.text, slice(None), rounds.slot
     rank, confidence = measured.rank[at], measured.confidence[at]  # [rounds, K]
     exists = (
         rounds.slot[:, None] + 3 + np.arange(measured.num_draft)
         <= (measured.text.length[rounds.text][:, None])
     )
-    # The draft at position i decides only where those before it are right.
+    # The draft at position i matters only if all drafts before it are right.
     before = np.cumprod(np.pad(rank[:, :-1] == 0, ((0, 0), (1, 0)), constant_values=True), axis=1)
     reached = exists & (before == 1)
     bins, errors = [], []
@@ -207,7 +207,7 @@ def _with_ngrams(measured: Measured) -> dict:
 
 
 def summary(measured: Measured) -> dict:
-    """Everything a row says about a head on a set of texts."""
+    """The row of a head on a set of texts."""
     rounds = measured.walk()
     repeat = measured.is_repeat(rounds)
     parts = dict(all=rounds, fresh=rounds.take(~repeat), repeat=rounds.take(repeat))

@@ -1,4 +1,4 @@
-"""`peagle-bench hostile`: attacks on a service of its own, and what its honest clients notice of them."""
+"""`peagle-bench hostile`: runs attacks against its own server and measures the effect on honest clients."""
 
 import asyncio
 import subprocess
@@ -27,9 +27,9 @@ _MOST_HEALTH_MS = 100.0  # p99
 _MOST_GAP_RATIO = 1.5  # of p99 to the quiet p99
 MOST_MEMORY_MB = 200.0
 _MOST_LOG_MB = 1.0  # a minute
-_MOST_LATE_MS = 20.0  # p99 of the probing process itself: other work on the machine decides it
+_MOST_LATE_MS = 20.0  # p99 wake-up delay of the probing process: above it the machine is too busy
 _PAUSE = 1.0  # seconds after an attack before memory is compared
-_PATIENCE = 20.0  # more seconds for memory to return
+_PATIENCE = 20.0  # further seconds for memory to return to its limit
 
 
 def hostile(args, environment: dict) -> list[dict]:
@@ -172,7 +172,7 @@ async def measure(
     Args:
       server: as `start` makes it, ready.
       names: of `ATTACKS`.
-      seconds: after which no hostile request is begun.
+      seconds: no hostile request starts after this time.
       hold_seconds: how long hostile clients keep connections that are silent or slow.
       quiet_seconds: how long the honest clients are watched before, and again after.
       scale: share of each attack's requests to send.
@@ -282,9 +282,9 @@ def missed(row: dict, *, asks_for_work: bool) -> list[str]:
     rules = {
         "status": row["wrong"] == 0,
         "health": max(under[x]["p99"] for x in ("health_ms", "rpc_health_ms")) <= _MOST_HEALTH_MS
-        # A probe that fails is slower than all others.
+        # A failed probe counts as slower than all others.
         and under["probes_failed"] <= 0.01 * under["probes"],
-        # Where hostile clients ask for tokens as anyone may, the engine shares its rounds out.
+        # If hostile clients send valid requests, the engine rightly shares its rounds with them.
         "latency": asks_for_work or gap_ratio <= _MOST_GAP_RATIO,
         "streams": row["streams_cut"] == row["streams_differ"] == 0,
         "memory": memory["after"] - memory["before"] <= MOST_MEMORY_MB,

@@ -1,4 +1,4 @@
-"""Which kernels a round runs, how often and for how long: from a trace of `jax.profiler`."""
+"""Kernels of a round with their counts and times, from a trace of `jax.profiler`."""
 
 import gzip
 import json
@@ -117,7 +117,7 @@ def profile_rounds(
 def _trace(engine: Engine, concurrency: int, rounds: int, folder: str) -> int:
     """Writes a trace; returns how many rounds are in it."""
     options = jax.profiler.ProfileOptions()
-    # Python calls would fill the trace, which holds a million events, before the kernels do.
+    # A trace holds a million events; without this, Python calls would crowd out the kernels.
     options.python_tracer_level = 0
     options.host_tracer_level = 1
     traced = 0

@@ -1,14 +1,14 @@
-"""Each kernel beside its reference as XLA compiles it, on the shapes that models ask for.
+"""`peagle-bench kernels`: times each kernel against its XLA reference, on the shapes of real models.
 
-A call takes microseconds, less than it takes to launch one from the host, so a program of many is timed.
-Each call has arguments of its own, so that weights come from memory as they do in a model, and takes
-something from the call before, or the GPU would run them side by side. What an operation is measured on
-are its specs, see `bench.deviceless`. Beside what is listed there a `specs.py` may have:
+A call takes microseconds, less than a launch from the host, so a program of many calls is timed. Each
+call has its own arguments, so that weights come from device memory and not from the L2 cache, and depends
+on the call before, so that calls do not run concurrently. The cases are the specs of an operation, see
+`bench.deviceless`. A `specs.py` may also have:
 
-- `inputs(spec, key)`: arguments, where random numbers and zeros are none that the operation takes.
-- `bytes(spec)`: what must move, where that is not every argument and every result once.
-- `configs(spec, device)`: ways to run the kernel that `build` takes as another argument, the chosen one
-  first; perhaps none.
+- `inputs(spec, key)`: arguments, if random values and zeros are invalid for the operation.
+- `bytes(spec)`: bytes moved, if not every argument and result once.
+- `configs(spec, device)`: tuning configs, passed to `build` as a second argument, the default first; may
+  be empty.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.device import Device, describe
 from peagle_jax.config import ConfigError
 
-_COLD_BYTES = 300e6  # several times a level 2 cache, for all calls of a program together
+_COLD_BYTES = 300e6  # total arguments of a program: several times the L2 cache
 _CALLS = (
     8,
     32,
@@ -42,9 +42,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One spec of one operation: `function` takes arguments of `shapes`, and `bytes` must move.
+    """One spec of one operation: `function` takes arguments of `shapes` and moves `bytes`.
 
-    `config` says how the kernel runs, where that is asked for; an `alternative` is not as it is chosen.
+    `config` is the tuning config, if configs are compared; an `alternative` is not the default config.
     """
 
     op: str
@@ -59,10 +59,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of one call, in programs of `calls`. `linked_by` is how a call awaits the one before.
+    """Seconds per call, in programs of `calls` calls. `linked_by`: how a call depends on the one before.
 
-    By "result", it costs nothing: an argument is the result of the call before. By "sum", it costs a
-    small kernel, which is not subtracted.
+    "result": an argument is the result of the call before, at no cost. "sum": a small extra kernel links
+    them; its time is not subtracted.
     """
 
     seconds: float
@@ -133,10 +133,10 @@ def kernels(args, environment: dict) -> Iterator[dict]:
 
 
 def measure(case: Case, chip: str) -> dict:
-    """A row: times of kernel and reference, and how far apart their results are.
+    """A row: times of kernel and reference, and the largest difference of their results.
 
-    A reference that cannot be run, for want of memory as a rule, leaves its columns empty. It is not timed
-    again for alternatives.
+    If the reference cannot run (usually out of memory), its columns are empty. It is not timed again for
+    alternatives.
     """
     size = _bytes(case.shapes)
     calls = min(_CALLS[1], max(_CALLS[0], math.ceil(_COLD_BYTES / size)))
@@ -182,11 +182,11 @@ def timed(function: Callable, copies: Sequence[tuple]) -> Timing:
     def program(carried, copies):
         kept = []
         for args in copies:
-            # Nothing of a call may be fused with its neighbours.
+            # The barrier prevents fusion with neighbouring calls.
             made = jax.lax.optimization_barrier(function(*_carry(carried, args, links)))
             results = jax.tree.leaves(made)
             carried = [results[j] for j in links.values()] or jnp.ravel(results[0])[:1]
-            # All are results of the program, or what makes some would not be run.
+            # Return all outputs, or XLA would remove their computation.
             kept += [x for j, x in enumerate(results) if j not in links.values()]
         return carried, kept
 
@@ -215,9 +215,9 @@ def timed(function: Callable, copies: Sequence[tuple]) -> Timing:
 
 
 def _links(args: tuple, results: Any) -> dict[int, int]:
-    """Which leaf of the arguments can be which result of the call before: alike, and in their order.
+    """Maps leaves of the arguments to results of the call before with equal shape and dtype, in order.
 
-    Of too many results the last are taken: what is made of another result is ready when all are.
+    If there are too many results, the last ones are used, because they are ready last.
     """
     links: dict[int, int] = {}
     leaves, made = jax.tree.leaves(args), jax.tree.leaves(results)
@@ -230,7 +230,7 @@ def _links(args: tuple, results: Any) -> dict[int, int]:
 
 
 def _carry(carried: Any, args: tuple, links: dict[int, int]) -> tuple:
-    """Arguments that need what the call before made: in place of some, or else as a zero to add."""
+    """Arguments that depend on the call before: some replaced by its results, or a zero added."""
     leaves, tree = jax.tree.flatten(args)
     for i, value in zip(links, carried, strict=False):
         leaves[i] = value.reshape(leaves[i].shape)
@@ -248,7 +248,7 @@ def _said(config: Any) -> str:
 
 
 def _anew(function: Callable) -> Callable:
-    """The same to call and another to `jax.jit`, which would return what it traced before."""
+    """A new wrapper of `function`, so that `jax.jit` does not reuse an earlier trace."""
     return lambda *args: function(*args)
 
 
@@ -270,7 +270,7 @@ def _bytes(tree: Any) -> float:
 
 @jax.jit
 def _max_relative_error(found: Any, wanted: Any) -> jax.Array:
-    """Of all results: the largest difference over the largest magnitude."""
+    """Largest difference over all results, relative to the largest magnitude."""
     wide = lambda tree: [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
     far = lambda one, other: jnp.max(jnp.abs(one - other)) / jnp.max(jnp.abs(other))
     return jnp.max(jnp.stack(list(map(far, wide(found), wide(wanted)))))

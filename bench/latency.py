@@ -1,4 +1,4 @@
-"""What a client saw of its requests, and the figures made of it."""
+"""Latencies of requests as seen by the client, and their statistics."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ _PERCENTILES = (50, 90, 99)
 class Outcome:
     """One request. Times are `time.perf_counter()`; `first` and `last` are arrivals of tokens.
 
-    `code` is the gRPC status that it ended with, and `acceptance` is of the server's usage, which only a whole
-    stream carries.
+    `code` is its final gRPC status. `acceptance` comes from the server's usage, which only a complete
+    stream contains.
     """
 
     sent: float
@@ -29,10 +29,10 @@ class Outcome:
     acceptance: pb.Acceptance | None = None
 
     def latency(self, name: str) -> float | None:
-        """Milliseconds: to the first token, per token after it, or of all; None if there is none.
+        """Milliseconds of "ttft", "tpot" or "e2e"; None if undefined.
 
-        With speculation tokens arrive several at a time, so time per token is counted by tokens, not
-        by messages, as everywhere: (e2e - ttft) / (tokens - 1).
+        With speculation several tokens arrive per message, so time per output token counts tokens, not
+        messages: (e2e - ttft) / (tokens - 1).
         """
         if self.first is None:
             return None
@@ -42,9 +42,9 @@ class Outcome:
         return 1e3 * ((self.first if name == "ttft" else self.last) - self.sent)
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Whether it ended well and within all limits, in milliseconds by name of a latency."""
+        """Whether it succeeded within all limits (milliseconds by name of a latency)."""
         latencies = {name: self.latency(name) for name in limits}
-        # A request of one token has no time per token to miss.
+        # A request of one token has no tpot, so it meets any tpot limit.
         within = (latencies[name] is None or latencies[name] <= limits[name] for name in limits)
         return self.code == "OK" and all(within)
 
@@ -58,7 +58,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, float]) -> dict:
-    """The part of a row that says what came out; latencies are of the requests that ended well.
+    """The result fields of a row; latencies are of successful requests.
 
     Args:
       seconds: wall time from the first request to the last end.

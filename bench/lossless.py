@@ -1,11 +1,11 @@
-"""`peagle-bench lossless`: greedy output with and without speculation, token by token.
+"""`peagle-bench lossless`: compares greedy output with and without speculation, token by token.
 
 Plain decoding at the largest concurrency is the reference. Every other cell (method, K, concurrency)
-decodes the same prompts; where a text leaves the reference's, all its tokens from there on differ.
+decodes the same prompts. From the first difference of a text on, all its tokens count as different.
 
-A head of random weights is hardly ever right, and accepted drafts would go untested. For presets the
-reference itself stands in for what the head was not taught, see `Oracle`; the rule that accepts is the
-engine's own, and so is everything else.
+Drafts of a head with random weights are almost never accepted, so acceptance would be untested. Presets
+therefore replace a share of the drafts by the reference's tokens, see `Oracle`. The acceptance rule and
+everything else are the engine's own.
 """
 
 import gc
@@ -33,7 +33,7 @@ from peagle_jax.models import Decoder
 from peagle_jax.sampling import accept_uniforms
 
 KNOWN = 0.7
-"""Share of drafts that an `Oracle` knows: AL 2.5 with K = 3 and 3.1 with K = 7."""
+"""Share of drafts that `Oracle` takes from the reference: AL 2.5 with K = 3 and 3.1 with K = 7."""
 _PLAIN = ("none", 0)
 _LISTED = 8  # differences in a row, at most
 _COUNTED = (
@@ -47,10 +47,10 @@ Variant = tuple[str, int]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Oracle:
-    """A drafter that knows some of the text: each draft is the reference's token, or else its head's.
+    """A drafter that replaces a random share of its head's drafts by the reference's tokens.
 
-    Which is which is drawn by request and position. A sequence is told from the others by its newest
-    token and where that stands; should two agree in both, a draft may be the other's, and wrong.
+    The choice is random by request and position. A sequence is identified by its newest token and that
+    token's position; if two sequences agree in both, a draft may come from the other and be wrong.
     """
 
     drafter: Drafter
@@ -84,7 +84,7 @@ class Subject:
     prompts: Callable[[int], list[list[int]]]
     is_random: bool
     left_out: int = 0
-    """Prompts of the set that leave no room for their outputs."""
+    """Number of prompts of the set that are too long for their outputs."""
 
     def engine(self, variant: Variant, config: CellsConfig, texts: jax.Array | None) -> Engine:
         """One for a method and a K; `texts` are what an `Oracle` knows."""
@@ -201,13 +201,13 @@ def _cells(args, subject: Subject) -> dict[Variant, tuple[int, ...]]:
 
 
 def _num_prompts(args, cells: dict[Variant, tuple[int, ...]]) -> int:
-    """As many as bring `--tokens` to compare, when a cell takes its share of them."""
+    """Number of prompts that yield `--tokens` tokens to compare over all cells."""
     shares = sum(c for some in cells.values() for c in some) / max(args.concurrency)
     return max(args.min_prompts, math.ceil(args.tokens / (args.max_tokens * shares)))
 
 
 def _share(args, num_prompts: int, concurrency: int) -> int:
-    """Prompts of a cell: few at once are fewer in all, or they would take most of the time."""
+    """Prompts of a cell. Cells of low concurrency get fewer, or they would take most of the time."""
     proportional = math.ceil(num_prompts * concurrency / max(args.concurrency))
     return min(num_prompts, max(args.min_prompts, proportional))
 
@@ -235,7 +235,7 @@ def _table(prompts, outputs, config: EngineConfig) -> jax.Array:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two texts part, None where they are equal."""
+    """Index of the first difference of two texts; None if they are equal."""
     pairs = enumerate(itertools.zip_longest(one, other))
     return next((place for place, (a, b) in pairs if a != b), None)
 

@@ -30,9 +30,9 @@ class _Shape(NamedTuple):
 
 
 _OSS = _Shape(64, 8, 64, 14336)
-# Chosen where no literal config is at hand: gpt-oss-20b's width follows from the head's 1.8e9 parameters,
-# 120b's from its 1.7e9; the other two are assumed. Dense targets: the public EAGLE-3 heads have
-# the shape of one layer of their target, which is the rule for all that are not listed here.
+# Shapes of heads without a published config: the MLP widths of gpt-oss-20b and 120b follow from the heads'
+# 1.8e9 and 1.7e9 parameters; the other two are assumptions. All other heads have the shape of one layer
+# of their target, as the public EAGLE-3 heads of dense targets do.
 _SHAPES = {
     "gpt-oss-20b": _OSS,
     "gpt-oss-120b": _OSS._replace(intermediate_size=11520),
@@ -45,7 +45,7 @@ _WEIGHTS = {"bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Preset:
-    """A model to make; `name` is what rows call it."""
+    """A model to generate; rows carry its `name`."""
 
     name: str
     base: str

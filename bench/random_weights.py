@@ -1,8 +1,8 @@
-"""Full-size models of random weights, made on the device: no file is read, nothing is copied to it.
+"""Full-size models with random weights, generated on the device: no files, no host-to-device copies.
 
-A module is built abstractly and each parameter is drawn by a small program of its shape and form, so
-memory holds little more than the weights. Norms are ones and matrices have the spread that `build`
-gives them, so activations stay in the range of a real model; as a model it says nothing.
+Modules are built abstractly, and a small program per shape and format generates each parameter, so peak
+memory is little more than the weights. Norms are ones and matrices have the standard deviation of `build`,
+so activations stay in the range of a real model; the output is meaningless.
 """
 
 import functools

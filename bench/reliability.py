@@ -1,4 +1,4 @@
-"""`peagle-bench reliability`: runs the randomised tests and writes down how much they tried."""
+"""`peagle-bench reliability`: runs the randomised tests and records their numbers of cases."""
 
 import subprocess
 import sys

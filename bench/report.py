@@ -1,10 +1,10 @@
-"""`peagle-bench report`: tables in the README or a page of docs/, between markers, and plots, all from stored rows.
+"""`peagle-bench report`: plots, and tables between markers in the README or docs/, from stored rows.
 
     <!-- bench:throughput -->
     ... replaced ...
     <!-- /bench:throughput -->
 
-Of rows that measured the same thing, the newest counts.
+Of several rows of the same measurement, the newest is shown.
 """
 
 import re
@@ -304,7 +304,7 @@ def _save(figure, panels, path: Path) -> None:
 
 
 def report(results: Path, readme: Path | None, plots: Path) -> list[str]:
-    """Draws everything that there are rows for; returns what was written.
+    """Writes all tables and plots that have rows. Returns the names of what was written.
 
     Raises:
       ConfigError: no rows, or the README's markers ask for what does not exist.

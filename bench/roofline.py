@@ -1,10 +1,10 @@
-"""The floor of a round: bytes moved over bandwidth, or arithmetic over peak, whichever is longer.
+"""Roofline of a round: the larger of bytes / bandwidth and operations / peak throughput.
 
-Counted: every weight that a pass needs once, in the form it is stored in; the cache of each sequence
-once, up to a layer's window; the new rows, one embedding row a token. A mixture of experts reads the
-experts that its tokens choose: of E, n tokens with k each choose E (1 - (1 - k/E)^n) different ones if
-routing is uniform. Not counted: launches, softmax, sampling, norms. So no implementation is faster, and a
-model whose weights stream in microseconds is bound by everything that is not counted.
+Counted: each weight that a pass needs once, in its stored format; the KV cache of each sequence once, up
+to a layer's window; the new rows; one embedding row per token. A mixture of experts reads the experts
+that its tokens choose: with uniform routing, n tokens with k of E experts each choose
+E (1 - (1 - k/E)^n) different ones. Not counted: launches, softmax, sampling, norms. So this is a lower
+bound; small models, whose weights stream in microseconds, are bound by what is not counted.
 """
 
 from dataclasses import dataclass

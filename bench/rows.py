@@ -103,7 +103,7 @@ def read(paths: Iterable[Path]) -> list[dict]:
 
 
 def rounded(row: dict) -> dict:
-    """Floats to five significant digits: rows are for people too."""
+    """Rounds floats to five significant digits, for readability."""
     if isinstance(row, dict):
         return {key: rounded(value) for key, value in row.items()}
     if isinstance(row, list):

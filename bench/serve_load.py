@@ -1,4 +1,4 @@
-"""`peagle-bench serve-load`: a running service under load, and what it costs beside the bare engine."""
+"""`peagle-bench serve-load`: load test of a running server, and its overhead over the bare engine."""
 
 import asyncio
 import contextlib
@@ -297,11 +297,11 @@ def _bare(args) -> Engine:
 def _beside_bare(
     args, server: Served, todo: Sequence[Call], concurrency: int, engine: Engine, bar: tqdm
 ) -> dict:
-    """Service and bare engine in turns, so that a busy machine slows both; medians of the repeats.
+    """Alternates service and bare engine, so that other load affects both; medians of the repeats.
 
-    The overhead is the median of the turns' ratios: the two halves of a turn are neighbours in time, so
-    other work that comes and goes moves a ratio less than it moves either median. Processor time tells the service's own cost even where other work delays both: of the server, of the
-    clients, and of the bare engine.
+    The overhead is the median of the ratios per turn: both halves of a turn are adjacent in time, so
+    varying load changes a ratio less than either median. CPU time of server, clients and bare engine
+    shows the service's own cost even under other load.
     """
     runs_: dict[str, list] = {name: [] for name in ("served", "bare")}
     cpu: dict[str, list[float]] = {name: [] for name in ("served", "clients", "bare")}

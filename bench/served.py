@@ -1,4 +1,4 @@
-"""`peagle-serve` in a process of its own, for measurements and tests."""
+"""Runs `peagle-serve` as a subprocess, for measurements and tests."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What both sweeps need: weights once, an engine per method and K, prompt sets."""
+"""Shared by the sweeps: weights loaded once, one engine per method and K, prompt sets."""
 
 import gc
 import sys

@@ -1,7 +1,7 @@
-"""Acceptance without a trained head: how many drafts survive is drawn, not tested.
+"""Synthetic acceptance, for heads without training: the number of accepted drafts is random.
 
 `synthetic_acceptance_length` has vLLM's name and meaning: the mean number of tokens that a round emits,
-in 1..J+1. Length 3.1 accepts two drafts always and a third in one round out of ten, whatever they are.
+in 1..J+1. Length 3.1 accepts two drafts in every round and a third in one of ten, whatever the drafts.
 """
 
 import math
@@ -22,9 +22,8 @@ _PLACE_STRIDE, _SLOT_STRIDE = 7919, 104729  # primes
 def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
     """An acceptance rule for `peagle_jax.step`: accepts `length` - 1 drafts a round on average.
 
-    The engine's own rule runs too, so that its time is counted; of its verdict only the token that the
-    target drew is kept, and stands after the accepted drafts. At most a request's own number of
-    drafts is accepted.
+    The engine's own rule runs too, so that its time is included. Of its verdict only the target's token
+    is used, after the accepted drafts. No more than a request's own number of drafts is accepted.
 
     Args:
       length: mean tokens per round and sequence.
@@ -63,11 +62,11 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scattered:
-    """A drafter whose argmax drafts are moved by a number of their slot and position.
+    """A drafter whose argmax drafts are shifted by an offset that depends on slot and position.
 
-    A random head proposes nearly the same token for every mask row, and equal tokens go to equal
-    experts: a verify pass would read fewer weights than distinct text makes it read. The drafter's own
-    work is unchanged; the shift is a few integer operations on [B, J]. Sampled drafts are left alone.
+    A random head drafts nearly the same token in every mask row, and equal tokens choose equal experts:
+    verification would read fewer weights than with real text. The shift is a few integer operations on
+    [B, J]; the drafter's own work is unchanged. Sampled drafts are not shifted.
     """
 
     drafter: Drafter

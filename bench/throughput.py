@@ -14,7 +14,7 @@ _WARM_UP_TOKENS = 16
 
 
 def _num_prompts(args, concurrency: int) -> int:
-    """Every slot serves the same number of prompts, so that the batch stays full till near the end."""
+    """A multiple of the concurrency, so that the batch stays full until near the end."""
     return max(args.min_prompts, args.prompts_per_slot * concurrency)
 
 

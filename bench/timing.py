@@ -1,4 +1,4 @@
-"""Drives an engine at a fixed concurrency and takes the time of its rounds."""
+"""Runs an engine at a fixed concurrency and times its rounds."""
 
 import statistics
 import time

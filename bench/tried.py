@@ -1,4 +1,4 @@
-"""Tables of what was tried and did no harm: randomised tests, attacks, losslessness."""
+"""Tables of reliability results: randomised tests, attacks, losslessness."""
 
 from collections.abc import Iterable
 

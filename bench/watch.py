@@ -1,4 +1,4 @@
-"""What honest clients of a server see, and what the server takes, while something else happens to it."""
+"""Monitors a server under attack: latencies of honest clients, and resources of the server's process."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ class Snapshot:
 
 @dataclass
 class Spans:
-    """Times that something took: (begin, end) each, and the begin of what has not ended yet."""
+    """Time spans: finished ones as (begin, end), and the begin of the unfinished one."""
 
     done: list[tuple[float, float]] = field(default_factory=list)
     open: float | None = None
