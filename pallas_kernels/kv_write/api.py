@@ -1,4 +1,4 @@
-"""Writes new keys and values into the paged cache."""
+"""Writes new keys and values to the paged cache."""
 
 import jax
 
@@ -19,15 +19,15 @@ def write_kv(
 ) -> tuple[jax.Array, jax.Array]:
     """Stores row (b, t) at position `positions[b, t]` of sequence b.
 
-    A position past the page table, or one whose entry is 0, lands in page 0: the dummy page, which
-    nobody reads. With Z = 4 and a page table row [7, 3], position 5 is slot 1 of page 3.
+    A position past the page table, or one whose entry is 0, is written to page 0, a dummy page that is
+    never read. With Z = 4 and a page table row [7, 3], position 5 is slot 1 of page 3.
 
     Args:
       k_pages, v_pages: [P, Z, K, H] pages of one layer; float8_e4m3fn saturates.
       k, v: [B, T, K, H] new rows.
-      page_table: [B, W] int32 page of each Z positions.
+      page_table: [B, W] int32, the page of each Z positions.
       positions: [B, T] int32.
-      ring: position p lies in column (p // Z) % W, so that no position is past the table.
+      ring: position p is in column (p // Z) % W, so no position is past the table.
     Returns:
       The two updated page arrays.
     """

@@ -1,4 +1,4 @@
-"""Definition of the paged write: one scatter, in place when the cache is donated."""
+"""Reference of the paged write: one scatter, in place if the cache is donated."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def write_kv(
 
 
 def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """As the cache keeps x: e4m3 saturates, where a plain conversion would make NaN of what is large."""
+    """x in the dtype of the cache; e4m3 saturates, because a plain conversion gives NaN on overflow."""
     if dtype == jnp.float8_e4m3fn:
         most = float(jnp.finfo(dtype).max)
         x = jnp.minimum(jnp.maximum(x, -most), most)

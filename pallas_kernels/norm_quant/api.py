@@ -8,9 +8,9 @@ from pallas_kernels.norm_quant import reference
 
 MAX_PARTS = 32
 CHIPS = (90, 100)
-"""Compute capabilities that the kernel is made for."""
+"""Compute capabilities with a kernel."""
 _WIDTHS = range(256, 8192 + 1, 64)
-"""What the kernel takes: narrower rows are many, and a block for each would be mostly launching."""
+"""Row widths of the kernel. One block per narrow row would be mostly launch overhead."""
 
 
 def rms_norm(
@@ -26,9 +26,9 @@ def rms_norm(
       x: [..., D].
       scale: [D].
     Returns:
-      [..., D] in `x.dtype`; a row's bits do not depend on the rows beside it.
+      [..., D] in `x.dtype`; the bits of a row do not depend on other rows.
     Raises:
-      NotImplementedError: the kernel is asked for and cannot.
+      NotImplementedError: the kernel is requested and does not support these arguments.
     """
     launch = _resolve(implementation, x)
     if launch is None:
@@ -49,25 +49,25 @@ def add_rms_norm(
     rows: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds `delta` to the residual stream, and norms the sum for whatever reads it next.
+    """Adds `delta` to the residual stream and norms the sum.
 
-    `delta` may come in parts, as a product that was split along the axis it sums over leaves them, or
-    as a row's experts do: `sum_s weights[s, r] * delta[rows[s, r]]`, in float32 and by ascending s.
+    `delta` may be parts: the partial sums of a K-split product, or the results of a row's experts. The
+    sum is `sum_s weights[s, r] * delta[rows[s, r]]`, in float32 and by ascending s.
 
     Args:
       h: [..., D].
       delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `rows` a buffer [P, D]. Float32 or
-        bfloat16, whatever h is: it is widened before it is weighted or added.
+        bfloat16, independent of h; converted to float32 before it is weighted and added.
       scale: [D].
       rows: int32 [S, R'], R' not below the number of rows of h: part s of row r is
         `delta[rows[s, r]]`.
-      weights: float32 [S, R'], with rows and only with them.
+      weights: float32 [S, R'], required with rows and refused without.
     Returns:
       `h + delta`, and `rms_norm` of it; both [..., D] in `h.dtype`. The sum is rounded once, before
-      it is normed. A row's bits do not depend on the rows beside it.
+      it is normed. The bits of a row do not depend on other rows.
     Raises:
       ValueError: shapes do not fit.
-      NotImplementedError: the kernel is asked for and cannot.
+      NotImplementedError: the kernel is requested and does not support these arguments.
     """
     _check(h, delta, scale, weights, rows)
     launch = _resolve(implementation, h, delta)

@@ -1,13 +1,13 @@
-"""RMSNorm and the residual sum before it as one kernel for Hopper and Blackwell: a block for each row.
+"""Kernel of RMSNorm with an optional residual sum, for Hopper and Blackwell: one thread block per row.
 
-A row is cut into strips of 512 columns, four to a thread, that are loaded straight into registers and
-stay there: nothing is read twice, and the only traffic between threads is the sum of squares. All loads
-are issued before anything is stored, because eight rows are a matter of latency, not of bytes. How a
-row is summed follows from its width alone, so its bits do not depend on the rows beside it.
+A row is divided into strips of 512 columns, four per thread. All strips are loaded to registers before
+anything is stored, because small batches are bound by latency. The only traffic between threads is the
+sum of squares. The order of that sum depends on the width only, so the bits of a row do not depend on
+other rows.
 
-Mosaic reduces over the warps of a warpgroup in scratch memory that all warpgroups of a block share, and
-only makes a warpgroup wait for itself. Warpgroups that reduced numbers of their own would mix them up, at
-the whim of timing. So they exchange squares first, and then all of them reduce the same numbers.
+Hazard: Mosaic's cross-warp reduction uses one scratch buffer per block but synchronises one warpgroup
+only. If warpgroups reduced different numbers at the same time, they would race. So the warpgroups first
+exchange their squares through shared memory, and then all reduce the same numbers.
 """
 
 import functools
@@ -22,18 +22,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Launch
 
 _TILE = 64
-"""Columns that a row is counted in: addresses are multiples of it, so loads of 16 bytes are aligned."""
+"""Columns per tile; strips start at multiples of it, so 16-byte loads are aligned."""
 _MAX_GROUPS = 4
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """How a row is spread over a block.
+    """Distribution of a row over the threads of a block.
 
     Attributes:
-      strip: tiles that a warpgroup loads at once, 8 or 4: four or two columns to a thread.
-      groups: warpgroups (128 threads) of a block.
-      strips: strips of a warpgroup.
+      strip: tiles per strip, 8 or 4: four or two columns per thread.
+      groups: warpgroups (128 threads) per block.
+      strips: strips per warpgroup.
     """
 
     strip: int
@@ -42,10 +42,10 @@ class TuningConfig:
 
 
 def tuning(tiles: int) -> TuningConfig:
-    """The fewest strips for a thread, in at most four warpgroups.
+    """Config with the fewest strips per thread, in at most four warpgroups.
 
-    Where strips do not divide the row, the last one begins early so as to end with it. Its warpgroup
-    must hold the strip that it overlaps as well, for two may not write the same columns.
+    If strips do not divide the row, the last strip starts early and overlaps the one before it. Both must
+    belong to one warpgroup, because two warpgroups must not write the same columns.
     """
     strip = 8 if tiles >= 8 else 4
     needed = -(-tiles // strip)
@@ -77,8 +77,8 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """h [R, D], parts [S, R, D], scale [D] -> sum [R, D], normed [R, D].
 
-    With sources [S, R'] parts are the rows of a buffer [P, D] that they name, times weights [S, R'].
-    Parts that are bfloat16 stay so in registers until they are added, which is half as many.
+    With sources [S, R'], parts is a buffer [P, D]: part s of row r is parts[sources[s, r]] * weights[s, r].
+    bfloat16 parts stay bfloat16 in registers until they are added, to halve the register count.
     """
     return _launch(h, parts, weights, sources, scale, eps, launch)
 
@@ -98,9 +98,9 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         weights_gmem,  # [S, R'] or None
         sources_gmem,  # [S, R'] or None
         scale_gmem,  # [tiles, 64]
-        outs_gmem,  # [R, tiles, 64]: the sum if there is one, and the norm
-        squares_smem,  # [groups, strip, 64]
-        stored,
+        outs_gmem,  # each [R, tiles, 64]: the sum, if any, and the norm
+        squares_smem,  # [groups, strip, 64] float32
+        stored_barrier,  # all warpgroups have stored their squares
     ):
         r, g = lax.axis_index("row"), lax.axis_index("group")
         begins = [(g * config.strips + i) * config.strip for i in range(config.strips)]
@@ -108,8 +108,8 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         rows = [load(h_gmem.at[r, strip]) for strip in strips]
         if S:
             part = lambda s: s * R + r if sources is None else sources_gmem[s, r]
-            places = [part(s) for s in range(S)]
-            deltas = [[load(parts_gmem.at[place, at]) for place in places] for at in strips]
+            part_rows = [part(s) for s in range(S)]
+            deltas = [[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips]
             shares = None if weights is None else [weights_gmem[s, r] for s in range(S)]
         scales = [load(scale_gmem.at[strip]) for strip in strips]
         if S:
@@ -119,7 +119,7 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         rows = [x.astype(jnp.float32) for x in rows]
         squares = [x * x for x in rows]
         if tiles != config.strip * config.groups * config.strips:
-            # Tiles before `begin` belong to an earlier strip.
+            # Mask the tiles that overlap the strip before, so that they count once.
             tile = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
             squares = [
                 jnp.where(tile + strip.start >= begin, square, 0.0)
@@ -128,9 +128,9 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         square = _summed(squares)
         if config.groups > 1:
             squares_smem[g] = square
-            plgpu.commit_smem()  # all threads of the warpgroup have stored before one arrives
-            plgpu.barrier_arrive(stored)
-            plgpu.barrier_wait(stored)
+            plgpu.commit_smem()  # orders the stores of all threads of the warpgroup before the arrive
+            plgpu.barrier_arrive(stored_barrier)
+            plgpu.barrier_wait(stored_barrier)
             square = _summed([load(squares_smem.at[i]) for i in range(config.groups)])
         factor = lax.rsqrt(jnp.sum(square) / D + eps)
         for x, scaled, strip in zip(rows, scales, strips, strict=True):
@@ -142,9 +142,9 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         parts_gmem = refs.pop(0) if S else None
         weights_gmem = refs.pop(0) if weights is not None else None
         sources_gmem = refs.pop(0) if sources is not None else None
-        scale_gmem, *outs_gmem, squares_smem, stored = refs
+        scale_gmem, *outs_gmem, squares_smem, stored_barrier = refs
         added = (parts_gmem, weights_gmem, sources_gmem)
-        norm_row(h_gmem, *added, scale_gmem, outs_gmem, squares_smem, stored)
+        norm_row(h_gmem, *added, scale_gmem, outs_gmem, squares_smem, stored_barrier)
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
     operands = (in_tiles(h), in_tiles(parts), weights, sources, scale.reshape(tiles, _TILE))
@@ -155,7 +155,7 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
             plgpu.SMEM((config.groups, *shape), jnp.float32),
             plgpu.Barrier(num_arrivals=config.groups),
         ),
-        # Safe: all that a thread both writes and reads is squares_smem, with a barrier between.
+        # Safe: squares_smem is the only ref both written and read, with stored_barrier in between.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         grid=(R,),
         grid_names=("row",),
@@ -168,7 +168,7 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
 
 
 def _added(x, parts, shares):
-    """A strip of h plus its parts, in h's dtype."""
+    """A strip of h plus its weighted parts, rounded to the dtype of h."""
     parts = [part.astype(jnp.float32) for part in parts]
     if shares is not None:
         parts = [part * share for part, share in zip(parts, shares, strict=True)]
@@ -176,7 +176,7 @@ def _added(x, parts, shares):
 
 
 def _summed(terms):
-    """In ascending order."""
+    """Sum in ascending order."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term

@@ -1,4 +1,4 @@
-"""Definition of RMSNorm and of the residual sum before it: float32 inside, h's dtype outside."""
+"""Reference of RMSNorm and the residual sum before it: computed in float32, stored in the dtype of h."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def add_rms_norm(
 
 
 def _total(h: jax.Array, delta: jax.Array) -> jax.Array:
-    """float32 [..., D]; parts one by one in order, for a reduction may sum them in any."""
+    """Sum of the parts in ascending order, float32 [..., D]. A reduction has no fixed order."""
     if delta.ndim == h.ndim:
         return delta.astype(jnp.float32)
     parts = [part.astype(jnp.float32) for part in delta]

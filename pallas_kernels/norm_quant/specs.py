@@ -1,4 +1,4 @@
-"""What models ask of the norms, for compile tests and benchmarks."""
+"""RMSNorm workloads of supported models, for compile tests and benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ MMA: dict[int, str] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """bfloat16 rows; `parts` terms to add first, 0 for none.
+    """bfloat16 rows; `parts` terms are added first, 0 for none.
 
-    They are float32 as products leave them, or bfloat16 results of experts if `weighted`.
+    Parts are float32 partial sums of a product, or bfloat16 results of experts if `weighted`.
     """
 
     rows: int
@@ -46,7 +46,7 @@ SPECS = {
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The kernel as a function of `args`: h, parts if any, scale, weights if any."""
+    """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows]."""
     R, D, S = spec.rows, spec.width, spec.parts
     h = jax.ShapeDtypeStruct((R, D), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((D,), jnp.bfloat16)
@@ -67,9 +67,9 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Arguments for `build`: normal numbers, and every row of a buffer is some row's part.
+    """Random arguments for `build`; each row of the buffer is one part of one row.
 
-    They grow along a row, so that no part of it can pass for another.
+    Values grow along a row, so that exchanged sums of squares of two strips change the result.
     """
     shapes = build(spec)[1]
     grown = lambda x: 1 + 3 * jnp.arange(x.shape[-1]) / x.shape[-1]

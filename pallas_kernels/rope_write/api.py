@@ -1,4 +1,4 @@
-"""From the q/k/v projection to attention in one pass: sum, bias, norms, rope, write to the cache."""
+"""Fused pass from the q/k/v projection to attention: sum, bias, norms, RoPE, cache write."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ from pallas_kernels.rope_write import reference
 
 MAX_PARTS = 32
 CHIPS = (90, 100)
-"""Compute capabilities that a kernel is made for."""
+"""Compute capabilities with a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What the columns of a projection are: N heads of q, then K of k, then K of v.
+    """Column layout of a projection: N heads of q, then K of k, then K of v.
 
     Attributes:
       num_heads: N. K and the head dim H are those of the cache.
-      eps: of the norms.
-      shared_kv: there are no columns of v: it is k before its norm.
+      eps: epsilon of the norms.
+      shared_kv: the projection has no columns for v; v is k before its norm.
       value_norm: v is normed too, without a weight.
-      ring: the page table is a ring, as `kv_write` says.
-      dtype: of q, and what numbers are rounded to before the cache; None is that of the pages.
+      ring: the page table is a ring, see `kv_write`.
+      dtype: dtype of q, and of k and v before the cache write; None: the dtype of the pages.
     """
 
     num_heads: int
@@ -51,26 +51,26 @@ def rope_write(
     bias: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finishes q, k and v of new rows; k and v go to the cache as `kv_write.write_kv` puts them.
+    """Computes q, k and v of new rows and writes k and v to the cache, as `kv_write.write_kv` does.
 
-    A head's H numbers are rounded to `form.dtype` where layers done one after the other round: after
-    sum and bias, after the norm and after rope, which is computed in float32 over halves.
+    A head is rounded to `form.dtype` where separate layers would round: after sum and bias, after the norm,
+    and after RoPE, which is computed in float32 on halves.
 
-    No value in the cache is NaN or infinite: attention multiplies masked values by 0, and 0 * NaN would
-    carry one row's NaN into every row that shares its page, now or later. A number of v that is not finite
-    is stored as 0, and the number of k beside it as NaN: attention masks scores by selection, so that
-    exactly the rows that see the key become NaN.
+    V in the cache is always finite: attention multiplies masked values by 0, and 0 * NaN would spread one
+    row's NaN to every row that shares the page. A non-finite element of v is stored as 0, and the same
+    element of k as NaN. Attention masks scores by selection, so exactly the rows that see the key become
+    NaN.
 
     Args:
-      qkv: [B, T, form.width(K, H)], or float32 parts [S, B, T, width] of a product that was split along
-        the axis it sums over; they are added by ascending s.
+      qkv: [B, T, form.width(K, H)], or float32 partial sums [S, B, T, width] of a K-split product,
+        added by ascending s.
       k_pages, v_pages: [P, Z, K, H] pages of one layer; donate them and they are updated in place.
-        float8_e4m3fn pages take the rounded numbers, saturated.
+        for float8_e4m3fn pages, rounded values are saturated.
       angles: float32 cosines and sines, each [B, T, H / 2].
-      page_table: [B, W] int32. Page 0 is a dummy unless the table is a ring: what is written to it may
-        be lost.
+      page_table: [B, W] int32. Page 0 is a dummy page unless the table is a ring: writes to it may be
+        dropped.
       positions: [B, T] int32.
-      norms: weights of the norm of each head of q and of k, both [H].
+      norms: norm weights of the heads of q and of k, both [H].
       bias: [width].
     Returns:
       q [B, T, N, H] in `form.dtype`, and the two updated page arrays.
@@ -89,7 +89,7 @@ def rope_write(
     args = (qkv, (k_pages, v_pages), angles, where, form.num_heads, norms, form.eps, bias, value)
     if launch is None:
         return reference.rope_write(*args, dtype)
-    # Here, because it is a slow import that plain use on a CPU spares.
+    # Imported here: a slow import that CPU use does not need.
     from pallas_kernels.rope_write import mosaic_gpu
 
     return mosaic_gpu.rope_write(*args, launch)
@@ -107,7 +107,7 @@ def _check(qkv: jax.Array, k_pages: jax.Array, form: Form) -> None:
 def _refusal(
     qkv: jax.Array, k_pages: jax.Array, v_pages: jax.Array, dtype: jnp.dtype
 ) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Why the kernel does not support these arguments; None if it does."""
     H = k_pages.shape[3]
     if k_pages.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn) or v_pages.dtype != k_pages.dtype:
         return f"it writes bfloat16 pages or e4m3 ones, not {k_pages.dtype} and {v_pages.dtype}"

@@ -1,11 +1,11 @@
-"""Sum, bias, norms, rope and cache write as one kernel, for Hopper and Blackwell, in place on the cache.
+"""Kernel from the q/k/v projection to attention: sum, bias, norms, RoPE, and in-place cache write.
 
-A thread block takes one row and up to four heads of one kind (q, k or v), a warp to a head, so that
-eight rows of a model keep many multiprocessors busy. A head lies in registers as its two halves, which
-makes rope elementwise, and its norm a sum over the lanes of a warp. A block of k also reads v beside it,
-whose numbers that are not finite it marks in k. Heads and halves are read straight
-from memory: eight rows are a matter of latency, not of bytes. How a head is computed follows from the
-head dim alone, so its bits do not depend on the rows and heads beside it.
+One source for Hopper and Blackwell. A thread block handles one row and up to four heads of one kind (q, k or
+v), one warp per head, so that a small batch uses many SMs. A head is in registers as two halves:
+RoPE is elementwise and the norm is a reduction over the lanes of one warp. A k block also computes v, to
+mark its non-finite elements in k. Everything is loaded straight to registers, because small batches are
+bound by latency. The computation of a head depends on the head dim only, so its bits do not depend on other
+rows and heads.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ _LANES = 32
 class _Plan:
     """Static facts of one call."""
 
-    B: int
-    T: int
-    N: int
-    K: int
-    H: int
-    Z: int
-    W: int
-    S: int
+    B: int  # sequences
+    T: int  # rows per sequence
+    N: int  # query heads
+    K: int  # kv heads
+    H: int  # head dim
+    Z: int  # tokens per page
+    W: int  # pages per sequence
+    S: int  # parts of the projection
     eps: float
     has_norms: bool
     has_bias: bool
@@ -46,7 +46,7 @@ class _Plan:
 
     @property
     def heads(self) -> int:
-        """Heads of one thread block; they are all of q, of k or of v."""
+        """Heads per thread block, all of one kind."""
         return math.gcd(self.N, self.K, _WARPS)
 
     @property
@@ -55,7 +55,7 @@ class _Plan:
 
     @property
     def layout(self):
-        """Of one half of the block's heads: a head to a warp, or to several that do the same."""
+        """Register layout [heads, half]: one head per warp; warps are replicated below four heads."""
         vector = min(4, self.half // _LANES)
         tiling = plgpu.Tiling(((self.heads, _LANES * vector), (vector,)))
         copies = _WARPS // self.heads
@@ -100,31 +100,38 @@ def _kernel(plan: _Plan, interpret):
     G, layout = plan.heads, plan.layout
     halves = [pl.ds(0, plan.half), pl.ds(plan.half, plan.half)]
 
-    def body(parts, cos, sin, table, positions, *rest):
-        norms, rest = (rest[:2], rest[2:]) if plan.has_norms else ((None, None), rest)
-        bias, rest = (rest[0], rest[1:]) if plan.has_bias else (None, rest)
-        k_pages, v_pages, q = rest
+    def body(
+        parts_gmem,  # [S, B, T, heads of the projection, H] float32 or bfloat16
+        cos_gmem,  # [B, T, H / 2] float32
+        sin_gmem,  # [B, T, H / 2] float32
+        table_gmem,  # [B, W] int32
+        positions_gmem,  # [B, T] int32
+        *refs,  # q and k norm weights [H], if any; bias [heads, H], if any; then as below
+    ):
+        norms_gmem, refs = (refs[:2], refs[2:]) if plan.has_norms else ((None, None), refs)
+        bias_gmem, refs = (refs[0], refs[1:]) if plan.has_bias else (None, refs)
+        k_pages_gmem, v_pages_gmem, q_gmem = refs  # [P, Z, K, H] twice, bfloat16 [B, T, N, H]
         b, t, block = (lax.axis_index(name) for name in ("batch", "row", "block"))
-        first = block * G  # head, of all that the projection holds
+        first = block * G  # first head of the block, among all heads of the projection
 
         def row_of(ref, *index):
-            """[half] numbers that all heads share, as float32 [G, half]."""
+            """Loads a vector [half] shared by all heads, as float32 [G, half]."""
             x = plgpu.load(ref.at[index], layout=layout.reduce(0), optimized=False)
             return lax.broadcast_in_dim(x.astype(jnp.float32), (G, plan.half), (1,))
 
         def projected(first):
-            """The two halves of the heads from `first` on, rounded."""
+            """Sum of the parts plus bias, rounded, of G heads from `first` on: two halves [G, half]."""
             both = []
             for half in halves:
-                here = (pl.ds(first, G), half)
+                index = (pl.ds(first, G), half)
                 load = lambda ref: plgpu.load(ref, layout=layout, optimized=False).astype(
                     jnp.float32
                 )
-                total = load(parts.at[(0, b, t, *here)])
+                total = load(parts_gmem.at[(0, b, t, *index)])
                 for s in range(1, plan.S):
-                    total = total + load(parts.at[(s, b, t, *here)])
+                    total = total + load(parts_gmem.at[(s, b, t, *index)])
                 if plan.has_bias:
-                    total = total + load(bias.at[here])
+                    total = total + load(bias_gmem.at[index])
                 both.append(_round(total))
             return both
 
@@ -138,7 +145,7 @@ def _kernel(plan: _Plan, interpret):
             return [_round(x) for x in both]
 
         def rotated(both):
-            c, s = row_of(cos, b, t), row_of(sin, b, t)
+            c, s = row_of(cos_gmem, b, t), row_of(sin_gmem, b, t)
             return [both[0] * c - both[1] * s, both[1] * c + both[0] * s]
 
         def store(ref, index, both):
@@ -147,35 +154,35 @@ def _kernel(plan: _Plan, interpret):
                 ref[(*index, half)] = stored(x, ref.dtype)
 
         def destination():
-            """Page and slot of the row, and whether it has one."""
-            position = positions[b, t]
+            """(page, slot in the page, whether the row is stored)."""
+            position = positions_gmem[b, t]
             column = lax.div(position, plan.Z)
             column = lax.rem(column, plan.W) if plan.ring else column
-            page = table[b, jnp.minimum(column, plan.W - 1)]
-            # Page 0 of a table that is no ring is there to be written to in vain.
+            page = table_gmem[b, jnp.minimum(column, plan.W - 1)]
+            # Without a ring, page 0 is a dummy page: rows without a page skip the store.
             real = True if plan.ring else (column < plan.W) & (page != 0)
             return page, lax.rem(position, plan.Z), real
 
-        def write(pages, to, head, both):
+        def write(pages_gmem, to, head, both):
             page, slot, real = to
-            pl.when(real)(lambda: store(pages, (page, slot, pl.ds(head, G)), both))
+            pl.when(real)(lambda: store(pages_gmem, (page, slot, pl.ds(head, G)), both))
 
         @pl.when(first < plan.N)
         def _():
             x = projected(first)
-            x = normed(x, norms[0]) if plan.has_norms else x
-            store(q, (b, t, pl.ds(first, G)), rotated(x))
+            x = normed(x, norms_gmem[0]) if plan.has_norms else x
+            store(q_gmem, (b, t, pl.ds(first, G)), rotated(x))
 
         @pl.when((first >= plan.N) & (first < plan.N + plan.K))
         def _():
             to, raw = destination(), projected(first)
             value = raw if plan.shared_kv else projected(first + plan.K)
-            x = normed(raw, norms[1]) if plan.has_norms else raw
+            x = normed(raw, norms_gmem[1]) if plan.has_norms else raw
             marked = zip(value, rotated(x), strict=True)
-            write(k_pages, to, first - plan.N, [_select(v, k, jnp.nan) for v, k in marked])
+            write(k_pages_gmem, to, first - plan.N, [_select(v, k, jnp.nan) for v, k in marked])
             if plan.shared_kv:
                 value = normed(raw, None) if plan.value_norm else raw
-                write(v_pages, to, first - plan.N, [_select(v, v, 0.0) for v in value])
+                write(v_pages_gmem, to, first - plan.N, [_select(v, v, 0.0) for v in value])
 
         if not plan.shared_kv:
 
@@ -183,7 +190,7 @@ def _kernel(plan: _Plan, interpret):
             def _():
                 to, x = destination(), projected(first)
                 x = normed(x, None) if plan.value_norm else x
-                write(v_pages, to, first - plan.N - plan.K, [_select(v, v, 0.0) for v in x])
+                write(v_pages_gmem, to, first - plan.N - plan.K, [_select(v, v, 0.0) for v in x])
 
     num_heads = plan.N + (1 if plan.shared_kv else 2) * plan.K
     return jax.jit(
@@ -192,7 +199,7 @@ def _kernel(plan: _Plan, interpret):
             out_type=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.H), jnp.bfloat16),
             grid=(plan.B, plan.T, num_heads // G),
             grid_names=("batch", "row", "block"),
-            # Nothing lies in shared memory, and nothing is both read and written.
+            # Safe without barriers: no shared memory, and no ref is both read and written.
             compiler_params=plgpu.CompilerParams(
                 unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
             ),
@@ -208,5 +215,5 @@ def _select(v: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
 
 
 def _round(x: jax.Array) -> jax.Array:
-    """To bfloat16 and back, as between two layers."""
+    """Rounds to bfloat16 and back, as separate layers would."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Definition of what happens between the q/k/v projection and attention, in small steps."""
+"""Reference of the steps between the q/k/v projection and attention, one by one."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _projected(qkv: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """[B, T, W]: parts one by one in order, then the bias, then one rounding."""
+    """[B, T, W]: adds the parts in ascending order, then the bias, then rounds once."""
     total, *rest = qkv if qkv.ndim == 4 else [qkv]
     for part in rest:
         total = total + part

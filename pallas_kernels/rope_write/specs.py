@@ -1,4 +1,4 @@
-"""What models ask of the pass between projection and attention, for compile tests and benchmarks."""
+"""Workloads of `rope_write` in supported models, for compile tests and benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MMA: dict[int, str] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """Rows for a cache of `length` positions a sequence; `parts` float32 terms, 0 for bfloat16."""
+    """New rows for a cache of `length` positions per sequence; `parts` float32 terms, or 0 for bfloat16."""
 
     batch: int
     rows: int
@@ -72,8 +72,8 @@ SPECS = {
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The kernel as a function of `args`: qkv, pages of k and v, cos, sin, page table, positions, and
-    norm weights of q and k, bias, if any. Pages are in place where a caller donates them."""
+    """(function, args): the kernel, and shapes of qkv, k_pages, v_pages, cos, sin, page table,
+    positions[, q norm, k norm][, bias]. Donated pages are updated in place."""
     B, T, K, H = spec.batch, spec.rows, spec.kv_heads, spec.head_dim
     W, width = spec.length // spec.page_size, spec.form.width(K, H)
     made = jax.ShapeDtypeStruct
@@ -103,12 +103,12 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Arguments for `build`: normal numbers, and rows that end a full cache."""
+    """Random arguments for `build`; the new rows are the last positions of a full cache."""
     return on_full_cache(build(spec)[1], 5, spec.length, key)
 
 
 def bytes(spec: Spec) -> int:
-    """That must move: parts, angles, q, and the rows of keys and values that are written."""
+    """Minimum memory traffic: parts, angles, q, and the written rows of keys and values."""
     rows, K, H = spec.batch * spec.rows, spec.kv_heads, spec.head_dim
     read = spec.form.width(K, H) * (4 * spec.parts or 2) + 4 * H
     return rows * (read + 2 * spec.heads * H + 2 * K * H * (1 if spec.fp8 else 2))

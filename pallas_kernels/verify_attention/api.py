@@ -1,4 +1,4 @@
-"""Attention of a few new rows per sequence (verification, drafting, a prefill chunk) over paged KV."""
+"""Attention of a few new rows per sequence (verification, drafting, prefill chunk) over the paged cache."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.verify_attention import reference
 
 CHIPS = (90, 100)
-"""Compute capabilities that a kernel is made for."""
+"""Compute capabilities with a kernel."""
 
 
 def verify_attention(
@@ -44,7 +44,7 @@ def verify_attention(
         "verify_attention", implementation, chips=CHIPS, refusal=_refusal(q, k_pages, v_pages)
     )
     if launch is not None:
-        # Here, because it is a slow import that plain use on a CPU spares.
+        # Imported here: a slow import that CPU use does not need.
         from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100
 
         chip = {90: mosaic_sm90, 100: mosaic_sm100}[launch.device.sm]
@@ -52,8 +52,8 @@ def verify_attention(
             q, k_pages, v_pages, page_table, positions, scale, window, sinks, launch,
             soft_cap=soft_cap,
         )  # fmt: skip
-    # A loop with a data-dependent end reads only the pages in use, which is what counts on a CPU;
-    # on an accelerator such a loop stops at the host each turn, so one block covers the whole table.
+    # On a CPU a loop with a data-dependent end reads only the pages in use. On an accelerator such a loop
+    # synchronises with the host in each iteration, so one block covers the whole table.
     block_pages = 128 // k_pages.shape[1] if jax.default_backend() == "cpu" else page_table.shape[1]
     return reference.attend(
         q,
@@ -70,7 +70,7 @@ def verify_attention(
 
 
 def _refusal(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None:
-    """Why the kernels cannot take these arguments, None if it can."""
+    """Why the kernels do not support these arguments; None if they do."""
     N, H = q.shape[2:]
     Z, K = k_pages.shape[1:3]
     if q.dtype != jnp.bfloat16:

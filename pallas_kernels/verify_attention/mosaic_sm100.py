@@ -1,14 +1,14 @@
-"""Paged attention for Blackwell: tcgen05 over key blocks brought by TMA, a whole split at a time.
+"""Paged attention for Blackwell: TMA-fed tcgen05 MMA over key blocks, one softmax per split.
 
-A thread block owns up to 128 rows and 128 columns of the output, a thread to a row, so that nothing is
-reduced across threads. The scores of all keys of a split come to lie side by side in tensor memory; only
-then a row's best is taken, and the weights go back there as the first operand of the product with V.
-So nothing is rescaled within a split. How rows, keys and splits are cut is said in `mosaic_splits`.
+A thread block owns up to 128 rows and 128 output columns, with one row per thread, so no reduction crosses
+threads. The scores of all keys of a split are in tensor memory at once. Then one softmax writes the
+weights back to tensor memory as the first operand of the product with V. Nothing is rescaled within a
+split. `mosaic_splits` describes the tiling of rows, keys and splits.
 
-  tensor memory, columns   scores 256 (float32), weights 128 (bfloat16), output 64 or 128 (float32)
+    tensor memory columns    scores 256 (float32) | weights 128 (bfloat16) | output 64 or 128 (float32)
 
-One warpgroup copies, multiplies and computes. A slot of keys is filled again while the product after it
-is under way, V of a split arrives while its scores are made, and K of the next one during the softmax.
+One warpgroup loads, issues the MMAs and computes. A slot is refilled while the next MMA runs. V of a split
+is loaded during its score MMAs, and K of the next split during the softmax.
 """
 
 import functools
@@ -39,7 +39,7 @@ def choose_config(
     """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions."""
     H = shape[3]
     key_block = 32 if H > 256 else 64
-    # What fits beside 128 rows of q: tensor memory leaves room for one thread block anyway.
+    # What fits into shared memory beside q. Tensor memory limits an SM to one thread block.
     stages = {64: 8, 128: 4, 256: 2, 512: 2}[H]
     walks = splits.choose_walks(shape, kv_heads, table_size, window, TILE, device.num_sms)
     return TuningConfig(key_block, _SPLIT, stages, walks)
@@ -69,65 +69,87 @@ def verify_attention(
 
 
 def _walk_kernel(plan: Plan, interpret):
-    """The kernel that visits keys: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats)."""
+    """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each split."""
     config, merges_inside = plan.config, plan.merges_inside
     rows, layout = TILE.rows, TILE.layout
     key_block, columns, stages = config.key_block, plan.columns, config.stages
     per = plan.blocks_per_split
-    kinds = 2 if plan.fp8 else 1
-    # Keys that a thread works on at a time: a soft cap, or pages in fp8, leave registers for fewer.
+    # Scores per thread in registers at once; a soft cap or fp8 pages need registers themselves.
     width = 32 if plan.soft_cap is not None or plan.fp8 else key_block
     pieces = key_block // width
 
-    def body(q, k_pages, v_pages, table, positions, *rest):
-        sinks, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
-        outs, rest = (rest[:1], rest[1:]) if merges_inside else (rest[:2], rest[2:])
-        q_s, scores_t, weights_t, out_t, q_ready, together, *rest = rest
-        k_ready, v_ready, k_done, v_done, *rest = rest
-        (k_s, *wide_k), (v_s, *wide_v) = rest[:kinds], rest[kinds : 2 * kinds]
-        plain_s = None if plan.aligned else rest[-1]
-        b, number, tile, kv = (lax.axis_index(name) for name in ("batch", "walk", "tile", "head"))
-        mine = pl.ds(lax.axis_index("share") * columns, columns)
-        walk = splits.Walk.of(plan, table, positions, b, number, tile)
-        num_mine = walk.num_splits
+    def body(
+        q_gmem,  # [B, T, K, G, H] bfloat16
+        k_pages_gmem,  # [P, Z, K, H] bfloat16 or e4m3
+        v_pages_gmem,  # [P, Z, K, H]
+        table_gmem,  # [B, W] int32
+        positions_gmem,  # [B, T] int32
+        *refs,  # sinks [N], if any; the results, see `splits.result_type`
+        q_smem,  # [rows, H] bfloat16
+        k_smem,  # [stages, key_block, H] bfloat16 or e4m3
+        v_smem,  # [stages, key_block, columns] bfloat16 or e4m3
+        scores_tmem,  # [rows, split] float32
+        weights_tmem,  # [rows, split] bfloat16
+        out_tmem,  # [rows, columns] float32
+        q_ready_barrier,
+        k_ready_barrier,  # one per slot: K has arrived
+        v_ready_barrier,  # one per slot: V has arrived
+        k_done_barrier,  # one per slot: the MMA with K has finished
+        v_done_barrier,  # one per slot: the MMA with V has finished
+        group_barrier,
+        wide_k_smem=None,  # e4m3 pages: [key_block, H] bfloat16
+        wide_v_smem=None,  # e4m3 pages: [key_block, columns] bfloat16
+        plain_smem=None,  # unaligned heads: [H / columns, rows, columns] bfloat16, not swizzled
+    ):
+        sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
+        b, walk_index, tile, kv = (
+            lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
+        )
+        my_columns = pl.ds(lax.axis_index("share") * columns, columns)
+        walk = splits.Walk.of(plan, table_gmem, positions_gmem, b, walk_index, tile)
+        num_splits = walk.num_splits
 
         def fetch_k(item, pages):
             slot = lax.rem(item, stages)
             for where, keys in walk.sources(item, pages):
                 plgpu.copy_gmem_to_smem(
-                    k_pages.at[(*where, kv)], k_s.at[slot, keys], k_ready.at[slot]
+                    k_pages_gmem.at[(*where, kv)], k_smem.at[slot, keys], k_ready_barrier.at[slot]
                 )
 
         def fetch_v(item, pages):
             slot = lax.rem(item, stages)
             for where, keys in walk.sources(item, pages):
                 plgpu.copy_gmem_to_smem(
-                    v_pages.at[(*where, kv, mine)], v_s.at[slot, keys], v_ready.at[slot]
+                    v_pages_gmem.at[(*where, kv, my_columns)],
+                    v_smem.at[slot, keys],
+                    v_ready_barrier.at[slot],
                 )
 
         first_item = walk.first_item
-        # Before anything is known of the length: what memory answers late is asked for at once.
+        # Prefetch the page ids before the bounds are known, to hide the load latency.
         first_pages = [walk.pages_of(first_item + ahead) for ahead in range(stages)]
 
-        @pl.when(num_mine > 0)
+        @pl.when(num_splits > 0)
         def _():
-            end_item = walk.end_item(num_mine)
+            end_item = walk.end_item(num_splits)
             for fetch in (fetch_k, fetch_v):
                 for ahead, pages in enumerate(first_pages):
                     item = first_item + ahead
                     pl.when(item < end_item)(functools.partial(fetch, item, pages))
 
-            splits.load_queries(plan, q, q_s, plain_s, q_ready, together, (b, tile, kv, 0))
+            splits.load_queries(
+                plan, q_gmem, q_smem, plain_smem, q_ready_barrier, group_barrier, (b, tile, kv, 0)
+            )
             queries = [
                 jnp.minimum(tile * plan.tile_queries + t, plan.T - 1)
                 for t in range(plan.tile_queries)
             ]
-            row_position = splits.row_values(plan, plan.G, [positions[b, t] for t in queries])
+            row_position = splits.row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
             spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
             in_split = lambda item: pl.ds(lax.rem(item, per) * key_block, key_block)
 
             def multiply(start, end, fetch, ready, done, product):
-                """`product` of each item; a slot is filled again when the next product is under way."""
+                """Runs `product` for each item; refills a slot while the next MMA runs."""
 
                 def refill(item, pages):
                     plgpu.barrier_wait(done.at[lax.rem(item, stages)])
@@ -136,9 +158,9 @@ def _walk_kernel(plan: Plan, interpret):
 
                 def one(item, pages):
                     slot = lax.rem(item, stages)
-                    next_pages = walk.pages_of(item + stages)  # early: memory answers meanwhile
+                    next_pages = walk.pages_of(item + stages)  # prefetched: hides the latency
                     after = lambda: pl.when(item > start)(lambda: refill(item - 1, pages))
-                    if plan.fp8:  # only one block at a time is there in bfloat16
+                    if plan.fp8:  # the single bfloat16 buffer must be free first
                         after()
                     plgpu.barrier_wait(ready.at[slot])
                     product(item, slot)
@@ -148,40 +170,40 @@ def _walk_kernel(plan: Plan, interpret):
 
                 refill(end - 1, lax.fori_loop(start, end, one, walk.pages_of(start + stages)))
 
-            def as_bfloat16(block, wide):
-                """A key block as products read it."""
+            def as_bfloat16(block_smem, wide_smem):
+                """A key block in bfloat16; e4m3 blocks are converted to wide_smem."""
                 if not plan.fp8:
-                    return block
-                splits.widen(block, wide[0])
-                return wide[0]
+                    return block_smem
+                splits.widen(block_smem, wide_smem)
+                return wide_smem
 
             def score(item, slot):
-                keys = as_bfloat16(k_s.at[slot], wide_k)
+                keys = as_bfloat16(k_smem.at[slot], wide_k_smem)
                 plgpu.tcgen05_mma(
-                    scores_t.at[:, in_split(item)],
-                    q_s,
+                    scores_tmem.at[:, in_split(item)],
+                    q_smem,
                     keys.transpose((1, 0)),
-                    k_done.at[slot],
+                    k_done_barrier.at[slot],
                     accumulate=False,
                 )
 
             def load_scores(piece):
-                here = pl.ds(lax.rem(piece, per * pieces) * width, width)
-                scores = plgpu.async_load_tmem(scores_t.at[:, here], layout=layout)
+                part = pl.ds(lax.rem(piece, per * pieces) * width, width)
+                scores = plgpu.async_load_tmem(scores_tmem.at[:, part], layout=layout)
                 first = walk.block_of(lax.div(piece, pieces)) * key_block
                 first = first + lax.rem(piece, pieces) * width
-                return here, splits.masked(plan, scores, first, row_position)
+                return part, splits.masked(plan, scores, first, row_position)
 
             def softmax(start, end):
-                """(best, total) of a split, whose weights go to tensor memory."""
-                best, total, _ = splits.nothing_yet(plan)
+                """Stores the weights of a split to tensor memory; returns its (best, total)."""
+                best, total, _ = splits.initial_state(plan)
                 highest = lambda piece, best: jnp.maximum(best, load_scores(piece)[1].max(1))
                 best = lax.fori_loop(start * pieces, end * pieces, highest, best)
 
                 def weigh(piece, total):
-                    here, scores = load_scores(piece)
+                    part, scores = load_scores(piece)
                     weights = jnp.exp2(scores - lax.broadcast_in_dim(best, (rows, width), (0,)))
-                    plgpu.async_store_tmem(weights_t.at[:, here], weights.astype(jnp.bfloat16))
+                    plgpu.async_store_tmem(weights_tmem.at[:, part], weights.astype(jnp.bfloat16))
                     return total + weights.sum(1)
 
                 total = lax.fori_loop(start * pieces, end * pieces, weigh, total)
@@ -192,74 +214,81 @@ def _walk_kernel(plan: Plan, interpret):
             def one_split(j, running):
                 start = jnp.maximum(j * per, first_item)
                 end = jnp.minimum((j + 1) * per, end_item)
-                multiply(start, end, fetch_k, k_ready, k_done, score)
+                multiply(start, end, fetch_k, k_ready_barrier, k_done_barrier, score)
                 best, total = softmax(start, end)
 
                 def weighted(item, slot):
-                    values = as_bfloat16(v_s.at[slot], wide_v)
+                    values = as_bfloat16(v_smem.at[slot], wide_v_smem)
                     plgpu.tcgen05_mma(
-                        out_t,
-                        weights_t.at[:, in_split(item)],
+                        out_tmem,
+                        weights_tmem.at[:, in_split(item)],
                         values,
-                        v_done.at[slot],
+                        v_done_barrier.at[slot],
                         accumulate=item > start,
                     )
 
-                multiply(start, end, fetch_v, v_ready, v_done, weighted)
-                out = plgpu.async_load_tmem(out_t, layout=layout)
+                multiply(start, end, fetch_v, v_ready_barrier, v_done_barrier, weighted)
+                out = plgpu.async_load_tmem(out_tmem, layout=layout)
                 if merges_inside:
                     running = splits.merge(running, (best, total, out), spread)
                     plgpu.wait_load_tmem()
                     return running
-                parts, stats = outs
+                parts_gmem, stats_gmem = outs_gmem
                 where = (b, kv, tile, walk.my_first + j * config.walks - walk.first_split)
-                parts[(*where, slice(None), mine)] = out
+                parts_gmem[(*where, slice(None), my_columns)] = out
                 plgpu.wait_load_tmem()
 
                 @pl.when(lax.axis_index("share") == 0)
                 def _():
-                    stats[(*where, 0)] = best
-                    stats[(*where, 1)] = total
+                    stats_gmem[(*where, 0)] = best
+                    stats_gmem[(*where, 1)] = total
 
                 return running
 
-            running = splits.nothing_yet(plan) if merges_inside else ()
-            running = lax.fori_loop(0, num_mine, one_split, running)
+            running = splits.initial_state(plan) if merges_inside else ()
+            running = lax.fori_loop(0, num_splits, one_split, running)
             if merges_inside:
-                sink = splits.sink_values(plan, sinks, kv)
+                sink = splits.sink_values(plan, sinks_gmem, kv)
                 result = splits.finish(running, sink, spread)
-                # Through tensor memory to the layout that swizzled memory takes without conflicts.
-                plgpu.async_store_tmem(out_t, result.astype(jnp.float32))
+                # Change the register layout through tensor memory: the store below has no bank conflicts then.
+                plgpu.async_store_tmem(out_tmem, result.astype(jnp.float32))
                 plgpu.commit_tmem()
-                result = plgpu.async_load_tmem(out_t, layout=plgpu.Layout.TCGEN05)
+                result = plgpu.async_load_tmem(out_tmem, layout=plgpu.Layout.TCGEN05)
                 result = result.astype(jnp.bfloat16)
-                staged = q_s.at[:, mine] if plan.aligned else plain_s.at[0]
-                splits.store_result(plan, result, outs[0], staged, together, (b, tile, kv, mine))
+                out_smem = q_smem.at[:, my_columns] if plan.aligned else plain_smem.at[0]
+                splits.store_result(
+                    plan, result, outs_gmem[0], out_smem, group_barrier, (b, tile, kv, my_columns)
+                )
 
     bf16 = jnp.bfloat16
     chunks = plan.H // columns
-    plain = [] if plan.aligned else [plgpu.SMEM((chunks, rows, columns), bf16)]
-    keys, values = plan.slots((plan.H,), _TILED), plan.slots((columns,), plan.v_tiling)
+    k_smem, *wide_k_smem = plan.slots((plan.H,), _TILED)
+    v_smem, *wide_v_smem = plan.slots((columns,), plan.v_tiling)
     copied = lambda: plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages)
     multiplied = lambda: plgpu.Barrier(num_barriers=stages, orders_tensor_core=True)
+    copies_q = plan.tile_queries * (1 if plan.aligned else chunks)
+    scratch = dict(
+        q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
+        k_smem=k_smem,
+        v_smem=v_smem,
+        scores_tmem=plgpu.TMEM((rows, config.split), jnp.float32),
+        weights_tmem=plgpu.TMEM((rows, config.split), bf16, packed=True),
+        out_tmem=plgpu.TMEM((rows, columns), jnp.float32),
+        q_ready_barrier=plgpu.Barrier(num_arrivals=copies_q),
+        k_ready_barrier=copied(),
+        v_ready_barrier=copied(),
+        k_done_barrier=multiplied(),
+        v_done_barrier=multiplied(),
+        group_barrier=plgpu.Barrier(),
+    )
+    if plan.fp8:
+        scratch["wide_k_smem"], scratch["wide_v_smem"] = *wide_k_smem, *wide_v_smem
+    if not plan.aligned:
+        scratch["plain_smem"] = plgpu.SMEM((chunks, rows, columns), bf16)
     return plgpu.kernel(
         body,
         out_type=splits.result_type(plan),
-        scratch_types=(
-            plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
-            plgpu.TMEM((rows, config.split), jnp.float32),
-            plgpu.TMEM((rows, config.split), bf16, packed=True),
-            plgpu.TMEM((rows, columns), jnp.float32),
-            plgpu.Barrier(num_arrivals=plan.tile_queries * (1 if plan.aligned else chunks)),
-            plgpu.Barrier(),
-            copied(),
-            copied(),
-            multiplied(),
-            multiplied(),
-            *keys,
-            *values,
-            *plain,
-        ),
+        scratch_types=scratch,
         grid=(plan.B, config.walks, plan.tiles, plan.K, plan.shares),
         grid_names=("batch", "walk", "tile", "head", "share"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),

@@ -1,8 +1,12 @@
-"""Paged attention for Hopper: wgmma over key blocks brought by TMA, splits merged in one fixed order.
+"""Paged attention for Hopper: TMA-fed wgmma over key blocks, with a fixed-order split merge.
 
-A thread block owns up to 64 rows. Within a split the softmax is rescaled after each key block, in
-registers; how rows, keys and splits are cut is said in `mosaic_splits`. Pages in fp8 are widened to
-bfloat16 from one place in shared memory to another, which is exact.
+A thread block owns up to 64 rows (queries times heads of one kv head). One or two warpgroups compute the
+same scores and 128 output columns each. Within a split the online softmax is rescaled in registers after
+each key block. `mosaic_splits` describes the tiling of rows, keys and splits. fp8 pages are converted
+to bfloat16 from one shared-memory buffer to another, which is exact.
+
+Warpgroup 0 issues all loads. Slots hold `stages` key blocks; block n + stages is loaded into the slot of
+block n when all warpgroups have finished block n.
 """
 
 import functools
@@ -20,7 +24,7 @@ from pallas_kernels.verify_attention.mosaic_splits import Plan, TuningConfig
 
 TILE = splits.Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA)
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_SCORE_COLUMNS = 128  # of q and k in one unrolled product
+_SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
 
 def choose_config(
@@ -33,7 +37,7 @@ def choose_config(
     """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions."""
     N, H = shape[2:]
     key_block = 32 if H > 256 else 64
-    # What lets two thread blocks of head dim 64 or 128 share a multiprocessor.
+    # Chosen so that two thread blocks of head dim 64 or 128 fit on one SM.
     stages = {64: 6, 128: 3 if N // kv_heads % 8 == 0 else 2, 256: 2, 512: 3}[H]
     walks = splits.choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms)
     return TuningConfig(key_block, 256, stages, walks)
@@ -63,47 +67,61 @@ def verify_attention(
 
 
 def _walk_kernel(plan: Plan, interpret):
-    """The kernel that visits keys: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats)."""
+    """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each split."""
     config, merges_inside = plan.config, plan.merges_inside
-    rows, kinds = TILE.rows, 2 if plan.fp8 else 1
-    key_block, columns = config.key_block, plan.columns
+    rows, key_block, columns = TILE.rows, config.key_block, plan.columns
     per, groups, stages = plan.blocks_per_split, plan.groups, config.stages
 
-    def body(q, k_pages, v_pages, table, positions, *rest):
-        sinks, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
-        outs, rest = (rest[:1], rest[1:]) if merges_inside else (rest[:2], rest[2:])
-        q_s, *rest = rest
-        (k_s, *wide_k), (v_s, *wide_v) = rest[:kinds], rest[kinds : 2 * kinds]
-        q_ready, k_ready, v_ready, freed, together, *rest = rest[2 * kinds :]
-        plain_s = None if plan.aligned else rest[0]
-        b, number, tile, kv = (lax.axis_index(name) for name in ("batch", "walk", "tile", "head"))
+    def body(
+        q_gmem,  # [B, T, K, G, H] bfloat16
+        k_pages_gmem,  # [P, Z, K, H] bfloat16 or e4m3
+        v_pages_gmem,  # [P, Z, K, H]
+        table_gmem,  # [B, W] int32
+        positions_gmem,  # [B, T] int32
+        *refs,  # sinks [N], if any; the results, see `splits.result_type`
+        q_smem,  # [rows, H] bfloat16
+        k_smem,  # [stages, key_block, H] bfloat16 or e4m3
+        v_smem,  # [stages, groups, key_block, columns] bfloat16 or e4m3
+        q_ready_barrier,
+        k_ready_barrier,  # one per slot
+        v_ready_barrier,  # one per slot
+        free_barrier,  # one per slot: all warpgroups have finished the key block
+        group_barrier,  # synchronises the warpgroups
+        wide_k_smem=None,  # e4m3 pages: [key_block, H] bfloat16
+        wide_v_smem=None,  # e4m3 pages: [groups, key_block, columns] bfloat16
+        plain_smem=None,  # unaligned heads: [H / columns, rows, columns] bfloat16, not swizzled
+    ):
+        sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
+        b, walk_index, tile, kv = (
+            lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
+        )
         group, share = lax.axis_index("group"), lax.axis_index("share")
-        mine = pl.ds((share * groups + group) * columns, columns)
-        walk = splits.Walk.of(plan, table, positions, b, number, tile)
-        num_mine = walk.num_splits
+        my_columns = pl.ds((share * groups + group) * columns, columns)
+        walk = splits.Walk.of(plan, table_gmem, positions_gmem, b, walk_index, tile)
+        num_splits = walk.num_splits
 
         def fetch(item, pages):
             slot = lax.rem(item, stages)
             for where, keys in walk.sources(item, pages):
                 plgpu.copy_gmem_to_smem(
-                    k_pages.at[(*where, kv)], k_s.at[slot, keys], k_ready.at[slot]
+                    k_pages_gmem.at[(*where, kv)], k_smem.at[slot, keys], k_ready_barrier.at[slot]
                 )
             for where, keys in walk.sources(item, pages):
                 for g in range(groups):
                     columns_of_g = pl.ds((share * groups + g) * columns, columns)
                     plgpu.copy_gmem_to_smem(
-                        v_pages.at[(*where, kv, columns_of_g)],
-                        v_s.at[slot, g, keys],
-                        v_ready.at[slot],
+                        v_pages_gmem.at[(*where, kv, columns_of_g)],
+                        v_smem.at[slot, g, keys],
+                        v_ready_barrier.at[slot],
                     )
 
         first_item = walk.first_item
-        # Before anything is known of the length: what memory answers late is asked for at once.
+        # Prefetch the page ids before the bounds are known, to hide the load latency.
         first_pages = [walk.pages_of(first_item + ahead) for ahead in range(stages)]
 
-        @pl.when(num_mine > 0)
+        @pl.when(num_splits > 0)
         def _():
-            end_item = walk.end_item(num_mine)
+            end_item = walk.end_item(num_splits)
 
             @pl.when(group == 0)
             def _():
@@ -111,57 +129,65 @@ def _walk_kernel(plan: Plan, interpret):
                     item = first_item + ahead
                     pl.when(item < end_item)(functools.partial(fetch, item, pages))
 
-            splits.load_queries(plan, q, q_s, plain_s, q_ready, together, (b, tile, kv, group))
+            splits.load_queries(
+                plan,
+                q_gmem,
+                q_smem,
+                plain_smem,
+                q_ready_barrier,
+                group_barrier,
+                (b, tile, kv, group),
+            )
             queries = [
                 jnp.minimum(tile * plan.tile_queries + t, plan.T - 1)
                 for t in range(plan.tile_queries)
             ]
-            row_position = splits.row_values(plan, plan.G, [positions[b, t] for t in queries])
+            row_position = splits.row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
             spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
 
-            def all_groups():
+            def sync_groups():
                 if groups > 1:
-                    plgpu.barrier_arrive(together)
-                    plgpu.barrier_wait(together)
+                    plgpu.barrier_arrive(group_barrier)
+                    plgpu.barrier_wait(group_barrier)
 
             def visit(item, carry):
                 best, total, out = carry
                 slot = lax.rem(item, stages)
-                pages = walk.pages_of(item + stages)  # early: memory answers while we compute
-                plgpu.barrier_wait(k_ready.at[slot])
-                keys = k_s.at[slot]
-                if plan.fp8:  # each group widens its share of the columns
+                pages = walk.pages_of(item + stages)  # prefetched: hides the latency
+                plgpu.barrier_wait(k_ready_barrier.at[slot])
+                keys = k_smem.at[slot]
+                if plan.fp8:  # each warpgroup converts its part of the columns
                     share_of_k = pl.ds(group * (plan.H // groups), plan.H // groups)
-                    splits.widen(keys.at[:, share_of_k], wide_k[0].at[:, share_of_k])
-                    keys = wide_k[0]
-                    all_groups()
+                    splits.widen(keys.at[:, share_of_k], wide_k_smem.at[:, share_of_k])
+                    keys = wide_k_smem
+                    sync_groups()
 
                 def score(acc):
                     if plan.H <= _SCORE_COLUMNS:
-                        plgpu.wgmma(acc, q_s, keys.transpose((1, 0)))
+                        plgpu.wgmma(acc, q_smem, keys.transpose((1, 0)))
                         return acc[...]
 
-                    # A loop, lest the descriptors of all steps take up registers.
+                    # Not unrolled: the descriptors of all steps would take registers.
                     @pl.loop(0, plan.H // _SCORE_COLUMNS)
                     def _(i):
                         part = pl.ds(i * _SCORE_COLUMNS, _SCORE_COLUMNS)
-                        plgpu.wgmma(acc, q_s.at[:, part], keys.at[:, part].transpose((1, 0)))
+                        plgpu.wgmma(acc, q_smem.at[:, part], keys.at[:, part].transpose((1, 0)))
 
                     return acc[...]
 
                 scores = pl.run_scoped(score, plgpu.ACC((rows, key_block), jnp.float32))
-                if plan.fp8:  # nobody reads the keys any more
-                    all_groups()
+                if plan.fp8:  # before wide_k_smem is overwritten
+                    sync_groups()
                 scores = splits.masked(plan, scores, walk.block_of(item) * key_block, row_position)
                 new_best = jnp.maximum(best, scores.max(1))
                 shrink = jnp.exp2(best - new_best)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(new_best, (rows, key_block), (0,)))
                 total = total * shrink + weights.sum(1)
-                plgpu.barrier_wait(v_ready.at[slot])
-                values = v_s.at[slot, group]
+                plgpu.barrier_wait(v_ready_barrier.at[slot])
+                values = v_smem.at[slot, group]
                 if plan.fp8:
-                    splits.widen(values, wide_v[0].at[group])
-                    values = wide_v[0].at[group]
+                    splits.widen(values, wide_v_smem.at[group])
+                    values = wide_v_smem.at[group]
                 out = _accumulate(
                     out * spread(shrink),
                     weights.astype(jnp.bfloat16),
@@ -169,12 +195,12 @@ def _walk_kernel(plan: Plan, interpret):
                     interpret,
                 )
                 if groups > 1:
-                    plgpu.barrier_arrive(freed.at[slot])
+                    plgpu.barrier_arrive(free_barrier.at[slot])
 
                 @pl.when(group == 0)
                 def _():
                     if groups > 1:
-                        plgpu.barrier_wait(freed.at[slot])
+                        plgpu.barrier_wait(free_barrier.at[slot])
 
                     @pl.when(item + stages < end_item)
                     def _():
@@ -185,51 +211,58 @@ def _walk_kernel(plan: Plan, interpret):
             def one_split(j, running):
                 start = jnp.maximum(j * per, first_item)
                 end = jnp.minimum((j + 1) * per, end_item)
-                split = lax.fori_loop(start, end, visit, splits.nothing_yet(plan))
+                split = lax.fori_loop(start, end, visit, splits.initial_state(plan))
                 if merges_inside:
                     return splits.merge(running, split, spread)
-                parts, stats = outs
+                parts_gmem, stats_gmem = outs_gmem
                 best, total, out = split
                 where = (b, kv, tile, walk.my_first + j * config.walks - walk.first_split)
-                parts[(*where, slice(None), mine)] = out
+                parts_gmem[(*where, slice(None), my_columns)] = out
 
                 @pl.when((group == 0) & (share == 0))
                 def _():
-                    stats[(*where, 0)] = best
-                    stats[(*where, 1)] = total
+                    stats_gmem[(*where, 0)] = best
+                    stats_gmem[(*where, 1)] = total
 
                 return running
 
-            running = splits.nothing_yet(plan) if merges_inside else ()
-            running = lax.fori_loop(0, num_mine, one_split, running)
+            running = splits.initial_state(plan) if merges_inside else ()
+            running = lax.fori_loop(0, num_splits, one_split, running)
             if merges_inside:
-                sink = splits.sink_values(plan, sinks, kv)
+                sink = splits.sink_values(plan, sinks_gmem, kv)
                 result = splits.finish(running, sink, spread)
-                staged = q_s.at[:, mine] if plan.aligned else plain_s.at[group]
-                splits.store_result(plan, result, outs[0], staged, together, (b, tile, kv, mine))
+                out_smem = q_smem.at[:, my_columns] if plan.aligned else plain_smem.at[group]
+                splits.store_result(
+                    plan, result, outs_gmem[0], out_smem, group_barrier, (b, tile, kv, my_columns)
+                )
 
     bf16 = jnp.bfloat16
-    plain = [] if plan.aligned else [plgpu.SMEM((plan.H // columns, rows, columns), bf16)]
     copies_q = plan.tile_queries * (1 if plan.aligned else plan.H // columns)
+    k_smem, *wide_k_smem = plan.slots((plan.H,), _TILED)
+    v_smem, *wide_v_smem = plan.slots((groups, columns), plan.v_tiling)
+    scratch = dict(
+        q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
+        k_smem=k_smem,
+        v_smem=v_smem,
+        q_ready_barrier=plgpu.Barrier(num_arrivals=copies_q),
+        k_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
+        v_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies * groups, num_barriers=stages),
+        free_barrier=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        group_barrier=plgpu.Barrier(num_arrivals=groups),
+    )
+    if plan.fp8:
+        scratch["wide_k_smem"], scratch["wide_v_smem"] = *wide_k_smem, *wide_v_smem
+    if not plan.aligned:
+        scratch["plain_smem"] = plgpu.SMEM((plan.H // columns, rows, columns), bf16)
     return plgpu.kernel(
         body,
         out_type=splits.result_type(plan),
-        scratch_types=(
-            plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
-            *plan.slots((plan.H,), _TILED),
-            *plan.slots((groups, columns), plan.v_tiling),
-            plgpu.Barrier(num_arrivals=copies_q),
-            plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=plan.copies * groups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=groups),
-            *plain,
-        ),
+        scratch_types=scratch,
         grid=(plan.B, config.walks, plan.tiles, plan.K, plan.shares),
         grid_names=("batch", "walk", "tile", "head", "share"),
         num_threads=groups,
         thread_name="group",
-        # Rows are reduced within a warp: no scratch, so that two thread blocks fit on a multiprocessor.
+        # Rows are reduced within a warp. Without reduction scratch two thread blocks fit on one SM.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
         kernel_name="verify_attention",
@@ -237,10 +270,12 @@ def _walk_kernel(plan: Plan, interpret):
 
 
 def _accumulate(out, weights, values, interpret):
-    """out + weights @ values. The interpreter has neither accumulators that start from a value, nor
-    wgmma with an operand in registers."""
+    """out + weights @ values, in registers.
+
+    The interpreter supports neither an initialised accumulator nor a wgmma operand in registers.
+    """
     if interpret is not None:
         product = jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # this read, unlike wgmma's, needs a fence before the next copy's write
+        plgpu.commit_smem()  # unlike a wgmma read, this read needs a fence before the next TMA write
         return out + product
     return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(plgpu.ACC.init(out))

@@ -1,16 +1,16 @@
-"""What the attention kernels of all chips share: rows in tiles, keys in splits, and their merge.
+"""Common part of the attention kernels of all chips: tiling of rows, splits of keys, and the merge.
 
-One thread block owns the rows of one tile of one kv head: row r is query r // G, head r % G of the
-group. Keys come in blocks of `key_block` at absolute positions, and blocks form splits of `split` keys,
-also at absolute positions. Every split starts a fresh softmax (best, total, out); splits are merged one
-after the other in ascending order. Who merges is a matter of speed only:
+A thread block owns one row tile of one kv head: row r is query r // G, head r % G of the group. Keys come in
+blocks of `key_block` keys, and blocks form splits of `split` keys, both at absolute positions. Each
+split starts a new softmax (best, total, out): the row maximum, the sum of weights, and the weighted sum
+of values. Splits are merged one by one in ascending order. `walks` affects speed only:
 
-  walks = 1   a thread block walks over all splits and merges in registers;
-  walks > 1   walk c takes the splits c, c + walks, ... and stores each one's (best, total, out); a
+  walks = 1   one thread block visits all splits and merges them in registers;
+  walks > 1   thread block c visits the splits c, c + walks, ... and stores (best, total, out) of each; a
               second kernel merges them with the same formula in the same order.
 
-So the bits of a row depend neither on the other rows, nor on how the work is cut. A masked key
-contributes exactly 0 and a masked block or split leaves (best, total, out) as they were.
+So the bits of a row depend neither on other rows nor on the tiling. A masked key contributes exactly 0,
+and a fully masked block or split leaves (best, total, out) unchanged.
 """
 
 import dataclasses
@@ -24,23 +24,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 MASKED = -1e30
-# Best of no key at all: above MASKED, so that exp2(MASKED - NOTHING) is exactly 0.
+# Initial row maximum: above MASKED, so that exp2(MASKED - NOTHING) is exactly 0.
 NOTHING = -1e29
 LOG2E = math.log2(math.e)
 _MERGE_UNROLL = 4
 _WIDEN_COLUMNS = 64
-# Eight rows of four times four numbers to a warp.
+# Register layout of the e4m3 conversion: a warp holds 8 rows of 16 elements, 4 per thread.
 _WIDENING = plgpu.Layout.TILED(plgpu.Tiling(((32, 16), (8, 16), (4,))), (-5,), (-3, -2), -1)
 _RAW = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
 
 
 class Tile(NamedTuple):
-    """What a chip's matrix instruction makes of the rows of a thread block.
+    """Row tile of a thread block on one chip.
 
     Attributes:
-      rows: M of the instruction.
-      groups: most warpgroups that compute, each 128 columns of the output.
-      layout: of [rows, n] numbers in registers.
+      rows: M of the MMA.
+      groups: maximum number of warpgroups; each computes 128 output columns.
+      layout: register layout of a [rows, n] array.
     """
 
     rows: int
@@ -50,12 +50,12 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
-    """How the work is cut; no field but `key_block` and `split` can change a bit of the result.
+    """Tile sizes; only `key_block` and `split` affect the result's bits.
 
     Attributes:
-      key_block: keys of one product; a function of the head dim alone.
-      split: keys of one softmax, a constant.
-      stages: key blocks in flight.
+      key_block: keys of one MMA; depends on the head dim only.
+      split: keys of one softmax; a constant.
+      stages: pipeline stages (key blocks in flight).
       walks: thread blocks that share the splits of one row tile.
     """
 
@@ -69,13 +69,13 @@ class TuningConfig:
 class Plan:
     """Static facts of one call."""
 
-    B: int
-    T: int
-    K: int
-    G: int
-    H: int
-    Z: int
-    W: int
+    B: int  # sequences
+    T: int  # queries per sequence
+    K: int  # kv heads
+    G: int  # query heads per kv head
+    H: int  # head dim
+    Z: int  # tokens per page
+    W: int  # pages per sequence
     scale: float
     window: int | None
     soft_cap: float | None
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def tile_queries(self) -> int:
-        """Queries of one row tile."""
+        """Queries in one row tile."""
         return min(self.T, self.tile.rows // self.G)
 
     @property
@@ -103,17 +103,17 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Columns of the output that one warpgroup accumulates."""
+        """Output columns per warpgroup."""
         return min(self.H, 128)
 
     @property
     def groups(self) -> int:
-        """Warpgroups of a thread block: all compute the scores, each its own output columns."""
+        """Warpgroups per thread block: each computes all scores and its own output columns."""
         return min(self.tile.groups, self.H // self.columns)
 
     @property
     def shares(self) -> int:
-        """Thread blocks that share the columns of one row tile."""
+        """Thread blocks that divide the output columns of one row tile."""
         return self.H // (self.columns * self.groups)
 
     @property
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def copy_keys(self) -> int:
-        """Keys of one TMA copy: a page, or a key block where pages are larger."""
+        """Keys per TMA copy: one page, or a key block if pages are larger."""
         return min(self.Z, self.config.key_block)
 
     @property
@@ -135,12 +135,12 @@ class Plan:
 
     @property
     def v_tiling(self) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-        """Of V in SMEM: a product over 32 keys wants rows of 64 bytes."""
+        """Shared-memory layout of V; an MMA over 32 keys needs a 64-byte swizzle."""
         width = min(64, self.config.key_block)
         return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
 
     def slots(self, width: tuple[int, ...], transforms) -> list[Any]:
-        """Shared memory for key blocks as they arrive, and for one as bfloat16 where that differs."""
+        """Slots of key blocks [stages, *, key_block, width]; for e4m3 pages also one bfloat16 buffer."""
         *leading, width = width
         shape = (*leading, self.config.key_block, width)
         wide = plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def aligned(self) -> bool:
-        """Whether the heads of one query fill whole swizzle tiles of 8 rows."""
+        """Whether the G rows of a query fill whole swizzle tiles of 8 rows."""
         return self.G % 8 == 0
 
     @property
@@ -173,27 +173,31 @@ def choose_walks(
     tile: Tile,
     room: int,
 ) -> int:
-    """`walks` for q of `shape` [B, T, N, H], on a chip that holds `room` thread blocks at a time."""
+    """`walks` for q of `shape` [B, T, N, H]; `room` is the number of resident thread blocks of the chip."""
     B, T, N, H = shape
     G = N // kv_heads
     queries = min(T, tile.rows // G)
     blocks = B * kv_heads * pl.cdiv(T, queries)
     splits = _max_splits(256, table_size, window, queries)
-    # Storing and merging splits costs a kernel: worth it only if walks are long and SMs are idle.
+    # The merge is a second kernel: it pays off only with many splits and idle SMs.
     if splits <= 2 or 8 * blocks >= 3 * room or not _can_store_splits(G, H):
         return 1
     return min(splits, pl.cdiv(room, blocks))
 
 
 def _can_store_splits(group: int, head_dim: int) -> bool:
-    """The merging kernel takes 128 numbers at a time: with H = 64 two heads of one query."""
+    """The merge kernel handles 128 columns at a time: with H = 64, two heads of one query."""
     return head_dim % 128 == 0 or group % (128 // head_dim) == 0
 
 
 def attend(plan: Plan, walk_kernel, interpret, q, *operands) -> jax.Array:
-    """Runs `walk_kernel(plan, interpret)` and merges what it leaves: q [B, T, N, H] -> [B, T, N, H].
+    """Runs `walk_kernel(plan, interpret)` and, if needed, the merge kernel.
 
-    operands: pages of keys and values, page table, positions and sinks or None.
+    Args:
+      q: [B, T, N, H].
+      operands: k_pages, v_pages, page table, positions, and sinks or None.
+    Returns:
+      [B, T, N, H].
     """
     k_pages, v_pages, table, positions, sinks = operands
     table, positions = (x.astype(jnp.int32) for x in (table, positions))
@@ -210,7 +214,7 @@ def attend(plan: Plan, walk_kernel, interpret, q, *operands) -> jax.Array:
 
 
 def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) -> Plan:
-    """Static facts from shapes; options: scale, window, soft_cap and has_sinks."""
+    """Plan of a call from the shapes; options: scale, window, soft_cap and has_sinks."""
     B, T, N, H = q.shape
     _, Z, K, _ = k_pages.shape
     fp8 = k_pages.dtype == jnp.float8_e4m3fn
@@ -221,7 +225,7 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
 
 
 def result_type(plan: Plan):
-    """What the walking kernel returns: rows, or each split's (parts, stats)."""
+    """Result of the walk kernel: rows, or (parts, stats) of each split; stats are (best, total)."""
     if plan.merges_inside:
         return jax.ShapeDtypeStruct((plan.B, plan.T, plan.K, plan.G, plan.H), jnp.bfloat16)
     where = (plan.B, plan.K, plan.tiles, plan.max_splits)
@@ -233,25 +237,33 @@ def result_type(plan: Plan):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The key blocks that one thread block visits, as items 0, 1, ... of its own splits."""
+    """The key blocks that one thread block visits, numbered as items 0, 1, ... across its splits.
+
+    Attributes:
+      table: page table [B, W] in device memory.
+      b: sequence.
+      index: number of the walk, 0 .. walks - 1.
+      first_block, last_block: key blocks that any row of the tile sees.
+      first_split, last_split: splits of these blocks.
+    """
 
     plan: Plan
     table: Any
     b: Any
-    number: Any
+    index: Any
     first_block: Any
     last_block: Any
     first_split: Any
     last_split: Any
 
     @classmethod
-    def of(cls, plan: Plan, table, positions, b, number, tile) -> "Walk":
-        return cls(plan, table, b, number, *_span(plan, positions, b, tile))
+    def of(cls, plan: Plan, table, positions, b, index, tile) -> "Walk":
+        return cls(plan, table, b, index, *_span(plan, positions, b, tile))
 
     @property
     def my_first(self):
-        """The first split of this walk."""
-        return self.first_split + self.number
+        """First split of this walk."""
+        return self.first_split + self.index
 
     @property
     def num_splits(self):
@@ -262,7 +274,7 @@ class Walk:
     def first_item(self):
         plan = self.plan
         skipped = self.first_block - self.first_split * plan.blocks_per_split
-        return jnp.where(self.number == 0, skipped, 0)
+        return jnp.where(self.index == 0, skipped, 0)
 
     def end_item(self, num_splits):
         per = self.plan.blocks_per_split
@@ -271,13 +283,13 @@ class Walk:
         return (num_splits - 1) * per + short + 1
 
     def block_of(self, item):
-        """Number of a key block within the sequence."""
+        """Index of an item's key block within the sequence."""
         per = self.plan.blocks_per_split
         split = self.my_first + lax.div(item, per) * self.plan.config.walks
         return split * per + lax.rem(item, per)
 
     def pages_of(self, item) -> tuple[Any, ...]:
-        """Pages of a key block, one for each copy."""
+        """Page ids of an item's key block, one per TMA copy."""
         plan = self.plan
         start = self.block_of(item) * plan.config.key_block
         cols = [lax.div(start + j * plan.copy_keys, plan.Z) for j in range(plan.copies)]
@@ -288,7 +300,7 @@ class Walk:
         return tuple(self.table[self.b, col] for col in cols)
 
     def sources(self, item, pages):
-        """(index of page and rows, keys of the block) of each copy that brings a key block."""
+        """For each TMA copy of a key block: ((page, rows of the page), keys of the block)."""
         plan, key_block = self.plan, self.plan.config.key_block
         within = lax.rem(self.block_of(item) * key_block, plan.Z) if key_block < plan.Z else 0
         rows = pl.ds(within, plan.copy_keys)
@@ -298,21 +310,24 @@ class Walk:
         ]
 
 
-def widen(raw, wide) -> None:
-    """e4m3 in shared memory [keys, n] to bfloat16 there, for products to read: exact."""
+def widen(raw_smem, wide_smem) -> None:
+    """Converts e4m3 raw_smem [keys, n] to bfloat16 wide_smem [keys, n]; exact."""
 
-    @pl.loop(0, raw.shape[-1] // _WIDEN_COLUMNS)
+    @pl.loop(0, raw_smem.shape[-1] // _WIDEN_COLUMNS)
     def _(i):
-        here = pl.ds(i * _WIDEN_COLUMNS, _WIDEN_COLUMNS)
-        # There is no direct conversion to bfloat16.
-        numbers = plgpu.load(raw.at[:, here], layout=_WIDENING, optimized=False)
-        wide[:, here] = numbers.astype(jnp.float32).astype(jnp.bfloat16)
+        columns = pl.ds(i * _WIDEN_COLUMNS, _WIDEN_COLUMNS)
+        # There is no direct conversion from e4m3 to bfloat16.
+        numbers = plgpu.load(raw_smem.at[:, columns], layout=_WIDENING, optimized=False)
+        wide_smem[:, columns] = numbers.astype(jnp.float32).astype(jnp.bfloat16)
 
     plgpu.commit_smem()
 
 
 def masked(plan: Plan, scores: jax.Array, first_key, row_position) -> jax.Array:
-    """Scores [rows, keys] from key `first_key` on in units of log2, MASKED where a row must not see."""
+    """Scaled and capped scores [rows, keys] in units of log2; MASKED at invisible keys.
+
+    The first column is key `first_key`; a row sees keys up to `row_position` [rows].
+    """
     key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plan.tile.layout)
     key = key + first_key
     limit = lax.broadcast_in_dim(row_position, scores.shape, (0,))
@@ -322,14 +337,14 @@ def masked(plan: Plan, scores: jax.Array, first_key, row_position) -> jax.Array:
     if plan.soft_cap is None:
         scores = scores * (plan.scale * LOG2E)
     else:
-        # tanh(x) = 1 - 2 / (e^2x + 1), far closer than the chip's own approximation of tanh.
+        # tanh(x) = 1 - 2 / (e^2x + 1); the hardware tanh has 11 bits only.
         power = jnp.exp2(scores * (2 * LOG2E * plan.scale / plan.soft_cap))
         scores = plan.soft_cap * LOG2E - (2 * plan.soft_cap * LOG2E) / (power + 1)
     return jnp.where(visible, scores, MASKED)
 
 
 def sink_values(plan: Plan, sinks, kv) -> jax.Array | None:
-    """Each row's sink in units of log2, None without sinks."""
+    """Sink of each row [rows] in units of log2; None without sinks."""
     if not plan.has_sinks:
         return None
     sink = [sinks[kv * plan.G + g].astype(jnp.float32) * LOG2E for g in range(plan.G)]
@@ -337,7 +352,7 @@ def sink_values(plan: Plan, sinks, kv) -> jax.Array | None:
 
 
 def _span(plan: Plan, positions, b, tile) -> tuple[Any, Any, Any, Any]:
-    """First and last key block, first and last split that any row of the tile may see."""
+    """(first, last) key block and (first, last) split that any row of the tile sees."""
     first_query = tile * plan.tile_queries
     last_query = jnp.minimum(first_query + plan.tile_queries, plan.T) - 1
     last_key = positions[b, last_query]
@@ -353,10 +368,10 @@ def _span(plan: Plan, positions, b, tile) -> tuple[Any, Any, Any, Any]:
 
 
 def merge(running, split, spread):
-    """One more split joins: (best, total, out) twice; `spread` brings a row's number to its columns.
+    """Merges a split into the running (best, total, out); `spread` broadcasts [rows] to out's shape.
 
-    The side with the lower best shrinks, the other one stays. Each sum holds a single product, which
-    every compiler fuses: with two, the kernels that must agree might fuse different ones.
+    Only the side with the lower maximum is rescaled. Each sum has a single product, which every compiler
+    contracts to an FMA. With two products, the two kernels could contract different ones and round apart.
     """
     best, total, out = running
     split_best, split_total, split_out = split
@@ -370,7 +385,7 @@ def merge(running, split, spread):
 
 
 def finish(running, sink, spread):
-    """The sink joins as one more key without a value (None: no sink), then the softmax is divided."""
+    """Adds the sink (a key without a value; None: no sink) and divides by the softmax denominator."""
     best, total, out = running
     if sink is not None:
         new_best = jnp.maximum(best, sink)
@@ -381,17 +396,17 @@ def finish(running, sink, spread):
 
 
 def row_values(plan: Plan, repeat: int, values) -> jax.Array:
-    """Row r -> values[(r // repeat) % len(values)], as a column of the accumulator."""
+    """[rows] in registers: row r holds values[(r // repeat) % len(values)]."""
     rows = plan.tile.rows
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=plan.tile.layout.reduce(1))
-    out = jnp.where(row < rows, values[0], values[0])  # a constant would have no layout
+    out = jnp.where(row < rows, values[0], values[0])  # a plain constant has no register layout
     for start in range(repeat, plan.tile_rows, repeat):
         out = jnp.where(row >= start, values[start // repeat % len(values)], out)
     return out
 
 
-def nothing_yet(plan: Plan):
-    """(best, total, out) of no key at all."""
+def initial_state(plan: Plan):
+    """Initial (best, total, out), before any key."""
     rows, layout = plan.tile.rows, plan.tile.layout
     full = lambda shape, x, layout: plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
     return (
@@ -401,8 +416,10 @@ def nothing_yet(plan: Plan):
     )
 
 
-def load_queries(plan: Plan, q, q_s, plain_s, q_ready, together, place) -> None:
-    """The rows of one tile into swizzled SMEM; rows that do not exist stay what they were."""
+def load_queries(
+    plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place
+) -> None:
+    """Loads the rows of one tile into swizzled q_smem; rows past the tile stay uninitialised."""
     b, tile, kv, group = place
     chunks = plan.H // plan.columns
 
@@ -413,33 +430,37 @@ def load_queries(plan: Plan, q, q_s, plain_s, q_ready, together, place) -> None:
             query = jnp.minimum(tile * plan.tile_queries + t, plan.T - 1)
             rows = pl.ds(t * plan.G, plan.G)
             if plan.aligned:
-                plgpu.copy_gmem_to_smem(q.at[b, query, kv], q_s.at[rows], q_ready)
+                plgpu.copy_gmem_to_smem(q_gmem.at[b, query, kv], q_smem.at[rows], ready_barrier)
                 return
             for i in range(chunks):
-                mine = pl.ds(i * plan.columns, plan.columns)
-                plgpu.copy_gmem_to_smem(q.at[b, query, kv, :, mine], plain_s.at[i, rows], q_ready)
+                columns = pl.ds(i * plan.columns, plan.columns)
+                plgpu.copy_gmem_to_smem(
+                    q_gmem.at[b, query, kv, :, columns], plain_smem.at[i, rows], ready_barrier
+                )
 
-    plgpu.barrier_wait(q_ready)
+    plgpu.barrier_wait(ready_barrier)
     if not plan.aligned:
-        # A copy cannot write part of a swizzle tile, so registers do it.
+        # TMA cannot write part of an 8-row swizzle tile, so the copy goes through registers.
         @pl.when(group == 0)
         def _():
             for i in range(chunks):
-                mine = pl.ds(i * plan.columns, plan.columns)
-                q_s[:, mine] = plgpu.load(plain_s.at[i], layout=plgpu.Layout.WGMMA, optimized=False)
+                columns = pl.ds(i * plan.columns, plan.columns)
+                q_smem[:, columns] = plgpu.load(
+                    plain_smem.at[i], layout=plgpu.Layout.WGMMA, optimized=False
+                )
             plgpu.commit_smem()
 
-        plgpu.barrier_arrive(together)
-        plgpu.barrier_wait(together)
+        plgpu.barrier_arrive(group_barrier)
+        plgpu.barrier_wait(group_barrier)
 
 
-def store_result(plan: Plan, result, out, staged, together, place) -> None:
-    """A finished tile through SMEM (which the other warpgroups may still read) to memory."""
-    b, tile, kv, mine = place
+def store_result(plan: Plan, result, out_gmem, out_smem, group_barrier, place) -> None:
+    """Stores a finished tile through out_smem, which other warpgroups may still read, to device memory."""
+    b, tile, kv, columns = place
     if plan.groups > 1:
-        plgpu.barrier_arrive(together)
-        plgpu.barrier_wait(together)
-    staged[...] = result
+        plgpu.barrier_arrive(group_barrier)
+        plgpu.barrier_wait(group_barrier)
+    out_smem[...] = result
     plgpu.commit_smem()
 
     first_query = tile * plan.tile_queries
@@ -447,53 +468,58 @@ def store_result(plan: Plan, result, out, staged, together, place) -> None:
     @pl.loop(0, jnp.minimum(plan.tile_queries, plan.T - first_query))
     def _(t):
         plgpu.copy_smem_to_gmem(
-            staged.at[pl.ds(t * plan.G, plan.G)], out.at[b, first_query + t, kv, :, mine]
+            out_smem.at[pl.ds(t * plan.G, plan.G)], out_gmem.at[b, first_query + t, kv, :, columns]
         )
 
     plgpu.wait_smem_to_gmem(0)
 
 
 def _merge_kernel(plan: Plan, interpret):
-    """The kernel that merges stored splits: (parts, stats, positions[, sinks]) -> out."""
-    heads = max(1, 128 // plan.H)  # rows of one thread block
+    """The merge kernel of stored splits: (parts, stats, positions[, sinks]) -> out."""
+    heads = max(1, 128 // plan.H)  # heads per thread block
     width = heads * plan.H
 
-    def body(parts, stats, positions, *rest):
-        sinks, (out,) = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
+    def body(
+        parts_gmem,  # [B, K, tiles, splits, rows * H] float32
+        stats_gmem,  # [B, K, tiles, splits, 2, rows] float32: best, total
+        positions_gmem,  # [B, T] int32
+        *refs,  # sinks [N], if any; out bfloat16 [B, T, N * H]
+    ):
+        sinks_gmem, (out_gmem,) = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
         b, query, pack = (lax.axis_index(name) for name in ("batch", "query", "pack"))
         kv, g = lax.div(pack * heads, plan.G), lax.rem(pack * heads, plan.G)
         tile = lax.div(query, plan.tile_queries)
         row = lax.rem(query, plan.tile_queries) * plan.G + g
-        _, _, first, last = _span(plan, positions, b, tile)
+        _, _, first, last = _span(plan, positions_gmem, b, tile)
         layout = plgpu.Layout.WG_STRIDED((width,), width // 128)
         column = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
         constant = lambda x: plgpu.layout_cast(jnp.full((width,), x, jnp.float32), layout)
 
         def per_head(values):
-            """One number a head, to the columns of that head."""
+            """Broadcasts one value per head to the columns of that head."""
             x = constant(values[0])
             for i in range(1, heads):
                 x = jnp.where(column >= i * plan.H, values[i], x)
             return x
 
         def load(split):
-            # A split past the last one counts as one without keys, which changes nothing.
+            # A split past the last one is loaded as an empty split, which the merge ignores.
             exists, split = split <= last - first, jnp.minimum(split, last - first)
             mask = column < jnp.where(exists, width, 0)
             best, total = (
                 per_head(
                     [
-                        jnp.where(exists, stats[b, kv, tile, split, i, row + h], nothing)
+                        jnp.where(exists, stats_gmem[b, kv, tile, split, i, row + h], nothing)
                         for h in range(heads)
                     ]
                 )
                 for i, nothing in enumerate((NOTHING, 0.0))
             )
-            out = parts[b, kv, tile, split, pl.ds(row * plan.H, width)]
+            out = parts_gmem[b, kv, tile, split, pl.ds(row * plan.H, width)]
             return best, total, jnp.where(mask, plgpu.layout_cast(out, layout), 0.0)
 
         def some_splits(i, running):
-            # All loads are under way before the first is needed.
+            # Issue all loads before the first merge, to hide their latency.
             for split in [load(i * _MERGE_UNROLL + j) for j in range(_MERGE_UNROLL)]:
                 running = merge(running, split, lambda x: x)
             return running
@@ -504,16 +530,16 @@ def _merge_kernel(plan: Plan, interpret):
         sink = None
         if plan.has_sinks:
             sink = per_head(
-                [sinks[pack * heads + h].astype(jnp.float32) * LOG2E for h in range(heads)]
+                [sinks_gmem[pack * heads + h].astype(jnp.float32) * LOG2E for h in range(heads)]
             )
-        out[b, query, pl.ds(pack * width, width)] = finish(running, sink, lambda x: x)
+        out_gmem[b, query, pl.ds(pack * width, width)] = finish(running, sink, lambda x: x)
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N * plan.H), jnp.bfloat16),
         grid=(plan.B, plan.T, plan.N // heads),
         grid_names=("batch", "query", "pack"),
-        # Nothing lies in shared memory, and nothing is both read and written.
+        # Safe without barriers: no shared memory, and no ref is both read and written.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),

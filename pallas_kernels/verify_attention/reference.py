@@ -1,20 +1,20 @@
-"""Definition of attention of a few query rows over a paged cache: online softmax over key blocks.
+"""Reference of attention of a few query rows over a paged cache: online softmax over key blocks.
 
-Blocks lie at absolute positions and are visited in order, and a block that is masked altogether
-changes nothing (its weights are exactly 0 and the running maximum stays). So the result of a row
-depends neither on other rows, nor on where the visit starts or ends around what the row may see.
+Blocks are at absolute positions and visited in ascending order. A fully masked block changes nothing: its
+weights are exactly 0 and the running maximum stays. So the result of a row depends neither on other
+rows nor on how many masked blocks are visited before or after its visible keys.
 """
 
 import jax
 import jax.numpy as jnp
 
-_MASKED = -1e30  # not -inf: a row without any visible key in a block must not produce NaN
+_MASKED = -1e30  # not -inf: a row without a visible key in a block would produce NaN
 
 
 def _blocks(
     positions: jax.Array, window: int | None, size: int, table_size: int
 ) -> tuple[jax.Array, jax.Array, int]:
-    """First block [B] of each sequence, how many to visit, and the most there can be."""
+    """(first block [B] of each sequence, number of blocks to visit, static upper bound of it)."""
     if window is None:
         most = -(-table_size // size)
         first = jnp.zeros(positions.shape[0], jnp.int32)
@@ -87,7 +87,7 @@ def attend(
         carry = jax.lax.fori_loop(0, count, visit, carry)
     best, total, out = carry
     if sinks is not None:
-        # One more key per head, without a value.
+        # A sink is one more key per head, without a value.
         sink = sinks.astype(jnp.float32).reshape(K, N // K, 1)
         new_best = jnp.maximum(best, sink)
         shrink = jnp.exp(best - new_best)

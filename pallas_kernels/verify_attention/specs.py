@@ -1,4 +1,4 @@
-"""What models ask of attention over pages, for compile tests and benchmarks."""
+"""Attention workloads of supported models, for compile tests and benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,10 @@ MMA = {90: "wgmma", 100: "tcgen05.mma"}
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """bfloat16 rows over a cache for `length` positions a sequence; with a window it is a ring, with
-    `fp8` it holds e4m3."""
+    """bfloat16 rows over a cache of `length` positions per sequence.
+
+    With a window the page table is a ring. With `fp8` the cache is e4m3.
+    """
 
     batch: int
     rows: int
@@ -32,7 +34,7 @@ class Spec:
 
 QWEN3 = dict(heads=32, kv_heads=4, head_dim=128)
 LLAMA = dict(heads=32, kv_heads=8, head_dim=128)
-# Seven query heads for one kv head: they fill no whole tile of eight rows.
+# Seven query heads per kv head do not fill a swizzle tile of eight rows.
 QWEN2_SMALL = dict(heads=14, kv_heads=2, head_dim=64)
 QWEN2 = dict(heads=28, kv_heads=4, head_dim=128)
 GPT_OSS = dict(heads=64, kv_heads=8, head_dim=64, sinks=True)
@@ -81,7 +83,7 @@ SPECS = {
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The kernel as a function of `args`: q, pages of keys and values, page table, positions, sinks."""
+    """(function, args): the kernel, and shapes of q, k_pages, v_pages, page table, positions[, sinks]."""
     B, T, N, K, H = spec.batch, spec.rows, spec.heads, spec.kv_heads, spec.head_dim
     W = spec.length // spec.page_size
     kept = jnp.float8_e4m3fn if spec.fp8 else jnp.bfloat16
@@ -106,13 +108,13 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Arguments for `build`: normal numbers, and sequences whose last rows end a full cache."""
+    """Random arguments for `build`; the new rows are the last positions of a full cache."""
     return on_full_cache(build(spec)[1], 3, spec.length, key)
 
 
 def on_full_cache(shapes: tuple, table: int, length: int, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Normal numbers, but for argument number `table` and the next: a page table [B, W] in which each
-    page has one place, and the last positions [B, T] of `length`."""
+    """Normal random arrays, except arguments `table` (page table [B, W] without shared pages) and
+    `table + 1` (positions [B, T], the last ones of `length`)."""
     keys = jax.random.split(key, len(shapes))
     made = [
         jax.random.normal(k, x.shape).astype(x.dtype) for x, k in zip(shapes, keys, strict=True)
@@ -125,7 +127,7 @@ def on_full_cache(shapes: tuple, table: int, length: int, key: jax.Array) -> tup
 
 
 def bytes(spec: Spec) -> int:
-    """That must move: q, its result, and the keys and values that some row sees."""
+    """Minimum memory traffic: q, the result, and the visible keys and values."""
     rows = 2 * 2 * spec.batch * spec.rows * spec.heads * spec.head_dim
     seen = spec.length
     if spec.window is not None:
