@@ -1,6 +1,7 @@
-"""Facts about the chips that kernels are made for, as frozen objects that are passed to kernels.
+"""Properties of the chips with kernels.
 
-A kernel never asks the default device: it may be compiled on a machine that has none.
+They are passed to kernels explicitly: a kernel may be compiled on a machine without a GPU, so it must not
+query the default device.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ class Device:
       name: as jax names the device.
       sm: compute capability, major times ten (90 Hopper, 100 Blackwell).
       num_sms: streaming multiprocessors.
-      smem_bytes: shared memory that one block may use.
+      smem_bytes: maximum shared memory per block.
     """
 
     name: str
@@ -30,10 +31,10 @@ B200 = Device("NVIDIA B200", 100, 148, 232_448)
 
 
 def describe(device: jax.Device) -> Device | None:
-    """Facts of a jax device; None where no kernel is made for its kind.
+    """Properties of a jax device; None if its generation has no kernels.
 
-    A chip of a known generation whose name is not listed counts as that generation with the number of
-    multiprocessors that it reports.
+    An unlisted chip of a known generation gets the shared memory of that generation and the number of SMs
+    that it reports.
     """
     if device.platform not in ("gpu", "cuda"):
         return None

@@ -1,8 +1,8 @@
-"""Chooses how an operation runs and says so once in the log; never a silent fallback.
+"""Selects the implementation of an operation and logs the choice once; no silent fallback.
 
-`reference` is the jnp definition of an operation and runs wherever XLA runs. `mosaic_gpu` is a Pallas
-kernel: on a GPU it is compiled, on a CPU it runs in Mosaic's interpreter, which is for tests. What is
-not asked for explicitly follows the device: kernels where they exist, references elsewhere.
+`reference` is the jnp definition of an operation and runs on every XLA backend. `mosaic_gpu` is a Pallas
+kernel: compiled on a GPU, run in Mosaic's interpreter on a CPU (for tests). Without an explicit request
+the device decides: kernels where they exist, references elsewhere.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _referring: ContextVar[bool] = ContextVar("references only", default=False)
 
 
 class Launch(NamedTuple):
-    """How to launch a kernel: the chip it is made for, and `plgpu.kernel`'s `interpret` argument."""
+    """Launch parameters of a kernel: its target chip, and the `interpret` argument of `plgpu.kernel`."""
 
     device: Device
     interpret: Any = None
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def assume(device: Device) -> Iterator[None]:
-    """Traces for `device` whatever the default one is: to compile for a chip that is not there."""
+    """Traces for `device` instead of the default device, to compile for an absent chip."""
     token = _assumed.set(device)
     try:
         yield
@@ -42,7 +42,7 @@ def assume(device: Device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def references() -> Iterator[None]:
-    """Traces references, whatever is asked for: what a kernel is compared with."""
+    """Traces references only, also where a kernel is requested: the baseline of a comparison."""
     token = _referring.set(True)
     try:
         yield
@@ -57,15 +57,15 @@ def resolve(
     chips: tuple[int, ...] = (),
     refusal: str | None = None,
 ) -> Launch | None:
-    """How `op` runs here: a kernel's launch, or None for the reference.
+    """Selects the implementation of `op`: launch parameters of the kernel, or None for the reference.
 
     Args:
-      op: name of the operation, as its folder.
-      requested: what the caller insists on; None lets the device decide.
-      chips: compute capabilities (90, 100) that the kernel is made for.
-      refusal: why the kernel cannot take these arguments, None if it can.
+      op: name of the operation, for messages.
+      requested: the required implementation; None: the device decides.
+      chips: compute capabilities (90, 100) with a kernel.
+      refusal: why the kernel does not support these arguments; None if it does.
     Raises:
-      NotImplementedError: the requested kernel does not exist, or refuses.
+      NotImplementedError: the requested kernel does not exist or does not support the arguments.
     """
     if requested == "reference" or _referring.get():
         return None
@@ -89,7 +89,7 @@ def resolve(
 
 
 def _interpreter() -> Any:
-    # Here, because it is a slow import that plain use on a CPU spares.
+    # Imported here: a slow import that CPU use does not need.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams()

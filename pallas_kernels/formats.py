@@ -1,14 +1,16 @@
-"""What quantised weights look like: values beside scales, told apart by dtypes and shapes alone.
+"""Storage formats of weights: values and scales, identified by their dtypes and shapes.
 
-Weights W [..., N, K] are stored with K, the axis that is summed over, contiguous:
+Weights W [..., N, K] are stored with K, the contraction axis, contiguous:
 
 - plain: values bfloat16 or float32 [..., N, K], scale None.
 - fp8: values float8_e4m3fn [..., N, K]; scale float32 [..., Sn, Sk] multiplies them. Sn is N (one for
   each row) or ceil(N / 128), Sk is 1 (one for all columns) or ceil(K / 128); the last block may be
   ragged.
-- mxfp4: values uint8 [..., N, K / 2], byte j with element 2j in its low nibble and 2j + 1 in its high
-  one; a nibble is a sign bit (8) and an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6. scale uint8
-  [..., N, K / 32]: code s multiplies 32 elements by 2^(s - 127), 255 is NaN (e8m0).
+- mxfp4: values uint8 [..., N, K / 2], e2m1 elements; scale uint8 [..., N, K / 32], e8m0: code s multiplies
+  32 elements by 2^(s - 127), and 255 is NaN.
+
+      byte j   bit 7  6  5  4 | 3  2  1  0       element 2j + 1 | element 2j
+                   s  e  e  m | s  e  e  m       s: sign, eem: index into 0, 0.5, 1, 1.5, 2, 3, 4, 6
 
 Leading axes (experts, gate and up) are the same for values and scale.
 """
@@ -19,16 +21,16 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 128
-"""Rows and columns that share an fp8 scale."""
+"""Rows and columns of a block with one fp8 scale."""
 GROUP = 32
-"""Columns that share an mxfp4 scale."""
+"""Columns of a group with one mxfp4 scale."""
 
 Kind = Literal["plain", "fp8", "mxfp4"]
 _PLAIN = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def kind(values: jax.Array, scale: jax.Array | None) -> Kind:
-    """Format of a weight; arguments may be anything with a shape and a dtype.
+    """Format of a weight; the arguments need only a shape and a dtype.
 
     Raises:
       ValueError: no format has these dtypes and shapes.
@@ -68,13 +70,13 @@ def kind(values: jax.Array, scale: jax.Array | None) -> Kind:
 
 
 def logical_shape(values: jax.Array, scale: jax.Array | None) -> tuple[int, ...]:
-    """[..., N, K] of the weight that values and scale stand for; raises as `kind` does."""
+    """Shape [..., N, K] of the unpacked weight; raises as `kind` does."""
     *leading, width = values.shape
     return (*leading, 2 * width if kind(values, scale) == "mxfp4" else width)
 
 
 def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
-    """Why GPU kernels cannot read a weight [..., N, K], or None; raises as `kind` does."""
+    """Why GPU kernels do not support a weight [..., N, K], or None; raises as `kind` does."""
     form = kind(values, scale)
     if form == "plain" and values.dtype != jnp.bfloat16:
         return f"plain weights are bfloat16 there, not {values.dtype}"
@@ -94,7 +96,7 @@ def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
 
 
 def compile_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
-    """Why kernels that read such a weight would not compile for a GPU (the interpreter takes them)."""
+    """Why kernels with such a weight do not compile for a GPU, or None. The interpreter runs them."""
     *_, N, width = values.shape
     if N > 32 and N % 32:
         return f"rows come in multiples of 32 there: [{N}, {width}]"
@@ -105,10 +107,10 @@ def compile_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
 
 
 def dequantize(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """The weight [..., N, K] in `dtype`.
+    """The unpacked weight [..., N, K] in `dtype`.
 
-    fp8 is multiplied in float32 and rounded once to `dtype`; mxfp4 is exact in float32 and bfloat16,
-    numbers below the normal ones included. A plain weight is cast.
+    fp8 is scaled in float32 and rounded once to `dtype`. mxfp4 is exact in float32 and bfloat16, including
+    subnormal numbers. A plain weight is cast.
 
     Raises:
       ValueError: as `kind`.
@@ -123,7 +125,7 @@ def dequantize(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> 
 
 
 def _spread(scale: jax.Array, N: int, K: int) -> jax.Array:
-    """[..., Sn, Sk] -> [..., N, K], or [..., N, 1] for one scale a row."""
+    """[..., Sn, Sk] -> [..., N, K], or [..., N, 1] for one scale per row."""
     if scale.shape[-2] != N:
         scale = jnp.repeat(scale, BLOCK, axis=-2)[..., :N, :]
     if scale.shape[-1] != 1:
@@ -132,15 +134,15 @@ def _spread(scale: jax.Array, N: int, K: int) -> jax.Array:
 
 
 def _mxfp4(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """float32 [..., N, K], put together from bits: products would flush subnormals to 0 on a CPU."""
+    """float32 [..., N, K] by bit operations: a CPU multiplication would flush subnormals to 0."""
     codes = jnp.stack([values & 15, values >> 4], axis=-1).astype(jnp.int32)
     codes = codes.reshape(*scale.shape, GROUP)
     exponent = scale[..., None].astype(jnp.int32)
     index = codes & 7
-    # An index from 2 on is an exponent and one bit of mantissa (binade 1 holds 1 and 1.5), so added to
-    # the scale's exponent they are the top bits of the float32. Index 1 is 0.5, a power of two below 1.
+    # An index >= 2 is two exponent bits and one mantissa bit. Added to the scale's exponent it gives the top
+    # bits of the float32. Index 1 (0.5) is subnormal in e2m1 and needs a correction of 1.
     top = 2 * (exponent - 1) + index - (index == 1)
-    subnormal = index << (21 + jnp.minimum(exponent, 1))  # only scales 0 and 1 get here
+    subnormal = index << (21 + jnp.minimum(exponent, 1))  # only for scale codes 0 and 1
     bits = jnp.where(top < 2, subnormal, jnp.where(top < 510, top << 22, 0x7F800000))
     bits = jnp.where(index == 0, 0, bits) | (codes & 8) << 28
     bits = jnp.where(exponent == 255, 0x7FC00000, bits)

@@ -1,4 +1,4 @@
-"""Linear layers: tokens times a weight stored (N, K) with K contiguous."""
+"""Linear layers: tokens times a weight [N, K] with K contiguous."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import reference
 
 CHIPS = (90, 100)
-"""Compute capabilities that have a kernel."""
+"""Compute capabilities with a kernel."""
 
 
 def linear(
@@ -27,15 +27,15 @@ def linear(
     Args:
       x: [..., K] activations.
       weight: [N, K], or the values of a quantised weight (`pallas_kernels.formats`): fp8 [N, K],
-        mxfp4 [N, K / 2]. It is multiplied in `x.dtype`, whatever its own.
-      scale: of a quantised weight; None for a plain one.
+        mxfp4 [N, K / 2]. The product is computed in `x.dtype`.
+      scale: scale of a quantised weight; None for a plain one.
       bias: [N] or None.
-      out_dtype: of the result, default `x.dtype`; float32 keeps the accumulator unrounded.
-      config: the kernel's `TuningConfig`, to compare some; by default one is chosen.
+      out_dtype: dtype of the result, default `x.dtype`; float32 returns the unrounded accumulator.
+      config: `TuningConfig` of the kernel, for benchmarks; by default chosen from the shapes.
     Returns:
       [..., N].
     Raises:
-      ValueError: the inner widths differ, or weight and scale are of no format.
+      ValueError: the inner widths differ, or weight and scale match no format.
     """
     if weight.ndim != 2:
         raise ValueError(f"a linear layer's weight has two axes: {weight.shape=}")
@@ -60,9 +60,9 @@ def partial_products(
     scale: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    """`x @ weight.T` as partial sums, for a consumer that adds them in ascending order as it reads.
+    """`x @ weight.T` as partial sums of a K-split; the consumer adds them in ascending order.
 
-    Arguments as of `linear`.
+    Arguments as in `linear`.
 
     Returns:
       float32 [S, ..., N]; S depends on the shapes, and is 1 for the reference.
@@ -74,7 +74,7 @@ def partial_products(
 
 
 def add_in_order(parts: jax.Array) -> jax.Array:
-    """[S, ...] -> [...], `((p0 + p1) + p2) + ...`: the same bits however many rows there are."""
+    """[S, ...] -> [...], `((p0 + p1) + p2) + ...`: a fixed order, independent of the number of rows."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -82,7 +82,7 @@ def add_in_order(parts: jax.Array) -> jax.Array:
 
 
 def whole_tiles(x: jax.Array) -> jax.Array:
-    """x [R, K] with zero rows added, as copies want it: tiles of 8 rows, unless there is only one."""
+    """x [R, K], zero-padded to a multiple of 8 rows above 8 rows: TMA copies tiles of 8 rows."""
     R = x.shape[0]
     return jnp.pad(x, ((0, -R % 8), (0, 0))) if R > 8 and R % 8 else x
 
@@ -98,7 +98,7 @@ def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
 
 
 def _kernel(x, weight, scale, launch: dispatch.Launch, config: Any = None) -> jax.Array:
-    from pallas_kernels.block_gemm import mosaic_gpu  # a slow import that plain CPU use spares
+    from pallas_kernels.block_gemm import mosaic_gpu  # a slow import that CPU use does not need
 
     *rows, K = x.shape
     x = x.reshape(-1, K)

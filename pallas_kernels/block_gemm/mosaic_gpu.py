@@ -63,7 +63,7 @@ class TuningConfig:
             return cls(8 if R <= 128 else 32, 1, False, stages=8)
         form = formats_of(device)(kind)
         tiles, steps = pl.cdiv(N, form.rows), pl.cdiv(K, STEP)
-        # Up to two blocks per SM: with more splits, writing partial sums costs more than the shorter loop saves.
+        # Up to two blocks per SM: more splits would cost more in partial sums than the shorter loop saves.
         per_chunk = next(
             n
             for n in range(1, steps + 1)

@@ -1,6 +1,6 @@
-"""Definition of the weight-stationary product: x @ weight.T with float32 accumulation.
+"""Reference of linear layers: x @ weight.T with float32 accumulation.
 
-A quantised weight is dequantised a tile of rows at a time, so that only one tile exists unpacked.
+A quantised weight is dequantised one tile of rows at a time, to limit memory.
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import formats
 
 TILE = 512
-"""Rows of a quantised weight that are unpacked together; a multiple of `formats.BLOCK`."""
+"""Weight rows that are dequantised at once; a multiple of `formats.BLOCK`."""
 
 
 def linear(
@@ -30,14 +30,14 @@ def linear(
 
 
 def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """x [..., K] times weight [N, K] of the same dtype; float32 [..., N] if that is asked for."""
+    """x [..., K] times weight [N, K] of the same dtype; [..., N], in float32 if `out_dtype` is."""
     if out_dtype == jnp.float32 and x.dtype != jnp.float32:
         return _widened(x, weight)
     return _dot(x, weight, None)
 
 
 def _dot(x: jax.Array, weight: jax.Array, wide: jnp.dtype | None) -> jax.Array:
-    # HIGHEST keeps float32 inputs in float32 on GPUs, where the default would round them to TF32.
+    # HIGHEST keeps float32 inputs: the default rounds them to TF32 on GPUs.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         x,
@@ -50,8 +50,10 @@ def _dot(x: jax.Array, weight: jax.Array, wide: jnp.dtype | None) -> jax.Array:
 
 @jax.custom_vjp
 def _widened(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """A float32 product of narrower numbers. Its gradients are products in their dtype: of float32
-    cotangents JAX would make float32 products, which take twice the time and traffic."""
+    """Float32 product of narrower inputs, with gradients computed in the dtype of the inputs.
+
+    JAX would multiply float32 cotangents in float32, at twice the time and traffic.
+    """
     return _dot(x, weight, jnp.float32)
 
 
@@ -67,13 +69,14 @@ _widened.defvjp(_widened_fwd, _widened_bwd)
 
 
 def _tiled(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """[..., N] from whole tiles in a loop and one shorter tile."""
+    """[..., N]: a loop over full tiles, and one shorter tile."""
     N = weight.shape[0]
     scale_rows = TILE if scale.shape[0] == N else TILE // formats.BLOCK
     num_tiles = N // TILE
 
     def tile(i: jax.Array | int, num_rows: int, num_scales: int) -> jax.Array:
-        # Bound to the tile's number, or XLA on a CPU would widen all of an fp8 weight before the loop.
+        # The barrier ties the weight to the loop index. Otherwise XLA on a CPU converts all of an fp8 weight
+        # before the loop.
         values, i = jax.lax.optimization_barrier((weight, i))
         values = jax.lax.dynamic_slice_in_dim(values, i * TILE, num_rows)
         factors = jax.lax.dynamic_slice_in_dim(scale, i * scale_rows, num_scales)

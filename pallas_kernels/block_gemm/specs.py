@@ -1,4 +1,4 @@
-"""What models ask of linear layers, for compile tests and benchmarks."""
+"""Linear-layer workloads of supported models, for compile tests and benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ CHIPS = api.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma"}
 
 Form = Literal["bf16", "fp8", "fp8_rows", "mxfp4"]
-"""Of a weight: bfloat16, fp8 with a scale a block or a row, mxfp4."""
+"""Weight format: bfloat16, fp8 with one scale per block or per row, or mxfp4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """bfloat16 rows times a weight [outputs, inputs]; sums added to float32.
+    """bfloat16 rows times a weight [outputs, inputs], float32 result.
 
-    Where the kernel leaves several partial sums, adding them up is part of the call.
+    The call includes the addition of the partial sums of a K-split.
     """
 
     rows: int
@@ -33,7 +33,7 @@ class Spec:
 
 
 def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dict[str, Spec]:
-    """Each shape (outputs, inputs) at each number of rows; a shape named *__fp8 or *__bias is so."""
+    """Specs of each shape (outputs, inputs) at each number of rows; name suffixes: __fp8, __bias."""
     specs = {}
     for layer, (outputs, inputs) in shapes.items():
         name, *flags = layer.split("__")
@@ -44,12 +44,12 @@ def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dic
     return specs
 
 
-# 8: one sequence with seven drafts; 12: an odd plan; 64 and 256: 8 and 32 sequences; 4096: prefill.
+# 8: one sequence with seven drafts; 12: an odd batch; 64 and 256: 8 and 32 sequences; 4096: prefill.
 SPECS = {
     **_layers("qwen3-moe", (8, 12, 64, 256, 4096), qkv__fp8=(5120, 2048), o__fp8=(2048, 4096)),
     **_layers("qwen3-moe", (8, 64, 256, 4096), router=(128, 2048)),
     **_layers("qwen3-moe", (8, 12, 64, 256), lm_head=(151936, 2048)),
-    # The head: the target's taps beside each other, then layers of which the first takes two inputs.
+    # The drafter: fc reads three concatenated taps, and the first layer reads two concatenated inputs.
     **_layers(
         "peagle",
         (8, 64, 256),
@@ -89,7 +89,7 @@ SPECS = {
 
 
 def weight_of(form: Form, *shape: int) -> list[jax.ShapeDtypeStruct]:
-    """Values of a weight [..., N, K], and its scale if it has one."""
+    """Shapes of the values of a weight [..., N, K], and of its scale, if any."""
     *leading, N, K = shape
     made = jax.ShapeDtypeStruct
     match form:
@@ -106,7 +106,7 @@ def weight_of(form: Form, *shape: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def random_leaf(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    """Normal numbers; float32 scales are positive, mxfp4's codes any values and scales of about 1."""
+    """Random array: normal numbers; float32 scales are positive; uint8 codes give mxfp4 scales below 2."""
     if shape.dtype == jnp.uint8:
         return jax.random.randint(key, shape.shape, 118, 128).astype(jnp.uint8)
     found = jax.random.normal(key, shape.shape)
@@ -114,10 +114,8 @@ def random_leaf(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
 
 
 def configs(spec: Spec, device: Device) -> list:
-    """What `build` takes: the config that is chosen on the device, then others worth a comparison."""
-    from pallas_kernels.block_gemm.mosaic_gpu import (
-        TuningConfig,  # a slow import that references spare
-    )
+    """Configs for `build`: the default of the device, then alternatives for benchmarks."""
+    from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig  # a slow import
     from pallas_kernels.weight_chips import formats_of
 
     kind = dict(bf16="plain", fp8_rows="fp8").get(spec.form, spec.form)
@@ -129,7 +127,7 @@ def configs(spec: Spec, device: Device) -> list:
 
 
 def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The kernel as a function of `args`: x, weight, scale if it has one, bias if any."""
+    """(function, args): the kernel, and shapes of x, weight[, scale][, bias]."""
     N, K = spec.outputs, spec.inputs
     weight = weight_of(spec.form, N, K)
     args = (
@@ -149,6 +147,6 @@ def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtyp
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Arguments for `build`, see `random_leaf`."""
+    """Random arguments for `build`, see `random_leaf`."""
     shapes = build(spec)[1]
     return tuple(random_leaf(x, jax.random.fold_in(key, i)) for i, x in enumerate(shapes))

@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts a row goes to, and the sum of what they make of it."""
+"""Mixture of experts: routing of rows, and the weighted sum of the experts' results."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items
 
 CHIPS = (90, 100)
-"""Compute capabilities that have kernels for the experts."""
+"""Compute capabilities with kernels."""
 
 
 def route(
@@ -22,22 +22,22 @@ def route(
     normalize: bool,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The `top_k` experts with the largest logits, ties to the lower id; each row for itself.
+    """Chooses the `top_k` experts with the largest logits for each row; ties go to the lower id.
 
-    Experts with a logit of -inf come last and have no weight, unless a row has no others.
+    Experts with a logit of -inf come last and have weight 0, unless a row has no others.
 
     With logits [0, 3, 1] and top_k 2 the ids are [1, 2]; weights are softmax([3, 1]) when normalised,
     else the second and third entry of softmax([0, 3, 1]).
 
     Args:
       logits: [R, E] float32.
-      top_k: experts of a row.
-      normalize: softmax over the chosen logits; else over all, and a row's weights sum to less than 1.
+      top_k: experts per row.
+      normalize: softmax over the chosen logits; otherwise over all, and the weights sum to less than 1.
     Returns:
       (weights [R, k] float32, ids [R, k] int32), the largest first.
     Raises:
-      ValueError: logits that are not float32 [R, E], or `top_k` experts are not among E.
-      NotImplementedError: the kernel is asked for where there is none.
+      ValueError: logits are not float32 [R, E], or `top_k` is not in 1 .. E.
+      NotImplementedError: the kernel is requested where none exists.
     """
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32 [R, E]: {logits.dtype=} {logits.shape=}")
@@ -50,7 +50,7 @@ def route(
     launch = dispatch.resolve("moe.route", implementation, chips=CHIPS, refusal=refusal)
     if launch is None:
         return reference.route(logits, top_k, normalize)
-    from pallas_kernels.moe import mosaic_route  # a slow import that plain CPU use spares
+    from pallas_kernels.moe import mosaic_route  # a slow import that CPU use does not need
 
     R = logits.shape[0]
     weights, ids = mosaic_route.route(logits, None, top_k, normalize, launch)
@@ -70,12 +70,12 @@ def moe(
     """Each row's weighted sum over its experts of `down(activation(gate(x), up(x)))`.
 
     Products are of `x.dtype` with float32 accumulation; biases, activation and the sum over experts
-    are float32. The router weight multiplies the expert's result, which has down's bias and is rounded to
-    `x.dtype`. A row's result does not depend on the other rows.
+    are float32. The router weight multiplies the expert's result, which includes down's bias and is rounded
+    to `x.dtype`. A row's result does not depend on the other rows.
 
     Args:
       x: [R, D].
-      ids: [R, k] int32, the experts of a row, no two alike.
+      ids: [R, k] int32, the distinct experts of each row.
       weights: [R, k] float32.
       gate_up: values [E, 2, F, D] (gate first; mxfp4 [E, 2, F, D / 2]), bias [E, 2, F].
       down: values [E, D, F], bias [E, D].
@@ -84,7 +84,7 @@ def moe(
     Returns:
       [R, D] in `x.dtype`.
     Raises:
-      ValueError: shapes that contradict each other, dtypes of no format.
+      ValueError: inconsistent shapes, or dtypes that match no format.
     """
     _check(x, ids, weights, gate_up, down)
     launch = _launch(x, gate_up, down, implementation)
@@ -98,13 +98,11 @@ def moe(
 
 
 class Mixture(NamedTuple):
-    """A mixture's results before they are added: row r is `sum_j weights[j, r] values[rows[j, r]]`.
-
-    The sum is to be taken in float32.
+    """Results of the experts before the sum: row r is `sum_j weights[j, r] values[rows[j, r]]`, in float32.
 
     Attributes:
       values: [P, D] in the dtype of the activations.
-      weights: [k, R'] float32, R' not below R; what lies past R means nothing.
+      weights: [k, R'] float32, R' >= R; entries past R are unspecified.
       rows: [k, R'] int32.
     """
 
@@ -125,18 +123,18 @@ def mixture(
     limit: float | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Mixture:
-    """Routes rows and runs their experts; whoever reads the result adds it up.
+    """Routes rows and runs their experts; the consumer computes the weighted sum.
 
     Args:
       x: [R, D].
       logits: float32 [R, E], without the router's bias.
-      gate_up, down, limit: as of `moe`.
+      gate_up, down, limit: as in `moe`.
       router_bias: [E] or None.
-      top_k, normalize: as of `route`.
+      top_k, normalize: as in `route`.
     Returns:
-      k parts a row, or one where the parts are added already.
+      k parts per row, or one from the reference, which adds them already.
     Raises:
-      ValueError: as of `route` and `moe`.
+      ValueError: as in `route` and `moe`.
     """
     launch = _launch(x, gate_up, down, implementation)
     R, E = logits.shape
@@ -151,7 +149,7 @@ def mixture(
     from pallas_kernels.moe import (
         mosaic_plan,
         mosaic_route,
-    )  # a slow import that plain CPU use spares
+    )  # a slow import that CPU use does not need
 
     config = _config(R, E, top_k)
     cut = dict(tokens=config.tokens, shared=config.shared)
@@ -188,13 +186,13 @@ def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
 
 
 def _config(R: int, E: int, top_k: int):
-    from pallas_kernels.moe import mosaic_gpu  # a slow import that plain CPU use spares
+    from pallas_kernels.moe import mosaic_gpu  # a slow import that CPU use does not need
 
     return mosaic_gpu.TuningConfig.choose(R, E, top_k)
 
 
 def _experts(x, work: Worklist, gate_up, down, limit, config, launch) -> jax.Array:
-    """[P, D] results of every item, in `x.dtype`. Rows that no slot names are undefined, and reach no others."""
+    """Results of all items [P, D] in `x.dtype`. Rows without a slot are undefined and are never read."""
     from pallas_kernels.moe import mosaic_gpu, mosaic_route
 
     if config.shared:

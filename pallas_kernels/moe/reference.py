@@ -1,10 +1,9 @@
-"""Definition of routing and of a mixture of experts, one expert after the other over all rows.
+"""Reference of routing and of a mixture of experts: a loop over the experts.
 
-No row's result depends on which others are in the call. Experts are visited in ascending id, each adds
-to the rows that chose it and leaves the other rows' sums untouched. What an expert makes of a row, bias
-included, is rounded to the activations' dtype; it is weighted and added in float32. Products are always of
-`ROWS` rows: how XLA splits a sum over K depends on the whole shape of a product (on a CPU for one
-row, one column, or few columns and many K), never on the place of a row in it.
+A row's result does not depend on the other rows. Experts are visited by ascending id; each adds only to
+the rows that chose it. An expert's result, bias included, is rounded to the activations' dtype, then weighted
+and added in float32. Products always have `ROWS` rows, because XLA chooses the order of a sum over K by
+the shape of the whole product (on a CPU for one row, one column, or few columns and many K).
 """
 
 from typing import NamedTuple
@@ -15,9 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels import formats
 from pallas_kernels.block_gemm.reference import product
 
-ALPHA = 1.702  # of GPT-OSS's sigmoid; its config does not state it
+ALPHA = 1.702  # sigmoid factor of GPT-OSS; not in its config
 ROWS = 8
-"""Rows that are multiplied together; the last rows are filled up with zeros that chose no expert."""
+"""Rows per product; the last block is padded with zero rows that chose no expert."""
 
 
 class ExpertWeights(NamedTuple):
@@ -34,14 +33,14 @@ class ExpertWeights(NamedTuple):
 
 def route(logits: jax.Array, top_k: int, normalize: bool) -> tuple[jax.Array, jax.Array]:
     """logits [R, E] -> weights [R, k], ids [R, k]."""
-    chosen, ids = jax.lax.top_k(logits, top_k)  # of equals, the lower id comes first
+    chosen, ids = jax.lax.top_k(logits, top_k)  # ties: the lower id first
     powers = jnp.exp(chosen - chosen[:, :1])
     total = powers if normalize else jnp.exp(logits - chosen[:, :1])
     return powers / _sum(total), ids
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """[R, n] -> [R, 1], by halves: XLA orders a reduction by the number of rows, but not these adds."""
+    """Pairwise sum [R, n] -> [R, 1]. XLA orders a reduction by the number of rows, but not these adds."""
     while (n := x.shape[1]) > 1:
         x = jnp.pad(x, ((0, 0), (0, n % 2)))
         x = x[:, : (n + 1) // 2] + x[:, (n + 1) // 2 :]
@@ -89,7 +88,7 @@ def _one(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
 def _expert(
     x: jax.Array, gate_up: ExpertWeights, down: ExpertWeights, limit: float | None
 ) -> jax.Array:
-    """[blocks, ROWS, D] -> the same shape and dtype; each weight is dequantised once."""
+    """One expert on all rows: [blocks, ROWS, D] -> the same shape and dtype."""
     gate, up = formats.dequantize(gate_up.values, gate_up.scale, x.dtype)
     gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias
     out = formats.dequantize(down.values, down.scale, x.dtype)

@@ -1,4 +1,4 @@
-"""What models ask of a mixture of experts, kernel by kernel, for compile tests and benchmarks."""
+"""Mixture-of-experts workloads of supported models by kernel, for compile tests and benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from pallas_kernels.moe.worklist import make_worklist, most_items
 
 CHIPS = api.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma"}
-"""Of a spec that has no `mma` of its own."""
+"""Required matrix instruction of gate_up and down, by chip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Spec:
     """One kernel on bfloat16 rows: experts [E, 2, inner, width] and [E, width, inner].
 
     Attributes:
-      kernel: plan is `mosaic_plan.route_and_plan`; the others are called as they are here.
-      items: of gate_up and down; all of them exist, and as many experts as there can be are touched.
-        Random routing makes about so many.
-      form: of the experts' weights.
-      bias: of the router, or of the experts.
+      kernel: plan is `mosaic_plan.route_and_plan`; the other names are those of the functions.
+      items: items of gate_up and down, about as many as random routing gives; they touch as many experts
+        as possible.
+      form: format of the experts' weights.
+      bias: whether the router, or the experts, have a bias.
     """
 
     kernel: Literal["route", "plan", "spread", "gate_up", "down"]
@@ -45,12 +45,12 @@ class Spec:
 
     @property
     def arranged(self) -> bool:
-        """Whether gate_up's columns are in the order in which down takes them."""
+        """Whether gate_up stores its columns in `arrange` order for down."""
         return self.form == "mxfp4"
 
     @property
     def mma(self) -> dict[int, str]:
-        """The matrix instructions it must have, as `MMA`."""
+        """Required matrix instruction, as `MMA`."""
         return {} if self.kernel in ("route", "plan", "spread") else MMA
 
 
@@ -92,9 +92,9 @@ SPECS = {
 
 
 def configs(spec: Spec, device: Device) -> list:
-    """What `build` takes: the config that is chosen, then others worth a comparison on the device."""
+    """Configs for `build`: the default, then alternatives for benchmarks."""
     if spec.kernel not in ("gate_up", "down") or device.sm != 90:
-        return []  # on Blackwell all of these are two stages
+        return []  # on Blackwell all of them have two stages
     chosen = _config(spec)
     used = chosen.stages[0 if spec.kernel == "gate_up" else 1]
     others = [replace(chosen, stages=(n, n)) for n in (2, 3, 4) if n != used]
@@ -102,12 +102,12 @@ def configs(spec: Spec, device: Device) -> list:
 
 
 def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The kernel as a function of `args`, see the functions below; `config` is for products."""
+    """(function, args): the kernel and its argument shapes; `config` is for gate_up and down."""
     return _BUILD[spec.kernel](spec, *([] if config is None else [config]))
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Arguments for `build`: normal numbers, items in ascending order of expert, slots all different."""
+    """Random arguments for `build`; items by ascending expert, slots all distinct."""
     shapes = build(spec)[1]
     keys = [jax.random.fold_in(key, i) for i in range(len(shapes))]
     normal = lambda x, key: jax.random.normal(key, x.shape).astype(x.dtype)
@@ -123,7 +123,7 @@ def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def bytes(spec: Spec) -> int:
-    """That must move: every argument and every result once, but weights of touched experts only."""
+    """Minimum memory traffic: each argument and result once, of the weights only touched experts."""
     function, args = build(spec)
     with dispatch.references():
         results = jax.tree.leaves(jax.eval_shape(function, *args))
@@ -136,7 +136,7 @@ def bytes(spec: Spec) -> int:
 
 
 def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
-    """int32 [items]: different ones while there are some left, and all about as often."""
+    """int32 [items], ascending: as many distinct experts as possible, all about equally often."""
     once = min(spec.items, spec.experts)
     chosen = jnp.sort(jax.random.permutation(key, spec.experts)[:once])
     return chosen[jnp.arange(spec.items) * once // spec.items].astype(jnp.int32)
@@ -157,7 +157,7 @@ def _made(dtype: jnp.dtype, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _route(spec: Spec) -> tuple[Callable, tuple]:
-    """Of logits [R, E] and perhaps a bias [E]: weights and ids, both [k, R]."""
+    """logits [R, E][, bias [E]] -> weights, ids, both [k, R]."""
 
     def run(logits, bias=None):
         if launch := _launch():
@@ -172,7 +172,7 @@ def _route(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _plan(spec: Spec) -> tuple[Callable, tuple]:
-    """Of the same: weights and slots [k, R], experts [items], num_items [1]; without padding."""
+    """logits [R, E][, bias [E]] -> weights, slots [k, R], experts [items], num_items [1], unpadded."""
 
     def run(logits, bias=None):
         config = _config(spec)
@@ -193,7 +193,7 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _spread(spec: Spec) -> tuple[Callable, tuple]:
-    """Of x [R, width] and slots [k, R], all rows of the buffer: the buffer [k * R, width]."""
+    """x [R, width], slots [k, R], a permutation of the buffer's rows -> the buffer [k * R, width]."""
     size = spec.top_k * spec.rows
 
     def run(x, slots):
@@ -209,7 +209,7 @@ def _spread(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
-    """Of x [rows, width], experts [items], num_items [1], weight: bfloat16 [items * tokens, inner]."""
+    """x [rows, width], experts [items], num_items [1], weight -> bfloat16 [items * tokens, inner]."""
     config = config or _config(spec)
 
     def run(x, experts, num_items, *leaves):
@@ -229,7 +229,7 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
 
 
 def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
-    """Of inner [items * tokens, inner] and the like: bfloat16 [items * tokens, width]."""
+    """inner [items * tokens, inner], experts, num_items, weight -> bfloat16 [items * tokens, width]."""
     config = config or _config(spec)
 
     def run(inner, experts, num_items, *leaves):
@@ -255,7 +255,7 @@ def _logits(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _items(spec: Spec, rows: int, K: int, outputs: tuple[int, ...]) -> tuple:
-    """x [rows, K], experts, num_items, and values, scale, bias of weights [E, *outputs, K]."""
+    """Shapes of x [rows, K], experts, num_items, and values[, scale][, bias] of [E, *outputs, K]."""
     return (
         _made(jnp.bfloat16, rows, K),
         _made(jnp.int32, spec.items),
@@ -278,7 +278,7 @@ def _route_by_definition(spec: Spec, logits, bias) -> tuple[jax.Array, jax.Array
 
 
 def _arranged(spec: Spec, columns: jax.Array) -> jax.Array:
-    """Columns as inner activations have them between the two products."""
+    """Columns in the order of the inner activations between the two products."""
     from pallas_kernels.weight_tiles_mxfp4 import arrange  # a slow import
 
     return arrange(columns) if spec.arranged else columns
@@ -287,9 +287,9 @@ def _arranged(spec: Spec, columns: jax.Array) -> jax.Array:
 def _products(
     x: jax.Array, experts: jax.Array, weight: ExpertWeights, order: Callable = lambda weight: weight
 ) -> jax.Array:
-    """x [items, tokens, K] times [E, ..., N, K], each item with its own expert: [items, tokens, ..., N].
+    """x [items, tokens, K] times the expert's weight of [E, ..., N, K] -> [items, tokens, ..., N].
 
-    `order` puts a weight's columns into x's order.
+    `order` permutes a weight's columns to the order of x.
     """
 
     def one(item):

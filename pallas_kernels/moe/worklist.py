@@ -1,4 +1,7 @@
-"""Which expert each item of `tokens` rows goes to, and where each row's results lie."""
+"""Worklist of the grouped GEMM: rows sorted by expert and cut into items of `tokens` rows.
+
+`mosaic_plan` computes the same in a kernel; its module docstring has a worked example.
+"""
 
 from typing import NamedTuple
 
@@ -7,13 +10,13 @@ import jax.numpy as jnp
 
 
 class Worklist(NamedTuple):
-    """Items in ascending order of expert; item i owns rows i * tokens .. of the buffers.
+    """Items in ascending order of expert; item i is the buffer rows from i * tokens on.
 
     Attributes:
-      experts: int32, meaningless from `num_items` on.
-      num_items: int32, in its first entry.
-      slots: [k, R] int32: the buffers' row that holds row r's result of its j-th expert.
-      items: the most there can be, known beforehand.
+      experts: int32 [items or more], the expert of each item; unspecified from `num_items` on.
+      num_items: int32, the number of items in entry 0.
+      slots: int32 [k, R]; slots[j, r] is the buffer row of row r and its j-th expert.
+      items: static upper bound of the number of items.
     """
 
     experts: jax.Array
@@ -29,17 +32,17 @@ def most_items(R: int, E: int, top_k: int, tokens: int, shared: bool) -> int:
 
 
 def make_worklist(ids: jax.Array, E: int, tokens: int, shared: bool) -> Worklist:
-    """ids [k, R] int32, a row's all distinct -> the worklist, in plain jnp.
+    """Builds the worklist in jnp from ids [k, R] int32, which are distinct within a row.
 
-    With `shared` an item stands for all R <= tokens rows, whether or not they chose its expert.
+    With `shared` each item contains all R <= tokens rows, also those that did not choose its expert.
     """
     top_k, R = ids.shape
     hit = (ids[..., None] == jnp.arange(E)).any(0).astype(jnp.int32)  # [R, E]
-    upto = jnp.cumsum(hit, axis=0)  # this row and those before it that chose the expert
+    upto = jnp.cumsum(hit, axis=0)  # inclusive: rows up to this one that chose the expert
     count = upto[-1]
     tiles = jnp.minimum(count, 1) if shared else -(-count // tokens)
     ends = jnp.cumsum(tiles)
-    first = (ends - tiles) * tokens  # [E] the buffers' first row of each expert
+    first = (ends - tiles) * tokens  # [E] first slot of each expert
     items = most_items(R, E, top_k, tokens, shared)
     experts = (ends[:-1] <= jnp.arange(items)[:, None]).sum(1).astype(jnp.int32)
     row = jnp.arange(R)

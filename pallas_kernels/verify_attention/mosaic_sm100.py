@@ -250,7 +250,7 @@ def _walk_kernel(plan: Plan, interpret):
             if merges_inside:
                 sink = splits.sink_values(plan, sinks_gmem, kv)
                 result = splits.finish(running, sink, spread)
-                # Change the register layout through tensor memory: the store below has no bank conflicts then.
+                # Change the register layout through tensor memory, to store without bank conflicts.
                 plgpu.async_store_tmem(out_tmem, result.astype(jnp.float32))
                 plgpu.commit_tmem()
                 result = plgpu.async_load_tmem(out_tmem, layout=plgpu.Layout.TCGEN05)
