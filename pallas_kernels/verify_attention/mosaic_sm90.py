@@ -10,6 +10,7 @@ block n when all warpgroups have finished block n.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,46 @@ def verify_attention(
     return splits.attend(plan, _walk_kernel, launch.interpret, *operands)
 
 
+class _Scratch(NamedTuple):
+    """Scratch of a thread block; None if the plan does not need it.
+
+    The order of the fields fixes the shared-memory addresses, and with them the generated code.
+    """
+
+    q_smem: Any  # [rows, H] bfloat16
+    k_smem: Any  # [stages, key_block, H] bfloat16 or e4m3
+    wide_k_smem: Any  # e4m3 pages: [key_block, H] bfloat16
+    v_smem: Any  # [stages, groups, key_block, columns] bfloat16 or e4m3
+    wide_v_smem: Any  # e4m3 pages: [groups, key_block, columns] bfloat16
+    q_ready_barrier: Any  # q has arrived
+    k_ready_barrier: Any  # one per slot
+    v_ready_barrier: Any  # one per slot
+    free_barrier: Any  # one per slot: all warpgroups have finished the key block
+    group_barrier: Any  # synchronises the warpgroups
+    plain_smem: Any  # unaligned heads: [H / columns, rows, columns] bfloat16, not swizzled
+
+
+def _scratch_types(plan: Plan) -> _Scratch:
+    rows, columns, groups, stages = TILE.rows, plan.columns, plan.groups, plan.config.stages
+    bf16 = jnp.bfloat16
+    copies_q = plan.tile_queries * (1 if plan.aligned else plan.H // columns)
+    k_smem, *wide_k_smem = plan.slots((plan.H,), _TILED)
+    v_smem, *wide_v_smem = plan.slots((groups, columns), plan.v_tiling)
+    return _Scratch(
+        q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
+        k_smem=k_smem,
+        v_smem=v_smem,
+        q_ready_barrier=plgpu.Barrier(num_arrivals=copies_q),
+        k_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
+        v_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies * groups, num_barriers=stages),
+        free_barrier=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        group_barrier=plgpu.Barrier(num_arrivals=groups),
+        wide_k_smem=wide_k_smem[0] if plan.fp8 else None,
+        wide_v_smem=wide_v_smem[0] if plan.fp8 else None,
+        plain_smem=None if plan.aligned else plgpu.SMEM((plan.H // columns, rows, columns), bf16),
+    )
+
+
 def _walk_kernel(plan: Plan, interpret):
     """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each split."""
     config, merges_inside = plan.config, plan.merges_inside
@@ -78,20 +119,23 @@ def _walk_kernel(plan: Plan, interpret):
         v_pages_gmem,  # [P, Z, K, H]
         table_gmem,  # [B, W] int32
         positions_gmem,  # [B, T] int32
-        *refs,  # sinks [N], if any; the results, see `splits.result_type`
-        q_smem,  # [rows, H] bfloat16
-        k_smem,  # [stages, key_block, H] bfloat16 or e4m3
-        v_smem,  # [stages, groups, key_block, columns] bfloat16 or e4m3
-        q_ready_barrier,
-        k_ready_barrier,  # one per slot
-        v_ready_barrier,  # one per slot
-        free_barrier,  # one per slot: all warpgroups have finished the key block
-        group_barrier,  # synchronises the warpgroups
-        wide_k_smem=None,  # e4m3 pages: [key_block, H] bfloat16
-        wide_v_smem=None,  # e4m3 pages: [groups, key_block, columns] bfloat16
-        plain_smem=None,  # unaligned heads: [H / columns, rows, columns] bfloat16, not swizzled
+        *refs,  # sinks [N], if any; the results, see `splits.result_type`; then `_Scratch`
     ):
+        refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
         sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
+        (
+            q_smem,
+            k_smem,
+            wide_k_smem,
+            v_smem,
+            wide_v_smem,
+            q_ready_barrier,
+            k_ready_barrier,
+            v_ready_barrier,
+            free_barrier,
+            group_barrier,
+            plain_smem,
+        ) = scratch
         b, walk_index, tile, kv = (
             lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
         )
@@ -236,28 +280,10 @@ def _walk_kernel(plan: Plan, interpret):
                     plan, result, outs_gmem[0], out_smem, group_barrier, (b, tile, kv, my_columns)
                 )
 
-    bf16 = jnp.bfloat16
-    copies_q = plan.tile_queries * (1 if plan.aligned else plan.H // columns)
-    k_smem, *wide_k_smem = plan.slots((plan.H,), _TILED)
-    v_smem, *wide_v_smem = plan.slots((groups, columns), plan.v_tiling)
-    scratch = dict(
-        q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
-        k_smem=k_smem,
-        v_smem=v_smem,
-        q_ready_barrier=plgpu.Barrier(num_arrivals=copies_q),
-        k_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
-        v_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies * groups, num_barriers=stages),
-        free_barrier=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        group_barrier=plgpu.Barrier(num_arrivals=groups),
-    )
-    if plan.fp8:
-        scratch["wide_k_smem"], scratch["wide_v_smem"] = *wide_k_smem, *wide_v_smem
-    if not plan.aligned:
-        scratch["plain_smem"] = plgpu.SMEM((plan.H // columns, rows, columns), bf16)
     return plgpu.kernel(
         body,
         out_type=splits.result_type(plan),
-        scratch_types=scratch,
+        scratch_types=_scratch_types(plan),
         grid=(plan.B, config.walks, plan.tiles, plan.K, plan.shares),
         grid_names=("batch", "walk", "tile", "head", "share"),
         num_threads=groups,
