@@ -141,22 +141,10 @@ def _walk_kernel(plan: Plan, interpret):
         refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
         sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
         (
-            q_smem,
-            scores_tmem,
-            weights_tmem,
-            out_tmem,
-            q_ready_barrier,
-            group_barrier,
-            k_ready_barrier,
-            v_ready_barrier,
-            k_done_barrier,
-            v_done_barrier,
-            k_smem,
-            wide_k_smem,
-            v_smem,
-            wide_v_smem,
-            plain_smem,
-        ) = scratch
+            q_smem, scores_tmem, weights_tmem, out_tmem, q_ready_barrier, group_barrier,
+            k_ready_barrier, v_ready_barrier, k_done_barrier, v_done_barrier,
+            k_smem, wide_k_smem, v_smem, wide_v_smem, plain_smem,
+        ) = scratch  # fmt: skip
         b, walk_index, tile, kv = (
             lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
         )

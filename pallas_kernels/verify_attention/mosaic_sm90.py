@@ -124,18 +124,9 @@ def _walk_kernel(plan: Plan, interpret):
         refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
         sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
         (
-            q_smem,
-            k_smem,
-            wide_k_smem,
-            v_smem,
-            wide_v_smem,
-            q_ready_barrier,
-            k_ready_barrier,
-            v_ready_barrier,
-            free_barrier,
-            group_barrier,
-            plain_smem,
-        ) = scratch
+            q_smem, k_smem, wide_k_smem, v_smem, wide_v_smem,
+            q_ready_barrier, k_ready_barrier, v_ready_barrier, free_barrier, group_barrier, plain_smem,
+        ) = scratch  # fmt: skip
         b, walk_index, tile, kv = (
             lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
         )
