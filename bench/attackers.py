@@ -63,7 +63,7 @@ class Attackers:
             cwd=Path(__file__).parents[1],
         )
         self._limit = seconds + hold_seconds + _LONGEST + 60.0
-        self._tell(json.dumps(task))
+        self._send_line(json.dumps(task))
         line = self._process.stdout.readline()
         if line.strip() != "ready":
             raise RuntimeError(f"hostile clients did not start: {line!r}")
@@ -77,14 +77,14 @@ class Attackers:
 
     def begin(self) -> None:
         """Starts the attacks."""
-        self._tell("go")
+        self._send_line("go")
 
     def results(self) -> dict:
         """Waits for the end: {"attacks": {name: {"attempts", "answers", "wrong"}}, "cpu_seconds"}."""
         out, _ = self._process.communicate(timeout=self._limit)
         return json.loads(out)
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
 

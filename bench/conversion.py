@@ -26,7 +26,7 @@ def _convert(*arguments: object) -> str:
     return done.stdout
 
 
-def _forget(folder: Path) -> None:
+def _evict(folder: Path) -> None:
     """Evicts the folder's files from the page cache, so that they are read from disk."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -61,10 +61,10 @@ def conversion(args) -> dict:
         options = ["--quantization", args.quantization, *layers]
         _convert("synthetic", args.preset, source, *options)
         nbytes = sum(path.stat().st_size for path in source.iterdir())
-        _forget(source)
+        _evict(source)
         copy_seconds = _copy(source, copied)
         shutil.rmtree(copied)
-        _forget(source)
+        _evict(source)
         seconds, peak = map(float, _LAST_LINE.search(_convert("convert", source, made)).groups())
         verdict = _convert("verify", source, made, "--no-logits").splitlines()[0]
     finally:

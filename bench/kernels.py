@@ -92,7 +92,7 @@ def cases(
             yield Case(
                 op=op,
                 spec=name,
-                config=None if config is None else _said(config),
+                config=None if config is None else _config_text(config),
                 alternative=i > 0,
                 function=function if config is None else specs.build(spec, config)[0],
                 shapes=shapes,
@@ -143,7 +143,7 @@ def measure(case: Case, chip: str) -> dict:
     calls = max(1, min(calls, int(_MAX_BYTES / size)))
     make = jax.jit(case.inputs)
     copies = [make(jax.random.key(i)) for i in range(calls)]
-    kernel = timed(_anew(case.function), copies)
+    kernel = timed(_retraced(case.function), copies)
     row = {
         "op": case.op,
         "spec": case.spec,
@@ -162,12 +162,12 @@ def measure(case: Case, chip: str) -> dict:
         row["fraction_of_bandwidth"] = row["bytes_per_second"] / CHIPS[chip].bandwidth
     try:
         with dispatch.references():
-            wanted = jax.jit(_anew(case.function))(*copies[0])
-            reference = None if case.alternative else timed(_anew(case.function), copies)
+            wanted = jax.jit(_retraced(case.function))(*copies[0])
+            reference = None if case.alternative else timed(_retraced(case.function), copies)
     except jax.errors.JaxRuntimeError as error:
         _log.warning("%s %s: reference: %s", case.op, case.spec, str(error).splitlines()[0])
         return row
-    found = jax.jit(_anew(case.function))(*copies[0])
+    found = jax.jit(_retraced(case.function))(*copies[0])
     row["max_relative_error"] = float(_max_relative_error(found, wanted))
     if reference is not None:
         row["reference_us"] = 1e6 * reference.seconds
@@ -242,12 +242,12 @@ def _carry(carried: Any, args: tuple, links: dict[int, int]) -> tuple:
     return tree.unflatten(leaves)
 
 
-def _said(config: Any) -> str:
+def _config_text(config: Any) -> str:
     """A config's fields, as `tokens=64 groups=(2, 2)`."""
     return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
 
 
-def _anew(function: Callable) -> Callable:
+def _retraced(function: Callable) -> Callable:
     """A new wrapper of `function`, so that `jax.jit` does not reuse an earlier trace."""
     return lambda *args: function(*args)
 

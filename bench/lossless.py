@@ -96,7 +96,7 @@ class Subject:
         return Engine(self.target, head, config, drafter=drafter)
 
 
-def _made(args) -> Subject:
+def _preset_subject(args) -> Subject:
     """A preset with random weights, and prompts of random tokens, 1 to `--prompt-tokens` of them."""
     chosen, dtype = preset(args.preset, args.layers), runs.choose_dtype(args.dtype)
     if args.model is not None or args.drafter or args.quantization is not None:
@@ -125,7 +125,7 @@ def _made(args) -> Subject:
     )
 
 
-def _loaded(args) -> Subject:
+def _model_subject(args) -> Subject:
     """The embedded model or `--model`, and prompts of `--set`, from its start again when they end."""
     models = sweep.Models.load(args)
     name, found = sweep.prompt_set(
@@ -155,7 +155,7 @@ def lossless(args, environment: dict) -> Iterator[dict]:
     Raises:
       ConfigError: there is nothing to compare, or it does not fit.
     """
-    subject = _loaded(args) if args.preset is None else _made(args)
+    subject = _model_subject(args) if args.preset is None else _preset_subject(args)
     cells, most = _cells(args, subject), max(args.concurrency)
     prompts = subject.prompts(_num_prompts(args, cells))
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)

@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[1]
 def reliability(args, environment: dict) -> list[dict]:
     """Runs every test that takes the fixture `num_cases`, and appends a row for each kind of case.
 
-    The page's tables are drawn anew from all rows that lie beside the new ones.
+    Redraws the page's tables from all rows in the folder of the new ones.
 
     Returns:
       The new rows.

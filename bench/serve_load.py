@@ -155,7 +155,7 @@ def _check(args) -> None:
 
 
 def _options(args) -> list[str]:
-    """Of the server that is started here: it holds all requests at once unless told otherwise."""
+    """Options of the server that is started here; by default it holds all requests at once."""
     slots = [] if args.rate else ["--max-num-seqs", str(max(args.concurrency))]
     cache = ["--no-cache"] if args.no_cache else []
     return [*slots, *cache, *args.serve_options]
@@ -167,7 +167,7 @@ def _served(args) -> Iterator[tuple[str, Served | None]]:
     if args.address:
         yield args.address, None
         return
-    resolve(_options(args))  # mistakes are told before anything starts
+    resolve(_options(args))  # validates the options before the server starts
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "serve.log")
         with Served(_options(args), log=log) as server:

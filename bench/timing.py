@@ -56,7 +56,7 @@ class Measurement:
 
 
 def is_full(engine: Engine, concurrency: int) -> bool:
-    """Whether `concurrency` requests decode and nobody prefills."""
+    """Whether `concurrency` requests decode and no request prefills."""
     active = engine.scheduler.active
     return len(active) == concurrency and all(r.state is RequestState.RUNNING for r in active)
 

@@ -48,7 +48,7 @@ def _dtype(source: SourceTensors, names: Sequence[str]) -> str:
     return " or ".join(sorted({source.dtypes[name] for name in names}))
 
 
-def _one_under_the_other(source: SourceTensors, names: tuple[str, ...]) -> Expected:
+def _concatenated(source: SourceTensors, names: tuple[str, ...]) -> Expected:
     """Concatenation along axis 0."""
     heights = [source.shapes[name][0] for name in names]
 
@@ -103,7 +103,7 @@ def _experts(of: int) -> Make:
     return make
 
 
-def _alternating(source: SourceTensors, names: tuple[str, ...]) -> Expected:
+def _deinterleaved(source: SourceTensors, names: tuple[str, ...]) -> Expected:
     """[E, 2F, ...], even rows gate and odd rows up -> [E, 2, F, the rest as one axis]."""
     (name,) = names
     E, rows_of_both, *rest = source.shapes[name]
@@ -117,7 +117,7 @@ def _alternating(source: SourceTensors, names: tuple[str, ...]) -> Expected:
     return Expected(names, source.dtypes[name], (E, 2, rows_of_both // 2, *width), rows)
 
 
-def _alternating_columns(source: SourceTensors, names: tuple[str, ...]) -> Expected:
+def _deinterleaved_columns(source: SourceTensors, names: tuple[str, ...]) -> Expected:
     """[E, D, 2F], even columns gate and odd columns up -> [E, 2, F, D]."""
     (name,) = names
     E, D, both = source.shapes[name]
@@ -129,7 +129,7 @@ def _alternating_columns(source: SourceTensors, names: tuple[str, ...]) -> Expec
     return Expected(names, source.dtypes[name], (E, 2, both // 2, D), rows)
 
 
-def _turned(source: SourceTensors, names: tuple[str, ...]) -> Expected:
+def _transposed(source: SourceTensors, names: tuple[str, ...]) -> Expected:
     """[E, F, D] -> [E, D, F]."""
     (name,) = names
     E, F, D = source.shapes[name]
@@ -139,9 +139,9 @@ def _turned(source: SourceTensors, names: tuple[str, ...]) -> Expected:
 
 _B = r"(?P<block>first|layers\.\d+)\."
 _MATRICES: tuple[tuple[str, str, Make], ...] = (
-    (_B + r"self_attn\.(?P<part>[qkv])_proj", "{block}.attention.qkv", _one_under_the_other),
+    (_B + r"self_attn\.(?P<part>[qkv])_proj", "{block}.attention.qkv", _concatenated),
     (_B + r"self_attn\.o_proj", "{block}.attention.out", as_it_is),
-    (_B + r"mlp\.(?P<part>gate|up)_proj", "{block}.mlp.gate_up", _one_under_the_other),
+    (_B + r"mlp\.(?P<part>gate|up)_proj", "{block}.mlp.gate_up", _concatenated),
     (_B + r"mlp\.down_proj", "{block}.mlp.down", as_it_is),
     (_B + r"mlp\.experts\.(?P<expert>\d+)\.(?P<part>gate|up)_proj", "{block}.mlp.gate_up", _experts(2)),
     (_B + r"mlp\.experts\.(?P<expert>\d+)\.down_proj", "{block}.mlp.down", _experts(1)),
@@ -151,14 +151,14 @@ _OTHERS: tuple[tuple[str, str, Make], ...] = (
     (_B + r"self_attn\.(?P<norm>[qk]_norm)\.weight", "{block}.attention.{norm}.weight", as_it_is),
     (_B + r"self_attn\.sinks", "{block}.attention.sinks", as_it_is),
     (_B + r"mlp\.(?:gate|router)\.(?P<leaf>weight|bias)", "{block}.mlp.router.{leaf}", as_it_is),
-    (_B + r"mlp\.experts\.gate_up_proj_blocks", "{block}.mlp.gate_up.weight", _alternating),
-    (_B + r"mlp\.experts\.gate_up_proj_scales", "{block}.mlp.gate_up.scale", _alternating),
-    (_B + r"mlp\.experts\.gate_up_proj_bias", "{block}.mlp.gate_up.bias", _alternating),
-    (_B + r"mlp\.experts\.gate_up_proj", "{block}.mlp.gate_up.weight", _alternating_columns),
+    (_B + r"mlp\.experts\.gate_up_proj_blocks", "{block}.mlp.gate_up.weight", _deinterleaved),
+    (_B + r"mlp\.experts\.gate_up_proj_scales", "{block}.mlp.gate_up.scale", _deinterleaved),
+    (_B + r"mlp\.experts\.gate_up_proj_bias", "{block}.mlp.gate_up.bias", _deinterleaved),
+    (_B + r"mlp\.experts\.gate_up_proj", "{block}.mlp.gate_up.weight", _deinterleaved_columns),
     (_B + r"mlp\.experts\.down_proj_blocks", "{block}.mlp.down.weight", _groups_joined),
     (_B + r"mlp\.experts\.down_proj_scales", "{block}.mlp.down.scale", as_it_is),
     (_B + r"mlp\.experts\.down_proj_bias", "{block}.mlp.down.bias", as_it_is),
-    (_B + r"mlp\.experts\.down_proj", "{block}.mlp.down.weight", _turned),
+    (_B + r"mlp\.experts\.down_proj", "{block}.mlp.down.weight", _transposed),
     (_B + r"layer_scalar", "{block}.layer_scalar", _vector),
     (_B + r"hidden_norm\.weight", "{block}.hidden_norm.weight", as_it_is),
     (_B + r"input_layernorm\.weight", "{block}.input_norm.weight", as_it_is),

@@ -113,7 +113,7 @@ class _GroupRun:
     def __init__(self, group: Group, reader: Reader, pool: ThreadPoolExecutor, progress: Progress):
         self._group, self._reader, self._pool, self._progress = group, reader, pool, progress
         self._tensors: dict[str, str] = {}
-        self._made: dict[int, str] = {}
+        self._digests: dict[int, str] = {}
         self._not_finite: dict[str, NotFinite] = {}
         self._stopped = threading.Event()
         self._buffers = threading.local()
@@ -164,7 +164,7 @@ class _GroupRun:
                 while at < len(data):
                     at += os.write(descriptor, data[at : at + _WRITE_BYTES])
             self._progress(len(data))
-        self._made[number] = digest.hexdigest()
+        self._digests[number] = digest.hexdigest()
 
     def _sum_tensors(self, infos: Sequence[TensorInfo]) -> None:
         buffer, counts = self._buffer(_SUM_BYTES), NotFiniteCounts()
@@ -198,7 +198,7 @@ class _GroupRun:
         parameters = [
             sum_of_sums([self._tensors[name] for name in member.rule.names])
             if member.copied
-            else self._made[number]
+            else self._digests[number]
             for number, member in enumerate(self._group.members)
         ]
         return {

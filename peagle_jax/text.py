@@ -85,7 +85,7 @@ def _check_settings(path: Path) -> None:
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer, read from `tokenizer.json`; chat templates lie beside it.
+    """A Hugging Face fast tokenizer, read from `tokenizer.json`, with the chat template of its folder.
 
     Raises:
       ConfigError: no such file, or one that cannot be read.
