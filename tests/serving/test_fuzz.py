@@ -6,6 +6,7 @@ The tests go over the descriptors of the services; a new service joins in `SERVI
 import asyncio
 import contextlib
 import random
+import re
 import socket
 
 import grpc
@@ -112,7 +113,10 @@ class Client:
             else:
                 await answer
         except grpc.aio.AioRpcError as error:
-            return error
+            # The client's library makes this status itself when a write fails because the server has
+            # ended the call at an earlier message of the stream; the server's status is lost to it.
+            is_lost = method.client_streaming and error.details() == "Internal error from Core"
+            return None if is_lost else error
         return None
 
     def close(self) -> None:
@@ -178,6 +182,10 @@ def test_any_message_gets_a_fitting_status(server, client, path, num_cases):
     try_out()
 
 
+NO_MESSAGE = re.compile(r"no such message|more than \d+ numbers take|more than the \d+ fields")
+"""What is said of bytes that do not parse: so, or that they are too much to be parsed."""
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", METHODS)
 def test_bytes_that_are_no_message_get_a_status(server, client, path, num_cases):
@@ -194,7 +202,7 @@ def test_bytes_that_are_no_message_get_a_status(server, client, path, num_cases)
                 request = read(data)
             except DecodeError:
                 assert error.code() is Status.INVALID_ARGUMENT
-                assert "no such message" in error.details()
+                assert NO_MESSAGE.search(error.details()), error.details()
             else:
                 check(error, method, request)
 
