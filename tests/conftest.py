@@ -31,12 +31,15 @@ def compilation_cache(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def programs_forgotten():
     """Drops what a file compiled: a process may hold 65,530 memory maps, and every small kernel of a
-    compiled program takes some. Past that bound LLVM crashes."""
+    compiled program takes some. Past that bound LLVM crashes. What is freed goes back to the system."""
     import jax
+
+    from serving.memory import c_library_trim
 
     yield
     jax.clear_caches()
     gc.collect()
+    c_library_trim()
 
 
 def pytest_addoption(parser):
