@@ -55,7 +55,7 @@ def test_right_drafts_are_those_that_the_engine_accepts(method):
     target = tiny.target(vocab_size=8)
     mask = 1 if method == "peagle" else None
     head = tiny.head(method, vocab_size=8, draft_vocab_size=8, mask_token_id=mask)
-    config = EngineConfig(num_draft=3, max_num_seqs=4, max_model_len=128)
+    config = EngineConfig(num_draft=3, max_num_seqs=4, max_model_len=128, max_logprobs=8)
     prompts = [[2 + i, 7, 3, 4 + i % 2] for i in range(4)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     done = Engine(target, head, config).generate(prompts, params)

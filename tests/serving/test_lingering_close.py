@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import socket
 
 import pytest
@@ -11,7 +12,7 @@ from serving.http.connection import Patience
 from serving.http.gate import Gate
 from serving.http.linger import LingeringTransport
 from tests.serving.test_http_connections import HOST, POST, connect, read_all
-from tests.waiting import eventually
+from tests.waiting import LIMIT, eventually
 
 SIZE = 4 << 20  # bytes of a body; more than the kernel's buffers hold
 HEADS = {
@@ -67,13 +68,19 @@ def test_a_client_that_neither_sends_nor_ends_is_cut_off(server, gate):
 
 
 def test_a_request_that_was_read_to_its_end_keeps_its_connection(server, gate):
-    body = b'{"prompt": 5}'
-    with server.another_http(gate=gate) as address, connect(address) as connection:
+    body = '{"prompt": 5}'
+    with (
+        server.another_http(gate=gate) as address,
+        contextlib.closing(http.client.HTTPConnection(address, timeout=LIMIT)) as connection,
+    ):
         for _ in range(2):
-            connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            assert connection.recv(13) == b"HTTP/1.1 400 "
-            answer = connection.recv(1 << 16)
-            assert b"connection: close" not in answer.lower()
+            connection.request("POST", "/v1/completions", body)
+            mine = connection.sock
+            answer = connection.getresponse()
+            assert answer.status == 400
+            assert answer.getheader("connection") != "close"
+            answer.read()
+            assert connection.sock is mine
 
 
 class Pipe:

@@ -143,6 +143,7 @@ def test_a_client_that_leaves_is_no_error(server, spans, pace):
         pace.release(2)
         next(call)
         call.cancel()
+        server.check_freed(pace)
         (span,) = spans()
     assert span.attributes["peagle.status"] == "CANCELLED"
     assert span.status.status_code.name == "UNSET"
