@@ -6,6 +6,7 @@ import errno
 import random
 import socket
 import ssl
+import struct
 import time
 
 import httpx
@@ -208,6 +209,24 @@ def test_a_new_connection_takes_the_place_of_the_oldest_idle_one(patient, gate, 
             assert newest.recv(15) == b"HTTP/1.1 200 OK"
             read_all(oldest)
             assert gate.num_open == 4
+
+
+def test_connections_that_were_reset_in_the_queue_get_no_protocol(
+    server, patient, gate, monkeypatch
+):
+    entered = []
+    enter = gate.enter
+    monkeypatch.setattr(gate, "enter", lambda *given: entered.append(given) or enter(*given))
+
+    def connect_and_reset() -> None:
+        """Runs in the event loop, so the server accepts afterwards."""
+        for _ in range(50):
+            with connect(patient) as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    server.call(connect_and_reset)
+    assert status(patient).status_code == 200
+    assert len(entered) == 1
 
 
 def test_health_is_answered_while_all_connections_are_busy(server, patient, gate):

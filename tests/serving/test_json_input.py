@@ -8,7 +8,7 @@ import pytest
 
 from serving import json_input
 from serving.errors import ServiceError
-from serving.json_input import MAX_VALUES, Size, measure, parse_object
+from serving.json_input import MAX_VALUES, Size, parse_object, sizes
 from serving.limits import Limits
 
 LIMITS = Limits(max_messages=16, max_json_depth=8)
@@ -68,12 +68,14 @@ def document(rng: random.Random, depth: int = 0) -> object:
     }
 
 
-def test_the_count_is_that_of_the_objects(num_cases):
+def test_the_count_is_that_of_the_objects(num_cases, monkeypatch):
     for seed in range(num_cases("JSON documents", 1000)):
         rng = random.Random(seed)
+        monkeypatch.setattr(json_input, "_PIECE", rng.choice((1, 2, 7, 1 << 16)))
         content = {"a": document(rng, 1)}
         text = json.dumps(content, ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, 1)))
-        assert measure(text.encode()) == size_of(content), text
+        *_, whole = sizes(text.encode())
+        assert whole == size_of(content), text
         assert parse_object(text.encode(), field="body", limits=Limits()) == content
 
 
@@ -99,6 +101,17 @@ LARGE = {
 @pytest.mark.parametrize(("rule", "place"), [(r, i) for r in LARGE for i in range(len(LARGE[r]))])
 def test_what_holds_too_much_is_refused_unparsed(unparsed, rule, place):
     assert f" {rule} are more than" in refusal(LARGE[rule][place])
+
+
+def test_counting_ends_where_a_limit_is_passed(monkeypatch):
+    """The rest of 40 MB is not looked at."""
+    counted = []
+    monkeypatch.setattr(
+        json_input, "sizes", lambda content: (counted.append(1) or one for one in sizes(content))
+    )
+    assert "deep are more" in refusal(b"[" * 40_000_000)
+    assert "values are more" in refusal(b'{"stop":[' + b"1," * 20_000_000)
+    assert len(counted) == 1 + 1 + 2 * MAX_VALUES // json_input._PIECE
 
 
 def test_what_just_fits_is_read():
