@@ -114,7 +114,7 @@ async def _announce(frontend: Frontend, server: RpcServer) -> None:
     while state is not State.DEAD:
         state = await frontend.change(state)
         _log.info("the engine is %s", state.value)
-        await server.show(state)
+        server.show(state)
 
 
 async def _serve(
@@ -146,7 +146,7 @@ async def _serve(
         tasks.append(asyncio.create_task(log_figures(frontend, settings.stats_seconds)))
     await signals.stop.wait()
     _log.info("told to stop; waiting up to %g s for open requests", settings.drain_seconds)
-    await server.show(State.DRAINING)
+    server.show(State.DRAINING)
     is_done = await _end(frontend, server, http, settings.drain_seconds, signals)
     for task in tasks:
         task.cancel()

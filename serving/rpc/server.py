@@ -99,7 +99,7 @@ class RpcServer:
             interceptors=[Guard(tokens, limits, partial(frontend.refused, "grpc"))], options=options
         )
         self._certificates = certificates
-        self._health = HealthServicer()
+        self._health = HealthServicer(_SERVICES)
         self._frontend = frontend
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         peagle_v1_pb2_grpc.add_GenerationServicer_to_server(Generation(frontend), self._server)
@@ -125,19 +125,18 @@ class RpcServer:
                 port = self._server.add_secure_port(where, self._certificates.credentials())
         except RuntimeError as error:
             raise OSError(f"cannot listen on {where}; is another server there?") from error
-        await self.show(self._frontend.state)
+        self.show(self._frontend.state)
         await self._server.start()
         return port
 
-    async def show(self, state: State) -> None:
-        """Makes health tell of `state`, to those who watch as well."""
+    def show(self, state: State) -> None:
+        """Sets the health of all services, also for open watches."""
         statuses = health_pb2.HealthCheckResponse
-        status = statuses.SERVING if state is State.SERVING else statuses.NOT_SERVING
-        for service in ("", *_SERVICES):
-            await self._health.set(service, status)
+        self._health.set(statuses.SERVING if state is State.SERVING else statuses.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
-        """Takes no more calls, and cancels those that run after `grace` seconds."""
+        """Accepts no more calls, ends health watches, and after `grace` seconds cancels the rest."""
+        self._health.close()
         await self._server.stop(grace)
 
 

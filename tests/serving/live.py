@@ -82,7 +82,7 @@ class LiveServer:
             self.http_address = f"127.0.0.1:{await self.http.start('127.0.0.1', 0)}"
         self.frontend.start()
         state = await self.frontend.change(State.STARTING)
-        await self.server.show(state)
+        self.server.show(state)
 
     def run(self, work: Coroutine, timeout: float = LIMIT) -> Any:
         """Runs a coroutine in the server's loop and returns what it does."""

@@ -222,7 +222,7 @@ def test_info_and_health(ask):
 def test_health_tells_of_a_server_that_does_not_serve(make_engine, capsys):
     server = LiveServer(make_engine())
     server.run(server.frontend.drain(1.0))
-    server.run(server.server.show(server.frontend.state))
+    server.call(server.server.show, server.frontend.state)
     assert main(["--address", server.address, "--health"]) == 3
     assert capsys.readouterr().out == "NOT_SERVING\n"
     assert main(["--address", server.address, "a"]) == 3
