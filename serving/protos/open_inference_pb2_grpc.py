@@ -112,7 +112,8 @@ class GRPCInferenceServiceServicer:
 
     def ModelStreamInfer(self, request_iterator, context):
         """Many requests in one call, told apart by their ids. A request's error is its last response, with
-        error_message; the call goes on. The call's deadline is that of all its requests.
+        error_message; the call goes on. A message that is refused unread is answered in the same way, without an
+        id. Only a message beyond the size limit ends the call. The call's deadline is that of all its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

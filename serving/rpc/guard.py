@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import hmac
-import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -138,10 +138,6 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
                 f"the request is no such message, or holds text that is not UTF-8 ({error})",
             ) from error
 
-    async def read_all(stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
-        async for data in stream:
-            yield read(data)
-
     async def read_one(stream: AsyncIterator[bytes]) -> Message:
         try:
             # Left open, gRPC's iterator would hold the message until the garbage collector runs.
@@ -157,10 +153,27 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
             raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "the call holds no request")
         return read(data)
 
-    async def all_of(stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
-        return read_all(stream)
+    async def read_all(stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        return _Messages(stream, read)
 
-    return all_of if handler.request_streaming else read_one
+    return read_all if handler.request_streaming else read_one
+
+
+class _Messages:
+    """Messages of a call that streams its requests.
+
+    A message that is refused raises `ServiceError`, and the next `anext` reads on: a service may answer the
+    error within its stream.
+    """
+
+    def __init__(self, stream: AsyncIterator[bytes], read: Callable[[bytes], Message]):
+        self._stream, self._read = aiter(stream), read
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        return self._read(await anext(self._stream))
 
 
 def _refusal(found: Excess, names: Mapping[str, str]) -> ServiceError:
@@ -191,12 +204,9 @@ def _guarded_stream(
     async def call(requests, context):
         caller.enter(token)
         try:
-            answers = behaviour(await read(requests), context)
-            if inspect.isawaitable(answers):  # writes its messages itself, as health does
-                await answers
-                return
-            async for message in answers:
-                yield message
+            async with contextlib.aclosing(behaviour(await read(requests), context)) as answers:
+                async for message in answers:
+                    yield message
             return
         except Exception as error:
             status = _status_of(error, report)

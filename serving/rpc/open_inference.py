@@ -115,16 +115,23 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             reader.cancel()
 
     async def _read(self, requests: AsyncIterator, context, replies: asyncio.Queue) -> None:
-        """Starts what the client asks for; the last reply is None, or what went wrong."""
+        """Starts each request of the stream. The last reply is None, or the error that broke the call."""
         room = asyncio.Semaphore(_MAX_OPEN)
         try:
             async with asyncio.TaskGroup() as group:
-                async for request in requests:
+                while True:
+                    try:
+                        request = await anext(requests, None)
+                    except ServiceError as error:  # the message is refused, others may follow
+                        await replies.put(self._failed(pb.ModelInferRequest(), error))
+                        continue
+                    if request is None:
+                        break
                     await room.acquire()
                     task = group.create_task(self._answer(request, context, replies))
                     task.add_done_callback(lambda _: room.release())
         except ExceptionGroup as group:
-            # The client's bytes were no message, or the call broke: requests answer for themselves.
+            # Only reading can fail here: `_answer` turns the errors of a request into a reply.
             await replies.put(group.exceptions[0])
         else:
             await replies.put(None)
@@ -139,14 +146,22 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             response.parameters["triton_final_response"].bool_param = True
             await replies.put(pb.ModelStreamInferResponse(infer_response=response))
         except Exception as error:
-            if isinstance(error, ServiceError):
-                self._frontend.refused("grpc", f"{SERVICE}/ModelStreamInfer", error)
-            # The protocol's place for errors: a status would end the client's other requests.
-            failed = pb.ModelInferResponse(id=request.id, model_name=request.model_name)
-            failed.parameters["triton_final_response"].bool_param = True
-            text = _error_message(error)
-            reply = pb.ModelStreamInferResponse(error_message=text, infer_response=failed)
-            await replies.put(reply)
+            await replies.put(self._failed(request, error))
+
+    def _failed(
+        self, request: pb.ModelInferRequest, error: Exception
+    ) -> pb.ModelStreamInferResponse:
+        """The last response to a request of a stream, with an error message.
+
+        A status would end the other requests of the stream too.
+        """
+        if isinstance(error, ServiceError):
+            self._frontend.refused("grpc", f"{SERVICE}/ModelStreamInfer", error)
+        failed = pb.ModelInferResponse(id=request.id, model_name=request.model_name)
+        failed.parameters["triton_final_response"].bool_param = True
+        return pb.ModelStreamInferResponse(
+            error_message=_error_message(error), infer_response=failed
+        )
 
     async def _infer(self, work: _Work) -> pb.ModelInferResponse:
         async with self._frontend.open(work.ask) as stream:

@@ -105,23 +105,35 @@ class Client:
         )
         call = getattr(self._channel, "_".join(kinds))(f"/{path}")
         sent = iter(requests) if method.client_streaming else requests[0]
+        answers = []
         try:
             answer = call(sent, timeout=LIMIT)
             if method.server_streaming:
-                async for _ in answer:
-                    pass
+                answers = [one async for one in answer]
             else:
                 await answer
         except grpc.aio.AioRpcError as error:
-            # The client's library makes this status itself when a write fails because the server has
-            # ended the call at an earlier message of the stream; the server's status is lost to it.
-            is_lost = method.client_streaming and error.details() == "Internal error from Core"
-            return None if is_lost else error
-        return None
+            return error
+        return in_stream_error(answers) if method.client_streaming else None
 
     def close(self) -> None:
         self._loop.run_until_complete(self._channel.close())
         self._loop.close()
+
+
+def in_stream_error(answers: list[bytes]) -> grpc.aio.AioRpcError | None:
+    """The error that the responses of a stream report, as if it were a status: one that no sound server
+    reports if there is one, else the first."""
+    messages = [
+        open_inference_pb2.ModelStreamInferResponse.FromString(one).error_message for one in answers
+    ]
+    errors = []
+    for message in filter(None, messages):
+        code, _, details = message.partition(": ")
+        nothing = grpc.aio.Metadata()
+        errors.append(grpc.aio.AioRpcError(Status[code], nothing, nothing, details=details))
+    unsound = [error for error in errors if error.code() not in ANSWERS]
+    return next(iter(unsound + errors), None)
 
 
 @pytest.fixture

@@ -366,9 +366,29 @@ def test_a_stream_without_requests_ends(server, stub):
     assert list(stub.ModelStreamInfer(iter([]), timeout=30)) == []
 
 
-def test_bytes_that_are_no_message_end_a_stream_at_once(server, live):
+def test_a_message_that_is_refused_ends_itself_only(server, live):
+    """Bytes that are no message, and a message with too many fields: the stream goes on around them."""
+    good = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG), stream=True)
+    good.id = "good"
+    many = service_pb2.ModelInferRequest(model_name="tiny")
+    for _ in range(100_000):
+        many.inputs.add()
+    sent = [b"\xff\xff", good.SerializeToString(), many.SerializeToString(), b"\x0a\x02\xff\xfe"]
     with grpc.insecure_channel(live.address) as channel:
-        call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
-        good = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG), stream=True)
-        with pytest.raises(grpc.RpcError, match="no such message"):
-            list(call(iter([good.SerializeToString(), b"\xff\xff"]), timeout=30))
+        call = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
+        answers = list(call(iter([*sent, good.SerializeToString()]), timeout=LIMIT))
+    errors = [one.error_message for one in answers if one.error_message]
+    assert sorted(message.partition(", or holds")[0] for message in errors) == [
+        "INVALID_ARGUMENT: the request holds more than the 16384 fields that this server takes",
+        *["INVALID_ARGUMENT: the request is no such message"] * 2,
+    ]
+    finals = [one for one in answers if is_final(one.infer_response)]
+    assert [one.infer_response.id for one in finals].count("good") == 2
+    assert len(finals) == 5
+
+
+def is_final(response: service_pb2.ModelInferResponse) -> bool:
+    return response.parameters["triton_final_response"].bool_param
