@@ -7,6 +7,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from peagle_jax import plotting
+
 
 def write_whole(path: Path, text: str) -> None:
     """Replaces a file in one step, so that a killed run never leaves half of it."""
@@ -64,10 +66,8 @@ class Curves:
 
 def _plot_accuracy(axes, train: Curves, evaluation: Curves) -> None:
     """One colour per depth: lines in training, dots held out."""
-    import matplotlib
-
     names = train.names("accuracy")
-    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(names)))
+    colours = plotting.matplotlib().colormaps["viridis"](np.linspace(0, 0.9, len(names)))
     for name, colour in zip(names, colours, strict=True):
         label = name.replace("accuracy_", "depth ")
         axes.plot(*train.column(name), color=colour, linewidth=1.2, label=label)
@@ -79,13 +79,14 @@ def _plot_accuracy(axes, train: Curves, evaluation: Curves) -> None:
 
 
 def plot(train: Curves, evaluation: Curves, path: Path) -> None:
-    """Loss, accuracy per depth and, for heads, the simulated acceptance length, as a PNG."""
-    import matplotlib.figure
+    """Loss, accuracy per depth and, for heads, the simulated acceptance length, as a PNG.
 
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
     lengths = evaluation.names("acceptance_length")
     panels = 1 + bool(train.names("accuracy")) + bool(lengths)
-    figure = matplotlib.figure.Figure(figsize=(5 * panels, 4), layout="constrained")
-    loss, *others = figure.subplots(1, panels, squeeze=False)[0]
+    figure, (loss, *others) = plotting.figure_with_panels(panels)
     for curves, style, label in ((train, "-", "training"), (evaluation, "o", "held out")):
         if curves.rows:
             loss.plot(*curves.column("loss"), style, markersize=4, label=label)

@@ -5,6 +5,7 @@ continues exactly where its last checkpoint left off.
 """
 
 import json
+import logging
 import math
 import platform
 import subprocess
@@ -27,6 +28,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
 from pallas_kernels import dispatch
+from peagle_jax import plotting
 from peagle_jax.config import ConfigError
 from peagle_jax.training.curves import Curves, averages, flatten, plot, write_whole
 
@@ -35,6 +37,7 @@ Params = dict[str, jax.Array]
 
 _COMPILING_STEPS = 2
 _CALIBRATION_STEPS = 20
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +308,9 @@ class _Record:
         for curves in (self.train, self.evaluation):
             curves.resume(step)
         self.pending: list[dict] = []
+        self.draws = plotting.installed()
+        if not self.draws:
+            _log.warning("%s/curves.png is left out: %s", run.out, plotting.MISSING)
         self.restart(step)
 
     def restart(self, step: int) -> None:
@@ -325,7 +331,8 @@ class _Record:
     def evaluate(self, step: int, params: Params) -> dict[str, float]:
         row = dict(step=step, **flatten(self.task.evaluate(params)))
         self.evaluation.add(row)
-        plot(self.train, self.evaluation, self.run.out / "curves.png")
+        if self.draws:
+            plot(self.train, self.evaluation, self.run.out / "curves.png")
         self.restart(step)
         return row
 

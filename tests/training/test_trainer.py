@@ -1,6 +1,7 @@
 """The update step: what holds for any task."""
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import jax
@@ -12,7 +13,8 @@ from optax.contrib import MuonDimensionNumbers, muon
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import H200
-from peagle_jax.training.trainer import RunConfig, Task, make_optimizer, make_step
+from peagle_jax import plotting
+from peagle_jax.training.trainer import RunConfig, Task, fit, make_optimizer, make_step
 
 RUN = RunConfig(
     out=Path("unused"), steps=1, minutes=None, optimizer="adamw", learning_rate=1e-3,
@@ -87,3 +89,22 @@ def test_gradients_of_narrow_products_are_narrow_products():
     for a, b in zip(gradients, wide, strict=True):
         assert a.dtype == jnp.bfloat16
         np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2e-2)
+
+
+def test_without_matplotlib_a_run_goes_on_and_says_what_is_left_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(plotting, "installed", lambda: False)
+    one = jnp.float32(1)
+    task = Task(
+        params={"weight": jnp.ones((4, 4))},
+        loss=lambda params, constants, batch, key: ((params["weight"] ** 2).sum(), (one, {})),
+        constants=None,
+        batch=lambda step: jnp.ones(4),
+        evaluate=lambda params: {"loss": 1.0},
+        tokens_per_step=1,
+    )
+    with caplog.at_level(logging.WARNING):
+        fit(task, dataclasses.replace(RUN, out=tmp_path))
+    (line,) = [one.getMessage() for one in caplog.records if "curves.png" in one.getMessage()]
+    assert "install 'peagle-jax[plots]'" in line
+    assert (tmp_path / "train.csv").exists()
+    assert not (tmp_path / "curves.png").exists()
