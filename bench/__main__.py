@@ -241,6 +241,16 @@ def _heads(args) -> None:
     print(f"rows: {args.out}")
 
 
+def _report(args) -> None:
+    from bench import report
+    from bench.arguments import RESULTS
+
+    pages = args.pages
+    if pages is None:
+        pages = report.PAGES if args.results.resolve() == RESULTS.resolve() else ()
+    print(*report.report(args.results, pages, args.plots or args.results), sep="\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = parser().parse_args(argv)
@@ -270,9 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.command == "reliability":
             return _reliability(args)
         elif args.command == "report":
-            from bench.report import report
-
-            print(*report(args.results, args.readme, args.plots or args.results), sep="\n")
+            _report(args)
         else:
             return _sweep(args)
     except ConfigError as error:

@@ -259,6 +259,10 @@ def parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser("report", help="tables and plots from stored rows")
     one.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    one.add_argument("--readme", type=Path, metavar="FILE", help="redraw its bench:NAME blocks")
+    one.add_argument(
+        "--pages", type=Path, nargs="*", metavar="FILE",
+        help="redraw their bench:NAME blocks (default: the README and pages of docs/ that have some; "
+        "none with --results)",
+    )  # fmt: skip
     one.add_argument("--plots", type=Path, metavar="DIR", help="default: beside the rows")
     return parser

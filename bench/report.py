@@ -11,24 +11,34 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import rows, tried
+from bench import headline, labels, plots, rows, tried
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
-_SETTING = ("device", "model", "dtype", "weights", "kv_cache_dtype", "temperature")
 _KEY = (
-    "kind", *_SETTING, "set", "method", "num_speculative_tokens", "synthetic_acceptance_length",
+    "kind", *labels.SETTING, "set", "method", "num_speculative_tokens", "synthetic_acceptance_length",
     "concurrency",
 )  # fmt: skip
+PAGES = tuple(
+    rows.RESULTS.parents[1] / name
+    for name in (
+        "README.md",
+        "docs/results.md",
+        "docs/decode-step.md",
+        "docs/reliability.md",
+        "peagle_jax/assets/README.md",
+    )
+)
+"""Pages of this repository that have tables; all are drawn by one call of `peagle-bench report`."""
 _KINDS = ("acceptance", "throughput", "decode-step", "lossless")
-"""Conversions and cold starts, too, are rows; what was found stands in docs/."""
+"""Kinds that `newest` orders by method. Rows of conversions and cold starts have no table."""
 _METHOD_ORDER = list(METHOD_NAMES)
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
 
 
 def newest(all_rows: Sequence[dict]) -> list[dict]:
-    """The last row of each measurement, in order of method, K and concurrency; then those of kernels;
-    then what was tried."""
+    """The last row of each measurement, by method, K and concurrency; then rows of kernels, of other
+    engines, of randomised tests and attacks."""
     latest: dict[tuple, dict] = {}
     kernels: dict[tuple, dict] = {}
     for row in sorted(all_rows, key=lambda row: row.get("date", "")):
@@ -42,50 +52,8 @@ def newest(all_rows: Sequence[dict]) -> list[dict]:
     order = lambda row: (
         _METHOD_ORDER.index(row["method"]), row["num_speculative_tokens"], row["concurrency"],
     )  # fmt: skip
-    return sorted(latest.values(), key=order) + list(kernels.values()) + tried.newest(all_rows)
-
-
-def _settings(some: list[dict]) -> list[tuple[tuple, list[dict]]]:
-    """Rows by device, model, formats and temperature, first seen first."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in some:
-        groups.setdefault(tuple(row[key] for key in _SETTING), []).append(row)
-    return list(groups.items())
-
-
-def _label(row: dict) -> str:
-    name = METHOD_NAMES[row["method"]]
-    return name if row["method"] == "none" else f"{name} K={row['num_speculative_tokens']}"
-
-
-def _numbers(dtype: str, weights: str, cache: str) -> str:
-    others = [] if weights == dtype else [f"{weights} weights"]
-    others += [] if cache == "auto" else [f"{cache} KV cache"]
-    return f"{dtype} with {' and '.join(others)}" if others else dtype
-
-
-def _title(setting: tuple, some: list[dict]) -> str:
-    device, model, *numbers, temperature = setting
-    sampling = "greedy" if temperature == 0 else f"temperature {temperature}"
-    return (
-        f"**{device}**, model {model}, {_numbers(*numbers)}, {sampling}, "
-        f"{_listed(some, 'max_tokens')} new tokens; {_provenance(some)}"
-    )
-
-
-def _listed(some: list[dict], name: str) -> str:
-    by_date = sorted(some, key=lambda row: row["date"])
-    return " and ".join(dict.fromkeys(str(row[name]) for row in by_date))
-
-
-def _provenance(some: list[dict]) -> str:
-    day = max(row["date"] for row in some)[:10]
-    return f"jax {_listed(some, 'jax')}, commit {_listed(some, 'sha')}, {day}"
-
-
-def _markdown(header: list[str], lines: list[list[str]]) -> str:
-    aligned = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, aligned, *lines))
+    others = headline.newest(all_rows) + tried.newest(all_rows)
+    return sorted(latest.values(), key=order) + list(kernels.values()) + others
 
 
 def acceptance_table(some: list[dict]) -> str:
@@ -106,16 +74,16 @@ def acceptance_table(some: list[dict]) -> str:
                 *[""] * (width - len(rates)),
             ]
         )
-    return _markdown(header, lines)
+    return labels.markdown(header, lines)
 
 
 def _grid(some: list[dict], cell: Callable[[dict], str]) -> str:
     """Methods down, concurrencies across."""
     across = sorted({row["concurrency"] for row in some})
-    cells = {(_label(row), row["concurrency"]): cell(row) for row in some}
-    labels = list(dict.fromkeys(_label(row) for row in some))
-    lines = [[label, *(cells.get((label, c), "") for c in across)] for label in labels]
-    return _markdown(["concurrency", *map(str, across)], lines)
+    cells = {(labels.label(row), row["concurrency"]): cell(row) for row in some}
+    down = list(dict.fromkeys(labels.label(row) for row in some))
+    lines = [[label, *(cells.get((label, c), "") for c in across)] for label in down]
+    return labels.markdown(["concurrency", *map(str, across)], lines)
 
 
 def decode_step_table(some: list[dict]) -> str:
@@ -126,7 +94,7 @@ def decode_step_table(some: list[dict]) -> str:
     ]  # fmt: skip
     lines = [
         [
-            _label(row),
+            labels.label(row),
             str(row["concurrency"]),
             f"{row['ms_per_round']:.2f}",
             "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
@@ -137,7 +105,7 @@ def decode_step_table(some: list[dict]) -> str:
         ]
         for row in some
     ]
-    return _markdown(header, lines)
+    return labels.markdown(header, lines)
 
 
 def lossless_table(some: list[dict]) -> str:
@@ -171,7 +139,9 @@ def kernel_table(some: list[dict]) -> str:
             ]
             for row in sorted(own, key=lambda row: row["op"])
         ]
-        parts.append(f"**{device}**; {_provenance(own)}\n\n{_markdown(header, lines)}\n")
+        parts.append(
+            f"**{device}**; {labels.provenance(own)}\n\n{labels.markdown(header, lines)}\n"
+        )
     return "\n".join(parts)
 
 
@@ -187,8 +157,8 @@ def _speed(row: dict) -> str:
 
 def _by_setting(draw: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:
     """A part per device, model, formats and temperature, each with a title."""
-    part = lambda setting, own: f"{_title(setting, own)}\n\n{draw(own)}\n"
-    return lambda some: "\n".join(part(setting, own) for setting, own in _settings(some))
+    part = lambda setting, own: f"{labels.title(setting, own)}\n\n{draw(own)}\n"
+    return lambda some: "\n".join(part(setting, own) for setting, own in labels.settings(some))
 
 
 def _grids(cell: Callable[[dict], str]) -> Callable[[list[dict]], str]:
@@ -203,8 +173,14 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "lossless": ("lossless", _by_setting(lossless_table)),
     "ttft": ("throughput", _grids(lambda row: f"{row['ttft_ms_median']:.0f}")),
     "kernels": ("kernel", kernel_table),
-    "tried": (tried.KINDS, lambda some: tried.tried_table(some, _markdown)),
-    "hostile": ("hostile", lambda some: tried.hostile_table(some, _markdown)),
+    "tried": (tried.KINDS, lambda some: tried.tried_table(some, labels.markdown)),
+    "headline": ("acceptance", headline.tokens_per_round),
+    "heads": ("headroom", headline.heads_table),
+    "shape": ("decode-step", headline.shape_caption),
+    "beside": (("decode-step", "reference"), headline.beside_table),
+    "reference": ("reference", headline.reference_table),
+    "lossless-sum": ("lossless", headline.lossless_sum),
+    "hostile": ("hostile", lambda some: tried.hostile_table(some, labels.markdown)),
 }
 """Table name -> (kind or kinds of rows, what they look like)."""
 
@@ -230,97 +206,33 @@ def update_markdown(text: str, some: list[dict]) -> str:
     return _MARKED.sub(lambda m: f"{m[1]}\n{render(m[2], some)}\n{m[3]}", text)
 
 
-def plot_throughput(some: list[dict], path: Path) -> None:
-    """Tokens per second over concurrency, a panel per setting."""
-    groups = _settings([row for row in some if row["kind"] == "throughput"])
-    figure, panels = _panels(len(groups))
-    for panel, (setting, own) in zip(panels, groups, strict=True):
-        for label in dict.fromkeys(map(_label, own)):
-            line = [row for row in own if _label(row) == label]
-            style = "k--" if line[0]["method"] == "none" else "o-"
-            panel.plot(
-                [row["concurrency"] for row in line],
-                [row["tokens_per_second"] for row in line],
-                style,
-                label=label,
-                markersize=4,
-            )
-        panel.set_xscale("log", base=2)
-        ticks = sorted({row["concurrency"] for row in own})
-        panel.set_xticks(ticks, [str(tick) for tick in ticks])
-        panel.set(title=_panel_title(setting), xlabel="concurrency", ylabel="output tokens/s")
-        panel.set_ylim(bottom=0)
-    _save(figure, panels, path)
+def marked(page: Path) -> list[str]:
+    """Names of the blocks of a page, in its order."""
+    return [match[2] for match in _MARKED.finditer(page.read_text(encoding="utf-8"))]
 
 
-def plot_acceptance(some: list[dict], path: Path) -> None:
-    """Acceptance by position at the largest K, a panel per setting and prompt set."""
-    groups = []
-    for setting, own in _settings([row for row in some if row["kind"] == "acceptance"]):
-        for name in dict.fromkeys(row["set"] for row in own):
-            groups.append((setting, name, [row for row in own if row["set"] == name]))
-    figure, panels = _panels(len(groups))
-    for panel, (setting, name, own) in zip(panels, groups, strict=True):
-        largest = max(row["num_speculative_tokens"] for row in own)
-        for row in own:
-            if row["num_speculative_tokens"] != largest:
-                continue
-            rates = row["acceptance_per_position"]
-            label = f"{_label(row)}, AL {row['acceptance_length']:.2f}"
-            panel.plot(range(1, len(rates) + 1), rates, "o-", label=label, markersize=4)
-        panel.set(title=f"{name}: {_panel_title(setting)}", xlabel="draft position")
-        panel.set(ylabel="accepted", ylim=(0, 1))
-    _save(figure, panels, path)
+def report(results: Path, pages: Sequence[Path], folder: Path) -> list[str]:
+    """Writes the tables of all pages, and all plots that have rows. Returns the names of the files.
 
-
-def _panel_title(setting: tuple) -> str:
-    device, model, *numbers, temperature = setting
-    return f"{device}\n{model}, {_numbers(*numbers)}, temperature {temperature:g}"
-
-
-def _panels(count: int):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(
-        1, count, figsize=(5 * count, 4), squeeze=False, layout="constrained"
-    )
-    return figure, list(panels[0])
-
-
-def _save(figure, panels, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    for panel in panels:
-        panel.title.set_fontsize(9)
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the software's version in it, equal rows give an equal file.
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
-
-
-def report(results: Path, readme: Path | None, plots: Path) -> list[str]:
-    """Writes all tables and plots that have rows. Returns the names of what was written.
+    A page is written only if all can be drawn.
 
     Raises:
-      ConfigError: no rows, or the README's markers ask for what does not exist.
+      ConfigError: no rows, a page that does not exist or has no markers, or markers without rows.
     """
     some = newest(rows.read(sorted(results.glob("*.jsonl"))))
     if not some:
         raise ConfigError(f"{results}: holds no rows; run peagle-bench acceptance or throughput")
-    written = []
-    if readme is not None:
-        text = readme.read_text(encoding="utf-8")
-        if not _MARKED.search(text):
-            raise ConfigError(f"{readme}: no <!-- bench:NAME --> ... <!-- /bench:NAME --> markers")
-        readme.write_text(update_markdown(text, some), encoding="utf-8")
-        written.append(str(readme))
-    for kind, draw in (("throughput", plot_throughput), ("acceptance", plot_acceptance)):
-        if any(row["kind"] == kind for row in some):
-            draw(some, plots / f"{kind}.png")
-            written.append(str(plots / f"{kind}.png"))
-    return written
+    drawn = {page: _drawn(page, some) for page in pages}
+    for page, text in drawn.items():
+        page.write_text(text, encoding="utf-8")
+    return [*map(str, pages), *plots.draw(some, folder)]
+
+
+def _drawn(page: Path, some: list[dict]) -> str:
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{page}: cannot be read ({error.strerror})") from error
+    if not _MARKED.search(text):
+        raise ConfigError(f"{page}: no <!-- bench:NAME --> ... <!-- /bench:NAME --> markers")
+    return update_markdown(text, some)

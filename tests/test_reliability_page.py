@@ -1,12 +1,10 @@
-"""docs/reliability.md: its tables are those of the stored rows, and the tests that it names exist."""
+"""docs/reliability.md: the tests that it names exist."""
 
 import ast
 import re
 from pathlib import Path
 
 import pytest
-
-from bench import report, rows
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -37,9 +35,3 @@ def test_the_tests_of_a_file_exist(file):
     there = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     named = {name for tests in defects().values() for one, name in tests if one == file}
     assert named <= there
-
-
-def test_the_tables_are_those_of_the_rows():
-    some = report.newest(rows.read(sorted(rows.RESULTS.glob("*.jsonl"))))
-    page = PAGE.read_text(encoding="utf-8")
-    assert report.update_markdown(page, some) == page

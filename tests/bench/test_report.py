@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from bench import report
+from bench import headline, plots, report
+from bench.__main__ import main
+from peagle_jax import plotting
 from peagle_jax.config import ConfigError
 
 
@@ -149,7 +151,7 @@ def test_report_writes_readme_and_plots(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in ROWS))
     readme = tmp_path / "README.md"
     readme.write_text("<!-- bench:throughput -->\n<!-- /bench:throughput -->\n")
-    written = report.report(tmp_path, readme, tmp_path)
+    written = report.report(tmp_path, [readme], tmp_path)
     assert [path.rsplit("/", 1)[1] for path in written] == [
         "README.md",
         "throughput.png",
@@ -157,5 +159,83 @@ def test_report_writes_readme_and_plots(tmp_path):
     ]
     assert "1,234" in readme.read_text()
     first = (tmp_path / "throughput.png").read_bytes()
-    report.report(tmp_path, None, tmp_path)
+    report.report(tmp_path, [], tmp_path)
     assert (tmp_path / "throughput.png").read_bytes() == first
+
+
+def shape(method: str, k: int, concurrency: int, **changes) -> dict:
+    return row(
+        "decode-step", method, k, model=headline.SHAPE, weights="fp8", temperature=1.0, concurrency=concurrency,
+        synthetic_acceptance_length=headline.SYNTHETIC if k else None, decode_tokens_per_second=10.0 * k + 5,
+        prefill_ms=20.0, floor_ms=None, fraction_of_floor=None, **changes,
+    )  # fmt: skip
+
+
+def reference(method: str, k: int, concurrency: int) -> dict:
+    return {
+        "kind": "reference", "engine": "Other 1.0", "device": "Chip", "model": headline.SHAPE, "method": method,
+        "num_speculative_tokens": k, "concurrency": concurrency, "ms_per_round": 4.0, "prefill_ms": None,
+        "approximate": k == 0,
+    }  # fmt: skip
+
+
+SHAPES = [
+    shape("none", 0, 1),
+    shape("peagle", 7, 1),
+    shape("peagle", 7, 128),
+    shape("eagle3", 3, 1),
+]
+SHAPES[-1]["synthetic_acceptance_length"] = 2.5
+
+
+def test_the_readme_shows_equal_acceptance_where_plain_decoding_has_a_row():
+    chosen = headline.shape_rows(report.newest([*SHAPES, *ROWS]))
+    points = [(one["method"], one["concurrency"]) for one in chosen]
+    assert points == [("none", 1), ("peagle", 1)]
+
+
+def test_rows_of_another_engine_stand_in_brackets():
+    others = [reference("none", 0, 1), reference("peagle", 7, 1), reference("peagle", 5, 1)]
+    text = report.render("beside", report.newest([*SHAPES, *others]))
+    assert "| ms, in brackets Other 1.0 | concurrency 1 |" in text
+    assert "| plain, round | 2.50 (about 4.00) |" in text
+    assert "| P-EAGLE K=7, round | 2.50 (4.00) |" in text
+    assert "K=5" not in text
+
+
+@pytest.mark.parametrize("name", ["shape", "beside", "headline"])
+def test_blocks_of_the_readme_need_their_rows(name):
+    some = report.newest([shape("peagle", 7, 1), row("acceptance", "eagle3", 3)])
+    with pytest.raises(ConfigError, match=f"bench:{name} needs"):
+        report.render(name, some)
+
+
+def test_a_page_without_rows_leaves_the_other_pages_alone(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+    good, bad = tmp_path / "good.md", tmp_path / "bad.md"
+    good.write_text("<!-- bench:throughput -->\n<!-- /bench:throughput -->\n")
+    bad.write_text("<!-- bench:kernels -->\n<!-- /bench:kernels -->\n")
+    before = good.read_text()
+    with pytest.raises(ConfigError, match="bench:kernels needs kernel rows"):
+        report.report(tmp_path, [good, bad], tmp_path)
+    assert good.read_text() == before
+
+
+def test_a_plot_holds_the_digest_of_its_rows(tmp_path):
+    some = report.newest([*SHAPES, *ROWS, reference("peagle", 7, 1)])
+    plots.draw(some, tmp_path)
+    shown = plots.shown(some)
+    assert set(shown) == set(plots.PLOTS)
+    for name, own in shown.items():
+        assert plots.digest_of(tmp_path / f"{name}.png") == plots.digest(own)
+    changed = [one | {"tokens_per_second": 1.0} for one in shown["throughput"]]
+    assert plots.digest(changed) != plots.digest(shown["throughput"])
+
+
+def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+    monkeypatch.setattr(plotting, "installed", lambda: False)
+    assert main(["report", "--results", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "install 'peagle-jax[plots]'" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,203 @@
+"""Plots of stored rows, as PNG files. Each file holds a digest of the rows that it shows.
+
+Bytes of a PNG differ between versions of matplotlib. The digest does not, so a test can tell a plot of
+older rows from one of the stored rows.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import headline, labels
+from peagle_jax.plotting import figure_with_panels
+
+_COLOURS = {"none": "black", "eagle3": "tab:blue", "peagle": "tab:orange"}
+_ROWS = "Rows"
+"""Key of the digest in the text of a PNG."""
+
+
+def of_kind(kind: str) -> Callable[[list[dict]], list[dict]]:
+    return lambda some: [row for row in some if row["kind"] == kind]
+
+
+def _beside(some: list[dict]) -> list[dict]:
+    return [row for pair in headline.pairs(some) for row in pair]
+
+
+def shown(some: list[dict]) -> dict[str, list[dict]]:
+    """Name of each plot -> the rows that it shows, for plots that have rows."""
+    found = {name: rows_of(some) for name, (rows_of, _) in PLOTS.items()}
+    return {name: own for name, own in found.items() if own}
+
+
+def digest(own: list[dict]) -> str:
+    """Digest of the rows of one plot."""
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest_of(path: Path) -> str | None:
+    """Digest of the rows that a PNG of `draw` shows; None where it has none.
+
+    The format: RFC 2083, section 3.2 (chunks) and 4.2.3 (tEXt).
+    """
+    data = path.read_bytes()
+    place = 8  # after the signature
+    while place < len(data):
+        (length,) = struct.unpack_from(">I", data, place)
+        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + length]
+        if kind == b"tEXt" and body.startswith(_ROWS.encode() + b"\0"):
+            return body.partition(b"\0")[2].decode("latin-1")
+        place += 12 + length
+    return None
+
+
+def draw(some: list[dict], folder: Path) -> list[str]:
+    """Draws each plot that has rows; returns the names of its files.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    written = []
+    for name, own in shown(some).items():
+        path = folder / f"{name}.png"
+        PLOTS[name][1](own, path)
+        written.append(str(path))
+    return written
+
+
+def plot_throughput(own: list[dict], path: Path) -> None:
+    """Tokens per second over concurrency, a panel per setting: the largest K of each method in full
+    colour, the others pale."""
+    groups = labels.settings(own)
+    figure, panels = figure_with_panels(len(groups))
+    for panel, (setting, part) in zip(panels, groups, strict=True):
+        for label in dict.fromkeys(map(labels.label, part)):
+            line = [row for row in part if labels.label(row) == label]
+            method, k = line[0]["method"], line[0]["num_speculative_tokens"]
+            largest = max(row["num_speculative_tokens"] for row in part if row["method"] == method)
+            panel.plot(
+                [row["concurrency"] for row in line],
+                [row["tokens_per_second"] for row in line],
+                "--" if method == "none" else "o-",
+                color=_COLOURS[method],
+                alpha=1.0 if k == largest else 0.15 + 0.3 * k / largest,
+                linewidth=2.2 if k == largest else 1.2,
+                label=label,
+                markersize=4,
+            )
+        _concurrencies(panel, part)
+        title = f"{_panel_title(setting)}\ncommit {labels.listed(part, 'sha')}"
+        panel.set(title=title, ylabel="output tokens/s")
+    _save(figure, panels, path, own)
+
+
+def plot_shape(own: list[dict], path: Path) -> None:
+    """Tokens per second of a full batch, a panel per concurrency and a bar per method and K."""
+    names = list(dict.fromkeys(map(labels.label, own)))
+    across = sorted({row["concurrency"] for row in own})
+    figure, panels = figure_with_panels(len(across), width=3.2, height=3.4)
+    for panel, concurrency in zip(panels, across, strict=True):
+        rows = {labels.label(row): row for row in own if row["concurrency"] == concurrency}
+        for place, name in enumerate(names):
+            if name not in rows:
+                panel.text(place, 0, "no row", ha="center", va="bottom", fontsize=8, color="gray")
+                continue
+            colour = _COLOURS[rows[name]["method"]]
+            bars = panel.bar(place, rows[name]["decode_tokens_per_second"], color=colour)
+            panel.bar_label(bars, fmt="{:,.0f}", fontsize=9)
+        panel.set_xticks(range(len(names)), names, fontsize=8)
+        panel.set_title(f"concurrency {concurrency}")
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+        panel.margins(y=0.12)
+    panels[0].set_ylabel("output tokens/s, full batch")
+    device, model, *numbers, temperature = labels.settings(own)[0][0]
+    figure.suptitle(
+        f"{model} on one {device}: random weights, synthetic AL {headline.SYNTHETIC}, temperature "
+        f"{temperature:g}\n{labels.number_formats(*numbers)}, commit {labels.listed(own, 'sha')}",
+        fontsize=9,
+    )
+    _save(figure, panels, path, own)
+
+
+def plot_rounds(own: list[dict], path: Path) -> None:
+    """Milliseconds of a round beside another engine's, a panel per method.
+
+    Args:
+      own: rows of `headline.pairs`, ours and theirs in turn.
+    """
+    pairs = list(zip(own[::2], own[1::2], strict=True))
+    names = list(dict.fromkeys(labels.label(theirs) for _, theirs in pairs))
+    figure, panels = figure_with_panels(len(names))
+    for panel, name in zip(panels, names, strict=True):
+        part = [pair for pair in pairs if labels.label(pair[1]) == name]
+        for place, (label, colour) in enumerate(
+            (("peagle-jax", "tab:orange"), (part[0][1]["engine"], "tab:gray"))
+        ):
+            values = [pair[place]["ms_per_round"] for pair in part]
+            centres = [number + 0.4 * place for number in range(len(part))]
+            bars = panel.bar(centres, values, width=0.38, color=colour, label=label)
+            panel.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8)
+        ticks = [str(theirs["concurrency"]) for _, theirs in part]
+        panel.set_xticks([number + 0.2 for number in range(len(part))], ticks)
+        commits = labels.listed([pair[0] for pair in part], "sha")
+        title = f"{name}: {headline.SHAPE}\n{part[0][0]['device']}, commit {commits}"
+        panel.set(title=title, xlabel="concurrency", ylabel="ms per round")
+    _save(figure, panels, path, own)
+
+
+def plot_acceptance(own: list[dict], path: Path) -> None:
+    """Acceptance by position at the largest K, a panel per setting and prompt set."""
+    groups = []
+    for setting, part in labels.settings(own):
+        for name in dict.fromkeys(row["set"] for row in part):
+            groups.append((setting, name, [row for row in part if row["set"] == name]))
+    figure, panels = figure_with_panels(len(groups))
+    for panel, (setting, name, part) in zip(panels, groups, strict=True):
+        largest = max(row["num_speculative_tokens"] for row in part)
+        for row in part:
+            if row["num_speculative_tokens"] != largest:
+                continue
+            rates = row["acceptance_per_position"]
+            label = f"{labels.label(row)}, AL {row['acceptance_length']:.2f}"
+            colour = _COLOURS[row["method"]]
+            panel.plot(range(1, len(rates) + 1), rates, "o-", color=colour, label=label)
+        panel.set(title=f"{name}: {_panel_title(setting)}", xlabel="draft position")
+        panel.set(ylabel="accepted", ylim=(0, 1))
+    _save(figure, panels, path, own)
+
+
+PLOTS: dict[str, tuple[Callable[[list[dict]], list[dict]], Callable[[list[dict], Path], None]]] = {
+    "throughput": (of_kind("throughput"), plot_throughput),
+    "acceptance": (of_kind("acceptance"), plot_acceptance),
+    "shape": (headline.shape_rows, plot_shape),
+    "rounds": (_beside, plot_rounds),
+}
+"""Plot -> (which rows it shows, what draws them)."""
+
+
+def _panel_title(setting: tuple) -> str:
+    device, model, *numbers, temperature = setting
+    return f"{device}\n{model}, {labels.number_formats(*numbers)}, temperature {temperature:g}"
+
+
+def _concurrencies(panel, own: list[dict]) -> None:
+    panel.set_xscale("log", base=2)
+    ticks = sorted({row["concurrency"] for row in own})
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    panel.set_xlabel("concurrency")
+    panel.yaxis.set_major_formatter("{x:,.0f}")
+    panel.set_ylim(bottom=0)
+
+
+def _save(figure, panels, path: Path, own: list[dict]) -> None:
+    for panel in panels:
+        panel.title.set_fontsize(9)
+        panel.grid(alpha=0.3)
+        panel.set_axisbelow(True)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the software's version in it, equal rows give an equal file.
+    figure.savefig(path, dpi=120, metadata={"Software": None, _ROWS: digest(own)})

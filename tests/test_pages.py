@@ -1,0 +1,131 @@
+"""README.md and docs/: tables and plots are those of the stored rows, links lead somewhere, commands parse."""
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from bench import plots, report, rows
+from bench.options import parser as bench_parser
+from convert.__main__ import _parser as convert_parser
+from peagle_jax.options import parser as generate_parser
+from peagle_jax.training.options import parser as train_parser
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [
+    README,
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "peagle_jax" / "assets" / "README.md",
+]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+GENERATED = re.compile(r"<!-- bench:([\w-]+) -->\n.*?<!-- /bench:\1 -->", re.DOTALL)
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+MEASURED = re.compile(
+    r"\d ?(ms|us|µs|seconds|minutes|%|tokens/s|tokens per second|tokens per round|[KMG]i?B/s|TB/s)(?!\w)"
+    r"|\d (s|min)(?=[,.;:) ])|\d times (faster|slower|plain)|\d\.\d+x"
+)
+COMMIT = re.compile(r"\b[0-9a-f]{7,12}\b")
+PARSERS = {
+    "peagle-bench": bench_parser,
+    "peagle-convert": convert_parser,
+    "peagle-generate": generate_parser,
+    "peagle-train": train_parser,
+}
+WITHOUT_MEASUREMENTS = ("README.md", "docs/results.md", "docs/decode-step.md")
+"""Pages whose measurements all stand in generated blocks, with their commits."""
+
+
+@cache
+def stored() -> list[dict]:
+    return report.newest(rows.read(sorted(rows.RESULTS.glob("*.jsonl"))))
+
+
+def written_by_hand(page: Path) -> str:
+    return FENCED.sub("", GENERATED.sub("", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_those_of_the_rows(page):
+    text = page.read_text(encoding="utf-8")
+    assert report.update_markdown(text, stored()) == text, "run peagle-bench report"
+
+
+def test_report_draws_every_page_that_has_blocks():
+    assert {page for page in PAGES if report.marked(page)} == set(report.PAGES)
+
+
+def test_plots_are_those_of_the_rows():
+    for name, own in plots.shown(stored()).items():
+        found = plots.digest_of(rows.RESULTS / f"{name}.png")
+        assert found == plots.digest(own), f"{name}.png shows other rows; run peagle-bench report"
+
+
+def test_the_readme_is_short_and_shows_two_plots():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    assert re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text) == [
+        "bench/results/shape.png",
+        "bench/results/throughput.png",
+    ]
+
+
+@pytest.mark.parametrize("name", WITHOUT_MEASUREMENTS)
+def test_measurements_stand_in_generated_blocks(name):
+    wrong = [line for line in written_by_hand(ROOT / name).splitlines() if MEASURED.search(line)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["takes 3.4 ms", "7 seconds after", "5 % less", "300 tokens/s", "1.5 s later", "2.19 times plain", "AL (1.4x)"],
+)  # fmt: skip
+def test_a_measurement_is_recognised(text):
+    assert MEASURED.search(text)
+    assert not MEASURED.search("K = 7 on 164 prompts, Python 3.12, port 8000, 48 layers")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name):
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {
+                re.sub(r"[^\w -]", "", one).strip().lower().replace(" ", "-") for one in headings
+            }
+            assert anchor in anchors, target
+
+
+def commands(page: Path) -> list[tuple[str, list[str]]]:
+    """(program, arguments) of the commands of this project in the blocks without a language."""
+    found = []
+    for block in re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|[|]", line):
+                program = re.match(r" ?(peagle-[a-z]+)(?= )", part)
+                if program and program[1] in PARSERS:
+                    found.append((program[1], shlex.split(part, comments=True)[1:]))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_parse(name):
+    for program, arguments in commands(ROOT / name):
+        if "--help" not in arguments:
+            PARSERS[program]().parse_args(arguments)
+
+
+def test_the_readme_shows_every_command():
+    text = README.read_text(encoding="utf-8")
+    scripts = re.search(
+        r"^\[project\.scripts\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )[1]
+    assert [one for one in re.findall(r"^([\w-]+) =", scripts, re.M) if one not in text] == []
