@@ -8,7 +8,7 @@ An operation is included through its `specs.py`:
 
 - `SPECS`: name -> spec, the shapes that models use. A spec may have `max_registers` (default 255).
 - `build(spec)`: a function to jit that requires the kernel, and a tuple of its argument shapes.
-- `CHIPS`: compute capabilities (90, 100) with a kernel.
+- `CHIPS`: generations (`pallas_kernels.device.Device.sm`) with a kernel.
 - `MMA`: capability -> the matrix instruction that a kernel must contain, such as "wgmma"; may be empty.
 
 A process compiles for one chip only: Mosaic fixes the ptxas target at its first kernel.
@@ -20,6 +20,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -31,9 +32,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from pallas_kernels.device import B200, H200, Device
+from pallas_kernels.device import B200, B300, H200, L4, RTX5090, Device
 
-CHIPS = {"h200": H200, "b200": B200}
+CHIPS = {"h200": H200, "b200": B200, "b300": B300, "rtx5090": RTX5090, "l4": L4}
 _ROOT = Path(__file__).parents[1]
 _MMA = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*")
 
@@ -115,12 +116,15 @@ def compile_on(mesh, function, *args, **options):
     return jax.jit(function, **options).lower(*jax.tree.map(put, args)).compile()
 
 
-def compile_op(op: str, chip: str, mesh, dump: Path) -> Iterator[Kernel]:
-    """The kernels of every spec of `op`; nothing if it has no kernel for the chip."""
+def compile_op(op: str, chip: str, mesh, dump: Path, most: int | None = None) -> Iterator[Kernel]:
+    """The kernels of the first `most` specs of `op`, of all if it is None.
+
+    Nothing if it has no kernel for the chip.
+    """
     specs, device = specs_of(op), CHIPS[chip]
     if device.sm not in specs.CHIPS:
         return
-    for name, spec in specs.SPECS.items():
+    for name, spec in itertools.islice(specs.SPECS.items(), most):
         before, start = set(dump.iterdir()), time.perf_counter()
         common = dict(op=op, spec=name, chip=chip)
         try:
@@ -145,7 +149,7 @@ def _read(code: Path, device: Device, common: dict) -> Kernel:
     ptx = code.read_text(encoding="utf-8")
     resources = code.with_suffix(".resources.txt").read_text(encoding="utf-8")
     name, registers, spills = read_log(code.with_suffix(".ptxas"))
-    wanted = f".target sm_{device.sm}a"
+    wanted = f".target {device.arch}a"
     if wanted not in ptx:
         return Kernel(**common, name=name, error=f"its code has no {wanted!r}")
     return Kernel(
@@ -208,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--chip", choices=CHIPS, default="h200", help="default: h200")
     parser.add_argument("--op", choices=ops(), action="append", help="default: all")
+    parser.add_argument("--most", type=int, metavar="N", help="specs of an operation; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep PTX and logs of ptxas here")
     parser.add_argument("--check", action="store_true", help="only say what would compile")
@@ -225,7 +230,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         dump.mkdir(parents=True, exist_ok=True)
         prepare(dump)
         mesh = stack.enter_context(target(args.chip))
-        kernels = [one for op in args.op or ops() for one in compile_op(op, args.chip, mesh, dump)]
+        kernels = [
+            kernel
+            for op in args.op or ops()
+            for kernel in compile_op(op, args.chip, mesh, dump, args.most)
+        ]
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(one) for one in kernels], indent=1))
     print(_table(kernels))

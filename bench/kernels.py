@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from bench import deviceless, rows
 from bench.roofline import CHIPS
 from pallas_kernels import dispatch
-from pallas_kernels.device import Device, describe
+from pallas_kernels.device import GENERATIONS, Device, describe
 from peagle_jax.config import ConfigError
 
 _COLD_BYTES = 300e6  # total arguments of a program: several times the L2 cache
@@ -108,7 +108,7 @@ def kernels(args, environment: dict) -> Iterator[dict]:
       ConfigError: there is no GPU, or no such operation or spec.
     """
     device = describe(jax.devices()[0])
-    if device is None:
+    if device.sm not in GENERATIONS:
         raise ConfigError(
             f"kernels are timed on an NVIDIA GPU, Hopper or Blackwell; here is {rows.device_name()}"
         )

@@ -9,7 +9,7 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import reference
 
 CHIPS = (90, 100)
-"""Compute capabilities with a kernel."""
+"""Generations (`Device.sm`) with a kernel."""
 
 
 def linear(

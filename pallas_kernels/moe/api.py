@@ -12,7 +12,7 @@ from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items
 
 CHIPS = (90, 100)
-"""Compute capabilities with kernels."""
+"""Generations (`Device.sm`) with kernels."""
 
 
 def route(

@@ -7,8 +7,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.norm_quant import reference
 
 MAX_PARTS = 32
-CHIPS = (90, 100)
-"""Compute capabilities with a kernel."""
+CHIPS = (90, 100, 120)
+"""Generations (`Device.sm`) with a kernel."""
 _WIDTHS = range(256, 8192 + 1, 64)
 """Row widths of the kernel. One block per narrow row would be mostly launch overhead."""
 

@@ -9,8 +9,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.rope_write import reference
 
 MAX_PARTS = 32
-CHIPS = (90, 100)
-"""Compute capabilities with a kernel."""
+CHIPS = (90, 100, 120)
+"""Generations (`Device.sm`) with a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.verify_attention import reference
 
 CHIPS = (90, 100)
-"""Compute capabilities with a kernel."""
+"""Generations (`Device.sm`) with a kernel."""
 
 
 def verify_attention(
@@ -52,9 +52,10 @@ def verify_attention(
             q, k_pages, v_pages, page_table, positions, scale, window, sinks, launch,
             soft_cap=soft_cap,
         )  # fmt: skip
-    # On a CPU a loop with a data-dependent end reads only the pages in use. On an accelerator such a loop
-    # synchronises with the host in each iteration, so one block covers the whole table.
-    block_pages = 128 // k_pages.shape[1] if jax.default_backend() == "cpu" else page_table.shape[1]
+    # A loop with a data-dependent end reads only the pages in use. On a GPU such a loop synchronises with
+    # the host in each iteration, so there one block covers the whole table.
+    keys = {"cpu": 128, "tpu": 512}.get(dispatch.platform())
+    block_pages = page_table.shape[1] if keys is None else keys // k_pages.shape[1]
     return reference.attend(
         q,
         k_pages,

