@@ -17,8 +17,9 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -28,7 +29,7 @@ from bench.random_weights import random_head, random_target
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
-from peagle_jax.engine.plan import DecodePlan
+from peagle_jax.engine.plan import DecodePlan, PrefillPlan
 from peagle_jax.engine.programs import device_plan
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
@@ -66,8 +67,44 @@ class Round:
     seconds: float
 
 
-def compile_round(args, mesh, dump: Path) -> Round:
-    """The round of a preset's first layers with its P-EAGLE head, as the engine compiles it."""
+class Programs(NamedTuple):
+    """The programs of an engine to compile, with shapes instead of arrays.
+
+    Attributes:
+      round, prefill: functions of (weights, state, plan) that return the next state and an output.
+      weights: leaves of target and drafter.
+      state: `step.State`, which the programs are to consume.
+      round_plan, prefill_plan: idle plans.
+    """
+
+    round: Callable
+    prefill: Callable
+    weights: list
+    state: step.State
+    round_plan: step.DecodePlan
+    prefill_plan: step.PrefillPlan
+
+    @property
+    def caches(self) -> list:
+        """Shapes of all keys and values."""
+        return jax.tree.leaves((self.state.target_cache, self.state.drafter_cache))
+
+    @property
+    def smallest_matrix(self) -> int:
+        """Bytes of the smallest weight matrix or cache."""
+        matrices = [
+            x for x in self.weights if len(x.shape) > 1 and jax.numpy.result_type(x).itemsize < 4
+        ]
+        return min(map(num_bytes, [*matrices, *self.caches]))
+
+
+def num_bytes(x) -> int:
+    """Bytes of an array, given its shape and dtype."""
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def programs(args) -> Programs:
+    """The programs of a preset's first layers with its P-EAGLE head, as the engine compiles them."""
     chosen = preset(args.preset, args.layers)
     config = EngineConfig(
         num_draft=args.k,
@@ -85,20 +122,35 @@ def compile_round(args, mesh, dump: Path) -> Round:
         )
         taps = head_config.taps or chosen.target.default_taps
     state = jax.eval_shape(lambda: step.init_state(chosen.target, head_config, config))
-    plan = device_plan(DecodePlan.build([], args.concurrency, config))
     weights, structure = jax.tree.flatten((target, drafter))
 
     def decode_round(weights, state, plan):
         target, drafter = jax.tree.unflatten(structure, weights)
         return step.speculative_step(target, drafter, state, plan, taps=taps)
 
+    def prefill(weights, state, plan):
+        target, drafter = jax.tree.unflatten(structure, weights)
+        return step.prefill(target, drafter, state, plan, taps=taps)
+
+    return Programs(
+        decode_round,
+        prefill,
+        weights,
+        state,
+        device_plan(DecodePlan.build([], args.concurrency, config)),
+        device_plan(PrefillPlan.build([], config)),
+    )
+
+
+def compile_round(args, mesh, dump: Path) -> Round:
+    """The round of `programs(args)`, compiled for the GPU of `mesh`."""
+    made = programs(args)
     start = time.perf_counter()
-    compiled = deviceless.compile_on(mesh, decode_round, weights, state, plan, donate_argnums=1)
+    compiled = deviceless.compile_on(
+        mesh, made.round, made.weights, made.state, made.round_plan, donate_argnums=1
+    )
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    caches = jax.tree.leaves((state.target_cache, state.drafter_cache))
-    matrices = [x for x in weights if len(x.shape) > 1 and jax.numpy.result_type(x).itemsize < 4]
-    size = lambda x: math.prod(x.shape) * x.dtype.itemsize
     (thunks,) = dump.glob("*decode_round*.thunk_sequence_after_thunk_passes.txt")
     ours = [deviceless.read_log(path) for path in dump.glob("*.ptxas")]
     return Round(
@@ -106,8 +158,8 @@ def compile_round(args, mesh, dump: Path) -> Round:
         mosaic=dict(collections.Counter(name for name, _, _ in ours)),
         spills=max((spills for _, _, spills in ours), default=0),
         largest_copy=largest_copy(compiled.as_text()),
-        smallest_matrix=min(map(size, [*matrices, *caches])),
-        cache_bytes=sum(map(size, caches)),
+        smallest_matrix=made.smallest_matrix,
+        cache_bytes=sum(map(num_bytes, made.caches)),
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         seconds=round(seconds, 1),
@@ -138,11 +190,8 @@ def largest_copy(hlo: str) -> int:
     return max(sizes)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; 2 if nothing can be compiled here."""
-    parser = argparse.ArgumentParser(prog="python -m bench.deviceless_round", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--chip", choices=deviceless.CHIPS, default="h200", help="default: h200")
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `programs` reads."""
     parser.add_argument("--preset", default="qwen3-coder-30b-a3b-fp8", help="as of decode-step")
     parser.add_argument("--layers", type=int, default=2, help="of the target (default: 2)")
     parser.add_argument("--head-layers", type=int, default=1, help="of the head (default: 1)")
@@ -150,6 +199,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=2, help="sequences (default: 2)")
     parser.add_argument("--max-model-len", type=int, default=4096, help="default: 4096")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; 2 if nothing can be compiled here."""
+    parser = argparse.ArgumentParser(prog="python -m bench.deviceless_round", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--chip", choices=deviceless.CHIPS, default="h200", help="default: h200")
+    add_sizes(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep what XLA and Mosaic dump")
     args = parser.parse_args(argv)

@@ -35,7 +35,7 @@ def run(module: str, chip: str, folder: Path, *options: str) -> Any:
     return json.loads(found.read_text())
 
 
-def on(chip: str, *others: str):
+def on(chip: str, *others):
     """Parameters of a test; with `--dist loadgroup` the tests of a chip share a process."""
     return pytest.param(chip, *others, marks=pytest.mark.xdist_group(chip))
 
@@ -106,3 +106,19 @@ def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(chip, cache, tm
         "moe_gate_up",
     }
     assert made["mosaic"].keys() >= ours
+
+
+@pytest.mark.parametrize(
+    ("chip", "ours"), [on("rtx5090", {"rms_norm", "rope_write"}), on("l4", {})]
+)
+def test_a_round_without_some_kernels_is_one_graph_too(chip, ours, tmp_path):
+    """Where operations run their reference: no loop over keys stops at the host, no weight is copied."""
+    if lacking := deviceless.missing():
+        pytest.skip(lacking)
+    sizes = ("--preset=qwen3-0.6b", "--layers=2", "-k=3")
+    made = run("bench.deviceless_round", chip, tmp_path, *sizes)
+    assert (made["graphs"], made["outside"]) == (1, {})
+    assert made["largest_copy"] < made["smallest_matrix"]
+    assert made["aliased_bytes"] >= made["cache_bytes"]
+    assert made["mosaic"].keys() >= set(ours)
+    assert bool(made["mosaic"]) == bool(ours)
