@@ -1,19 +1,22 @@
-"""Where the options of `peagle-serve` come from: command line > environment > file > default."""
+"""Reads the options of `peagle-serve` from command line > environment > file > defaults."""
 
 import argparse
 import os
 import re
-import types
-import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_settings import InitSettingsSource
 
 from peagle_jax.config import ConfigError
-from serving.settings import Settings
+from serving.settings import Settings, describe
 
 PREFIX = "PEAGLE_"
-_OTHERS = {"PEAGLE_SHA"}  # variables of other commands
+_OTHER_VARIABLES = {"PEAGLE_SHA"}  # of other commands
 _SECTIONS = {
     "model": "what is served",
     "max_num_seqs": "sizes of the engine; everything is compiled for them at the start",
@@ -23,34 +26,36 @@ _SECTIONS = {
     "max_request_seconds": "what a request may ask for",
     "drain_seconds": "running it",
 }
-"""Sections of --help, by the option that begins each."""
+"""Headings of --help, each with the option that it precedes."""
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_[0-9]+_(TCP|UDP).*)?$")
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*)(\.[0-9]*)?(e[-+]?[0-9]+)?", re.IGNORECASE)
-_NAMES = {one.name for one in fields(Settings)}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
-
-
+_FIELDS = Settings.model_fields
+_HINTS = get_type_hints(Settings)  # without the rules
 _EPILOG = f"""\
-Every option may also stand in the environment, as {PREFIX}MAX_NUM_SEQS=32, and in the YAML file of
+Every option can also be set in the environment, as {PREFIX}MAX_NUM_SEQS=32, and in the YAML file of
 --config, as `max-num-seqs: 32`. The command line wins over the environment, the environment over the
-file. The effective settings and their sources are printed at the start. Unknown options are refused in all three.
+file. The effective settings and their sources are printed at the start. Unknown options are refused in
+all three.
 
   peagle-serve                                          the small code model of the package
   peagle-serve --model DIR --drafter DIR --max-num-seqs 32 --max-model-len 8192
   peagle-serve --config server.yaml --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
 
-Ask it: peagle-client "def quicksort(xs):". The rest is in docs/serving.md."""
+Send a request: peagle-client "def quicksort(xs):". docs/serving.md describes the rest."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake on one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; options that are not given are absent from what it returns."""
-    made = _Parser(
+    """The command line. Its result has no attribute for an option that is not given."""
+    # CliSettingsSource of pydantic-settings has no headings in --help and does not distinguish a mistake
+    # of the command line, which ends with exit code 2 here, from one of the other sources.
+    command_line = _Parser(
         prog="peagle-serve",
         description="Serves a model over gRPC, with metrics and OpenAI's routes over HTTP.",
         epilog=_EPILOG,
@@ -58,95 +63,104 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    made.add_argument("--config", metavar="FILE", help="YAML file of options")
-    group = made
-    for one in fields(Settings):
-        if one.name in _SECTIONS:
-            group = made.add_argument_group(_SECTIONS[one.name])
-        flag = f"--{one.name.replace('_', '-')}"
-        text = one.metadata["help"]
-        if one.default is False:
-            group.add_argument(flag, action="store_true", help=text)
-            continue
-        if one.default is not None:
-            shown = f"{one.default:g}" if isinstance(one.default, float) else one.default
-            text += f" (default: {shown})"
-        kind = _kind(one.name)
-        if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
-            continue
-        group.add_argument(
-            flag,
-            type=kind,
-            choices=one.metadata["choices"],
-            metavar=one.metadata["metavar"],
-            help=text,
-        )
-    return made
+    command_line.add_argument("--config", metavar="FILE", help="YAML file of options")
+    group = command_line
+    for name, field in _FIELDS.items():
+        if name in _SECTIONS:
+            group = command_line.add_argument_group(_SECTIONS[name])
+        group.add_argument(f"--{name.replace('_', '-')}", **_argument(name, field))
+    return command_line
+
+
+def _argument(name: str, field: Any) -> dict[str, Any]:
+    """What argparse takes for one option."""
+    if field.default is False:
+        return dict(action="store_true", help=field.description)
+    text = field.description
+    if field.default is not None:
+        shown = f"{field.default:g}" if isinstance(field.default, float) else field.default
+        text += f" (default: {shown})"
+    if _kind(name) is bool:
+        return dict(action=argparse.BooleanOptionalAction, help=text)
+    metavar = field.json_schema_extra["metavar"]
+    return dict(type=_from_flag(name), choices=_choices(name) or None, metavar=metavar, help=text)
+
+
+def _from_flag(name: str) -> Callable[[str], object]:
+    def convert(text: str) -> object:
+        try:
+            return _value(name, text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
 
 
 def resolve(
     arguments: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> tuple[Settings, dict[str, str]]:
-    """Settings from all sources, and where each came from.
+    """The settings, and the source of each option's value by the option's name.
 
     Raises:
-      ConfigError: an unknown key, a value that is not one, or one that changes nothing because of
-        another; the message says where it stands.
+      ConfigError: an unknown option, an invalid value, or an option without effect because of another.
+        The message names the place.
     """
     given = vars(parser().parse_args(arguments))
-    from_environment = _from_environment(environment)
-    file = given.pop("config", None) or from_environment.pop("config", None)
-    from_environment.pop("config", None)
-    layers = [
-        (f"file {file}", _from_file(Path(file)) if file else {}),
-        ("environment", from_environment),
-        ("command line", given),
-    ]
-    values: dict[str, object] = {}
-    sources = {one.name: "default" for one in fields(Settings)}
-    for source, layer in layers:
-        values |= layer
-        sources |= dict.fromkeys(layer, source)
-    settings = Settings(**values)
-    _refuse_idle(settings, sources)
+    variables = _from_environment(environment)
+    file = given.pop("config", None) or variables.get("config")
+    variables.pop("config", None)
+    layers = {
+        "command line": given,
+        "environment": variables,
+        f"file {file}": _from_file(Path(file)) if file else {},
+    }
+    settings = _merge(layers.values())
+    source_of = lambda name: next((one for one in layers if name in layers[one]), "default")
+    sources = {name: source_of(name) for name in _FIELDS}
+    _refuse_ineffective(settings, sources)
     return settings, sources
 
 
-def _refuse_idle(settings: Settings, sources: Mapping[str, str]) -> None:
-    """What was given but changes nothing misleads: it is refused."""
-    rules = (("num_speculative_tokens", settings.method == "none", "method none drafts nothing"),)
-    for name, is_idle, why in rules:
-        value = getattr(settings, name)
-        if is_idle and value and sources[name] != "default":
-            option = f"{name.replace('_', '-')}={value} ({sources[name]})"
-            raise ConfigError(f"{option} has no effect: {why}; leave it out")
+def _merge(layers: Iterable[dict[str, object]]) -> Settings:
+    """The settings of several layers; of an option in several of them the first one decides."""
+
+    class Layered(Settings):
+        @classmethod
+        def settings_customise_sources(cls, settings_cls, **others):
+            return tuple(InitSettingsSource(settings_cls, values) for values in layers)
+
+    return Settings(**dict(Layered()))
 
 
-def _kind(name: str) -> type:
-    """The type of an option's value, `None` aside."""
-    hint = typing.get_type_hints(Settings)[name]
-    if isinstance(hint, types.UnionType):
-        hint = next(one for one in typing.get_args(hint) if one is not type(None))
-    return hint
+def _refuse_ineffective(settings: Settings, sources: Mapping[str, str]) -> None:
+    name = "num_speculative_tokens"
+    value = getattr(settings, name)
+    if settings.method == "none" and value and sources[name] != "default":
+        option = f"{name.replace('_', '-')}={value} ({sources[name]})"
+        raise ConfigError(f"{option} has no effect: method none drafts nothing; leave it out")
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    # EnvSettingsSource of pydantic-settings ignores unknown variables.
+    values: dict[str, object] = {}
     for variable, text in environment.items():
-        if not variable.startswith(PREFIX) or variable in _OTHERS:
+        if not variable.startswith(PREFIX) or variable in _OTHER_VARIABLES:
             continue
         name = variable.removeprefix(PREFIX).lower()
-        if name not in _NAMES | {"config"} and _SERVICE_LINK.search(variable):
+        if name == "config":
+            values[name] = text
+            continue
+        if name not in _FIELDS and _SERVICE_LINK.search(variable):
             raise ConfigError(
                 f"variable {variable}: Kubernetes sets it for a Service of that name; set "
                 "enableServiceLinks: false in the Pod's spec"
             )
-        found[name] = text if name == "config" else _value(name, text, f"variable {variable}")
-    return found
+        values[name] = _value_at(f"variable {variable}", name, text)
+    return values
 
 
 def _from_file(path: Path) -> dict[str, object]:
+    # YamlConfigSettingsSource of pydantic-settings takes the last of two equal keys and knows no lines.
     import yaml
 
     try:
@@ -157,28 +171,30 @@ def _from_file(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(tree, yaml.MappingNode):
         raise ConfigError(f"{path}: must hold options, as `max-num-seqs: 32`")
-    found: dict[str, object] = {}
-    # Pairs, not a dict: of an option that stands there twice YAML would keep the last without a word.
+    values: dict[str, object] = {}
     for key, node in tree.value:
-        where = f"{path}, line {key.start_mark.line + 1}: {key.value}"
+        place = f"{path}, line {key.start_mark.line + 1}: {key.value}"
         name = str(key.value).replace("-", "_")
-        if name in found:
-            raise ConfigError(f"{where}: stands there twice; leave one out")
-        found[name] = _value(name, _from_node(name, node, where), where)
-    return found
+        if name in values:
+            raise ConfigError(f"{place}: stands there twice; leave one out")
+        values[name] = _value_at(place, name, _from_node(name, node, place))
+    return values
 
 
-def _from_node(name: str, node, where: str) -> object:
-    """A value of the file. YAML 1.1 reads 010 as 8, 1:30 as 90 and 1_0 as 10: numbers are decimal here,
-    and what an option takes as text is left as it is written."""
+def _from_node(name: str, node: Any, place: str) -> object:
+    """A value of the file.
+
+    Numbers are decimal: YAML 1.1 reads 010 as 8, 1:30 as 90 and 1_0 as 10. The value of a text option is
+    the text as written.
+    """
     import yaml
 
-    kind = _kind(name) if name in _NAMES else None
+    kind = _kind(name) if name in _FIELDS else None
     if isinstance(node, yaml.ScalarNode):
         if kind in (int, float) and re.match(r"[-+]?[0-9]", node.value):
             if not _DECIMAL.fullmatch(node.value):
                 raise ConfigError(
-                    f"{where}: {node.value} is not a plain decimal number; write it without leading "
+                    f"{place}: {node.value} is not a plain decimal number; write it without leading "
                     "zeros, colons and underscores"
                 )
             return node.value
@@ -187,11 +203,11 @@ def _from_node(name: str, node, where: str) -> object:
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{where}: cannot be read as YAML ({_reason(error)})") from error
+        raise ConfigError(f"{place}: cannot be read as YAML ({_reason(error)})") from error
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, on one line."""
+    """The cause of an error of yaml, on one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
         return f"line {mark.line + 1}: {error.problem}"
@@ -200,29 +216,56 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _value(name: str, value: object, where: str) -> object:
-    """A value of the option's type, from a text or from YAML."""
-    if name not in _NAMES:
-        raise ConfigError(f"{where}: there is no option {name!r}; peagle-serve --help lists them")
-    kind, default = _kind(name), Settings.__dataclass_fields__[name].default
-    if value is None and default is None:
-        return None
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-        if str(value).lower() in words:
-            return words[str(value).lower()]
-        raise ConfigError(f"{where}: {value!r} must be true or false")
+def _value_at(place: str, name: str, value: object) -> object:
+    if name not in _FIELDS:
+        raise ConfigError(f"{place}: there is no option {name!r}; peagle-serve --help lists them")
     try:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError
-        made = kind(value)
-        if kind is int and float(value) != made:
-            raise ValueError
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(f"{where}: {value!r} must be of type {kind.__name__}") from error
-    choices = Settings.__dataclass_fields__[name].metadata["choices"]
-    if choices and made not in choices:
-        raise ConfigError(f"{where}: {value!r} must be one of {', '.join(choices)}")
-    return made
+        return _value(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _value(name: str, value: object) -> object:
+    """A value of the option's type.
+
+    Every layer is converted by itself, because pydantic-settings would ignore mistakes in values that
+    another layer overrides.
+
+    Args:
+      value: text, or a value of YAML.
+    """
+    try:
+        return _adapter(name).validate_python(value)
+    except ValidationError as error:
+        if error.errors()[0]["type"] == "value_error":
+            raise ConfigError(f"{name}={describe(error)}") from error
+        if choices := _choices(name):
+            wanted = f"one of {', '.join(choices)}"
+        else:
+            wanted = "true or false" if _kind(name) is bool else f"of type {_kind(name).__name__}"
+        raise ConfigError(f"{value!r} must be {wanted}") from error
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter:
+    return TypeAdapter(_FIELDS[name].rebuild_annotation())
+
+
+@cache
+def _hint(name: str) -> Any:
+    """The option's type without None."""
+    hint = _HINTS[name]
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    return next(part for part in get_args(hint) if part is not NoneType)
+
+
+def _kind(name: str) -> type:
+    """bool, int, float or str."""
+    return str if _choices(name) else _hint(name)
+
+
+def _choices(name: str) -> list[str]:
+    if get_origin(_hint(name)) is not Literal:
+        return []
+    return [choice for choice in get_args(_hint(name)) if choice is not None]

@@ -93,7 +93,7 @@ def test_its_gateway_can_be_started():
 
 
 def test_every_option_that_is_named_exists():
-    options = {f"--{name.replace('_', '-')}" for name in Settings.__dataclass_fields__}
+    options = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
     options |= {option for action in client_parser()._actions for option in action.option_strings}
     serve_load = bench_parser()._subparsers._group_actions[0].choices["serve-load"]
     options |= {option for action in serve_load._actions for option in action.option_strings}

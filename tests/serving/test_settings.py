@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 
@@ -11,7 +10,7 @@ from peagle_jax.config import ConfigError
 from serving.settings import Settings, num_bytes
 from serving.sources import PREFIX, parser, resolve
 
-NAMES = [one.name for one in fields(Settings)]
+NAMES = list(Settings.model_fields)
 
 
 def settings(*arguments: str, **environment: str) -> Settings:
@@ -173,6 +172,31 @@ def test_a_missing_file_is_named():
 def test_a_variable_that_is_wrong_is_refused_by_name(variable, value, word):
     with pytest.raises(ConfigError, match=word):
         settings(**{variable: value})
+
+
+def test_a_broken_rule_is_refused_with_its_place(file, capsys):
+    with pytest.raises(ConfigError, match=r"variable PEAGLE_MAX_N: max_n=0 must be at least 1"):
+        settings(PEAGLE_MAX_N="0")
+    with pytest.raises(ConfigError, match=r"server\.yaml, line 2: max-n: max_n=0 must be"):
+        settings(*file("port: 4\nmax-n: 0"))
+    with pytest.raises(SystemExit):
+        settings("--max-n", "0")
+    assert "argument --max-n: max_n=0 must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["x", "0"])
+def test_a_mistake_is_refused_even_where_another_source_decides(file, value):
+    with pytest.raises(ConfigError, match="variable PEAGLE_MAX_N"):
+        settings("--max-n", "4", PEAGLE_MAX_N=value)
+    with pytest.raises(ConfigError, match=r"server\.yaml, line 1"):
+        settings(*file(f"max-n: {value}"), PEAGLE_MAX_N="4")
+
+
+def test_only_the_given_environment_is_read(monkeypatch):
+    for variable in ("PEAGLE_PORT", "PORT", "port"):
+        monkeypatch.setenv(variable, "5")
+    assert settings().port == Settings().port == 50051
+    assert resolve([])[0].port == 5
 
 
 def test_variables_of_others_do_not_count():
