@@ -14,7 +14,8 @@ import pytest
 
 from bench import deviceless
 
-pytestmark = pytest.mark.slow
+# The first test of a chip compiles all of its kernels: minutes on two cores.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 _ROOT = Path(__file__).parents[2]
 
 
