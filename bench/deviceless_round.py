@@ -29,8 +29,8 @@ from bench.random_weights import random_head, random_target
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
-from peagle_jax.engine.plan import DecodePlan, PrefillPlan
-from peagle_jax.engine.programs import device_plan
+from peagle_jax.engine.calls import DecodeCall, PrefillCall
+from peagle_jax.plan import DecodePlan, PrefillPlan
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (copy|copy-start)\(")
@@ -81,8 +81,8 @@ class Programs(NamedTuple):
     prefill: Callable
     weights: list
     state: step.State
-    round_plan: step.DecodePlan
-    prefill_plan: step.PrefillPlan
+    round_plan: DecodePlan
+    prefill_plan: PrefillPlan
 
     @property
     def caches(self) -> list:
@@ -137,8 +137,8 @@ def programs(args) -> Programs:
         prefill,
         weights,
         state,
-        device_plan(DecodePlan.build([], args.concurrency, config)),
-        device_plan(PrefillPlan.build([], config)),
+        DecodeCall.build([], args.concurrency, config).plan,
+        PrefillCall.build([], config).plan,
     )
 
 

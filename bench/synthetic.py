@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from peagle_jax.config import ConfigError
 from peagle_jax.drafter import Drafter, DraftInputs
-from peagle_jax.sampling import RequestParams, accept_uniforms
+from peagle_jax.plan import RequestParams
+from peagle_jax.sampling import accept_uniforms, request_keys
 from peagle_jax.step import AcceptRule
 from peagle_jax.verify import Verdict, verify
 
@@ -48,7 +49,7 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
     ) -> Verdict:
         verdict = verify(logits, drafts, draft_probs, positions, params)
         drawn = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)  # [B, 1]
-        uniform = accept_uniforms(params.keys, positions[:, :1])[:, 0]
+        uniform = accept_uniforms(request_keys(params), positions[:, :1])[:, 0]
         wanted = certain + (uniform < share)
         J = drafts.shape[1]
         n = jnp.minimum(wanted, jnp.minimum(params.num_draft, J))

@@ -5,31 +5,17 @@ token's randomness does not depend on batching or preemption, and the three draw
 (propose, accept, emit) are independent.
 """
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
+
+from peagle_jax.plan import RequestParams
 
 _PROPOSE, _ACCEPT, _EMIT = 0, 1, 2
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class RequestParams:
-    """Sampling parameters on the device, one row per slot or per batch row."""
-
-    seed: jax.Array  # [B, 2] uint32
-    temperature: jax.Array  # [B] float32
-    top_k: jax.Array  # [B] int32
-    top_p: jax.Array  # [B] float32
-    min_p: jax.Array  # [B] float32
-    num_draft: jax.Array  # [B] int32
-    num_logprobs: jax.Array  # [B] int32, -1 for none
-
-    @property
-    def keys(self) -> jax.Array:
-        """Request keys [B]."""
-        return jax.random.wrap_key_data(self.seed)
+def request_keys(params: RequestParams) -> jax.Array:
+    """Random keys [B] of the requests, from `params.seed`."""
+    return jax.random.wrap_key_data(params.seed)
 
 
 def _keys(keys: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:

@@ -13,7 +13,6 @@ proposals for x_{c+1}..x_{c+J}.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,8 @@ import jax.numpy as jnp
 from peagle_jax.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
-from peagle_jax.sampling import RequestParams, at_tokens
+from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams
+from peagle_jax.sampling import at_tokens, request_keys
 from peagle_jax.verify import Verdict, verify
 
 AcceptRule = Callable[..., Verdict]
@@ -39,29 +39,6 @@ class State:
     drafts: jax.Array  # [S, J] int32
     draft_probs: jax.Array | None  # [S, J, V] float32, only when drafts are sampled
     params: RequestParams
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PrefillPlan:
-    """One prefill chunk for each of R rows: the device arrays of `engine.plan.PrefillPlan`."""
-
-    slots: Any  # [R] int32
-    tokens: Any  # [R, T] int32
-    start: Any  # [R] int32, position of tokens[:, 0]
-    count: Any  # [R] int32, real tokens
-    next_token: Any  # [R] int32, the token after the chunk; -1: the device samples it
-    page_table: Any  # [R, W] int32
-    params: RequestParams
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DecodePlan:
-    """The slots and pages of one round: the device arrays of `engine.plan.DecodePlan`."""
-
-    slots: Any  # [B] int32
-    page_table: Any  # [B, W] int32
 
 
 @jax.tree_util.register_dataclass
@@ -206,7 +183,7 @@ def speculative_step(
             start=start,
             page_table=page_table,
             slots=slots,
-            keys=params.keys,
+            keys=request_keys(params),
             temperature=params.temperature,
         )
         state = _draft(target, drafter, state, inputs)
@@ -261,7 +238,7 @@ def prefill(
             start=plan.start,
             page_table=page_table,
             slots=slots,
-            keys=params.keys,
+            keys=request_keys(params),
             temperature=params.temperature,
         )
         state = _draft(target, drafter, state, inputs)

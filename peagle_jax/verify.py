@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import (
-    RequestParams,
     accept_uniforms,
     at_tokens,
     cutoffs,
     emit_keys,
     probabilities,
     probability_of,
+    request_keys,
     sample_rows,
 )
 
@@ -166,8 +167,8 @@ def verify(
             drafts,
             draft_probs,
             params.num_draft,
-            accept_uniforms(params.keys, positions[:, :-1]),
-            emit_keys(params.keys, positions),
+            accept_uniforms(request_keys(params), positions[:, :-1]),
+            emit_keys(request_keys(params), positions),
         )
         exact = greedy()
         is_greedy = params.temperature == 0

@@ -15,7 +15,7 @@ from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.models import Decoder
-from peagle_jax.sampling import RequestParams
+from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams
 from peagle_jax.verify import Verdict, verify
 
 
@@ -97,7 +97,7 @@ class Rig:
         tokens = np.zeros((B, T), np.int32)
         for b in np.flatnonzero(count):
             tokens[b, : count[b]] = self.text[b, start[b] : end[b]]
-        plan = step.PrefillPlan(
+        plan = PrefillPlan(
             slots=slots,
             tokens=tokens,
             start=start * taking_part,
@@ -127,5 +127,5 @@ class Rig:
             drafts=put(state.drafts, drafts),
             params=jax.tree.map(put, state.params, self._params(accepted)),
         )
-        plan = step.DecodePlan(slots=slots, page_table=page_table)
+        plan = DecodePlan(slots=slots, page_table=page_table)
         return self._jitted[1](self.target, self.drafter, state, plan)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "tests")
 
 ORDER = [
-    "errors", "plotting", "rope_config", "config", "presets",
+    "errors", "plotting", "rope_config", "config", "presets", "plan",
     "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "drafter", "verify", "step",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
@@ -26,9 +26,9 @@ ORDER = [
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
     "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.loader", "checkpoint",
     "text", "options",
-    "engine", "engine.rules", "engine.pages", "engine.request", "engine.plan", "engine.stats",
+    "engine", "engine.rules", "engine.pages", "engine.request", "engine.calls", "engine.stats",
     "engine.scheduler",
-    "engine.sizes", "engine.memory", "engine.programs", "engine.engine",
+    "engine.sizes", "engine.memory", "engine.transfer", "engine.programs", "engine.engine",
     "model_folders", "loading", "prompts", "runs",
     "training", "training.options", "training.corpus", "training.data", "training.cod", "training.attention",
     "training.flash", "training.texts", "training.weights", "training.acceptance",
@@ -131,7 +131,7 @@ def test_each_file_of_peagle_jax_sees_only_those_before_it():
 def test_the_host_side_of_the_engine_needs_no_jax():
     modules = [
         f"peagle_jax.engine.{x}"
-        for x in ("request", "rules", "pages", "plan", "scheduler", "sizes", "stats")
+        for x in ("request", "rules", "pages", "calls", "scheduler", "sizes", "stats")
     ]
     code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

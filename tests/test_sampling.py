@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import (
-    RequestParams,
     accept_uniforms,
     cutoffs,
     draft_keys,
     emit_keys,
     probabilities,
     probability_of,
+    request_keys,
     sample_rows,
 )
 
@@ -121,7 +122,7 @@ def request_params(seeds) -> RequestParams:
 
 
 def test_keys_differ_by_request_position_and_purpose():
-    keys = request_params([0, 1, 2**32, 2**32 + 1, 2**63 - 1]).keys
+    keys = request_keys(request_params([0, 1, 2**32, 2**32 + 1, 2**63 - 1]))
     positions = jnp.broadcast_to(jnp.arange(100), (5, 100))
     data = [jax.random.key_data(f(keys, positions)) for f in (draft_keys, emit_keys)]
     assert len(np.unique(np.concatenate(data).reshape(-1, 2), axis=0)) == 2 * 5 * 100
@@ -133,7 +134,7 @@ def test_keys_differ_by_request_position_and_purpose():
 
 
 def test_keys_do_not_depend_on_what_else_is_in_the_batch():
-    keys = request_params([5, 6, 7]).keys
+    keys = request_keys(request_params([5, 6, 7]))
     positions = jnp.array([[3, 4], [9, 10], [0, 1]])
     whole = accept_uniforms(keys, positions)
     alone = accept_uniforms(keys[1:2], positions[1:2, 1:])
@@ -141,10 +142,12 @@ def test_keys_do_not_depend_on_what_else_is_in_the_batch():
 
 
 def test_uniforms_lie_in_the_half_open_interval_and_are_uniform():
-    uniforms = np.asarray(accept_uniforms(request_params(range(40)).keys, jnp.zeros((40, 1), int)))
+    uniforms = np.asarray(
+        accept_uniforms(request_keys(request_params(range(40))), jnp.zeros((40, 1), int))
+    )
     more = np.asarray(
         accept_uniforms(
-            request_params(range(4)).keys, jnp.broadcast_to(jnp.arange(5000), (4, 5000))
+            request_keys(request_params(range(4))), jnp.broadcast_to(jnp.arange(5000), (4, 5000))
         )
     )
     for values in (uniforms, more):

@@ -14,7 +14,8 @@ import pytest
 from scipy import stats
 
 from peagle_jax import verify as rule
-from peagle_jax.sampling import RequestParams, probabilities
+from peagle_jax.plan import RequestParams
+from peagle_jax.sampling import probabilities
 from peagle_jax.verify import Verdict, largest, verify, verify_greedy, verify_sampled
 
 V, J = 4, 2

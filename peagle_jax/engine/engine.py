@@ -1,6 +1,6 @@
 """The engine loop: schedule -> dispatch -> commit the previous call. Host code; step.py runs on device.
 
-add_request -> [waiting] -> schedule() -> Plan
+add_request -> [waiting] -> schedule() -> Calls
             -> programs.round(state, plan) -> state', output        (round n runs on the device)
             -> commit(output of round n-1) -> tokens to the caller
 """
@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 
 from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
+from peagle_jax.engine.calls import DecodeCall, PrefillCall
 from peagle_jax.engine.memory import fit_pages
-from peagle_jax.engine.plan import DecodePlan, PrefillPlan
-from peagle_jax.engine.programs import Programs, Result
+from peagle_jax.engine.programs import Programs
 from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
 from peagle_jax.engine.rules import check_request
 from peagle_jax.engine.scheduler import Scheduler, Update
 from peagle_jax.engine.sizes import check_sizes
+from peagle_jax.engine.transfer import Result
 from peagle_jax.models import Decoder
 from peagle_jax.step import AcceptRule, init_state
 from peagle_jax.text import StopChecker, Tokenizer
@@ -111,7 +112,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, eos_ids=target.config.eos_ids)
         self.programs = Programs(target, drafter, self.config, taps=taps, accept=accept)
         self._state = init_state(target.config, head_config, self.config)
-        self._in_flight: list[tuple[PrefillPlan | DecodePlan, Result]] = []
+        self._in_flight: list[tuple[PrefillCall | DecodeCall, Result]] = []
         self._numbers = itertools.count()
 
     def warm_up(
@@ -197,29 +198,29 @@ class Engine:
         Returns:
           (request, new tokens) for every request in the committed calls; see `request.is_finished`.
         """
-        plan = self.scheduler.schedule()
+        calls = self.scheduler.schedule()
         dispatched = []
-        if plan.decode is not None:
-            self._state, result = self.programs.round(self._state, plan.decode)
-            dispatched.append((plan.decode, result))
-        for prefill in plan.prefills:
+        if calls.decode is not None:
+            self._state, result = self.programs.round(self._state, calls.decode.plan)
+            dispatched.append((calls.decode, result))
+        for prefill in calls.prefills:
             now = time.monotonic()
             for request in filter(None, prefill.requests):
                 request.start_time = request.start_time or now
-            self._state, result = self.programs.prefill(self._state, prefill)
+            self._state, result = self.programs.prefill(self._state, prefill.plan)
             dispatched.append((prefill, result))
         previous, self._in_flight = self._in_flight, dispatched
         return [update for call in previous for update in self._commit(*call)]
 
-    def _commit(self, plan: PrefillPlan | DecodePlan, result: Result) -> list[Update]:
+    def _commit(self, call: PrefillCall | DecodeCall, result: Result) -> list[Update]:
         output = result.fetch()
         tokens, count = output.packed[:, :-1], output.packed[:, -1]
         logprobs = None
-        if any(r is not None and r.params.logprobs is not None for r in plan.requests):
+        if any(r is not None and r.params.logprobs is not None for r in call.requests):
             logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
-        is_prefill = isinstance(plan, PrefillPlan)
+        is_prefill = isinstance(call, PrefillCall)
         commit = self.scheduler.commit_prefill if is_prefill else self.scheduler.commit_decode
-        updates = commit(plan, tokens, count, logprobs)
+        updates = commit(call, tokens, count, logprobs)
         now = time.monotonic()
         for request, tokens in updates:
             if tokens:

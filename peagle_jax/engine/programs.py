@@ -9,7 +9,6 @@ the call before, and the host reads a copy. (`memory.carve_holes` fixes the addr
 temporary buffer.)
 """
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,42 +16,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine import plan as host
+from peagle_jax.engine.calls import DecodeCall, PrefillCall
 from peagle_jax.engine.memory import carve_holes
-from peagle_jax.sampling import RequestParams
+from peagle_jax.engine.transfer import Resident, Result
+from peagle_jax.plan import DecodePlan, PrefillPlan
 
 PREFILL = "prefill"
 """Key of the prefill program. The key of a round's program is its batch size."""
 
 Key = int | str
-
-
-def device_plan(plan: host.PrefillPlan | host.DecodePlan) -> step.PrefillPlan | step.DecodePlan:
-    """The device arrays of a host plan, as a pytree."""
-    if isinstance(plan, host.DecodePlan):
-        return step.DecodePlan(slots=plan.slots, page_table=plan.page_table)
-    return step.PrefillPlan(
-        slots=plan.slots,
-        tokens=plan.tokens,
-        start=plan.start,
-        count=plan.count,
-        next_token=plan.next_token,
-        page_table=plan.page_table,
-        params=RequestParams(
-            seed=plan.seed,
-            temperature=plan.temperature,
-            top_k=plan.top_k,
-            top_p=plan.top_p,
-            min_p=plan.min_p,
-            num_draft=plan.num_draft,
-            num_logprobs=plan.num_logprobs,
-        ),
-    )
 
 
 class Programs:
@@ -76,7 +51,7 @@ class Programs:
 
         self._prefill, self._round = prefill, speculative_step
         self._compiled: dict[Key, Callable] = {}
-        self._resident: dict[Key, _Resident] = {}
+        self._resident: dict[Key, Resident] = {}
         self._lock = threading.Lock()
         self._between_holes = carve_holes() if jax.default_backend() == "gpu" else []
 
@@ -84,15 +59,15 @@ class Programs:
     def num_compiled(self) -> int:
         return len(self._compiled)
 
-    def prefill(self, state: step.State, plan: host.PrefillPlan):
+    def prefill(self, state: step.State, plan: PrefillPlan):
         """Dispatches one prefill call; `state` is consumed. Returns the next state and a `Result`."""
         return self._dispatch(PREFILL, state, plan)
 
-    def round(self, state: step.State, plan: host.DecodePlan):
+    def round(self, state: step.State, plan: DecodePlan):
         """Dispatches one round; `state` is consumed. Returns the next state and a `Result`."""
         return self._dispatch(len(plan.slots), state, plan)
 
-    def _dispatch(self, key: Key, state: step.State, plan: host.PrefillPlan | host.DecodePlan):
+    def _dispatch(self, key: Key, state: step.State, plan: PrefillPlan | DecodePlan):
         if key not in self._resident:
             self._prepare(key, state)
         resident = self._resident[key]
@@ -104,16 +79,14 @@ class Programs:
     def _prepare(self, key: Key, state: step.State) -> None:
         """Compiles the program of `key` and the two that copy its plan in and its output out."""
         if key == PREFILL:
-            function, idle = self._prefill, host.PrefillPlan.build([], self._config)
+            function, idle = self._prefill, PrefillCall.build([], self._config).plan
             output = self._blank_output(self._config.prefill_rows, 1)
         else:
-            function, idle = self._round, host.DecodePlan.build([], key, self._config)
+            function, idle = self._round, DecodeCall.build([], key, self._config).plan
             output = self._blank_output(key, self._config.num_draft + 1)
-        resident = _Resident(idle, output)
+        resident = Resident(idle, output)
         self._compile(key, function, state, resident.plan, resident.output)
-        # `jax.jit` compiles these two on their first call.
-        resident.plan = _unpack_into(resident.plan, _pack(device_plan(idle)))
-        _pack_on_device(resident.output)
+        resident.compile()
         self._resident[key] = resident
 
     def _blank_output(self, rows: int, T: int) -> step.StepOutput:
@@ -151,65 +124,6 @@ class Programs:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
                 on_compiled()
-
-
-class _Resident:
-    """Device buffers of one program that keep their addresses over all calls: plan and output."""
-
-    def __init__(self, plan: host.PrefillPlan | host.DecodePlan, output: step.StepOutput):
-        self.output = output
-        idle = device_plan(plan)
-        self.plan = jax.tree.map(jnp.array, idle)  # copies, because the plan is donated
-        self._uploaded = _pack(idle)
-
-    def update(self, plan: host.PrefillPlan | host.DecodePlan) -> None:
-        """Uploads `plan`, unless it equals the uploaded one."""
-        new = _pack(device_plan(plan))
-        if not np.array_equal(new, self._uploaded):
-            self.plan, self._uploaded = _unpack_into(self.plan, new), new
-
-
-def _pack(plan) -> np.ndarray:
-    """[n] int32: the bits of all leaves, so that one transfer carries them all."""
-    return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(plan)])
-
-
-@partial(jax.jit, donate_argnums=0)
-def _unpack_into(plan, packed: jax.Array):
-    """Overwrites the leaves of `plan` (donated) with the values that `_pack` packed, [n] int32."""
-    write = lambda leaf, bits: leaf.at[...].set(lax.bitcast_convert_type(bits, leaf.dtype))
-    return jax.tree.map(write, plan, _split_like(packed, plan))
-
-
-class Result:
-    """The output of a call during its transfer to the host: one device copy, one transfer."""
-
-    def __init__(self, output: step.StepOutput):
-        self._output = output  # only for its shapes: the next call overwrites these arrays
-        self._bits = _pack_on_device(output)
-        self._bits.copy_to_host_async()
-
-    def fetch(self) -> step.StepOutput:
-        """The output as numpy arrays. Blocks until the call has ended."""
-        read = lambda leaf, bits: bits.view(leaf.dtype)
-        return jax.tree.map(read, self._output, _split_like(np.asarray(self._bits), self._output))
-
-
-def _split_like(bits, like):
-    """Splits packed bits [n] int32 into a tree with the structure and shapes of `like`, still int32."""
-    leaves, structure = jax.tree.flatten(like)
-    ends = itertools.accumulate(leaf.size for leaf in leaves)
-    parts = [
-        bits[e - leaf.size : e].reshape(leaf.shape) for e, leaf in zip(ends, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, parts)
-
-
-@jax.jit
-def _pack_on_device(tree) -> jax.Array:
-    """[n] int32: the bits of all leaves, in a new array."""
-    bits = lambda leaf: lax.bitcast_convert_type(leaf, jnp.int32).ravel()
-    return jnp.concatenate([bits(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def _compiler_options() -> dict[str, bool]:

@@ -19,8 +19,8 @@ from collections.abc import Collection
 import numpy as np
 
 from peagle_jax.config import EngineConfig
+from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall
 from peagle_jax.engine.pages import PagePool
-from peagle_jax.engine.plan import DecodePlan, Plan, PrefillPlan
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
 from peagle_jax.engine.stats import Acceptance
 
@@ -91,30 +91,30 @@ class Scheduler:
             request.finish("abort")
             self._remove(request)
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> Calls:
         """Plans the next device calls and counts them as in flight: the caller must dispatch them.
 
-        Decode rows are planned first. If that preempts a request, this plan admits none. A request whose
-        last prefill chunk is in this plan decodes from the next plan on.
+        Decode rows are planned first. If that preempts a request, this step admits none. A request whose
+        last prefill chunk is in this step decodes from the next step on.
         """
         preemptions_before = self.num_preemptions
         decode = self._plan_decode()
         may_admit = self.num_preemptions == preemptions_before
         calls = (self._plan_prefill(may_admit) for _ in range(self.config.prefill_calls))
         prefills = tuple(itertools.takewhile(lambda call: call is not None, calls))
-        return Plan(prefills=prefills, decode=decode)
+        return Calls(prefills=prefills, decode=decode)
 
     def commit_prefill(
         self,
-        plan: PrefillPlan,
+        call: PrefillCall,
         tokens: np.ndarray,  # [R, 1]
         count: np.ndarray,  # [R], 1 where the row ended its prompt, -1 where its logits are not finite
         logprobs: BatchLogprobs | None = None,  # C = 1
     ) -> list[Update]:
         """Commits one prefill call: appends the first token of each prompt that the call completed."""
         updates = []
-        for row, request in enumerate(plan.requests):
-            if not plan.samples(row):
+        for row, request in enumerate(call.requests):
+            if not call.samples(row):
                 continue
             request.in_flight -= 1
             request.prefill_in_flight = False
@@ -124,14 +124,14 @@ class Scheduler:
 
     def commit_decode(
         self,
-        plan: DecodePlan,
+        call: DecodeCall,
         tokens: np.ndarray,  # [B, J+1]
         count: np.ndarray,  # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
         logprobs: BatchLogprobs | None = None,  # C = J+1
     ) -> list[Update]:
         """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
         updates = []
-        for row, request in enumerate(plan.requests):
+        for row, request in enumerate(call.requests):
             if request is None:
                 continue
             request.in_flight -= 1
@@ -169,7 +169,7 @@ class Scheduler:
             assert len(request.output) < request.params.max_tokens, f"{request.id} is complete"
             assert request.num_tokens < self.config.max_model_len, f"{request.id} is complete"
 
-    def _plan_decode(self) -> DecodePlan | None:
+    def _plan_decode(self) -> DecodeCall | None:
         rows = []
         for request in list(self.active):
             # Skip requests of this snapshot that `_reserve` has just preempted: they are WAITING.
@@ -182,23 +182,23 @@ class Scheduler:
         for request in rows:
             request.in_flight += 1
         size = next(size for size in self.batch_sizes if size >= len(rows))
-        return DecodePlan.build(rows, size, self.config)
+        return DecodeCall.build(rows, size, self.config)
 
-    def _plan_prefill(self, may_admit: bool) -> PrefillPlan | None:
+    def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
         size = self.config.prefill_rows
         rows = [request for request in self.active if request.state is RequestState.PREFILL][:size]
         while may_admit and len(rows) < size and self._admit_next():
             rows.append(self.active[-1])
         if not rows:
             return None
-        plan = PrefillPlan.build(rows, self.config)
+        call = PrefillCall.build(rows, self.config)
         for row, request in enumerate(rows):
-            request.num_prefilled += int(plan.count[row])
-            if plan.last[row]:
+            request.num_prefilled += int(call.plan.count[row])
+            if call.last[row]:
                 request.state = RequestState.RUNNING
-                request.prefill_in_flight = plan.samples(row)
+                request.prefill_in_flight = call.samples(row)
                 request.in_flight += request.prefill_in_flight
-        return plan
+        return call
 
     def _record_round(self, request: Request, verified: int, kept: int) -> None:
         """Counts a round in which `verified` drafts passed verification and `kept` tokens became output.

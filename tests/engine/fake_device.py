@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine.plan import Plan
+from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall
 from peagle_jax.engine.request import BatchLogprobs, Request
 
 VOCAB = 60
@@ -30,15 +30,16 @@ class FakeDevice:
         self.kv = np.full((config.total_pages, config.page_size), JUNK)
         self.slots = [[0, 0, 0] for _ in range(config.max_num_seqs)]
 
-    def run(self, plan: Plan) -> dict:
-        prefill = lambda: [self.prefill(call) for call in plan.prefills]
-        decode = lambda: None if plan.decode is None else self.decode(plan.decode)
-        calls = [("prefill", prefill), ("decode", decode)]
-        self.rng.shuffle(calls)  # prefill and round of one plan are independent
-        return {name: call() for name, call in calls}
+    def run(self, calls: Calls) -> dict:
+        prefill = lambda: [self.prefill(call) for call in calls.prefills]
+        decode = lambda: None if calls.decode is None else self.decode(calls.decode)
+        parts = [("prefill", prefill), ("decode", decode)]
+        self.rng.shuffle(parts)  # prefill and round of one step are independent
+        return {name: part() for name, part in parts}
 
-    def rows(self, plan):
-        for row, request in enumerate(plan.requests):
+    def rows(self, call: PrefillCall | DecodeCall):
+        plan = call.plan
+        for row, request in enumerate(call.requests):
             if request is None:
                 assert plan.slots[row] == self.config.max_num_seqs
                 assert not plan.page_table[row].any()
@@ -56,15 +57,16 @@ class FakeDevice:
         assert JUNK not in tokens, "a committed position was overwritten"
         return tokens
 
-    def prefill(self, plan):
-        tokens = np.full((len(plan.requests), 1), JUNK)
-        for row, slot, request, pages in self.rows(plan):
+    def prefill(self, call: PrefillCall):
+        plan = call.plan
+        tokens = np.full((len(call.requests), 1), JUNK)
+        for row, slot, request, pages in self.rows(call):
             start, end = plan.start[row], plan.start[row] + plan.count[row]
             assert start == 0 or self.slots[slot][0] == start
             for position in range(start, end):
                 self.write(request, pages, position, plan.tokens[row, position - start])
-            self.slots[slot] = [end, plan.next_token[row], plan.num_draft[row]]
-            if plan.last[row]:
+            self.slots[slot] = [end, plan.next_token[row], plan.params.num_draft[row]]
+            if call.last[row]:
                 for position in range(end, end + self.config.num_draft):  # the drafter's mask rows
                     self.write(request, pages, position, JUNK)
             if plan.next_token[row] >= 0:
@@ -73,9 +75,9 @@ class FakeDevice:
             tokens[row] = self.slots[slot][1] = true_next(self.read(pages, end))
         return tokens, (tokens[:, 0] != JUNK).astype(int), fake_logprobs(tokens)
 
-    def decode(self, plan):
-        tokens = np.full((len(plan.requests), self.config.num_draft + 1), JUNK)
-        for row, slot, request, pages in self.rows(plan):
+    def decode(self, call: DecodeCall):
+        tokens = np.full((len(call.requests), self.config.num_draft + 1), JUNK)
+        for row, slot, request, pages in self.rows(call):
             length, last, num_draft = self.slots[slot]
             end = length + 1 + self.rng.randint(0, num_draft)
             for position in range(length, end):

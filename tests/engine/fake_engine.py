@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 from peagle_jax.config import EngineConfig, SamplingParams
-from peagle_jax.engine.plan import Plan
+from peagle_jax.engine.calls import Calls
 from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.scheduler import Scheduler
 from peagle_jax.engine.stats import Acceptance
@@ -50,32 +50,32 @@ class FakeEngine:
         assert request.slot is None
         assert not request.pages
 
-    def dispatch(self) -> Plan:
+    def dispatch(self) -> Calls:
         preemptions = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule()
+        calls = self.scheduler.schedule()
         self.scheduler.check_integrity()
         order = [request.id for request in [*self.scheduler.active, *self.scheduler.waiting]]
         assert order == sorted(order), "a request overtook an older one"
         if self.scheduler.num_preemptions > preemptions:
-            for call in plan.prefills:
-                starts = call.start[[r is not None for r in call.requests]]
+            for call in calls.prefills:
+                starts = call.plan.start[[r is not None for r in call.requests]]
                 assert starts.all(), "admitted beside a preemption"
-        assert len(plan.prefills) <= self.config.prefill_calls
-        if plan.decode is not None:
-            num_rows = sum(request is not None for request in plan.decode.requests)
+        assert len(calls.prefills) <= self.config.prefill_calls
+        if calls.decode is not None:
+            num_rows = sum(request is not None for request in calls.decode.requests)
             sizes = [size for size in self.config.batch_buckets if size >= num_rows]
-            assert len(plan.decode.requests) == min(sizes)
+            assert len(calls.decode.requests) == min(sizes)
             self.num_rows += num_rows
-        self.in_flight.append((plan, self.device.run(plan)))
-        return plan
+        self.in_flight.append((calls, self.device.run(calls)))
+        return calls
 
     def commit(self) -> None:
-        plan, results = self.in_flight.pop(0)
+        calls, results = self.in_flight.pop(0)
         updates = []
-        for call, result in zip(plan.prefills, results["prefill"], strict=True):
+        for call, result in zip(calls.prefills, results["prefill"], strict=True):
             updates += self.scheduler.commit_prefill(call, *result)
-        if plan.decode is not None:
-            updates += self.scheduler.commit_decode(plan.decode, *results["decode"])
+        if calls.decode is not None:
+            updates += self.scheduler.commit_decode(calls.decode, *results["decode"])
         for request, tokens in updates:
             assert not self.ends[request.id], "a finished request received tokens"
             self.streams[request.id] += tokens

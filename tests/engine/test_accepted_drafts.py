@@ -60,9 +60,9 @@ def test_a_round_counts_the_drafts_that_became_output(fields, kept, accepted):
     assert counts.length == kept == len(request.output) - 1
 
 
-def commit(scheduler: Scheduler, plan, tokens: list, count: list) -> list:
-    take = scheduler.commit_prefill if hasattr(plan, "tokens") else scheduler.commit_decode
-    return take(plan, np.array(tokens), np.array(count))
+def commit(scheduler: Scheduler, call, tokens: list, count: list) -> list:
+    take = scheduler.commit_prefill if hasattr(call, "last") else scheduler.commit_decode
+    return take(call, np.array(tokens), np.array(count))
 
 
 def test_the_models_length_ends_a_text_on_a_draft():

@@ -294,8 +294,8 @@ class Recorder:
             return value
 
         def call(*args):
-            plan = args[1] if name in ("round", "prefill") else args[0]
-            self._log.append((self._names[name], plan))
+            plan = args[1] if name in ("round", "prefill") else args[0].plan
+            self._log.append((self._names[name], id(plan)))
             return value(*args)
 
         return call

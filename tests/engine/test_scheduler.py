@@ -109,14 +109,16 @@ def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
             ("num_draft", "int32", [1, 0]),
             ("num_logprobs", "int32", [3, -1]),
         ]:
-            array = getattr(prefill, name)
+            array = getattr(prefill.plan, name, None)
+            array = getattr(prefill.plan.params, name) if array is None else array
             assert (array.dtype, array.tolist()) == (dtype, rows), name
     assert (request.state, request.committed) == (RequestState.RUNNING, 10)
     plan = scheduler.schedule()  # the first token is not known yet
     assert not plan.prefills
     assert plan.decode.requests == (request,)
-    assert plan.decode.slots.dtype == plan.decode.page_table.dtype == np.int32
-    assert plan.decode.page_table.shape == (1, config.pages_per_seq)
+    decode = plan.decode.plan
+    assert decode.slots.dtype == decode.page_table.dtype == np.int32
+    assert decode.page_table.shape == (1, config.pages_per_seq)
     assert (request.in_flight, request.rounds_in_flight) == (2, 1)
 
 
@@ -128,7 +130,11 @@ def test_several_calls_take_a_prompt_to_its_end_and_the_next_ones_in():
     plan = scheduler.schedule()
     assert plan.decode is None
     assert [call.requests for call in plan.prefills] == [(long,), (long,), (short[0],)]
-    assert [(*call.start, *call.count) for call in plan.prefills] == [(0, 4), (4, 2), (0, 3)]
+    assert [(*call.plan.start, *call.plan.count) for call in plan.prefills] == [
+        (0, 4),
+        (4, 2),
+        (0, 3),
+    ]
     plan = scheduler.schedule()
     assert plan.decode.requests == (long, short[0])
     assert [call.requests for call in plan.prefills] == [(short[1],)]  # there are three slots
@@ -194,8 +200,8 @@ def test_a_preempted_request_takes_in_its_results_before_it_returns():
     (prefill,) = plan.prefills
     assert prefill.requests[0] is young
     # All but the newest token, which rides along: the next round goes on where the last one ended.
-    assert prefill.count[0] == len(young.prompt) + before
-    assert prefill.next_token[0] == young.output[-1]
+    assert prefill.plan.count[0] == len(young.prompt) + before
+    assert prefill.plan.next_token[0] == young.output[-1]
     assert (prefill.last, prefill.samples(0)) == ((True,), False)
     assert (young.in_flight, young.rounds) == (0, before)
     engine.drain()
@@ -261,7 +267,7 @@ def test_text_keeps_the_token_that_ends_it(fields, kept, reason, stop):
     assert (request.output, request.finish_reason, request.stop_reason) == (kept, reason, stop)
 
 
-@pytest.mark.parametrize("name", ["__init__", "request", "pages", "plan", "scheduler"])
+@pytest.mark.parametrize("name", ["__init__", "request", "pages", "calls", "scheduler", "../plan"])
 def test_the_host_side_imports_no_jax(name):
     path = Path(peagle_jax.__file__).parent / "engine" / f"{name}.py"
     modules = set()
@@ -270,6 +276,6 @@ def test_the_host_side_imports_no_jax(name):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module)
-    engine = {f"peagle_jax.engine.{name}" for name in ("pages", "plan", "request", "stats")}
+    engine = {f"peagle_jax.engine.{name}" for name in ("pages", "calls", "request", "stats")}
     foreign = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names}
-    assert foreign <= engine | {"peagle_jax.config", "numpy"}
+    assert foreign <= engine | {"peagle_jax.config", "peagle_jax.plan", "numpy"}

@@ -1,0 +1,119 @@
+"""The device calls of one engine step: requests, and the plans filled for them with numpy arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.request import Request
+from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillCall:
+    """One prefill call. Padding rows have request None."""
+
+    requests: tuple[Request | None, ...]  # R
+    last: tuple[bool, ...]  # per real row: this is the request's last chunk, it decodes next
+    plan: PrefillPlan
+
+    @classmethod
+    def build(cls, rows: Sequence[Request], config: EngineConfig) -> Self:
+        """Plans the next chunk of each request in `rows` (at most R)."""
+        R, T = config.prefill_rows, config.prefill_chunk
+        plan = _idle_prefill(config)._replace(page_table=_page_table(rows, R, config.pages_per_seq))
+        ends = [min(r.num_prefilled + T, r.num_to_prefill) for r in rows]
+        for row, (request, end) in enumerate(zip(rows, ends, strict=True)):
+            start = request.num_prefilled
+            count, chunk = end - start, request.tokens[start : end + 1]
+            plan.slots[row] = request.slot
+            plan.tokens[row, :count] = chunk[:count]
+            plan.start[row], plan.count[row] = start, count
+            if len(chunk) > count:
+                plan.next_token[row] = chunk[count]
+            _write_params(plan.params, row, request)
+        return cls(
+            requests=(*rows, *[None] * (R - len(rows))),
+            last=tuple(end == r.num_to_prefill for r, end in zip(rows, ends, strict=True)),
+            plan=plan,
+        )
+
+    def samples(self, row: int) -> bool:
+        """Whether the device samples a token for the row: the chunk ends a prompt without output."""
+        return self.requests[row] is not None and bool(self.plan.next_token[row] < 0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeCall:
+    """One speculative round. Padding rows have request None."""
+
+    requests: tuple[Request | None, ...]  # B
+    plan: DecodePlan
+
+    @classmethod
+    def build(cls, rows: Sequence[Request], size: int, config: EngineConfig) -> Self:
+        """Plans a round of `rows` in the batch bucket of `size` rows."""
+        slots = np.full(size, config.max_num_seqs, np.int32)
+        slots[: len(rows)] = [request.slot for request in rows]
+        table = _page_table(rows, size, config.pages_per_seq)
+        return cls(
+            requests=(*rows, *[None] * (size - len(rows))),
+            plan=DecodePlan(slots=slots, page_table=table),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calls:
+    """The device calls of one engine step. If empty while `has_work`: commit, then schedule again.
+
+    Dispatch `prefills` in order, since one may continue a prompt where the one before ends. The round
+    does not depend on them.
+    """
+
+    prefills: tuple[PrefillCall, ...]
+    decode: DecodeCall | None
+
+
+def _idle_prefill(config: EngineConfig) -> PrefillPlan:
+    """A prefill plan of padding rows only."""
+    R, T = config.prefill_rows, config.prefill_chunk
+    ints = lambda fill=0: np.full(R, fill, np.int32)
+    floats = lambda fill=0.0: np.full(R, fill, np.float32)
+    return PrefillPlan(
+        slots=ints(config.max_num_seqs),
+        tokens=np.zeros((R, T), np.int32),
+        start=ints(),
+        count=ints(),
+        next_token=ints(-1),
+        page_table=_page_table([], R, config.pages_per_seq),
+        params=RequestParams(
+            seed=np.zeros((R, 2), np.uint32),
+            temperature=floats(),
+            top_k=ints(),
+            top_p=floats(1.0),
+            min_p=floats(),
+            num_draft=ints(),
+            num_logprobs=ints(-1),
+        ),
+    )
+
+
+def _write_params(params: RequestParams, row: int, request: Request) -> None:
+    """Writes a request's sampling parameters to row `row` of `params`."""
+    asked = request.params
+    params.temperature[row], params.top_k[row] = asked.temperature, asked.top_k
+    params.top_p[row], params.min_p[row] = asked.top_p, asked.min_p
+    params.seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
+    params.num_draft[row] = request.num_draft
+    if asked.logprobs is not None:
+        params.num_logprobs[row] = asked.logprobs
+
+
+def _page_table(rows: Sequence[Request], size: int, width: int) -> np.ndarray:
+    """[size, width] int32: page id of each `page_size` positions, the dummy page where unmapped."""
+    table = np.zeros((size, width), np.int32)
+    for row, request in enumerate(rows):
+        table[row, : len(request.pages)] = request.pages
+    return table

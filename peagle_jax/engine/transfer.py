@@ -1,0 +1,85 @@
+"""Plans to the device and outputs to the host: one transfer per call in each direction.
+
+All leaves of a tree travel as one array of int32, because every transfer costs the host tens of
+microseconds, whatever its size. The buffers that a program reads and writes keep their addresses over
+all calls (see `programs`): a plan is copied into resident arrays, and the host reads a copy of the output.
+"""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from peagle_jax.plan import DecodePlan, PrefillPlan
+from peagle_jax.step import StepOutput
+
+
+class Resident:
+    """Device buffers of one program that keep their addresses over all calls: plan and output.
+
+    Args:
+      idle: a host plan of padding rows, for the shapes.
+      output: device arrays that the first call overwrites.
+    """
+
+    def __init__(self, idle: PrefillPlan | DecodePlan, output: StepOutput):
+        self.output = output
+        self.plan = jax.tree.map(jnp.array, idle)  # copies, because the plan is donated
+        self._uploaded = _pack(idle)
+
+    def compile(self) -> None:
+        """Compiles the two programs of the transfers: `jax.jit` does so on their first call."""
+        self.plan = _unpack_into(self.plan, self._uploaded)
+        _pack_on_device(self.output)
+
+    def update(self, plan: PrefillPlan | DecodePlan) -> None:
+        """Uploads a host plan, unless it equals the uploaded one."""
+        new = _pack(plan)
+        if not np.array_equal(new, self._uploaded):
+            self.plan, self._uploaded = _unpack_into(self.plan, new), new
+
+
+class Result:
+    """The output of a call during its transfer to the host: one device copy, one transfer."""
+
+    def __init__(self, output: StepOutput):
+        self._output = output  # only for its shapes: the next call overwrites these arrays
+        self._bits = _pack_on_device(output)
+        self._bits.copy_to_host_async()
+
+    def fetch(self) -> StepOutput:
+        """The output as numpy arrays. Blocks until the call has ended."""
+        read = lambda leaf, bits: bits.view(leaf.dtype)
+        return jax.tree.map(read, self._output, _split_like(np.asarray(self._bits), self._output))
+
+
+def _pack(plan: PrefillPlan | DecodePlan) -> np.ndarray:
+    """[n] int32: the bits of all leaves of a host plan."""
+    return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(plan)])
+
+
+@partial(jax.jit, donate_argnums=0)
+def _unpack_into(plan, packed: jax.Array):
+    """Overwrites the leaves of `plan` (donated) with the values that `_pack` packed, [n] int32."""
+    write = lambda leaf, bits: leaf.at[...].set(lax.bitcast_convert_type(bits, leaf.dtype))
+    return jax.tree.map(write, plan, _split_like(packed, plan))
+
+
+@jax.jit
+def _pack_on_device(tree) -> jax.Array:
+    """[n] int32: the bits of all leaves, in a new array."""
+    bits = lambda leaf: lax.bitcast_convert_type(leaf, jnp.int32).ravel()
+    return jnp.concatenate([bits(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def _split_like(bits, like):
+    """Splits packed bits [n] int32 into a tree with the structure and shapes of `like`, still int32."""
+    leaves, structure = jax.tree.flatten(like)
+    ends = itertools.accumulate(leaf.size for leaf in leaves)
+    parts = [
+        bits[e - leaf.size : e].reshape(leaf.shape) for e, leaf in zip(ends, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, parts)
