@@ -13,9 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rope_write.api import Form, rope_write
+from pallas_kernels.rope_write.api import rope_write
 from pallas_kernels.verify_attention.api import verify_attention
 from peagle_jax.config import AttentionConfig, EngineConfig
+from peagle_jax.layers import AttentionRows
 
 
 class PageCache(NamedTuple):
@@ -52,45 +53,48 @@ def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """`layers.CachedAttend` over pages and rings: writes the new K and V, then attends causally.
+    """`layers.Attend` over pages and rings: writes the new K and V, then attends causally.
 
     The write comes first, so that rows of one call see each other. Stale K and V of rejected drafts need
     no rollback: the next round overwrites these positions before any query reads them.
     """
 
-    page_table: jax.Array  # [B, W]
-    slots: jax.Array  # [B]
-    positions: jax.Array  # [B, T]
+    page_table: jax.Array  # [B, W] int32
+    slots: jax.Array  # [B] int32
+    positions: jax.Array  # [B, T] int32
 
-    def write(
-        self, parts, cache: LayerCache, *, angles, form: Form, norms, bias
+    def __call__(
+        self,
+        rows: AttentionRows,
+        cache: LayerCache,
+        *,
+        window: int | None,
+        scale: float,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, LayerCache]:
-        """Returns q [B, T, N, H] of the new rows, and the cache with their K and V written."""
-        table, ring = self._table(cache)
+        table, is_ring = self._table(cache)
+        projected = rows.projected()
         q, *pages = rope_write(
-            parts,
+            projected.parts,
             *_as_pages(cache),
-            angles=angles,
+            angles=projected.angles,
             page_table=table,
             positions=self.positions,
-            form=replace(form, ring=ring),
-            norms=norms,
-            bias=bias,
+            form=replace(projected.form, ring=is_ring),
+            norms=projected.norms,
+            bias=projected.bias,
         )
-        return q, type(cache)(*(x.reshape(cache.k.shape) for x in pages))
-
-    def read(
-        self, q, cache: LayerCache, *, window: int | None, scale=None, sinks=None
-    ) -> jax.Array:
-        return verify_attention(
+        cache = type(cache)(*(x.reshape(cache.k.shape) for x in pages))
+        out = verify_attention(
             q,
             *_as_pages(cache),
-            page_table=self._table(cache)[0],
+            page_table=table,
             positions=self.positions,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            scale=scale,
             window=window,
             sinks=sinks,
         )
+        return out, cache
 
     def _table(self, cache: LayerCache) -> tuple[jax.Array, bool]:
         """The page table [B, W] of a layer's cache, and whether it is a ring."""

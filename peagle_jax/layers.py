@@ -1,14 +1,15 @@
 """Building blocks shared by targets and drafter: Linear, RMSNorm, rope, Attention, GatedMLP, Embed.
 
-No block owns a KV cache. `Attention` takes a function `attend`, which stores the new keys and values
-and computes attention: paged in serving (`cache.PagedAttention`), dense in training. A block returns
+No block owns a KV cache. `Attention` takes a function `attend` (see `Attend`), which stores the new keys
+and values and computes attention: paged in serving (`cache.PagedAttention`), dense in training. A block returns
 its addition to the residual stream as a `Delta`; the next RMSNorm adds it (fused add and norm).
 Axis letters are defined in docs/architecture.md.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +22,33 @@ from pallas_kernels.rope_write.reference import apply_rope
 from peagle_jax.config import AttentionConfig
 from peagle_jax.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
-Attend = Callable[..., tuple[jax.Array, Any]]
-"""`attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache, window=...) -> (out [B,T,N,H], cache)`.
-Also called with `scale=` (default H ** -0.5) and `sinks=` [N] for families that have them."""
 
+class Attend(Protocol):
+    """How a block attends: the one contract of all models and heads, in serving and in training."""
 
-@runtime_checkable
-class CachedAttend(Protocol):
-    """Attention over a KV cache with a fused write: sums the q/k/v projection's partial products, applies
-    bias, norm and rope, and writes K and V to the cache in one kernel (`rope_write`)."""
-
-    def write(
-        self, parts: jax.Array, cache, *, angles, form: Form, norms, bias
+    def __call__(
+        self,
+        rows: "AttentionRows",
+        cache: Any,
+        *,
+        window: int | None,
+        scale: float,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
-        """Arguments as in `rope_write`. Returns (q [B,T,N,H], cache)."""
+        """Attends causally from the rows of a call to themselves and to the rows before them.
 
-    def read(self, q: jax.Array, cache, *, window: int | None, scale=None, sinks=None) -> jax.Array:
-        """Attention output [B,T,N,H]."""
+        Args:
+          rows: queries, keys and values of B sequences of T rows, not computed yet. Call either
+            `rows.heads()` for q, k and v as arrays, or `rows.projected()` for the operands of
+            `rope_write`, which computes them and writes K and V to the cache in one kernel.
+          cache: what the implementation keeps of one layer between calls: a `cache.LayerCache` in
+            serving; None, or K and V of earlier rows in training.
+          window: number of keys that a row sees, its own included; None: all.
+          scale: factor of the scores.
+          sinks: [N], one logit per query head that joins the softmax without a value; None: none.
+        Returns:
+          (attention output [B, T, N, H] in the dtype of the activations, the cache for the next call).
+        """
 
 
 INIT_STD = 0.02
@@ -221,44 +232,65 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, angles, cache, attend: Attend, keep: jax.Array | None = None):
         """x [B, T, inputs] -> (delta [B, T, outputs], or [B, n, outputs] of rows `keep` [B, n]; cache)."""
         config = self.config
-        # Pass scale and sinks only when set: not every `attend` accepts them.
-        options = {} if config.scale is None else {"scale": config.scale}
-        if self.sinks is not None:
-            options["sinks"] = self.sinks[...]
-        if isinstance(attend, CachedAttend):
-            q, cache = self._write_kv(x, angles, cache, attend)
-            out = attend.read(q, cache, window=config.window, **options)
-        else:
-            out, cache = attend(*self._heads(x, angles), cache, window=config.window, **options)
+        out, cache = attend(
+            AttentionRows(self, x, angles),
+            cache,
+            window=config.window,
+            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+            sinks=None if self.sinks is None else self.sinks[...],
+        )
         return self.out.delta(kept(out.reshape(*x.shape[:-1], -1), keep)), cache
 
-    def _heads(self, x: jax.Array, angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, T, N, H], k and v [B, T, K, H], after norm and rope."""
-        config = self.config
+
+class Projected(NamedTuple):
+    """Operands of `rope_write` for q, k and v: it sums the parts, then applies bias, norms and rope."""
+
+    parts: jax.Array  # [S, B, T, (N + 2K) * H] float32, K-splits of the projection
+    angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, H/2] float32
+    form: Form
+    norms: tuple[jax.Array, jax.Array] | None  # weights of the norms of q and k, each [H]
+    bias: jax.Array | None  # [(N + 2K) * H]
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Rows of one attention block before their projection to queries, keys and values."""
+
+    block: Attention
+    x: jax.Array  # [B, T, inputs]
+    angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, H/2] float32
+
+    def heads(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, T, N, H], k and v [B, T, K, H] in the dtype of x, after norm and rope."""
+        block, config = self.block, self.block.config
         N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-        heads = self.qkv(x).reshape(*x.shape[:-1], -1, H)
+        heads = block.qkv(self.x).reshape(*self.x.shape[:-1], -1, H)
         q, k = heads[..., :N, :], heads[..., N : N + K, :]
         v = k if config.shared_kv else heads[..., N + K :, :]
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if block.q_norm is not None:
+            q, k = block.q_norm(q), block.k_norm(k)
         if config.value_norm:
-            v = rms_norm(v, jnp.ones(H, v.dtype), eps=self.eps)
-        return apply_rope(q, angles), apply_rope(k, angles), v
+            v = rms_norm(v, jnp.ones(H, v.dtype), eps=block.eps)
+        return apply_rope(q, self.angles), apply_rope(k, self.angles), v
 
-    def _write_kv(self, x: jax.Array, angles, cache, attend: CachedAttend):
-        """Like `_heads`, but writes k and v to the cache in the same kernel. Returns (q, cache)."""
-        config = self.config
-        form = Form(
-            num_heads=config.num_heads,
-            eps=self.eps,
-            shared_kv=config.shared_kv,
-            value_norm=config.value_norm,
-            dtype=x.dtype,
+    def projected(self) -> Projected:
+        """The projection's partial products, and what `rope_write` needs to finish q, k and v."""
+        block, config = self.block, self.block.config
+        return Projected(
+            parts=block.qkv.parts(self.x),
+            angles=self.angles,
+            form=Form(
+                num_heads=config.num_heads,
+                eps=block.eps,
+                shared_kv=config.shared_kv,
+                value_norm=config.value_norm,
+                dtype=self.x.dtype,
+            ),
+            norms=None
+            if block.q_norm is None
+            else (block.q_norm.weight[...], block.k_norm.weight[...]),
+            bias=None if block.qkv.bias is None else block.qkv.bias[...],
         )
-        norms = None if self.q_norm is None else (self.q_norm.weight[...], self.k_norm.weight[...])
-        bias = None if self.qkv.bias is None else self.qkv.bias[...]
-        parts = self.qkv.parts(x)
-        return attend.write(parts, cache, angles=angles, form=form, norms=norms, bias=bias)
 
 
 def kept(x: jax.Array, keep: jax.Array | None) -> jax.Array:

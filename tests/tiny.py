@@ -1,6 +1,7 @@
 """Tiny random models for tests: real structure, sizes that compile in a second or two."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from peagle_jax.config import (
     TargetConfig,
 )
 from peagle_jax.drafter import DraftHead
+from peagle_jax.layers import AttentionRows
 from peagle_jax.models import Decoder, build
 from peagle_jax.rope_config import DynamicScaling, LinearScaling, RopeConfig, YarnScaling
 
@@ -120,8 +122,30 @@ def head(method: str = "peagle", seed: int = 1, dtype: str = "float32", **change
     return loud(DraftHead(config, dtype=dtype, rngs=nnx.Rngs(seed)), seed)
 
 
-def causal_attention(q, k, v, cache: None, *, window: int | None, scale=None, sinks=None):
+def causal_attention(rows: AttentionRows, cache: None, *, window: int | None, scale, sinks):
     """`layers.Attend` without a cache, by the definition: what attention over pages must equal."""
+    return attention_of_heads(*rows.heads(), window=window, scale=scale, sinks=sinks), None
+
+
+class GivenHeads(NamedTuple):
+    """Rows for `layers.Attend` whose q [B, T, N, H], k and v [B, T, K, H] are chosen by a test."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+    def heads(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.q, self.k, self.v
+
+
+def attend_to(attend, q, k, v, *, window: int | None) -> jax.Array:
+    """Output [B, T, N, H] of a `layers.Attend` without a cache, at the default scale, without sinks."""
+    scale = q.shape[-1] ** -0.5
+    return attend(GivenHeads(q, k, v), None, window=window, scale=scale, sinks=None)[0]
+
+
+def attention_of_heads(q, k, v, *, window: int | None, scale=None, sinks=None):
+    """Attention output [B, T, N, H] of q [B, T, N, H] over k and v [B, T, K, H], by the definition."""
     T, H = q.shape[1], q.shape[-1]
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (H**-0.5 if scale is None else scale)
@@ -132,4 +156,4 @@ def causal_attention(q, k, v, cache: None, *, window: int | None, scale=None, si
         sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sink], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., :T]
-    return jnp.einsum("bnts,bsnh->btnh", weights, v), None
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.layers import AttentionRows
 from peagle_jax.training.cod import Elements
 
 Backend = Literal["auto", "xla", "cudnn"]
@@ -24,22 +25,33 @@ def is_flash(backend: Backend, dtype) -> bool:
     return backend == "cudnn" or (backend == "auto" and on_gpu and dtype == jnp.bfloat16)
 
 
+def heads_of(rows: AttentionRows, scale: float, sinks) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q [B, T, N, H], k and v [B, T, K, H] of an `Attend` call. Training has no scales and no sinks."""
+    q, k, v = rows.heads()
+    if sinks is not None or scale != q.shape[-1] ** -0.5:
+        raise ValueError("training attends with scale H ** -0.5 and without sinks")
+    return q, k, v
+
+
 def causal(backend: Backend = "auto"):
     """`layers.Attend` over whole sequences without a cache; cuDNN's flash attention for bf16 on GPUs."""
 
-    def attend(q, k, v, cache: None, *, window: int | None):
-        local = None if window is None else (window - 1, 0)
-        out = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            local_window_size=local,
-            implementation="cudnn" if is_flash(backend, q.dtype) else "xla",
-        )
-        return out, None
+    def attend(rows: AttentionRows, cache: None, *, window: int | None, scale: float, sinks):
+        return causal_attention(*heads_of(rows, scale, sinks), window, backend), None
 
     return attend
+
+
+def causal_attention(q, k, v, window: int | None, backend: Backend) -> jax.Array:
+    """Attention output [B, S, N, H] of q [B, S, N, H] over k and v [B, S, K, H]."""
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn" if is_flash(backend, q.dtype) else "xla",
+    )
 
 
 @jax.custom_vjp
@@ -163,12 +175,15 @@ class ElementAttention:
         sizes = self.elements.sizes
         return jnp.concatenate([x[:, d, :size] for d, size in enumerate(sizes)], axis=1)
 
-    def __call__(self, q, k, v, cache: Keys | None, *, window: int | None):
+    def __call__(
+        self, rows: AttentionRows, cache: Keys | None, *, window: int | None, scale: float, sinks
+    ):
+        q, k, v = heads_of(rows, scale, sinks)
         if cache is not None:
             return self._deep(q, k, v, cache, window), cache
         S = self.elements.num_slots
         context = Keys(k[:, :S], v[:, :S])
-        first = causal(self.backend)(q[:, :S], *context, None, window=window)[0]
+        first = causal_attention(q[:, :S], *context, window, self.backend)
         if q.shape[1] == S:
             return first, None
         deep = self._deep(q[:, S:], k[:, S:], v[:, S:], context, window)
@@ -201,10 +216,19 @@ class UnrolledAttention:
     backend: Backend = "auto"
     chunk: int | None = None
 
-    def __call__(self, q, k, v, cache: list[Keys] | None, *, window: int | None):
+    def __call__(
+        self,
+        rows: AttentionRows,
+        cache: list[Keys] | None,
+        *,
+        window: int | None,
+        scale: float,
+        sinks,
+    ):
+        q, k, v = heads_of(rows, scale, sinks)
         cache = [*(cache or []), Keys(k, v)]
         if len(cache) == 1:
-            return causal(self.backend)(q, k, v, None, window=window)[0], cache
+            return causal_attention(q, k, v, window, self.backend), cache
         B, S, N, H = q.shape
         context, *links = cache
         chain = Keys(*(jnp.stack(x, axis=1) for x in zip(*links, strict=True)))  # [B, J, S, K, H]

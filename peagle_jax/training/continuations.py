@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from peagle_jax.config import ConfigError
+from peagle_jax.layers import AttentionRows
 from peagle_jax.models import Decoder
+from peagle_jax.training.attention import heads_of
 from peagle_jax.training.data import END_ID, PAD_ID
 from peagle_jax.training.trainer import split_model
 
@@ -99,7 +101,8 @@ class _Contiguous:
     def __init__(self, at: jax.Array):
         self.at = at
 
-    def __call__(self, q, k, v, cache, *, window: int | None):
+    def __call__(self, rows: AttentionRows, cache, *, window: int | None, scale: float, sinks):
+        q, k, v = heads_of(rows, scale, sinks)
         B, _, N, H = q.shape
         K = k.shape[2]
         where = (0, 0, self.at, 0)

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle_jax.layers import AttentionRows
 from peagle_jax.training import flash
-from peagle_jax.training.attention import Backend, is_flash
+from peagle_jax.training.attention import Backend, heads_of, is_flash
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class TextAttention:
     blocks: Blocks
     backend: Backend = "auto"
 
-    def __call__(self, q, k, v, cache: None, *, window: int | None):
+    def __call__(self, rows: AttentionRows, cache: None, *, window: int | None, scale, sinks):
+        q, k, v = heads_of(rows, scale, sinks)
         if window is not None:
             raise ValueError("elements by texts have no sliding window")
         return _attend(self.blocks, is_flash(self.backend, q.dtype), q, k, v), None

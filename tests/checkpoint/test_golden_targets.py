@@ -17,7 +17,7 @@ from peagle_jax.config import EngineConfig, SamplingParams
 from peagle_jax.engine.engine import Engine
 from peagle_jax.layers import apply_rope, rope_angles
 from peagle_jax.models import Decoder
-from tests.tiny import causal_attention
+from tests.tiny import attention_of_heads, causal_attention
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TAPS = (2, 4, 5)
@@ -246,7 +246,7 @@ def test_attention_bias_is_added_to_all_four_projections(family, tmp_path):
         apply_rope(norm(jnp.asarray(y, jnp.float32)), angles)
         for norm, y in zip(norms, (q, k), strict=True)
     )
-    out, _ = causal_attention(q, k, jnp.asarray(v, jnp.float32), None, window=None)
+    out = attention_of_heads(q, k, jnp.asarray(v, jnp.float32), window=None)
     want = project("o", np.asarray(out, np.float64).reshape(1, 9, -1))
     got, _ = attention(jnp.asarray(x, jnp.float32), angles, None, causal_attention)
     np.testing.assert_allclose(got.added_to(jnp.zeros(want.shape)), want, atol=1e-4)

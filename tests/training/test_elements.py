@@ -13,6 +13,7 @@ from peagle_jax.rope_config import RopeConfig
 from peagle_jax.training import cod, embedding, passes
 from peagle_jax.training.acceptance import acceptance_length
 from peagle_jax.training.attention import ElementAttention
+from tests.tiny import attend_to
 
 ROPE = RopeConfig(theta=10_000.0)
 
@@ -92,7 +93,9 @@ def test_element_attention_equals_the_masked_definition(elements, window, chunk)
     weight = jax.random.normal(keys[3], q.shape)
     # Rows that are in no chain of the loss attend to nothing meaningful; only used rows are compared.
     weight = weight * (e.used | (jnp.asarray(e.depth) == 0))[..., None, None]
-    ours = lambda *a: (ElementAttention(e, "xla", chunk)(*a, None, window=window)[0] * weight).sum()
+    ours = lambda *a: (
+        attend_to(ElementAttention(e, "xla", chunk), *a, window=window) * weight
+    ).sum()
     dense = lambda *a: (_dense_attention(e, *a, window) * weight).sum()
     got, want = (jax.value_and_grad(f, (0, 1, 2))(q, k, v) for f in (ours, dense))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -128,7 +131,8 @@ def _text(S=12):
     return passes.Text(tokens, jnp.array([2, 4, 5]), jnp.array([S, S - 2, 7]))
 
 
-def causal(q, k, v, cache, *, window):
+def causal(rows, cache, *, window, scale, sinks):
+    q, k, v = rows.heads()
     return jax.nn.dot_product_attention(q, k, v, is_causal=True), cache
 
 

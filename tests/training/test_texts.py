@@ -13,6 +13,7 @@ from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.texts import Blocks, TextAttention, blocks_of
 from peagle_jax.training.trainer import split_model
 from tests import tiny
+from tests.tiny import attend_to
 from tests.training.test_heads import _options, _run
 
 BLOCKS = Blocks((3, 2, 2, 1))
@@ -57,7 +58,7 @@ def test_attention_and_its_gradients_equal_the_masked_definition():
     keys = jax.random.split(jax.random.key(3), 4)
     q, weight = (2 * jax.random.normal(key, (R, S, 4, 8)) for key in keys[:2])
     k, v = (jax.random.normal(key, (R, S, 2, 8)) for key in keys[2:])
-    ours = lambda *a: (TextAttention(BLOCKS, "xla")(*a, None, window=None)[0] * weight).sum()
+    ours = lambda *a: (attend_to(TextAttention(BLOCKS, "xla"), *a, window=None) * weight).sum()
     dense = lambda *a: (_dense(*a) * weight).sum()
     got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v) for f in (ours, dense))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
