@@ -1,0 +1,131 @@
+"""Step 4: one block for each multiprocessor, which works on units until none is left; K is split.
+
+A unit is 128 rows of the weight and one chunk of K. Block b takes units b, b + blocks, ... The ring does not
+end with a unit: while the consumers store a result, the producer already fills slots for the next unit.
+
+    producer    unit 0 ............|unit 132 ............|unit 264 .....
+    consumers       unit 0 ............|store|unit 132 ............|store
+
+A small weight has fewer tiles of rows than the chip has multiprocessors, so K is cut into chunks, each with
+a partial sum of its own. The chunks follow from the weight's shape alone and their sums are added in
+ascending order: a row has the same bits however many rows are beside it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.block_gemm.api import add_in_order
+from pallas_kernels.dispatch import Launch
+from pallas_kernels.ladder.tiles import GROUPS, ROWS, STEP, check, store_transposed, swizzled
+
+STAGES = 6
+"""A block has a multiprocessor to itself: 96 KB of the weight are under way, and x with up to 64 rows fits."""
+
+PRODUCER, TILE = GROUPS, GROUPS * ROWS
+
+
+def chunks(N: int, K: int, num_sms: int, step: int = STEP) -> int:
+    """Chunks of K: the fewest with which at least 90 % of the multiprocessors' turns have a unit."""
+    tiles, most = N // TILE, max(1, K // step // 4)
+    busy = lambda n: tiles * n / (pl.cdiv(tiles * n, num_sms) * num_sms)
+    return next(
+        (n for n in range(1, most + 1) if busy(n) >= 0.9), max(range(1, most + 1), key=busy)
+    )
+
+
+def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
+    """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are ignored."""
+    check(x, w)
+    R, (N, K) = x.shape[0], w.shape
+    num_chunks = chunks(N, K, launch.device.num_sms)
+    # Steps past K multiply zeros: TMA fills what is outside of the weight with zeros.
+    num_steps = pl.cdiv(K // STEP, num_chunks)
+    num_units = N // TILE * num_chunks
+    blocks = min(launch.device.num_sms, num_units)
+
+    def body(x_gmem, w_gmem, out_gmem, x_smem, w_smem, out_smem, ready_barrier, free_barrier):
+        block, group = lax.axis_index("block"), lax.axis_index("group")
+        own_units = lax.div(num_units - block + blocks - 1, blocks)
+
+        def place(unit):
+            """(first row, chunk) of the block's n-th unit; chunks of a tile are neighbours."""
+            unit = block + unit * blocks
+            return lax.div(unit, num_chunks) * TILE, lax.rem(unit, num_chunks)
+
+        @pl.when(group == PRODUCER)
+        def _():
+            def unit(n, carry):
+                first_row, chunk = place(n)
+
+                def fetch(i, carry):
+                    step = n * num_steps + i  # of all units
+                    slot = lax.rem(step, STAGES)
+                    columns = pl.ds((chunk * num_steps + i) * STEP, STEP)
+
+                    @pl.when(step >= STAGES)
+                    def _():
+                        plgpu.barrier_wait(free_barrier.at[slot])
+
+                    w_tile, ready = (
+                        w_gmem.at[pl.ds(first_row, TILE), columns],
+                        ready_barrier.at[slot],
+                    )
+                    plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready)
+                    plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], x_smem.at[slot], ready)
+                    return carry
+
+                return lax.fori_loop(0, num_steps, fetch, carry)
+
+            lax.fori_loop(0, own_units, unit, None)
+
+        @pl.when(group != PRODUCER)
+        def _():
+            def unit(n, carry):
+                def multiply(acc):
+                    def step(i, carry):
+                        slot = lax.rem(n * num_steps + i, STAGES)
+                        plgpu.barrier_wait(ready_barrier.at[slot])
+                        own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
+                        plgpu.wgmma(acc, own_rows, x_smem.at[slot].T)
+                        plgpu.wgmma_wait(0)
+
+                        @pl.when(n * num_steps + i + STAGES < own_units * num_steps)
+                        def _():
+                            plgpu.barrier_arrive(free_barrier.at[slot])
+
+                        return carry
+
+                    lax.fori_loop(0, num_steps, step, None)
+                    return acc[...]
+
+                total = pl.run_scoped(multiply, plgpu.ACC((ROWS, R), jnp.float32))
+                first_row, chunk = place(n)
+                own = pl.ds(first_row + group * ROWS, ROWS)
+                store_transposed(total, out_smem.at[group], out_gmem.at[chunk, :, own])
+                return carry
+
+            lax.fori_loop(0, own_units, unit, None)
+            plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_chunks, R, N), jnp.float32),
+        scratch_types=dict(
+            x_smem=plgpu.SMEM((STAGES, R, STEP), x.dtype, transforms=swizzled(x.dtype)),
+            w_smem=plgpu.SMEM((STAGES, TILE, STEP), w.dtype, transforms=swizzled(w.dtype)),
+            out_smem=plgpu.SMEM((GROUPS, R, ROWS), jnp.float32),
+            ready_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # w and x
+            free_barrier=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+        interpret=launch.interpret,
+        kernel_name="ladder_persistent",
+    )
+    return add_in_order(kernel(x, w)).astype(x.dtype)

@@ -1,0 +1,152 @@
+"""Step 5: weights in FP8 with a scale for each block of 128 x 128, converted in registers.
+
+Half the bytes of step 4. A consumer loads its tile from shared memory into registers, where the four bytes
+that a thread needs for wgmma's first operand arrive in two other orders, converts e4m3 to bfloat16, which
+is exact, and multiplies from there:
+
+    shared memory        registers                          tensor core
+    e4m3 [64, 128]  ->   e4m3  ->  float32  ->  bfloat16  ->  product [64, R]  x scale, + total
+
+A step of K is a block of scales, so its product is multiplied by one number and added to a float32 total.
+Tensor cores could multiply e4m3 directly, but then the tokens would be rounded to e4m3 too, and Hopper's
+sums of e4m3 products keep fewer bits than float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.block_gemm.api import add_in_order
+from pallas_kernels.dispatch import Launch
+from pallas_kernels.formats import BLOCK
+from pallas_kernels.ladder.mosaic_4_persistent import PRODUCER, STAGES, TILE, chunks
+from pallas_kernels.ladder.tiles import GROUPS, ROWS, check, store_transposed, swizzled
+
+
+def unpack(tile_smem: Any) -> jax.Array:
+    """e4m3 [ROWS, BLOCK] in shared memory to bfloat16 in registers, as wgmma's first operand.
+
+    Threads exchange bytes (the change of layout) while elements have 8 bits: half as many shuffles. Hopper
+    converts e4m3 to float16 only; through float32 to bfloat16 it is exact.
+    """
+    packed = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    packed = plgpu.layout_cast(packed, plgpu.Layout.WGMMA)
+    return packed.astype(jnp.float32).astype(jnp.bfloat16)
+
+
+def multiply(tile_smem: Any, x_smem: Any, interpret: Any) -> jax.Array:
+    """e4m3 [ROWS, BLOCK] times bfloat16 [R, BLOCK]: float32 [ROWS, R] in registers."""
+    weight = unpack(tile_smem)
+    if interpret is not None:  # the interpreter has no wgmma with an operand in registers
+        return jnp.dot(weight.astype(jnp.float32), x_smem[...].astype(jnp.float32).T)
+
+    def run(acc):
+        plgpu.wgmma(acc, weight, x_smem.T)
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC((ROWS, x_smem.shape[0]), jnp.float32))
+
+
+def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -> jax.Array:
+    """x [R, >= K] bfloat16 times values [N, K] e4m3 with scale [N / 128, K / 128]: bfloat16 [R, N]."""
+    check(x, values, BLOCK)
+    R, (N, K) = x.shape[0], values.shape
+    num_chunks = chunks(N, K, launch.device.num_sms, BLOCK)
+    num_steps = pl.cdiv(K // BLOCK, num_chunks)
+    num_units = N // TILE * num_chunks
+    blocks = min(launch.device.num_sms, num_units)
+
+    def body(
+        x_gmem, w_gmem, scale_gmem, out_gmem, x_smem, w_smem, out_smem, ready_barrier, free_barrier
+    ):
+        block, group = lax.axis_index("block"), lax.axis_index("group")
+        own_units = lax.div(num_units - block + blocks - 1, blocks)
+
+        def place(unit):
+            unit = block + unit * blocks
+            return lax.div(unit, num_chunks), lax.rem(unit, num_chunks)
+
+        @pl.when(group == PRODUCER)
+        def _():
+            def unit(n, carry):
+                tile, chunk = place(n)
+
+                def fetch(i, carry):
+                    step = n * num_steps + i
+                    slot = lax.rem(step, STAGES)
+                    columns = pl.ds((chunk * num_steps + i) * BLOCK, BLOCK)
+
+                    @pl.when(step >= STAGES)
+                    def _():
+                        plgpu.barrier_wait(free_barrier.at[slot])
+
+                    w_tile = w_gmem.at[pl.ds(tile * TILE, TILE), columns]
+                    x_tile, ready = x_gmem.at[:, columns], ready_barrier.at[slot]
+                    plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready)
+                    plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready)
+                    return carry
+
+                return lax.fori_loop(0, num_steps, fetch, carry)
+
+            lax.fori_loop(0, own_units, unit, None)
+
+        @pl.when(group != PRODUCER)
+        def _():
+            def unit(n, carry):
+                tile, chunk = place(n)
+
+                def block_scale(i):
+                    return scale_gmem[tile, jnp.minimum(chunk * num_steps + i, K // BLOCK - 1)]
+
+                def step(i, carry):
+                    total, factor = carry
+                    next_factor = block_scale(
+                        i + 1
+                    )  # one step ahead: a load takes as long as a step
+                    slot = lax.rem(n * num_steps + i, STAGES)
+                    plgpu.barrier_wait(ready_barrier.at[slot])
+                    own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
+                    product = multiply(own_rows, x_smem.at[slot], launch.interpret)
+
+                    @pl.when(n * num_steps + i + STAGES < own_units * num_steps)
+                    def _():
+                        plgpu.commit_smem()  # the threads' reads precede the next copy
+                        plgpu.barrier_arrive(free_barrier.at[slot])
+
+                    return total + product * factor, next_factor
+
+                zeros = plgpu.layout_cast(jnp.zeros((ROWS, R), jnp.float32), plgpu.Layout.WGMMA)
+                total, _ = lax.fori_loop(0, num_steps, step, (zeros, block_scale(0)))
+                own = pl.ds(tile * TILE + group * ROWS, ROWS)
+                store_transposed(total, out_smem.at[group], out_gmem.at[chunk, :, own])
+                return carry
+
+            lax.fori_loop(0, own_units, unit, None)
+            plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_chunks, R, N), jnp.float32),
+        scratch_types=dict(
+            x_smem=plgpu.SMEM((STAGES, R, BLOCK), x.dtype, transforms=swizzled(x.dtype)),
+            w_smem=plgpu.SMEM(
+                (STAGES, TILE, BLOCK), values.dtype, transforms=swizzled(values.dtype)
+            ),
+            out_smem=plgpu.SMEM((GROUPS, R, ROWS), jnp.float32),
+            ready_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # w and x
+            free_barrier=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+        interpret=launch.interpret,
+        kernel_name="ladder_fp8",
+    )
+    return add_in_order(kernel(x, values, scale)).astype(x.dtype)

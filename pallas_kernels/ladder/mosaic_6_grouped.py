@@ -1,0 +1,161 @@
+"""Step 6: the product of a mixture of experts. Each row has chosen experts; each expert has its own weight.
+
+A plan sorts the chosen rows by expert and cuts them into items: `tokens` rows that belong to one expert,
+padded with zeros. With experts 0 to 3, three rows that choose two experts each, and 8 tokens an item:
+
+    row 0: 1, 3      item 0: expert 1: rows 0, 2 and 6 of padding
+    row 1: 2, 3      item 1: expert 2: rows 1, 2 and 6 of padding
+    row 2: 1, 2      item 2: expert 3: rows 0, 1 and 6 of padding
+
+Expert 0 has no item, so its weight is not read. A unit of step 5's loop is an item and 128 rows of its
+expert's weight; how many there are is read from memory. K is short and experts are many, so K is not split
+and the ring, which does not end with a unit, matters more: a unit has 6 or 16 steps.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Launch
+from pallas_kernels.formats import BLOCK
+from pallas_kernels.ladder.mosaic_4_persistent import PRODUCER, STAGES, TILE
+from pallas_kernels.ladder.mosaic_5_fp8 import multiply
+from pallas_kernels.ladder.tiles import GROUPS, ROWS, check, store_transposed, swizzled
+from pallas_kernels.moe.worklist import Worklist, make_worklist
+
+
+def plan(x: jax.Array, ids: jax.Array, num_experts: int, tokens: int) -> tuple[jax.Array, Worklist]:
+    """Sorts rows by expert.
+
+    Args:
+      x: [R, K].
+      ids: int32 [k, R], the experts that each row chose.
+      tokens: rows of an item, a multiple of 8.
+    Returns:
+      The rows of all items [items * tokens, K], unused ones zero, and the worklist; `slots` [k, R] says
+      where a row's results will stand.
+    """
+    work = make_worklist(ids, num_experts, tokens, shared=False)
+    rows = jnp.zeros((work.items * tokens, x.shape[1]), x.dtype)
+    return rows.at[work.slots].set(x), work
+
+
+def product(
+    x: jax.Array,  # [items * tokens, >= K] bfloat16, sorted by `plan`
+    values: jax.Array,  # [E, N, K] e4m3
+    scale: jax.Array,  # [E, N / 128, K / 128] float32
+    experts: jax.Array,  # [items or more] int32
+    num_items: jax.Array,  # int32, the number of items in entry 0
+    *,
+    tokens: int,
+    launch: Launch,
+) -> jax.Array:
+    """Each item times its expert's weight: bfloat16 [items * tokens, N], unspecified from `num_items` on."""
+    check(x, values, BLOCK)
+    N, K = values.shape[1:]
+    num_steps, row_tiles = K // BLOCK, N // TILE
+    blocks = min(launch.device.num_sms, x.shape[0] // tokens * row_tiles)
+
+    def body(
+        x_gmem,
+        w_gmem,
+        scale_gmem,
+        experts_gmem,
+        num_items_gmem,
+        out_gmem,
+        x_smem,  # [STAGES, tokens, BLOCK] bfloat16
+        w_smem,  # [STAGES, TILE, BLOCK] e4m3
+        out_smem,  # [GROUPS, tokens, ROWS] bfloat16
+        ready_barrier,
+        free_barrier,
+    ):
+        block, group = lax.axis_index("block"), lax.axis_index("group")
+        num_units = num_items_gmem[0] * row_tiles
+        own_units = lax.div(num_units - block + blocks - 1, blocks)
+
+        def place(unit):
+            """(item, tile of weight rows) of the block's n-th unit; tiles of an item are neighbours."""
+            unit = block + unit * blocks
+            return lax.div(unit, row_tiles), lax.rem(unit, row_tiles)
+
+        @pl.when(group == PRODUCER)
+        def _():
+            def unit(n, carry):
+                item, tile = place(n)
+                w_rows = w_gmem.at[experts_gmem[item], pl.ds(tile * TILE, TILE)]
+                x_rows = x_gmem.at[pl.ds(item * tokens, tokens)]
+
+                def fetch(i, carry):
+                    step = n * num_steps + i
+                    slot, columns = lax.rem(step, STAGES), pl.ds(i * BLOCK, BLOCK)
+
+                    @pl.when(step >= STAGES)
+                    def _():
+                        plgpu.barrier_wait(free_barrier.at[slot])
+
+                    ready = ready_barrier.at[slot]
+                    plgpu.copy_gmem_to_smem(w_rows.at[:, columns], w_smem.at[slot], ready)
+                    plgpu.copy_gmem_to_smem(x_rows.at[:, columns], x_smem.at[slot], ready)
+                    return carry
+
+                return lax.fori_loop(0, num_steps, fetch, carry)
+
+            lax.fori_loop(0, own_units, unit, None)
+
+        @pl.when(group != PRODUCER)
+        def _():
+            def unit(n, carry):
+                item, tile = place(n)
+                expert = experts_gmem[item]
+
+                def block_scale(i):
+                    return scale_gmem[expert, tile, jnp.minimum(i, num_steps - 1)]
+
+                def step(i, carry):
+                    total, factor = carry
+                    next_factor = block_scale(i + 1)
+                    slot = lax.rem(n * num_steps + i, STAGES)
+                    plgpu.barrier_wait(ready_barrier.at[slot])
+                    own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
+                    product = multiply(own_rows, x_smem.at[slot], launch.interpret)
+
+                    @pl.when(n * num_steps + i + STAGES < own_units * num_steps)
+                    def _():
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(free_barrier.at[slot])
+
+                    return total + product * factor, next_factor
+
+                zeros = jnp.zeros((ROWS, tokens), jnp.float32)
+                start = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), block_scale(0)
+                total, _ = lax.fori_loop(0, num_steps, step, start)
+                rows, own = pl.ds(item * tokens, tokens), pl.ds(tile * TILE + group * ROWS, ROWS)
+                store_transposed(total, out_smem.at[group], out_gmem.at[rows, own])
+                return carry
+
+            lax.fori_loop(0, own_units, unit, None)
+            plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((x.shape[0], N), x.dtype),
+        scratch_types=dict(
+            x_smem=plgpu.SMEM((STAGES, tokens, BLOCK), x.dtype, transforms=swizzled(x.dtype)),
+            w_smem=plgpu.SMEM(
+                (STAGES, TILE, BLOCK), values.dtype, transforms=swizzled(values.dtype)
+            ),
+            out_smem=plgpu.SMEM((GROUPS, tokens, ROWS), x.dtype),
+            ready_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # w and x
+            free_barrier=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+        interpret=launch.interpret,
+        kernel_name="ladder_grouped",
+    )
+    return kernel(x, values, scale, experts, num_items)
