@@ -1,40 +1,113 @@
 """`/v1/chat/completions`: OpenAI's route for conversations."""
 
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
+
+from serving.errors import invalid
 from serving.frontend import Frontend
-from serving.http.fields import Fields
-from serving.http.options import LABELS, Options, read_options, read_params
+from serving.http.fields import Fields, neutral
+from serving.http.options import Options, SharedFields, check_model, read_options, read_params
 from serving.http.reports import chat_logprobs
 from serving.http.route import Call, Caller, Encode, one_ask_each
 from serving.stream import Ask, Delta
 
-_NEUTRAL = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True, False),  # of no tools
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
-    "chat_template": (),
-    "documents": (),
-    "include_reasoning": (True,),
-    "echo": (False,),
-}
-_NEUTRAL_IN_MESSAGE = {
-    "tool_calls": ([],),
-    "function_call": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-}
-"""Clients send answers back as they got them, with fields that hold nothing."""
-_PASSED_ON = ("name", "reasoning_content")  # templates use them or not
+
+def _check_length(value: object, info: ValidationInfo) -> object:
+    """Refuses a list that is too long before its items become objects."""
+    most = info.context.max_messages
+    if isinstance(value, list) and len(value) > most:
+        raise ValueError(f"{len(value)} are more than the {most} that this server takes")
+    return value
+
+
+def _check_messages(value: object) -> object:
+    if value == []:
+        raise ValueError("must not be empty")
+    return value
+
+
+def _check_type(value: object) -> object:
+    if value != "text":
+        raise ValueError("must be text: this server takes no images, sounds or files")
+    return value
+
+
+def _text(content: object, validate_parts: Callable[[object], list], info: ValidationInfo) -> str:
+    """The text of a message; parts are joined by newlines."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if info.data.get("role") == "assistant":
+            return ""  # an answer that was reasoning alone
+        raise ValueError("is missing")
+    if not isinstance(content, list):
+        raise ValueError("must be a string or a list of parts")
+    return "\n".join(part.text for part in validate_parts(content))
+
+
+class Part(Fields):
+    """A part of a message."""
+
+    type: Annotated[str | None, BeforeValidator(_check_type)] = Field(None, validate_default=True)
+    text: str
+
+
+class Message(Fields):
+    """A message of a conversation."""
+
+    role: str
+    content: Annotated[
+        list[Part], FailFast(), BeforeValidator(_check_length), WrapValidator(_text)
+    ] = Field(None, validate_default=True)
+    # Templates may use these.
+    name: str | None = None
+    reasoning_content: str | None = None
+    # Clients send answers back as they got them, with fields that hold nothing.
+    tool_calls: neutral([]) = None
+    function_call: neutral() = None
+    refusal: neutral() = None
+    audio: neutral() = None
+    annotations: neutral([]) = None
+
+    def variables(self) -> dict[str, str]:
+        """The message as chat templates take it."""
+        given = (("name", self.name), ("reasoning_content", self.reasoning_content))
+        optional = {name: value for name, value in given if value is not None}
+        return {"role": self.role, "content": self.content, **optional}
+
+
+class ChatFields(SharedFields):
+    """Fields of a request."""
+
+    messages: Annotated[
+        list[Message], FailFast(), BeforeValidator(_check_length), BeforeValidator(_check_messages)
+    ]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: str | None = None
+
+    tools: neutral([]) = None
+    tool_choice: neutral("none") = None
+    parallel_tool_calls: neutral(True, False) = None  # has no effect without tools
+    functions: neutral([]) = None
+    function_call: neutral("none") = None
+    modalities: neutral(["text"]) = None
+    audio: neutral() = None
+    prediction: neutral() = None
+    verbosity: neutral() = None
+    web_search_options: neutral() = None
+    add_generation_prompt: neutral(True) = None
+    continue_final_message: neutral(False) = None
+    add_special_tokens: neutral(False) = None
+    chat_template: neutral() = None
+    documents: neutral() = None
+    include_reasoning: neutral(True) = None
+    echo: neutral(False) = None
 
 
 class Chat:
@@ -47,11 +120,12 @@ class Chat:
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
 
-    def read(self, fields: Fields, caller: Caller) -> Encode:
+    def read(self, content: dict[str, object], caller: Caller) -> Encode:
         """See `Route`."""
         frontend = self._frontend
-        options = read_options(fields, frontend.name)
-        fields.refuse_unless(_NEUTRAL)
+        check_model(content, frontend.name)
+        fields = ChatFields.read(content, frontend.limits)
+        options = read_options(fields)
         max_tokens, name = _max_tokens(fields)
         spelling = {
             "stop_ids": "stop_token_ids",
@@ -66,9 +140,10 @@ class Chat:
             spelling=spelling,
             logprobs=_num_logprobs(fields),
         )
-        messages = _messages(fields, frontend.limits.max_messages)
-        variables = _variables(fields)
-        fields.done(ignored=LABELS)
+        messages = [message.variables() for message in fields.messages]
+        variables = dict(fields.chat_template_kwargs or {})
+        if fields.reasoning_effort is not None:
+            variables["reasoning_effort"] = fields.reasoning_effort
         ask = Ask(
             request_id=caller.request_id,
             prompt=[],
@@ -89,75 +164,19 @@ class Chat:
         return encode
 
 
-def _max_tokens(fields: Fields) -> tuple[int | None, str]:
-    """The bound and the name it was given by; `max_tokens` is OpenAI's old one."""
-    old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
+def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
+    """The limit and the field that gives it; `max_tokens` is OpenAI's old name."""
+    old, new = fields.max_tokens, fields.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise fields.wrong("max_tokens", "differs from max_completion_tokens; give one of them")
+        raise invalid("max_tokens", "differs from max_completion_tokens; give one of them")
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-def _num_logprobs(fields: Fields) -> int | None:
-    """Alternatives to report; None for no log-probabilities at all."""
-    wanted, number = fields.flag("logprobs"), fields.integer("top_logprobs")
-    if number and not wanted:
-        raise fields.wrong("top_logprobs", "needs logprobs to be true")
-    return (number or 0) if wanted else None
-
-
-def _messages(fields: Fields, most: int) -> list[dict[str, str]]:
-    if "messages" not in fields:
-        raise fields.wrong("messages", "is missing")
-    messages = [_message(one, most) for one in fields.inners("messages", most=most)]
-    if not messages:
-        raise fields.wrong("messages", "must not be empty")
-    return messages
-
-
-def _message(fields: Fields, most: int) -> dict[str, str]:
-    fields.refuse_unless(_NEUTRAL_IN_MESSAGE)
-    role = fields.text("role")
-    if role is None:
-        raise fields.wrong("role", "is missing")
-    message = {"role": role, "content": _content(fields, role, most)}
-    for name in _PASSED_ON:
-        if (value := fields.text(name)) is not None:
-            message[name] = value
-    fields.done()
-    return message
-
-
-def _content(fields: Fields, role: str, most: int) -> str:
-    """A text, or at most so many parts that are texts."""
-    content = fields.take("content")
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if role == "assistant":
-            return ""  # an answer that was reasoning alone
-        raise fields.wrong("content", "is missing")
-    if not isinstance(content, list):
-        raise fields.wrong("content", "must be a string or a list of parts")
-    texts = []
-    for part in fields.inners("content", most=most):
-        if part.text("type") != "text":
-            raise part.wrong("type", "must be text: this server takes no images, sounds or files")
-        if (text := part.text("text")) is None:
-            raise part.wrong("text", "is missing")
-        part.done()
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _variables(fields: Fields) -> dict[str, object]:
-    """What the model's chat template takes beside the messages."""
-    given = fields.take("chat_template_kwargs")
-    if given is not None and not isinstance(given, dict):
-        raise fields.wrong("chat_template_kwargs", "must be an object")
-    variables = dict(given or {})
-    if (effort := fields.text("reasoning_effort")) is not None:
-        variables["reasoning_effort"] = effort
-    return variables
+def _num_logprobs(fields: ChatFields) -> int | None:
+    """Number of alternatives per token; None without log-probabilities."""
+    if fields.top_logprobs and not fields.logprobs:
+        raise invalid("top_logprobs", "needs logprobs to be true")
+    return (fields.top_logprobs or 0) if fields.logprobs else None
 
 
 class _Choices:

@@ -1,20 +1,39 @@
 """`/v1/completions`: OpenAI's route for plain text, one or several prompts."""
 
+from typing import Annotated
+
+from pydantic import FailFast, Field
+
+from serving.errors import invalid
 from serving.frontend import Frontend
-from serving.http.fields import Fields, is_integer
-from serving.http.options import LABELS, Options, read_options, read_params
+from serving.http.fields import described, neutral
+from serving.http.options import Options, SharedFields, check_model, read_options, read_params
 from serving.http.reports import CompletionLogprobs
 from serving.http.route import Call, Caller, Encode, one_ask_each
 from serving.stream import Ask, Delta
 
-_MAX_TOKENS = 16  # OpenAI's default
 _SPELLING = {"stop_ids": "stop_token_ids"}
-_NEUTRAL = {
-    "echo": (False,),
-    "suffix": ("",),
-    "prompt_embeds": (),
-    "add_special_tokens": (True,),
-}
+type _Ids = Annotated[list[int], FailFast()]
+type _SomeIds = Annotated[_Ids, Field(min_length=1)]
+type _Texts = Annotated[list[str], FailFast(), Field(min_length=1)]
+type _Lists = Annotated[list[_Ids], FailFast(), Field(min_length=1)]
+_Prompt = Annotated[
+    str | _SomeIds | _Texts | _Lists,
+    Field(union_mode="left_to_right"),
+    described("must be a text, token ids, or a list of texts or of token ids"),
+]
+
+
+class CompletionFields(SharedFields):
+    """Fields of a request."""
+
+    prompt: _Prompt
+    max_tokens: int = 16
+    logprobs: int | None = None
+    echo: neutral(False) = None
+    suffix: neutral("") = None
+    prompt_embeds: neutral() = None
+    add_special_tokens: neutral(True) = None
 
 
 class Completions:
@@ -27,21 +46,20 @@ class Completions:
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
 
-    def read(self, fields: Fields, caller: Caller) -> Encode:
+    def read(self, content: dict[str, object], caller: Caller) -> Encode:
         """See `Route`."""
         frontend = self._frontend
-        options = read_options(fields, frontend.name)
-        fields.refuse_unless(_NEUTRAL)
-        max_tokens = fields.integer("max_tokens")
+        check_model(content, frontend.name)
+        fields = CompletionFields.read(content, frontend.limits)
+        options = read_options(fields)
         params = read_params(
             fields,
             frontend.limits,
-            max_tokens=_MAX_TOKENS if max_tokens is None else max_tokens,
+            max_tokens=fields.max_tokens,
             spelling=_SPELLING,
-            logprobs=fields.integer("logprobs"),
+            logprobs=fields.logprobs,
         )
-        given = _prompts(fields, frontend.limits.max_n // max(1, options.n))
-        fields.done(ignored=LABELS)
+        unencoded = _prompts(fields.prompt, frontend.limits.max_n // max(1, options.n))
         ask = Ask(
             request_id=caller.request_id,
             prompt=[],
@@ -56,7 +74,7 @@ class Completions:
         async def encode() -> Call:
             prompts = [
                 one if isinstance(one, list) else await frontend.encode(one, field="prompt")
-                for one in given
+                for one in unencoded
             ]
             asks = one_ask_each(ask, prompts)
             return Call(asks=asks, options=options, choices=_Choices(frontend, options, prompts))
@@ -64,23 +82,13 @@ class Completions:
         return encode
 
 
-def _prompts(fields: Fields, most: int) -> list[str | list[int]]:
-    """A text, a list of texts, token ids or a list of those; at most `most` of them."""
-    prompt = fields.take("prompt")
-    if prompt is None:
-        raise fields.wrong("prompt", "is missing")
-    if isinstance(prompt, str):
+def _prompts(prompt: str | list, most: int) -> list[str | list[int]]:
+    """The prompts of a request, at most `most` of them."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if all(map(is_integer, prompt)):
-            return [prompt]
-        if len(prompt) > max(1, most):
-            raise fields.wrong("prompt", f"{len(prompt)} prompts of n sequences are too many")
-        if all(isinstance(one, str) for one in prompt):
-            return prompt
-        if all(isinstance(one, list) and all(map(is_integer, one)) for one in prompt):
-            return prompt
-    raise fields.wrong("prompt", "must be a text, token ids, or a list of texts or of token ids")
+    if len(prompt) > max(1, most):
+        raise invalid("prompt", f"{len(prompt)} prompts of n sequences are too many")
+    return prompt
 
 
 class _Choices:

@@ -23,7 +23,6 @@ from serving.harmony import Spoken
 from serving.http import reports
 from serving.http.body import Body, BodyMemory, Gone
 from serving.http.errors import error_answer
-from serving.http.fields import Fields
 from serving.http.reply import Reply
 from serving.http.route import Call, Caller, Encode, Route
 from serving.json_input import parse_object
@@ -108,12 +107,11 @@ class Generation:
         limits = self._frontend.limits
         max_ids = limits.max_n * self._frontend.config.max_model_len
         content = parse_object(body.content, field="body", limits=limits, max_ids=max_ids)
-        fields = Fields(content)
-        given = fields.text("request_id")
+        given = content.pop("request_id", None)
         request_id = _request_id(headers.get("x-request-id", "") if given is None else given)
         reply.headers["x-request-id"] = request_id
         trace = {name: headers[name] for name in _TRACE if name in headers}
-        return self._route.read(fields, Caller(request_id=request_id, trace=trace))
+        return self._route.read(content, Caller(request_id=request_id, trace=trace))
 
     async def _answer(self, call: Call, reply: Reply) -> None:
         envelope = {
@@ -202,7 +200,9 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-def _request_id(given: str) -> str:
+def _request_id(given: object) -> str:
+    if not isinstance(given, str):
+        raise invalid("request_id", "must be a string")
     if not (given.isascii() and given.isprintable()):
         raise invalid("request_id", "must be printable ASCII")
     return calls.request_id(given)

@@ -1,56 +1,86 @@
-"""What completions and chats have in common: options of sampling, of streams, of what is reported."""
+"""Fields that completions and chats share: sampling, streaming, and what the answer reports."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
 from peagle_jax import SamplingParams
-from serving.errors import ServiceError
-from serving.http.fields import Fields
+from serving.errors import ServiceError, invalid
+from serving.http.fields import Fields, Integers, Texts, neutral
 from serving.limits import Limits
 from serving.params import sampling_params
 
-LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-"""A client's own notes about a request: accepted, and nothing is done with them."""
 
-_NEUTRAL = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),  # about slow tokenizers: ours are fast ones
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "response_format": ({"type": "text"},),
-    "priority": (0,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "kv_transfer_params": (),
-}
-"""Fields of OpenAI and vLLM that this server does not do, with the values that ask for nothing."""
+class StreamOptions(Fields):
+    """`stream_options` of a request."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: neutral(False) = None
+
+
+class SharedFields(Fields):
+    """Fields of both routes, with OpenAI's defaults."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    return_token_ids: bool = False
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Texts = ()
+    stop_token_ids: Integers = ()
+    ignore_eos: bool = False
+    num_speculative_tokens: int | None = None
+
+    # A client's own labels are accepted and not used.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    # Fields of OpenAI and vLLM that this server does not support.
+    frequency_penalty: neutral(0) = None
+    presence_penalty: neutral(0) = None
+    repetition_penalty: neutral(1) = None
+    length_penalty: neutral(1) = None
+    logit_bias: neutral({}) = None
+    best_of: neutral(1) = None
+    use_beam_search: neutral(False) = None
+    min_tokens: neutral(0) = None
+    bad_words: neutral([]) = None
+    allowed_token_ids: neutral() = None
+    include_stop_str_in_output: neutral(False) = None
+    skip_special_tokens: neutral(True) = None
+    spaces_between_special_tokens: neutral(True, False) = None  # has no effect on fast tokenizers
+    truncate_prompt_tokens: neutral() = None
+    prompt_logprobs: neutral() = None
+    return_tokens_as_token_ids: neutral(False) = None
+    structured_outputs: neutral() = None
+    guided_json: neutral() = None
+    guided_regex: neutral() = None
+    guided_choice: neutral() = None
+    guided_grammar: neutral() = None
+    response_format: neutral({"type": "text"}) = None
+    priority: neutral(0) = None
+    store: neutral(False) = None
+    service_tier: neutral("auto", "default") = None
+    kv_transfer_params: neutral() = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a request is to be answered.
+    """Form of the answer.
 
     Args:
-      n: sequences for each prompt.
-      is_stream: by server-sent events.
+      n: sequences per prompt.
+      is_stream: whether the answer is a stream of server-sent events.
       with_usage: whether a stream ends with its usage.
       with_running_usage: whether every chunk has the usage so far.
       with_ids: whether token ids are reported beside text.
@@ -63,70 +93,67 @@ class Options:
     with_ids: bool
 
 
-def read_options(fields: Fields, model: str) -> Options:
-    """Everything but sampling and prompt.
+def check_model(content: dict[str, object], model: str) -> None:
+    """Refuses a request for another model than `model`, whatever else is wrong with it.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT names a field; NOT_FOUND for another model than `model`.
+      ServiceError: NOT_FOUND.
     """
-    name = fields.text("model")
-    if name not in (None, model):
+    name = content.get("model")
+    if isinstance(name, str) and name != model:
         raise ServiceError(
             grpc.StatusCode.NOT_FOUND,
             f"model: there is no {name!r} here, this server has {model!r}",
             field="model",
         )
-    fields.refuse_unless(_NEUTRAL)
-    is_stream = fields.flag("stream")
-    with_usage = with_running_usage = False
-    if (stream_options := fields.inner("stream_options")) is not None:
-        if not is_stream:
-            raise fields.wrong("stream_options", "is for streams: set stream, or leave it out")
-        with_usage = stream_options.flag("include_usage")
-        with_running_usage = stream_options.flag("continuous_usage_stats")
-        stream_options.refuse_unless({"include_obfuscation": (False,)})
-        stream_options.done()
+
+
+def read_options(fields: SharedFields) -> Options:
+    """The form of the answer.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT names a field.
+    """
+    stream_options = fields.stream_options or StreamOptions()
+    if fields.stream_options is not None and not fields.stream:
+        raise invalid("stream_options", "is for streams: set stream, or leave it out")
     return Options(
-        n=_or(fields.integer("n"), 1),
-        is_stream=is_stream,
-        with_usage=with_usage,
-        with_running_usage=with_running_usage,
-        with_ids=fields.flag("return_token_ids"),
+        n=fields.n,
+        is_stream=fields.stream,
+        with_usage=stream_options.include_usage,
+        with_running_usage=stream_options.continuous_usage_stats,
+        with_ids=fields.return_token_ids,
     )
 
 
 def read_params(
-    fields: Fields,
+    fields: SharedFields,
     limits: Limits,
     *,
     max_tokens: int,
     spelling: dict[str, str],
     logprobs: int | None,
 ) -> SamplingParams:
-    """How to sample, with OpenAI's defaults.
+    """Sampling parameters.
 
     Args:
       spelling: the route's names of our parameters, where they differ.
+
     Raises:
       ServiceError: INVALID_ARGUMENT names a field.
     """
-    top_k = _or(fields.integer("top_k"), 0)
     return sampling_params(
         spelling,
         limits,
         max_tokens=max_tokens,
-        temperature=_or(fields.number("temperature"), 1.0),
-        top_p=_or(fields.number("top_p"), 1.0),
-        top_k=0 if top_k == -1 else top_k,  # vLLM's way to say all
-        min_p=_or(fields.number("min_p"), 0.0),
-        seed=fields.integer("seed"),
-        stop=fields.texts("stop"),
-        stop_ids=fields.integers("stop_token_ids"),
-        ignore_eos=fields.flag("ignore_eos"),
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=0 if fields.top_k == -1 else fields.top_k,  # vLLM writes -1 for all tokens
+        min_p=fields.min_p,
+        seed=fields.seed,
+        stop=fields.stop,
+        stop_ids=fields.stop_token_ids,
+        ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
-        num_speculative_tokens=fields.integer("num_speculative_tokens"),
+        num_speculative_tokens=fields.num_speculative_tokens,
     )
-
-
-def _or[T](value: T | None, default: T) -> T:
-    return default if value is None else value

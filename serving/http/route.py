@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from serving.http.fields import Fields
 from serving.http.options import Options
 from serving.stream import Ask, Delta
 
@@ -55,10 +54,10 @@ class Route(Protocol):
     whole_object: str
     part_object: str
 
-    def read(self, fields: Fields, caller: Caller) -> Encode:
+    def read(self, content: dict[str, object], caller: Caller) -> Encode:
         """Understands a request, its prompts as they came; may run in any thread.
 
-        What it returns must not hold `fields`, which may be large.
+        What it returns must not hold `content`, which may be large.
 
         Raises:
           ServiceError: it asks for what is not there, or is no request.

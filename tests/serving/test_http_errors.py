@@ -209,6 +209,8 @@ def test_there_is_one_model(server, http):
     ):
         error = refusal(http.post(f"/v1/{path}", json=body | dict(model="gpt-5")), 404)
         assert (error["param"], error["code"]) == ("model", "not_found")
+        several = body | dict(model="gpt-5", temperature="hot", tempratur=1)
+        assert refusal(http.post(f"/v1/{path}", json=several), 404)["param"] == "model"
     models = http.get("/v1/models").json()["data"]
     assert [(one["id"], one["max_model_len"]) for one in models] == [("tiny", 96)]
     assert http.get("/v1/models/tiny").json() == models[0]

@@ -111,12 +111,12 @@ def test_large_bodies_are_read_beside_the_event_loop(server, http, monkeypatch):
     """While one is read, probes, small requests and other connections are answered."""
     healthy, is_held, released, names = Completions.read, threading.Event(), threading.Event(), []
 
-    def held(self, fields, caller):
+    def held(self, content, caller):
         names.append(threading.current_thread().name)
-        if "user" in fields:
+        if "user" in content:
             is_held.set()
             assert released.wait(SECONDS)
-        return healthy(self, fields, caller)
+        return healthy(self, content, caller)
 
     monkeypatch.setattr(Completions, "read", held)
     small = {"prompt": "a", "max_tokens": 2}

@@ -1,0 +1,134 @@
+"""Models of request bodies: any JSON is read or refused by the name of one of its fields."""
+
+import copy
+import random
+import re
+
+import grpc
+import pytest
+from pydantic import ValidationError
+
+from serving.errors import ServiceError
+from serving.http.chat import ChatFields
+from serving.http.completions import CompletionFields
+from serving.http.fields import Fields
+from serving.limits import Limits
+
+LIMITS = Limits(max_messages=4)
+HELLO = {"role": "user", "content": "a"}
+ROUTES = {
+    CompletionFields: {"prompt": "a"},
+    ChatFields: {"messages": [HELLO]},
+}
+MANY = 60_000
+
+
+def refusal(model: type[Fields], **content: object) -> ServiceError:
+    with pytest.raises(ServiceError) as caught:
+        model.read(ROUTES[model] | content, LIMITS)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.message.startswith(f"{caught.value.field}: ")
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+VALUES = (
+    None, True, False, 0, 1, -1, 0.5, 1.0, 1e999, 2**70, 10**400, "", "a", "text", "auto", "\ud800",
+    [], {}, [None], [1], ["a"], [True], ["a", 1], [[1]], [["a"]], [[]], [{}], [HELLO],
+    {"type": "text"}, {"include_usage": True}, {"a": None}, HELLO | {"content": [{"type": "text"}]},
+)  # fmt: skip
+
+
+def damaged(value: object, rng: random.Random) -> object:
+    """The value with one of its parts replaced."""
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        name = rng.choice([*value, "unknown"])
+        return value | {name: damaged(value.get(name), rng)}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        place = rng.randrange(len(value))
+        return [*value[:place], damaged(value[place], rng), *value[place + 1 :]]
+    return copy.deepcopy(rng.choice(VALUES))
+
+
+def mistake(model: type[Fields], content: dict) -> ServiceError | None:
+    try:
+        model.read(content, LIMITS)
+    except ServiceError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("model", ROUTES)
+def test_any_json_is_read_or_refused_by_name(num_cases, model):
+    parts = [{"type": "text", "text": "a"}]
+    whole = dict.fromkeys(model.model_fields) | ROUTES[model]
+    whole |= {"stream_options": {"include_usage": True}, "stop": ["a"], "stop_token_ids": [1]}
+    if model is ChatFields:
+        whole["messages"] = [HELLO, HELLO | {"role": "assistant", "content": parts}]
+    for seed in range(num_cases("bodies with wrong fields", 3000)):
+        rng = random.Random(seed)
+        content = damaged(whole, rng)
+        if rng.random() < 0.5 and isinstance(content, dict):
+            content = damaged(content, rng)
+        error = mistake(model, content) if isinstance(content, dict) else None
+        if error is not None:
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+            name = re.match(r"\w+", error.field)[0]
+            assert name in content or name in ROUTES[model], content
+
+
+@pytest.mark.parametrize("model", ROUTES)
+def test_a_null_counts_as_left_out(model):
+    nulls = dict.fromkeys([*model.model_fields, "unknown"]) | ROUTES[model]
+    assert model.read(nulls, LIMITS) == model.read(ROUTES[model], LIMITS)
+    assert refusal(model, unknown=0).field == "unknown"
+    inner = model.read(ROUTES[model] | {"stream_options": {"include_usage": None}}, LIMITS)
+    assert inner.stream_options.include_usage is False
+
+
+def test_numbers_beyond_those_of_a_float_are_named_as_such():
+    assert refusal(ChatFields, temperature=10**400).message == "temperature: is too large"
+
+
+def test_a_content_may_be_left_out_by_the_assistant_alone():
+    answer = {"role": "assistant", "reasoning_content": "hm"}
+    (message,) = ChatFields.read({"messages": [answer]}, LIMITS).messages
+    assert message.variables() == answer | {"content": ""}
+    for role in ("user", "system"):
+        assert refusal(ChatFields, messages=[HELLO, {"role": role}]).field == "messages[1].content"
+
+
+TOO_MUCH = [
+    (CompletionFields, {f"field {i}": 1 for i in range(MANY)}, "field 0"),
+    (CompletionFields, {"prompt": [None] * MANY}, "prompt"),
+    (CompletionFields, {"prompt": [[None]] * MANY}, "prompt"),
+    (CompletionFields, {"prompt": [["a"] * MANY]}, "prompt"),
+    (CompletionFields, {"stop": [5] * MANY}, "stop"),
+    (CompletionFields, {"stop_token_ids": ["a"] * MANY}, "stop_token_ids"),
+    (ChatFields, {"messages": [5] * 4}, "messages[0]"),
+    (ChatFields, {"messages": [HELLO | {"content": [5] * 4}]}, "messages[0].content[0]"),
+]
+
+
+def num_errors(error: ValidationError) -> int:
+    """With those that a validator caught and described in its own words."""
+    own = [line["ctx"]["error"] for line in error.errors() if line["type"] == "value_error"]
+    caught = [one.__context__ for one in own if isinstance(one.__context__, ValidationError)]
+    return error.error_count() + sum(map(num_errors, caught))
+
+
+@pytest.mark.parametrize(("model", "content", "field"), TOO_MUCH, ids=lambda value: str(value)[:40])
+def test_one_mistake_is_enough(model, content, field):
+    """An error object for each of 60,000 mistakes takes longer than all of the parsing."""
+    error = refusal(model, **content)
+    assert error.field == field
+    assert num_errors(error.__context__) <= 5  # a prompt has four types, each with one error
+
+
+@pytest.mark.parametrize("place", ["messages", "messages[0].content"])
+def test_lists_are_counted_before_their_items_are_read(place):
+    """5 is no message and no part, which the message would say if it had been read."""
+    items = [5] * (LIMITS.max_messages + 1)
+    messages = items if place == "messages" else [HELLO | {"content": items}]
+    error = refusal(ChatFields, messages=messages)
+    assert error.message == f"{place}: 5 are more than the 4 that this server takes"
