@@ -229,6 +229,7 @@ class Detokenizer:
 
     Buffers up to three bytes of an incomplete character. Invalid bytes become U+FFFD at once. The
     concatenated pieces equal `Tokenizer.decode` of all tokens, independent of how they are split.
+    `tokenizers.DecodeStream` emits other text for invalid bytes; docs/log.md has the comparison.
     """
 
     def __init__(self, tokenizer: Tokenizer):
