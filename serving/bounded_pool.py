@@ -1,7 +1,8 @@
-"""Threads for the work of requests that would hold up the event loop: few at a time, few that wait."""
+"""Threads for work that would block the event loop, with limits on what runs and what waits."""
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -14,7 +15,8 @@ class BoundedPool:
     """Runs functions in threads.
 
     A caller that is cancelled while it waits leaves nothing behind. One that is cancelled while its
-    function runs leaves the thread busy until the function returns: nothing can interrupt it.
+    function runs leaves the thread busy until the function returns: nothing can interrupt it. A function
+    runs in its caller's context (`contextvars`).
 
     Args:
       name: of the threads.
@@ -29,6 +31,7 @@ class BoundedPool:
         # Work waits here and not in the executor's queue, which keeps cancelled work until its turn.
         self._free = asyncio.Semaphore(num_threads)
         self._num_waiting = 0
+        self._running: set[Future] = set()
 
     async def run[T](self, function: Callable[[], T]) -> T:
         """What `function` returns.
@@ -51,14 +54,16 @@ class BoundedPool:
 
         def release(future: Future) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(self._free.release)
+                loop.call_soon_threadsafe(self._release, future)
 
         # Not through the future, which is part of a cycle: a large result would stay until that is found.
         outcome: list[tuple[T, None] | tuple[None, Exception]] = []
 
+        context = contextvars.copy_context()
+
         def work() -> None:
             try:
-                outcome.append((function(), None))
+                outcome.append((context.run(function), None))
             except Exception as error:
                 outcome.append((None, error))
 
@@ -68,6 +73,7 @@ class BoundedPool:
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE, "the server shuts down; use another server"
             ) from error
+        self._running.add(future)
         future.add_done_callback(release)
         await asyncio.wrap_future(future)
         result, error = outcome.pop()
@@ -78,6 +84,16 @@ class BoundedPool:
         finally:
             del error  # its traceback leads here
 
+    def _release(self, future: Future) -> None:
+        self._running.discard(future)
+        self._free.release()
+
     def close(self) -> None:
-        """Takes no more work; what runs goes on to its end."""
+        """Takes no more work; functions that run continue."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def wait_closed(self, seconds: float) -> None:
+        """Waits until no function runs, for at most `seconds`."""
+        if self._running:
+            futures = [asyncio.wrap_future(future) for future in self._running]
+            await asyncio.wait(futures, timeout=seconds)

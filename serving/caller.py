@@ -1,22 +1,41 @@
-"""Who calls. Clients with the same bearer token are one caller; on a server without tokens all are one.
+"""The caller of the current task, and when its request arrived.
 
-A caller sees its own requests only: ids of others are free to it, and it cannot abort them.
+Clients with the same bearer token are one caller; on a server without tokens all clients are one. A caller
+sees its own requests only: it may use the ids of others, and it cannot abort them.
 """
 
 import hmac
 import secrets
+import time
 from contextvars import ContextVar
 
 _KEY = secrets.token_bytes(32)
 _CURRENT: ContextVar[str] = ContextVar("caller", default="")
+_ARRIVAL: ContextVar[float | None] = ContextVar("arrival", default=None)
 
 
 def enter(token: bytes | None) -> None:
-    """Says whose call the current task serves, and those that it starts; None without tokens."""
+    """Sets the caller of the current task, and of those that it starts; its request arrives now.
+
+    Args:
+      token: the caller's bearer token; None without tokens.
+    """
     # Not the token: what names a caller may come into logs and error reports.
+    arrive()
     _CURRENT.set("" if token is None else hmac.digest(_KEY, token, "sha256").hex())
 
 
+def arrive() -> None:
+    """Sets the arrival to now: a call may carry many requests."""
+    _ARRIVAL.set(time.monotonic())
+
+
 def current() -> str:
-    """The caller that the current task serves."""
+    """The caller of the current task."""
     return _CURRENT.get()
+
+
+def arrival() -> float:
+    """`time.monotonic()` at which the request of the current task arrived; now if none did."""
+    arrived = _ARRIVAL.get()
+    return time.monotonic() if arrived is None else arrived

@@ -11,11 +11,12 @@ exactly once, with one status. All of this runs in one event loop; only the work
 """
 
 import asyncio
+import contextlib
 import enum
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 import grpc
@@ -34,6 +35,7 @@ from serving.tokenizing import Encoder
 from serving.worker import EngineWorker, Event, Job, Load, Refused
 
 _log = logging.getLogger(__name__)
+_POOL_SECONDS = 10.0  # to wait at the end for texts that are being tokenised
 
 
 class State(enum.Enum):
@@ -136,15 +138,24 @@ class Frontend:
             if since is not None and time.monotonic() - since > seconds:
                 self._die(TimeoutError(f"a round has taken more than {seconds:g} s"))
 
-    async def encode(self, text: str, *, field: str) -> list[int]:
-        """See `Encoder.encode`."""
-        return await self._encoder.encode(text, field=field)
+    async def encode(self, text: str, *, field: str, deadline: float | None = None) -> list[int]:
+        """See `Encoder.encode`.
+
+        Args:
+          deadline: the client's own, as `time.monotonic()`.
+
+        Raises:
+          ServiceError: DEADLINE_EXCEEDED too.
+        """
+        async with self._before(self._deadline(caller.arrival(), deadline)):
+            return await self._encoder.encode(text, field=field)
 
     async def chat(
         self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, object], *, field: str
     ) -> list[int]:
-        """See `Encoder.chat`."""
-        return await self._encoder.chat(messages, variables, field=field)
+        """See `Encoder.chat`; raises as `encode` does."""
+        async with self._before(self._deadline(caller.arrival(), None)):
+            return await self._encoder.chat(messages, variables, field=field)
 
     def open(self, ask: Ask) -> Stream:
         """Accepts a request; what the engine does not accept arrives when the stream is read.
@@ -159,17 +170,18 @@ class Frontend:
             self.refused(ask.protocol, ask.method, error)
             raise
         number = next(self._numbers)
-        deadline = ask.deadline
-        if self.limits.max_seconds is not None:
-            latest = time.monotonic() + self.limits.max_seconds
-            deadline = latest if deadline is None else min(deadline, latest)
         listen = listener(
             self.tokenizer if ask.wants_text else None,
             self.channels if ask.is_chat else None,
             ask.params.stop,
         )
         stream = Stream(
-            ask, number, listen, end=self._worker.abort, on_close=self._close, deadline=deadline
+            ask,
+            number,
+            listen,
+            end=self._worker.abort,
+            on_close=self._close,
+            deadline=self._deadline(ask.arrival, ask.deadline),
         )
         self._streams[number] = stream
         self._by_id[ask.caller, ask.request_id] = stream
@@ -219,6 +231,8 @@ class Frontend:
         self._encoder.close()
         self.memory.close()
         self.is_stuck = not await asyncio.to_thread(self._worker.stop, patience)
+        # A thread that outlives the server could still write to its log.
+        await self._encoder.wait_closed(_POOL_SECONDS)
         if self.state is not State.DEAD:
             self._enter(State.STOPPED)
         return not rest
@@ -240,10 +254,32 @@ class Frontend:
             self._validate(ask.prompt, ask.params)
         except ConfigError as error:
             raise invalid(ask.spelling.get(error.field, error.field), error.rule) from error
-        if ask.deadline is not None and ask.deadline <= time.monotonic():
+        now = time.monotonic()
+        if ask.deadline is not None and ask.deadline <= now:
             raise ServiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline had passed when the request came"
             )
+        latest = self._deadline(ask.arrival, None)
+        if latest is not None and latest <= now:
+            raise _is_late(now - ask.arrival)
+
+    def _deadline(self, arrival: float, own: float | None) -> float | None:
+        """The earlier of a client's own deadline and the server's limit, as `time.monotonic()`."""
+        most = self.limits.max_seconds
+        latest = [] if most is None else [arrival + most]
+        return min(latest + ([] if own is None else [own]), default=None)
+
+    @contextlib.asynccontextmanager
+    async def _before(self, deadline: float | None) -> AsyncIterator[None]:
+        """Ends the work within at the deadline, with DEADLINE_EXCEEDED."""
+        left = None if deadline is None else deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(left) as limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise _is_late(time.monotonic() - caller.arrival()) from error
 
     def _check_count(self, ask: Ask) -> None:
         n, most, rule = ask.n, self.limits.max_n, None
@@ -296,9 +332,9 @@ class Frontend:
 
     def _serve(self) -> None:
         self._enter(State.SERVING)
-        if self.tokenizer is not None:
-            # Not before: it imports for a second, which tracing the first programs would wait for.
-            asyncio.get_running_loop().run_in_executor(None, self.tokenizer.prepare_chat)
+        if self.state is State.SERVING:
+            # Not before: it imports for a second, and tracing the first programs would wait for that.
+            self._encoder.prepare()
 
     def _enter(self, state: State) -> None:
         if self.state is State.DRAINING and state is State.SERVING:
@@ -306,6 +342,13 @@ class Frontend:
         self.state = state
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _is_late(seconds: float) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        f"the time was up after {seconds:.3g} s, before the request came to the engine",
+    )
 
 
 def _numbered(params: SamplingParams, index: int) -> SamplingParams:

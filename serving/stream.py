@@ -38,6 +38,7 @@ class Ask:
       trace: headers of the client's trace (W3C), lower-case.
       spelling: the client's names of "prompt", "n" and fields of `params`, where they are others.
       caller: whose request it is; see `caller`.
+      arrival: `time.monotonic()` at which its call, or its message in a stream of requests, arrived.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class Ask:
     method: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
     spelling: Mapping[str, str] = field(default_factory=dict)
+    arrival: float = field(default_factory=caller.arrival)
     caller: str = field(default_factory=caller.current)
 
 
@@ -156,7 +158,7 @@ class Stream:
         self.ask, self.number, self.n = ask, number, ask.n
         self.code: grpc.StatusCode | None = None
         self.error: ServiceError | None = None
-        self.arrival = time.monotonic()
+        self.arrival = ask.arrival
         self.first_token: float | None = None
         self.end: float | None = None
         self.requests: list[Request] = []
@@ -167,7 +169,7 @@ class Stream:
         self._timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(deadline - self.arrival, self._expire)
+            self._timer = loop.call_later(deadline - time.monotonic(), self._expire)
 
     async def __aenter__(self) -> Self:
         return self

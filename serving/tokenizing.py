@@ -1,5 +1,6 @@
-"""Prompts to token ids: what no model could take is refused first, what takes long leaves the event loop."""
+"""Converts prompts to token ids: too long prompts are refused first, long ones are tokenised in threads."""
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 
@@ -60,6 +61,7 @@ class Encoder:
         )
         # Templates are Python, which runs one thread at a time anyway.
         self._chats = BoundedPool("chat", "chats", num_threads=1, max_waiting=_MAX_WAITING_CHATS)
+        self._preparing: asyncio.Task | None = None
 
     async def encode(self, text: str, *, field: str) -> list[int]:
         """Token ids of a prompt.
@@ -98,10 +100,19 @@ class Encoder:
             return await self._chats.run(_naming(field, encode))
         return await self._run_long(_naming(field, encode), size)
 
+    def prepare(self) -> None:
+        """Starts to load the chat template, which takes seconds; chats wait for it."""
+        if self._tokenizer is not None:
+            self._preparing = asyncio.create_task(self._chats.run(self._tokenizer.prepare_chat))
+
     def close(self) -> None:
         """Takes no more texts."""
         self._long.close()
         self._chats.close()
+
+    async def wait_closed(self, seconds: float) -> None:
+        """Waits until no thread works on a text, for at most `seconds`."""
+        await asyncio.gather(self._long.wait_closed(seconds), self._chats.wait_closed(seconds))
 
     async def _run_long(self, encode: Callable[[], list[int]], size: int) -> list[int]:
         try:

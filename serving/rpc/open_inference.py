@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from serving import caller
 from serving.errors import ServiceError, invalid
 from serving.frontend import Frontend, State
 from serving.params import refuse_unless_neutral
@@ -127,6 +128,7 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                         continue
                     if request is None:
                         break
+                    caller.arrive()
                     await room.acquire()
                     task = group.create_task(self._answer(request, context, replies))
                     task.add_done_callback(lambda _: room.release())
@@ -224,7 +226,7 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         ask = Ask(
             # Ids of this protocol tell a client's own requests apart, and clients all begin at 1.
             request_id=f"{client_id}-{uuid.uuid4().hex}" if client_id else uuid.uuid4().hex,
-            prompt=await self._frontend.encode(text, field=where),
+            prompt=await self._frontend.encode(text, field=where, deadline=deadline),
             params=sampling.params,
             n=sampling.n,
             deadline=deadline,

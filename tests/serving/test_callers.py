@@ -50,10 +50,10 @@ class Caller:
         request = vllm_engine_pb2.AbortRequest(request_ids=["x"])
         return call(request.SerializeToString(), metadata=self.metadata, timeout=LIMIT)
 
-    def post(self) -> httpx.Response:
+    def post(self, **others: str) -> httpx.Response:
         headers = {"authorization": self.header} if self.header else {}
         url = f"http://{self.server.http_address}/v1/completions"
-        return httpx.post(url, json=BODY, headers=headers, timeout=LIMIT)
+        return httpx.post(url, json=BODY | others, headers=headers, timeout=LIMIT)
 
 
 @pytest.fixture
@@ -104,14 +104,21 @@ def test_ids_are_unique_among_a_callers_own(server, callers):
         assert reason(mine) == pb.FINISH_REASON_LENGTH
 
 
-def test_an_id_that_another_caller_runs_is_free_over_http(server, callers):
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_an_id_that_another_caller_runs_is_free_over_http(server, callers, size):
+    """Large bodies are read in a thread, which must know the caller too."""
     first, second = callers
     with server.paced() as pace:
         stream = first.open()
         answers = []
-        asking = threading.Thread(target=lambda: answers.append(second.post()))
+        asking = threading.Thread(target=lambda: answers.append(second.post(user="u" * size)))
         asking.start()
         eventually(lambda: server.frontend.num_open == 2)
+        (theirs,) = (
+            one.ask for one in server.frontend._streams.values() if one.ask.method[0] == "/"
+        )
+        assert theirs.caller
+        assert first.post(user="u" * size).status_code == 409
         pace.release(1_000_000)
         asking.join(LIMIT)
         assert (answers[0].status_code, answers[0].headers["x-request-id"]) == (200, "x")

@@ -3,21 +3,24 @@
 import asyncio
 import sys
 import threading
+import time
 
 import grpc
 import httpx
 import pytest
 
+from peagle_jax import SamplingParams
 from serving.bounded_pool import BoundedPool
 from serving.errors import ServiceError
 from serving.limits import Limits
 from serving.protos import open_inference_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
 from serving.protos import peagle_v1_pb2 as pb
 from serving.rpc import open_inference, vllm
+from serving.stream import Ask
 from serving.tokenizing import Encoder
 from tests.serving.live import LiveServer
 from tests.serving.test_fuzz import METHODS, Client
-from tests.waiting import soon
+from tests.waiting import LIMIT, soon
 
 SECONDS = 60  # limit of every wait
 LONGEST = 96 * 2  # characters: tokens of the model's length, and characters of the longest token
@@ -223,6 +226,88 @@ def test_work_whose_client_left_keeps_its_thread_and_nothing_else():
 
     asyncio.run(leave())
     assert (held.ended, held.most) == (2, 1)
+
+
+PROMPTS = {
+    "text": dict(text="a" * 5000),
+    "chat": dict(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a" * 5000)])),
+}
+
+
+@pytest.fixture
+def hurried(make_engine):
+    """A server whose only tokenizer thread is busy until the test releases it, and its tokenizer."""
+    held = Held()
+    limits = Limits(max_seconds=0.3, tokenizer_threads=1)
+    server = LiveServer(make_engine(), http=True, limits=limits)
+    server.call(setattr, server.frontend, "_encoder", Encoder(held, limits, max_model_len=1 << 20))
+    yield server, held
+    held.released.set()
+    server.close()
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_time_in_the_tokenizer_counts_towards_the_limit_of_a_request(hurried, kind):
+    """That of the text that is tokenised, and that of the text that waits."""
+    server, held = hurried
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        calls = [stub.GenerateOnce.future(pb.GenerateRequest(**PROMPTS[kind])) for _ in range(2)]
+        for call in calls:
+            error = call.exception(timeout=LIMIT)
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert error.details().startswith("the time was up after")
+    assert held.running == 1
+    answer = httpx.post(
+        f"http://{server.http_address}/v1/completions", json={"prompt": "a" * 5000}, timeout=LIMIT
+    )
+    assert answer.status_code == 504
+
+
+def test_the_time_of_a_streams_request_begins_with_its_message(hurried):
+    """Its call may be open for hours."""
+    server, _ = hurried
+    request = infer("a" * 5000)
+    request.parameters["timeout"].int64_param = 10**9
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(f"/{open_inference.SERVICE}/ModelStreamInfer")
+        for answer in call(iter([request.SerializeToString()] * 2), timeout=LIMIT):
+            read = open_inference_pb2.ModelStreamInferResponse.FromString(answer)
+            assert read.error_message.startswith("DEADLINE_EXCEEDED: the time was up after 0.3")
+
+
+def test_the_limit_of_a_request_begins_with_its_arrival(hurried):
+    server, _ = hurried
+
+    def open_late():
+        ask = Ask(
+            request_id="late", prompt=[1], params=SamplingParams(), arrival=time.monotonic() - 1
+        )
+        with pytest.raises(ServiceError, match="the time was up after 1"):
+            server.frontend.open(ask)
+
+    server.call(open_late)
+
+
+def test_closing_waits_for_the_thread_that_loads_the_chat_template(make_engine, monkeypatch):
+    """It logs, and the log may be closed after the server."""
+    started, released = threading.Event(), threading.Event()
+
+    def prepare(tokenizer):
+        started.set()
+        assert released.wait(LIMIT)
+
+    engine = make_engine()
+    monkeypatch.setattr(type(engine.tokenizer), "prepare_chat", prepare)
+    server = LiveServer(engine)
+    assert started.wait(LIMIT)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    closing.join(0.5)
+    assert closing.is_alive()
+    released.set()
+    closing.join(LIMIT)
+    assert not closing.is_alive()
 
 
 def test_the_event_loop_goes_on_while_long_texts_are_tokenised(server, monkeypatch):
