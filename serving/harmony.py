@@ -1,10 +1,10 @@
-"""Text of a reply, told apart from the reasoning before it where the model marks both.
+"""Separates the text of a reply from its reasoning, for models that mark both.
 
-GPT-OSS speaks harmony: a reply is messages, each with a header that names its channel.
+GPT-OSS uses the harmony format: a reply is a list of messages, each with a header that names its channel.
 
     <|channel|>analysis<|message|>They greet me.<|end|><|start|>assistant<|channel|>final<|message|>Hi!<|return|>
 
-The prompt ends in `<|start|>assistant`, so a reply begins inside of a header.
+The prompt ends in `<|start|>assistant`, so a reply begins within a header.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from peagle_jax.text import TextStream, Tokenizer
 
 @dataclass(frozen=True)
 class Spoken:
-    """A piece of a reply."""
+    """A piece of a reply: text for the user, and reasoning."""
 
     text: str = ""
     reasoning: str = ""
@@ -27,18 +27,18 @@ class Spoken:
 
 
 class Speech(Protocol):
-    """Turns the tokens of one sequence into what is said by them."""
+    """Turns the tokens of one sequence into text and reasoning."""
 
     def add(self, tokens: Sequence[int]) -> Spoken:
-        """Takes in tokens; returns what no later token can take back."""
+        """Appends tokens; returns the new part that later tokens cannot change."""
 
     def finish(self) -> Spoken:
-        """The rest, at the end of the sequence."""
+        """Returns the rest at the end of the sequence."""
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Ids of the special tokens that frame messages; `ends` close one."""
+    """Ids of harmony's special tokens; `ends` are those that end a message."""
 
     start: int
     channel: int
@@ -47,7 +47,7 @@ class Channels:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> Self | None:
-        """A tokenizer's; None if it has not all of them, so that its model does not speak harmony."""
+        """The ids in a vocabulary; None if one is missing: then the model does not use harmony."""
         if tokenizer is None:
             return None
         names = ("start", "channel", "message", "end", "return", "call")
@@ -60,11 +60,11 @@ class Channels:
 def listener(
     tokenizer: Tokenizer | None, channels: Channels | None, stops: Sequence[str]
 ) -> Callable[[], Speech | None]:
-    """Makes a `Speech` for each sequence of a request: None without a tokenizer.
+    """A function that returns a new `Speech` for each sequence, or None without a tokenizer.
 
     Args:
-      channels: None to take everything as text.
-      stops: strings that end the text.
+      channels: harmony's ids; None: all output is text.
+      stops: stop strings, which are not part of the text.
     """
     if tokenizer is None:
         return lambda: None
@@ -74,7 +74,7 @@ def listener(
 
 
 class PlainSpeech:
-    """Everything is text."""
+    """All output is text."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
         self._text = TextStream(tokenizer, stops)
@@ -89,12 +89,12 @@ class PlainSpeech:
 
 
 class HarmonySpeech:
-    """Messages of the channel "analysis" are reasoning, and so are those to a tool: neither is meant for
-    the user. Those of other channels are text. Headers are neither.
+    """Messages in the channel "analysis" and messages to a tool are reasoning: neither is meant for the
+    user. Messages in other channels are text. Headers are dropped.
 
-    Text before the first mark is text: a prompt may have begun the message itself. A header that the
-    sequence's end cut off is dropped. The engine looks for stop strings in all that the model writes,
-    headers and reasoning included.
+    Output before the first special token is text, because the prompt may contain the header. An
+    incomplete header at the end of the sequence is dropped. The engine searches all output for stop
+    strings, headers and reasoning included.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], channels: Channels):
@@ -104,36 +104,36 @@ class HarmonySpeech:
         self._is_reasoning = False
         self._role: list[int] = []
         self._channel: list[int] = []
-        self._place = self._body
+        self._state = self._body
 
     def add(self, tokens: Sequence[int]) -> Spoken:
         """See `Speech`."""
         spoken = Spoken()
         for token in tokens:
-            spoken += self._place(token)
+            spoken += self._state(token)
         return spoken
 
     def finish(self) -> Spoken:
         """See `Speech`."""
-        return self._said(self._text.finish())
+        return self._spoken(self._text.finish())
 
-    # The three places where a token may stand; a mark leads from one to another.
+    # Three states, one method each. A special token changes the state.
 
     def _body(self, token: int) -> Spoken:
         marks = self._channels
         if token not in marks.ends | {marks.start, marks.channel, marks.message}:
-            return self._said(self._text.add([token]))
-        said = self.finish()
+            return self._spoken(self._text.add([token]))
+        rest = self.finish()
         self._text, self._is_reasoning = self._new_text(), False
         if token == marks.start:
-            self._role, self._channel, self._place = [], [], self._in_role
+            self._role, self._channel, self._state = [], [], self._in_role
         elif token == marks.channel:
-            self._role, self._channel, self._place = [], [], self._in_channel
-        return said
+            self._role, self._channel, self._state = [], [], self._in_channel
+        return rest
 
     def _in_role(self, token: int) -> Spoken:
         if token == self._channels.channel:
-            self._place = self._in_channel
+            self._state = self._in_channel
         elif not self._has_ended(token):
             self._role.append(token)
         return Spoken()
@@ -144,16 +144,17 @@ class HarmonySpeech:
         return Spoken()
 
     def _has_ended(self, token: int) -> bool:
-        """Whether the header did: by its message, or by an end without one."""
+        """Whether `token` ends the header, with or without a message after it."""
         if token == self._channels.message:
             channel = self._tokenizer.decode(self._channel)
             header = self._tokenizer.decode(self._role) + channel
-            # <|start|>assistant to=functions.f<|channel|>commentary, or the address after the channel.
+            # The recipient follows the role or the channel:
+            # <|start|>assistant to=functions.f<|channel|>commentary
             self._is_reasoning = channel.split()[:1] == ["analysis"] or " to=" in header
         elif token not in self._channels.ends:
             return False
-        self._place = self._body
+        self._state = self._body
         return True
 
-    def _said(self, text: str) -> Spoken:
+    def _spoken(self, text: str) -> Spoken:
         return Spoken(reasoning=text) if self._is_reasoning else Spoken(text)

@@ -1,4 +1,4 @@
-"""JSON that clients send: counted before it becomes objects, and without keys that stand there twice."""
+"""Parses clients' JSON: bounded in size before parsing, and without duplicate keys."""
 
 import json
 from collections.abc import Iterator
@@ -11,49 +11,49 @@ from serving.errors import invalid
 from serving.limits import Limits
 
 MAX_VALUES = 65_536
-"""Numbers, texts, lists and objects that a request may hold beside the token ids of its prompts."""
+"""Most numbers, texts, lists and objects of a request, token ids of its prompts aside."""
 
 MAX_SMALL_BYTES = 1 << 16
-"""Of JSON within a gRPC message: variables of a chat template, sampling parameters."""
+"""Most bytes of JSON within a gRPC message: variables of a chat template, sampling parameters."""
 
 _PIECE = 1 << 16  # bytes
 
 
 def parse_object(content: bytes, *, field: str, limits: Limits, max_ids: int = 0) -> dict:
-    """The object that `content` holds.
+    """Parses a JSON object.
 
-    json.loads keeps Python's global lock to its end, so what would take it long is refused by a count of
-    bytes: 5 million empty objects (15 MiB) take it 2.3 s and 375 MB.
+    json.loads holds the GIL until it returns: 5 million empty objects (15 MiB) take 2.3 s and 375 MB.
+    Such a text is refused before it is parsed, by a count of its brackets and commas.
 
     Args:
-      field: what messages call it.
-      max_ids: values that it may hold beyond `MAX_VALUES`.
+      field: name of the text in error messages.
+      max_ids: values that are allowed in addition to `MAX_VALUES`.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT; it is no JSON object, it is too deep or holds too many values, or an
-        object holds a key twice.
+      ServiceError: INVALID_ARGUMENT if the text is no JSON object, has too many values or too much
+        nesting, or has an object with duplicate keys.
     """
     for size in sizes(content):
         _check_size(size, field, limits, MAX_VALUES + max_ids)
     try:
-        # Bytes would be read as UTF-16 or UTF-32 too, of which the count knows nothing.
-        found = json.loads(
+        # From bytes json.loads would also accept UTF-16 and UTF-32, which `sizes` cannot count.
+        value = json.loads(
             str(content, "utf-8"),
             object_pairs_hook=partial(_object, field),
             parse_constant=_refuse_constant,
         )
     except (ValueError, RecursionError) as error:
         raise invalid(field, f"is not valid JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise invalid(field, "must be a JSON object")
-    return found
+    return value
 
 
 def parse_small_object(content: bytes, *, field: str, limits: Limits) -> dict:
-    """`parse_object` of at most `MAX_SMALL_BYTES`, for code that runs in the event loop.
+    """`parse_object` for code in the event loop: refuses more than `MAX_SMALL_BYTES`.
 
     Raises:
-      ServiceError: as `parse_object` does, and for more bytes.
+      ServiceError: INVALID_ARGUMENT, as `parse_object` and for more bytes.
     """
     if len(content) > MAX_SMALL_BYTES:
         raise invalid(field, f"{len(content)} bytes are more than {MAX_SMALL_BYTES}")
@@ -62,7 +62,7 @@ def parse_small_object(content: bytes, *, field: str, limits: Limits) -> dict:
 
 @dataclass(frozen=True)
 class Size:
-    """What a JSON text holds: values at most, objects among them, and how deep they lie."""
+    """Upper bound of the values in a JSON text, the objects among them, and the depth of nesting."""
 
     num_values: int
     num_objects: int
@@ -70,17 +70,17 @@ class Size:
 
 
 def sizes(content: bytes) -> Iterator[Size]:
-    """What the text holds up to the end of each piece of it; the last is the size of the whole.
+    """Running size of a text after each piece of `_PIECE` bytes; the last one is that of the whole text.
 
-    It counts bytes, mostly without Python's global lock, so a caller that stops at the first size above
-    its limit has spent about a millisecond. Of a text that is no JSON the count is right up to the mistake.
+    Counting takes about 1 ms per piece, mostly without the GIL, so a caller stops at the first size above
+    its limit. In a text that is no JSON the size is correct up to the mistake.
     """
     num_values, num_objects, depth, deepest, is_in_string = 1, 0, 0, 0, False
     start = 0
     while start < len(content):
         piece = content[start : start + _PIECE]
         if _num_trailing_backslashes(piece) % 2:
-            piece = content[start : start + _PIECE + 1]  # an escape stays in one piece
+            piece = content[start : start + _PIECE + 1]  # keeps an escape in one piece
         start += len(piece)
         text = np.frombuffer(piece.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
         in_string = np.logical_xor.accumulate(text == ord('"')) ^ is_in_string
@@ -94,7 +94,7 @@ def sizes(content: bytes) -> Iterator[Size]:
         )
         deepest = max(deepest, int(depths.max(initial=0)))
         depth = int(depths[-1]) if len(depths) else depth
-        # Each comma and each bracket begins a value; an empty list counts as if it held one.
+        # Each comma and each opening bracket precedes a value; an empty list counts as one with a value.
         num_values += int(np.count_nonzero(is_opening) + np.count_nonzero(marks == ord(",")))
         num_objects += int(np.count_nonzero(is_object))
         yield Size(num_values, num_objects, deepest)
@@ -108,7 +108,7 @@ def _check_size(size: Size, field: str, limits: Limits, max_values: int) -> None
     if size.depth > limits.max_json_depth:
         rule = f"lists and objects {size.depth} deep are more than {limits.max_json_depth}"
         raise invalid(field, rule)
-    # An object takes as long as ten numbers; a chat has one for each message and each of its parts.
+    # An object costs as much time as ten numbers. A chat has one for each message and each part.
     for number, what, most in (
         (size.num_values, "values", max_values),
         (size.num_objects, "objects", 4 * limits.max_messages),
@@ -119,12 +119,12 @@ def _check_size(size: Size, field: str, limits: Limits, max_values: int) -> None
 
 
 def _object(field: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise invalid(field, f"the key {twice!r} stands in an object twice; leave one out")
-    return made
+        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise invalid(field, f"the key {duplicate!r} stands in an object twice; leave one out")
+    return content
 
 
 def _refuse_constant(name: str):

@@ -1,7 +1,7 @@
-"""Runs OpenAI's two generating routes: body in, answer or events out, and an eye on the client.
+"""Runs OpenAI's two generating routes: reads the body, opens streams of the engine, sends the answer.
 
-Nothing is sent before the first delta, so whatever goes wrong until then has its own status, for streams
-too. A client that leaves, waiting in the queue or reading, ends its requests at once.
+The response begins with the first delta, so an error before it has its own HTTP status, for streams too.
+A lost connection cancels its requests at once, queued or running.
 """
 
 import asyncio
@@ -31,26 +31,26 @@ from serving.stream import Delta, Stream
 
 _log = logging.getLogger(__name__)
 _TRACE = ("traceparent", "tracestate")
-_SHORT = 4096  # bytes of a body that the event loop reads in about 1 ms
-_MAX_WAITING = 64  # larger ones
-_MAX_BODIES = 32  # of the largest size, held until they are parsed
+_SHORT = 4096  # bytes; the event loop parses such a body in about 1 ms
+_MAX_WAITING = 64  # larger bodies that wait for the parser
+_MAX_BODIES = 32  # bodies of the largest size that memory holds until they are parsed
 
 
 class Reader:
-    """What all generating routes share to read bodies: memory for them, and a thread for large ones."""
+    """Reads the bodies of all generating routes: bounded memory, and a thread that parses large ones."""
 
     def __init__(self, *, max_bytes: int, on_free: Callable[[int], None]):
         self.max_bytes = max_bytes
         self._memory = BodyMemory(_MAX_BODIES * max_bytes, on_free)
-        # json.loads keeps the global lock, so a second thread would win nothing.
+        # json.loads holds the GIL, so a second thread would not be faster.
         self._pool = BoundedPool("json", "large requests", num_threads=1, max_waiting=_MAX_WAITING)
 
     def body(self) -> Body:
-        """A body that has yet to come."""
+        """The body of a new request."""
         return Body(self._memory)
 
     async def run[T](self, size: int, function: Callable[[], T]) -> T:
-        """`function()`, which reads a body of `size` bytes, beside the event loop if that takes long."""
+        """Calls `function`, which parses a body of `size` bytes: in a thread if the body is large."""
         return function() if size <= _SHORT else await self._pool.run(function)
 
 
@@ -64,41 +64,41 @@ class Generation:
         reply, body = Reply(scope, receive, send), self._reader.body()
         try:
             await body.read(Headers(scope=scope), receive, self._reader.max_bytes)
-            await self._while_client_stays(receive, self._work(Headers(scope=scope), body, reply))
+            await self._while_connected(receive, self._work(Headers(scope=scope), body, reply))
         except Gone:
             return
         except ServiceError as error:
             self._frontend.refused("http", self._route.path, error)
             is_late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-            # A slow client shall not hold the connection too.
+            # Close the connection after a timeout, so that a slow client does not keep it.
             await reply.whole(error_answer(error, {"connection": "close"} if is_late else None))
         finally:
             body.free()
 
-    async def _while_client_stays(self, receive: Receive, answer: Coroutine) -> None:
+    async def _while_connected(self, receive: Receive, answer: Coroutine) -> None:
         work = asyncio.create_task(answer)
-        leave = asyncio.create_task(_client_leaves(receive))
+        disconnect = asyncio.create_task(_wait_for_disconnect(receive))
         try:
-            await asyncio.wait((work, leave), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         finally:
             work.cancel()
-            leave.cancel()
-            await asyncio.gather(work, leave, return_exceptions=True)
+            disconnect.cancel()
+            await asyncio.gather(work, disconnect, return_exceptions=True)
 
     async def _work(self, headers: Headers, body: Body, reply: Reply) -> None:
-        """Answers; every error ends in a response or, once that has begun, in an event."""
+        """Answers. An error becomes a response or, after the response has begun, an event."""
         try:
             read = partial(self._read, headers, body, reply)
             encode = await self._reader.run(len(body.content), read)
             body.free()
             call = await encode()
-            del encode  # it holds the prompts as they came, and generation may take minutes
+            del encode  # frees the texts of the prompts: generation may take minutes
             await self._answer(call, reply)
         except ServiceError as error:
             self._frontend.refused("http", self._route.path, error)
             await reply.fail(error)
         except OSError as error:
-            _log.debug("a client left while it was answered: %r", error)
+            _log.debug("a client disconnected during its answer: %r", error)
         except Exception as error:
             _log.exception("a request failed")
             await reply.fail(failure(error))
@@ -135,8 +135,8 @@ class Generation:
 async def _whole(call: Call, streams: Sequence[Stream], envelope: dict) -> dict:
     """The complete answer."""
     deltas: dict[int, list[Delta]] = {}
-    async with contextlib.aclosing(_deltas(streams, call.options.n)) as news:
-        async for index, delta in news:
+    async with contextlib.aclosing(_deltas(streams, call.options.n)) as all_deltas:
+        async for index, delta in all_deltas:
             deltas.setdefault(index, []).append(delta)
     choices = [call.choices.whole(index, _joined(deltas[index])) for index in sorted(deltas)]
     usage = {"usage": reports.final_usage(streams)}
@@ -144,12 +144,12 @@ async def _whole(call: Call, streams: Sequence[Stream], envelope: dict) -> dict:
 
 
 async def _send_events(call: Call, streams: Sequence[Stream], envelope: dict, reply: Reply) -> None:
-    """The answer in chunks; the usage comes last, without choices."""
+    """Sends the answer in chunks; the last chunk has the usage and no choices."""
     options = call.options
     num_prompt = sum(len(ask.prompt) for ask in call.asks)
     num_tokens = 0
-    async with contextlib.aclosing(_deltas(streams, options.n)) as news:
-        async for index, delta in news:
+    async with contextlib.aclosing(_deltas(streams, options.n)) as all_deltas:
+        async for index, delta in all_deltas:
             chunk = envelope | {"choices": [call.choices.part(index, delta)]}
             num_tokens += len(delta.tokens)
             if options.with_running_usage:
@@ -162,7 +162,7 @@ async def _send_events(call: Call, streams: Sequence[Stream], envelope: dict, re
 
 
 async def _deltas(streams: Sequence[Stream], n: int) -> AsyncIterator[tuple[int, Delta]]:
-    """Deltas of all prompts as they come, with the number of their choice."""
+    """Deltas of all prompts in the order of arrival, each with the index of its choice."""
     waiting = {asyncio.create_task(_next(stream)): place for place, stream in enumerate(streams)}
     try:
         while waiting:
@@ -185,7 +185,7 @@ async def _next(stream: Stream) -> Delta | None:
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """All deltas of a sequence as one."""
+    """Joins all deltas of a sequence."""
     spoken, logprobs = Spoken(), None
     for delta in deltas:
         spoken += Spoken(delta.text, delta.reasoning)
@@ -208,7 +208,7 @@ def _request_id(given: object) -> str:
     return calls.request_id(given)
 
 
-async def _client_leaves(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Returns when the connection is lost."""
     while (await receive())["type"] != "http.disconnect":
         pass
