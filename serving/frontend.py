@@ -26,7 +26,7 @@ from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from serving import caller
 from serving.errors import ServiceError, invalid
-from serving.harmony import Channels, listener
+from serving.harmony import HarmonyIds, parser_factory
 from serving.limits import Limits
 from serving.memory import MemoryReturn
 from serving.metrics import Metrics
@@ -70,7 +70,7 @@ class Frontend:
     ):
         self.name = name
         self.tokenizer: Tokenizer | None = engine.tokenizer
-        self.channels = Channels.of(self.tokenizer)
+        self.channels = HarmonyIds.of(self.tokenizer)
         self._validate = engine.validate
         self.config = engine.config
         self.target_config = engine.target_config
@@ -170,7 +170,7 @@ class Frontend:
             self.refused(ask.protocol, ask.method, error)
             raise
         number = next(self._numbers)
-        listen = listener(
+        new_parser = parser_factory(
             self.tokenizer if ask.wants_text else None,
             self.channels if ask.is_chat else None,
             ask.params.stop,
@@ -178,7 +178,7 @@ class Frontend:
         stream = Stream(
             ask,
             number,
-            listen,
+            new_parser,
             end=self._worker.abort,
             on_close=self._close,
             deadline=self._deadline(ask.arrival, ask.deadline),

@@ -16,28 +16,28 @@ from peagle_jax.text import TextStream, Tokenizer
 
 
 @dataclass(frozen=True)
-class Spoken:
+class ReplyPart:
     """A piece of a reply: text for the user, and reasoning."""
 
     text: str = ""
     reasoning: str = ""
 
     def __add__(self, later: Self) -> Self:
-        return Spoken(self.text + later.text, self.reasoning + later.reasoning)
+        return ReplyPart(self.text + later.text, self.reasoning + later.reasoning)
 
 
-class Speech(Protocol):
+class ReplyParser(Protocol):
     """Turns the tokens of one sequence into text and reasoning."""
 
-    def add(self, tokens: Sequence[int]) -> Spoken:
+    def add(self, tokens: Sequence[int]) -> ReplyPart:
         """Appends tokens; returns the new part that later tokens cannot change."""
 
-    def finish(self) -> Spoken:
+    def finish(self) -> ReplyPart:
         """Returns the rest at the end of the sequence."""
 
 
 @dataclass(frozen=True)
-class Channels:
+class HarmonyIds:
     """Ids of harmony's special tokens; `ends` are those that end a message."""
 
     start: int
@@ -52,43 +52,41 @@ class Channels:
             return None
         names = ("start", "channel", "message", "end", "return", "call")
         ids = [tokenizer.special_id(f"<|{name}|>") for name in names]
-        if None in ids:
-            return None
-        return cls(*ids[:3], frozenset(ids[3:]))
+        return None if None in ids else cls(*ids[:3], frozenset(ids[3:]))
 
 
-def listener(
-    tokenizer: Tokenizer | None, channels: Channels | None, stops: Sequence[str]
-) -> Callable[[], Speech | None]:
-    """A function that returns a new `Speech` for each sequence, or None without a tokenizer.
+def parser_factory(
+    tokenizer: Tokenizer | None, ids: HarmonyIds | None, stops: Sequence[str]
+) -> Callable[[], ReplyParser | None]:
+    """A function that returns a new `ReplyParser` for each sequence, or None without a tokenizer.
 
     Args:
-      channels: harmony's ids; None: all output is text.
+      ids: of harmony's special tokens; None: all output is text.
       stops: stop strings, which are not part of the text.
     """
     if tokenizer is None:
         return lambda: None
-    if channels is None:
-        return partial(PlainSpeech, tokenizer, stops)
-    return partial(HarmonySpeech, tokenizer, stops, channels)
+    if ids is None:
+        return partial(PlainParser, tokenizer, stops)
+    return partial(HarmonyParser, tokenizer, stops, ids)
 
 
-class PlainSpeech:
+class PlainParser:
     """All output is text."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
         self._text = TextStream(tokenizer, stops)
 
-    def add(self, tokens: Sequence[int]) -> Spoken:
-        """See `Speech`."""
-        return Spoken(self._text.add(tokens))
+    def add(self, tokens: Sequence[int]) -> ReplyPart:
+        """See `ReplyParser`."""
+        return ReplyPart(self._text.add(tokens))
 
-    def finish(self) -> Spoken:
-        """See `Speech`."""
-        return Spoken(self._text.finish())
+    def finish(self) -> ReplyPart:
+        """See `ReplyParser`."""
+        return ReplyPart(self._text.finish())
 
 
-class HarmonySpeech:
+class HarmonyParser:
     """Messages in the channel "analysis" and messages to a tool are reasoning: neither is meant for the
     user. Messages in other channels are text. Headers are dropped.
 
@@ -97,8 +95,8 @@ class HarmonySpeech:
     strings, headers and reasoning included.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], channels: Channels):
-        self._tokenizer, self._channels = tokenizer, channels
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], ids: HarmonyIds):
+        self._tokenizer, self._ids = tokenizer, ids
         self._new_text = partial(TextStream, tokenizer, stops)
         self._text = self._new_text()
         self._is_reasoning = False
@@ -106,55 +104,55 @@ class HarmonySpeech:
         self._channel: list[int] = []
         self._state = self._body
 
-    def add(self, tokens: Sequence[int]) -> Spoken:
-        """See `Speech`."""
-        spoken = Spoken()
+    def add(self, tokens: Sequence[int]) -> ReplyPart:
+        """See `ReplyParser`."""
+        part = ReplyPart()
         for token in tokens:
-            spoken += self._state(token)
-        return spoken
+            part += self._state(token)
+        return part
 
-    def finish(self) -> Spoken:
-        """See `Speech`."""
-        return self._spoken(self._text.finish())
+    def finish(self) -> ReplyPart:
+        """See `ReplyParser`."""
+        return self._part(self._text.finish())
 
     # Three states, one method each. A special token changes the state.
 
-    def _body(self, token: int) -> Spoken:
-        marks = self._channels
-        if token not in marks.ends | {marks.start, marks.channel, marks.message}:
-            return self._spoken(self._text.add([token]))
+    def _body(self, token: int) -> ReplyPart:
+        ids = self._ids
+        if token not in ids.ends | {ids.start, ids.channel, ids.message}:
+            return self._part(self._text.add([token]))
         rest = self.finish()
         self._text, self._is_reasoning = self._new_text(), False
-        if token == marks.start:
+        if token == ids.start:
             self._role, self._channel, self._state = [], [], self._in_role
-        elif token == marks.channel:
+        elif token == ids.channel:
             self._role, self._channel, self._state = [], [], self._in_channel
         return rest
 
-    def _in_role(self, token: int) -> Spoken:
-        if token == self._channels.channel:
+    def _in_role(self, token: int) -> ReplyPart:
+        if token == self._ids.channel:
             self._state = self._in_channel
         elif not self._has_ended(token):
             self._role.append(token)
-        return Spoken()
+        return ReplyPart()
 
-    def _in_channel(self, token: int) -> Spoken:
+    def _in_channel(self, token: int) -> ReplyPart:
         if not self._has_ended(token):
             self._channel.append(token)
-        return Spoken()
+        return ReplyPart()
 
     def _has_ended(self, token: int) -> bool:
         """Whether `token` ends the header, with or without a message after it."""
-        if token == self._channels.message:
+        if token == self._ids.message:
             channel = self._tokenizer.decode(self._channel)
             header = self._tokenizer.decode(self._role) + channel
             # The recipient follows the role or the channel:
             # <|start|>assistant to=functions.f<|channel|>commentary
             self._is_reasoning = channel.split()[:1] == ["analysis"] or " to=" in header
-        elif token not in self._channels.ends:
+        elif token not in self._ids.ends:
             return False
         self._state = self._body
         return True
 
-    def _spoken(self, text: str) -> Spoken:
-        return Spoken(reasoning=text) if self._is_reasoning else Spoken(text)
+    def _part(self, text: str) -> ReplyPart:
+        return ReplyPart(reasoning=text) if self._is_reasoning else ReplyPart(text)

@@ -17,7 +17,7 @@ from peagle_jax.engine.request import Request, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from serving import caller
 from serving.errors import ServiceError, failure
-from serving.harmony import Speech, Spoken
+from serving.harmony import ReplyParser, ReplyPart
 from serving.worker import Tokens
 
 
@@ -100,7 +100,7 @@ class Usage:
 class _Sequence:
     """What came for one sequence and was not read yet."""
 
-    text: Speech | None
+    parser: ReplyParser | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     request: Request | None = None
@@ -113,10 +113,10 @@ class _Sequence:
     def take(self, index: int) -> Delta:
         tokens, logprobs, request = self.tokens, self.logprobs, self.request
         self.tokens, self.logprobs = [], None
-        spoken = self.text.add(tokens) if self.text else Spoken()
+        reply = self.parser.add(tokens) if self.parser else ReplyPart()
         finish = None
         if request is not None:
-            spoken += self.text.finish() if self.text else Spoken()
+            reply += self.parser.finish() if self.parser else ReplyPart()
             self.is_read = True
             finish = Finish(
                 reason=request.finish_reason,
@@ -127,8 +127,8 @@ class _Sequence:
         return Delta(
             index=index,
             tokens=tokens,
-            text=spoken.text,
-            reasoning=spoken.reasoning,
+            text=reply.text,
+            reasoning=reply.reasoning,
             logprobs=logprobs,
             finish=finish,
         )
@@ -149,7 +149,7 @@ class Stream:
         self,
         ask: Ask,
         number: int,
-        listen: Callable[[], Speech | None],
+        new_parser: Callable[[], ReplyParser | None],
         *,
         end: Callable[[tuple[int, int]], None],
         on_close: Callable[["Stream"], None],
@@ -164,7 +164,7 @@ class Stream:
         self.requests: list[Request] = []
         """Of the sequences that have ended."""
         self._end, self._on_close = end, on_close
-        self._sequences = [_Sequence(listen()) for _ in range(ask.n)]
+        self._sequences = [_Sequence(new_parser()) for _ in range(ask.n)]
         self._news = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         if deadline is not None:

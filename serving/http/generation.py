@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from serving.bounded_pool import BoundedPool
 from serving.errors import ServiceError, failure, invalid
 from serving.frontend import Frontend
-from serving.harmony import Spoken
+from serving.harmony import ReplyPart
 from serving.http import reports
 from serving.http.body import Body, BodyMemory, Gone
 from serving.http.errors import error_answer
@@ -186,16 +186,16 @@ async def _next(stream: Stream) -> Delta | None:
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
     """Joins all deltas of a sequence."""
-    spoken, logprobs = Spoken(), None
+    output, logprobs = ReplyPart(), None
     for delta in deltas:
-        spoken += Spoken(delta.text, delta.reasoning)
+        output += ReplyPart(delta.text, delta.reasoning)
         if delta.logprobs is not None:
             logprobs = (logprobs or []) + delta.logprobs
     return replace(
         deltas[-1],
         tokens=[token for delta in deltas for token in delta.tokens],
-        text=spoken.text,
-        reasoning=spoken.reasoning,
+        text=output.text,
+        reasoning=output.reasoning,
         logprobs=logprobs,
     )
 

@@ -8,7 +8,7 @@ from peagle_jax.engine.request import TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from serving.errors import invalid
 from serving.frontend import Frontend
-from serving.harmony import Spoken
+from serving.harmony import ReplyPart
 from serving.json_input import parse_small_object
 from serving.params import prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
@@ -48,17 +48,17 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         async with self._frontend.open(ask) as stream:
             await calls.accepted(context, ask.request_id)
             response.sequences.extend(pb.Sequence() for _ in range(stream.n))
-            spoken = [Spoken()] * stream.n
+            replies = [ReplyPart()] * stream.n
             async for delta in stream:
                 sequence = response.sequences[delta.index]
-                spoken[delta.index] += Spoken(delta.text, delta.reasoning)
+                replies[delta.index] += ReplyPart(delta.text, delta.reasoning)
                 sequence.token_ids.extend(delta.tokens)
                 sequence.logprobs.extend(_logprobs(delta.logprobs))
                 if delta.finish is not None:
                     sequence.finish.CopyFrom(_finish(delta.finish))
             response.usage.CopyFrom(_usage(stream.usage()))
-        for sequence, said in zip(response.sequences, spoken, strict=True):
-            sequence.text, sequence.reasoning = said.text, said.reasoning
+        for sequence, reply in zip(response.sequences, replies, strict=True):
+            sequence.text, sequence.reasoning = reply.text, reply.reasoning
         return response
 
     async def Abort(self, request: pb.AbortRequest, context) -> pb.AbortResponse:

@@ -1,4 +1,4 @@
-"""Replies in channels: reasoning and text told apart, by tokens and through a live server."""
+"""Replies in harmony's channels: reasoning and text are separated, by tokens and through a live server."""
 
 import grpc
 import openai
@@ -8,12 +8,12 @@ from tokenizers import Tokenizer as Backend
 
 from peagle_jax import Engine
 from peagle_jax.text import Tokenizer
-from serving.harmony import Channels, HarmonySpeech, Spoken, listener
+from serving.harmony import HarmonyIds, HarmonyParser, ReplyPart, parser_factory
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
 
-MARKS = ("start", "channel", "message", "end", "return", "call", "constrain")
+SPECIAL = ("start", "channel", "message", "end", "return", "call", "constrain")
 ANALYSIS = "<|channel|>analysis<|message|>They greet é.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>Hi é!<|return|>"
 TOOL = (
@@ -30,7 +30,7 @@ def harmony(tmp_path_factory) -> Tokenizer:
     backend = Backend(models.BPE(vocab, list(words.values())))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(f"<|{mark}|>", special=True) for mark in MARKS])
+    backend.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in SPECIAL])
     folder = tmp_path_factory.mktemp("harmony")
     backend.save(str(folder / "tokenizer.json"))
     template = (
@@ -41,13 +41,13 @@ def harmony(tmp_path_factory) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def spoken(tokenizer: Tokenizer, text: str, *, size: int = 1, stops=()) -> Spoken:
-    """What a reply says when `size` tokens come at once."""
-    speech = HarmonySpeech(tokenizer, stops, Channels.of(tokenizer))
-    tokens, said = tokenizer.encode(text), Spoken()
+def parsed(tokenizer: Tokenizer, text: str, *, size: int = 1, stops=()) -> ReplyPart:
+    """A whole reply, parsed `size` tokens at a time."""
+    parser = HarmonyParser(tokenizer, stops, HarmonyIds.of(tokenizer))
+    tokens, reply = tokenizer.encode(text), ReplyPart()
     for start in range(0, len(tokens), size):
-        said += speech.add(tokens[start : start + size])
-    return said + speech.finish()
+        reply += parser.add(tokens[start : start + size])
+    return reply + parser.finish()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
@@ -57,7 +57,7 @@ def spoken(tokenizer: Tokenizer, text: str, *, size: int = 1, stops=()) -> Spoke
         (ANALYSIS + FINAL, "Hi é!", "They greet é."),
         (FINAL.removeprefix("<|start|>assistant"), "Hi é!", ""),
         ("<|message|>Hi", "Hi", ""),
-        ("just text", "just text", ""),  # the prompt began the message
+        ("just text", "just text", ""),  # the prompt has the header
         ("just text<|end|>" + FINAL, "just textHi é!", ""),
         (ANALYSIS + TOOL, "", "They greet é.{}"),
         (ANALYSIS + "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>",
@@ -70,56 +70,56 @@ def spoken(tokenizer: Tokenizer, text: str, *, size: int = 1, stops=()) -> Spoke
         ("<|channel|>analysisword<|message|>no such channel", "no such channel", ""),
     ],
 )  # fmt: skip
-def test_messages_are_told_apart(harmony, reply, text, reasoning, size):
-    assert spoken(harmony, reply, size=size) == Spoken(text, reasoning)
+def test_text_and_reasoning_are_separated(harmony, reply, text, reasoning, size):
+    assert parsed(harmony, reply, size=size) == ReplyPart(text, reasoning)
 
 
 def test_pieces_come_as_soon_as_they_are_certain(harmony):
-    speech = HarmonySpeech(harmony, (), Channels.of(harmony))
-    said = [speech.add([token]) for token in harmony.encode(ANALYSIS + FINAL)]
-    pieces = [one for one in said if one != Spoken()]
+    parser = HarmonyParser(harmony, (), HarmonyIds.of(harmony))
+    parts = [parser.add([token]) for token in harmony.encode(ANALYSIS + FINAL)]
+    pieces = [part for part in parts if part != ReplyPart()]
     assert len(pieces) == len("They greet é.Hi é!")
-    assert pieces[0] == Spoken(reasoning="T")
-    assert pieces[-1] == Spoken("!")
+    assert pieces[0] == ReplyPart(reasoning="T")
+    assert pieces[-1] == ReplyPart("!")
 
 
 def test_stop_strings_end_text_and_reasoning(harmony):
-    assert spoken(harmony, FINAL, stops=("i é",)) == Spoken("H")
-    assert spoken(harmony, ANALYSIS[:-10], stops=("gre",)) == Spoken("", "They ")
-    # What only begins like one comes out at the end of its message.
-    assert spoken(harmony, ANALYSIS + FINAL, stops=(".x",)) == Spoken("Hi é!", "They greet é.")
+    assert parsed(harmony, FINAL, stops=("i é",)) == ReplyPart("H")
+    assert parsed(harmony, ANALYSIS[:-10], stops=("gre",)) == ReplyPart("", "They ")
+    # The end of a message emits text that is only the beginning of a stop string.
+    assert parsed(harmony, ANALYSIS + FINAL, stops=(".x",)) == ReplyPart("Hi é!", "They greet é.")
 
 
-def test_other_tokenizers_speak_plainly(tokenizer, harmony):
-    assert Channels.of(tokenizer) is None
-    assert Channels.of(None) is None
-    assert listener(None, None, ())() is None
+def test_without_harmony_all_output_is_text(tokenizer, harmony):
+    assert HarmonyIds.of(tokenizer) is None
+    assert HarmonyIds.of(None) is None
+    assert parser_factory(None, None, ())() is None
     assert tokenizer.special_id("a") is None
     assert harmony.name_of(harmony.special_id("<|end|>")) == "<|end|>"
     assert harmony.name_of(harmony.encode("é")[0]) == "\ufffd"
-    plain = listener(harmony, None, ())()
-    said = plain.add(harmony.encode(ANALYSIS)) + plain.finish()
-    assert said == Spoken("analysisThey greet é.")
+    plain = parser_factory(harmony, None, ())()
+    reply = plain.add(harmony.encode(ANALYSIS)) + plain.finish()
+    assert reply == ReplyPart("analysisThey greet é.")
 
 
 class Script:
-    """An engine that says the tokens of a reply, whatever it is asked."""
+    """Makes an engine emit the tokens of one reply to every request."""
 
     def __init__(self, engine: Engine, reply: list[int]):
         self._engine, self._reply = engine, reply
-        self._take_in = engine.scheduler._receive
+        self._original = engine.scheduler._receive
         engine.scheduler._receive = self._receive
 
     def _receive(self, request, row, tokens, count, logprobs):
-        said = len(request.output)
+        start = len(request.output)
         tokens = tokens.copy()
-        tokens[row, :count] = self._reply[said : said + count]
-        return self._take_in(request, row, tokens, count, logprobs)
+        tokens[row, :count] = self._reply[start : start + count]
+        return self._original(request, row, tokens, count, logprobs)
 
 
 @pytest.fixture(scope="module")
 def scripted(make_engine, harmony):
-    """A live server whose model says `ANALYSIS + FINAL`."""
+    """A live server whose model emits `ANALYSIS + FINAL`."""
     from peagle_jax import EngineConfig
     from tests import tiny
     from tests.serving.conftest import SIZES
@@ -155,7 +155,7 @@ def test_chats_over_http_have_reasoning(scripted):
         chat = dict(model="tiny", temperature=0, messages=[{"role": "user", "content": "Hello"}])
         message = client.chat.completions.create(**chat).choices[0].message
         assert (message.content, message.reasoning_content) == ("Hi é!", "They greet é.")
-        # An answer may be sent back as it came.
+        # Clients send a received answer back unchanged.
         again = chat | dict(messages=[*chat["messages"], message.model_dump(), *chat["messages"]])
         assert client.chat.completions.create(**again).choices[0].message.content == "Hi é!"
         deltas = [
