@@ -202,6 +202,17 @@ def _kernels(args) -> None:
     print(f"rows: {args.out}")
 
 
+def _ladder(args) -> int:
+    from bench import ladder_page
+    from bench.ladder import ladder
+    from peagle_jax import runs
+
+    found = list(ladder(args))
+    print(runs.table(ladder_page.HEADER, ladder_page.lines(found)))
+    print(f"rows: {args.out}")
+    return 1 if any(row["error"] for row in found) else 0
+
+
 def _sweep(args) -> int:
     from bench.acceptance import acceptance
     from bench.throughput import throughput
@@ -261,6 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.conversion import conversion
 
             print(*(f"{name}: {value}" for name, value in conversion(args).items()), sep="\n")
+        elif args.command == "kernels" and args.ladder:
+            return _ladder(args)
         elif args.command == "kernels":
             _kernels(args)
         elif args.command == "sizes":

@@ -112,7 +112,7 @@ def kernels(args, environment: dict) -> Iterator[dict]:
         raise ConfigError(
             f"kernels are timed on an NVIDIA GPU, Hopper or Blackwell; here is {rows.device_name()}"
         )
-    ops = args.op or deviceless.ops()
+    ops = args.op or [op for op in deviceless.ops() if op != "ladder"]  # see bench.ladder
     known = {name for op in ops for name in deviceless.specs_of(op).SPECS}
     if unknown := sorted(set(args.spec or ()) - known):
         raise ConfigError(f"no operation has a spec {unknown[0]!r}; there are {sorted(known)}")

@@ -245,6 +245,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--configs", action="store_true", help="also in other configs than the chosen one"
     )
+    one.add_argument("--ladder", action="store_true", help="the steps of docs/ladder.md instead")
     add_rows(one, "kernels.jsonl")
 
     one = commands.add_parser("conversion", help="peagle-convert against a plain copy")

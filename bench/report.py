@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import headline, labels, plots, rows, tried
+from bench import headline, labels, ladder_page, plots, rows, tried
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
@@ -25,6 +25,7 @@ PAGES = tuple(
         "README.md",
         "docs/results.md",
         "docs/decode-step.md",
+        "docs/ladder.md",
         "docs/reliability.md",
         "peagle_jax/assets/README.md",
     )
@@ -52,7 +53,7 @@ def newest(all_rows: Sequence[dict]) -> list[dict]:
     order = lambda row: (
         _METHOD_ORDER.index(row["method"]), row["num_speculative_tokens"], row["concurrency"],
     )  # fmt: skip
-    others = headline.newest(all_rows) + tried.newest(all_rows)
+    others = headline.newest(all_rows) + tried.newest(all_rows) + ladder_page.newest(all_rows)
     return sorted(latest.values(), key=order) + list(kernels.values()) + others
 
 
@@ -180,6 +181,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "beside": (("decode-step", "reference"), headline.beside_table),
     "reference": ("reference", headline.reference_table),
     "lossless-sum": ("lossless", headline.lossless_sum),
+    "ladder": ("ladder", ladder_page.table),
     "hostile": ("hostile", lambda some: tried.hostile_table(some, labels.markdown)),
 }
 """Table name -> (kind or kinds of rows, what they look like)."""
@@ -196,7 +198,7 @@ def render(name: str, some: list[dict]) -> str:
     kinds, draw = TABLES[name]
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     chosen = [row for row in some if row["kind"] in kinds]
-    if not chosen:
+    if not chosen and name != "ladder":  # which shows predictions
         raise ConfigError(f"bench:{name} needs {' or '.join(kinds)} rows and there are none")
     return draw(chosen)
 

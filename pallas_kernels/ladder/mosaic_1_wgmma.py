@@ -10,6 +10,8 @@ The weight is wgmma's first operand (64 rows) and the tokens are the second one 
 with the tokens first, 56 of 64 rows would be padding.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,6 +28,7 @@ PAIRS = plgpu.Layout.WGMMA_TRANSPOSED
 """Registers of a tile of x, whose 8 rows are too few for VECTORS: 2 columns of 8 rows at a time."""
 
 
+@functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
     """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are ignored."""
     check(x, w)

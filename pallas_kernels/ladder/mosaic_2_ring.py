@@ -9,6 +9,8 @@ barrier. The registers hold no tile, and the threads compute no addresses. With 
     slot 3   [load 3]                                     [mma 3] [load 7
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +24,7 @@ STAGES = 4
 """Slots of the ring."""
 
 
+@functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
     """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are ignored."""
     check(x, w)

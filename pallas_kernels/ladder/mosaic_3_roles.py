@@ -10,6 +10,8 @@ Both consumers, each with 64 rows of the weight, read the same tile of x. Half a
 with 64 tokens a tile of x is as large as a tile of the weight.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,6 +26,7 @@ PRODUCER = GROUPS
 """Index of the producer among the warpgroups; the consumers are 0 to GROUPS - 1."""
 
 
+@functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
     """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are ignored."""
     check(x, w)

@@ -11,6 +11,8 @@ a partial sum of its own. The chunks follow from the weight's shape alone and th
 ascending order: a row has the same bits however many rows are beside it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,14 +30,12 @@ PRODUCER, TILE = GROUPS, GROUPS * ROWS
 
 
 def chunks(N: int, K: int, num_sms: int, step: int = STEP) -> int:
-    """Chunks of K: the fewest with which at least 90 % of the multiprocessors' turns have a unit."""
-    tiles, most = N // TILE, max(1, K // step // 4)
-    busy = lambda n: tiles * n / (pl.cdiv(tiles * n, num_sms) * num_sms)
-    return next(
-        (n for n in range(1, most + 1) if busy(n) >= 0.9), max(range(1, most + 1), key=busy)
-    )
+    """Chunks of K: the fewest with which 90 % of the multiprocessors have a unit, of two steps at least."""
+    tiles, most = N // TILE, max(1, K // step // 2)
+    return next((n for n in range(1, most) if tiles * n >= 0.9 * num_sms), most)
 
 
+@functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
     """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are ignored."""
     check(x, w)
@@ -45,6 +45,7 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
     num_steps = pl.cdiv(K // STEP, num_chunks)
     num_units = N // TILE * num_chunks
     blocks = min(launch.device.num_sms, num_units)
+    out_dtype = x.dtype if num_chunks == 1 else jnp.float32
 
     def body(x_gmem, w_gmem, out_gmem, x_smem, w_smem, out_smem, ready_barrier, free_barrier):
         block, group = lax.axis_index("block"), lax.axis_index("group")
@@ -112,11 +113,11 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_chunks, R, N), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((num_chunks, R, N), out_dtype),
         scratch_types=dict(
             x_smem=plgpu.SMEM((STAGES, R, STEP), x.dtype, transforms=swizzled(x.dtype)),
             w_smem=plgpu.SMEM((STAGES, TILE, STEP), w.dtype, transforms=swizzled(w.dtype)),
-            out_smem=plgpu.SMEM((GROUPS, R, ROWS), jnp.float32),
+            out_smem=plgpu.SMEM((GROUPS, R, ROWS), out_dtype),
             ready_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # w and x
             free_barrier=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
         ),

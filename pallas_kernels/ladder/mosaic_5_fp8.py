@@ -12,6 +12,7 @@ Tensor cores could multiply e4m3 directly, but then the tokens would be rounded 
 sums of e4m3 products keep fewer bits than float32.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -52,6 +53,7 @@ def multiply(tile_smem: Any, x_smem: Any, interpret: Any) -> jax.Array:
     return pl.run_scoped(run, plgpu.ACC((ROWS, x_smem.shape[0]), jnp.float32))
 
 
+@functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -> jax.Array:
     """x [R, >= K] bfloat16 times values [N, K] e4m3 with scale [N / 128, K / 128]: bfloat16 [R, N]."""
     check(x, values, BLOCK)
@@ -60,6 +62,7 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
     num_steps = pl.cdiv(K // BLOCK, num_chunks)
     num_units = N // TILE * num_chunks
     blocks = min(launch.device.num_sms, num_units)
+    out_dtype = x.dtype if num_chunks == 1 else jnp.float32
 
     def body(
         x_gmem, w_gmem, scale_gmem, out_gmem, x_smem, w_smem, out_smem, ready_barrier, free_barrier
@@ -131,13 +134,13 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_chunks, R, N), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((num_chunks, R, N), out_dtype),
         scratch_types=dict(
             x_smem=plgpu.SMEM((STAGES, R, BLOCK), x.dtype, transforms=swizzled(x.dtype)),
             w_smem=plgpu.SMEM(
                 (STAGES, TILE, BLOCK), values.dtype, transforms=swizzled(values.dtype)
             ),
-            out_smem=plgpu.SMEM((GROUPS, R, ROWS), jnp.float32),
+            out_smem=plgpu.SMEM((GROUPS, R, ROWS), out_dtype),
             ready_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # w and x
             free_barrier=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
         ),

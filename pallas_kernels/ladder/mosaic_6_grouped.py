@@ -12,6 +12,8 @@ expert's weight; how many there are is read from memory. K is short and experts 
 and the ring, which does not end with a unit, matters more: a unit has 6 or 16 steps.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -42,6 +44,7 @@ def plan(x: jax.Array, ids: jax.Array, num_experts: int, tokens: int) -> tuple[j
     return rows.at[work.slots].set(x), work
 
 
+@functools.partial(jax.jit, static_argnames=("tokens", "launch"))
 def product(
     x: jax.Array,  # [items * tokens, >= K] bfloat16, sorted by `plan`
     values: jax.Array,  # [E, N, K] e4m3

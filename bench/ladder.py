@@ -1,0 +1,122 @@
+"""`peagle-bench kernels --ladder`: the steps of docs/ladder.md, each beside its reference and its prediction.
+
+A step runs in a process of its own with a time limit for each of its rows. A kernel that crashes, hangs or
+breaks the device's context so costs the rest of its own step only; a row then says what happened.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+
+import jax
+
+from bench import kernels, rows
+from bench.ladder_model import predict
+from pallas_kernels.device import describe
+from pallas_kernels.ladder import specs
+from peagle_jax.config import ConfigError
+
+SECONDS = 240.0
+"""Limit of one row: compiling two programs of some 30 calls, and running them."""
+
+TOLERANCE = 2**-6
+"""Largest difference from the reference, relative to the largest result, both rounded to bfloat16."""
+
+_MEASURED = ("us", "bytes_per_second", "fraction_of_bandwidth", "linked_by", "max_relative_error")
+Worker = Callable[[Sequence[str], Connection], None]
+
+
+def ladder(args) -> Iterator[dict]:
+    """Measures all steps, a row at a time; rows go to `args.out`, those of failures too.
+
+    Raises:
+      ConfigError: there is no Hopper GPU.
+    """
+    # This process asks for the device's name only; the memory is for the processes that measure.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if describe(jax.devices()[0]).sm not in specs.CHIPS:
+        raise ConfigError(f"the ladder is for Hopper GPUs; here is {rows.device_name()}")
+    environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
+    for step in specs.STEPS:
+        for measured in run_step(step):
+            row = rows.rounded({"kind": "ladder", **environment, **measured})
+            rows.append(args.out, row)
+            yield row
+
+
+def run_step(
+    step: specs.Step, worker: Worker | None = None, seconds: float = SECONDS
+) -> Iterator[dict]:
+    """A row for each spec of a step, measured by `worker` in a process of its own.
+
+    Args:
+      worker: called with names of specs and a connection; sends `measured` or `failed` of each, in order.
+      seconds: limit of each row.
+    """
+    names = [name for name, spec in specs.SPECS.items() if spec.step == step]
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use the parent's jax
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=worker or measure_specs, args=(names, sender), daemon=True)
+    process.start()
+    sender.close()  # so that the end of the process ends the pipe
+    try:
+        for i in range(len(names)):
+            try:
+                if not receiver.poll(seconds):
+                    yield from (failed(left, f"no result in {seconds:g} s") for left in names[i:])
+                    return
+                yield receiver.recv()
+            except EOFError:
+                process.join(seconds)
+                how = f"its process ended with exit code {process.exitcode}"
+                yield from (failed(left, how) for left in names[i:])
+                return
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def measure_specs(names: Sequence[str], sender: Connection) -> None:
+    """The worker: measures specs of the ladder on this process's GPU."""
+    for name in names:
+        try:
+            (case,) = kernels.cases("ladder", [name])
+            row = measured(name, kernels.measure(case, jax.devices()[0].device_kind))
+        except Exception as error:  # whatever it is, the others are to be measured
+            said = str(error).splitlines() or [""]
+            row = failed(name, f"{type(error).__name__}: {said[0]}")
+        sender.send(row)
+
+
+def measured(name: str, row: dict) -> dict:
+    """The ladder's row of a spec, from the row of `bench.kernels.measure`."""
+    far = row["max_relative_error"]
+    if far is None:
+        error = "not compared: the reference did not run"
+    elif not far <= TOLERANCE:  # NaN is no agreement
+        error = f"wrong: differs from the reference by {far:.1e}"
+    else:
+        error = None
+    return {**_described(name), **{key: row[key] for key in _MEASURED}, "error": error}
+
+
+def failed(name: str, error: str) -> dict:
+    """The row of a spec without a measurement."""
+    return {**_described(name), **dict.fromkeys(_MEASURED), "error": error}
+
+
+def _described(name: str) -> dict:
+    spec = specs.SPECS[name]
+    prediction = predict(spec)
+    return {
+        "step": spec.step,
+        "spec": name,
+        "weight": spec.weight,
+        "rows": spec.rows,
+        "bytes": spec.bytes,
+        "floor_us": 1e6 * prediction.floor,
+        "predicted_us": 1e6 * prediction.seconds,
+        "predicted_limit": prediction.limit,
+    }
