@@ -1,4 +1,4 @@
-"""`peagle-client`: asks a server from the terminal. Imports gRPC and the stubs only, so it starts at once."""
+"""`peagle-client`: sends requests from the terminal. Imports only gRPC and the stubs, so it starts fast."""
 
 from serving.client.command import main
 

@@ -1,4 +1,4 @@
-"""An answer, put together from its deltas: as figures and as JSON."""
+"""Joins the deltas of an answer; shows its statistics, or all of it as JSON."""
 
 from google.protobuf.message import Message
 
@@ -6,7 +6,7 @@ from serving.protos import peagle_v1_pb2 as pb
 
 
 def add(whole: pb.GenerateResponse, delta: pb.GenerateDelta) -> None:
-    """Puts a delta where it belongs; `whole` has all its sequences from the start."""
+    """Appends a delta to its sequence in `whole`, which has all sequences of the request."""
     sequence = whole.sequences[delta.index]
     sequence.text += delta.text
     sequence.reasoning += delta.reasoning
@@ -18,8 +18,8 @@ def add(whole: pb.GenerateResponse, delta: pb.GenerateDelta) -> None:
         whole.usage.CopyFrom(delta.usage)
 
 
-def figures(whole: pb.GenerateResponse) -> str:
-    """One line on speed, and one on speculation if there was any."""
+def statistics(whole: pb.GenerateResponse) -> str:
+    """A line about speed and, if there were drafts, a line about their acceptance."""
     usage, counts = whole.usage, whole.usage.acceptance
     speed = usage.completion_tokens / usage.duration if usage.duration else 0.0
     reasons = ", ".join(_reason(sequence.finish) for sequence in whole.sequences)
@@ -37,7 +37,7 @@ def figures(whole: pb.GenerateResponse) -> str:
 
 
 def as_json(whole: pb.GenerateResponse) -> dict:
-    """Everything."""
+    """All of the answer as a JSON object."""
     usage, counts = whole.usage, whole.usage.acceptance
     return {
         "request_id": whole.request_id,
@@ -58,36 +58,36 @@ def as_json(whole: pb.GenerateResponse) -> dict:
 
 
 def fields(message: Message) -> dict:
-    """All fields of a message, those that are zero too."""
-    made = {}
+    """All fields of a message, including those that are zero."""
+    content = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.is_repeated:
-            made[field.name] = list(value)
+            content[field.name] = list(value)
         else:
-            made[field.name] = fields(value) if isinstance(value, Message) else value
-    return made
+            content[field.name] = fields(value) if isinstance(value, Message) else value
+    return content
 
 
 def _sequence(sequence: pb.Sequence) -> dict:
     stopped_by = sequence.finish.WhichOneof("stopped_by")
-    made = {
+    content = {
         "text": sequence.text,
         "token_ids": list(sequence.token_ids),
         "finish_reason": _reason(sequence.finish),
         "stopped_by": getattr(sequence.finish, stopped_by) if stopped_by else None,
     }
     if sequence.reasoning:
-        made["reasoning"] = sequence.reasoning
+        content["reasoning"] = sequence.reasoning
     if sequence.logprobs:
-        made["logprobs"] = [
+        content["logprobs"] = [
             {
-                "logprob": one.logprob,
-                "alternatives": [[other.token_id, other.logprob] for other in one.alternatives],
+                "logprob": token.logprob,
+                "alternatives": [[other.token_id, other.logprob] for other in token.alternatives],
             }
-            for one in sequence.logprobs
+            for token in sequence.logprobs
         ]
-    return made
+    return content
 
 
 def _reason(finish: pb.Finish) -> str:

@@ -1,4 +1,4 @@
-"""What `peagle-client` does: one call, or a conversation of several."""
+"""Runs `peagle-client`: one request, or a conversation of several."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from serving.client.answer import add, as_json, fields, figures
+from serving.client.answer import add, as_json, fields, statistics
 from serving.client.options import ClientError, check, parser
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -27,7 +27,7 @@ _EXITS = {
 }
 _FAILED = 1
 _HEALTH_SECONDS = 5.0
-_OPTIONS = (("grpc.max_receive_message_length", -1),)  # the client asked for it
+_OPTIONS = (("grpc.max_receive_message_length", -1),)  # no limit: the request decides the size
 _LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
 
 
@@ -39,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _channel(args) as channel:
             return _run(args, channel)
     except ClientError as error:
-        _tell(f"peagle-client: error: {error}")
+        _write_err(f"peagle-client: error: {error}")
         return error.code
     except KeyboardInterrupt:
-        _tell("\npeagle-client: interrupted")
+        _write_err("\npeagle-client: interrupted")
         return 130
-    except BrokenPipeError:  # as when piped into head
+    except BrokenPipeError:  # for example in a pipe to head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
 
@@ -73,7 +73,7 @@ def _metadata(args: argparse.Namespace) -> list[tuple[str, str]]:
     if not token or not token.isascii() or not token.isprintable():
         raise ClientError(f"{args.token_file}: its first line must be a token")
     if not (args.tls or args.tls_ca or args.address.startswith(_LOOPBACK)):
-        _tell("peagle-client: warning: the token travels unencrypted; use --tls or --tls-ca")
+        _write_err("peagle-client: warning: the token travels unencrypted; use --tls or --tls-ca")
     return [("authorization", f"Bearer {token}")]
 
 
@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace, channel: grpc.Channel) -> int:
     if args.chat and is_terminal:
         return _converse(args, stub, metadata)
     if is_terminal:
-        _tell("(reading the prompt from the terminal; Ctrl-D ends it)")
+        _write_err("(reading the prompt from the terminal; Ctrl-D ends it)")
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
     if args.chat:
         request = _request(args, chat=[dict(role="user", content=prompt)])
@@ -102,7 +102,7 @@ def _health(args: argparse.Namespace, channel: grpc.Channel) -> int:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     timeout = args.timeout or _HEALTH_SECONDS
-    with _plainly(args):
+    with _translate_errors(args):
         stub = health_pb2_grpc.HealthStub(channel)
         status = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout).status
     _write(f"{health_pb2.HealthCheckResponse.ServingStatus.Name(status)}\n")
@@ -110,7 +110,7 @@ def _health(args: argparse.Namespace, channel: grpc.Channel) -> int:
 
 
 def _info(args: argparse.Namespace, stub, metadata: list) -> int:
-    with _plainly(args):
+    with _translate_errors(args):
         options = dict(timeout=args.timeout, metadata=metadata)
         model = stub.GetModelInfo(pb.GetModelInfoRequest(), **options)
         stats = stub.GetStats(pb.GetStatsRequest(), **options)
@@ -119,13 +119,13 @@ def _info(args: argparse.Namespace, stub, metadata: list) -> int:
 
 
 def _converse(args: argparse.Namespace, stub, metadata: list) -> int:
-    """Turn after turn until the end of stdin; a turn that fails leaves the conversation as it was."""
+    """Reads turns until the end of stdin. A turn that fails is not part of the conversation."""
     turns: list[dict] = []
     while True:
-        _tell("> ", end="")
+        _write_err("> ", end="")
         line = sys.stdin.readline()
         if not line:
-            _tell("")
+            _write_err("")
             return 0
         if not line.strip():
             continue
@@ -133,9 +133,9 @@ def _converse(args: argparse.Namespace, stub, metadata: list) -> int:
         try:
             text = _answer(args, stub, metadata, _request(args, chat=[*turns, turn]))
         except ClientError as error:
-            _tell(f"peagle-client: error: {error}")
+            _write_err(f"peagle-client: error: {error}")
         except KeyboardInterrupt:
-            _tell("\n(interrupted; this turn is forgotten)")
+            _write_err("\n(interrupted; this turn is dropped)")
         else:
             turns += [turn, dict(role="assistant", content=text)]
 
@@ -163,82 +163,84 @@ def _request(
             request.output.logprobs = args.logprobs
         if args.num_speculative_tokens is not None:
             request.speculation.num_speculative_tokens = args.num_speculative_tokens
-    except ValueError as error:  # what the wire cannot hold: a negative seed, text that is none
+    except ValueError as error:  # protobuf cannot represent it: a negative seed, a lone surrogate
         raise ClientError(f"cannot be sent: {error}") from error
     return request
 
 
 def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.GenerateRequest) -> str:
-    """Shows the answer and its figures; returns the text of the first sequence."""
+    """Writes the answer and its statistics; returns the text of the first sequence."""
     whole = pb.GenerateResponse(sequences=[pb.Sequence() for _ in range(args.n)])
-    streams, thinks = args.n == 1 and not args.json, False
-    with _plainly(args):
+    is_streamed, is_reasoning = args.n == 1 and not args.json, False
+    with _translate_errors(args):
         call = stub.Generate(request, timeout=args.timeout, metadata=metadata)
         with _cancelled_on_exit(call) as deltas:
             for delta in deltas:
                 add(whole, delta)
-                if streams:
-                    thinks = _show(delta, thinks)
+                if is_streamed:
+                    is_reasoning = _show(delta, is_reasoning)
         whole.request_id = dict(call.initial_metadata()).get("x-request-id", "")
     text = whole.sequences[0].text
     if args.json:
         _write(json.dumps(as_json(whole)) + "\n")
         return text
-    if streams:
+    if is_streamed:
         _write("\n")
     else:
         for number, sequence in enumerate(whole.sequences, start=1):
             if sequence.reasoning:
-                _tell(sequence.reasoning)
+                _write_err(sequence.reasoning)
             _write(f"=== {number} of {args.n}\n{sequence.text}\n")
-    _tell("-" * 40)
-    _tell(figures(whole))
+    _write_err("-" * 40)
+    _write_err(statistics(whole))
     return text
 
 
-def _show(delta: pb.GenerateDelta, thinks: bool) -> bool:
-    """Reasoning goes to stderr, a line of its own before the text; returns whether that line is open."""
+def _show(delta: pb.GenerateDelta, is_reasoning: bool) -> bool:
+    """Writes reasoning to stderr and text to stdout; returns whether the last line is reasoning."""
     if delta.reasoning:
-        _tell(delta.reasoning, end="")
-        thinks = True
-    if delta.text and thinks:
-        _tell("")
-        thinks = False
+        _write_err(delta.reasoning, end="")
+        is_reasoning = True
+    if delta.text and is_reasoning:
+        _write_err("")
+        is_reasoning = False
     _write(delta.text)
-    return thinks
+    return is_reasoning
 
 
 @contextlib.contextmanager
 def _cancelled_on_exit(call: grpc.Call) -> Iterator[grpc.Call]:
-    """However the block is left (Ctrl-C, a closed pipe), the server stops working for us."""
+    """Cancels the call on the server however the block ends, for example by Ctrl-C or a closed pipe."""
     try:
         yield call
     finally:
-        call.cancel()  # of a call that has ended it does nothing
+        call.cancel()  # no effect on a call that has ended
 
 
 @contextlib.contextmanager
-def _plainly(args: argparse.Namespace) -> Iterator[None]:
-    """Statuses become words and exit codes."""
+def _translate_errors(args: argparse.Namespace) -> Iterator[None]:
+    """Translates gRPC statuses to messages and exit codes."""
     try:
         yield
     except grpc.RpcError as error:
-        raise ClientError(_words(error, args.address), _EXITS.get(error.code(), _FAILED)) from error
+        raise ClientError(
+            _message(error, args.address), _EXITS.get(error.code(), _FAILED)
+        ) from error
 
 
-def _words(error: grpc.Call, address: str) -> str:
+def _message(error: grpc.Call, address: str) -> str:
     code, details = error.code(), error.details()
     keys = {key for key, _ in error.trailing_metadata() or ()}
-    is_the_servers = "grpc-status-details-bin" in keys
-    if code is grpc.StatusCode.UNAVAILABLE and not is_the_servers:
+    is_from_server = "grpc-status-details-bin" in keys
+    if code is grpc.StatusCode.UNAVAILABLE and not is_from_server:
         return (
             f"no answer from {address}: is peagle-serve running there, and do both sides use TLS or "
             f"neither? ({details})"
         )
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED and not is_the_servers:
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and not is_from_server:
         return f"no answer from {address} in time (--timeout)"
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return f"what listens on {address} is no peagle-serve ({details})"
+        return f"the server on {address} is no peagle-serve ({details})"
     return f"{details} [{code.name}]"
 
 
@@ -247,6 +249,6 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _tell(text: str, end: str = "\n") -> None:
+def _write_err(text: str, end: str = "\n") -> None:
     sys.stderr.write(text + end)
     sys.stderr.flush()

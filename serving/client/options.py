@@ -5,20 +5,20 @@ import contextlib
 import json
 
 _EPILOG = """\
-The text streams to stdout. What the server says about it goes to stderr: tokens per second, the acceptance
-length (AL, tokens per round) and the share of rounds in which each drafted position was accepted.
+The text streams to stdout. Statistics go to stderr: tokens per second, the acceptance length (AL, tokens per
+round) and the share of rounds in which each drafted position was accepted.
 
   peagle-client "def quicksort(xs):"
   peagle-client --chat                                     several turns; Ctrl-D ends
   git diff | peagle-client --chat --system "Write a commit message."
   peagle-client --address host:50051 --tls-ca ca.pem --token-file token "def main():"
 
-exit codes: 0 done, 1 the server failed, 2 bad input, 3 no server or one that is busy (try again),
-  4 the time was up, 130 interrupted"""
+exit codes: 0 success, 1 the server failed, 2 bad input, 3 no server or a busy one (try again),
+  4 timeout, 130 interrupted"""
 
 
 class ClientError(Exception):
-    """What ends the command: a message for a person and an exit code."""
+    """Ends the command with a message for the user and an exit code."""
 
     def __init__(self, message: str, code: int = 2):
         super().__init__(message)
@@ -26,7 +26,7 @@ class ClientError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
+    """Reports a mistake on one line."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
@@ -34,41 +34,51 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = _Parser(
+    command_line = _Parser(
         prog="peagle-client",
-        description="Asks a peagle-serve for text and shows it as it comes.",
+        description="Sends a request to peagle-serve and writes the text while it is generated.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = made.add_argument
+    add = command_line.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: stdin)")
-    add("--chat", action="store_true", help="through the model's chat template; PROMPT is a turn")
-    add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
+    add(
+        "--chat",
+        action="store_true",
+        help="apply the model's chat template; PROMPT is the user's message",
+    )
+    add("--system", metavar="TEXT", help="with --chat: system message")
     add(
         "--chat-option", type=_named_value, action="append", default=[], metavar="NAME=VALUE",
-        help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
+        help="with --chat: variable of the template, such as enable_thinking=false; repeatable",
     )  # fmt: skip
-    add("--json", action="store_true", help="one JSON object with everything, instead of text")
-    add("--info", action="store_true", help="tell of model and load as JSON, and ask nothing")
+    add("--json", action="store_true", help="write one JSON object with all fields instead of text")
+    add(
+        "--info",
+        action="store_true",
+        help="write the model's description and the load as JSON, without a request",
+    )
     add("--health", action="store_true", help="exit with 0 if the server serves, else 3")
 
-    add = made.add_argument_group("server").add_argument
+    add = command_line.add_argument_group("server").add_argument
     add("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="(default: %(default)s)")
-    add("--tls", action="store_true", help="use TLS, with the authorities of this system")
-    add("--tls-ca", metavar="FILE", help="use TLS, with the authorities of this PEM file")
+    add("--tls", action="store_true", help="use TLS with this system's certificate authorities")
+    add(
+        "--tls-ca", metavar="FILE", help="use TLS with the certificate authorities in this PEM file"
+    )
     add("--tls-cert", metavar="FILE", help="this client's certificate chain, PEM")
-    add("--tls-key", metavar="FILE", help="its private key, PEM")
-    add("--token-file", metavar="FILE", help="bearer token, the file's first line")
-    add("--timeout", type=float, metavar="S", help="give up after S seconds (default: never)")
+    add("--tls-key", metavar="FILE", help="private key of the certificate, PEM")
+    add("--token-file", metavar="FILE", help="file whose first line is the bearer token")
+    add("--timeout", type=float, metavar="S", help="time limit in seconds (default: none)")
     add(
         "--request-id",
         default="",
         metavar="ID",
-        help="for the server's log (default: it makes one)",
+        help="id in the server's log (default: the server generates one)",
     )
 
-    add = made.add_argument_group("sampling").add_argument
+    add = command_line.add_argument_group("sampling").add_argument
     add("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: 256)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     add("--top-p", type=float, default=1.0, metavar="P")
@@ -76,18 +86,23 @@ def parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, default=0.0, metavar="P")
     add("--seed", type=int, metavar="N", help="makes sampling repeatable")
     add("--n", type=int, default=1, metavar="N", help="sequences; above 1 set a temperature")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-    add("--ignore-eos", action="store_true", help="go on after the model's own end of text")
-    add("--logprobs", type=int, metavar="N", help="with --json: of each token and the N likeliest")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT; repeatable")
+    add("--ignore-eos", action="store_true", help="continue after the model's end-of-text token")
+    add(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: log-probabilities of each token and of the N most likely ones",
+    )
     add(
         "--num-speculative-tokens", "-K", type=int, metavar="K",
-        help="drafts per round; 0 decodes plainly (default: as the server was started)",
+        help="drafts per round; 0 decodes without drafts (default: the server's own)",
     )  # fmt: skip
-    return made
+    return command_line
 
 
 def _named_value(text: str) -> tuple[str, object]:
-    """`NAME=VALUE`; the value is JSON, or else text as it is."""
+    """Parses `NAME=VALUE`; a value that is not JSON is text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
@@ -97,10 +112,10 @@ def _named_value(text: str) -> tuple[str, object]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """What argparse cannot see.
+    """Checks combinations of options and ranges of values, which argparse does not check.
 
     Raises:
-      ClientError: options that do not go together, or a value out of range.
+      ClientError: options that contradict each other, or a value out of range.
     """
     rules = (
         ((args.system is not None or args.chat_option) and not args.chat, "--system and --chat-option need --chat"),

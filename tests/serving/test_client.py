@@ -1,4 +1,4 @@
-"""`peagle-client` against a live server: what people type, and what they see."""
+"""`peagle-client` against a live server: arguments, output and exit codes."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def start(server, *arguments: str, **options) -> subprocess.Popen:
     return subprocess.Popen(command, text=True, **streams | options)
 
 
-def test_text_streams_and_figures_follow(ask, make_engine):
+def test_statistics_follow_the_streamed_text(ask, make_engine):
     expected = make_engine().generate([PROMPT], SamplingParams(max_tokens=30))[0]
     code, out, err = ask(PROMPT, "--max-tokens", "30")
     assert (code, out) == (0, expected.text + "\n")
@@ -49,7 +49,7 @@ def test_text_streams_and_figures_follow(ask, make_engine):
     assert err.endswith(f"accepted at position 1, 2, ...: {' '.join(rates)}\n")
 
 
-def test_json_holds_everything(ask, make_engine):
+def test_json_has_all_fields(ask, make_engine):
     expected = make_engine().generate([PROMPT], SamplingParams(max_tokens=9, logprobs=2))[0]
     code, out, err = ask(
         PROMPT, "--max-tokens", "9", "--json", "--logprobs", "2", "--request-id", "a"
@@ -78,7 +78,7 @@ def test_options_reach_the_engine(ask):
     assert "ended by stop" in err
 
 
-def test_several_sequences_come_one_after_the_other(ask):
+def test_several_sequences_are_written_in_order(ask):
     options = ("--temperature", "1", "--seed", "3", "--max-tokens", "12", "--ignore-eos")
     code, out, err = ask(PROMPT, "--n", "3", *options)
     assert (code, out.count("=== ")) == (0, 3)
@@ -86,34 +86,34 @@ def test_several_sequences_come_one_after_the_other(ask):
     assert out.startswith(f"=== 1 of 3\n{ask(PROMPT, *options)[1]}=== 2 of 3\n")
 
 
-def test_chat_goes_through_the_template(ask):
+def test_chat_applies_the_template(ask):
     options = ("--max-tokens", "12")
     _, spelled, _ = ask("system:be brief\nuser:ab\n", *options)
     assert ask("ab", "--chat", "--system", "be brief", *options)[:2] == (0, spelled)
 
 
-def test_a_prompt_may_come_from_a_pipe(server, ask):
+def test_a_prompt_is_read_from_a_pipe(server, ask):
     _, expected, _ = ask("ab\ncd", "--max-tokens", "5")
     process = start(server, "--max-tokens", "5", stdin=subprocess.PIPE)
     out, _ = process.communicate("ab\ncd", timeout=LIMIT)
     assert (process.returncode, out) == (0, expected)
 
 
-def test_a_conversation_remembers_its_turns(server, ask):
+def test_a_turn_follows_the_earlier_ones(server, ask):
     options = ("--chat", "--max-tokens", "4", "--ignore-eos")
     _, first, _ = ask("ab", *options)
     spelled = f"user:ab\nassistant:{first[:-1]}\nuser:cd\n"
     _, second, _ = ask(spelled, "--max-tokens", "4", "--ignore-eos")
     ours, theirs = pty.openpty()
     process = start(server, *options, stdin=theirs)
-    os.write(ours, b"ab\n\ncd\n\x04")  # an empty line is no turn; Ctrl-D ends
+    os.write(ours, b"ab\n\ncd\n\x04")  # an empty line is skipped; Ctrl-D ends the conversation
     out, err = process.communicate(timeout=LIMIT)
     os.close(ours), os.close(theirs)
     assert (process.returncode, out) == (0, first + second)
     assert err.count("tokens/s") == 2
 
 
-def test_a_turn_that_fails_leaves_the_conversation_as_it_was(server, ask):
+def test_a_failed_turn_is_not_part_of_the_conversation(server, ask):
     options = ("--chat", "--max-tokens", "4", "--ignore-eos")
     _, first, _ = ask("ab", *options)
     ours, theirs = pty.openpty()
@@ -160,8 +160,8 @@ def test_unknown_options_are_refused(ask, capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
-class Thinker(peagle_v1_pb2_grpc.GenerationServicer):
-    """Thinks before it answers, as models with channels do."""
+class Reasoner(peagle_v1_pb2_grpc.GenerationServicer):
+    """Emits reasoning before text, as a model with channels does."""
 
     def Generate(self, request, context):
         finish, usage = pb.Finish(reason=pb.FINISH_REASON_STOP), pb.Usage(completion_tokens=4)
@@ -173,7 +173,7 @@ class Thinker(peagle_v1_pb2_grpc.GenerationServicer):
 
 def test_reasoning_is_no_part_of_the_text(capsys):
     other = grpc.server(ThreadPoolExecutor(1))
-    peagle_v1_pb2_grpc.add_GenerationServicer_to_server(Thinker(), other)
+    peagle_v1_pb2_grpc.add_GenerationServicer_to_server(Reasoner(), other)
     port = other.add_insecure_port("127.0.0.1:0")
     other.start()
     command = ["--address", f"127.0.0.1:{port}", "--chat", "hello"]
@@ -189,12 +189,12 @@ def test_reasoning_is_no_part_of_the_text(capsys):
     other.stop(None).wait()
 
 
-def test_no_server_is_said_plainly(capsys):
+def test_an_address_without_a_server_is_named(capsys):
     assert main(["--address", "127.0.0.1:1", "a"]) == 3
     assert "is peagle-serve running there" in capsys.readouterr().err
 
 
-def test_what_is_no_peagle_serve_is_said_plainly(capsys):
+def test_another_kind_of_server_is_named(capsys):
     other = grpc.server(ThreadPoolExecutor(1))
     port = other.add_insecure_port("127.0.0.1:0")
     other.start()
@@ -203,7 +203,7 @@ def test_what_is_no_peagle_serve_is_said_plainly(capsys):
     other.stop(None).wait()
 
 
-def test_the_time_is_up(ask, pace):
+def test_a_timeout_has_its_own_exit_code(ask, pace):
     code, _, err = ask("a", "--timeout", "0.5", "--ignore-eos")
     assert code == 4
     assert "time" in err
@@ -211,15 +211,15 @@ def test_the_time_is_up(ask, pace):
 
 def test_info_and_health(ask):
     code, out, _ = ask("--info")
-    told = json.loads(out)
-    assert (code, told["model"]["name"], told["stats"]["state"]) == (0, "tiny", "serving")
-    assert told["stats"]["num_running"] == 0
-    assert told["stats"]["acceptance"]["rounds"] >= 0
-    assert told["model"]["eos_token_ids"] == [126, 127]
+    info = json.loads(out)
+    assert (code, info["model"]["name"], info["stats"]["state"]) == (0, "tiny", "serving")
+    assert info["stats"]["num_running"] == 0
+    assert info["stats"]["acceptance"]["rounds"] >= 0
+    assert info["model"]["eos_token_ids"] == [126, 127]
     assert ask("--health")[:2] == (0, "SERVING\n")
 
 
-def test_health_tells_of_a_server_that_does_not_serve(make_engine, capsys):
+def test_health_of_a_stopped_server_is_an_exit_code(make_engine, capsys):
     server = LiveServer(make_engine())
     server.run(server.frontend.drain(1.0))
     server.call(server.server.show, server.frontend.state)
@@ -231,7 +231,7 @@ def test_health_tells_of_a_server_that_does_not_serve(make_engine, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_ends_the_command_ends_the_request(server, pace, number):
+def test_a_signal_ends_the_command_and_its_request(server, pace, number):
     pace.release(3)
     process = start(server, "a", "--ignore-eos")
     assert process.stdout.read(1)
@@ -243,7 +243,7 @@ def test_whoever_ends_the_command_ends_the_request(server, pace, number):
         assert (process.returncode, err.strip()) == (130, "peagle-client: interrupted")
 
 
-def test_in_a_conversation_ctrl_c_ends_the_answer_only(server, pace):
+def test_ctrl_c_in_a_conversation_ends_only_the_answer(server, pace):
     pace.release(3)
     ours, theirs = pty.openpty()
     process = start(server, "--chat", "--ignore-eos", stdin=theirs)
@@ -255,7 +255,7 @@ def test_in_a_conversation_ctrl_c_ends_the_answer_only(server, pace):
     os.write(ours, b"\x04")
     _, err = process.communicate(timeout=LIMIT)
     os.close(ours), os.close(theirs)
-    assert (process.returncode, "this turn is forgotten" in err) == (0, True)
+    assert (process.returncode, "this turn is dropped" in err) == (0, True)
 
 
 def test_a_closed_pipe_ends_the_request(server, pace):

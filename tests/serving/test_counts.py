@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.drafter import Proposal
 from peagle_jax.engine.stats import Acceptance
-from serving.client.answer import as_json, figures
+from serving.client.answer import as_json, statistics
 from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
 from tests.serving.conftest import SIZES
 from tests.serving.live import LiveServer
@@ -95,7 +95,7 @@ def over_peagle(server: LiveServer, fields: dict) -> Told:
     if counts.rounds:
         length = counts.emitted / counts.rounds
         assert counts.acceptance_length == printed["acceptance_length"] == pytest.approx(length)
-        assert f"acceptance length {length:.2f} over {counts.rounds} rounds" in figures(whole)
+        assert f"acceptance length {length:.2f} over {counts.rounds} rounds" in statistics(whole)
     return Told(usage.completion_tokens, counts.accepted, counts.drafted - counts.accepted)
 
 
