@@ -267,7 +267,9 @@ class Settings(BaseSettings):
         if self.auth_token_file and not self.tls_cert:
             return [f"bearer tokens reach {self.host} unencrypted; give tls-cert and tls-key"]
         if not self.auth_token_file and not self.tls_client_ca:
-            return [f"whoever reaches {self.host} may use the model: see docs/serving.md, Secure"]
+            return [
+                f"anyone who reaches {self.host} may use the model: see docs/serving.md, Secure"
+            ]
         return []
 
     def lines(self, sources: Mapping[str, str]) -> list[str]:
