@@ -31,8 +31,10 @@ def ladder(args) -> Iterator[dict]:
     """Measures all steps, a row at a time; rows go to `args.out`, those of failures too.
 
     Raises:
-      ConfigError: there is no Hopper GPU.
+      ConfigError: there is no Hopper GPU, or an option is given that chooses other kernels.
     """
+    if args.op or args.spec or args.configs:
+        raise ConfigError("--ladder runs all of its steps: leave out --op, --spec and --configs")
     # This process asks for the device's name only; the memory is for the processes that measure.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if describe(jax.devices()[0]).sm not in specs.CHIPS:

@@ -7,13 +7,9 @@ from bench.ladder import failed
 from pallas_kernels.ladder import specs
 
 HEADER = [
-    "step, weight, rows",
-    "floor, us",
-    "predicted, us",
-    "measured, us",
-    "TB/s",
+    "step, weight, rows", "floor, us", "predicted, us", "TB/s", "measured, us", "TB/s",
     "of the bandwidth",
-]
+]  # fmt: skip
 NOT_MEASURED = "compiled, not measured"
 
 
@@ -33,6 +29,7 @@ def lines(some: Sequence[dict]) -> list[list[str]]:
             row["spec"],
             f"{row['floor_us']:.1f}",
             f"{row['predicted_us']:.1f} ({row['predicted_limit']})",
+            f"{row['bytes'] / row['predicted_us'] / 1e6:.2f}",
             _measured(row),
             "" if row["us"] is None else f"{row['bytes_per_second'] / 1e12:.2f}",
             "" if row["fraction_of_bandwidth"] is None else f"{row['fraction_of_bandwidth']:.0%}",

@@ -40,9 +40,11 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
         def multiply(acc):
             def step(i, carry):
                 columns = pl.ds(i * STEP, STEP)
-                w_tile, x_tile = w_gmem.at[rows, columns], x_gmem.at[:, columns]
-                w_smem[...] = plgpu.load(w_tile, layout=VECTORS, optimized=False)
-                x_smem.T[...] = plgpu.load(x_tile.T, layout=PAIRS, optimized=False)
+                # Both loads are under way before a thread waits for either.
+                w_reg = plgpu.load(w_gmem.at[rows, columns], layout=VECTORS, optimized=False)
+                x_reg = plgpu.load(x_gmem.at[:, columns].T, layout=PAIRS, optimized=False)
+                w_smem[...] = w_reg
+                x_smem.T[...] = x_reg
                 plgpu.commit_smem()  # tensor cores are to see what the threads stored
                 plgpu.wgmma(acc, w_smem, x_smem.T)
                 plgpu.wgmma_wait(0)

@@ -132,6 +132,12 @@ def test_without_a_gpu_it_says_so(capsys, tmp_path):
     assert "the ladder is for Hopper GPUs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--op=moe", "--spec=small", "--configs"])
+def test_options_that_choose_other_kernels_are_refused(option, capsys):
+    assert main(["kernels", "--ladder", option]) == 2
+    assert "leave out --op, --spec and --configs" in capsys.readouterr().err
+
+
 def test_rows_are_printed_and_kept(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "describe", lambda device: H200)
     one = lambda step: [ladder.failed(next(n for n in specs.SPECS if n.startswith(step)), "broke")]
@@ -151,8 +157,8 @@ def test_the_table_shows_predictions_until_there_are_rows():
     old = measured(first, us=99.0) | {"date": "2025-01-01"}
     broken = {**measured(second), **ladder.failed(second, "no result in 240 s")}
     text = report.render("ladder", report.newest([old, measured(first), broken]))
-    assert f"| {first} | 54.7 | 58.0 (memory) | 60.0 | 4.00 | 93% |" in text
-    assert f"| {second} | 54.7 | 58.0 (memory) | no result in 240 s |  |  |" in text
+    assert f"| {first} | 54.7 | 58.0 (memory) | 4.06 | 60.0 | 4.00 | 93% |" in text
+    assert f"| {second} | 54.7 | 58.0 (memory) | 4.06 | no result in 240 s |  |  |" in text
     assert text.count(ladder_page.NOT_MEASURED) == len(specs.SPECS) - 2
     assert "99.0" not in text
     assert text.startswith("**Chip**; jax 1, commit abc, 2026-01-01")
