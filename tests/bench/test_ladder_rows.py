@@ -57,7 +57,7 @@ def test_consumers_that_share_x_help_with_many_rows():
 
 
 def test_a_split_costs_a_kernel_and_its_partial_sums():
-    """40 tiles of 128 rows are 120 units of 11 steps; partial sums of 64 rows are 8 MB."""
+    """40 tiles of 128 rows are 120 units of 11 steps; partial sums of 64 rows move 8 MB."""
     assert predict(specs.SPECS[f"4_persistent-{SMALL}-8"]).limit == "memory"
     assert us("4_persistent", SMALL, 8) == pytest.approx(4.93 + 1 + 2 * 2.3, abs=0.05)
     assert us("4_persistent", SMALL, 64) > us("3_roles", SMALL, 64)
