@@ -7,11 +7,13 @@ their checkpoint, so repeating the command completes the table.
 import csv
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from bench import rows
+from bench.commands.ablations import Options
 from bench.headroom import measure, stored_texts, summary
 from peagle_jax import runs
 from peagle_jax.checkpoint import load_head, load_target
@@ -52,24 +54,24 @@ CELLS = {
 _SAME = ("cell", "steps", "seed", "batch", "learning_rate", "texts")
 
 
-def _identity(args, cell: str) -> dict:
+def _identity(options: Options, cell: str) -> dict:
     return dict(
-        cell=cell, steps=args.steps, seed=args.seed, batch=args.batch,
-        learning_rate=args.learning_rate, texts=args.text.name,
+        cell=cell, steps=options.steps, seed=options.seed, batch=options.batch,
+        learning_rate=options.learning_rate, texts=options.text.name,
     )  # fmt: skip
 
 
-def _command(args, cell: str, out: Path) -> list[str]:
+def _command(options: Options, cell: str, out: Path) -> list[str]:
     """Command line of `peagle-train` for a cell."""
-    target = args.model or embedded("target")
-    half = max(1, args.steps // 2)
+    target = options.model or embedded("target")
+    half = max(1, options.steps // 2)
     return [
-        "drafter", *CELLS[cell].split(), "--target", str(target), "--text", str(args.text),
-        "--out", str(out), "--steps", str(args.steps), "--batch", str(args.batch),
-        "--seed", str(args.seed), "--num-draft", str(args.num_draft), "--dtype", args.dtype,
-        "--learning-rate", str(args.learning_rate),
-        "--adam-learning-rate", str(args.learning_rate * 2 / 3),
-        "--eval-every", str(half), "--save-every", str(half), *args.train_options,
+        "drafter", *CELLS[cell].split(), "--target", str(target), "--text", str(options.text),
+        "--out", str(out), "--steps", str(options.steps), "--batch", str(options.batch),
+        "--seed", str(options.seed), "--num-draft", str(options.num_draft), "--dtype", options.dtype,
+        "--learning-rate", str(options.learning_rate),
+        "--adam-learning-rate", str(options.learning_rate * 2 / 3),
+        "--eval-every", str(half), "--save-every", str(half), *options.train_options,
     ]  # fmt: skip
 
 
@@ -88,16 +90,16 @@ def _validation(folder: Path) -> dict:
     return {name: float(last[name]) for name in names}
 
 
-def _results(args, folder: Path) -> dict:
+def _results(options: Options, folder: Path) -> dict:
     """Acceptance of a trained head on every set of stored texts."""
-    target = load_target(args.model or embedded("target"), dtype=args.dtype)
-    head = load_head(folder / "final", target.config, dtype=args.dtype)
+    target = load_target(options.model or embedded("target"), dtype=options.dtype)
+    head = load_head(folder / "final", target.config, dtype=options.dtype)
     results = {}
-    for path in sorted(args.texts.glob("*.npz")):
+    for path in sorted(options.texts.glob("*.npz")):
         text = stored_texts(path, None)
         bucket = -(-text.tokens.shape[1] // 64) * 64
         found = measure(
-            target, head, text, num_draft=args.num_draft, dtype=args.dtype, bucket=bucket
+            target, head, text, num_draft=options.num_draft, dtype=options.dtype, bucket=bucket
         )
         whole = summary(found)
         results[path.stem] = {
@@ -112,43 +114,43 @@ def _results(args, folder: Path) -> dict:
     return results
 
 
-def _train(args, cell: str) -> dict:
+def _train(options: Options, cell: str) -> dict:
     """Trains one cell to its end and measures the head."""
-    folder = args.runs / "-".join(str(x) for x in _identity(args, cell).values())
+    folder = options.runs / "-".join(str(x) for x in _identity(options, cell).values())
     try:
-        train(training_parser().parse_args(_command(args, cell, folder)))
+        train(training_parser().parse_args(_command(options, cell, folder)))
     except FloatingPointError as error:
         raise ConfigError(f"cell {cell}: {error}") from error
-    with np.load(args.text / "train.npz") as file:
+    with np.load(options.text / "train.npz") as file:
         width = file["tokens"].shape[1]
     return dict(
         options=CELLS[cell],
-        ms_per_step=_ms_per_step(folder, args.batch * width),
+        ms_per_step=_ms_per_step(folder, options.batch * width),
         validation=_validation(folder),
-        sets=_results(args, folder),
+        sets=_results(options, folder),
     )
 
 
-def ablations(args, environment: dict) -> list[dict]:
+def ablations(options: Options, environment: dict) -> list[dict]:
     """Trains the cells that have no row yet, appends a row each, and returns all rows of the table."""
-    unknown = [cell for cell in args.cells if cell not in CELLS]
+    unknown = [cell for cell in options.cells if cell not in CELLS]
     if unknown:
         raise ConfigError(f"unknown cell {unknown[0]!r}; known are {', '.join(CELLS)}")
-    for path in (args.text / "train.npz", args.text / "heldout.npz"):
+    for path in (options.text / "train.npz", options.text / "heldout.npz"):
         if not path.is_file():
             raise ConfigError(f"{path}: no such file; `peagle-train continuations` writes it")
-    args.dtype = runs.choose_dtype(args.dtype)
-    before = rows.read([args.out]) if args.out.exists() else []
+    options = replace(options, dtype=runs.choose_dtype(options.dtype))
+    before = rows.read([options.out]) if options.out.exists() else []
     key = lambda row: json.dumps([row.get(name) for name in _SAME])
     known = {key(row): row for row in before if row["kind"] == "ablation"}
     done = []
-    for cell in args.cells:
-        identity = _identity(args, cell)
+    for cell in options.cells:
+        identity = _identity(options, cell)
         row = known.get(key(identity))
         if row is None:
-            row = dict(kind="ablation", **identity, **_train(args, cell), **environment)
+            row = dict(kind="ablation", **identity, **_train(options, cell), **environment)
             row = rows.rounded(row)
-            rows.append(args.out, row)
+            rows.append(options.out, row)
         done.append(row)
     return done
 

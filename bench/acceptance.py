@@ -3,26 +3,31 @@
 from tqdm import tqdm
 
 from bench import rows
+from bench.commands.acceptance import Options
 from bench.sweep import Models, engines, prompt_set, sampling
 from bench.timing import drive
 from peagle_jax.config import EngineConfig
 
 
-def acceptance(args, environment: dict) -> list[dict]:
-    """Measures, appends a row each to `args.out`, and returns the rows."""
-    models = Models.load(args)
+def acceptance(options: Options, environment: dict) -> list[dict]:
+    """Measures, appends a row each to `options.out`, and returns the rows."""
+    models = Models.load(options)
     sets = [
-        prompt_set(spec, models.tokenizer, prompt_tokens=args.prompt_tokens, limit=args.num_prompts)
-        for spec in args.sets
+        prompt_set(
+            spec, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=options.num_prompts
+        )
+        for spec in options.sets
     ]
-    params = sampling(args)
-    concurrency = min(args.concurrency, max(len(prompts) for _, prompts in sets))
-    config = EngineConfig(max_num_seqs=concurrency, max_model_len=args.max_model_len)
+    params = sampling(options)
+    concurrency = min(options.concurrency, max(len(prompts) for _, prompts in sets))
+    config = EngineConfig(max_num_seqs=concurrency, max_model_len=options.max_model_len)
     chosen = [(name, *models.runnable(name, prompts, params, config)) for name, prompts in sets]
     done = []
     num_prompts = sum(len(prompts) for _, prompts, _ in chosen)
-    with tqdm(total=num_prompts * len(models.variants(args)), unit="prompt", disable=None) as bar:
-        for method, num_draft, engine in engines(models, args, config):
+    with tqdm(
+        total=num_prompts * len(models.variants(options)), unit="prompt", disable=None
+    ) as bar:
+        for method, num_draft, engine in engines(models, options, config):
             for name, prompts, left_out in chosen:
                 bar.set_description(f"{method} K={num_draft} {name}")
                 measured = drive(
@@ -31,12 +36,12 @@ def acceptance(args, environment: dict) -> list[dict]:
                 row = {
                     "kind": "acceptance",
                     **models.identity(
-                        args, prompts=name, variant=(method, num_draft), concurrency=concurrency
+                        options, prompts=name, variant=(method, num_draft), concurrency=concurrency
                     ),
                     **measured.as_row(),
                     "prompts_left_out": left_out,
                     **environment,
                 }
                 done.append(rows.rounded(row))
-                rows.append(args.out, done[-1])
+                rows.append(options.out, done[-1])
     return done

@@ -6,23 +6,23 @@ first. The parent process does not use the device, because its children need the
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from types import SimpleNamespace
+from dataclasses import asdict
 
 from tqdm import tqdm
 
 from bench import rows
+from bench.commands.decode_step import Options
 from bench.presets import preset
 from peagle_jax.config import ConfigError
 
 _PARTS = ("imports", "device", "weights", "compile", "first_token")
 
 
-def cold_start(args, variants: list[tuple[str, int]]) -> list[dict]:
+def cold_start(options: Options, variants: list[tuple[str, int]]) -> list[dict]:
     """Starts a process twice for each (method, K), at the smallest concurrency; appends a row each.
 
     `seconds` and `warm_seconds` are whole starts; `parts` and `warm_parts` are their breakdown;
@@ -31,11 +31,11 @@ def cold_start(args, variants: list[tuple[str, int]]) -> list[dict]:
     Raises:
       ConfigError: a child failed; the message is its last line.
     """
-    chosen = preset(args.preset, args.layers)
+    chosen = preset(options.preset, options.layers)
     done = []
     for method, num_draft in tqdm(variants, unit="variant", disable=None):
         with tempfile.TemporaryDirectory(prefix="peagle-cold-start-") as cache:
-            cold, warm = (_start(args, (method, num_draft), cache) for _ in range(2))
+            cold, warm = (_start(options, (method, num_draft), cache) for _ in range(2))
         row = {
             "kind": "cold-start",
             "model": chosen.name,
@@ -43,7 +43,7 @@ def cold_start(args, variants: list[tuple[str, int]]) -> list[dict]:
             "layers": chosen.target.num_layers,
             "method": method,
             "num_speculative_tokens": num_draft,
-            "concurrency": min(args.concurrency),
+            "concurrency": min(options.concurrency),
             "seconds": cold["seconds"],
             "warm_seconds": warm["seconds"],
             "weights_share": cold["parts"]["weights"] / cold["seconds"],
@@ -54,14 +54,14 @@ def cold_start(args, variants: list[tuple[str, int]]) -> list[dict]:
             "command": rows.command(),
         }
         done.append(rows.rounded(row))
-        rows.append(args.out, done[-1])
+        rows.append(options.out, done[-1])
     return done
 
 
-def _start(args, variant: tuple[str, int], cache: str) -> dict:
+def _start(options: Options, variant: tuple[str, int], cache: str) -> dict:
     """Seconds, parts and environment of one start."""
-    options = {name: value for name, value in vars(args).items() if name != "out"}
-    request = {"args": options, "variant": variant, "cache": cache, "started": time.time()}
+    values = {name: value for name, value in asdict(options).items() if name != "out"}
+    request = {"options": values, "variant": variant, "cache": cache, "started": time.time()}
     command = [sys.executable, "-m", "bench.cold_start"]
     child = subprocess.run(
         command, input=json.dumps(request), capture_output=True, text=True, check=False
@@ -81,20 +81,20 @@ def first_token(request: dict) -> dict:
     from peagle_jax import runs
     from peagle_jax.config import SamplingParams
 
-    args, (method, num_draft) = SimpleNamespace(**request["args"]), request["variant"]
+    options, (method, num_draft) = Options.of(request["options"]), request["variant"]
     runs.keep_compiled_programs(request["cache"])
     times.append(time.time())
     jax.devices()
-    dtype = runs.choose_dtype(args.dtype)
+    dtype = runs.choose_dtype(options.dtype)
     times.append(time.time())
-    chosen = preset(args.preset, args.layers)
-    models = Models.make(chosen, [method], dtype=dtype, seed=args.seed)
+    chosen = preset(options.preset, options.layers)
+    models = Models.make(chosen, [method], dtype=dtype, seed=options.seed)
     times.append(time.time())
-    engine = models.engine(args, (method, num_draft), (min(args.concurrency),))
+    engine = models.engine(options, (method, num_draft), (min(options.concurrency),))
     engine.warm_up()
     times.append(time.time())
-    prompt = prompts_of(args, 1, chosen.target.vocab_size)[0]
-    params = SamplingParams(max_tokens=2, temperature=args.temperature, ignore_eos=True)
+    prompt = prompts_of(options, 1, chosen.target.vocab_size)[0]
+    params = SamplingParams(max_tokens=2, temperature=options.temperature, ignore_eos=True)
     running = engine.add_request(prompt, params)
     while not running.output:
         engine.step()
@@ -105,7 +105,7 @@ def first_token(request: dict) -> dict:
     return {
         "seconds": times[-1] - times[0],
         "parts": dict(zip(_PARTS, spans, strict=True)),
-        "environment": rows.environment(args.sha or os.environ.get("PEAGLE_SHA")),
+        "environment": rows.environment(options.commit),
     }
 
 

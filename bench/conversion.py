@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from bench import rows
+from bench.commands.conversion import Options
 from peagle_jax.config import ConfigError
 
 _LAST_LINE = re.compile(r"([\d.]+) s, [\d.]+ GB/s, peak memory ([\d.]+) GB")
@@ -45,21 +46,21 @@ def _copy(source: Path, folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def conversion(args) -> dict:
-    """Makes, copies, converts and verifies one checkpoint below `args.folder`; appends a row.
+def conversion(options: Options) -> dict:
+    """Makes, copies, converts and verifies one checkpoint below `options.folder`; appends a row.
 
     Raises:
       ConfigError: the folder exists, or a command failed.
     """
-    work = args.folder
+    work = options.folder
     if work.exists():
         raise ConfigError(f"{work} exists; name a new folder on the disk to measure")
     source, copied, made = (work / name for name in ("source", "copy", "converted"))
     try:
         work.mkdir(parents=True)
-        layers = ["--layers", args.layers] if args.layers else []
-        options = ["--quantization", args.quantization, *layers]
-        _convert("synthetic", args.preset, source, *options)
+        layers = ["--layers", options.layers] if options.layers else []
+        form = ["--quantization", options.quantization, *layers]
+        _convert("synthetic", options.preset, source, *form)
         nbytes = sum(path.stat().st_size for path in source.iterdir())
         _evict(source)
         copy_seconds = _copy(source, copied)
@@ -71,9 +72,9 @@ def conversion(args) -> dict:
         shutil.rmtree(work, ignore_errors=True)
     row = {
         "kind": "conversion",
-        "model": args.preset,
-        "weights": args.quantization,
-        "layers": args.layers,
+        "model": options.preset,
+        "weights": options.quantization,
+        "layers": options.layers,
         "bytes": nbytes,
         "seconds": seconds,
         "gigabytes_per_second": nbytes / 1e9 / seconds,
@@ -82,6 +83,6 @@ def conversion(args) -> dict:
         "peak_memory_gigabytes": peak,
         "verdict": verdict,
     }
-    row = rows.rounded(row | rows.environment(args.sha or os.environ.get("PEAGLE_SHA")))
-    rows.append(args.out, row)
+    row = rows.rounded(row | rows.environment(options.commit))
+    rows.append(options.out, row)
     return row

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import roofline, rows
+from bench.commands.decode_step import Options
 from bench.kernel_times import profile_rounds
 from bench.presets import Preset, preset
 from bench.random_weights import num_bytes, random_head, random_target
@@ -74,7 +75,7 @@ class Models:
             seconds=time.perf_counter() - start,
         )
 
-    def engine(self, args, variant: Variant, concurrencies: tuple[int, ...]) -> Engine:
+    def engine(self, options: Options, variant: Variant, concurrencies: tuple[int, ...]) -> Engine:
         """An engine for cells that differ in concurrency only, not yet warm.
 
         Raises:
@@ -82,73 +83,76 @@ class Models:
         """
         method, num_draft = variant
         most = max(concurrencies)
-        tokens = args.prompt_tokens + args.max_tokens + 2 * num_draft + 1
+        tokens = options.prompt_tokens + options.max_tokens + 2 * num_draft + 1
         config = CellsConfig(
             concurrencies=concurrencies,
             num_draft=num_draft,
             max_num_seqs=most,
-            max_model_len=-(-tokens // args.page_size) * args.page_size,
-            page_size=args.page_size,
-            prefill_chunk=args.prefill_chunk,
-            prefill_rows=min(args.prefill_rows, most),
-            draft_sampling=args.draft_sampling,
+            max_model_len=-(-tokens // options.page_size) * options.page_size,
+            page_size=options.page_size,
+            prefill_chunk=options.prefill_chunk,
+            prefill_rows=min(options.prefill_rows, most),
+            draft_sampling=options.draft_sampling,
             dtype=self.dtype,
-            kv_cache_dtype=args.kv_cache_dtype,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
         head, drafter, accept = self.heads.get(method), None, verify
         if head is not None:
-            made = make_drafter(head, num_draft, args.draft_sampling)
+            made = make_drafter(head, num_draft, options.draft_sampling)
             drafter = Scattered(made, self.preset.target.vocab_size, num_draft)
-            if args.synthetic_acceptance_length is not None:
-                accept = synthetic_acceptance(args.synthetic_acceptance_length, num_draft)
+            if options.synthetic_acceptance_length is not None:
+                accept = synthetic_acceptance(options.synthetic_acceptance_length, num_draft)
         return Engine(self.target, head, config, drafter=drafter, accept=accept)
 
 
-def variants(args) -> list[Variant]:
+def variants(options: Options) -> list[Variant]:
     """(method, K) to measure, plain decoding first.
 
     Raises:
       ConfigError: K or an acceptance length without a drafter, or one that the other excludes.
     """
-    length = args.synthetic_acceptance_length
-    methods = [method for method in dict.fromkeys(args.method) if method != "none"]
+    length = options.synthetic_acceptance_length
+    methods = [method for method in dict.fromkeys(options.method) if method != "none"]
     if not methods:
-        for name, given in (("-K", args.k), ("--synthetic-acceptance-length", length)):
-            if given is not None:
+        for name, is_given in (
+            ("-K", bool(options.k)),
+            ("--synthetic-acceptance-length", length is not None),
+        ):
+            if is_given:
                 raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
-    drafting = [(method, k) for method in methods for k in sorted(set(args.k or [_DEFAULT_K]))]
+    drafting = [(method, k) for method in methods for k in sorted(set(options.k or [_DEFAULT_K]))]
     for _, k in drafting:
         if length is not None:
             synthetic_acceptance(length, k)
-    return ([("none", 0)] if "none" in args.method else []) + drafting
+    return ([("none", 0)] if "none" in options.method else []) + drafting
 
 
-def decode_step(args, environment: dict) -> list[dict]:
-    """Measures every cell, appends a row each to `args.out`, and returns the rows.
+def decode_step(options: Options, environment: dict) -> list[dict]:
+    """Measures every cell, appends a row each to `options.out`, and returns the rows.
 
     A cell that does not fit into memory is skipped with a message.
     """
-    chosen, todo = preset(args.preset, args.layers), variants(args)
-    _params(args)
-    if args.prompt_tokens + args.max_tokens > chosen.target.max_position:
+    chosen, todo = preset(options.preset, options.layers), variants(options)
+    _params(options)
+    if options.prompt_tokens + options.max_tokens > chosen.target.max_position:
         raise ConfigError(
             f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
         )
-    dtype = runs.choose_dtype(args.dtype)
+    dtype = runs.choose_dtype(options.dtype)
     done: list[dict] = []
-    with tqdm(total=len(todo) * len(args.concurrency), unit="cell", disable=None) as bar:
+    with tqdm(total=len(todo) * len(options.concurrency), unit="cell", disable=None) as bar:
         bar.set_description("weights")
-        models = Models.make(chosen, args.method, dtype=dtype, seed=args.seed)
+        models = Models.make(chosen, options.method, dtype=dtype, seed=options.seed)
         held = num_bytes(models.target, *models.heads.values()) / 1e9
         _say(bar, f"{chosen.name}: {held:.1f} GB of weights made in {models.seconds:.1f} s")
         for variant in todo:
-            for group in _groups(args):
-                for row in _measure(args, models, variant, group, bar):
+            for group in _groups(options):
+                for row in _measure(options, models, variant, group, bar):
                     row |= environment
                     config = None if variant[0] == "none" else chosen.head(variant[0])
                     row |= roofline.fraction(row, chosen.target, config)
                     done.append(rows.rounded(row))
-                    rows.append(args.out, done[-1])
+                    rows.append(options.out, done[-1])
                     _say(bar, _progress(done[-1]))
                 gc.collect()  # the engine's cache, before the next one is made
     return done
@@ -167,14 +171,14 @@ def _progress(row: dict) -> str:
     )
 
 
-def _groups(args) -> list[tuple[int, ...]]:
+def _groups(options: Options) -> list[tuple[int, ...]]:
     """Concurrencies that can share an engine: those whose prefill calls have equally many rows."""
-    width = lambda concurrency: min(args.prefill_rows, concurrency)
-    return [tuple(group) for _, group in itertools.groupby(sorted(args.concurrency), width)]
+    width = lambda concurrency: min(options.prefill_rows, concurrency)
+    return [tuple(group) for _, group in itertools.groupby(sorted(options.concurrency), width)]
 
 
 def _measure(
-    args, models: Models, variant: Variant, group: tuple[int, ...], bar: tqdm
+    options: Options, models: Models, variant: Variant, group: tuple[int, ...], bar: tqdm
 ) -> Iterator[dict]:
     """Rows of one engine, without their environment. Cells that do not fit into memory are skipped."""
     name = f"{variant[0]} K={variant[1]}"
@@ -182,7 +186,7 @@ def _measure(
         try:
             bar.set_description(f"{name}: compiling for {', '.join(map(str, group))}")
             start = time.perf_counter()
-            engine = models.engine(args, variant, group)
+            engine = models.engine(options, variant, group)
             engine.warm_up()
             compiled = time.perf_counter() - start
             break
@@ -193,16 +197,16 @@ def _measure(
     for concurrency in group:
         bar.set_description(f"{name} x{concurrency}")
         try:
-            row = _cell(args, engine, concurrency)
-            if args.profile is not None:
+            row = _cell(options, engine, concurrency)
+            if options.profile is not None:
                 bar.set_description(f"{name} x{concurrency}: profile")
-                row |= _profile(args, engine, concurrency, bar)
+                row |= _profile(options, engine, concurrency, bar)
         except jax.errors.JaxRuntimeError as error:
             # The failed call consumed its donated buffers, so this engine is unusable.
             left = group[group.index(concurrency) :]
             _skip(error, f"{name} at concurrency {', '.join(map(str, left))}", bar, len(left))
             return
-        yield _identity(args, models, variant, engine) | {"compile_seconds": compiled} | row
+        yield _identity(options, models, variant, engine) | {"compile_seconds": compiled} | row
         bar.update()
 
 
@@ -216,7 +220,7 @@ def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
     bar.update(cells)
 
 
-def _identity(args, models: Models, variant: Variant, engine: Engine) -> dict:
+def _identity(options: Options, models: Models, variant: Variant, engine: Engine) -> dict:
     """Row fields that identify the measurement."""
     method, num_draft = variant
     head = models.heads.get(method)
@@ -230,10 +234,10 @@ def _identity(args, models: Models, variant: Variant, engine: Engine) -> dict:
         "set": "random tokens",
         "method": method,
         "num_speculative_tokens": num_draft,
-        "synthetic_acceptance_length": args.synthetic_acceptance_length if num_draft else None,
-        "draft_sampling": args.draft_sampling,
-        "max_tokens": args.max_tokens,
-        "temperature": args.temperature,
+        "synthetic_acceptance_length": options.synthetic_acceptance_length if num_draft else None,
+        "draft_sampling": options.draft_sampling,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
         "engine": {
             name: getattr(engine.config, name)
             for name in ("max_num_seqs", "max_model_len", "page_size", "num_pages")
@@ -248,23 +252,25 @@ def _identity(args, models: Models, variant: Variant, engine: Engine) -> dict:
     }
 
 
-def prompts_of(args, count: int, vocab_size: int) -> list[list[int]]:
+def prompts_of(options: Options, count: int, vocab_size: int) -> list[list[int]]:
     """Random token ids, a different prompt for each request."""
-    rng = np.random.default_rng(args.seed)
-    return rng.integers(0, vocab_size, (count, args.prompt_tokens)).tolist()
+    rng = np.random.default_rng(options.seed)
+    return rng.integers(0, vocab_size, (count, options.prompt_tokens)).tolist()
 
 
-def _params(args) -> SamplingParams:
-    return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=True)
+def _params(options: Options) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=options.max_tokens, temperature=options.temperature, ignore_eos=True
+    )
 
 
-def _cell(args, engine: Engine, concurrency: int) -> dict:
+def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     """Prefill alone, three times, then prefill and decoding, after a short run of both."""
-    params = _params(args)
+    params = _params(options)
     with_tokens = lambda tokens: dataclasses.replace(params, max_tokens=tokens)
-    prompts = prompts_of(args, concurrency, engine.target_config.vocab_size)
+    prompts = prompts_of(options, concurrency, engine.target_config.vocab_size)
     run = lambda params: drive(engine, prompts, params, concurrency=concurrency)
-    run(with_tokens(min(_WARM_UP_TOKENS, args.max_tokens)))
+    run(with_tokens(min(_WARM_UP_TOKENS, options.max_tokens)))
     prefills = [run(with_tokens(1)).as_row() for _ in range(_PREFILLS)]
     prefill = sorted(prefills, key=lambda row: row["seconds"])[_PREFILLS // 2]
     before = engine.scheduler.num_preemptions
@@ -283,12 +289,12 @@ def _cell(args, engine: Engine, concurrency: int) -> dict:
     }
 
 
-def _profile(args, engine: Engine, concurrency: int, bar: tqdm) -> dict:
+def _profile(options: Options, engine: Engine, concurrency: int, bar: tqdm) -> dict:
     """Kernels of some rounds: printed, and as part of the row (`kernels` None where there are none)."""
-    prompts = prompts_of(args, concurrency, engine.target_config.vocab_size)
-    options = dict(rounds=args.profile_rounds, folder=args.profile or None)
+    prompts = prompts_of(options, concurrency, engine.target_config.vocab_size)
+    traced = dict(rounds=options.profile_rounds, folder=options.profile or None)
     try:
-        found = profile_rounds(engine, prompts, _params(args), **options)
+        found = profile_rounds(engine, prompts, _params(options), **traced)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         # The cell is already timed: a failure of the profiler must not lose the row.
         _say(bar, f"no kernels to list: {type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import rows
+from bench.commands.headroom import Options
 from bench.sweep import Models, prompt_set
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
@@ -59,11 +60,11 @@ class Measured:
         return repeats(self.found, self.rank.shape[2])[rounds.text, rounds.slot]
 
 
-def greedy_texts(models: Models, prompts: list, args) -> Text:
-    """The target's own greedy continuations, `args.max_tokens` each, padded to the longest."""
-    config = EngineConfig(max_num_seqs=args.concurrency, max_model_len=args.max_model_len)
+def greedy_texts(models: Models, prompts: list, options: Options) -> Text:
+    """The target's own greedy continuations, `options.max_tokens` each, padded to the longest."""
+    config = EngineConfig(max_num_seqs=options.concurrency, max_model_len=options.max_model_len)
     engine = models.engine("none", 0, config)
-    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+    params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=options.ignore_eos)
     done = engine.generate(prompts, params)
     texts = [[*one.prompt, *one.tokens] for one in done]
     tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
@@ -233,36 +234,36 @@ def summary(measured: Measured) -> dict:
     )
 
 
-def headroom(args, environment: dict) -> list[dict]:
-    """Measures, appends a row each to `args.out`, and returns the rows."""
-    models = Models.load(args)
+def headroom(options: Options, environment: dict) -> list[dict]:
+    """Measures, appends a row each to `options.out`, and returns the rows."""
+    models = Models.load(options)
     if not hasattr(models.target.layers[0].mlp, "gate_up"):
         raise ConfigError("headroom runs the training's pass, which has dense Llama and Qwen3 only")
     done = []
-    for spec in args.sets:
+    for spec in options.sets:
         name, prompts = prompt_set(
-            spec, models.tokenizer, prompt_tokens=args.prompt_tokens, limit=args.num_prompts
+            spec, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=options.num_prompts
         )
-        stored = None if args.texts is None else args.texts / f"{name}.npz"
-        text = stored_texts(stored, partial(greedy_texts, models, prompts, args))
+        stored = None if options.texts is None else options.texts / f"{name}.npz"
+        text = stored_texts(stored, partial(greedy_texts, models, prompts, options))
         for method, head in models.heads.items():
-            for num_draft in args.k:
+            for num_draft in options.k:
                 found = measure(
                     models.target, head, text, num_draft=num_draft, dtype=models.dtype, bucket=128
                 )
                 row = dict(
                     kind="headroom",
                     **models.identity(
-                        args,
+                        options,
                         prompts=name,
                         variant=(method, num_draft),
-                        concurrency=args.concurrency,
+                        concurrency=options.concurrency,
                     ),
                     **summary(found),
                     **environment,
                 )
                 done.append(rows.rounded(row))
-                rows.append(args.out, done[-1])
+                rows.append(options.out, done[-1])
     return done
 
 

@@ -12,6 +12,7 @@ import grpc
 from bench import rows
 from bench.attackers import Attackers
 from bench.attacks import ATTACKS
+from bench.commands.hostile import Options
 from bench.served import Served
 from bench.watch import Snapshot, Watch
 from peagle_jax import ConfigError
@@ -32,31 +33,45 @@ _PAUSE = 1.0  # seconds after an attack before memory is compared
 _PATIENCE = 20.0  # further seconds for memory to return to its limit
 
 
-def hostile(args, environment: dict) -> list[dict]:
-    """Runs the attacks, appends a row each to `args.out`, and returns the rows.
+def hostile(options: Options, environment: dict) -> list[dict]:
+    """Runs the attacks, appends a row each to `options.out`, and returns the rows.
 
     Raises:
       ConfigError: no attack of that name, or a server that does not start.
     """
-    chosen = [one for one in ATTACKS if not args.only or any(x in one.name for x in args.only)]
+    return asyncio.run(_run_all(options, groups_of(options), environment))
+
+
+def groups_of(options: Options) -> list[tuple[list[str], bool]]:
+    """(names of attacks that run at the same time, whether they need TLS): each attack, then all together.
+
+    Raises:
+      ConfigError: `options.only` names no attack.
+    """
+    plain = [one.name for one in ATTACKS if not one.needs_tls]
+    if options.only == (TOGETHER,):
+        return [(plain, False)]
+    chosen = [
+        one for one in ATTACKS if not options.only or any(x in one.name for x in options.only)
+    ]
     groups = [([one.name], one.needs_tls) for one in chosen]
-    plain = [one.name for one in chosen if not one.needs_tls]
-    if args.together and len(plain) > 1 and (not args.only or TOGETHER in args.only):
-        groups.append((plain, False))
-    if args.only == [TOGETHER]:
-        groups = [([one.name for one in ATTACKS if not one.needs_tls], False)]
+    some = [name for name in plain if any(name == one.name for one in chosen)]
+    if options.together and len(some) > 1 and (not options.only or TOGETHER in options.only):
+        groups.append((some, False))
     if not groups:
-        raise ConfigError(f"no attack is named like {args.only}")
-    return asyncio.run(_run_all(args, groups, environment))
+        raise ConfigError(f"no attack is named like {' or '.join(options.only)}")
+    return groups
 
 
-async def _run_all(args, groups: Sequence[tuple[list[str], bool]], environment: dict) -> list[dict]:
+async def _run_all(
+    options: Options, groups: Sequence[tuple[list[str], bool]], environment: dict
+) -> list[dict]:
     done = []
     for with_tls in (False, True):
         own = [names for names, needs_tls in groups if needs_tls is with_tls]
-        async for row in _run(args, own, with_tls=with_tls):
+        async for row in _run(options, own, with_tls=with_tls):
             done.append(rows.rounded({"kind": "hostile", **row, **environment}))
-            rows.append(args.out, done[-1])
+            rows.append(options.out, done[-1])
     return done
 
 
@@ -95,13 +110,18 @@ def _make_certificate(cert: Path, key: Path) -> None:
         raise ConfigError("attacks on TLS need the command openssl: install it") from error
 
 
-async def _run(args, groups: Sequence[Sequence[str]], *, with_tls: bool) -> AsyncIterator[dict]:
+async def _run(
+    options: Options, groups: Sequence[Sequence[str]], *, with_tls: bool
+) -> AsyncIterator[dict]:
     """A row for each group of attacks; a server that does not recover is replaced."""
     left = list(groups)
     while left:
         with tempfile.TemporaryDirectory() as folder:
             server, ca = start(
-                args.serve_options, Path(folder), with_tls=with_tls, descriptors=args.descriptors
+                options.serve_options,
+                Path(folder),
+                with_tls=with_tls,
+                descriptors=options.descriptors,
             )
             with server:
                 wait(server, ca)
@@ -109,10 +129,10 @@ async def _run(args, groups: Sequence[Sequence[str]], *, with_tls: bool) -> Asyn
                     names = left.pop(0)
                     label = names[0] if len(names) == 1 else TOGETHER
                     print(f"{label} ...", flush=True)
-                    for _ in range(1 + args.repeats):
+                    for _ in range(1 + options.repeats):
                         row = await measure(
-                            server, names, ca=ca, seconds=args.seconds, hold_seconds=args.hold,
-                            quiet_seconds=args.quiet, scale=args.scale,
+                            server, names, ca=ca, seconds=options.seconds, hold_seconds=options.hold,
+                            quiet_seconds=options.quiet, scale=options.scale,
                         )  # fmt: skip
                         if row["under_attack"]["prober_late_ms"]["p99"] <= _MOST_LATE_MS:
                             break

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from bench import deviceless, rows
+from bench.commands.kernels import Options
 from bench.roofline import CHIPS
 from pallas_kernels import dispatch
 from pallas_kernels.device import GENERATIONS, Device, describe
@@ -101,8 +102,8 @@ def cases(
             )
 
 
-def kernels(args, environment: dict) -> Iterator[dict]:
-    """Measures what `peagle-bench kernels` was asked for, a row at a time; rows go to `args.out`.
+def kernels(options: Options, environment: dict) -> Iterator[dict]:
+    """Measures what `peagle-bench kernels` was asked for, a row at a time; rows go to `options.out`.
 
     Raises:
       ConfigError: there is no GPU, or no such operation or spec.
@@ -112,15 +113,15 @@ def kernels(args, environment: dict) -> Iterator[dict]:
         raise ConfigError(
             f"kernels are timed on an NVIDIA GPU, Hopper or Blackwell; here is {rows.device_name()}"
         )
-    ops = args.op or [op for op in deviceless.ops() if op != "ladder"]  # see bench.ladder
+    ops = options.op or [op for op in deviceless.ops() if op != "ladder"]  # see bench.ladder
     known = {name for op in ops for name in deviceless.specs_of(op).SPECS}
-    if unknown := sorted(set(args.spec or ()) - known):
+    if unknown := sorted(set(options.spec or ()) - known):
         raise ConfigError(f"no operation has a spec {unknown[0]!r}; there are {sorted(known)}")
     for op in ops:
         if device.sm not in deviceless.specs_of(op).CHIPS:
             _log.warning("%s has no kernel for %s", op, device.name)
             continue
-        for case in cases(op, args.spec, device if args.configs else None):
+        for case in cases(op, options.spec or None, device if options.configs else None):
             try:
                 measured = measure(case, device.name)
             except Exception as error:  # whatever it is, the others are to be measured
@@ -128,7 +129,7 @@ def kernels(args, environment: dict) -> Iterator[dict]:
                 _log.error("%s %s: %s: %s", op, case.spec, type(error).__name__, said[0])
                 continue
             row = rows.rounded({"kind": "kernel", **environment, **measured})
-            rows.append(args.out, row)
+            rows.append(options.out, row)
             yield row
 
 

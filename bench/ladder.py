@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 import jax
 
 from bench import kernels, rows
+from bench.commands.kernels import Options
 from bench.ladder_model import predict
 from pallas_kernels.device import describe
 from pallas_kernels.ladder import specs
@@ -27,23 +28,23 @@ _MEASURED = ("us", "bytes_per_second", "fraction_of_bandwidth", "linked_by", "ma
 Worker = Callable[[Sequence[str], Connection], None]
 
 
-def ladder(args) -> Iterator[dict]:
-    """Measures all steps, a row at a time; rows go to `args.out`, those of failures too.
+def ladder(options: Options) -> Iterator[dict]:
+    """Measures all steps, a row at a time; rows go to `options.out`, those of failures too.
 
     Raises:
       ConfigError: there is no Hopper GPU, or an option is given that chooses other kernels.
     """
-    if args.op or args.spec or args.configs:
+    if options.op or options.spec or options.configs:
         raise ConfigError("--ladder runs all of its steps: leave out --op, --spec and --configs")
     # This process asks for the device's name only; the memory is for the processes that measure.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if describe(jax.devices()[0]).sm not in specs.CHIPS:
         raise ConfigError(f"the ladder is for Hopper GPUs; here is {rows.device_name()}")
-    environment = rows.environment(args.sha or os.environ.get("PEAGLE_SHA"))
+    environment = rows.environment(options.commit)
     for step in specs.STEPS:
         for measured in run_step(step):
             row = rows.rounded({"kind": "ladder", **environment, **measured})
-            rows.append(args.out, row)
+            rows.append(options.out, row)
             yield row
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import decode_step, rows, sweep
+from bench.commands.lossless import Options
 from bench.decode_step import CellsConfig
 from bench.presets import preset
 from bench.timing import drive
@@ -96,21 +97,21 @@ class Subject:
         return Engine(self.target, head, config, drafter=drafter)
 
 
-def _preset_subject(args) -> Subject:
+def _preset_subject(options: Options) -> Subject:
     """A preset with random weights, and prompts of random tokens, 1 to `--prompt-tokens` of them."""
-    chosen, dtype = preset(args.preset, args.layers), runs.choose_dtype(args.dtype)
-    if args.model is not None or args.drafter or args.quantization is not None:
+    chosen, dtype = preset(options.preset, options.layers), runs.choose_dtype(options.dtype)
+    if options.model is not None or options.drafter or options.quantization is not None:
         raise ConfigError("--preset makes its weights: no --model, --drafter or --quantization")
-    longest = args.prompt_tokens + args.max_tokens
+    longest = options.prompt_tokens + options.max_tokens
     if longest > chosen.target.max_position:
         raise ConfigError(
             f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
         )
-    models = decode_step.Models.make(chosen, args.methods, dtype=dtype, seed=args.seed)
+    models = decode_step.Models.make(chosen, options.methods, dtype=dtype, seed=options.seed)
 
     def prompts(count: int) -> list[list[int]]:
-        rng = np.random.default_rng(args.seed)
-        lengths = rng.integers(1, args.prompt_tokens + 1, count)
+        rng = np.random.default_rng(options.seed)
+        lengths = rng.integers(1, options.prompt_tokens + 1, count)
         return [rng.integers(0, chosen.target.vocab_size, length).tolist() for length in lengths]
 
     return Subject(
@@ -125,16 +126,16 @@ def _preset_subject(args) -> Subject:
     )
 
 
-def _model_subject(args) -> Subject:
+def _model_subject(options: Options) -> Subject:
     """The embedded model or `--model`, and prompts of `--set`, from its start again when they end."""
-    models = sweep.Models.load(args)
+    models = sweep.Models.load(options)
     name, found = sweep.prompt_set(
-        args.set, models.tokenizer, prompt_tokens=args.prompt_tokens, limit=None
+        options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
     )
     if models.tokenizer is None:
-        raise ConfigError(f"{args.model}: has no tokenizer, so it cannot read the set {name}")
+        raise ConfigError(f"{options.model}: has no tokenizer, so it cannot read the set {name}")
     most = models.target.config.max_position
-    config = EngineConfig(max_model_len=max(1, most - args.max_tokens + 1))
+    config = EngineConfig(max_model_len=max(1, most - options.max_tokens + 1))
     pool, left_out = models.runnable(name, found, SamplingParams(), config)
     return Subject(
         name=models.name,
@@ -149,19 +150,19 @@ def _model_subject(args) -> Subject:
     )
 
 
-def lossless(args, environment: dict) -> Iterator[dict]:
-    """Compares every cell, a row at a time; rows go to `args.out`.
+def lossless(options: Options, environment: dict) -> Iterator[dict]:
+    """Compares every cell, a row at a time; rows go to `options.out`.
 
     Raises:
       ConfigError: there is nothing to compare, or it does not fit.
     """
-    subject = _model_subject(args) if args.preset is None else _preset_subject(args)
-    cells, most = _cells(args, subject), max(args.concurrency)
-    prompts = subject.prompts(_num_prompts(args, cells))
-    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    subject = _model_subject(options) if options.preset is None else _preset_subject(options)
+    cells, most = _cells(options, subject), max(options.concurrency)
+    prompts = subject.prompts(_num_prompts(options, cells))
+    params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     reference: list[list[int]] = []
     texts = None
-    shares = [_share(args, len(prompts), c) for some in cells.values() for c in some]
+    shares = [_share(options, len(prompts), c) for some in cells.values() for c in some]
     with tqdm(total=len(prompts) + sum(shares), unit="text", disable=None) as bar:
         for variant in dict.fromkeys([_PLAIN, *cells]):
             todo = cells.get(variant, ())
@@ -169,60 +170,62 @@ def lossless(args, environment: dict) -> Iterator[dict]:
                 todo = (most, *todo)
             bar.set_description(f"{variant[0]} K={variant[1]}: compiling")
             start = time.perf_counter()
-            engine = subject.engine(variant, _config(args, prompts, todo), texts)
+            engine = subject.engine(variant, _config(options, prompts, todo), texts)
             engine.warm_up()
             compiled = time.perf_counter() - start
             for concurrency in todo:
                 bar.set_description(f"{variant[0]} K={variant[1]} x{concurrency}")
-                some = prompts[: _share(args, len(prompts), concurrency)]
+                some = prompts[: _share(options, len(prompts), concurrency)]
                 run = drive(engine, some, params, concurrency=concurrency, on_finished=bar.update)
                 if not reference:
                     reference = run.outputs
                     texts = _table(prompts, reference, engine.config)
                     continue
-                row = _row(args, subject, variant, concurrency, reference, run)
+                row = _row(options, subject, variant, concurrency, reference, run)
                 row |= {"compile_seconds": compiled} | environment
-                rows.append(args.out, rows.rounded(row))
+                rows.append(options.out, rows.rounded(row))
                 bar.write(_progress(row), file=sys.stderr)
                 yield row
             del engine
             gc.collect()  # its cache, before the next one is made
 
 
-def _cells(args, subject: Subject) -> dict[Variant, tuple[int, ...]]:
+def _cells(options: Options, subject: Subject) -> dict[Variant, tuple[int, ...]]:
     """What is compared with plain decoding at the largest concurrency: concurrencies by method and K."""
-    across = tuple(sorted(set(args.concurrency), reverse=True))
-    cells = {(method, k): across for method in subject.heads for k in args.k}
-    if "none" in args.methods and across[1:]:
+    across = tuple(sorted(set(options.concurrency), reverse=True))
+    cells = {(method, k): across for method in subject.heads for k in options.k}
+    if "none" in options.methods and across[1:]:
         cells = {_PLAIN: across[1:]} | cells
     if not cells:
         raise ConfigError("nothing to compare: no head to draft, and one concurrency only")
     return cells
 
 
-def _num_prompts(args, cells: dict[Variant, tuple[int, ...]]) -> int:
+def _num_prompts(options: Options, cells: dict[Variant, tuple[int, ...]]) -> int:
     """Number of prompts that yield `--tokens` tokens to compare over all cells."""
-    shares = sum(c for some in cells.values() for c in some) / max(args.concurrency)
-    return max(args.min_prompts, math.ceil(args.tokens / (args.max_tokens * shares)))
+    shares = sum(c for some in cells.values() for c in some) / max(options.concurrency)
+    return max(options.min_prompts, math.ceil(options.tokens / (options.max_tokens * shares)))
 
 
-def _share(args, num_prompts: int, concurrency: int) -> int:
+def _share(options: Options, num_prompts: int, concurrency: int) -> int:
     """Prompts of a cell. Cells of low concurrency get fewer, or they would take most of the time."""
-    proportional = math.ceil(num_prompts * concurrency / max(args.concurrency))
-    return min(num_prompts, max(args.min_prompts, proportional))
+    proportional = math.ceil(num_prompts * concurrency / max(options.concurrency))
+    return min(num_prompts, max(options.min_prompts, proportional))
 
 
-def _config(args, prompts: list[list[int]], concurrencies: tuple[int, ...]) -> CellsConfig:
+def _config(
+    options: Options, prompts: list[list[int]], concurrencies: tuple[int, ...]
+) -> CellsConfig:
     """Sizes of an engine: but for the number of drafts the same for all, as on a server."""
-    longest = max(map(len, prompts)) + args.max_tokens + 2 * max(args.k) + 1
-    most = max(args.concurrency)
+    longest = max(map(len, prompts)) + options.max_tokens + 2 * max(options.k) + 1
+    most = max(options.concurrency)
     return CellsConfig(
         concurrencies=concurrencies,
         max_num_seqs=most,
-        max_model_len=-(-longest // args.page_size) * args.page_size,
-        page_size=args.page_size,
-        prefill_chunk=args.prefill_chunk,
-        prefill_rows=min(args.prefill_rows, most),
+        max_model_len=-(-longest // options.page_size) * options.page_size,
+        page_size=options.page_size,
+        prefill_chunk=options.prefill_chunk,
+        prefill_rows=min(options.prefill_rows, most),
     )
 
 
@@ -240,7 +243,9 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in pairs if a != b), None)
 
 
-def _row(args, subject: Subject, variant: Variant, concurrency: int, reference, run) -> dict:
+def _row(
+    options: Options, subject: Subject, variant: Variant, concurrency: int, reference, run
+) -> dict:
     outputs, row = run.outputs, run.as_row()
     wanted = reference[: len(outputs)]
     parted = [first_difference(*pair) for pair in zip(wanted, outputs, strict=True)]
@@ -256,10 +261,10 @@ def _row(args, subject: Subject, variant: Variant, concurrency: int, reference, 
         "method": variant[0],
         "num_speculative_tokens": variant[1],
         "concurrency": concurrency,
-        "max_tokens": args.max_tokens,
+        "max_tokens": options.max_tokens,
         "temperature": 0.0,
         "oracle": KNOWN if subject.is_random and variant != _PLAIN else None,
-        "reference_concurrency": max(args.concurrency),
+        "reference_concurrency": max(options.concurrency),
         "prompts_left_out": subject.left_out,
         "texts": len(outputs),
         "texts_equal": parted.count(None),

@@ -7,7 +7,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from bench.arguments import PRESET_SUFFIX
+from bench.command import PRESET_SUFFIX
 from bench.sizes import FORMATS, Format
 from convert.synthetic import with_layers
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench import report, rows
+from bench.commands.reliability import Options
 from peagle_jax import ConfigError
 
 _ROOT = Path(__file__).parents[1]
 
 
-def reliability(args, environment: dict) -> list[dict]:
+def reliability(options: Options, environment: dict) -> list[dict]:
     """Runs every test that takes the fixture `num_cases`, and appends a row for each kind of case.
 
     Redraws the page's tables from all rows in the folder of the new ones.
@@ -22,33 +23,33 @@ def reliability(args, environment: dict) -> list[dict]:
       The new rows.
 
     Raises:
-      ConfigError: no such page, no test tries what `args.only` names, or pytest does not run.
+      ConfigError: no such page, no test tries what `options.only` names, or pytest does not run.
     """
-    if not args.page.is_file():
-        raise ConfigError(f"{args.page}: there is no such page to draw tables in")
+    if not options.page.is_file():
+        raise ConfigError(f"{options.page}: there is no such page to draw tables in")
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder, "results.xml")
-        code = subprocess.run(_command(args, xml), cwd=_ROOT, check=False).returncode
+        code = subprocess.run(_command(options, xml), cwd=_ROOT, check=False).returncode
         if code not in (0, 1) or not xml.is_file():
             raise ConfigError(f"pytest ended with exit code {code}; its output says why")
         found = [rows.rounded({"kind": "reliability", **row, **environment}) for row in tried(xml)]
     if not found:
-        raise ConfigError(f"no test tries {' or '.join(args.only) or 'random cases'}")
+        raise ConfigError(f"no test tries {' or '.join(options.only) or 'random cases'}")
     for row in found:
-        rows.append(args.out, row)
-    some = report.newest(rows.read(sorted(args.out.parent.glob("*.jsonl"))))
-    text = args.page.read_text(encoding="utf-8")
-    args.page.write_text(report.update_markdown(text, some), encoding="utf-8")
+        rows.append(options.out, row)
+    some = report.newest(rows.read(sorted(options.out.parent.glob("*.jsonl"))))
+    text = options.page.read_text(encoding="utf-8")
+    options.page.write_text(report.update_markdown(text, some), encoding="utf-8")
     return found
 
 
-def _command(args, xml: Path) -> list[str]:
+def _command(options: Options, xml: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "randomised and not gpu"]
-    command += [f"--junitxml={xml}", "-o", "junit_family=xunit1", *args.tests]
-    for kind in args.only:
+    command += [f"--junitxml={xml}", "-o", "junit_family=xunit1", *options.tests]
+    for kind in options.only:
         command += ["--only-kind", kind]
-    if args.cases:
-        command += ["--cases", str(args.cases), "--timeout", "0"]  # many cases take long
+    if options.cases:
+        command += ["--cases", str(options.cases), "--timeout", "0"]  # many cases take long
     return command
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import rows
+from bench.commands.serve_load import Options
 from bench.latency import Outcome, figures
 from bench.served import Served
 from bench.sweep import Prompts, leave_out, prompt_set
@@ -45,30 +46,32 @@ class Call:
     deadline: float | None = None
 
 
-def calls(args, prompts: Prompts, count: int, *, rate: float | None = None) -> list[Call]:
+def calls(
+    options: Options, prompts: Prompts, count: int, *, rate: float | None = None
+) -> list[Call]:
     """`count` calls over `prompts`, in order; arrivals and cancellations are drawn from the seed."""
-    rng = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(options.seed)
     starts = np.cumsum(rng.exponential(1 / rate, count)) if rate else [None] * count
     made = []
     for prompt, start in zip(
         itertools.islice(itertools.cycle(prompts), count), starts, strict=True
     ):
-        is_cancelled = rng.random() < args.cancel_share
+        is_cancelled = rng.random() < options.cancel_share
         made.append(
             Call(
-                request=_request(prompt, args),
+                request=_request(prompt, options),
                 start=start,
-                cancel_after=int(rng.integers(0, args.max_tokens)) if is_cancelled else None,
-                deadline=None if args.deadline_ms is None else args.deadline_ms / 1e3,
+                cancel_after=int(rng.integers(0, options.max_tokens)) if is_cancelled else None,
+                deadline=None if options.deadline_ms is None else options.deadline_ms / 1e3,
             )
         )
     return made
 
 
-def _request(prompt: str | list[int], args) -> pb.GenerateRequest:
+def _request(prompt: str | list[int], options: Options) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
-        sampling=pb.Sampling(temperature=args.temperature),
-        stopping=pb.Stopping(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos),
+        sampling=pb.Sampling(temperature=options.temperature),
+        stopping=pb.Stopping(max_tokens=options.max_tokens, ignore_eos=options.ignore_eos),
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -141,36 +144,36 @@ async def _make(stub: GenerationStub, call: Call) -> Outcome:
     return outcome
 
 
-def _check(args) -> None:
-    if args.address and args.serve_options:
+def _check(options: Options) -> None:
+    if options.address and options.serve_options:
         raise ConfigError(
             "options of peagle-serve go to a server that is started here: drop --address"
         )
-    if args.address and args.overhead:
+    if options.address and options.overhead:
         raise ConfigError("--overhead needs the server's model in this process too: drop --address")
-    if args.overhead and (args.rate or args.cancel_share or args.deadline_ms):
+    if options.overhead and (options.rate or options.cancel_share or options.deadline_ms):
         raise ConfigError("--overhead compares whole requests at a fixed --concurrency only")
-    if not 0 <= args.cancel_share <= 1:
-        raise ConfigError(f"--cancel-share {args.cancel_share} must lie between 0 and 1")
+    if not 0 <= options.cancel_share <= 1:
+        raise ConfigError(f"--cancel-share {options.cancel_share} must lie between 0 and 1")
 
 
-def _options(args) -> list[str]:
+def _options(options: Options) -> list[str]:
     """Options of the server that is started here; by default it holds all requests at once."""
-    slots = [] if args.rate else ["--max-num-seqs", str(max(args.concurrency))]
-    cache = ["--no-cache"] if args.no_cache else []
-    return [*slots, *cache, *args.serve_options]
+    slots = [] if options.rate else ["--max-num-seqs", str(max(options.concurrency))]
+    cache = ["--no-cache"] if options.no_cache else []
+    return [*slots, *cache, *options.serve_options]
 
 
 @contextlib.contextmanager
-def _served(args) -> Iterator[tuple[str, Served | None]]:
+def _served(options: Options) -> Iterator[tuple[str, Served | None]]:
     """The address to load, and the server if it was started here; then it ends with the block."""
-    if args.address:
-        yield args.address, None
+    if options.address:
+        yield options.address, None
         return
-    resolve(_options(args))  # validates the options before the server starts
+    resolve(_options(options))  # validates the options before the server starts
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "serve.log")
-        with Served(_options(args), log=log) as server:
+        with Served(_options(options), log=log) as server:
             yield server.wait(), server
             if code := server.stop():
                 raise ConfigError(
@@ -189,15 +192,19 @@ def _about(address: str) -> pb.GetModelInfoResponse:
             ) from error
 
 
-def _prompts(args, about: pb.GetModelInfoResponse, engine: Engine | None) -> tuple[Prompts, int]:
+def _prompts(
+    options: Options, about: pb.GetModelInfoResponse, engine: Engine | None
+) -> tuple[Prompts, int]:
     """What to ask for, and how many prompts the bare engine cannot run: without one the server refuses them."""
-    if args.set == "random":
-        rng = np.random.default_rng(args.seed)
-        most = args.prompt_tokens
-        lengths = rng.integers(max(1, most // 2), most + 1, args.num_requests or 256)
+    if options.set == "random":
+        rng = np.random.default_rng(options.seed)
+        most = options.prompt_tokens
+        lengths = rng.integers(max(1, most // 2), most + 1, options.num_requests or 256)
         return [rng.integers(0, about.vocab_size, length).tolist() for length in lengths], 0
     tokenizer = None if engine is None else engine.tokenizer
-    name, prompts = prompt_set(args.set, tokenizer, prompt_tokens=args.prompt_tokens, limit=None)
+    name, prompts = prompt_set(
+        options.set, tokenizer, prompt_tokens=options.prompt_tokens, limit=None
+    )
     if not about.has_tokenizer and any(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError(f"{about.name} is served without a tokenizer: use --set random")
     if engine is None:
@@ -205,59 +212,61 @@ def _prompts(args, about: pb.GetModelInfoResponse, engine: Engine | None) -> tup
     return leave_out(name, prompts, lambda prompt: engine.validate(prompt, SamplingParams()))
 
 
-def serve_load(args, environment: dict) -> list[dict]:
-    """Measures, appends a row each to `args.out`, and returns the rows.
+def serve_load(options: Options, environment: dict) -> list[dict]:
+    """Measures, appends a row each to `options.out`, and returns the rows.
 
     Raises:
       ConfigError: options that exclude each other, no server there, or none that starts.
     """
-    _check(args)
-    engine = _bare(args) if args.overhead else None
+    _check(options)
+    engine = _bare(options) if options.overhead else None
     cells = (
-        [(None, rate) for rate in args.rate] if args.rate else [(c, None) for c in args.concurrency]
+        [(None, rate) for rate in options.rate]
+        if options.rate
+        else [(c, None) for c in options.concurrency]
     )
-    counts = [args.num_requests or max(32, 4 * (c or 16)) for c, _ in cells]
+    counts = [options.num_requests or max(32, 4 * (c or 16)) for c, _ in cells]
     done = []
-    with _served(args) as (address, server):
+    with _served(options) as (address, server):
         about = _about(address)
-        prompts, left_out = _prompts(args, about, engine)
-        total = sum(counts) * (2 * args.repeats if args.overhead else 1)
+        prompts, left_out = _prompts(options, about, engine)
+        total = sum(counts) * (2 * options.repeats if options.overhead else 1)
         with tqdm(total=total, unit="request", disable=None) as bar:
             for (concurrency, rate), count in zip(cells, counts, strict=True):
                 bar.set_description(f"x{concurrency}" if rate is None else f"{rate:g}/s")
-                todo = calls(args, prompts, count, rate=rate)
+                todo = calls(options, prompts, count, rate=rate)
                 _warm_up(address, todo, concurrency or 1)
                 if engine is None:
-                    found = _measure(args, address, todo, concurrency, bar)
+                    found = _measure(options, address, todo, concurrency, bar)
                 else:
-                    found = _beside_bare(args, server, todo, concurrency, engine, bar)
+                    found = _beside_bare(options, server, todo, concurrency, engine, bar)
                 row = {
                     "kind": "serve-load",
-                    **_identity(args, about, concurrency, rate),
+                    **_identity(options, about, concurrency, rate),
                     **found,
                     "prompts_left_out": left_out,
                     **environment,
                 }
                 done.append(rows.rounded(row))
-                rows.append(args.out, done[-1])
+                rows.append(options.out, done[-1])
     return done
 
 
-def _identity(args, about, concurrency: int | None, rate: float | None) -> dict:
+def _identity(options: Options, about, concurrency: int | None, rate: float | None) -> dict:
     return {
         "model": about.name,
         "dtype": about.dtype,
-        "set": args.set,
+        "set": options.set,
         "method": about.method,
         "num_speculative_tokens": about.num_speculative_tokens,
         "max_num_seqs": about.max_num_seqs,
         "concurrency": concurrency,
         "rate": rate,
-        "max_tokens": args.max_tokens,
-        "temperature": args.temperature,
-        "cancel_share": args.cancel_share,
-        "deadline_ms": args.deadline_ms,
-        "seed": args.seed,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "cancel_share": options.cancel_share,
+        "deadline_ms": options.deadline_ms,
+        "seed": options.seed,
     }
 
 
@@ -279,23 +288,30 @@ def _warm_up(address: str, todo: Sequence[Call], concurrency: int) -> None:
     asyncio.run(load(address, short, concurrency=concurrency))
 
 
-def _measure(args, address: str, todo: Sequence[Call], concurrency: int | None, bar: tqdm) -> dict:
+def _measure(
+    options: Options, address: str, todo: Sequence[Call], concurrency: int | None, bar: tqdm
+) -> dict:
     outcomes, seconds = asyncio.run(
         load(address, todo, concurrency=concurrency, on_done=bar.update)
     )
-    return figures(outcomes, seconds, args.goodput)
+    return figures(outcomes, seconds, options.limits)
 
 
-def _bare(args) -> Engine:
+def _bare(options: Options) -> Engine:
     """An engine as the server's, in this process."""
-    settings, _ = resolve(_options(args))
+    settings, _ = resolve(_options(options))
     engine = make_engine(settings)
     runs.warm_up(engine)
     return engine
 
 
 def _beside_bare(
-    args, server: Served, todo: Sequence[Call], concurrency: int, engine: Engine, bar: tqdm
+    options: Options,
+    server: Served,
+    todo: Sequence[Call],
+    concurrency: int,
+    engine: Engine,
+    bar: tqdm,
 ) -> dict:
     """Alternates service and bare engine, so that other load affects both; medians of the repeats.
 
@@ -305,7 +321,7 @@ def _beside_bare(
     """
     runs_: dict[str, list] = {name: [] for name in ("served", "bare")}
     cpu: dict[str, list[float]] = {name: [] for name in ("served", "clients", "bare")}
-    for _ in range(args.repeats):
+    for _ in range(options.repeats):
         before = server.cpu_seconds, time.process_time()
         runs_["served"].append(
             asyncio.run(load(server.address, todo, concurrency=concurrency, on_done=bar.update))
@@ -313,7 +329,7 @@ def _beside_bare(
         cpu["served"].append(server.cpu_seconds - before[0])
         between = time.process_time()
         cpu["clients"].append(between - before[1])
-        runs_["bare"].append(_drive(args, todo, concurrency, engine, bar))
+        runs_["bare"].append(_drive(options, todo, concurrency, engine, bar))
         cpu["bare"].append(time.process_time() - between)
     seconds = [one[1] for one in runs_["served"]]
     bare_seconds = [one.seconds for one in runs_["bare"]]
@@ -321,7 +337,7 @@ def _beside_bare(
     middle, bare_middle = statistics.median(seconds), statistics.median(bare_seconds)
     outcomes = min(runs_["served"], key=lambda one: abs(one[1] - middle))[0]
     outputs = runs_["bare"][0].outputs
-    return figures(outcomes, middle, args.goodput) | {
+    return figures(outcomes, middle, options.limits) | {
         "bare_seconds": bare_middle,
         "bare_tokens_per_second": sum(map(len, outputs)) / bare_middle,
         "overhead_percent": statistics.median(overheads),
@@ -335,13 +351,17 @@ def _beside_bare(
     }
 
 
-def _drive(args, todo: Sequence[Call], concurrency: int, engine: Engine, bar: tqdm) -> Measurement:
+def _drive(
+    options: Options, todo: Sequence[Call], concurrency: int, engine: Engine, bar: tqdm
+) -> Measurement:
     """The calls' prompts through the bare engine."""
     requests = [call.request for call in todo]
     prompts = [
         one.text if one.WhichOneof("prompt") == "text" else list(one.tokens.ids) for one in requests
     ]
     params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        ignore_eos=options.ignore_eos,
     )
     return drive(engine, prompts, params, concurrency=concurrency, on_finished=bar.update)

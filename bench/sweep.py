@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.command import ModelOptions, SweepOptions
 from bench.rows import DATA
 from pallas_kernels.formats import kind
 from peagle_jax import runs
@@ -32,18 +33,18 @@ class Models:
     tokenizer: Tokenizer | None
 
     @classmethod
-    def load(cls, args) -> "Models":
+    def load(cls, options: ModelOptions) -> "Models":
         """From the command line's `--model`, `--drafter`, `--dtype`, `--quantization`, `--methods`."""
-        dtype = runs.choose_dtype(args.dtype)
+        dtype = runs.choose_dtype(options.dtype)
         target, heads, tokenizer = runs.load_methods(
-            args.model, args.drafter, dtype=dtype, quantization=args.quantization
+            options.model, options.drafter, dtype=dtype, quantization=options.quantization
         )
-        folder = "" if args.model is None else Path(args.model).resolve().name
+        folder = "" if options.model is None else Path(options.model).resolve().name
         return cls(
-            name=args.model_name or folder or "embedded",
+            name=options.model_name or folder or "embedded",
             dtype=dtype,
             target=target,
-            heads={method: head for method, head in heads.items() if method in args.methods},
+            heads={method: head for method, head in heads.items() if method in options.methods},
             tokenizer=tokenizer,
         )
 
@@ -55,12 +56,14 @@ class Models:
             return self.dtype
         return kind(matrix.weight[...], matrix.scale[...])
 
-    def variants(self, args) -> list[tuple[str, int]]:
+    def variants(self, options: ModelOptions) -> list[tuple[str, int]]:
         """(method, K) to measure, plain decoding first when it is asked for."""
-        plain = [("none", 0)] if "none" in args.methods else []
-        return plain + [(method, k) for method in self.heads for k in args.k]
+        plain = [("none", 0)] if "none" in options.methods else []
+        return plain + [(method, k) for method in self.heads for k in options.k]
 
-    def identity(self, args, *, prompts: str, variant: tuple[str, int], concurrency: int) -> dict:
+    def identity(
+        self, options: SweepOptions, *, prompts: str, variant: tuple[str, int], concurrency: int
+    ) -> dict:
         """The part of a row that says what was measured: on which prompts, how, how many at once."""
         method, num_draft = variant
         return {
@@ -71,8 +74,8 @@ class Models:
             "method": method,
             "num_speculative_tokens": num_draft,
             "concurrency": concurrency,
-            "max_tokens": args.max_tokens,
-            "temperature": args.temperature,
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
         }
 
     def runnable(
@@ -92,9 +95,11 @@ class Models:
         return Engine(self.target, head, config, tokenizer=self.tokenizer)
 
 
-def engines(models: Models, args, config: EngineConfig) -> Iterator[tuple[str, int, Engine]]:
+def engines(
+    models: Models, options: ModelOptions, config: EngineConfig
+) -> Iterator[tuple[str, int, Engine]]:
     """One warm engine after the other: only one holds a cache at a time."""
-    for method, num_draft in models.variants(args):
+    for method, num_draft in models.variants(options):
         engine = models.engine(method, num_draft, config)
         runs.warm_up(engine)
         yield method, num_draft, engine
@@ -150,7 +155,9 @@ def leave_out(name: str, prompts: Prompts, check: Callable) -> tuple[Prompts, in
     return [prompts[number] for number in numbers], len(left_out)
 
 
-def sampling(args) -> SamplingParams:
+def sampling(options: SweepOptions) -> SamplingParams:
     return SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        ignore_eos=options.ignore_eos,
     )

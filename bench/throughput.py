@@ -6,6 +6,7 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from bench import roofline, rows
+from bench.commands.throughput import Options
 from bench.sweep import Models, engines, prompt_set, sampling
 from bench.timing import drive
 from peagle_jax.config import EngineConfig
@@ -13,33 +14,35 @@ from peagle_jax.config import EngineConfig
 _WARM_UP_TOKENS = 16
 
 
-def _num_prompts(args, concurrency: int) -> int:
+def _num_prompts(options: Options, concurrency: int) -> int:
     """A multiple of the concurrency, so that the batch stays full until near the end."""
-    return max(args.min_prompts, args.prompts_per_slot * concurrency)
+    return max(options.min_prompts, options.prompts_per_slot * concurrency)
 
 
-def throughput(args, environment: dict) -> list[dict]:
-    """Measures, appends a row each to `args.out`, and returns the rows."""
-    models = Models.load(args)
+def throughput(options: Options, environment: dict) -> list[dict]:
+    """Measures, appends a row each to `options.out`, and returns the rows."""
+    models = Models.load(options)
     name, pool = prompt_set(
-        args.set, models.tokenizer, prompt_tokens=args.prompt_tokens, limit=None
+        options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
     )
-    params = sampling(args)
+    params = sampling(options)
     short = replace(params, max_tokens=min(_WARM_UP_TOKENS, params.max_tokens))
     config = EngineConfig(
-        max_num_seqs=max(args.concurrency),
-        max_model_len=args.max_model_len,
-        prefill_rows=args.prefill_rows,
+        max_num_seqs=max(options.concurrency),
+        max_model_len=options.max_model_len,
+        prefill_rows=options.prefill_rows,
     )
     pool, left_out = models.runnable(name, pool, params, config)
     plain: dict[int, tuple[float, list]] = {}  # concurrency -> tokens/s and outputs
     done = []
-    total = sum(_num_prompts(args, c) for c in args.concurrency) * len(models.variants(args))
+    total = sum(_num_prompts(options, c) for c in options.concurrency) * len(
+        models.variants(options)
+    )
     with tqdm(total=total, unit="prompt", disable=None) as bar:
-        for method, num_draft, engine in engines(models, args, config):
-            for concurrency in args.concurrency:
+        for method, num_draft, engine in engines(models, options, config):
+            for concurrency in options.concurrency:
                 bar.set_description(f"{method} K={num_draft} x{concurrency}")
-                count = _num_prompts(args, concurrency)
+                count = _num_prompts(options, concurrency)
                 prompts = list(itertools.islice(itertools.cycle(pool), count))
                 # The first rounds of a batch size pay for what later ones find in place.
                 drive(engine, prompts[:concurrency], short, concurrency=concurrency)
@@ -49,7 +52,7 @@ def throughput(args, environment: dict) -> list[dict]:
                 row = {
                     "kind": "throughput",
                     **models.identity(
-                        args, prompts=name, variant=(method, num_draft), concurrency=concurrency
+                        options, prompts=name, variant=(method, num_draft), concurrency=concurrency
                     ),
                     **measured.as_row(),
                     "prompts_left_out": left_out,
@@ -65,5 +68,5 @@ def throughput(args, environment: dict) -> list[dict]:
                 row |= environment
                 row |= roofline.fraction(row, engine.target_config, engine.drafter_config)
                 done.append(rows.rounded(row))
-                rows.append(args.out, done[-1])
+                rows.append(options.out, done[-1])
     return done

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import plots, report, rows
-from bench.options import parser as bench_parser
+from bench.commands import parser as bench_parser
 from convert.__main__ import _parser as convert_parser
 from peagle_jax.options import parser as generate_parser
 from peagle_jax.training.options import parser as train_parser

@@ -13,6 +13,7 @@ from flax import nnx
 from bench import presets
 from bench.__main__ import main
 from bench.cold_start import first_token
+from bench.commands.decode_step import Options
 from bench.decode_step import CellsConfig, Models, _groups
 from bench.presets import preset
 from bench.random_weights import num_bytes, random_head, random_target
@@ -219,7 +220,7 @@ def test_an_engine_compiles_only_the_batch_sizes_of_its_cells():
     sizes = dict(num_draft=3, max_num_seqs=32, page_size=64, prefill_rows=8)
     config = CellsConfig(concurrencies=(32, 8), **sizes)
     assert config.batch_buckets == replace(config, num_pages=700).batch_buckets == (8, 32)
-    grouped = lambda *some: _groups(SimpleNamespace(prefill_rows=8, concurrency=some))
+    grouped = lambda *some: _groups(Options(preset="tiny", prefill_rows=8, concurrency=some))
     assert grouped(1, 8, 32, 128) == [(1,), (8, 32, 128)]
 
 
@@ -246,7 +247,7 @@ def test_a_cold_start_says_what_weights_cost(tiny_presets, tmp_path, monkeypatch
     def run(command, *, input, **options):
         request = json.loads(input)
         requests.append(request)
-        request["args"]["sha"] = "abc"
+        request["options"]["sha"] = "abc"
         first = first_token(request)
         return SimpleNamespace(returncode=0, stdout=f"noise\n{json.dumps(first)}\n", stderr="")
 

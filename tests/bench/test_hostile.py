@@ -9,7 +9,9 @@ import pytest
 from bench import hostile, report
 from bench.attackers import Attackers
 from bench.attacks import ATTACKS
+from bench.commands.hostile import Options
 from bench.watch import Spans, figures
+from peagle_jax.config import ConfigError
 
 FINE = {
     "attack": "http: text", "attempts": 1600, "wrong": 0, "seconds": 4.0,
@@ -129,3 +131,14 @@ def test_tables_show_the_newest_row_of_an_attack():
         "| http: text | 1,600 | 0 | 6 | 99 | 7 | 20 | 29 | 1,000 | 3,000 | 1,150 |"
         in report.render("hostile", some)
     )
+
+
+def test_attacks_are_chosen_by_name_and_run_together_at_the_end():
+    plain = [one.name for one in ATTACKS if not one.needs_tls]
+    of = lambda *only, **changes: hostile.groups_of(Options(only=only, **changes))
+    assert of() == [*(([one.name], one.needs_tls) for one in ATTACKS), (plain, False)]
+    assert len(of(together=False)) == len(ATTACKS)
+    assert of(hostile.TOGETHER) == [(plain, False)]
+    assert of(plain[0], together=False) == [([plain[0]], False)]
+    with pytest.raises(ConfigError, match="named like magic"):
+        of("magic")

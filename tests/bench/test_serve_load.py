@@ -2,12 +2,12 @@
 
 import json
 import statistics
-from argparse import Namespace
 
 import numpy as np
 import pytest
 
 from bench.__main__ import main
+from bench.commands.serve_load import Options
 from bench.latency import Outcome, figures, percentiles
 from bench.serve_load import calls
 from serving.protos import peagle_v1_pb2 as pb
@@ -64,10 +64,8 @@ def test_figures_are_of_what_ended_well_and_goodput_of_what_was_in_time():
 
 
 @pytest.fixture
-def options() -> Namespace:
-    return Namespace(
-        seed=3, cancel_share=0.25, deadline_ms=None, max_tokens=8, temperature=0.0, ignore_eos=True
-    )
+def options() -> Options:
+    return Options(seed=3, cancel_share=0.25, max_tokens=8, ignore_eos=True)
 
 
 def test_arrivals_are_poisson_and_cancels_a_share_both_from_the_seed(options):

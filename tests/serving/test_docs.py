@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.options import parser as bench_parser
+from bench.commands import parser as bench_parser
 from serving.client.options import parser as client_parser
 from serving.settings import Settings
 from serving.sources import resolve

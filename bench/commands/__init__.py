@@ -1,0 +1,67 @@
+"""The commands of `peagle-bench`, one file each: options, run, table."""
+
+import argparse
+
+from bench.command import Command, Parser
+from bench.commands import (
+    ablations,
+    acceptance,
+    conversion,
+    decode_step,
+    headroom,
+    hostile,
+    kernels,
+    lossless,
+    reliability,
+    report,
+    serve_load,
+    sizes,
+    throughput,
+)
+
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "Speed of a model and its heads": (acceptance.COMMAND, throughput.COMMAND),
+    "Full-size models without their weights, on a GPU": (
+        decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND,
+    ),
+    "Quality of heads": (headroom.COMMAND, ablations.COMMAND),
+    "Correctness": (lossless.COMMAND, reliability.COMMAND),
+    "The server": (serve_load.COMMAND, hostile.COMMAND),
+    "Conversion": (conversion.COMMAND,),
+    "Tables and plots": (report.COMMAND,),
+}  # fmt: skip
+COMMANDS = {command.name: command for commands in GROUPS.values() for command in commands}
+
+_ABOUT = """\
+Measures speed, acceptance and correctness. Every measurement appends a row (a JSON line with device, versions,
+commit and command) to a file in bench/results; `report` draws tables and plots from the rows.
+"""
+
+
+def _overview() -> str:
+    """What each command measures, with an example, by group."""
+    lines = [_ABOUT]
+    for title, commands in GROUPS.items():
+        lines += [f"{title}:"]
+        for command in commands:
+            lines += [f"  {command.name:<12}  {command.summary}"]
+            lines += [f"  {'':<12}    peagle-bench {command.examples[0]}"]
+        lines += [""]
+    return "\n".join([*lines, "peagle-bench COMMAND --help lists the options of a command."])
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: the name of a command in `command`, and the values of its options."""
+    made = Parser(
+        prog="peagle-bench",
+        usage="peagle-bench COMMAND [options]",
+        description=_overview(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = made.add_subparsers(
+        dest="command", required=True, parser_class=Parser, metavar="COMMAND", help=argparse.SUPPRESS,
+        prog="peagle-bench",
+    )  # fmt: skip
+    for command in COMMANDS.values():
+        command.add_to(commands)
+    return made

@@ -1,0 +1,140 @@
+"""`peagle-bench decode-step`: its options, and the tables of its rows."""
+
+import textwrap
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.command import (
+    METHODS,
+    Command,
+    RowOptions,
+    check_num_drafts,
+    check_preset,
+    dtype_option,
+    option,
+    positive,
+    rows_file,
+    show,
+)
+from peagle_jax.presets import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RowOptions):
+    preset: str = option("model; NAME-fp8: in FP8 blocks", metavar="NAME")
+    weights: str = option("where weights come from", default="random", choices=("random",))
+    layers: int | None = option("the first N layers only", default=None, type=positive, metavar="N")
+    method: tuple[str, ...] = option(
+        "methods to time", default=METHODS, nargs="+", choices=METHODS, metavar="METHOD"
+    )
+    k: tuple[int, ...] = option(
+        "drafts per round; 7 without it", default=(), short="-K", nargs="+", type=positive,
+        metavar="K",
+    )  # fmt: skip
+    concurrency: tuple[int, ...] = option(
+        "requests at once", default=(1, 8, 32), nargs="+", type=positive, metavar="N"
+    )
+    synthetic_acceptance_length: float | None = option(
+        "mean tokens per round, 1 to K+1; random heads are hardly ever right without it",
+        default=None, type=float, metavar="A",
+    )  # fmt: skip
+    prompt_tokens: int = option("tokens per prompt", default=512, type=positive, metavar="N")
+    max_tokens: int = option("new tokens per prompt", default=512, type=positive, metavar="N")
+    temperature: float = option(
+        "0: greedy; 1 routes tokens to diverse experts", default=1.0, type=float, metavar="T"
+    )
+    draft_sampling: str = option(
+        "how the head chooses drafts", default="argmax", choices=("argmax", "sample")
+    )
+    dtype: str = dtype_option()
+    kv_cache_dtype: str = option("auto: as --dtype", default="auto", choices=("auto", "fp8"))
+    page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
+    prefill_chunk: int = option("tokens per prefill call", default=512, type=positive, metavar="N")
+    prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
+    seed: int = option("of weights and prompts", default=0, type=int, metavar="N")
+    profile: str | None = option(
+        "trace some rounds after timing and list their kernels; keep the traces in DIR",
+        default=None, nargs="?", const="", metavar="DIR",
+    )  # fmt: skip
+    profile_rounds: int = option("rounds to trace", default=4, type=positive, metavar="N")
+    cold_start: bool = option(
+        "instead of rounds: seconds from process start to first token, with a cold and a warm cache of "
+        "compiled programs", default=False,
+    )  # fmt: skip
+    out: Path = rows_file("decode_step.jsonl")
+
+    def check(self) -> None:
+        check_num_drafts(self.k)
+        check_preset(self.preset)
+
+
+def run(options: Options) -> int:
+    options = replace(options, concurrency=tuple(sorted(set(options.concurrency))))
+    if options.cold_start:
+        _cold_start(options)
+    else:
+        _decode_step(options)
+    return 0
+
+
+def _decode_step(options: Options) -> None:
+    from bench.decode_step import decode_step
+    from peagle_jax import runs
+
+    header = ["method", "K", "conc.", "ms/round", "tokens/s", "floor ms", "of floor", "prefill ms"]
+    lines = [
+        [
+            runs.METHOD_NAMES[row["method"]],
+            str(row["num_speculative_tokens"]),
+            str(row["concurrency"]),
+            f"{row['ms_per_round']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
+            "" if row["floor_ms"] is None else f"{100 * row['fraction_of_floor']:.0f} %",
+            f"{row['prefill_ms']:.0f}",
+        ]
+        for row in decode_step(options, options.environment())
+    ]
+    show(header, lines, options.out)
+
+
+def _cold_start(options: Options) -> None:
+    from bench.cold_start import cold_start
+    from bench.decode_step import variants
+    from peagle_jax import runs
+
+    header = ["method", "K", "cold s", "weights aside", "warm s", "weights aside"]
+    lines = [
+        [
+            runs.METHOD_NAMES[row["method"]],
+            str(row["num_speculative_tokens"]),
+            *(
+                f"{seconds:.1f}"
+                for key, part in (("seconds", "parts"), ("warm_seconds", "warm_parts"))
+                for seconds in (row[key], row[key] - row[part]["weights"])
+            ),
+        ]
+        for row in cold_start(options, variants(options))
+    ]
+    show(header, lines, options.out)
+
+
+COMMAND = Command(
+    name="decode-step",
+    summary="milliseconds per round and prefill of full-size models, and their share of the floor",
+    examples=(
+        "decode-step --preset gpt-oss-20b --layers 4 --max-tokens 64 --profile",
+        "decode-step --preset qwen3-coder-30b-a3b-fp8 --method none eagle3 peagle -K 3 7 \\\n      --synthetic-acceptance-length 3.1 --concurrency 1 8 32",
+    ),
+    description=f"""
+Times draft-and-verify rounds of a real model's shape, with random weights that are made on the device, through
+the engine. A cell is a method, a K and a concurrency; each adds a row: milliseconds per round at a full
+batch (host included), tokens per second, prefill, peak memory, and the share of the memory-bound floor.
+The first example below is a short first try.
+
+Presets: {textwrap.fill(", ".join(PRESETS), 100, break_on_hyphens=False)};
+with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
+""",
+    options=Options,
+    run=run,
+)

@@ -1,0 +1,55 @@
+"""`peagle-bench headroom`: its options."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.command import (
+    Command,
+    SweepOptions,
+    k_option,
+    methods_option,
+    option,
+    positive,
+    rows_file,
+)
+from bench.commands.acceptance import SETS_HELP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SweepOptions):
+    methods: tuple[str, ...] = methods_option(("eagle3", "peagle"))
+    k: tuple[int, ...] = k_option((7,))
+    sets: tuple[str, ...] = option(SETS_HELP, default=("HumanEval",), nargs="+", metavar="SET")
+    num_prompts: int | None = option(
+        "prompts per set; all without it", default=None, type=positive, metavar="N"
+    )
+    texts: Path | None = option(
+        "folder that keeps the greedy texts; texts found there are not decoded again", default=None,
+        type=Path, metavar="DIR",
+    )  # fmt: skip
+    concurrency: int = option("texts decoded at once", default=16, type=positive, metavar="N")
+    out: Path = rows_file("headroom.jsonl")
+    temperature: float = 0.0  # no option: texts are greedy
+
+
+def run(options: Options) -> int:
+    from bench import headroom
+
+    print(headroom.table(headroom.headroom(options, options.environment())))
+    print(f"rows: {options.out}")
+    return 0
+
+
+COMMAND = Command(
+    name="headroom",
+    summary="upper bounds of a head: fresh text, recall, oracle, calibration, n-gram drafts",
+    examples=("headroom --sets HumanEval own=peagle_jax --texts run/greedy",),
+    description="""
+Runs target and head once over greedy texts and simulates the engine's rounds on the result. A row has
+the acceptance length of all rounds and of rounds whose text is no repeat (fresh), the recall of the
+right token among the head's top 1 to 16, the acceptance length of an oracle that chooses among them,
+the calibration of the head's probability, and the gain of n-gram drafts copied from the text.
+""",
+    options=Options,
+    run=run,
+)

@@ -1,0 +1,69 @@
+"""`peagle-bench kernels`: its options, and the table of its rows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.command import Command, RowOptions, option, rows_file, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RowOptions):
+    op: tuple[str, ...] = option(
+        "operation; repeatable, all without it", default=(), action="append", metavar="NAME"
+    )
+    spec: tuple[str, ...] = option(
+        "shape; repeatable, all without it", default=(), action="append", metavar="NAME"
+    )
+    configs: bool = option("also in tuning configs other than the chosen one", default=False)
+    ladder: bool = option("the steps of docs/ladder.md instead", default=False)
+    out: Path = rows_file("kernels.jsonl")
+
+
+def run(options: Options) -> int:
+    return _ladder(options) if options.ladder else _kernels(options)
+
+
+def _ladder(options: Options) -> int:
+    from bench import ladder_page
+    from bench.ladder import ladder
+
+    done = list(ladder(options))
+    show(ladder_page.HEADER, ladder_page.lines(done), options.out)
+    return 1 if any(row["error"] for row in done) else 0
+
+
+def _kernels(options: Options) -> int:
+    from bench.kernels import kernels
+
+    number = lambda value, form: "" if value is None else format(value, form)
+    header = ["kernel", "us", "TB/s", "of limit", "XLA us", "speedup", "error"]
+    lines = [
+        [
+            " ".join(filter(None, (row["op"], row["spec"], row["config"]))),
+            number(row["us"], ".2f"),
+            number(row["bytes_per_second"] / 1e12, ".2f"),
+            number(row["fraction_of_bandwidth"], ".0%"),
+            number(row["reference_us"], ".2f"),
+            number(row["speedup"], ".2f"),
+            number(row["max_relative_error"], ".1e"),
+        ]
+        for row in kernels(options, options.environment())
+    ]
+    show(header, lines, options.out)
+    return 0
+
+
+COMMAND = Command(
+    name="kernels",
+    summary="each GPU kernel beside its XLA reference: microseconds, bandwidth, error",
+    examples=("kernels --op moe --spec qwen3-moe-gate-up-256", "kernels --ladder"),
+    description="""
+Times every operation of pallas_kernels on the shapes of real models, with arguments that come from device
+memory and not from the L2 cache, and compares results with the reference. Needs a Hopper or Blackwell GPU.
+
+--ladder times the steps of docs/ladder.md, each beside its prediction, and needs a Hopper GPU. Exit code 1
+if a step fails or is wrong.
+""",
+    options=Options,
+    run=run,
+)

@@ -1,0 +1,104 @@
+"""`peagle-bench lossless`: its options, and the table of its rows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.command import (
+    METHODS,
+    Command,
+    ModelOptions,
+    check_num_drafts,
+    check_preset,
+    exit_code,
+    k_option,
+    list_of_positive,
+    methods_option,
+    option,
+    positive,
+    rows_file,
+    show,
+)
+from bench.commands.acceptance import SETS_HELP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    methods: tuple[str, ...] = methods_option(METHODS)
+    k: tuple[int, ...] = k_option((3, 7))
+    preset: str | None = option(
+        "a full-size model with random weights, as for decode-step", default=None, metavar="NAME"
+    )
+    layers: int | None = option(
+        "the first N layers of the preset", default=None, type=positive, metavar="N"
+    )
+    seed: int = option("of a preset's weights and prompts", default=0, type=int, metavar="N")
+    set: str = option(f"{SETS_HELP}; not for presets", default="HumanEval", metavar="SET")
+    tokens: int = option(
+        "tokens to compare in all cells together", default=20_000, type=positive, metavar="N"
+    )
+    concurrency: tuple[int, ...] = option(
+        "requests at once", default=(1, 32), type=list_of_positive, metavar="N,N"
+    )
+    max_tokens: int = option("new tokens per prompt", default=256, type=positive, metavar="N")
+    min_prompts: int = option(
+        "prompts of a cell, at least; cells of low concurrency get fewer prompts, or they would take "
+        "most of the time", default=4, type=positive, metavar="N",
+    )  # fmt: skip
+    prompt_tokens: int = option(
+        "longest prompt of a preset, and length of prompts that are cut from text", default=256,
+        type=positive, metavar="N",
+    )  # fmt: skip
+    page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
+    prefill_chunk: int = option("tokens per prefill call", default=128, type=positive, metavar="N")
+    prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
+    out: Path = rows_file("lossless.jsonl")
+
+    def check(self) -> None:
+        if self.preset is None:
+            super().check()
+        else:
+            check_num_drafts(self.k)
+            check_preset(self.preset)
+
+
+def run(options: Options) -> int:
+    from bench.lossless import lossless
+    from peagle_jax import runs
+
+    header = ["method", "K", "conc.", "texts", "equal", "tokens", "differ", "AL"]
+    counts = ("texts", "texts_equal", "tokens_compared", "tokens_differing")
+    done = list(lossless(options, options.environment()))
+    lines = [
+        [
+            runs.METHOD_NAMES[row["method"]],
+            str(row["num_speculative_tokens"]),
+            str(row["concurrency"]),
+            *(f"{row[name]:,}" for name in counts),
+            f"{row['acceptance_length']:.2f}",
+        ]
+        for row in done
+    ]
+    show(header, lines, options.out)
+    if any(row["tokens_differing"] for row in done):
+        return 1
+    return exit_code(max(row["prompts_left_out"] for row in done))
+
+
+COMMAND = Command(
+    name="lossless",
+    summary="greedy output with and without speculation, compared token by token",
+    examples=(
+        "lossless --preset qwen3-coder-30b-a3b-fp8 -K 3,7 --tokens 100000",
+        "lossless --concurrency 1,8,32",
+    ),
+    description="""
+Decodes the same prompts with every method, K and concurrency, and compares each output with that of
+plain decoding at the largest concurrency. Exit code 1 if a token differs.
+
+A preset has random weights, made on the device, and prompts of random tokens. Drafts of random heads are
+almost never right, so seven of ten drafts are replaced by the reference's tokens: drafts are then both
+accepted and rejected. Without --preset the embedded model or --model is compared.
+""",
+    options=Options,
+    run=run,
+)

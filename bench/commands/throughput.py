@@ -1,0 +1,41 @@
+"""`peagle-bench throughput`: its options."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.command import Command, SweepOptions, list_of_positive, option, positive, rows_file
+from bench.commands.acceptance import SETS_HELP, sweep_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SweepOptions):
+    set: str = option(SETS_HELP, default="HumanEval", metavar="SET")
+    concurrency: tuple[int, ...] = option(
+        "requests at once", default=(1, 2, 4, 8, 16, 32), type=list_of_positive, metavar="N,N"
+    )
+    prompts_per_slot: int = option(
+        "prompts of a cell per concurrent request", default=2, type=positive, metavar="N"
+    )
+    min_prompts: int = option("prompts of a cell, at least", default=4, type=positive, metavar="N")
+    prefill_rows: int = option("prompts per prefill call", default=1, type=positive, metavar="N")
+    out: Path = rows_file("throughput.jsonl")
+
+
+def run(options: Options) -> int:
+    from bench.throughput import throughput
+
+    return sweep_table(throughput(options, options.environment()), options.out)
+
+
+COMMAND = Command(
+    name="throughput",
+    summary="output tokens per second of plain decoding, EAGLE-3 and P-EAGLE, by K and concurrency",
+    examples=("throughput --concurrency 1,8,32 -K 7",),
+    description="""
+Decodes the same prompts with every method, K and concurrency, one cell after the other, in one
+process. A row has tokens per second, milliseconds per round, time to first token, the ratio to plain
+decoding, and the share of the memory-bound floor of a round.
+""",
+    options=Options,
+    run=run,
+)
