@@ -2,25 +2,12 @@
 
 from bench import labels
 from peagle_jax.config import ConfigError
-from peagle_jax.runs import METHOD_NAMES
 
-KINDS = ("headroom", "reference")
 SHAPE = "qwen3-coder-30b-a3b-fp8"
 """Preset of the README's plot and table of speed."""
 SYNTHETIC = 3.1
 """Synthetic acceptance length of its rows with a head."""
 _POINT = ("method", "num_speculative_tokens", "concurrency")
-
-
-def newest(all_rows: list[dict]) -> list[dict]:
-    """The last row of each head and prompt set, and of each measurement of another engine."""
-    latest: dict[tuple, dict] = {}
-    for row in sorted(all_rows, key=lambda row: row.get("date", "")):
-        if row["kind"] in KINDS:
-            latest[tuple(row.get(name) for name in ("kind", "engine", "model", "set", *_POINT))] = (
-                row
-            )
-    return list(latest.values())
 
 
 def tokens_per_round(some: list[dict]) -> str:
@@ -38,22 +25,6 @@ def tokens_per_round(some: list[dict]) -> str:
         f"{row['num_speculative_tokens']}, {row['model']} model, {row['prompts']} prompts of HumanEval, "
         f"greedy, {row['dtype']} (commit {row['sha']}, {row['date'][:10]})."
     )
-
-
-def heads_table(some: list[dict]) -> str:
-    """One line per prompt set and head: AL of all rounds, and of the rounds whose text is no repeat."""
-    lines = [
-        [
-            f"{row['set']} ({row['texts']})",
-            METHOD_NAMES[row["method"]],
-            str(row["num_speculative_tokens"]),
-            f"{row['acceptance_length']:.2f}",
-            f"{row['fresh_acceptance_length']:.2f}",
-        ]
-        for row in sorted(some, key=lambda row: (row["set"], row["method"]))
-    ]
-    table = labels.markdown(["prompts", "head", "K", "AL", "fresh AL"], lines)
-    return f"{table}\n\nRows: {labels.provenance(some)}."
 
 
 def shape_rows(some: list[dict]) -> list[dict]:

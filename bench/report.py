@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import headline, labels, ladder_page, plots, rows, tried
+from bench import head_tables, headline, labels, ladder_page, plots, rows, tried
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
@@ -26,25 +26,37 @@ PAGES = tuple(
         "docs/results.md",
         "docs/decode-step.md",
         "docs/ladder.md",
+        "docs/training.md",
+        "docs/conversion.md",
         "docs/reliability.md",
         "peagle_jax/assets/README.md",
     )
 )
 """Pages of this repository that have tables; all are drawn by one call of `peagle-bench report`."""
 _KINDS = ("acceptance", "throughput", "decode-step", "lossless")
-"""Kinds that `newest` orders by method. Rows of conversions and cold starts have no table."""
+"""Kinds that `newest` orders by method. Rows of cold starts have no table."""
+_KEYS = {
+    "headroom": ("model", "set", "method", "num_speculative_tokens"),
+    "reference": ("engine", "model", "method", "num_speculative_tokens", "concurrency"),
+    "ablation": ("cell", "steps", "seed", "batch", "learning_rate", "texts"),
+    "conversion": ("model", "weights", "layers"),
+}
+"""Fields that identify a measurement of the other kinds."""
 _METHOD_ORDER = list(METHOD_NAMES)
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
 
 
 def newest(all_rows: Sequence[dict]) -> list[dict]:
-    """The last row of each measurement, by method, K and concurrency; then rows of kernels, of other
-    engines, of randomised tests and attacks."""
+    """The last row of each measurement, by method, K and concurrency; then rows of kernels, of the kinds of
+    `_KEYS`, of randomised tests and attacks."""
     latest: dict[tuple, dict] = {}
     kernels: dict[tuple, dict] = {}
+    others: dict[tuple, dict] = {}
     for row in sorted(all_rows, key=lambda row: row.get("date", "")):
         if row["kind"] == "kernel" and row["config"] is None:  # not of a comparison of configs
             kernels[row["device"], row["op"], row["spec"]] = row
+        if row["kind"] in _KEYS:
+            others[row["kind"], *(row.get(name) for name in _KEYS[row["kind"]])] = row
         if row["kind"] not in _KINDS:
             continue
         row = {"weights": row["dtype"], "kv_cache_dtype": "auto"} | row  # the first rows do not say
@@ -53,8 +65,9 @@ def newest(all_rows: Sequence[dict]) -> list[dict]:
     order = lambda row: (
         _METHOD_ORDER.index(row["method"]), row["num_speculative_tokens"], row["concurrency"],
     )  # fmt: skip
-    others = headline.newest(all_rows) + tried.newest(all_rows) + ladder_page.newest(all_rows)
-    return sorted(latest.values(), key=order) + list(kernels.values()) + others
+    found = sorted(latest.values(), key=order)
+    others = [*others.values(), *tried.newest(all_rows), *ladder_page.newest(all_rows)]
+    return [*found, *kernels.values(), *others]
 
 
 def acceptance_table(some: list[dict]) -> str:
@@ -146,6 +159,32 @@ def kernel_table(some: list[dict]) -> str:
     return "\n".join(parts)
 
 
+def conversion_table(some: list[dict]) -> str:
+    """One line per checkpoint: speed of a conversion beside a plain copy, and peak memory."""
+    header = [
+        "checkpoint",
+        "GB",
+        "convert, s",
+        "GB/s",
+        "copy, GB/s",
+        "of the copy's speed",
+        "peak, GB",
+    ]
+    lines = [
+        [
+            f"{row['model']}, first {row['layers']} layers, {row['weights']}",
+            f"{row['bytes'] / 1e9:.1f}",
+            f"{row['seconds']:.1f}",
+            f"{row['gigabytes_per_second']:.2f}",
+            f"{row['copy_gigabytes_per_second']:.2f}",
+            f"{100 * row['ratio_to_copy']:.0f} %",
+            f"{row['peak_memory_gigabytes']:.2f}",
+        ]
+        for row in some
+    ]
+    return f"**{labels.listed(some, 'device')}**; {labels.provenance(some)}\n\n{labels.markdown(header, lines)}"
+
+
 def _or_nothing(value: float | None, text: Callable[[float], str]) -> str:
     return "" if value is None else text(value)
 
@@ -176,7 +215,9 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "kernels": ("kernel", kernel_table),
     "tried": (tried.KINDS, lambda some: tried.tried_table(some, labels.markdown)),
     "headline": ("acceptance", headline.tokens_per_round),
-    "heads": ("headroom", headline.heads_table),
+    "heads": ("headroom", head_tables.heads_table),
+    "ablations": ("ablation", head_tables.ablations_table),
+    "conversion": ("conversion", conversion_table),
     "shape": ("decode-step", headline.shape_caption),
     "beside": (("decode-step", "reference"), headline.beside_table),
     "reference": ("reference", headline.reference_table),

@@ -27,7 +27,7 @@ MEASURED = re.compile(
     r"\d ?(ms|us|µs|seconds|minutes|%|tokens/s|tokens per second|tokens per round|[KMG]i?B/s|TB/s)(?!\w)"
     r"|\d (s|min)(?=[,.;:) ])|\d times (faster|slower|plain)|\d\.\d+x"
 )
-COMMIT = re.compile(r"\b[0-9a-f]{7,12}\b")
+COMMIT = re.compile(r"\bcommit [0-9a-f]{7,12}\b", re.IGNORECASE)
 PARSERS = {
     "peagle-bench": bench_parser,
     "peagle-convert": convert_parser,
@@ -36,6 +36,8 @@ PARSERS = {
 }
 WITHOUT_MEASUREMENTS = ("README.md", "docs/results.md", "docs/decode-step.md")
 """Pages whose measurements all stand in generated blocks, with their commits."""
+WITH_LIMITS = ("docs/serving.md", "docs/reliability.md", "docs/models.md")
+"""Pages on which most times and sizes are limits; a pattern cannot tell these from measurements."""
 
 
 @cache
@@ -76,6 +78,15 @@ def test_the_readme_is_short_and_shows_two_plots():
 def test_measurements_stand_in_generated_blocks(name):
     wrong = [line for line in written_by_hand(ROOT / name).splitlines() if MEASURED.search(line)]
     assert wrong == []
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*WITHOUT_MEASUREMENTS} - {*WITH_LIMITS}))
+def test_measurements_name_their_commit(name):
+    """Some commit in the same section; numbers of a paper or of vLLM have none."""
+    for section in re.split(r"^(?=## )", written_by_hand(ROOT / name), flags=re.MULTILINE):
+        lines = [line for line in section.splitlines() if MEASURED.search(line)]
+        own = [line for line in lines if not re.search("paper|vLLM", line)]
+        assert not own or COMMIT.search(section), own
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_rows_of_another_device_do_not_replace():
 
 
 def test_rows_of_other_kinds_are_left_alone():
-    assert report.newest([*ROWS, {"kind": "conversion", "seconds": 1.0}]) == report.newest(ROWS)
+    assert report.newest([*ROWS, {"kind": "cold-start", "seconds": 1.0}]) == report.newest(ROWS)
 
 
 def test_quantised_weights_are_a_setting_of_their_own():

@@ -1,0 +1,60 @@
+"""Tables of the quality of heads: upper bounds of trained heads, and heads that differ in one option."""
+
+from bench import labels
+from peagle_jax.runs import METHOD_NAMES
+
+_TOPS = ("2", "4", "16")
+_OPTIONS_LEFT_OUT = ("--elements texts", "--method peagle")
+"""Options of every P-EAGLE cell; the table leaves them out."""
+
+
+def heads_table(some: list[dict]) -> str:
+    """One line per prompt set and head: AL, fresh AL, AL of oracles and with n-gram drafts."""
+    header = ["prompts", "head", "K", "AL", "fresh AL", *(f"oracle, top {top}" for top in _TOPS)]
+    lines = [
+        [
+            f"{row['set']} ({row['texts']})",
+            METHOD_NAMES[row["method"]],
+            str(row["num_speculative_tokens"]),
+            f"{row['acceptance_length']:.2f}",
+            f"{row['fresh_acceptance_length']:.2f}",
+            *(f"{row['oracle_acceptance_length'][top]:.2f}" for top in _TOPS),
+            f"{row['ngram']['hybrid_acceptance_length']:.2f}",
+        ]
+        for row in sorted(some, key=lambda row: (row["set"], row["method"]))
+    ]
+    first = some[0]
+    return (
+        f"**{labels.listed(some, 'device')}**, model {first['model']}, {first['dtype']}; "
+        f"{labels.provenance(some)}\n\n{labels.markdown([*header, 'with n-grams'], lines)}"
+    )
+
+
+def ablations_table(some: list[dict]) -> str:
+    """One line per cell: steps, and AL / fresh AL on held-out texts and on every prompt set."""
+    sets = sorted({name for row in some for name in row["sets"]})
+    both = lambda found: (
+        f"{found['acceptance_length']:.2f} / {found['fresh_acceptance_length']:.2f}"
+    )
+    lines = [
+        [
+            f"`{row['cell']}`: {_options(row)}",
+            f"{row['steps']:,}",
+            both(row["validation"]),
+            *(both(row["sets"][name]) if name in row["sets"] else "" for name in sets),
+        ]
+        for row in sorted(some, key=lambda row: (-row["steps"], row["cell"]))
+    ]
+    header = ["cell", "steps", "held out", *sets]
+    num_draft = len(next(iter(some[0]["sets"].values()))["acceptance_per_position"])
+    return (
+        f"**{labels.listed(some, 'device')}**, AL / fresh AL at K = {num_draft}; {labels.provenance(some)}\n\n"
+        f"{labels.markdown(header, lines)}"
+    )
+
+
+def _options(row: dict) -> str:
+    text = row["options"]
+    for one in _OPTIONS_LEFT_OUT:
+        text = text.replace(one, "")
+    return f"`{' '.join(text.split())}`" if text.split() else "no further option"
