@@ -60,7 +60,7 @@ def _request(**fields) -> pb.GenerateRequest:
 
 def _chat(count: int, variables: str = "") -> pb.GenerateRequest:
     chat = pb.Chat(variables_json=variables)
-    # Parsed from bytes: an empty message is two of them.
+    # Parsed from bytes: an empty message has two bytes.
     chat.MergeFromString(b"\x0a\x00" * count)
     return pb.GenerateRequest(chat=chat)
 

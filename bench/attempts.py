@@ -26,9 +26,9 @@ _ABORT = "/peagle.v1.Generation/Abort"
 _STREAM = "/peagle.v1.Generation/Generate"
 _MIB = 1 << 20
 _DRIP = 0.25  # seconds between two bytes
-_CONNECTIONS = 8  # that one client holds open at a time
-_HELD_TOKENS = 64  # of a stream that its client does not read
-_UNREAD_SECONDS = 5.0  # that such a stream stays open
+_CONNECTIONS = 8  # open at the same time, per client
+_HELD_TOKENS = 64  # length of a stream that its client does not read
+_UNREAD_SECONDS = 5.0  # for which such a stream stays open
 
 Attempt = Callable[[], Awaitable[str]]
 
@@ -38,7 +38,7 @@ class Target:
     """Addresses and credentials for hostile clients.
 
     Args:
-      http, grpc: where it listens.
+      http, grpc: addresses of the server.
       token: a valid bearer token.
       victim: request id of another caller, with a different token.
       hold_seconds: how long to hold a connection that sends nothing or too little.
@@ -129,8 +129,8 @@ def held(port: str, *parts: bytes, drip: bytes = b""):
 
     Args:
       port: "http" or "grpc".
-      parts: sent at once; each may hold a bearer token's place, %s.
-      drip: then sent over and over, one byte at a time.
+      parts: sent at once; each may contain %s for the bearer token.
+      drip: then sent repeatedly, one byte at a time.
     """
 
     def prepare(target: Target) -> Attempt:
@@ -138,7 +138,7 @@ def held(port: str, *parts: bytes, drip: bytes = b""):
         opening = b"".join(parts).replace(b"%s", target.token.encode())
 
         async def one() -> bool:
-            # Below TLS: the handshake is what the server waits for.
+            # A connection without TLS: the server waits for the handshake.
             async with connected(Address(address.host, address.port)) as (reader, writer):
                 writer.write(opening)
                 sender = asyncio.create_task(_send_slowly(writer, drip))

@@ -73,7 +73,7 @@ def _start(options: Options, variant: tuple[str, int], cache: str) -> dict:
 
 
 def first_token(request: dict) -> dict:
-    """Runs in the child: measures all phases up to the first token of one request."""
+    """Measures all phases up to the first token of one request; runs in the child process."""
     times = [request["started"]]
     import jax
 

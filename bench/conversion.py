@@ -19,7 +19,7 @@ _LAST_LINE = re.compile(r"([\d.]+) s, [\d.]+ GB/s, peak memory ([\d.]+) GB")
 
 
 def _convert(*arguments: object) -> str:
-    """Output of one `peagle-convert` command in a process of its own, so that its peak is its own."""
+    """Output of one `peagle-convert` command, run in a new process, so that peak memory is its own."""
     command = [sys.executable, "-m", "convert", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -142,7 +142,7 @@ async def _run(
 
 
 def wait(server: Served, ca: Path | None) -> None:
-    """Returns when a server that `start` made serves, and has nothing left to compile."""
+    """Waits until a server of `start` serves and has compiled all batch sizes."""
     with _channel(server, ca) as channel:
         stub = GenerationStub(channel)
         own = (("authorization", f"Bearer {_HONEST}"),)
@@ -194,14 +194,14 @@ async def measure(
       names: of `ATTACKS`.
       seconds: no hostile request starts after this time.
       hold_seconds: how long hostile clients keep connections that are silent or slow.
-      quiet_seconds: how long the honest clients are watched before, and again after.
+      quiet_seconds: time for which the honest clients are watched before, and again after.
       scale: share of each attack's requests to send.
-      most_memory_mb: how much more than before may stay resident; within limits it is waited for.
+      most_memory_mb: allowed growth of resident memory; the measurement waits up to 20 s for it.
       ca: file of the server's certificate; None without TLS.
 
     Returns:
-      The row: what honest clients saw when it was quiet and under attack, what the server took, the
-      answers to hostile requests, and `missed`, the targets that were not met.
+      The row: what honest clients saw in the quiet time and under attack, resources of the server, the
+      answers to hostile requests, and `missed`, the targets that are not met.
     """
     with Attackers(
         names, http=server.http_address, grpc=server.address, token=_HOSTILE, victim=_VICTIM,
@@ -271,9 +271,9 @@ async def _watch(
 def _work(start: Snapshot, before: Snapshot, after: Snapshot) -> dict:
     """Processor time of the server from `before` to `after`.
 
-    `service_cpu_seconds` is what the attack cost: threads that receive, parse and refuse, beyond their
-    rate in the quiet time. Left out are XLA's threads and the engine's, the busiest of the others when
-    it was quiet: they decode for the honest client.
+    `service_cpu_seconds` is the cost of the attack: processor time of the threads that receive, parse and
+    refuse, minus their rate in the quiet time. It excludes XLA's threads and the engine's thread (the
+    busiest other thread in the quiet time), because these decode for the honest client.
     """
     quiet, under = _growth(start, before), _growth(before, after)
     engine = max(quiet, key=quiet.get)
@@ -287,7 +287,7 @@ def _work(start: Snapshot, before: Snapshot, after: Snapshot) -> dict:
 
 
 def _growth(one: Snapshot, other: Snapshot) -> dict[int, float]:
-    """Seconds of each thread between two snapshots, those of compilers and of XLA's pools left out."""
+    """Seconds of each thread between two snapshots, without threads of compilers and of XLA's pools."""
     return {
         number: seconds - one.threads.get(number, ("", 0.0))[1]
         for number, (name, seconds) in other.threads.items()

@@ -16,15 +16,15 @@ from peagle_jax.config import SamplingParams
 from peagle_jax.engine.engine import Engine
 
 _TOP = 25
-_NUMBER = re.compile(r"([._]\d+)+$")  # loop_add_fusion_12 is loop_add_fusion in another place
+_NUMBER = re.compile(r"([._]\d+)+$")  # loop_add_fusion_12 is another use of loop_add_fusion
 _COPY = re.compile(r"mem(cpy|set)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """All launches of one kernel: how many and how many microseconds per round, its share of the sum.
+    """All launches of one kernel: number and microseconds per round, and share of all kernels' time.
 
-    `op` is the operation that its longest launch came from, as XLA names it.
+    `op` is XLA's name of the operation of its longest launch.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTable:
-    """Kernels of the traced rounds, the longest first. Copies and memory fills count apart.
+    """Kernels of the traced rounds, the longest first. Copies and memory fills are counted separately.
 
-    `span_us` is from the first kernel's start to the last one's end, per round, and `busy` the share of
-    it in which some kernel ran.
+    `span_us` is the time from the first kernel's start to the last kernel's end, per round, and `busy` the
+    share of it in which a kernel runs.
     """
 
     kernels: tuple[Kernel, ...]
@@ -92,10 +92,10 @@ def profile_rounds(
     Args:
       engine: warm and idle.
       prompts: one for each slot to fill.
-      rounds: how many to trace; fewer if a request ends before.
-      folder: where the trace stays; None: nowhere.
+      rounds: number of rounds to trace; fewer if a request ends early.
+      folder: keeps the trace; None deletes it.
     Returns:
-      None where the trace shows no GPU, or the requests were too short for a settled round.
+      None if the trace shows no GPU, or the requests are too short for a settled round.
     """
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     settled = 0
@@ -115,9 +115,9 @@ def profile_rounds(
 
 
 def _trace(engine: Engine, concurrency: int, rounds: int, folder: str) -> int:
-    """Writes a trace; returns how many rounds are in it."""
+    """Writes a trace; returns its number of rounds."""
     options = jax.profiler.ProfileOptions()
-    # A trace holds a million events; without this, Python calls would crowd out the kernels.
+    # A trace holds a million events. Python calls would leave no room for kernels.
     options.python_tracer_level = 0
     options.host_tracer_level = 1
     traced = 0
@@ -134,7 +134,7 @@ def _trace(engine: Engine, concurrency: int, rounds: int, folder: str) -> int:
 
 
 def _drain() -> None:
-    """Waits for the rounds in flight: the device takes its calls in order."""
+    """Waits for the rounds in flight; the device runs its calls in order."""
     jnp.add(jnp.zeros(()), 1).block_until_ready()
 
 
@@ -186,8 +186,8 @@ def read_trace(path: Path, rounds: int) -> KernelTable | None:
 def _launches(events: list[dict]) -> list[dict]:
     """Complete events on the streams of GPUs.
 
-    Beside its streams a GPU's process may have tracks that repeat them by module, operation or
-    step. Only streams count where there are any.
+    A GPU's process may also have tracks that repeat the launches by module, operation or step. If there
+    are streams, only these count.
     """
     named = lambda kind: {
         (event["pid"], event.get("tid")): event["args"]["name"]

@@ -29,11 +29,9 @@ from pallas_kernels import dispatch
 from pallas_kernels.device import GENERATIONS, Device, describe
 from peagle_jax.config import ConfigError
 
-_COLD_BYTES = 300e6  # total arguments of a program: several times the L2 cache
-_CALLS = (
-    8,
-    32,
-)  # at least, for launching the program not to count; at most, for compiling takes long
+_COLD_BYTES = 300e6  # arguments of a program: several times the L2 cache
+# Calls of a program: enough that its launch does not count, few enough to compile soon.
+_CALLS = (8, 32)
 _MAX_BYTES = 24e9
 _REPEATS = 5
 _SECONDS = 0.03  # of a repeat
@@ -124,7 +122,7 @@ def kernels(options: Options, environment: dict) -> Iterator[dict]:
         for case in cases(op, options.spec or None, device if options.configs else None):
             try:
                 measured = measure(case, device.name)
-            except Exception as error:  # whatever it is, the others are to be measured
+            except Exception as error:  # the other cases are still measured
                 said = str(error).splitlines() or [""]
                 _log.error("%s %s: %s: %s", op, case.spec, type(error).__name__, said[0])
                 continue

@@ -1,4 +1,4 @@
-"""What tables and plots call a row: its setting, its method, its commit."""
+"""Labels of rows in tables and plots: setting, method, commit."""
 
 from peagle_jax.runs import METHOD_NAMES
 

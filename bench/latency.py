@@ -42,7 +42,7 @@ class Outcome:
         return 1e3 * ((self.first if name == "ttft" else self.last) - self.sent)
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Whether it succeeded within all limits (milliseconds by name of a latency)."""
+        """Whether the request succeeded within all limits (milliseconds by name of a latency)."""
         latencies = {name: self.latency(name) for name in limits}
         # A request of one token has no tpot, so it meets any tpot limit.
         within = (latencies[name] is None or latencies[name] <= limits[name] for name in limits)
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """The 50th, 90th and 99th, as "p50" and so on; None of nothing."""
+    """The 50th, 90th and 99th percentile, as "p50" and so on; None without values."""
     if not values:
         return None
     found = np.percentile(values, _PERCENTILES)
@@ -62,7 +62,7 @@ def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, fl
 
     Args:
       seconds: wall time from the first request to the last end.
-      limits: of `Outcome.meets`, for goodput; empty asks for none.
+      limits: of `Outcome.meets`, for goodput; if empty, the row has no goodput.
     """
     good = [outcome for outcome in outcomes if outcome.code == "OK"]
     tokens = sum(len(outcome.tokens) for outcome in outcomes)

@@ -74,7 +74,7 @@ class Oracle:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model, its heads, and where its prompts come from: `prompts(n)` are n lists of token ids."""
+    """A model, its heads and its prompts: `prompts(n)` returns n lists of token ids."""
 
     name: str
     dtype: str
@@ -88,7 +88,7 @@ class Subject:
     """Number of prompts of the set that are too long for their outputs."""
 
     def engine(self, variant: Variant, config: CellsConfig, texts: jax.Array | None) -> Engine:
-        """One for a method and a K; `texts` are what an `Oracle` knows."""
+        """An engine for a method and a K. `texts` are those of an `Oracle`."""
         method, num_draft = variant
         head, drafter = self.heads.get(method), None
         if head is not None and self.is_random:
@@ -98,10 +98,10 @@ class Subject:
 
 
 def _preset_subject(options: Options) -> Subject:
-    """A preset with random weights, and prompts of random tokens, 1 to `--prompt-tokens` of them."""
+    """A preset with random weights, and prompts of 1 to `--prompt-tokens` random tokens."""
     chosen, dtype = preset(options.preset, options.layers), runs.choose_dtype(options.dtype)
     if options.model is not None or options.drafter or options.quantization is not None:
-        raise ConfigError("--preset makes its weights: no --model, --drafter or --quantization")
+        raise ConfigError("--preset has random weights: drop --model, --drafter and --quantization")
     longest = options.prompt_tokens + options.max_tokens
     if longest > chosen.target.max_position:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _preset_subject(options: Options) -> Subject:
 
 
 def _model_subject(options: Options) -> Subject:
-    """The embedded model or `--model`, and prompts of `--set`, from its start again when they end."""
+    """The embedded model or `--model`, and prompts of `--set`, repeated if they are too few."""
     models = sweep.Models.load(options)
     name, found = sweep.prompt_set(
         options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
@@ -191,7 +191,7 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
 
 
 def _cells(options: Options, subject: Subject) -> dict[Variant, tuple[int, ...]]:
-    """What is compared with plain decoding at the largest concurrency: concurrencies by method and K."""
+    """Concurrencies to compare by method and K; the reference is plain decoding at the largest one."""
     across = tuple(sorted(set(options.concurrency), reverse=True))
     cells = {(method, k): across for method in subject.heads for k in options.k}
     if "none" in options.methods and across[1:]:
@@ -216,7 +216,7 @@ def _share(options: Options, num_prompts: int, concurrency: int) -> int:
 def _config(
     options: Options, prompts: list[list[int]], concurrencies: tuple[int, ...]
 ) -> CellsConfig:
-    """Sizes of an engine: but for the number of drafts the same for all, as on a server."""
+    """Sizes of an engine, equal for all cells except the number of drafts."""
     longest = max(map(len, prompts)) + options.max_tokens + 2 * max(options.k) + 1
     most = max(options.concurrency)
     return CellsConfig(
@@ -230,7 +230,7 @@ def _config(
 
 
 def _table(prompts, outputs, config: EngineConfig) -> jax.Array:
-    """[texts, positions]: what an `Oracle` knows."""
+    """[texts, positions]: tokens of an `Oracle`."""
     table = np.zeros((len(prompts), config.max_model_len), np.int32)
     for row, prompt, output in zip(table, prompts, outputs, strict=True):
         row[: len(prompt) + len(output)] = prompt + output
@@ -248,9 +248,11 @@ def _row(
 ) -> dict:
     outputs, row = run.outputs, run.as_row()
     wanted = reference[: len(outputs)]
-    parted = [first_difference(*pair) for pair in zip(wanted, outputs, strict=True)]
+    differences = [first_difference(*pair) for pair in zip(wanted, outputs, strict=True)]
     ends = [max(map(len, pair)) for pair in zip(wanted, outputs, strict=True)]
-    differing = [end - place for end, place in zip(ends, parted, strict=True) if place is not None]
+    differing = [
+        end - place for end, place in zip(ends, differences, strict=True) if place is not None
+    ]
     return {
         "kind": "lossless",
         "model": subject.name,
@@ -267,11 +269,11 @@ def _row(
         "reference_concurrency": max(options.concurrency),
         "prompts_left_out": subject.left_out,
         "texts": len(outputs),
-        "texts_equal": parted.count(None),
+        "texts_equal": differences.count(None),
         "tokens_compared": sum(map(len, wanted)),
         "tokens_differing": sum(differing),
         "distinct_tokens": len(set(itertools.chain(*wanted))),
-        "parted_at": [[text, place] for text, place in enumerate(parted) if place is not None][
+        "parted_at": [[text, place] for text, place in enumerate(differences) if place is not None][
             :_LISTED
         ],
         **{name: row[name] for name in _COUNTED},

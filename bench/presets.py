@@ -21,7 +21,7 @@ EAGLE3_VOCAB = 32000
 
 
 class _Shape(NamedTuple):
-    """What a head's config states beside the target's hidden size."""
+    """Sizes of the layers of a head."""
 
     num_heads: int
     num_kv_heads: int
@@ -54,7 +54,7 @@ class Preset:
 
     @property
     def weights(self) -> str:
-        """What rows call the format: a dtype, fp8 or mxfp4."""
+        """Name of the format in rows: a dtype, fp8 or mxfp4."""
         return _WEIGHTS.get(self.format, self.format)
 
     def head(self, method: Literal["eagle3", "peagle"]) -> DrafterConfig:
@@ -77,7 +77,7 @@ class Preset:
             **shape._asdict(),
             norm_eps=target.norm_eps,
             rope=RopeConfig(theta=5e5, scaling=Llama3Scaling(factor=8.0)),
-            # The default (2, L/2, L-3), kept inside of a target that was shortened.
+            # The default (2, L/2, L-3), clipped to the layers of a shortened target.
             taps=tuple(sorted((min(2, L), L // 2, max(L - 3, 0)))),
             mask_token_id=_MASK_IDS.get(self.base, V - 1) if parallel else None,
             own_embedding=parallel,
@@ -89,7 +89,7 @@ def _released(base: str) -> tuple[Format, ...]:
 
 
 def names() -> list[str]:
-    """All that `preset` knows."""
+    """Names that `preset` accepts."""
     found = []
     for base in PRESETS:
         forms = _released(base)
@@ -102,7 +102,7 @@ def preset(name: str, layers: int | None = None) -> Preset:
 
     Args:
       name: of `peagle_jax.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x 128.
-      layers: keep the first layers only; the name then says so.
+      layers: number of first layers to keep; the name then states it.
     Raises:
       ConfigError: no such preset, or it has fewer layers.
     """

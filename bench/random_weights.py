@@ -26,29 +26,29 @@ FP8_SPREAD = 100.0
 _FP8_MAX = 448.0
 _MXFP4_RMS = math.sqrt((0.5**2 + 1 + 1.5**2 + 2**2 + 3**2 + 4**2 + 6**2) / 8)
 _SMALL = 0.01  # biases and sinks
-_LARGE, _PARTS = 1 << 26, 16  # a matrix of more elements is drawn in so many parts
+_LARGE, _PARTS = 1 << 26, 16  # a matrix of more than _LARGE elements is drawn in _PARTS parts
 
 Path = tuple[str | int, ...]
 
 
 def random_target(config: TargetConfig, form: Format, *, dtype: str, seed: int = 0) -> Decoder:
-    """A target whose matrices are stored as `form` says, as the released checkpoints have them.
+    """A target whose matrices have the format `form`, as in the released checkpoints.
 
     fp8: all matrices of attention, MLP and experts, never the router, embedding or output; mxfp4:
     experts only.
 
     Args:
-      dtype: of all that is not quantised.
+      dtype: of unquantised parameters.
     Raises:
-      ConfigError: mxfp4 for a model without experts, or a width that is no whole number of groups.
+      ConfigError: mxfp4 for a model without experts, or a width that is not a multiple of the group size.
     """
     model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
     narrow = INIT_STD / math.sqrt(2 * config.num_layers)
 
     def spread(path: Path) -> float:
         if path[-2] == "embed" and not config.tie_embeddings:
-            # Rows of one sequence see nearly the same keys; what tells them apart, and sends them to
-            # different experts, is their token.
+            # Rows of one sequence attend to nearly the same keys. Only the embedding of its token
+            # makes a row choose experts of its own.
             return 1.0
         return narrow if path[-2] in ("out", "down") else INIT_STD
 
@@ -109,7 +109,7 @@ def _is_quantised(form: Format, path: Path, shape: tuple[int, ...]) -> bool:
 
 
 def _key(seed: int, path: Path) -> jax.Array:
-    """One key a parameter, by its path, so that no order of filling changes it."""
+    """One key per parameter, derived from its path, so that the order of filling does not matter."""
     return jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, path)).encode()))
 
 
@@ -118,7 +118,7 @@ def _in_parts(
 ) -> jax.Array:
     """`draw(key, shape)`, an expert or a sixteenth of a large matrix at a time.
 
-    Random bits take several times the room of what is made of them.
+    Random bits need several times the memory of the values made from them.
     """
     parts = shape[0] if len(shape) > 2 else 1
     if len(shape) == 2 and math.prod(shape) > _LARGE and shape[0] % _PARTS == 0:
@@ -142,7 +142,7 @@ def _ones(shape: tuple[int, ...], dtype) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _fp8(key: jax.Array, std: float, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """values e4m3 [..., N, K] and scale float32 [..., ceil(N / 128), ceil(K / 128)], 10 % apart."""
+    """values e4m3 [..., N, K] and scale float32 [..., ceil(N / 128), ceil(K / 128)], equal within 10 %."""
     *leading, N, K = shape
     of_values, of_scale = jax.random.split(key)
 
@@ -184,8 +184,8 @@ _QUANTISERS = {"fp8": _fp8, "mxfp4": _mxfp4}
 
 
 def _offsets(draft_vocab: int, vocab: int) -> jax.Array:
-    """d2t [Vd]: ascending target ids less draft ids."""
+    """d2t [Vd]: ascending target ids minus draft ids."""
     ids = jnp.arange(draft_vocab)
-    # By quotient and rest: ids * vocab may exceed an int32.
+    # By quotient and remainder, because ids * vocab may exceed int32.
     step, rest = divmod(vocab, draft_vocab)
     return (ids * (step - 1) + ids * rest // draft_vocab).astype(jnp.int32)

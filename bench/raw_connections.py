@@ -1,4 +1,4 @@
-"""Connections below any client library: HTTP/1.1 as bytes, HTTP/2 frame by frame, resets, silence."""
+"""Connections without a client library: HTTP/1.1 as bytes, HTTP/2 frame by frame, resets, silence."""
 
 import asyncio
 import contextlib
@@ -33,13 +33,13 @@ class Address:
 async def connected(
     address: Address, *, receive_bytes: int | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that is reset, not drained, on the way out.
+    """A connection that is reset, not drained, at the end of the block.
 
     Args:
       receive_bytes: size of the kernel's receive buffer, for clients that never read.
 
     Raises:
-      OSError: the server does not take connections.
+      OSError: the server does not accept connections.
     """
     options = {}
     if receive_bytes is not None:
@@ -60,7 +60,7 @@ async def connected(
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Closes with RST: a linger time of 0 discards what is on the way."""
+    """Closes with RST: a linger time of 0 discards unsent bytes."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

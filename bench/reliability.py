@@ -23,7 +23,7 @@ def reliability(options: Options, environment: dict) -> list[dict]:
       The new rows.
 
     Raises:
-      ConfigError: no such page, no test tries what `options.only` names, or pytest does not run.
+      ConfigError: no such page, no test has cases of the kinds in `options.only`, or pytest does not run.
     """
     if not options.page.is_file():
         raise ConfigError(f"{options.page}: there is no such page to draw tables in")

@@ -22,7 +22,7 @@ class Chip:
 
 
 CHIPS = {
-    # Bandwidth and bfloat16 as measured (a copy; a product of 8192³), float32 by the data sheet.
+    # Bandwidth and bfloat16 are measured (a copy; a product of 8192³), float32 is from the data sheet.
     "NVIDIA H200": Chip(4.3e12, {"bfloat16": 790e12, "float32": 67e12}),
 }
 
@@ -33,7 +33,7 @@ _QUANTISED = {"fp8": 1 + 4 / BLOCK**2, "mxfp4": 1 / 2 + 1 / GROUP}
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one round works on: `accepted` drafts per sequence on average, `context` tokens before it.
+    """Sizes of one round: `accepted` drafts per sequence on average, `context` tokens before the round.
 
     `dtype` is that of activations and head; `weights` of the target's matrices: a dtype, "fp8"
     (attention, MLP, experts) or "mxfp4" (experts), None as `dtype`; `cache` of keys and values: "fp8",
@@ -163,13 +163,13 @@ def round_seconds(
 def fraction(
     row: dict, target: TargetConfig, drafter: DrafterConfig | None
 ) -> dict[str, float | None]:
-    """The floor's part of a row: None where the device is not known.
+    """Row fields about the floor; None if the device is unknown.
 
     Args:
       row: of a throughput or decode-step measurement; its context is taken halfway through the output.
     Returns:
-      `floor_ms`, `fraction_of_floor` (1 is the floor itself) and `bytes_per_second`, what the floor
-      counts as moved over the time that the round took.
+      `floor_ms`, `fraction_of_floor` (1 is the floor itself) and `bytes_per_second`, the bytes of the
+      floor divided by the time of the round.
     """
     chip = CHIPS.get(row["device"])
     if chip is None:

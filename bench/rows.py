@@ -52,12 +52,12 @@ def git_sha() -> str:
 
 
 def command() -> str:
-    """The command line, as one would type it again."""
+    """The command line, quoted for a shell."""
     return shlex.join(["peagle-bench", *sys.argv[1:]])
 
 
 def environment(sha: str | None) -> dict:
-    """What all rows of one command share.
+    """Fields that all rows of one command share.
 
     Args:
       sha: the commit, for a machine without git; None asks git.
@@ -76,7 +76,7 @@ def environment(sha: str | None) -> dict:
 
 
 def append(path: Path, row: dict) -> None:
-    """Adds a row at once: an interrupted sweep keeps what it measured."""
+    """Appends a row immediately, so that an interrupted sweep keeps its rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

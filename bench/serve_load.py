@@ -35,9 +35,9 @@ class Call:
     """One request to make.
 
     Args:
-      start: seconds after the beginning; None as soon as a client is free.
-      cancel_after: tokens after which the client cancels it; None lets it end.
-      deadline: in seconds; None sets none.
+      start: seconds after the beginning; None starts the call as soon as a client is free.
+      cancel_after: tokens after which the client cancels the call; None never cancels.
+      deadline: in seconds; None for no deadline.
     """
 
     request: pb.GenerateRequest
@@ -86,11 +86,11 @@ async def load(
     """Makes all calls and waits for their ends.
 
     Args:
-      concurrency: clients, each of which makes one call after the other; None makes every call when
-        its `start` comes, however many run.
+      concurrency: number of clients, each with one call after the other; None starts every call at its
+        `start`, without a limit.
 
     Returns:
-      Outcomes in order, and the seconds that they took together.
+      Outcomes in order, and the wall time of all in seconds.
     """
     async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
         stub = GenerationStub(channel)
@@ -136,9 +136,9 @@ async def _make(stub: GenerationStub, call: Call) -> Outcome:
             if limit is not None and len(outcome.tokens) >= limit:
                 rpc.cancel()
     except grpc.RpcError:
-        pass  # its code says what it was
+        pass  # the status code below is the result
     except asyncio.CancelledError:
-        if not rpc.cancelled():  # we were, not the call
+        if not rpc.cancelled():  # this task is cancelled, not the call
             raise
     outcome.code = (await rpc.code()).name
     return outcome
@@ -158,7 +158,7 @@ def _check(options: Options) -> None:
 
 
 def _options(options: Options) -> list[str]:
-    """Options of the server that is started here; by default it holds all requests at once."""
+    """Options of the server that this command starts; by default it has a slot for every request."""
     slots = [] if options.rate else ["--max-num-seqs", str(max(options.concurrency))]
     cache = ["--no-cache"] if options.no_cache else []
     return [*slots, *cache, *options.serve_options]
@@ -166,7 +166,7 @@ def _options(options: Options) -> list[str]:
 
 @contextlib.contextmanager
 def _served(options: Options) -> Iterator[tuple[str, Served | None]]:
-    """The address to load, and the server if it was started here; then it ends with the block."""
+    """The address to load, and the server if this command starts one; it stops at the end of the block."""
     if options.address:
         yield options.address, None
         return
@@ -195,7 +195,10 @@ def _about(address: str) -> pb.GetModelInfoResponse:
 def _prompts(
     options: Options, about: pb.GetModelInfoResponse, engine: Engine | None
 ) -> tuple[Prompts, int]:
-    """What to ask for, and how many prompts the bare engine cannot run: without one the server refuses them."""
+    """Prompts of the load, and the number of those left out because the bare engine cannot run them.
+
+    Without a bare engine none is left out; the server refuses them.
+    """
     if options.set == "random":
         rng = np.random.default_rng(options.seed)
         most = options.prompt_tokens
@@ -216,7 +219,7 @@ def serve_load(options: Options, environment: dict) -> list[dict]:
     """Measures, appends a row each to `options.out`, and returns the rows.
 
     Raises:
-      ConfigError: options that exclude each other, no server there, or none that starts.
+      ConfigError: options that exclude each other, no server at the address, or a server that does not start.
     """
     _check(options)
     engine = _bare(options) if options.overhead else None
@@ -273,7 +276,7 @@ def _identity(options: Options, about, concurrency: int | None, rate: float | No
 def _warm_up(address: str, todo: Sequence[Call], concurrency: int) -> None:
     """Whole requests of a few tokens: the first ones pay for connections and allocations.
 
-    Before them, whatever the server still compiles.
+    Waits first until the server has compiled all batch sizes.
     """
     with grpc.insecure_channel(address) as channel:
         stub = GenerationStub(channel)
@@ -298,7 +301,7 @@ def _measure(
 
 
 def _bare(options: Options) -> Engine:
-    """An engine as the server's, in this process."""
+    """An engine with the settings of the server, in this process."""
     settings, _ = resolve(_options(options))
     engine = make_engine(settings)
     runs.warm_up(engine)

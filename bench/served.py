@@ -21,12 +21,12 @@ _TAIL = 2000  # characters of the log that an error shows
 
 
 class Served:
-    """A server on a free port, without HTTP unless the options say otherwise; killed on the way out.
+    """A server on a free port, without HTTP unless the options ask for it; killed at the end of the block.
 
     Args:
       options: of `peagle-serve`; a later option wins over an earlier one.
       log: file for what the server writes.
-      environment: of the process; None is ours.
+      environment: of the process; None inherits that of this process.
       descriptors: most files and connections that it may hold open; None is our own limit.
 
     Attributes:

@@ -20,7 +20,7 @@ Format = Literal["bf16", "fp8", "mxfp4"]
 GPU_BYTES = 139 * 2**30
 """Memory of one NVIDIA H200, sold as 141 GB."""
 USABLE = 0.92
-"""Share left by the driver, programs and activations."""
+"""Share for weights and caches; the rest is for driver, programs and activations."""
 
 _BITS = {"bf16": 16, "fp8": 8 + 32 / 128**2, "mxfp4": 4 + 8 / 32}
 QUANTISED = {"qkv", "out", "gate_up", "down"}
@@ -33,12 +33,12 @@ FORMATS: dict[str, tuple[Format, ...]] = {
     "gpt_oss": ("mxfp4",),
     "gemma4": ("bf16", "fp8"),
 }
-"""Formats that the families' checkpoints come in."""
+"""Formats of the released checkpoints, by family."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of parameters: of experts, of the other matrices in layers, of all the rest."""
+    """Numbers of parameters: experts, other matrices of the layers, everything else."""
 
     experts: int
     matrices: int
@@ -57,7 +57,7 @@ class Weights:
 
 @functools.cache
 def count(config: TargetConfig) -> Weights:
-    """Parameters of a target, without making one."""
+    """Numbers of parameters of a target, from shapes alone."""
     model = nnx.eval_shape(lambda: build(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
     sizes = {"experts": 0, "matrices": 0, "rest": 0}
     for path, leaf in dict(nnx.to_flat_state(nnx.state(model))).items():
@@ -72,12 +72,12 @@ def kv_bytes(config: TargetConfig, context: int) -> int:
     one = EngineConfig(max_num_seqs=1, max_model_len=context, dtype="bfloat16")
     layers = map(config.attention, range(config.num_layers))
     token = sum(4 * x.num_kv_heads * x.head_dim for x in layers if x.window is None)
-    # Half of what two slots hold: the dummy slot has its ring, too.
+    # `ring_bytes` counts two slots, because the dummy slot has a ring, too.
     return token * context + ring_bytes(config, None, one) // 2
 
 
 def sequences(config: TargetConfig, form: Format, context: int) -> int:
-    """How many sequences of `context` tokens fit beside the weights; 0: the weights alone do not."""
+    """Number of sequences of `context` tokens that fit beside the weights; 0 if the weights do not fit."""
     room = USABLE * GPU_BYTES - count(config).num_bytes(form)
     return max(0, int(room // kv_bytes(config, context)))
 

@@ -24,7 +24,7 @@ SETS = {"HumanEval": DATA / "HumanEval.jsonl", "MT-Bench": DATA / "mt_bench.json
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """A target, its heads by method, and the name rows give them."""
+    """A target, its heads by method, and the name of the model in rows."""
 
     name: str
     dtype: str
@@ -57,14 +57,14 @@ class Models:
         return kind(matrix.weight[...], matrix.scale[...])
 
     def variants(self, options: ModelOptions) -> list[tuple[str, int]]:
-        """(method, K) to measure, plain decoding first when it is asked for."""
+        """(method, K) to measure; plain decoding, if asked for, is first."""
         plain = [("none", 0)] if "none" in options.methods else []
         return plain + [(method, k) for method in self.heads for k in options.k]
 
     def identity(
         self, options: SweepOptions, *, prompts: str, variant: tuple[str, int], concurrency: int
     ) -> dict:
-        """The part of a row that says what was measured: on which prompts, how, how many at once."""
+        """Row fields that identify the measurement."""
         method, num_draft = variant
         return {
             "model": self.name,
@@ -81,7 +81,7 @@ class Models:
     def runnable(
         self, name: str, prompts: Prompts, params: SamplingParams, config: EngineConfig
     ) -> tuple[list[list[int]], int]:
-        """As `leave_out`, of what an engine of `config` can run; prompts become token ids."""
+        """Prompts, as token ids, that an engine of `config` can run, and the number of those left out."""
         target = self.target.config
         config = replace(config, max_model_len=min(config.max_model_len, target.max_position))
         as_tokens = lambda one: self.tokenizer.encode(one) if isinstance(one, str) else one
@@ -98,7 +98,7 @@ class Models:
 def engines(
     models: Models, options: ModelOptions, config: EngineConfig
 ) -> Iterator[tuple[str, int, Engine]]:
-    """One warm engine after the other: only one holds a cache at a time."""
+    """Yields warm engines one at a time, so that only one holds a cache."""
     for method, num_draft in models.variants(options):
         engine = models.engine(method, num_draft, config)
         runs.warm_up(engine)
@@ -114,7 +114,7 @@ def prompt_set(
 
     Args:
       spec: "HumanEval", "MT-Bench", "NAME=FILE.jsonl", or "NAME=SOURCE": a text file, or a folder
-        whose *.py files are read. Text is cut into prompts of `prompt_tokens`, with gaps as long.
+        whose *.py files are read. Text is cut into prompts of `prompt_tokens`, with gaps of the same length.
       limit: most prompts; text is sampled evenly.
 
     Raises:
@@ -141,7 +141,8 @@ def prompt_set(
 
 
 def leave_out(name: str, prompts: Prompts, check: Callable) -> tuple[Prompts, int]:
-    """The prompts of set `name` that pass `check`, and how many do not: each of these is a line on stderr.
+    """The prompts of set `name` that pass `check`, and the number of the others; each of those is a line on
+    stderr.
 
     Args:
       check: called with a prompt; raises `ConfigError` for one that cannot run.

@@ -23,8 +23,8 @@ _PLACE_STRIDE, _SLOT_STRIDE = 7919, 104729  # primes
 def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
     """An acceptance rule for `peagle_jax.step`: accepts `length` - 1 drafts a round on average.
 
-    The engine's own rule runs too, so that its time is included. Of its verdict only the target's token
-    is used, after the accepted drafts. No more than a request's own number of drafts is accepted.
+    The engine's own rule runs too, so that its time is included. Only its token of the target is used,
+    after the accepted drafts. No more than a request's own number of drafts is accepted.
 
     Args:
       length: mean tokens per round and sequence.

@@ -15,10 +15,10 @@ SETTLED = 3  # rounds with the same full batch before one is timed: two are in f
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One engine, one concurrency. Times in milliseconds except `seconds` (wall, all of it).
+    """One engine at one concurrency. Times are in milliseconds, except `seconds`, the wall time of the run.
 
-    `ms_per_round` is the median over rounds with every slot decoding and no prefill beside them;
-    where a run was too short for one, decoding time over rounds as the requests saw it.
+    `ms_per_round` is the median over rounds in which every slot decodes and no request prefills. If a run
+    has no such round, it is the decoding time of all requests divided by their rounds.
     `ms_per_round_mean` is the mean over the same rounds.
     """
 
@@ -69,7 +69,7 @@ def drive(
     concurrency: int,
     on_finished: Callable[[], object] = lambda: None,
 ) -> Measurement:
-    """Keeps `concurrency` requests in the engine until all prompts are done; compile before.
+    """Keeps `concurrency` requests in a warm engine until all prompts are done.
 
     Raises:
       ConfigError: the model's logits are not finite, so there is nothing to measure.

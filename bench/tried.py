@@ -15,13 +15,13 @@ def newest(all_rows: Iterable[dict]) -> list[dict]:
         if row["kind"] == "reliability":
             latest[row["tried"], row["cases"]] = row
         elif row["kind"] == "hostile":
-            latest.pop((row["attack"], row["device"]), None)  # to its place in the newest run
+            latest.pop((row["attack"], row["device"]), None)  # the order is that of the newest run
             latest[row["attack"], row["device"]] = row
     return list(latest.values())
 
 
 def tried_table(some: list[dict], markdown) -> str:
-    """One line for each kind and number of cases: what was tried, how often, with what result.
+    """One line for each kind and number of cases: cases, result, seconds, commit.
 
     Args:
       markdown: draws a header and lines.
@@ -81,7 +81,7 @@ def _lossless_lines(some: list[dict]) -> list[list[str]]:
 
 
 def hostile_table(some: list[dict], markdown) -> str:
-    """One line for each attack: what honest clients noticed, and what the server took."""
+    """One line for each attack: effect on honest clients, and resources of the server."""
     header = [
         "attack", "requests", "wrong answers", "health p99, ms: quiet", "under attack", "prober late",
         "gap p99, ms: quiet", "under attack", "memory, MB: before", "peak", "after", "log, MB a minute", "descriptors", "service, CPU s",

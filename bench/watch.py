@@ -98,10 +98,10 @@ class Watch:
       health, rpc_health: one span a probe of `/health` (each on a connection of its own) and of
         `grpc.health.v1`.
       gaps: one span between two messages of a stream.
-      lateness: of each probe of `/health`, when it was due and how late this process woke up for it, which
-        other work on the machine decides.
-      failures: probes that were not answered, with the time and the reason.
-      texts: token ids of each stream that ended, or was cut off, and how it ended.
+      lateness: of each probe of `/health`, when it was due and how late this process woke up for it, because
+        of other work on the machine.
+      failures: time and reason of each probe without an answer.
+      texts: token ids of each stream that ended or was cut off, and its status.
     """
 
     def __init__(
