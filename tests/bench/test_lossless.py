@@ -113,7 +113,7 @@ def test_from_the_first_difference_on_a_text_is_another():
         (["--preset", "tiny", "--max-tokens", "500"], "512 positions"),
         (["--preset", "tiny", "-K", "200"], "above 32"),
         (["--preset", "tiny", "--layers", "9"], "has 3"),
-        (["--preset", "tiny", "--quantization", "fp8"], "makes its weights"),
+        (["--preset", "tiny", "--quantization", "fp8"], "has random weights"),
         (["--preset", "tiny", "--methods", "none", "--concurrency", "2"], "nothing to compare"),
     ],
 )
