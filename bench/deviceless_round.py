@@ -137,7 +137,7 @@ def programs(args) -> Programs:
         prefill,
         weights,
         state,
-        DecodeCall.build([], args.concurrency, config).plan,
+        DecodeCall.build([], args.concurrency, args.k, config).plan,
         PrefillCall.build([], config).plan,
     )
 

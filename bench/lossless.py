@@ -60,7 +60,8 @@ class Oracle:
 
     def propose(self, target, inputs: DraftInputs, cache: list):
         """As the drafter's own; `drafter.Drafter` states it."""
-        proposal, cache = self.drafter.propose(target, inputs, cache)
+        drafter = replace(self.drafter, num_draft=self.num_draft)
+        proposal, cache = drafter.propose(target, inputs, cache)
         row = jnp.maximum(inputs.num_real - 1, 0)[:, None]
         newest = jnp.take_along_axis(inputs.tokens, row, axis=1)  # [B, 1]
         place = inputs.start[:, None] + row + 1  # [B, 1], the newest token's
@@ -70,6 +71,10 @@ class Oracle:
         known = accept_uniforms(inputs.keys, ahead) < KNOWN
         tokens = jnp.where(known, token_at(text[:, None], ahead), proposal.tokens)
         return proposal._replace(tokens=tokens), cache
+
+    def absorb(self, target, inputs: DraftInputs, cache: list) -> list:
+        """As the drafter's own."""
+        return self.drafter.absorb(target, inputs, cache)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ in 1..J+1. Length 3.1 accepts two drafts in every round and a third in one of te
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +76,15 @@ class Scattered:
 
     def propose(self, target, inputs: DraftInputs, cache: list):
         """As the drafter's own; `drafter.Drafter` states it."""
-        proposal, cache = self.drafter.propose(target, inputs, cache)
+        drafter = replace(self.drafter, num_draft=self.num_draft)
+        proposal, cache = drafter.propose(target, inputs, cache)
         if proposal.probs is not None:
             return proposal, cache
         place = (inputs.start + inputs.num_real)[:, None] + jnp.arange(self.num_draft)
         shift = (place * _PLACE_STRIDE + inputs.slots[:, None] * _SLOT_STRIDE) % self.vocab_size
         tokens = (proposal.tokens + shift) % self.vocab_size
         return proposal._replace(tokens=tokens.astype(jnp.int32)), cache
+
+    def absorb(self, target, inputs: DraftInputs, cache: list) -> list:
+        """As the drafter's own."""
+        return self.drafter.absorb(target, inputs, cache)

@@ -85,6 +85,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     most = max((one.logprobs or 0) for one in params)
     return EngineConfig(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
+        draft_schedule=args.num_speculative_tokens_per_batch_size,
         max_num_seqs=min(args.concurrency, len(prompts)),
         max_model_len=args.max_model_len,
         max_logprobs=max(5, most),

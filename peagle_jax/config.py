@@ -7,6 +7,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from peagle_jax.draft_schedule import Schedule, num_draft_at, schedule_of
 from peagle_jax.errors import ConfigError
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
@@ -247,7 +248,8 @@ class EngineConfig:
     """Engine sizes. The programs are compiled for them, so they are fixed for the engine's lifetime.
 
     Args:
-      num_draft: J, draft tokens per round (the papers' K); 0 is plain decoding.
+      num_draft: J, most draft tokens per round (the papers' K); 0 is plain decoding.
+      draft_schedule: drafts per round by batch size, see `draft_schedule`; empty: J for all sizes.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
       max_model_len: maximum number of tokens of prompt plus output.
       page_size: tokens per KV page.
@@ -264,6 +266,7 @@ class EngineConfig:
     """
 
     num_draft: int = 7
+    draft_schedule: Schedule = ()
     max_num_seqs: int = 8
     max_model_len: int = 2048
     page_size: int = 16
@@ -286,6 +289,7 @@ class EngineConfig:
             raise ConfigError(
                 f"num_speculative_tokens={self.num_draft} must lie between 0 and {MAX_NUM_DRAFT}"
             )
+        object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
         if self.max_logprobs < 0:
             raise ConfigError(f"{self.max_logprobs=} must not be negative")
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
@@ -294,6 +298,10 @@ class EngineConfig:
                 f"{self.pages_per_seq} pages of {self.page_size} tokens and the dummy page; "
                 f"raise num_pages to {self.pages_per_seq + 1} or lower max_model_len"
             )
+
+    def num_draft_at(self, batch_size: int) -> int:
+        """K, draft tokens per round of the batch bucket `batch_size`; at most J."""
+        return num_draft_at(self.draft_schedule, batch_size, self.num_draft)
 
     @property
     def lookahead(self) -> int:

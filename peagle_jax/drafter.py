@@ -186,13 +186,23 @@ class Proposal(NamedTuple):
 
 
 class Drafter(Protocol):
-    """A source of drafts. A pytree: arrays are leaves, the rest is static."""
+    """A source of drafts. A dataclass and a pytree: arrays are leaves, the rest is static.
+
+    `dataclasses.replace(drafter, num_draft=K)` is the same drafter with another K.
+    """
 
     num_draft: int
 
     def propose(
         self, target, inputs: DraftInputs, cache: list[LayerCache]
-    ) -> tuple[Proposal, list[LayerCache]]: ...
+    ) -> tuple[Proposal, list[LayerCache]]:
+        """Drafts after the newest token, `num_draft` (at least 1) per sequence; the updated cache."""
+
+    def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]) -> list[LayerCache]:
+        """The cache after the real rows as `propose` leaves it there, without drafts: K = 0.
+
+        The cache then holds every position of the text, so later rounds draft as well as before.
+        """
 
 
 Sampling = Literal["argmax", "sample"]
@@ -211,6 +221,14 @@ def _choose(
         wide = jnp.zeros((*probs.shape[:-1], head.config.vocab_size), probs.dtype)
         probs = wide.at[..., target_ids].set(probs)
     return Proposal(head.to_target_ids(ids), probs)
+
+
+def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache]):
+    """`Drafter.absorb` of a head. XLA drops what only the unused output needs: the last layer's MLP."""
+    positions = inputs.start[:, None] + jnp.arange(inputs.tokens.shape[1])
+    attend = PagedAttention(inputs.page_table, inputs.slots, positions)
+    hidden = head.fuse(inputs.taps)
+    return head(target, inputs.tokens, hidden, positions, cache, attend)[1]
 
 
 @jax.tree_util.register_dataclass
@@ -249,6 +267,9 @@ class ParallelDrafter:
         logits = self.head.logits(target, out)
         return _choose(self.head, logits, drafted_at, inputs, self.sampling), cache
 
+    def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
+        return _absorb(self.head, target, inputs, cache)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -282,6 +303,9 @@ class AutoregressiveDrafter:
         if self.sampling == "sample":
             probs = jnp.concatenate([p.probs for p in proposals], axis=1)
         return Proposal(tokens, probs), cache
+
+    def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
+        return _absorb(self.head, target, inputs, cache)
 
 
 def make_drafter(head: DraftHead, num_draft: int, sampling: Sampling) -> Drafter:

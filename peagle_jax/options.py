@@ -4,6 +4,9 @@ import argparse
 import contextlib
 import json
 
+from peagle_jax.draft_schedule import OPTION, Schedule, parse
+from peagle_jax.errors import ConfigError
+
 _DESCRIPTION = """\
 Writes text with P-EAGLE parallel speculative decoding: a small head drafts K tokens in one pass, the
 target model checks them in one pass, and the text is exactly what the target alone would write.
@@ -48,6 +51,13 @@ def _layer_ids(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} must be layer numbers, as 2,24,45") from error
 
 
+def _schedule(text: str) -> Schedule:
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.rule) from error
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = Parser(
@@ -82,6 +92,11 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--num-speculative-tokens", "-K", type=int, default=7, metavar="K",
         help="draft tokens per round (default: 7)",
+    )  # fmt: skip
+    add(
+        f"--{OPTION.replace('_', '-')}", type=_schedule, default=(), metavar="RANGES",
+        help="drafts by batch size, as [[1,8,7],[9,64,3]]: 7 up to 8 prompts at once, 3 from 9 on; "
+        "0 decodes plainly",
     )  # fmt: skip
     add(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",

@@ -41,3 +41,4 @@ class DecodePlan(NamedTuple):
 
     slots: Array  # [B] int32
     page_table: Array  # [B, W] int32
+    pending: Array  # [B] int32, drafts that the call before made, at most K; later ones are stale

@@ -3,12 +3,14 @@
     target on [B, J+1] rows -> accept -> drafter on [B, 2J] rows -> the next J drafts
 
 Both functions are pure: `(target, drafter, state, plan) -> (state, output)`. The target, the drafter
-and the acceptance rule are arguments. J is the drafter's `num_draft`; J = 0 (drafter None) is plain
-decoding. The engine compiles the round once per batch bucket, with the state donated.
+and the acceptance rule are arguments. The engine compiles the round once per batch bucket, with the
+state donated. A round has a K of its own, the drafter's `num_draft`, at most the J drafts that the state
+has room for. K = 0 is plain decoding: without a drafter, or with one that only writes its cache, so that
+a later round can draft again.
 
 Invariant between rounds, for a sequence with tokens x_0..x_c: `length` = c, the target's and the
 drafter's cache hold positions 0..c-1, `last_token` = x_c is not in the cache yet, and `drafts` are
-proposals for x_{c+1}..x_{c+J}.
+proposals for x_{c+1}..x_{c+K}, K of the round before. Later drafts are stale.
 """
 
 from collections.abc import Callable
@@ -46,10 +48,10 @@ class State:
 class StepOutput:
     """What the host reads back after a call."""
 
-    packed: jax.Array  # [B, J+2] int32: tokens [B, J+1] and count [B], see `_signed_count`
-    logprobs: jax.Array  # [B, J+1] float32, of the emitted tokens
-    top_ids: jax.Array  # [B, J+1, n] int32
-    top_logprobs: jax.Array  # [B, J+1, n] float32
+    packed: jax.Array  # [B, K+2] int32: tokens [B, K+1] and count [B], see `_signed_count`
+    logprobs: jax.Array  # [B, K+1] float32, of the emitted tokens
+    top_ids: jax.Array  # [B, K+1, n] int32
+    top_logprobs: jax.Array  # [B, K+1, n] float32
 
 
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
@@ -114,11 +116,15 @@ def _signed_count(verdict: Verdict) -> jax.Array:
 
 def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> State:
     """Runs the drafter over the rows of a call and stores its drafts in the state."""
+    K = drafter.num_draft
+    if K == 0:
+        cache = drafter.absorb(target, inputs, state.drafter_cache)
+        return replace(state, drafter_cache=cache)
     proposal, cache = drafter.propose(target, inputs, state.drafter_cache)
-    drafts = state.drafts.at[inputs.slots].set(proposal.tokens)
+    drafts = state.drafts.at[inputs.slots, :K].set(proposal.tokens)
     probs = state.draft_probs
     if probs is not None:
-        probs = probs.at[inputs.slots].set(proposal.probs)
+        probs = probs.at[inputs.slots, :K].set(proposal.probs)
     return replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs)
 
 
@@ -143,32 +149,38 @@ def speculative_step(
     max_logprobs: int = 0,
     accept: AcceptRule = verify,
 ) -> tuple[State, StepOutput]:
-    """One round: verify the stored drafts, emit 1..J+1 tokens per sequence, draft the next J.
+    """One round: verify the stored drafts, emit 1..K+1 tokens per sequence, draft the next K.
 
-    Example with J = 3 and two accepted drafts: the target's input is [x_c, d1, d2, d3] at positions
+    Example with K = 3 and two accepted drafts: the target's input is [x_c, d1, d2, d3] at positions
     c..c+3; the verdict is [d1, d2, n, .] with count 3; the drafter's input is
     [d1, d2, n, mask, mask, pad] at slots c..c+5, and its rows 2, 3, 4 predict the next three drafts.
 
+    Stale drafts (`plan.pending`) are not verified. An argmax draft is a proposal whatever its origin, but
+    a sampled one must come from the q of its position: a stale one would change the law.
+
     Args:
       target: model with the signature of `models.Decoder`.
-      drafter: see `drafter.Drafter`; None is plain decoding, with `state.drafts` of J = 0.
+      drafter: see `drafter.Drafter`; its `num_draft` is K. None is plain decoding.
       state: donated by the engine.
       plan: B slots; padding rows have the dummy slot and the dummy page.
       taps: the drafter's tap ids.
       max_logprobs: n, alternatives per token.
       accept: acceptance rule with the signature of `verify.verify`.
     """
+    K = 0 if drafter is None else drafter.num_draft
     slots, page_table = plan.slots, plan.page_table
     params = jax.tree.map(lambda x: x[slots], state.params)
+    num_draft = jnp.minimum(params.num_draft, jnp.minimum(plan.pending, K))
+    params = params._replace(num_draft=num_draft)
     start = state.length[slots]
-    drafts = state.drafts[slots]  # [B, J]
-    draft_probs = None if state.draft_probs is None else state.draft_probs[slots]
+    drafts = state.drafts[slots, :K]  # [B, K]
+    draft_probs = None if state.draft_probs is None else state.draft_probs[slots, :K]
     tokens = jnp.concatenate([state.last_token[slots][:, None], drafts], axis=1)
     positions = start[:, None] + jnp.arange(tokens.shape[1])
 
     attend = PagedAttention(page_table, slots, positions)
     hidden, tapped, target_cache = target(tokens, positions, state.target_cache, attend, taps=taps)
-    logits = target.unembed(hidden)  # [B, J+1, V]
+    logits = target.unembed(hidden)  # [B, K+1, V]
     verdict = accept(logits, drafts, draft_probs, positions + 1, params)
     last = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)[:, 0]
 

@@ -196,6 +196,14 @@ class _EngineCollector(Collector):
             "Sequences that failed because the model's logits were NaN or infinite.",
             load.num_not_finite,
         )
+        drafts = GaugeMetricFamily(
+            "peagle:num_speculative_tokens",
+            "Drafts per round (K) by compiled batch size.",
+            labels=[*self._names, "batch_size"],
+        )
+        for size in frontend.config.batch_buckets:
+            drafts.add_metric([*self._values, str(size)], frontend.config.num_draft_at(size))
+        yield drafts
         yield self._gauge("peagle:open_requests", "Requests not yet ended.", frontend.num_open)
         yield self._counter("peagle:rounds", "Rounds of the engine.", load.rounds)
         info = GaugeMetricFamily(

@@ -1,6 +1,7 @@
 """Options of `peagle-serve`: types, defaults and rules. `sources` reads their values."""
 
 import ipaddress
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from pydantic_core import ErrorDetails, PydanticKnownError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from peagle_jax import draft_schedule
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.model_folders import check_folders, check_head_is_given
 
@@ -57,8 +59,21 @@ def _check_size(text: str) -> str:
     return text
 
 
+def _schedule_text(value: object) -> object:
+    # A YAML file may have the ranges as a list.
+    return json.dumps(value) if isinstance(value, list) else value
+
+
+def _check_schedule(text: str) -> str:
+    try:
+        return json.dumps(draft_schedule.parse(text))
+    except ConfigError as error:
+        raise ValueError(error.rule) from error
+
+
 Text = Annotated[str, _rule("left out or given", bool)]
 Size = Annotated[Text, AfterValidator(_check_size)]
+Schedule = Annotated[str, BeforeValidator(_schedule_text), AfterValidator(_check_schedule)]
 Url = Annotated[
     Text,
     _rule(
@@ -108,6 +123,12 @@ class Settings(BaseSettings):
     )
     num_speculative_tokens: Int = _option(
         7, "most drafted tokens per round (K in the papers)", metavar="K"
+    )
+    num_speculative_tokens_per_batch_size: Schedule | None = _option(
+        None,
+        "drafts per round by batch size, as [[1,8,7],[9,64,3]]: 7 up to 8 requests, 3 from 9 on; "
+        "0 decodes plainly (default: num-speculative-tokens for all sizes)",
+        metavar="RANGES",
     )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
@@ -302,8 +323,10 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
     Raises:
       ConfigError: sizes that no engine can have.
     """
+    ranges = settings.num_speculative_tokens_per_batch_size
     return EngineConfig(
         num_draft=settings.num_speculative_tokens,
+        draft_schedule=() if ranges is None else draft_schedule.parse(ranges),
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,

@@ -133,11 +133,11 @@ def _merge(layers: Iterable[dict[str, object]]) -> Settings:
 
 
 def _refuse_ineffective(settings: Settings, sources: Mapping[str, str]) -> None:
-    name = "num_speculative_tokens"
-    value = getattr(settings, name)
-    if settings.method == "none" and value and sources[name] != "default":
-        option = f"{name.replace('_', '-')}={value} ({sources[name]})"
-        raise ConfigError(f"{option} has no effect: method none drafts nothing; leave it out")
+    for name in ("num_speculative_tokens", "num_speculative_tokens_per_batch_size"):
+        value = getattr(settings, name)
+        if settings.method == "none" and value and sources[name] != "default":
+            option = f"{name.replace('_', '-')}={value} ({sources[name]})"
+            raise ConfigError(f"{option} has no effect: method none drafts nothing; leave it out")
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:

@@ -108,12 +108,17 @@ class Rig:
         )
         return self._jitted[0](self.target, self.drafter, state, plan)
 
-    def round(self, state: step.State, accepted, *, right=None, rows=None):
-        """One round in which `accepted` [B] drafts of each sequence may survive.
+    def round(
+        self, state: step.State, accepted, *, right=None, rows=None, num_draft=None, pending=None
+    ):
+        """One round of K = `num_draft` (J) in which `accepted` [B] drafts of each sequence may survive.
 
         The first `right` drafts say what the text says, the others do not; without it, those that may
-        survive are right.
+        survive are right. Only the first `pending` (J) of them are proposals.
         """
+        drafter = self.drafter
+        if num_draft is not None:
+            drafter = replace(drafter, num_draft=num_draft)
         B, J = self.num_rows, self.config.num_draft
         ahead = np.asarray(state.length)[:B, None] + 1 + np.arange(J)
         truth = self.padded[np.arange(B)[:, None], ahead]
@@ -127,5 +132,6 @@ class Rig:
             drafts=put(state.drafts, drafts),
             params=jax.tree.map(put, state.params, self._params(accepted)),
         )
-        plan = DecodePlan(slots=slots, page_table=page_table)
-        return self._jitted[1](self.target, self.drafter, state, plan)
+        pending = np.full(B, J if pending is None else pending, np.int32)
+        plan = DecodePlan(slots=slots, page_table=page_table, pending=pending)
+        return self._jitted[1](self.target, drafter, state, plan)

@@ -58,6 +58,31 @@ def test_drafts_after_any_rounds_equal_those_of_a_fresh_run_over_the_prefix(rig,
     assert len(np.unique(np.concatenate(seen))) > 20, "a drafter that always says the same"
 
 
+def test_drafts_after_rounds_of_any_k_equal_those_of_a_fresh_run(rig, prefilled):
+    """Also after K = 0: the drafter's cache holds every position of the text."""
+    rng, state = np.random.default_rng(1), prefilled
+    for K in (0, 0, 2, 1, 0, J, 0, 1, J):
+        before = np.asarray(state.length)[:B]
+        state, output = rig.round(state, rng.integers(0, J + 1, B), num_draft=K)
+        length = np.asarray(state.length)[:B]
+        assert output.packed.shape == (B, K + 2)
+        assert ((length - before >= 1) & (length - before <= K + 1)).all()
+        fresh, _ = rig.prefill(rig.new_state(), 0, length)
+        for slot in range(B):
+            got, want = (rows_of(s.drafter_cache, rig, slot, length[slot]) for s in (state, fresh))
+            np.testing.assert_allclose(got, want, atol=1e-5)
+        assert np.array_equal(state.drafts[:B, :K], fresh.drafts[:B, :K])
+        np.testing.assert_allclose(state.draft_probs[:B, :K], fresh.draft_probs[:B, :K], atol=2e-5)
+
+
+@pytest.mark.parametrize("pending", [0, 1, 2])
+def test_stale_drafts_are_not_verified(greedy_rig, pending):
+    """All drafts in the state are right, but only the first `pending` come from the call before."""
+    state, _ = greedy_rig.prefill(greedy_rig.new_state(), 0, PROMPTS)
+    _, output = greedy_rig.round(state, [J] * B, pending=pending)
+    assert np.asarray(output.packed)[:, -1].tolist() == [pending + 1] * B
+
+
 def rows_of(cache: list[LayerCache], rig: Rig, slot: int, length: int) -> np.ndarray:
     """Keys and values of positions 0..length-1 of a slot, all layers."""
     pages = rig.page_table[slot]

@@ -47,20 +47,28 @@ class PrefillCall:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeCall:
-    """One speculative round. Padding rows have request None."""
+    """One speculative round of K = `num_draft`. Padding rows have request None."""
 
     requests: tuple[Request | None, ...]  # B
+    num_draft: int  # drafts that the round makes for each row, and the most that it verifies
+    drafted: tuple[int, ...]  # per real row: drafts that the round verifies
     plan: DecodePlan
 
     @classmethod
-    def build(cls, rows: Sequence[Request], size: int, config: EngineConfig) -> Self:
-        """Plans a round of `rows` in the batch bucket of `size` rows."""
-        slots = np.full(size, config.max_num_seqs, np.int32)
+    def build(
+        cls, rows: Sequence[Request], size: int, num_draft: int, config: EngineConfig
+    ) -> Self:
+        """Plans a round of K = `num_draft` for `rows` in the batch bucket of `size` rows."""
+        slots, pending = np.full(size, config.max_num_seqs, np.int32), np.zeros(size, np.int32)
         slots[: len(rows)] = [request.slot for request in rows]
+        # At most K: the plan then stays the same from round to round, and is not uploaded again.
+        pending[: len(rows)] = [min(request.pending, num_draft) for request in rows]
         table = _page_table(rows, size, config.pages_per_seq)
         return cls(
             requests=(*rows, *[None] * (size - len(rows))),
-            plan=DecodePlan(slots=slots, page_table=table),
+            num_draft=num_draft,
+            drafted=tuple(min(num_draft, r.num_draft, r.pending) for r in rows),
+            plan=DecodePlan(slots=slots, page_table=table, pending=pending),
         )
 
 

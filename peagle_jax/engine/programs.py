@@ -1,5 +1,7 @@
 """The compiled device programs of an engine: one for prefill, and one per batch bucket for rounds.
 
+The round of a bucket is compiled for the bucket's own K (`EngineConfig.num_draft_at`).
+
 Each program is compiled ahead of time for fixed shapes. After `warm_up` no call compiles anything.
 
 On a GPU one call is one CUDA graph of hundreds of kernels. If the address of a buffer changes, the
@@ -12,6 +14,7 @@ temporary buffer.)
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -44,9 +47,11 @@ class Programs:
             target, drafter = jax.tree.unflatten(structure, weights)
             return step.prefill(target, drafter, state, plan, **static)
 
-        @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True)
-        def speculative_step(weights, state, plan, previous):
+        @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True, static_argnames="num_draft")
+        def speculative_step(weights, state, plan, previous, *, num_draft):
             target, drafter = jax.tree.unflatten(structure, weights)
+            if drafter is not None and drafter.num_draft != num_draft:
+                drafter = replace(drafter, num_draft=num_draft)
             return step.speculative_step(target, drafter, state, plan, **static)
 
         self._prefill, self._round = prefill, speculative_step
@@ -79,13 +84,15 @@ class Programs:
     def _prepare(self, key: Key, state: step.State) -> None:
         """Compiles the program of `key` and the two that copy its plan in and its output out."""
         if key == PREFILL:
-            function, idle = self._prefill, PrefillCall.build([], self._config).plan
+            lower, idle = self._prefill.lower, PrefillCall.build([], self._config).plan
             output = self._blank_output(self._config.prefill_rows, 1)
         else:
-            function, idle = self._round, DecodeCall.build([], key, self._config).plan
-            output = self._blank_output(key, self._config.num_draft + 1)
+            num_draft = self._config.num_draft_at(key)
+            lower = partial(self._round.lower, num_draft=num_draft)
+            idle = DecodeCall.build([], key, num_draft, self._config).plan
+            output = self._blank_output(key, num_draft + 1)
         resident = Resident(idle, output)
-        self._compile(key, function, state, resident.plan, resident.output)
+        self._compile(key, lower, state, resident.plan, resident.output)
         resident.compile()
         self._resident[key] = resident
 
@@ -99,9 +106,9 @@ class Programs:
             top_logprobs=jnp.zeros((rows, T, n), jnp.float32),
         )
 
-    def _compile(self, key: Key, function, *operands) -> None:
+    def _compile(self, key: Key, lower: Callable, *operands) -> None:
         if key not in self._compiled:
-            lowered = function.lower(*jax.tree.map(_spec, (self._weights, *operands)))
+            lowered = lower(*jax.tree.map(_spec, (self._weights, *operands)))
             program = lowered.compile(compiler_options=_compiler_options())
             with self._lock:
                 self._compiled.setdefault(key, program)

@@ -62,7 +62,7 @@ class Request:
       id: chosen by the caller.
       prompt: token ids, at least one.
       params: sampling parameters.
-      num_draft: drafts per round for this request, at most the engine's J.
+      num_draft: most drafts per round for this request, at most the engine's J.
       seed: 63-bit seed of its random key.
       stop_checker: called with the output after each token; returns the stop string that the text
         contains, or None.
@@ -91,12 +91,14 @@ class Request:
     """Number of `tokens` dispatched in prefill calls since the last admission."""
     in_flight: int = 0
     """Dispatched but uncommitted calls that yield tokens: rounds, and the final prefill chunk."""
+    pending: int = 0
+    """Number of drafts that the call dispatched last makes; the next round verifies at most these."""
     prefill_in_flight: bool = False
     """Whether one of the calls in flight is the final prefill chunk (it yields exactly one token)."""
 
     rounds: int = 0
     drafted: int = 0
-    """Number of drafts that the target verified: `num_draft` per round."""
+    """Number of drafts that the target verified: per round at most `num_draft`, K and `pending`."""
     accepted: int = 0
     """Number of drafts that became output."""
     accepted_per_position: list[int] = field(default_factory=list)
@@ -148,7 +150,7 @@ class Request:
 
     @property
     def rounds_in_flight(self) -> int:
-        """Number of rounds in flight; each commits between 1 and J+1 positions."""
+        """Number of rounds in flight; each commits between 1 and K+1 positions, K at most J."""
         return self.in_flight - self.prefill_in_flight
 
     @property
@@ -156,10 +158,10 @@ class Request:
         """Number of output tokens emitted by rounds: all but the first, which prefill samples."""
         return max(0, len(self.output) - 1)
 
-    def record_round(self, num_accepted: int) -> None:
-        """Counts one round in which `num_accepted` drafts of this request became output."""
+    def record_round(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts one round that verified `num_drafted` drafts, of which `num_accepted` became output."""
         self.rounds += 1
-        self.drafted += self.num_draft
+        self.drafted += num_drafted
         self.accepted += num_accepted
         for position in range(num_accepted):
             self.accepted_per_position[position] += 1

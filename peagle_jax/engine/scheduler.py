@@ -125,9 +125,9 @@ class Scheduler:
     def commit_decode(
         self,
         call: DecodeCall,
-        tokens: np.ndarray,  # [B, J+1]
+        tokens: np.ndarray,  # [B, K+1]
         count: np.ndarray,  # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
-        logprobs: BatchLogprobs | None = None,  # C = J+1
+        logprobs: BatchLogprobs | None = None,  # C = K+1
     ) -> list[Update]:
         """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
         updates = []
@@ -140,7 +140,7 @@ class Scheduler:
                 update = self._receive(request, row, tokens, produced, logprobs)
                 # A failed round emits accepted drafts only, without the target's own token.
                 accepted = produced - 1 if produced > 0 else -1 - produced
-                self._record_round(request, accepted, len(update[1]))
+                self._record_round(request, call.drafted[row], accepted, len(update[1]))
                 updates.append(update)
         return updates
 
@@ -179,10 +179,12 @@ class Scheduler:
                 rows.append(request)
         if not rows:
             return None
+        size = next(size for size in self.batch_sizes if size >= len(rows))
+        call = DecodeCall.build(rows, size, self.config.num_draft_at(size), self.config)
         for request in rows:
             request.in_flight += 1
-        size = next(size for size in self.batch_sizes if size >= len(rows))
-        return DecodeCall.build(rows, size, self.config)
+            request.pending = call.num_draft
+        return call
 
     def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
         size = self.config.prefill_rows
@@ -196,20 +198,21 @@ class Scheduler:
             request.num_prefilled += int(call.plan.count[row])
             if call.last[row]:
                 request.state = RequestState.RUNNING
+                request.pending = self.config.num_draft
                 request.prefill_in_flight = call.samples(row)
                 request.in_flight += request.prefill_in_flight
         return call
 
-    def _record_round(self, request: Request, verified: int, kept: int) -> None:
-        """Counts a round in which `verified` drafts passed verification and `kept` tokens became output.
+    def _record_round(self, request: Request, drafted: int, passed: int, kept: int) -> None:
+        """Counts a round in which `passed` of `drafted` drafts passed and `kept` tokens became output.
 
         If a text ends on a draft, later drafts that passed verification do not become output.
         """
-        accepted = min(verified, kept)
-        request.record_round(accepted)
-        if request.num_draft:
+        accepted = min(passed, kept)
+        request.record_round(drafted, accepted)
+        if drafted:
             self._emitted += kept
-            self._drafted += request.num_draft
+            self._drafted += drafted
             self._rounds_by_accepted[accepted] += 1
 
     def _is_ending(self, request: Request) -> bool:

@@ -245,7 +245,14 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending")
+    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending", "num_speculative_tokens_per_batch_size")
+    class NumSpeculativeTokensPerBatchSizeEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +262,7 @@ class GetStatsResponse(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZES_PENDING_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_TOKENS_PER_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     state: str
     num_running: int
     num_waiting: int
@@ -264,4 +272,5 @@ class GetStatsResponse(_message.Message):
     uptime_seconds: float
     acceptance: Acceptance
     batch_sizes_pending: int
-    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ...) -> None: ...
+    num_speculative_tokens_per_batch_size: _containers.ScalarMap[int, int]
+    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ...) -> None: ...

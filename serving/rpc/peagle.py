@@ -88,7 +88,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context) -> pb.GetStatsResponse:
         """What the engine holds now."""
-        load = self._frontend.load
+        load, config = self._frontend.load, self._frontend.config
         return pb.GetStatsResponse(
             state=self._frontend.state.value,
             num_running=load.num_running,
@@ -99,6 +99,9 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             uptime_seconds=time.time() - self._frontend.started,
             acceptance=_acceptance(load.acceptance),
             batch_sizes_pending=self._frontend.batch_sizes_pending,
+            num_speculative_tokens_per_batch_size={
+                size: config.num_draft_at(size) for size in config.batch_buckets
+            },
         )
 
     async def _ask(self, request: pb.GenerateRequest, context, method: str) -> Ask:

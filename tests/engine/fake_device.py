@@ -23,12 +23,12 @@ def true_next(tokens: list[int]) -> int:
 
 
 class FakeDevice:
-    """Runs plans at dispatch. Per slot [length, last token, num_draft], as the real state does."""
+    """Runs plans at dispatch. Per slot [length, last token, num_draft, pending drafts]."""
 
     def __init__(self, config: EngineConfig, rng: random.Random):
         self.config, self.rng = config, rng
         self.kv = np.full((config.total_pages, config.page_size), JUNK)
-        self.slots = [[0, 0, 0] for _ in range(config.max_num_seqs)]
+        self.slots = [[0, 0, 0, 0] for _ in range(config.max_num_seqs)]
 
     def run(self, calls: Calls) -> dict:
         prefill = lambda: [self.prefill(call) for call in calls.prefills]
@@ -65,7 +65,8 @@ class FakeDevice:
             assert start == 0 or self.slots[slot][0] == start
             for position in range(start, end):
                 self.write(request, pages, position, plan.tokens[row, position - start])
-            self.slots[slot] = [end, plan.next_token[row], plan.params.num_draft[row]]
+            num_draft = plan.params.num_draft[row]
+            self.slots[slot] = [end, plan.next_token[row], num_draft, self.config.num_draft]
             if call.last[row]:
                 for position in range(end, end + self.config.num_draft):  # the drafter's mask rows
                     self.write(request, pages, position, JUNK)
@@ -76,16 +77,22 @@ class FakeDevice:
         return tokens, (tokens[:, 0] != JUNK).astype(int), fake_logprobs(tokens)
 
     def decode(self, call: DecodeCall):
-        tokens = np.full((len(call.requests), self.config.num_draft + 1), JUNK)
+        K = self.config.num_draft_at(len(call.requests))
+        assert call.num_draft == K
+        tokens = np.full((len(call.requests), K + 1), JUNK)
         for row, slot, request, pages in self.rows(call):
-            length, last, num_draft = self.slots[slot]
-            end = length + 1 + self.rng.randint(0, num_draft)
+            length, last, num_draft, pending = self.slots[slot]
+            assert call.plan.pending[row] == min(pending, K), (
+                "not the number of drafts that was made"
+            )
+            assert call.drafted[row] == min(K, num_draft, pending)
+            end = length + 1 + self.rng.randint(0, call.drafted[row])
             for position in range(length, end):
                 self.write(request, pages, position, last)
                 last = tokens[row, position - length] = true_next(self.read(pages, position + 1))
-            for position in range(end, length + self.config.lookahead):
+            for position in range(end, length + max(1, 2 * K)):
                 self.write(request, pages, position, JUNK)
-            self.slots[slot] = [end, last, num_draft]
+            self.slots[slot] = [end, last, num_draft, K]
         return tokens, (tokens != JUNK).sum(axis=1), fake_logprobs(tokens)
 
 

@@ -36,6 +36,7 @@ class FakeEngine:
         self.streams: dict = {}
         self.ends: Counter = Counter()
         self.num_rows = 0
+        self.num_drafted: Counter = Counter()
 
     def add(self, prompt: list[int], num_draft: int | None = None, **fields) -> Request:
         num_draft = self.config.num_draft if num_draft is None else num_draft
@@ -75,6 +76,8 @@ class FakeEngine:
         for call, result in zip(calls.prefills, results["prefill"], strict=True):
             updates += self.scheduler.commit_prefill(call, *result)
         if calls.decode is not None:
+            for request, drafted in zip(calls.decode.requests, calls.decode.drafted, strict=False):
+                self.num_drafted[request.id] += 0 if request.is_finished else drafted
             updates += self.scheduler.commit_decode(calls.decode, *results["decode"])
         for request, tokens in updates:
             assert not self.ends[request.id], "a finished request received tokens"
@@ -115,7 +118,7 @@ def expected(request: Request, max_model_len: int) -> tuple[list[int], str, int 
 def check_counts(request: Request) -> None:
     """Rounds and accepted drafts say how many tokens there are: see docs/algorithm.md."""
     counts, size = Acceptance.of([request]), len(request.output)
-    assert counts.drafted == counts.rounds * request.num_draft
+    assert counts.accepted <= counts.drafted <= counts.rounds * request.num_draft
     assert counts.accepted == sum(counts.per_position)
     assert list(counts.per_position) == sorted(counts.per_position, reverse=True)
     if not request.output:
@@ -140,6 +143,9 @@ def check_finished(request: Request, engine: FakeEngine) -> None:
         wanted = (wanted[0][: len(request.output)], "abort", None)
     assert ending == wanted
     check_counts(request)
+    assert request.drafted == engine.num_drafted[request.id]
+    if not engine.config.draft_schedule:
+        assert request.drafted == request.rounds * request.num_draft
     n = request.params.logprobs
     if n is None:
         assert request.logprobs is None
@@ -148,8 +154,8 @@ def check_finished(request: Request, engine: FakeEngine) -> None:
     assert request.logprobs == wanted
 
 
-def make_config(J, B, max_len, Z, P, T, R, N=1) -> EngineConfig:
+def make_config(J, B, max_len, Z, P, T, R, N=1, schedule=()) -> EngineConfig:
     return EngineConfig(
-        num_draft=J, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
+        num_draft=J, draft_schedule=schedule, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
         prefill_chunk=T, prefill_rows=R, prefill_calls=N, max_waiting=4,
     )  # fmt: skip

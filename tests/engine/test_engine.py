@@ -345,10 +345,11 @@ def mixed_workload(engine: Engine) -> None:
     assert all(request.is_finished for request in requests)
 
 
-@pytest.mark.parametrize("kind", ["peagle", "none"])
+@pytest.mark.parametrize("kind", ["peagle", "none", "K by batch size"])
 def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
-    head = tiny.head() if kind == "peagle" else None
-    config = EngineConfig(**(SIZES | dict(max_num_seqs=2, num_pages=20)))
+    head = None if kind == "none" else tiny.head()
+    schedule = [(1, 1, 2), (2, 2, 0)] if kind == "K by batch size" else ()
+    config = EngineConfig(**(SIZES | dict(max_num_seqs=2, num_pages=20, draft_schedule=schedule)))
     engine = Engine(target, head, config, tokenizer=tokenizer)
     progress = []
     engine.warm_up(lambda: progress.append(engine.programs.num_compiled))

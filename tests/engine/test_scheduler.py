@@ -30,6 +30,17 @@ CONFIGS = {
     "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1, N=3),
     "one request fits": make_config(J=5, B=4, max_len=50, Z=3, P=18, T=64, R=2),
     "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3, N=2),
+    "K by batch size": make_config(
+        J=5,
+        B=6,
+        max_len=48,
+        Z=4,
+        P=20,
+        T=7,
+        R=1,
+        N=2,
+        schedule=[[1, 1, 5], [2, 2, 0], [3, 4, 3], [5, 6, 1]],
+    ),
     "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=4),
 }
 
@@ -76,6 +87,10 @@ def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
     assert min(reasons["stop"], reasons["length"], reasons["abort"]) > 0
     if name != "roomy":
         assert engine.scheduler.num_preemptions > 0
+    drafting = [request for request in requests if request.num_draft]
+    wanted = [sum(getattr(r, f) for r in drafting) for f in ("drafted", "accepted")]
+    counts = engine.scheduler.acceptance
+    assert [counts.drafted, counts.accepted, sum(counts.per_position)] == [*wanted, wanted[1]]
 
 
 def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():

@@ -3,12 +3,15 @@
 import re
 import threading
 
+import grpc
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
-from tests.waiting import eventually
+from tests.waiting import LIMIT, eventually
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 BODY = dict(prompt="hello there", max_tokens=20, temperature=0, ignore_eos=True)
@@ -38,6 +41,7 @@ GAUGES = {
     "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
     "peagle:acceptance_length": (),
     "peagle:open_requests": (),
+    "peagle:num_speculative_tokens": ("batch_size",),
 }
 HISTOGRAMS = (
     "vllm:time_to_first_token_seconds",
@@ -103,6 +107,18 @@ def test_names_kinds_and_labels_are_vllms(server):
         assert families[name].samples[0].labels.keys() == {*LABELS, "le"}
     created = {name for name in families if name.endswith("_created")}
     assert families.keys() - created == {*COUNTERS, *GAUGES, *HISTOGRAMS}
+
+
+def test_metrics_and_stats_say_k_by_batch_size(make_engine):
+    server = LiveServer(make_engine(draft_schedule=[(1, 1, 1), (2, 64, 0)]), http=True)
+    wanted = {n: 1 if n == 1 else 0 for n in server.engine.config.batch_buckets}
+    found = scrape(server)
+    assert {n: found[f"peagle:num_speculative_tokens{{{n}}}"] for n in wanted} == wanted
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        stats = stub.GetStats(pb.GetStatsRequest(), timeout=LIMIT)
+    assert dict(stats.num_speculative_tokens_per_batch_size) == wanted
+    server.close()
 
 
 def test_lines_are_as_load_tools_search_them(server):

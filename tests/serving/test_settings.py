@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from peagle_jax.config import ConfigError
-from serving.settings import Settings, num_bytes
+from serving.settings import Settings, engine_config, num_bytes
 from serving.sources import PREFIX, parser, resolve
 
 NAMES = list(Settings.model_fields)
@@ -60,6 +60,7 @@ def test_every_option_exists_in_all_three_places(file):
         method="eagle3", dtype="float32", quantization="fp8", log_level="debug",
         kv_cache_memory="1GiB", kv_cache_dtype="fp8", reflection=True, no_cache=True,
         max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
+        num_speculative_tokens_per_batch_size="[[1,8,7],[9,64,0]]",
     )  # fmt: skip
     together = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     for name in NAMES:
@@ -75,6 +76,20 @@ def test_every_option_exists_in_all_three_places(file):
         expected = Settings(**given)
         assert expected != Settings()
         assert settings(*flags) == settings(**environment) == settings(*file(yaml)) == expected
+
+
+def test_k_by_batch_size_reaches_the_engine(file):
+    ranges, name = "[[1, 8, 7], [9, 64, 0]]", "num-speculative-tokens-per-batch-size"
+    for found in (settings(f"--{name}", ranges), settings(*file(f"{name}: {ranges}"))):
+        config = engine_config(found)
+        assert [config.num_draft_at(size) for size in (8, 16, 64)] == [7, 0, 0]
+    assert engine_config(settings()).draft_schedule == ()
+    with pytest.raises(
+        ConfigError, match=r"variable PEAGLE_NUM_SPECULATIVE.*=\[9, 8, 3\]: batch sizes must begin"
+    ):
+        settings(PEAGLE_NUM_SPECULATIVE_TOKENS_PER_BATCH_SIZE="[[9, 8, 3]]")
+    with pytest.raises(ConfigError, match="has no effect"):
+        settings("--method", "none", f"--{name}", ranges)
 
 
 def test_negations_and_words_for_truth(file):

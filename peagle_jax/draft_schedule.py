@@ -1,0 +1,69 @@
+"""K by batch size, in vLLM's form: `[[low, high, K], ...]`, batch sizes with both ends included.
+
+Sizes between two ranges, and above the last, have the K of the range before them. Sizes below the first
+range have the most drafts per round (`num_speculative_tokens`), and no K exceeds it.
+"""
+
+import json
+from collections.abc import Sequence
+
+from peagle_jax.errors import ConfigError
+
+OPTION = "num_speculative_tokens_per_batch_size"
+"""Public name: of the options of commands and servers, and in messages."""
+
+Schedule = tuple[tuple[int, int, int], ...]
+"""(low, high, K) in ascending order; empty: the most drafts for all sizes."""
+
+
+def schedule_of(ranges: Sequence[Sequence[int]]) -> Schedule:
+    """The ranges as a `Schedule`.
+
+    Raises:
+      ConfigError: they are not [low, high, K] in ascending order without overlap.
+    """
+    above = 0
+    for one in ranges:
+        is_triple = isinstance(one, Sequence) and len(one) == 3
+        if not is_triple or not all(type(number) is int for number in one):
+            raise _error(f"{one!r} must be three whole numbers, [low, high, K]")
+        low, high, num_draft = one
+        if num_draft < 0:
+            raise _error(f"{list(one)}: K must not be negative")
+        if not above < low <= high:
+            raise _error(
+                f"{list(one)}: batch sizes must begin at 1 or more, and above the range before"
+            )
+        above = high
+    return tuple(tuple(one) for one in ranges)
+
+
+def parse(text: str) -> Schedule:
+    """The schedule of an option's text, as "[[1, 8, 7], [9, 64, 3]]".
+
+    Raises:
+      ConfigError: it is not JSON, or not a schedule.
+    """
+    try:
+        ranges = json.loads(text)
+    except ValueError as error:
+        raise _error(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(ranges, list):
+        raise _error(f"{text!r} must be a list of [low, high, K]")
+    return schedule_of(ranges)
+
+
+def num_draft_at(schedule: Schedule, batch_size: int, most: int) -> int:
+    """K of rounds with `batch_size` rows; `most` is `num_speculative_tokens`.
+
+    Example: [[1, 8, 7], [16, 64, 0]] gives 7 up to 15 rows and 0 from 16 on.
+    """
+    num_draft = most
+    for low, _, scheduled in schedule:
+        if low <= batch_size:
+            num_draft = min(scheduled, most)
+    return num_draft
+
+
+def _error(what: str) -> ConfigError:
+    return ConfigError.of(OPTION, f"{what}; an example is [[1, 8, 7], [9, 64, 3]]")

@@ -1,0 +1,190 @@
+"""K by batch size: texts stay the target's own while K changes between any two rounds."""
+
+import random
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
+from peagle_jax.draft_schedule import num_draft_at, parse
+from peagle_jax.engine.request import Request
+from tests import tiny
+from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
+from tests.tiny import causal_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkConfig(EngineConfig):
+    """Every batch fits into each of several buckets, so a test chooses the K of each round."""
+
+    num_buckets: int
+
+    @property
+    def batch_buckets(self) -> tuple[int, ...]:
+        return tuple(self.max_num_seqs + i for i in range(self.num_buckets))
+
+
+def walk_config(most: int, drafts: list[int], rows: int, **sizes) -> WalkConfig:
+    """Buckets of K = `drafts`, each for up to `rows` requests."""
+    schedule = [(rows + i, rows + i, k) for i, k in enumerate(drafts)]
+    return WalkConfig(
+        num_draft=most, draft_schedule=schedule, num_buckets=len(drafts), max_num_seqs=rows, **sizes
+    )
+
+
+def step_with_any_k(engine: Engine, rng: random.Random) -> int:
+    """One step in a random bucket. Returns the bucket's K."""
+    size = rng.choice(engine.config.batch_buckets)
+    engine.scheduler.batch_sizes = (size,)
+    engine.step()
+    return engine.config.num_draft_at(size)
+
+
+def walk(engine: Engine, rng: random.Random) -> tuple[list[Request], set[tuple[int, int]]]:
+    """Requests of mixed lengths that come, end and are aborted while K changes in every round.
+
+    Returns the requests, whose ids are (prompt, number), and the pairs of K that followed each other.
+    """
+    texts, most = prompts(), engine.config.num_draft
+    todo = [(i % len(texts), i) for i in range(2 * len(texts))]
+    requests: list[Request] = []
+    pairs, before, limit = set(), None, 2000
+    while todo or engine.has_work:
+        limit -= 1
+        assert limit > 0, "no progress"
+        while todo and rng.random() < 0.5:
+            prompt, number = todo.pop()
+            params = SamplingParams(
+                max_tokens=rng.choice([MAX_TOKENS, rng.randint(1, MAX_TOKENS)]),
+                num_speculative_tokens=rng.choice([None, None, None, 0, 1, most]),
+            )
+            request = engine.add_request(texts[prompt], params, request_id=(prompt, number))
+            requests.append(request)
+        num_draft = step_with_any_k(engine, rng)
+        pairs.add((before, num_draft))
+        before = num_draft
+        if rng.random() < 0.04 and requests:
+            engine.abort(rng.choice(requests))
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.num_free == engine.config.total_pages - 1
+    return requests, pairs
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_output_is_unchanged_by_any_sequence_of_k(family, method, num_cases):
+    config = walk_config(
+        4, [4, 0, 2], 6, num_pages=50, max_model_len=LENGTH, page_size=4, prefill_chunk=16,
+        prefill_rows=2,
+    )  # fmt: skip
+    engine = Engine(target(family), tiny.head(method), config)
+    engine.warm_up()
+    num_programs, pairs = engine.programs.num_compiled, set()
+    assert num_programs == engine.num_programs == 4
+    for seed in range(num_cases("walks over K", 3)):
+        requests, some = walk(engine, random.Random(seed))
+        pairs |= some
+        for request in requests:
+            text = naive(family)[request.id[0]]
+            if request.finish_reason != "abort":
+                text = text[: request.params.max_tokens]
+                assert request.output == text
+            assert request.output == text[: len(request.output)]
+            assert request.accepted <= request.drafted <= request.rounds * request.num_draft
+    assert {(a, b) for a in (0, 2, 4) for b in (0, 2, 4)} <= pairs
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.acceptance.accepted > 0
+    assert engine.programs.num_compiled == num_programs
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_sampled_output_has_the_targets_law_while_k_changes(method, draft_sampling, num_cases):
+    """Joint law of four tokens, vocabulary 4, against exact probabilities, as in test_losslessness.
+
+    After K = 0 or 1 a round of K = 2 finds drafts of an older round in the state; verifying them would
+    accept tokens that were not drawn from q.
+    """
+    small, prompt, temperature, V, T = dict(vocab_size=4), [2, 3, 3, 0, 1], 4.0, 4, 4
+    model = tiny.target(seed=3, **small)
+    head = tiny.head(method, seed=5, draft_vocab_size=V, **small)
+    count = num_cases("sampled texts under changing K", 6000, least=6000)
+    config = walk_config(
+        2, [2, 0, 1], 64, max_model_len=16, page_size=4, prefill_chunk=8, prefill_rows=16,
+        draft_sampling=draft_sampling, max_logprobs=0, max_waiting=count,
+    )  # fmt: skip
+    engine, rng = Engine(model, head, config), random.Random(0)
+    params = [SamplingParams(max_tokens=T, temperature=temperature, seed=s) for s in range(count)]
+    requests = [engine.add_request(prompt, one) for one in params]
+    while engine.has_work:
+        step_with_any_k(engine, rng)
+    assert 0.1 < engine.scheduler.acceptance.rates[0] < 0.95
+
+    texts = np.stack(np.meshgrid(*[np.arange(V)] * T, indexing="ij"), -1).reshape(-1, T)
+    rows = np.concatenate([np.tile(prompt, (len(texts), 1)), texts[:, :-1]], axis=1)
+    positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+    hidden, _, _ = model(rows, positions, [None] * 3, causal_attention)
+    p = np.asarray(jax.nn.softmax(model.unembed(hidden) / temperature, axis=-1), np.float64)
+    places = len(prompt) - 1 + np.arange(T)
+    expected = np.prod(p[np.arange(len(texts))[:, None], places, texts], axis=1)
+    observed = np.zeros(len(texts))
+    np.add.at(observed, [np.ravel_multi_index(r.output, [V] * T) for r in requests], 1)
+    common = expected * count >= 5  # pool the rare outcomes, as the chi-square approximation needs
+    f_obs = np.append(observed[common], observed[~common].sum())
+    f_exp = np.append(expected[common], expected[~common].sum()) * count
+    assert stats.chisquare(f_obs, f_exp * f_obs.sum() / f_exp.sum()).pvalue > 1e-3
+
+
+def test_rounds_have_the_k_of_their_batch_size():
+    schedule = [[1, 1, 3], [2, 3, 0], [4, 8, 2]]
+    config = EngineConfig(
+        num_draft=3, draft_schedule=schedule, max_num_seqs=4, max_model_len=LENGTH
+    )
+    engine = Engine(target("llama"), tiny.head(), config)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 6, 9, 30)]
+    requests = [engine.add_request(*one) for one in zip(prompts(), params, strict=False)]
+    seen = set()
+    while engine.has_work:
+        engine.step()
+        calls = [call for call, _ in engine._in_flight if hasattr(call, "drafted")]
+        seen |= {(len(call.requests), call.num_draft) for call in calls}
+    assert seen == {(1, 3), (2, 0), (4, 2)}
+    outputs = [naive("llama")[i][: one.max_tokens] for i, one in enumerate(params)]
+    assert [request.output for request in requests] == outputs
+
+
+def test_a_schedule_holds_for_the_sizes_between_its_ranges():
+    schedule = parse("[[2, 8, 5], [16, 32, 9], [33, 33, 0]]")
+    sizes = (1, 2, 8, 9, 15, 16, 32, 33, 500)
+    assert [num_draft_at(schedule, n, 7) for n in sizes] == [7, 5, 5, 5, 5, 7, 7, 0, 0]
+    assert num_draft_at((), 500, 7) == 7
+    assert EngineConfig(draft_schedule=[[1, 2, 3]]).draft_schedule == ((1, 2, 3),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[1, 8, 7]", "is not JSON"),
+        ("7", "must be a list"),
+        ('{"1-8": 7}', "must be a list"),
+        ("[7]", "7 must be three whole numbers"),
+        ("[[1, 8]]", "must be three whole numbers"),
+        ("[[1, 8, 2.5]]", "must be three whole numbers"),
+        ("[[1, 8, true]]", "must be three whole numbers"),
+        ("[[1, 8, -1]]", "K must not be negative"),
+        ("[[0, 8, 3]]", "begin at 1 or more"),
+        ("[[9, 8, 3]]", "begin at 1 or more"),
+        ("[[1, 8, 3], [8, 9, 1]]", "above the range before"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused_in_one_line(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(text)
+    assert "\n" not in str(caught.value)
+    assert "num_speculative_tokens_per_batch_size" in str(caught.value)
