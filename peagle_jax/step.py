@@ -155,8 +155,9 @@ def speculative_step(
     c..c+3; the verdict is [d1, d2, n, .] with count 3; the drafter's input is
     [d1, d2, n, mask, mask, pad] at slots c..c+5, and its rows 2, 3, 4 predict the next three drafts.
 
-    Stale drafts (`plan.pending`) are not verified. An argmax draft is a proposal whatever its origin, but
-    a sampled one must come from the q of its position: a stale one would change the law.
+    Stale drafts (`plan.pending`) are not verified. A stale argmax draft would only be useless. A stale
+    sampled draft would change the law: a later draft for its position, which the text may have taken, was
+    drawn with the same random key, so the two are not independent.
 
     Args:
       target: model with the signature of `models.Decoder`.
