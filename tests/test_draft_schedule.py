@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ from scipy import stats
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
 from peagle_jax.draft_schedule import num_draft_at, parse
+from peagle_jax.drafter import Proposal
 from peagle_jax.engine.request import Request
+from peagle_jax.sampling import draft_keys, sample_rows
 from tests import tiny
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
 from tests.tiny import causal_attention
@@ -103,25 +105,63 @@ def test_output_is_unchanged_by_any_sequence_of_k(family, method, num_cases):
     assert engine.programs.num_compiled == num_programs
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UniformDrafter:
+    """Draws every draft from the uniform distribution: drafts for one position of a text are equal."""
+
+    num_draft: int = field(metadata=dict(static=True))
+
+    def propose(self, target, inputs, cache):
+        positions = (inputs.start + inputs.num_real)[:, None] + 1 + jnp.arange(self.num_draft)
+        q = jnp.full((*positions.shape, target.config.vocab_size), 1 / target.config.vocab_size)
+        return Proposal(sample_rows(q, draft_keys(inputs.keys, positions)), q), cache
+
+    def absorb(self, target, inputs, cache):
+        return cache
+
+
+def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
+    """Chi-square test; rare outcomes are pooled, as the approximation needs."""
+    common = expected * observed.sum() >= 5
+    f_obs = np.append(observed[common], observed[~common].sum())
+    f_exp = np.append(expected[common], expected[~common].sum()) * observed.sum()
+    some = f_exp > 1e-6
+    f_exp = f_exp[some] * f_obs.sum() / f_exp[some].sum()
+    assert stats.chisquare(f_obs[some], f_exp).pvalue > 1e-3
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("method", "draft_sampling"),
+    [
+        ("uniform", "sample"),
+        ("peagle", "argmax"),
+        ("peagle", "sample"),
+        ("eagle3", "argmax"),
+        ("eagle3", "sample"),
+    ],
+)
 def test_sampled_output_has_the_targets_law_while_k_changes(method, draft_sampling, num_cases):
     """Joint law of four tokens, vocabulary 4, against exact probabilities, as in test_losslessness.
 
     A round of K = 2 after one of K = 1 finds a second draft of an older round in the state. It was drawn
-    with the random key of its position, and so was the first draft of the round between when the text had
-    not reached that position. A text that takes both repeats tokens more often than the target does.
+    with the random key of its position, and so was the first draft of the round between if that round
+    emitted one token. With `UniformDrafter` the two are equal: a text that takes both repeats tokens more
+    often than the target does, which the law of the last two tokens shows.
     """
-    small, prompt, temperature, V, T = dict(vocab_size=4), [2, 3, 3, 0, 1], 4.0, 4, 4
+    small, prompt, V, T = dict(vocab_size=4), [2, 3, 3, 0, 1], 4, 4
+    temperature = 1.0 if method == "uniform" else 4.0  # so that many uniform drafts are rejected
     model = tiny.target(seed=3, **small)
-    head = tiny.head(method, seed=5, draft_vocab_size=V, **small)
+    heads = [tiny.head(method, seed=5, draft_vocab_size=V, **small)] if method != "uniform" else []
+    drafter = None if heads else UniformDrafter(2)
     count = num_cases("sampled texts under changing K", 6000, least=6000)
     config = walk_config(
         2, [2, 0, 1], 64, max_model_len=16, page_size=4, prefill_chunk=8, prefill_rows=16,
         draft_sampling=draft_sampling, max_logprobs=0, max_waiting=count,
     )  # fmt: skip
-    engine, sizes = Engine(model, head, config), itertools.cycle((66, 64, 66, 64, 65))
+    engine = Engine(model, *heads or [None], config, drafter=drafter)
+    sizes = itertools.cycle((66, 64, 66, 64, 65))
     params = [SamplingParams(max_tokens=T, temperature=temperature, seed=s) for s in range(count)]
     requests = [engine.add_request(prompt, one) for one in params]
     while engine.has_work:
@@ -138,10 +178,9 @@ def test_sampled_output_has_the_targets_law_while_k_changes(method, draft_sampli
     expected = np.prod(p[np.arange(len(texts))[:, None], places, texts], axis=1)
     observed = np.zeros(len(texts))
     np.add.at(observed, [np.ravel_multi_index(r.output, [V] * T) for r in requests], 1)
-    common = expected * count >= 5  # pool the rare outcomes, as the chi-square approximation needs
-    f_obs = np.append(observed[common], observed[~common].sum())
-    f_exp = np.append(expected[common], expected[~common].sum()) * count
-    assert stats.chisquare(f_obs, f_exp * f_obs.sum() / f_exp.sum()).pvalue > 1e-3
+    check_law(observed, expected)
+    pairs = [x.reshape(V ** (T - 2), V**2).sum(axis=0) for x in (observed, expected)]
+    check_law(*pairs)
 
 
 def test_rounds_have_the_k_of_their_batch_size():
