@@ -47,6 +47,9 @@ B300 = Device("NVIDIA B300", 100, 148, 232_448, variant=3)
 RTX5090 = Device("NVIDIA GeForce RTX 5090", 120, 170, 101_376)
 L4 = Device("NVIDIA L4", 89, 58)
 CPU = Device("cpu", platform="cpu")
+V5E = Device("TPU v5 lite", platform="tpu")
+V6E = Device("TPU v6 lite", platform="tpu")
+TPU7X = Device("TPU7x", platform="tpu")
 
 GENERATIONS = {90: H200, 100: B200, 120: RTX5090}
 """A chip of each generation with kernels. An operation may have none for one of them."""

@@ -1,8 +1,8 @@
 """Selects the implementation of an operation and logs the choice once; no silent fallback.
 
-`reference` is the jnp definition of an operation and runs on every XLA backend. `mosaic_gpu` is a Pallas
-kernel: compiled on an NVIDIA GPU, run in Mosaic's interpreter on a CPU (for tests). Without an explicit
-request the device decides: kernels where they exist, references elsewhere.
+`reference` is the jnp definition of an operation and runs on every XLA backend. `mosaic_gpu` and
+`mosaic_tpu` are Pallas kernels: compiled on an NVIDIA GPU or a TPU, run in an interpreter on a CPU (for tests).
+Without an explicit request the device decides: kernels where they exist, references elsewhere.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from pallas_kernels.device import GENERATIONS, H200, Device, describe
+from pallas_kernels.device import GENERATIONS, H200, V6E, Device, describe
 
-Implementation = Literal["reference", "mosaic_gpu"]
+Implementation = Literal["reference", "mosaic_gpu", "mosaic_tpu"]
 
 _log = logging.getLogger(__name__)
 _assumed: ContextVar[Device | None] = ContextVar("assumed device", default=None)
@@ -24,7 +24,7 @@ _referring: ContextVar[bool] = ContextVar("references only", default=False)
 
 
 class Launch(NamedTuple):
-    """Launch parameters of a kernel: its target chip, and the `interpret` argument of `plgpu.kernel`."""
+    """Launch parameters of a kernel: its target chip, and the `interpret` argument of Pallas."""
 
     device: Device
     interpret: Any = None
@@ -56,20 +56,25 @@ def platform() -> str:
     return jax.default_backend() if assumed is None else assumed.platform
 
 
+NO_TPU_KERNEL = "it has no kernel for a TPU"
+
+
 def resolve(
     op: str,
     requested: Implementation | None,
     *,
     chips: tuple[int, ...] = (),
     refusal: str | None = None,
+    tpu_refusal: str | None = NO_TPU_KERNEL,
 ) -> Launch | None:
     """Selects the implementation of `op`: launch parameters of the kernel, or None for the reference.
 
     Args:
       op: name of the operation, for messages.
       requested: the required implementation; None: the device decides.
-      chips: generations (`Device.sm`) with a kernel.
-      refusal: why the kernel does not support these arguments; None if it does.
+      chips: generations (`Device.sm`) with a GPU kernel.
+      refusal: why the GPU kernel does not support these arguments; None if it does.
+      tpu_refusal: the same of the TPU kernel.
     Raises:
       ValueError: there is no such implementation.
       NotImplementedError: the requested kernel does not exist for the device, or does not support the
@@ -82,33 +87,48 @@ def resolve(
     assumed = _assumed.get()
     device = assumed or _default_device()
     if requested is None:
-        why = _no_kernel(device, chips) or refusal
+        why = _why_not(device, _kernel_of(device), chips, refusal, tpu_refusal)
         _say(op, device, why)
         return Launch(device) if why is None else None
     interpreted = assumed is None and jax.default_backend() == "cpu"
-    if device.platform == "cpu":
-        device = H200  # the chip that Mosaic's interpreter imitates
-    if why := _no_kernel(device, chips) or refusal:
+    if device.platform == "cpu":  # the chip that the interpreter imitates
+        device = V6E if requested == "mosaic_tpu" else H200
+    if why := _why_not(device, requested, chips, refusal, tpu_refusal):
         raise NotImplementedError(
             f"{op} has no {requested} kernel for this on {device}: {why}; use implementation='reference'"
         )
-    return Launch(device, _interpreter() if interpreted else None)
+    return Launch(device, _interpreter(requested) if interpreted else None)
 
 
-def _no_kernel(device: Device, chips: tuple[int, ...]) -> str | None:
-    """Why an operation with kernels for `chips` has none for `device`; None if it has one."""
+def _kernel_of(device: Device) -> Implementation:
+    """The kind of kernel that a device could run."""
+    return "mosaic_tpu" if device.platform == "tpu" else "mosaic_gpu"
+
+
+def _why_not(
+    device: Device,
+    kind: Implementation,
+    chips: tuple[int, ...],
+    refusal: str | None,
+    tpu_refusal: str | None,
+) -> str | None:
+    """Why `device` does not run the kernel of this kind; None if it does."""
+    if kind == "mosaic_tpu":
+        return tpu_refusal if device.platform == "tpu" else "its kernel is for TPUs"
     if device.platform != "cuda":
         return "its kernel is for NVIDIA GPUs"
     if not chips:
         return "it has no kernel for any chip"
-    return None if device.sm in chips else f"its kernel is for {_targets(chips)}"
+    return refusal if device.sm in chips else f"its kernel is for {_targets(chips)}"
 
 
 def _targets(chips: tuple[int, ...]) -> str:
     return ", ".join(f"sm_{sm}" for sm in chips)
 
 
-def _interpreter() -> Any:
+def _interpreter(kind: Implementation) -> Any:
+    if kind == "mosaic_tpu":
+        return True  # grid steps in order, without the threads and copies of the chip
     # Imported here: a slow import that CPU use does not need.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -121,19 +141,23 @@ def _default_device() -> Device:
 
 
 def _say(op: str, device: Device, why: str | None) -> None:
-    """Logs a choice: one line for a device without any kernel, else one for each operation and reason."""
+    """Logs a choice: one line for all operations without a kernel if the device explains it.
+
+    Otherwise it is a line for each operation and reason.
+    """
     if device.platform == "cpu":
         _once(logging.INFO, "all operations run their reference implementation on cpu")
-    elif device.platform != "cuda" or device.sm not in GENERATIONS:
-        kernels = f"the kernels are for NVIDIA GPUs: {_targets(tuple(GENERATIONS))}"
-        _once(
-            logging.WARNING,
-            f"all operations run their reference implementation on {device}: {kernels}",
-        )
+    elif why == NO_TPU_KERNEL:
+        where = f"run their reference implementation on {device}"
+        _once(logging.WARNING, f"operations without a kernel for TPUs {where}")
+    elif device.platform != "tpu" and device.sm not in GENERATIONS:
+        kernels = f"the kernels are for TPUs and NVIDIA GPUs: {_targets(tuple(GENERATIONS))}"
+        where = f"all operations run their reference implementation on {device}"
+        _once(logging.WARNING, f"{where}: {kernels}")
     elif why:
         _once(logging.WARNING, f"{op} runs its reference implementation on {device}: {why}")
     else:
-        _once(logging.INFO, f"{op} runs its mosaic_gpu implementation on {device}")
+        _once(logging.INFO, f"{op} runs its {_kernel_of(device)} implementation on {device}")
 
 
 @functools.cache

@@ -91,6 +91,9 @@ def moe(
     if launch is None:
         return reference.moe(x, ids, weights, gate_up, down, limit)
     R, E = x.shape[0], gate_up.values.shape[0]
+    if launch.device.platform == "tpu":
+        values, slots = _experts_on_tpu(x, ids.T, gate_up, down, limit, launch)
+        return add_in_order(values[slots] * weights.T[..., None]).astype(x.dtype)
     config = _config(R, E, ids.shape[1])
     work = make_worklist(ids.T, E, config.tokens, config.shared)
     values = _experts(x, work, gate_up, down, limit, config, launch)
@@ -138,11 +141,14 @@ def mixture(
     """
     launch = _launch(x, gate_up, down, implementation)
     R, E = logits.shape
-    if launch is None:
+    if launch is None or launch.device.platform == "tpu":
         if router_bias is not None:
             logits = logits + router_bias.astype(jnp.float32)
         weights, ids = route(logits, top_k, normalize=normalize, implementation="reference")
         _check(x, ids, weights, gate_up, down)
+        if launch is not None:
+            values, slots = _experts_on_tpu(x, ids.T, gate_up, down, limit, launch)
+            return Mixture(values, weights.T, slots)
         values = reference.moe(x, ids, weights, gate_up, down, limit)
         own = jnp.arange(R, dtype=jnp.int32)[None]
         return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
@@ -182,7 +188,23 @@ def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
             refusal = f"experts come in multiples of 32 there, not {E}"
     if x.dtype != jnp.bfloat16:
         refusal = f"activations are bfloat16 there, not {x.dtype}"
-    return dispatch.resolve("moe", implementation, chips=CHIPS, refusal=refusal)
+    tpu_refusal = None
+    if dispatch.platform() == "tpu" or implementation == "mosaic_tpu":
+        from pallas_kernels.moe import mosaic_tpu  # a slow import that other platforms do not need
+
+        tpu_refusal = mosaic_tpu.refusal(x, gate_up, down)
+    return dispatch.resolve(
+        "moe", implementation, chips=CHIPS, refusal=refusal, tpu_refusal=tpu_refusal
+    )
+
+
+def _experts_on_tpu(x, ids, gate_up, down, limit, launch) -> tuple[jax.Array, jax.Array]:
+    """Results of all items [P, D] for ids [k, R], and the slots [k, R] of each row in them."""
+    from pallas_kernels.moe import mosaic_tpu
+
+    shared = x.shape[0] <= mosaic_tpu.TOKENS
+    work = make_worklist(ids, gate_up.values.shape[0], mosaic_tpu.TOKENS, shared)
+    return mosaic_tpu.experts(x, work, shared, gate_up, down, limit, launch), work.slots
 
 
 def _config(R: int, E: int, top_k: int):

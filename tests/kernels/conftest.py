@@ -12,7 +12,7 @@ def race_free(monkeypatch):
     from pallas_kernels import dispatch
 
     detect = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(dispatch, "_interpreter", lambda: detect)
+    monkeypatch.setattr(dispatch, "_interpreter", lambda kind: detect)
     # The interpreter keeps the state of its last kernel only, and prints what it finds.
     states, make = [], gpu_callbacks.GPURaceDetectionState
     record = lambda **options: states.append(make(**options)) or states[-1]

@@ -111,10 +111,13 @@ def test_any_other_chip_runs_references_and_one_line_says_why(name, default, cap
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     said = record.getMessage()
-    assert "all operations run their reference implementation" in said
-    assert str(describe(device)) in said
+    assert f"run their reference implementation on {describe(device)}" in said
     assert device.device_kind in said
-    assert "the kernels are for NVIDIA GPUs: sm_90, sm_100, sm_120" in said
+    if device.platform == "tpu":
+        assert said.startswith("operations without a kernel for TPUs")
+    else:
+        assert said.startswith("all operations")
+        assert said.endswith("the kernels are for TPUs and NVIDIA GPUs: sm_90, sm_100, sm_120")
 
 
 @pytest.mark.parametrize("name", WITHOUT_KERNELS)
@@ -159,8 +162,9 @@ def _every_operation(implementation=None) -> list:
     attended = verify_attention(q, *written, scale=0.125, **where, **how)
     normed = add_rms_norm(x, x, jnp.ones(D), eps=1e-6, **how)
     weights, ids = moe.route(rand(T, E).astype(jnp.float32), k, normalize=True, **how)
-    experts = moe.ExpertWeights(rand(E, 2, 32, D)), moe.ExpertWeights(rand(E, D, 32))
-    return [q, written, attended, normed, moe.moe(x[0], ids, weights, *experts, **how)]
+    wide = [rand(*shape).astype(jnp.float32) for shape in ((T, D), (E, 2, 32, D), (E, D, 32))]
+    experts = map(moe.ExpertWeights, wide[1:])  # float32: in bfloat16 a TPU has a kernel
+    return [q, written, attended, normed, moe.moe(wide[0], ids, weights, *experts, **how)]
 
 
 def test_a_generation_without_this_kernel_is_one_line_an_operation(default, caplog):
@@ -186,6 +190,34 @@ def test_a_cpu_runs_the_reference_unless_asked_for_the_kernel():
     launch = dispatch.resolve("op", "mosaic_gpu", chips=(90,))
     assert launch.device == H200
     assert launch.interpret is not None
+
+
+@pytest.mark.parametrize("name", ["v5e", "v6e", "7x"])
+def test_a_kernel_for_tpus_runs_on_tpus_only(name, default, caplog):
+    device = WITHOUT_KERNELS[name]
+    run = lambda requested: dispatch.resolve("op", requested, chips=(90,), tpu_refusal=None)
+    assert run("mosaic_tpu").interpret  # on a CPU
+    default(device)
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        for requested in (None, "mosaic_tpu"):
+            assert run(requested) == dispatch.Launch(describe(device))
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    with pytest.raises(NotImplementedError, match="its kernel is for NVIDIA GPUs"):
+        run("mosaic_gpu")
+    default(gpu("NVIDIA H200", "9.0"))
+    with pytest.raises(NotImplementedError, match=r"NVIDIA H200 \(sm_90\): its kernel is for TPUs"):
+        run("mosaic_tpu")
+
+
+def test_arguments_that_a_tpu_kernel_cannot_take_are_one_line_and_the_reference(default, caplog):
+    default(WITHOUT_KERNELS["v6e"])
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        for _ in range(2):
+            assert dispatch.resolve("op", None, tpu_refusal="rows are too long") is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    said = "op runs its reference implementation on TPU v6 lite: rows are too long"
+    assert record.getMessage() == said
 
 
 def test_the_platform_is_that_of_the_assumed_device():
