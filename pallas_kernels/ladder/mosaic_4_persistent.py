@@ -7,8 +7,8 @@ end with a unit: while the consumers store a result, the producer already fills 
     consumers       unit 0 ............|store|unit 132 ............|store
 
 A small weight has fewer tiles of rows than the chip has multiprocessors, so K is cut into chunks, each with
-a partial sum of its own. The chunks follow from the weight's shape alone and their sums are added in
-ascending order: a row has the same bits however many rows are beside it.
+a partial sum of its own. The chunks follow from the weight's shape and the chip, and their sums are added
+in ascending order: a row has the same bits however many rows are beside it.
 """
 
 import functools
@@ -27,21 +27,27 @@ STAGES = 6
 """A block has a multiprocessor to itself: 96 KB of the weight are under way, and x with up to 64 rows fits."""
 
 PRODUCER, TILE = GROUPS, GROUPS * ROWS
+ZEROS = plgpu.OOBFillMode.ZEROS
 
 
 def chunks(N: int, K: int, num_sms: int, step: int = STEP) -> int:
     """Chunks of K: the fewest with which 90 % of the multiprocessors have a unit, of two steps at least."""
-    tiles, most = N // TILE, max(1, K // step // 2)
-    return next((n for n in range(1, most) if tiles * n >= 0.9 * num_sms), most)
+    tiles, steps = N // TILE, K // step
+    most = max(1, steps // 2)
+    wanted = next((n for n in range(1, most) if tiles * n >= 0.9 * num_sms), most)
+    return pl.cdiv(steps, pl.cdiv(steps, wanted))  # without chunks that begin past K
 
 
 @functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
-    """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are ignored."""
+    """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N].
+
+    Columns of x past K do not change the result, but must be finite: some are multiplied by zero.
+    """
     check(x, w)
     R, (N, K) = x.shape[0], w.shape
     num_chunks = chunks(N, K, launch.device.num_sms)
-    # Steps past K multiply zeros: TMA fills what is outside of the weight with zeros.
+    # The last chunk may have steps past K. TMA fills what is outside of the weight with zeros.
     num_steps = pl.cdiv(K // STEP, num_chunks)
     num_units = N // TILE * num_chunks
     blocks = min(launch.device.num_sms, num_units)
@@ -70,12 +76,10 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
                     def _():
                         plgpu.barrier_wait(free_barrier.at[slot])
 
-                    w_tile, ready = (
-                        w_gmem.at[pl.ds(first_row, TILE), columns],
-                        ready_barrier.at[slot],
-                    )
-                    plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready)
-                    plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], x_smem.at[slot], ready)
+                    w_tile = w_gmem.at[pl.ds(first_row, TILE), columns]
+                    x_tile, ready = x_gmem.at[:, columns], ready_barrier.at[slot]
+                    plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready, oob_mode=ZEROS)
+                    plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready)
                     return carry
 
                 return lax.fori_loop(0, num_steps, fetch, carry)

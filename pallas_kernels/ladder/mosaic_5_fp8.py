@@ -1,11 +1,11 @@
 """Step 5: weights in FP8 with a scale for each block of 128 x 128, converted in registers.
 
-Half the bytes of step 4. A consumer loads its tile from shared memory into registers, where the four bytes
-that a thread needs for wgmma's first operand arrive in two other orders, converts e4m3 to bfloat16, which
-is exact, and multiplies from there:
+Half the bytes of step 4. A consumer loads its tile from shared memory into registers, gives each thread the
+elements that wgmma expects of it, converts them to bfloat16, which is exact, and multiplies from there:
 
     shared memory        registers                          tensor core
-    e4m3 [64, 128]  ->   e4m3  ->  float32  ->  bfloat16  ->  product [64, R]  x scale, + total
+    e4m3 [64, 128]  ->   e4m3  ->  float32  ->  bfloat16  ->  product [64, R]
+                                                              total += product x scale
 
 A step of K is a block of scales, so its product is multiplied by one number and added to a float32 total.
 Tensor cores could multiply e4m3 directly, but then the tokens would be rounded to e4m3 too, and Hopper's
@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.ladder.mosaic_4_persistent import PRODUCER, STAGES, TILE, chunks
+from pallas_kernels.ladder.mosaic_4_persistent import PRODUCER, STAGES, TILE, ZEROS, chunks
 from pallas_kernels.ladder.tiles import GROUPS, ROWS, check, store_transposed, swizzled
 
 
@@ -55,7 +55,10 @@ def multiply(tile_smem: Any, x_smem: Any, interpret: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -> jax.Array:
-    """x [R, >= K] bfloat16 times values [N, K] e4m3 with scale [N / 128, K / 128]: bfloat16 [R, N]."""
+    """x [R, >= K] bfloat16 times values [N, K] e4m3 with scale [N / 128, K / 128]: bfloat16 [R, N].
+
+    Columns of x past K do not change the result, but must be finite: some are multiplied by zero.
+    """
     check(x, values, BLOCK)
     R, (N, K) = x.shape[0], values.shape
     num_chunks = chunks(N, K, launch.device.num_sms, BLOCK)
@@ -90,7 +93,7 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
 
                     w_tile = w_gmem.at[pl.ds(tile * TILE, TILE), columns]
                     x_tile, ready = x_gmem.at[:, columns], ready_barrier.at[slot]
-                    plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready)
+                    plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready, oob_mode=ZEROS)
                     plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready)
                     return carry
 
@@ -108,9 +111,7 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
 
                 def step(i, carry):
                     total, factor = carry
-                    next_factor = block_scale(
-                        i + 1
-                    )  # one step ahead: a load takes as long as a step
+                    next_factor = block_scale(i + 1)  # a step early, to hide the latency
                     slot = lax.rem(n * num_steps + i, STAGES)
                     plgpu.barrier_wait(ready_barrier.at[slot])
                     own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
