@@ -11,12 +11,17 @@ An operation is included through its `specs.py`:
 - `CHIPS`: generations (`pallas_kernels.device.Device.sm`) with a kernel.
 - `MMA`: capability -> the matrix instruction that a kernel must contain, such as "wgmma"; may be empty.
 
+`--compare` compares with the records in `bench/data/kernels_<chip>.jsonl`: equal PTX instructions give equal
+machine code. So a change that only moves code around can be shown to change no kernel. `--record` replaces
+the records, after a change that was measured, or with a new version of jax.
+
 A process compiles for one chip only: Mosaic fixes the ptxas target at its first kernel.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -49,6 +54,8 @@ class Kernel:
       spills: bytes of register spills that ptxas reports.
       smem: bytes of dynamic shared memory per thread block, without barriers.
       mma: kinds of matrix instructions in the kernel.
+      instructions: number of PTX instructions.
+      code: SHA-256 of these, the first 16 digits; debug information does not count.
     """
 
     op: str
@@ -61,6 +68,8 @@ class Kernel:
     spills: int = 0
     smem: int = 0
     mma: tuple[str, ...] = ()
+    instructions: int = 0
+    code: str = ""
     error: str = ""
 
 
@@ -137,7 +146,8 @@ def compile_op(op: str, chip: str, mesh, dump: Path, most: int | None = None) ->
             continue
         common["seconds"] = round(time.perf_counter() - start, 3)
         common["max_registers"] = getattr(spec, "max_registers", 255)
-        codes = sorted(path for path in set(dump.iterdir()) - before if path.suffix == ".ptx")
+        codes = [path for path in set(dump.iterdir()) - before if path.suffix == ".ptx"]
+        codes.sort(key=lambda path: path.stat().st_mtime_ns)
         if not codes:
             yield Kernel(**common, error="no kernel was compiled")
         for code in codes:
@@ -149,6 +159,7 @@ def _read(code: Path, device: Device, common: dict) -> Kernel:
     ptx = code.read_text(encoding="utf-8")
     resources = code.with_suffix(".resources.txt").read_text(encoding="utf-8")
     name, registers, spills = read_log(code.with_suffix(".ptxas"))
+    lines = instructions(ptx)
     wanted = f".target {device.arch}a"
     if wanted not in ptx:
         return Kernel(**common, name=name, error=f"its code has no {wanted!r}")
@@ -159,7 +170,73 @@ def _read(code: Path, device: Device, common: dict) -> Kernel:
         spills=spills,
         smem=int(re.search(r"smem_scratch_bytes=(\d+)", resources)[1]),
         mma=tuple(sorted(set(_MMA.findall(ptx)))),
+        instructions=len(lines),
+        code=hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
     )
+
+
+def instructions(ptx: str) -> list[str]:
+    """The instructions and branch targets of PTX, without directives, comments and debug information."""
+    lines = (line.split("//")[0].strip() for line in ptx.splitlines())
+    target = re.compile(r"\$L__BB\w+:$")
+    return [
+        line
+        for line in lines
+        if target.match(line) or (line.endswith(";") and not line.startswith("."))
+    ]
+
+
+_RECORDED = ("op", "spec", "name", "registers", "spills", "smem", "instructions", "code")
+
+
+def records_of(kernels: Sequence[Kernel]) -> list[dict]:
+    """What is recorded of each kernel."""
+    return [{field: getattr(one, field) for field in _RECORDED} for one in kernels]
+
+
+def differences(found: Sequence[dict], recorded: Sequence[dict]) -> list[str]:
+    """One line per kernel of the operations in `found` whose record is another one, or has none."""
+    ops_found = {one["op"] for one in found}
+    sides = []
+    for records in (found, [one for one in recorded if one["op"] in ops_found]):
+        keyed: dict[tuple, dict] = {}
+        for one in records:
+            key = one["op"], one["spec"], one["name"]
+            number = sum(other[:3] == key for other in keyed)
+            keyed[*key, number] = one
+        sides.append(keyed)
+    new, old = sides
+    lines = []
+    for key in sorted(new.keys() | old.keys()):
+        name = " ".join(key[:3])
+        if key not in old or key not in new:
+            lines.append(
+                f"{name}: {'not recorded' if key in new else 'recorded, and not compiled'}"
+            )
+        elif new[key] != old[key]:
+            fields = [field for field in _RECORDED if new[key][field] != old[key][field]]
+            lines.append(
+                f"{name}: "
+                + ", ".join(f"{field} {old[key][field]} -> {new[key][field]}" for field in fields)
+            )
+    return lines
+
+
+def records_file(chip: str) -> Path:
+    return _ROOT / "bench" / "data" / f"kernels_{chip}.jsonl"
+
+
+def read_records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_records(path: Path, found: Sequence[dict]) -> None:
+    """Replaces the records of the operations in `found`."""
+    ops_found = {one["op"] for one in found}
+    kept = read_records(path) if path.is_file() else []
+    records = [*(one for one in kept if one["op"] not in ops_found), *found]
+    records.sort(key=lambda one: one["op"])
+    path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
 
 
 def read_log(path: Path) -> tuple[str, int, int]:
@@ -196,10 +273,11 @@ def prepare(dump: Path) -> None:
 
 
 def _table(kernels: Sequence[Kernel]) -> str:
-    lines = [("op", "spec", "kernel", "regs", "spills", "smem", "s", "")]
+    lines = [("op", "spec", "kernel", "PTX", "regs", "spills", "smem", "s", "")]
     for one in kernels:
         last = one.error.splitlines()[0][:100] if one.error else " ".join(one.mma)
-        numbers = (*map(str, (one.registers, one.spills, one.smem)), f"{one.seconds:.2f}")
+        counts = one.instructions, one.registers, one.spills, one.smem
+        numbers = (*map(str, counts), f"{one.seconds:.2f}")
         lines.append((one.op, one.spec, one.name, *numbers, last))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     pad = lambda line: "  ".join(map(str.ljust, line, widths)).rstrip()
@@ -207,7 +285,7 @@ def _table(kernels: Sequence[Kernel]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; 1 if something did not compile, 2 if nothing can be compiled here."""
+    """Entry point; 1 if something did not compile or differs, 2 if nothing can be compiled here."""
     parser = argparse.ArgumentParser(prog="python -m bench.deviceless", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--chip", choices=CHIPS, default="h200", help="default: h200")
@@ -216,6 +294,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep PTX and logs of ptxas here")
     parser.add_argument("--check", action="store_true", help="only say what would compile")
+    parser.add_argument(
+        "--compare", action="store_true", help="fail if code is not the recorded one"
+    )
+    parser.add_argument("--record", action="store_true", help="replace the records")
     args = parser.parse_args(argv)
     if lacking := missing():
         print(f"{parser.prog}: {lacking}", file=sys.stderr)
@@ -238,7 +320,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(one) for one in kernels], indent=1))
     print(_table(kernels))
-    return 1 if any(one.error for one in kernels) else 0
+    if any(one.error for one in kernels):
+        return 1
+    if args.record:
+        write_records(records_file(args.chip), records_of(kernels))
+    if args.compare:
+        changed = differences(records_of(kernels), read_records(records_file(args.chip)))
+        print("\n".join([*changed, f"{len(changed)} of {len(kernels)} kernels differ"]))
+        return 1 if changed else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
-from pallas_kernels.norm_quant.api import add_rms_norm, rms_norm
+from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.rope_write.api import Form
 from pallas_kernels.rope_write.reference import apply_rope
 from peagle_jax.config import AttentionConfig

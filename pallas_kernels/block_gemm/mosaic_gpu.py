@@ -5,7 +5,8 @@ only. With few tokens each chunk is one block, which stores a partial sum (K-spl
 block runs over all chunks and adds the same partial sums in registers, in the same order. Both give the
 same bits. The next kernel adds stored partial sums while it reads them.
 
-`weight_tiles` holds the pipeline and the MMA; this file chooses tile sizes and places the blocks.
+`weight_tiles` unpacks and multiplies, `pipeline` loads ahead; this file chooses tile sizes and places the
+blocks.
 """
 
 import functools
@@ -21,19 +22,10 @@ from pallas_kernels import formats
 from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.weight_chips import formats_of
-from pallas_kernels.weight_tiles import (
-    MXFP4_RESCALE,
-    STEP,
-    Format,
-    Pipeline,
-    fetch_scales,
-    fetch_tile,
-    launch_options,
-    tile_rows,
-    warpgroup_index,
-    warpgroup_part,
-)
+from pallas_kernels.pipeline import Pipeline, SharedPipeline, warpgroup_index
+from pallas_kernels.weight_tiles.codecs import STEP
+from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
+from pallas_kernels.weight_tiles.warpgroups import launch_options, tile_rows, warpgroup_part
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class TuningConfig:
       chunks: chunks of K.
       split: K-split: one block per chunk.
       stages: preferred pipeline stages, see `Format.stages`.
-      groups: preferred warpgroups per block, see `Format.groups`; each has its own weight tile.
+      groups: preferred warpgroups per block, see `Mma.groups`; each has its own weight tile.
     """
 
     tokens: int
@@ -61,7 +53,7 @@ class TuningConfig:
         tokens = next(t for t in (8, 16, 32, 64) if t >= R or t == 64)
         if N <= 256:  # router: the next kernel is one block, which would read every split
             return cls(8 if R <= 128 else 32, 1, False, stages=8)
-        form = formats_of(device)(kind)
+        form = Format.of_kind(kind, device)
         tiles, steps = pl.cdiv(N, form.rows), pl.cdiv(K, STEP)
         # Up to two blocks per SM: more splits would cost more in partial sums than the shorter loop saves.
         per_chunk = next(
@@ -72,7 +64,7 @@ class TuningConfig:
         chunks = pl.cdiv(steps, per_chunk)
         split = chunks > 1 and pl.cdiv(R, tokens) * tiles < device.num_sms
         least = cls(tokens, chunks, split, stages=4 if tokens <= 32 else 3)
-        if R <= 64 or form.groups(2) == 1:
+        if R <= 64 or form.mma.groups(2) == 1:
             return least
         cost = lambda one: one.cost(R, N, K, form, device)
         few = lambda one: one.blocks(R, N, form) < device.num_sms
@@ -88,7 +80,7 @@ class TuningConfig:
                     1 if split or self.chunks == 1 else 2
                 )  # accumulators: of a chunk, and of all chunks
                 # With four warpgroups a thread has 128 registers: no room for unpacked weights.
-                if groups < 4 or (not form.unpacked and tokens * totals <= 128):
+                if groups < 4 or (not form.codec.unpacked and tokens * totals <= 128):
                     size = dict(tokens=tokens, groups=groups, stages=stages)
                     configs.append(replace(self, split=split, **size))
         return configs
@@ -102,7 +94,7 @@ class TuningConfig:
         splits = self.chunks if self.split else 1
         rows = self.groups * form.rows
         blocks = self.blocks(R, N, form) * splits
-        row = K * form.width // form.step * form.dtype.itemsize  # bytes of one weight row
+        row = K * form.codec.row_bytes // form.codec.step  # bytes of one weight row
         read = (rows * row + self.tokens * K * 2) / splits
         added = 2 * rows * self.tokens * 4  # partial sums are written once and read once
         return pl.cdiv(blocks, device.num_sms) * (read + added)
@@ -119,15 +111,16 @@ def product(
     """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`."""
     R, K = x.shape
     N = values.shape[0]
-    form = formats_of(launch.device).of(values, scale)
+    form = Format.of(values, scale, launch.device)
+    codec, mma = form.codec, form.mma
     # Steps past K multiply zeros: TMA fills tiles outside of the array with zeros.
-    per_chunk = pl.cdiv(pl.cdiv(K, form.step), config.chunks)
+    per_chunk = pl.cdiv(pl.cdiv(K, codec.step), config.chunks)
     splits = config.chunks if config.split else 1
     num_steps = per_chunk * config.chunks // splits
-    groups, tokens = form.groups(config.groups), config.tokens
+    groups, tokens = mma.groups(config.groups), config.tokens
     tile_sizes = (1, tokens, K, jnp.float32, groups)
     stages = form.stages(config.stages, num_steps, form.most_stages(*tile_sizes, launch.device))
-    x = form.arrange(x)
+    x = codec.arrange(x)
 
     def body(
         x_gmem,  # [R, K] bfloat16
@@ -141,52 +134,69 @@ def product(
         x_free_barrier=None,
         scale_smem=None,  # mxfp4: [groups, rows * K / 32] uint8
         scales_ready_barrier=None,
-        **scratch,
+        **scratch,  # of the MMA
     ):
         *scale_refs, out_gmem = refs
         scale_gmem = scale_refs[0] if scale_refs else None
         token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
-        first_row, out_row = tile_rows(form, groups, row_tile, N)
+        first_row, out_row = tile_rows(form.rows, groups, row_tile, N)
         rows, token_range = pl.ds(first_row, form.rows), pl.ds(token_tile * tokens, tokens)
         first_step = split * num_steps
 
-        def fetch_weights(i, tiles_smem, barrier):
-            columns = pl.ds((first_step + i) * form.width, form.width)
-            fetch_tile(w_gmem.at[rows, columns], tiles_smem.at[0], barrier)
+        def fetch_weights(i, place):
+            columns = pl.ds((first_step + i) * codec.width, codec.width)
+            fetch_tile(w_gmem.at[rows, columns], w_smem.at[place, 0], ready_barrier.at[place])
 
-        def fetch_x(i, tile_smem, barrier):
-            columns = pl.ds((first_step + i) * form.step, form.step)
-            fetch_tile(x_gmem.at[token_range, columns], tile_smem, barrier)
+        def fetch_x(i, slot, barrier):
+            columns = pl.ds((first_step + i) * codec.step, codec.step)
+            fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier.at[slot])
 
-        slots = w_smem, x_smem, ready_barrier, x_ready_barrier, x_free_barrier
-        pipeline = Pipeline(form, groups, stages, num_steps, fetch_weights, fetch_x, *slots)
+        def fetch_both(i, slot):
+            fetch_weights(i, slot)
+            fetch_x(i, slot, ready_barrier)
+
+        ring = dict(
+            stages=stages, num_steps=num_steps, ready_barrier=ready_barrier, fenced=codec.unpacked
+        )
+        if groups == 1:
+            pipeline = Pipeline(fetch=fetch_both, **ring)
+        else:
+            pipeline = SharedPipeline(
+                fetch=fetch_weights,
+                groups=groups,
+                fetch_shared=lambda i, slot: fetch_x(i, slot, x_ready_barrier),
+                shared_ready_barrier=x_ready_barrier,
+                shared_free_barrier=x_free_barrier,
+                **ring,
+            )
 
         def block_scale(i):
-            if not form.block_scaled:
-                return jnp.float32(MXFP4_RESCALE if form.staged else 1)
+            if not codec.block_scaled:
+                return jnp.float32(codec.rescale)
             column = jnp.minimum(first_step + i, pl.cdiv(K, BLOCK) - 1)
             return scale_gmem[lax.div(first_row, BLOCK), column]
 
-        if form.staged:
-            staged = [scale_smem.at[warpgroup_index(groups)]]
+        scales_smem = ()
+        if codec.staged:
+            scales_smem = [scale_smem.at[warpgroup_index(groups)]]
             scales_ready = warpgroup_part(scales_ready_barrier, groups)
-            fetch_scales(scale_gmem, first_row, form.rows, staged[0], scales_ready)
+            fetch_scales(scale_gmem, first_row, form.rows, scales_smem[0], scales_ready)
         pipeline.start()
-        if form.staged:
+        if codec.staged:
             plgpu.barrier_wait(scales_ready)
 
         def multiply(i, slot, refill, carry):
             totals, factor = carry
             next_factor = block_scale(i + 1)  # one step ahead, to hide the load latency
-            tiles, x_tile = pipeline.wait(slot)
+            place = pipeline.wait(slot)
             totals = form.add_products(
                 totals,
                 [factor],
-                [tiles.at[0]],
-                x_tile,
+                [w_smem.at[place, 0]],
+                x_smem.at[slot],
                 refill,
                 launch.interpret,
-                staged if form.staged else (),
+                scales_smem,
                 first_step + i,
                 **scratch,
             )
@@ -200,14 +210,14 @@ def product(
 
         carry = form.zeros(1, tokens, groups), block_scale(0)
         totals, _ = lax.fori_loop(0, config.chunks // splits, add_chunk, carry)
-        if form.per_row:
+        if codec.row_scaled:
             piece = tokens // len(totals)
-            scales = form.load_rows(scale_gmem.at[:, 0], first_row, piece, launch.interpret)
+            scales = mma.load_rows(scale_gmem.at[:, 0], first_row, piece, launch.interpret)
             totals = [total * scales for total in totals]
 
         def store():
-            target = out_gmem.at[split, token_range, pl.ds(out_row, form.rows)]
-            form.store_tokens_first(target, warpgroup_part(out_smem, groups), totals)
+            target_gmem = out_gmem.at[split, token_range, pl.ds(out_row, form.rows)]
+            form.store_tokens_first(target_gmem, warpgroup_part(out_smem, groups), totals)
 
         store() if groups == 1 else pl.when(out_row < N)(store)
 

@@ -116,12 +116,13 @@ def random_leaf(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
 def configs(spec: Spec, device: Device) -> list:
     """Configs for `build`: the default of the device, then alternatives for benchmarks."""
     from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig  # a slow import
-    from pallas_kernels.weight_chips import formats_of
+    from pallas_kernels.weight_tiles.format import Format
 
-    kind = dict(bf16="plain", fp8_rows="fp8").get(spec.form, spec.form)
-    form = formats_of(device)(kind, per_row=spec.form == "fp8_rows")
+    values, *scale = weight_of(spec.form, spec.outputs, spec.inputs)
+    scale = scale[0] if scale else None
+    form, kind = Format.of(values, scale, device), formats.kind(values, scale)
     chosen = TuningConfig.choose(spec.rows, spec.outputs, spec.inputs, device, kind)
-    if spec.rows <= 64 or spec.outputs <= 256 or form.groups(2) == 1:
+    if spec.rows <= 64 or spec.outputs <= 256 or form.mma.groups(2) == 1:
         return [chosen]
     return [chosen, *(one for one in chosen.alternatives(form) if one != chosen)]
 

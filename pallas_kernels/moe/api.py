@@ -159,7 +159,7 @@ def mixture(
 
     config = _config(R, E, top_k)
     cut = dict(tokens=config.tokens, shared=config.shared)
-    if mosaic_route.MOST_ROWS < R or E > mosaic_route.MOST_EXPERTS:
+    if not mosaic_plan.fits(R, E, top_k, config.tokens):
         weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)
         weights, work = weights[:, :R], make_worklist(ids[:, :R], E, **cut)
     else:

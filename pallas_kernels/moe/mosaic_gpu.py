@@ -17,8 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
-from pallas_kernels.weight_chips import formats_of
-from pallas_kernels.weight_tiles import MXFP4_RESCALE, Pipeline, fetch_scales, fetch_tile
+from pallas_kernels.pipeline import Pipeline
+from pallas_kernels.weight_tiles.codecs import codec_of
+from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _grouped(
     """Multiplies every item with its expert's weight: [items * tokens, N] in `x.dtype`.
 
     Args:
-      x: [rows, K] bfloat16 in `Format.arrange` order; item i reads `tokens` rows from i * tokens on, or
+      x: [rows, K] bfloat16 in `Codec.arrange` order; item i reads `tokens` rows from i * tokens on, or
         from 0 if `shared`.
       weight: values [E, parts, N, K].
       experts: int32 [items or more], the expert of each item.
@@ -85,8 +86,9 @@ def _grouped(
     """
     K = x.shape[1]
     N = weight.values.shape[-2]
-    form = formats_of(launch.device).of(weight.values, weight.scale)
-    num_steps = pl.cdiv(K, form.step)
+    form = Format.of(weight.values, weight.scale, launch.device)
+    codec, mma = form.codec, form.mma
+    num_steps = pl.cdiv(K, codec.step)
     tile_sizes = (parts, tokens, K, x.dtype, 1)  # one warpgroup
     stages = form.stages(stages, num_steps, form.most_stages(*tile_sizes, launch.device))
     row_tiles = pl.cdiv(N, form.rows)
@@ -103,7 +105,7 @@ def _grouped(
         ready_barrier,
         scale_smem=None,  # mxfp4: [parts, rows * K / 32] uint8
         scales_ready_barrier=None,
-        **scratch,
+        **scratch,  # of the MMA
     ):
         *optional, out_gmem = refs
         scale_gmem = optional.pop(0) if weight.scale is not None else None
@@ -118,45 +120,50 @@ def _grouped(
             expert = experts_gmem[item]
             first_token = 0 if shared else item * tokens
 
-            def fetch_weights(i, tiles_smem, barrier):
-                columns = pl.ds(i * form.width, form.width)
+            def fetch(i, slot):
+                barrier = ready_barrier.at[slot]
+                columns = pl.ds(i * codec.width, codec.width)
                 for part in range(parts):
-                    source = w_gmem.at[expert, part, rows, columns]
-                    fetch_tile(source, tiles_smem.at[part], barrier)
+                    source_gmem = w_gmem.at[expert, part, rows, columns]
+                    fetch_tile(source_gmem, w_smem.at[slot, part], barrier)
+                columns = pl.ds(i * codec.step, codec.step)
+                source_gmem = x_gmem.at[pl.ds(first_token, tokens), columns]
+                fetch_tile(source_gmem, x_smem.at[slot], barrier)
 
-            def fetch_x(i, tile_smem, barrier):
-                columns = pl.ds(i * form.step, form.step)
-                fetch_tile(x_gmem.at[pl.ds(first_token, tokens), columns], tile_smem, barrier)
-
-            slots = w_smem, x_smem, ready_barrier
-            pipeline = Pipeline(form, 1, stages, num_steps, fetch_weights, fetch_x, *slots)
+            pipeline = Pipeline(
+                stages=stages,
+                num_steps=num_steps,
+                fetch=fetch,
+                ready_barrier=ready_barrier,
+                fenced=codec.unpacked,
+            )
 
             def block_scales(i):
-                if not form.block_scaled:
-                    return [jnp.float32(MXFP4_RESCALE if form.staged else 1)] * parts
+                if not codec.block_scaled:
+                    return [jnp.float32(codec.rescale)] * parts
                 at = (lax.div(first_row, BLOCK), jnp.minimum(i, num_steps - 1))
                 return [scale_gmem[expert, part, *at] for part in range(parts)]
 
-            staged = [scale_smem.at[part] for part in range(parts)] if form.staged else []
-            for part, part_smem in enumerate(staged):
+            scales_smem = [scale_smem.at[part] for part in range(parts)] if codec.staged else []
+            for part, part_smem in enumerate(scales_smem):
                 row = (expert * parts + part) * N + first_row
                 fetch_scales(scale_gmem, row, form.rows, part_smem, scales_ready_barrier)
             pipeline.start()
-            if form.staged:
+            if codec.staged:
                 plgpu.barrier_wait(scales_ready_barrier)
 
             def visit(i, slot, refill, carry):
                 totals, factors = carry
                 next_factors = block_scales(i + 1)  # one step ahead, to hide the load latency
-                tiles, x_tile = pipeline.wait(slot)
+                pipeline.wait(slot)
                 totals = form.add_products(
                     totals,
                     factors,
-                    [tiles.at[part] for part in range(parts)],
-                    x_tile,
+                    [w_smem.at[slot, part] for part in range(parts)],
+                    x_smem.at[slot],
                     refill,
                     launch.interpret,
-                    staged,
+                    scales_smem,
                     i,
                     **scratch,
                 )
@@ -164,9 +171,11 @@ def _grouped(
 
             carry = form.zeros(parts, tokens, 1), block_scales(0)
             totals, _ = pipeline.each_step(0, num_steps, visit, carry)
-            load = lambda source: form.load_rows(source, first_row, tokens, launch.interpret)
+            load = lambda source_gmem: mma.load_rows(
+                source_gmem, first_row, tokens, launch.interpret
+            )
             for part in range(parts):
-                if form.per_row:
+                if codec.row_scaled:
                     totals[part] = totals[part] * load(scale_gmem.at[expert, part, :, 0])
                 if bias_gmem is not None:
                     totals[part] = totals[part] + load(bias_gmem.at[expert, part])
@@ -187,7 +196,7 @@ def _grouped(
         interpret=launch.interpret,
         kernel_name=name,
     )
-    optional = form.kernel_scale(weight.scale), form.pad_rows(weight.bias)
+    optional = form.kernel_scale(weight.scale), mma.pad_rows(weight.bias)
     optional = [array for array in optional if array is not None]
     return kernel(x, experts, num_items, weight.values, *optional)
 
@@ -209,7 +218,7 @@ def gate_up(
     Set `arranged` if down's weight is mxfp4: F is then stored in `arrange` order.
     """
     return _grouped(
-        formats_of(launch.device).of(weight.values, weight.scale).arrange(x),
+        codec_of(weight.values, weight.scale).arrange(x),
         weight,
         experts,
         num_items,
@@ -238,7 +247,7 @@ def down(
 ) -> jax.Array:
     """`down(x)` of every item, bfloat16 [items * tokens, D]; `arranged` as in `gate_up`."""
     if not arranged:
-        x = formats_of(launch.device).of(weight.values, weight.scale).arrange(x)
+        x = codec_of(weight.values, weight.scale).arrange(x)
     with_part = ExpertWeights(*(None if leaf is None else leaf[:, None] for leaf in weight))
     return _grouped(
         x,

@@ -17,8 +17,6 @@ from pallas_kernels.dispatch import Launch
 
 ROWS = 64
 """Rows of one block of `route`; the results are padded to a multiple."""
-MOST_ROWS, MOST_EXPERTS = 256, 128
-"""Limits of `mosaic_plan.route_and_plan`."""
 
 _LAYOUT = plgpu.Layout.WGMMA
 _WIDTH = 64

@@ -279,7 +279,7 @@ def _route_by_definition(spec: Spec, logits, bias) -> tuple[jax.Array, jax.Array
 
 def _arranged(spec: Spec, columns: jax.Array) -> jax.Array:
     """Columns in the order of the inner activations between the two products."""
-    from pallas_kernels.weight_tiles_mxfp4 import arrange  # a slow import
+    from pallas_kernels.weight_tiles.mxfp4 import arrange  # a slow import
 
     return arrange(columns) if spec.arranged else columns
 

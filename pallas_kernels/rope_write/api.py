@@ -22,7 +22,7 @@ class Form:
       eps: epsilon of the norms.
       shared_kv: the projection has no columns for v; v is k before its norm.
       value_norm: v is normed too, without a weight.
-      ring: the page table is a ring, see `kv_write`.
+      ring: the page table is a ring, see `reference.write_kv`.
       dtype: dtype of q, and of k and v before the cache write; None: the dtype of the pages.
     """
 
@@ -51,7 +51,7 @@ def rope_write(
     bias: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes q, k and v of new rows and writes k and v to the cache, as `kv_write.write_kv` does.
+    """Computes q, k and v of new rows and writes k and v to the cache, as `reference.write_kv` does.
 
     A head is rounded to `form.dtype` where separate layers would round: after sum and bias, after the norm,
     and after RoPE, which is computed in float32 on halves.

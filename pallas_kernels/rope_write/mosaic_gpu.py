@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.kv_write.reference import stored
+from pallas_kernels.rope_write.reference import stored
 
 _WARPS = 4
 _LANES = 32

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_write import reference as kv_write
-from pallas_kernels.norm_quant import reference as norm_quant
+from pallas_kernels.rms_norm.reference import rms_norm
 
 
 def rope_write(
@@ -26,14 +25,14 @@ def rope_write(
     v = k if shared_kv else heads[..., num_heads + K :, :]
     is_finite = jnp.isfinite(v)
     q, k = (
-        x if scale is None else norm_quant.rms_norm(x, scale, eps)
+        x if scale is None else rms_norm(x, scale, eps)
         for x, scale in zip((q, k), norms, strict=True)
     )
     if value_norm:
-        v = norm_quant.rms_norm(v, jnp.ones(H, v.dtype), eps)
+        v = rms_norm(v, jnp.ones(H, v.dtype), eps)
     q, k = apply_rope(q, angles), apply_rope(k, angles)
     k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(jnp.isfinite(v), v, 0)
-    return q, *kv_write.write_kv(*pages, k, v, *where)
+    return q, *write_kv(*pages, k, v, *where)
 
 
 def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -52,3 +51,48 @@ def _projected(qkv: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.
     if bias is not None:
         total = total + bias.astype(total.dtype)
     return total.astype(dtype)
+
+
+def write_kv(
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    ring: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Stores row (b, t) at position `positions[b, t]` of sequence b: one scatter, in place if donated.
+
+    A position past the page table, or one whose entry is 0, is written to page 0, a dummy page that is
+    never read. With Z = 4 and a page table row [7, 3], position 5 is slot 1 of page 3.
+
+    Args:
+      k_pages, v_pages: [P, Z, K, H] pages of one layer; float8_e4m3fn saturates.
+      k, v: [B, T, K, H] new rows.
+      page_table: [B, W] int32, the page of each Z positions.
+      positions: [B, T] int32.
+      ring: position p is in column (p // Z) % W, so no position is past the table.
+    Returns:
+      The two updated page arrays.
+    """
+    page_size = k_pages.shape[1]
+    column = positions // page_size
+    if ring:
+        column = column % page_table.shape[1]
+    inside = column < page_table.shape[1]
+    page = jnp.take_along_axis(page_table, jnp.where(inside, column, 0), axis=1)
+    page = jnp.where(inside, page, 0)
+    offset = positions % page_size
+    return (
+        k_pages.at[page, offset].set(stored(k, k_pages.dtype)),
+        v_pages.at[page, offset].set(stored(v, v_pages.dtype)),
+    )
+
+
+def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x in the dtype of the cache; e4m3 saturates, because a plain conversion gives NaN on overflow."""
+    if dtype == jnp.float8_e4m3fn:
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.minimum(jnp.maximum(x, -most), most)
+    return x.astype(dtype)

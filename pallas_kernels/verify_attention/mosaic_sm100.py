@@ -3,7 +3,7 @@
 A thread block owns up to 128 rows and 128 output columns, with one row per thread, so no reduction crosses
 threads. The scores of all keys of a split are in tensor memory at once. Then one softmax writes the
 weights back to tensor memory as the first operand of the product with V. Nothing is rescaled within a
-split. `mosaic_splits` describes the tiling of rows, keys and splits.
+split. `mosaic_plan` describes the tiling of rows, keys and splits.
 
     tensor memory columns    scores 256 (float32) | weights 128 (bfloat16) | output 64 or 128 (float32)
 
@@ -22,10 +22,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.verify_attention import mosaic_splits as splits
-from pallas_kernels.verify_attention.mosaic_splits import Plan, TuningConfig
+from pallas_kernels.pipeline import PagedPipeline
+from pallas_kernels.verify_attention import mosaic_softmax as softmax
+from pallas_kernels.verify_attention.mosaic_merge import attend
+from pallas_kernels.verify_attention.mosaic_plan import (
+    Plan,
+    Tile,
+    TuningConfig,
+    choose_walks,
+    make_plan,
+    result_type,
+)
+from pallas_kernels.verify_attention.mosaic_tiles import load_queries, store_result, widen
+from pallas_kernels.verify_attention.mosaic_walk import Walk
 
-TILE = splits.Tile(rows=128, groups=1, layout=plgpu.Layout.TCGEN05_TMEM_NATIVE)
+TILE = Tile(rows=128, groups=1, layout=plgpu.Layout.TCGEN05_TMEM_NATIVE)
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _SPLIT = 256
 
@@ -42,7 +53,7 @@ def choose_config(
     key_block = 32 if H > 256 else 64
     # What fits into shared memory beside q. Tensor memory limits an SM to one thread block.
     stages = {64: 8, 128: 4, 256: 2, 512: 2}[H]
-    walks = splits.choose_walks(shape, kv_heads, table_size, window, TILE, device.num_sms)
+    walks = choose_walks(shape, kv_heads, table_size, window, TILE, device.num_sms)
     return TuningConfig(key_block, _SPLIT, stages, walks)
 
 
@@ -64,9 +75,9 @@ def verify_attention(
         Z, K = k_pages.shape[1:3]
         config = choose_config(q.shape, K, page_table.shape[1] * Z, window, launch.device)
     facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
-    plan = splits.make_plan(q, k_pages, page_table, TILE, config, **facts)
+    plan = make_plan(q, k_pages, page_table, TILE, config, **facts)
     operands = (q, k_pages, v_pages, page_table, positions, sinks)
-    return splits.attend(plan, _walk_kernel, launch.interpret, *operands)
+    return attend(plan, _walk_kernel, launch.interpret, *operands)
 
 
 class _Scratch(NamedTuple):
@@ -80,7 +91,7 @@ class _Scratch(NamedTuple):
     weights_tmem: Any  # [rows, split] bfloat16
     out_tmem: Any  # [rows, columns] float32
     q_ready_barrier: Any  # q has arrived
-    group_barrier: Any  # for `splits.load_queries`; one warpgroup
+    group_barrier: Any  # for `load_queries`; one warpgroup
     k_ready_barrier: Any  # one per slot: K has arrived
     v_ready_barrier: Any  # one per slot: V has arrived
     k_done_barrier: Any  # one per slot: the MMA with K has finished
@@ -136,7 +147,7 @@ def _walk_kernel(plan: Plan, interpret):
         v_pages_gmem,  # [P, Z, K, H]
         table_gmem,  # [B, W] int32
         positions_gmem,  # [B, T] int32
-        *refs,  # sinks [N], if any; the results, see `splits.result_type`; then `_Scratch`
+        *refs,  # sinks [N], if any; the results, see `result_type`; then `_Scratch`
     ):
         refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
         sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
@@ -149,7 +160,7 @@ def _walk_kernel(plan: Plan, interpret):
             lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
         )
         my_columns = pl.ds(lax.axis_index("share") * columns, columns)
-        walk = splits.Walk.of(plan, table_gmem, positions_gmem, b, walk_index, tile)
+        walk = Walk.of(plan, table_gmem, positions_gmem, b, walk_index, tile)
         num_splits = walk.num_splits
 
         def fetch_k(item, pages):
@@ -175,34 +186,30 @@ def _walk_kernel(plan: Plan, interpret):
         @pl.when(num_splits > 0)
         def _():
             end_item = walk.end_item(num_splits)
-            for fetch in (fetch_k, fetch_v):
-                for ahead, pages in enumerate(first_pages):
-                    item = first_item + ahead
-                    pl.when(item < end_item)(functools.partial(fetch, item, pages))
+            ring = functools.partial(PagedPipeline, stages=stages, end=end_item)
+            keys_ring = ring(fetch=fetch_k, read_barrier=k_done_barrier)
+            values_ring = ring(fetch=fetch_v, read_barrier=v_done_barrier)
+            keys_ring.start(first_item, first_pages)
+            values_ring.start(first_item, first_pages)
 
-            splits.load_queries(
+            load_queries(
                 plan, q_gmem, q_smem, plain_smem, q_ready_barrier, group_barrier, (b, tile, kv, 0)
             )
             queries = [
                 jnp.minimum(tile * plan.tile_queries + t, plan.T - 1)
                 for t in range(plan.tile_queries)
             ]
-            row_position = splits.row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
+            row_position = softmax.row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
             spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
             in_split = lambda item: pl.ds(lax.rem(item, per) * key_block, key_block)
 
-            def multiply(start, end, fetch, ready, done, product):
+            def multiply(start, end, pipeline, ready, product):
                 """Runs `product` for each item; refills a slot while the next MMA runs."""
-
-                def refill(item, pages):
-                    plgpu.barrier_wait(done.at[lax.rem(item, stages)])
-                    again = item + stages
-                    pl.when(again < end_item)(functools.partial(fetch, again, pages))
 
                 def one(item, pages):
                     slot = lax.rem(item, stages)
                     next_pages = walk.pages_of(item + stages)  # prefetched: hides the latency
-                    after = lambda: pl.when(item > start)(lambda: refill(item - 1, pages))
+                    after = lambda: pl.when(item > start)(lambda: pipeline.refill(item - 1, pages))
                     if plan.fp8:  # the single bfloat16 buffer must be free first
                         after()
                     plgpu.barrier_wait(ready.at[slot])
@@ -211,13 +218,14 @@ def _walk_kernel(plan: Plan, interpret):
                         after()
                     return next_pages
 
-                refill(end - 1, lax.fori_loop(start, end, one, walk.pages_of(start + stages)))
+                last_pages = lax.fori_loop(start, end, one, walk.pages_of(start + stages))
+                pipeline.refill(end - 1, last_pages)
 
             def as_bfloat16(block_smem, wide_smem):
                 """A key block in bfloat16; e4m3 blocks are converted to wide_smem."""
                 if not plan.fp8:
                     return block_smem
-                splits.widen(block_smem, wide_smem)
+                widen(block_smem, wide_smem)
                 return wide_smem
 
             def score(item, slot):
@@ -235,11 +243,11 @@ def _walk_kernel(plan: Plan, interpret):
                 scores = plgpu.async_load_tmem(scores_tmem.at[:, part], layout=layout)
                 first = walk.block_of(lax.div(piece, pieces)) * key_block
                 first = first + lax.rem(piece, pieces) * width
-                return part, splits.masked(plan, scores, first, row_position)
+                return part, softmax.masked(plan, scores, first, row_position)
 
-            def softmax(start, end):
+            def weigh_split(start, end):
                 """Stores the weights of a split to tensor memory; returns its (best, total)."""
-                best, total, _ = splits.initial_state(plan)
+                best, total, _ = softmax.initial_state(plan)
                 highest = lambda piece, best: jnp.maximum(best, load_scores(piece)[1].max(1))
                 best = lax.fori_loop(start * pieces, end * pieces, highest, best)
 
@@ -257,8 +265,8 @@ def _walk_kernel(plan: Plan, interpret):
             def one_split(j, running):
                 start = jnp.maximum(j * per, first_item)
                 end = jnp.minimum((j + 1) * per, end_item)
-                multiply(start, end, fetch_k, k_ready_barrier, k_done_barrier, score)
-                best, total = softmax(start, end)
+                multiply(start, end, keys_ring, k_ready_barrier, score)
+                best, total = weigh_split(start, end)
 
                 def weighted(item, slot):
                     values = as_bfloat16(v_smem.at[slot], wide_v_smem)
@@ -270,10 +278,10 @@ def _walk_kernel(plan: Plan, interpret):
                         accumulate=item > start,
                     )
 
-                multiply(start, end, fetch_v, v_ready_barrier, v_done_barrier, weighted)
+                multiply(start, end, values_ring, v_ready_barrier, weighted)
                 out = plgpu.async_load_tmem(out_tmem, layout=layout)
                 if merges_inside:
-                    running = splits.merge(running, (best, total, out), spread)
+                    running = softmax.merge(running, (best, total, out), spread)
                     plgpu.wait_load_tmem()
                     return running
                 parts_gmem, stats_gmem = outs_gmem
@@ -288,24 +296,24 @@ def _walk_kernel(plan: Plan, interpret):
 
                 return running
 
-            running = splits.initial_state(plan) if merges_inside else ()
+            running = softmax.initial_state(plan) if merges_inside else ()
             running = lax.fori_loop(0, num_splits, one_split, running)
             if merges_inside:
-                sink = splits.sink_values(plan, sinks_gmem, kv)
-                result = splits.finish(running, sink, spread)
+                sink = softmax.sink_values(plan, sinks_gmem, kv)
+                result = softmax.finish(running, sink, spread)
                 # Change the register layout through tensor memory, to store without bank conflicts.
                 plgpu.async_store_tmem(out_tmem, result.astype(jnp.float32))
                 plgpu.commit_tmem()
                 result = plgpu.async_load_tmem(out_tmem, layout=plgpu.Layout.TCGEN05)
                 result = result.astype(jnp.bfloat16)
                 out_smem = q_smem.at[:, my_columns] if plan.aligned else plain_smem.at[0]
-                splits.store_result(
+                store_result(
                     plan, result, outs_gmem[0], out_smem, group_barrier, (b, tile, kv, my_columns)
                 )
 
     return plgpu.kernel(
         body,
-        out_type=splits.result_type(plan),
+        out_type=result_type(plan),
         scratch_types=_scratch_types(plan),
         grid=(plan.B, config.walks, plan.tiles, plan.K, plan.shares),
         grid_names=("batch", "walk", "tile", "head", "share"),

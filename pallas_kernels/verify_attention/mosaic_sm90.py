@@ -2,11 +2,11 @@
 
 A thread block owns up to 64 rows (queries times heads of one kv head). One or two warpgroups compute the
 same scores and 128 output columns each. Within a split the online softmax is rescaled in registers after
-each key block. `mosaic_splits` describes the tiling of rows, keys and splits. fp8 pages are converted
+each key block. `mosaic_plan` describes the tiling of rows, keys and splits. fp8 pages are converted
 to bfloat16 from one shared-memory buffer to another, which is exact.
 
-Warpgroup 0 issues all loads. Slots hold `stages` key blocks; block n + stages is loaded into the slot of
-block n when all warpgroups have finished block n.
+Warpgroup 0 issues all loads. A slot of the ring (`pipeline.PagedPipeline`) holds one key block of K and V; it
+is refilled when all warpgroups have read it.
 """
 
 import functools
@@ -20,10 +20,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.verify_attention import mosaic_splits as splits
-from pallas_kernels.verify_attention.mosaic_splits import Plan, TuningConfig
+from pallas_kernels.pipeline import PagedPipeline
+from pallas_kernels.verify_attention import mosaic_softmax as softmax
+from pallas_kernels.verify_attention.mosaic_merge import attend
+from pallas_kernels.verify_attention.mosaic_plan import (
+    Plan,
+    Tile,
+    TuningConfig,
+    choose_walks,
+    make_plan,
+    result_type,
+)
+from pallas_kernels.verify_attention.mosaic_tiles import load_queries, store_result, widen
+from pallas_kernels.verify_attention.mosaic_walk import Walk
 
-TILE = splits.Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA)
+TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA)
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
@@ -40,7 +51,7 @@ def choose_config(
     key_block = 32 if H > 256 else 64
     # Chosen so that two thread blocks of head dim 64 or 128 fit on one SM.
     stages = {64: 6, 128: 3 if N // kv_heads % 8 == 0 else 2, 256: 2, 512: 3}[H]
-    walks = splits.choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms)
+    walks = choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms)
     return TuningConfig(key_block, 256, stages, walks)
 
 
@@ -62,9 +73,9 @@ def verify_attention(
         Z, K = k_pages.shape[1:3]
         config = choose_config(q.shape, K, page_table.shape[1] * Z, window, launch.device)
     facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
-    plan = splits.make_plan(q, k_pages, page_table, TILE, config, **facts)
+    plan = make_plan(q, k_pages, page_table, TILE, config, **facts)
     operands = (q, k_pages, v_pages, page_table, positions, sinks)
-    return splits.attend(plan, _walk_kernel, launch.interpret, *operands)
+    return attend(plan, _walk_kernel, launch.interpret, *operands)
 
 
 class _Scratch(NamedTuple):
@@ -119,7 +130,7 @@ def _walk_kernel(plan: Plan, interpret):
         v_pages_gmem,  # [P, Z, K, H]
         table_gmem,  # [B, W] int32
         positions_gmem,  # [B, T] int32
-        *refs,  # sinks [N], if any; the results, see `splits.result_type`; then `_Scratch`
+        *refs,  # sinks [N], if any; the results, see `result_type`; then `_Scratch`
     ):
         refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
         sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
@@ -132,7 +143,7 @@ def _walk_kernel(plan: Plan, interpret):
         )
         group, share = lax.axis_index("group"), lax.axis_index("share")
         my_columns = pl.ds((share * groups + group) * columns, columns)
-        walk = splits.Walk.of(plan, table_gmem, positions_gmem, b, walk_index, tile)
+        walk = Walk.of(plan, table_gmem, positions_gmem, b, walk_index, tile)
         num_splits = walk.num_splits
 
         def fetch(item, pages):
@@ -157,14 +168,15 @@ def _walk_kernel(plan: Plan, interpret):
         @pl.when(num_splits > 0)
         def _():
             end_item = walk.end_item(num_splits)
+            pipeline = PagedPipeline(
+                stages=stages,
+                end=end_item,
+                fetch=fetch,
+                read_barrier=free_barrier if groups > 1 else None,
+            )
+            pl.when(group == 0)(functools.partial(pipeline.start, first_item, first_pages))
 
-            @pl.when(group == 0)
-            def _():
-                for ahead, pages in enumerate(first_pages):
-                    item = first_item + ahead
-                    pl.when(item < end_item)(functools.partial(fetch, item, pages))
-
-            splits.load_queries(
+            load_queries(
                 plan,
                 q_gmem,
                 q_smem,
@@ -177,7 +189,7 @@ def _walk_kernel(plan: Plan, interpret):
                 jnp.minimum(tile * plan.tile_queries + t, plan.T - 1)
                 for t in range(plan.tile_queries)
             ]
-            row_position = splits.row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
+            row_position = softmax.row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
             spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
 
             def sync_groups():
@@ -193,7 +205,7 @@ def _walk_kernel(plan: Plan, interpret):
                 keys = k_smem.at[slot]
                 if plan.fp8:  # each warpgroup converts its part of the columns
                     share_of_k = pl.ds(group * (plan.H // groups), plan.H // groups)
-                    splits.widen(keys.at[:, share_of_k], wide_k_smem.at[:, share_of_k])
+                    widen(keys.at[:, share_of_k], wide_k_smem.at[:, share_of_k])
                     keys = wide_k_smem
                     sync_groups()
 
@@ -213,7 +225,7 @@ def _walk_kernel(plan: Plan, interpret):
                 scores = pl.run_scoped(score, plgpu.ACC((rows, key_block), jnp.float32))
                 if plan.fp8:  # before wide_k_smem is overwritten
                     sync_groups()
-                scores = splits.masked(plan, scores, walk.block_of(item) * key_block, row_position)
+                scores = softmax.masked(plan, scores, walk.block_of(item) * key_block, row_position)
                 new_best = jnp.maximum(best, scores.max(1))
                 shrink = jnp.exp2(best - new_best)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(new_best, (rows, key_block), (0,)))
@@ -221,7 +233,7 @@ def _walk_kernel(plan: Plan, interpret):
                 plgpu.barrier_wait(v_ready_barrier.at[slot])
                 values = v_smem.at[slot, group]
                 if plan.fp8:
-                    splits.widen(values, wide_v_smem.at[group])
+                    widen(values, wide_v_smem.at[group])
                     values = wide_v_smem.at[group]
                 out = _accumulate(
                     out * spread(shrink),
@@ -231,24 +243,15 @@ def _walk_kernel(plan: Plan, interpret):
                 )
                 if groups > 1:
                     plgpu.barrier_arrive(free_barrier.at[slot])
-
-                @pl.when(group == 0)
-                def _():
-                    if groups > 1:
-                        plgpu.barrier_wait(free_barrier.at[slot])
-
-                    @pl.when(item + stages < end_item)
-                    def _():
-                        fetch(item + stages, pages)
-
+                pl.when(group == 0)(functools.partial(pipeline.refill, item, pages))
                 return new_best, total, out
 
             def one_split(j, running):
                 start = jnp.maximum(j * per, first_item)
                 end = jnp.minimum((j + 1) * per, end_item)
-                split = lax.fori_loop(start, end, visit, splits.initial_state(plan))
+                split = lax.fori_loop(start, end, visit, softmax.initial_state(plan))
                 if merges_inside:
-                    return splits.merge(running, split, spread)
+                    return softmax.merge(running, split, spread)
                 parts_gmem, stats_gmem = outs_gmem
                 best, total, out = split
                 where = (b, kv, tile, walk.my_first + j * config.walks - walk.first_split)
@@ -261,19 +264,19 @@ def _walk_kernel(plan: Plan, interpret):
 
                 return running
 
-            running = splits.initial_state(plan) if merges_inside else ()
+            running = softmax.initial_state(plan) if merges_inside else ()
             running = lax.fori_loop(0, num_splits, one_split, running)
             if merges_inside:
-                sink = splits.sink_values(plan, sinks_gmem, kv)
-                result = splits.finish(running, sink, spread)
+                sink = softmax.sink_values(plan, sinks_gmem, kv)
+                result = softmax.finish(running, sink, spread)
                 out_smem = q_smem.at[:, my_columns] if plan.aligned else plain_smem.at[group]
-                splits.store_result(
+                store_result(
                     plan, result, outs_gmem[0], out_smem, group_barrier, (b, tile, kv, my_columns)
                 )
 
     return plgpu.kernel(
         body,
-        out_type=splits.result_type(plan),
+        out_type=result_type(plan),
         scratch_types=_scratch_types(plan),
         grid=(plan.B, config.walks, plan.tiles, plan.K, plan.shares),
         grid_names=("batch", "walk", "tile", "head", "share"),

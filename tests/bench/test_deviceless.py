@@ -53,6 +53,57 @@ def test_a_log_of_ptxas_is_read(tmp_path):
     assert deviceless.read_log(log) == ("add_rms_norm", 128, 12)
 
 
+PTX = """\
+.visible .entry f(
+	.param .u64 p // debug
+)
+{
+	.reg .b32 	%r<3>;
+	.loc	1 262 0
+$L__tmp1:
+	mov.u32 	%r1, %tid.x; // thread
+$L__BB0_1:
+	@%p1 bra 	$L__BB0_1;
+	// begin inline asm
+	min.u32 %r2, %r1, 3;
+}
+"""
+
+
+def test_code_is_its_instructions_and_branch_targets():
+    lines = deviceless.instructions(PTX)
+    assert lines == [
+        "mov.u32 \t%r1, %tid.x;",
+        "$L__BB0_1:",
+        "@%p1 bra \t$L__BB0_1;",
+        "min.u32 %r2, %r1, 3;",
+    ]
+    moved = PTX.replace("262", "300").replace("thread", "other").replace("tmp1", "tmp7")
+    assert deviceless.instructions(moved) == lines
+    assert deviceless.instructions(PTX.replace("3;", "4;")) != lines
+
+
+def recorded(op: str, spec: str, **changes) -> dict:
+    numbers = dict(registers=8, spills=0, smem=0, instructions=5, code="a")
+    return dict(op=op, spec=spec, name="f") | numbers | changes
+
+
+def test_kernels_are_compared_with_their_records(tmp_path):
+    file = tmp_path / "records.jsonl"
+    old = [recorded("a", "x"), recorded("a", "x"), recorded("a", "y"), recorded("b", "z")]
+    deviceless.write_records(file, old)
+    assert deviceless.read_records(file) == old
+    assert deviceless.differences(old[:3], old) == []
+    new = [recorded("a", "x"), recorded("a", "x", registers=9, code="c"), recorded("a", "w")]
+    assert deviceless.differences(new, old) == [
+        "a w f: not recorded",
+        "a x f: registers 8 -> 9, code a -> c",
+        "a y f: recorded, and not compiled",
+    ]
+    deviceless.write_records(file, new)
+    assert deviceless.read_records(file) == [*new, old[3]]
+
+
 def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch, tmp_path):
     def refuse(spec):
         raise NotImplementedError(f"not {spec}")

@@ -9,7 +9,7 @@ from bench import deviceless, kernels
 from bench.__main__ import main
 from pallas_kernels.block_gemm import specs as block_gemm
 from pallas_kernels.device import B200, H200
-from pallas_kernels.norm_quant import specs
+from pallas_kernels.rms_norm import specs
 
 
 def normal(*shape: int, dtype=jnp.float32) -> jax.Array:
@@ -28,7 +28,7 @@ def small(monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_a_row_has_the_kernel_beside_its_reference():
-    (case,) = kernels.cases("norm_quant")
+    (case,) = kernels.cases("rms_norm")
     row = kernels.measure(case, "NVIDIA H200")
     assert row["bytes"] == 2 * 256 * (2 + 2 * 4 + 2 + 2) + 256 * 2
     assert row["bytes_per_second"] == pytest.approx(row["bytes"] / row["us"] * 1e6)
@@ -128,9 +128,9 @@ def test_without_a_gpu_it_says_so(capsys, tmp_path):
 def test_rows_are_printed_and_kept(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "describe", lambda device: H200)
     out = tmp_path / "rows.jsonl"
-    command = ["kernels", "--op", "norm_quant", "--out", str(out), "--sha", "abc", "--no-cache"]
+    command = ["kernels", "--op", "rms_norm", "--out", str(out), "--sha", "abc", "--no-cache"]
     assert main(command) == 0
-    assert "norm_quant small" in capsys.readouterr().out
-    assert '"op": "norm_quant"' in out.read_text()
+    assert "rms_norm small" in capsys.readouterr().out
+    assert '"op": "rms_norm"' in out.read_text()
     assert main([*command, "--spec", "unknown"]) == 2
     assert "'unknown'" in capsys.readouterr().err

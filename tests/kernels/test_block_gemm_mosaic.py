@@ -11,7 +11,7 @@ from pallas_kernels.block_gemm.api import CHIPS, add_in_order, linear, partial_p
 from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig
 from pallas_kernels.block_gemm.specs import SPECS
 from pallas_kernels.device import B200, H200
-from pallas_kernels.weight_tiles import STEP
+from pallas_kernels.weight_tiles.codecs import STEP
 
 pytestmark = pytest.mark.sampled(2)
 

@@ -336,7 +336,7 @@ def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch, R, fo
     """Then routing is a kernel of its own, and the worklist is made in plain jnp."""
     weights, x, logits = experts(form, E=16, F=64), rows(R), logits_of(R, 16)
     planned = mix(x, logits, weights)
-    monkeypatch.setattr(mosaic_route, "MOST_ROWS", 20)
+    monkeypatch.setattr(mosaic_plan, "MOST_ROWS", 20)
     assert np.array_equal(mix(x, logits, weights), planned)
     monkeypatch.setattr(mosaic_route, "spread", in_slots)
     assert np.array_equal(mix(x, logits, weights), planned)

@@ -167,14 +167,13 @@ def registers(x: np.ndarray, layout) -> np.ndarray:
 @pytest.mark.parametrize("half", [0, 1])
 def test_threads_hold_the_columns_that_they_are_to_multiply(half):
     """What no interpreter sees: which numbers the unpacked registers stand for."""
-    from jax.experimental.mosaic import gpu as mgpu
-
-    from pallas_kernels.weight_tiles_mxfp4 import STEP, arrange
+    from pallas_kernels import mlir_compat as mlir
+    from pallas_kernels.weight_tiles.mxfp4 import STEP, arrange
 
     numbers = np.arange(64 * STEP).reshape(64, STEP)  # of the weights of a tile
     wanted = np.asarray(arrange(jnp.asarray(numbers)))[:, half * 128 : half * 128 + 128]
-    wanted = registers(wanted, mgpu.WGMMA_LAYOUT)
-    first = registers(numbers[:, ::2], mgpu.WGMMA_LAYOUT_8BIT)  # of each byte
+    wanted = registers(wanted, mlir.WGMMA_LAYOUT)
+    first = registers(numbers[:, ::2], mlir.WGMMA_LAYOUT_8BIT)  # of each byte
     nibbles = np.stack([first, first + 1], axis=-1).reshape(-1, 2, 4, 32, 8)
     found = np.stack([nibbles[..., i::4] for i in range(4)], axis=1)[4 * half : 4 * half + 4]
     assert np.array_equal(found.reshape(wanted.shape), wanted)
@@ -183,15 +182,14 @@ def test_threads_hold_the_columns_that_they_are_to_multiply(half):
 @pytest.mark.parametrize("group", [0, 7])
 def test_threads_of_blackwell_hold_the_columns_that_they_are_to_store(group):
     """A thread has a row: its bytes 16 .. 31 are group 1, whose pairs it stores in arranged order."""
-    from jax.experimental.mosaic import gpu as mgpu
-
-    from pallas_kernels.weight_tiles_mxfp4 import STEP, arrange
+    from pallas_kernels import mlir_compat as mlir
+    from pallas_kernels.weight_tiles.mxfp4 import STEP, arrange
 
     numbers = np.arange(128 * STEP).reshape(128, STEP)
     columns = slice(32 * group, 32 * group + 32)
     wanted = np.asarray(arrange(jnp.asarray(numbers)))[:, columns]
-    wanted = registers(wanted, mgpu.tmem_native_layout(2))
-    first = registers(numbers[:, ::2], mgpu.tmem_native_layout(16))[group]  # of each byte
+    wanted = registers(wanted, mlir.tmem_native_layout(2))
+    first = registers(numbers[:, ::2], mlir.tmem_native_layout(16))[group]  # of each byte
     words = np.stack([first, first + 1], axis=-1).reshape(4, 32, 4, 8)  # [warp, lane, j, nibble]
     pairs = np.stack([words[..., i::4] for i in range(4)])  # [i, warp, lane, j, h]
     assert np.array_equal(np.moveaxis(pairs, 3, 1).reshape(wanted.shape), wanted)

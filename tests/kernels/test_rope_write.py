@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_write.api import write_kv
-from pallas_kernels.norm_quant.api import rms_norm
+from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
+from pallas_kernels.rope_write.reference import write_kv
 from peagle_jax.layers import apply_rope, rope_angles
 from peagle_jax.rope_config import RopeConfig
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_write.api import write_kv
+from pallas_kernels.rope_write.reference import write_kv
 from pallas_kernels.verify_attention import reference
 from tests.tiny import attention_of_heads
 
@@ -27,8 +27,7 @@ def over_pages(q, k, v, table, sinks, *, chunk: int, window: int | None, block_p
     def step(pages, start):
         positions = jnp.broadcast_to(start + jnp.arange(chunk), (B, chunk))
         part = [jax.lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (q, k, v)]
-        where = dict(page_table=table, positions=positions)
-        pages = write_kv(*pages, *part[1:], **where, ring=window is not None)
+        pages = write_kv(*pages, *part[1:], table, positions, window is not None)
         out = reference.attend(
             part[0], *pages, table, positions, H**-0.5, window, sinks, block_pages
         )

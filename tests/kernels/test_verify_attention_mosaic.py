@@ -121,6 +121,21 @@ def test_an_odd_group_of_narrow_heads_is_one_walk(chip):
     np.testing.assert_allclose(got, want, **CLOSE)
 
 
+@on_each_chip
+@pytest.mark.parametrize(("H", "G", "refused"), [(64, 7, True), (64, 6, False), (128, 7, False)])
+def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
+    """The merge kernel takes 128 columns at a time: of head dim 64 two heads, which must be of one query."""
+    case = Case((70,), T=2, K=1, G=G, H=H, Z=16, width=8)
+    run = lambda: jax.eval_shape(lambda *args: attend(chip, case, *args, walks=2), *case.inputs())
+    if not refused:
+        assert run().shape == (1, 2, G, H)
+        return
+    with pytest.raises(
+        ValueError, match=r"walks=2 must be 1 for a head dim of 64 and 7 query heads"
+    ):
+        run()
+
+
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize(

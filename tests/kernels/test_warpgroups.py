@@ -4,10 +4,10 @@ import ast
 from pathlib import Path
 
 import pallas_kernels
-from pallas_kernels import weight_tiles
+from pallas_kernels.weight_tiles.warpgroups import launch_options
 
 _ROOT = Path(pallas_kernels.__file__).parent
-_REDUCE_ALIKE = {"norm_quant/mosaic_gpu.py"}
+_REDUCE_ALIKE = {"rms_norm/mosaic_gpu.py"}
 """Kernels whose warpgroups all reduce the same numbers at the same time, which needs no order."""
 
 
@@ -34,7 +34,7 @@ def test_warpgroups_do_not_share_scratch_memory_of_reductions():
 
 
 def test_nor_do_those_that_share_activations():
-    assert weight_tiles.launch_options(1) == {}
-    options = weight_tiles.launch_options(2)
+    assert launch_options(1) == {}
+    options = launch_options(2)
     assert options["num_threads"] == 2
     assert options["compiler_params"].reduction_scratch_bytes == 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.norm_quant import api
+from pallas_kernels.rms_norm import api
 
 CHIPS = api.CHIPS
 MMA: dict[int, str] = {}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.norm_quant.api import add_rms_norm, rms_norm
+from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 
 pytestmark = pytest.mark.sampled(2)
 

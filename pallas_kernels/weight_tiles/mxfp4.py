@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import formats
+from pallas_kernels import mlir_compat as mlir
 
 STEP = 256
 """K columns of one tile: 128 bytes a row."""
@@ -52,21 +52,22 @@ def arrange(x: jax.Array) -> jax.Array:
 
 
 def load_scales(
-    scales: Any, rows: int, step: Any, interpret: Any, layout: Any = _ROW
+    scales_smem: Any, rows: int, step: Any, interpret: Any, layout: Any = _ROW
 ) -> list[jax.Array]:
     """Loads the scales of one tile: GROUPS arrays uint8 [rows] in registers.
 
     Groups past K repeat the last group. Their weights are zeros, so any finite scale is correct.
 
     Args:
-      scales: uint8 [rows * K / 32] in shared memory.
+      scales_smem: uint8 [rows * K / 32].
       step: number of the tile along K.
+      layout: register layout of one element per row.
     """
-    shape = (rows, scales.shape[0] // rows)
+    shape = (rows, scales_smem.shape[0] // rows)
     last = shape[1] - 1
     columns = [jnp.minimum(step * GROUPS + group, last) for group in range(GROUPS)]
     if interpret is not None:
-        matrix = scales[...].reshape(shape)
+        matrix = scales_smem[...].reshape(shape)
         return [lax.dynamic_index_in_dim(matrix, column, 1, keepdims=False) for column in columns]
 
     # Inline MLIR: layout inference rejects a column, which is not contiguous.
@@ -75,15 +76,12 @@ def load_scales(
         return_type=[plgpu.ShapeDtypeStruct((rows,), jnp.uint8, layout=layout)] * GROUPS,
     )
     def load(_, scales, *columns):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import arith
-
-        scales = mgpu.utils.memref_reshape(scales, shape)
+        scales = mlir.memref_reshape(scales, shape)
 
         def load_column(column):
-            column = arith.index_cast(ir.IndexType.get(), column.registers.item())
-            return mgpu.FragmentedArray.load_untiled(
-                mgpu.utils.memref_slice(scales, (slice(None), column)),
+            column = mlir.arith.index_cast(mlir.ir.IndexType.get(), column.registers.item())
+            return mlir.FragmentedArray.load_untiled(
+                mlir.memref_slice(scales, (slice(None), column)),
                 layout=layout.to_mgpu(),
                 is_signed=False,
                 optimized=False,
@@ -91,28 +89,7 @@ def load_scales(
 
         return [load_column(column) for column in columns]
 
-    return load(scales, *columns)
-
-
-def multiply(accs: Any, tiles: Any, scales: Any, step: Any, x_smem: Any) -> None:
-    """Issues the wgmmas that add tiles times x to the accumulators; sums need the factor `RESCALE`.
-
-    Args:
-      accs: float32 [rows, tokens], one per tile.
-      tiles: uint8 [rows, STEP / 2] in shared memory.
-      scales: one ref per tile, and step: see `load_scales`.
-      x_smem: bfloat16 [tokens, STEP], columns in `arrange` order.
-    """
-    rows, tokens = accs[0].shape
-    for acc, tile, scale_smem in zip(accs, tiles, scales, strict=True):
-        codes = load_scales(scale_smem, rows, step, None)
-        words = plgpu.load(tile, layout=plgpu.Layout.WGMMA_8BIT)
-        for half in range(2):
-            columns = x_smem.at[:, half * _HALF : (half + 1) * _HALF]
-            plgpu.wgmma(acc, _unpack(words, codes, half), columns.T)
-            # wgmma reads the weights from registers. With few tokens one wgmma overlaps the next unpack;
-            # with many the accumulators leave no registers for a second set of weights.
-            plgpu.wgmma_wait(1 if tokens <= 32 else 0)
+    return load(scales_smem, *columns)
 
 
 def interpreted(tile: jax.Array, scales: list[jax.Array]) -> jax.Array:
@@ -144,19 +121,17 @@ def store_arranged(out_smem: Any, tile: jax.Array, layout: plgpu.Layout, interpr
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def scatter(_, tile, buffer):
-        from jax._src.lib.mlir.dialects import arith, memref
-
         def put(value, at):
             row, token = at
-            index = lambda n: mgpu.c(n, row.type)
-            bits = lambda low, size, to: arith.muli(
-                arith.remui(arith.divui(row, index(low)), index(size)), index(to)
+            index = lambda n: mlir.constant(n, row.type)
+            bits = lambda low, size, to: mlir.arith.muli(
+                mlir.arith.remui(mlir.arith.divui(row, index(low)), index(size)), index(to)
             )
             # Row 32b + 8j + 4h + i goes to position 32b + 8i + 2j + h.
-            place = arith.muli(arith.divui(row, index(32)), index(32))
+            place = mlir.arith.muli(mlir.arith.divui(row, index(32)), index(32))
             for part in (bits(1, 4, 8), bits(8, 4, 2), bits(4, 2, 1)):
-                place = arith.addi(place, part)
-            memref.store(value, buffer, [token, place])
+                place = mlir.arith.addi(place, part)
+            mlir.memref.store(value, buffer, [token, place])
 
         tile.foreach(put)
 
@@ -175,26 +150,27 @@ def _expand_pair(words: Any, i: int) -> Any:
     return (pair * ((1 << 6 - 4 * i) + (1 << 12 - 4 * i))) & np.int32(0x81C081C0 - 2**32)
 
 
-def _unpack(words: jax.Array, codes: list[jax.Array], half: int) -> jax.Array:
-    """One half of a tile: uint8 [rows, STEP / 2] and scales [rows] -> bfloat16 [rows, STEP / 2]."""
-    rows = words.shape[0]
+def unpack_half(words_reg: jax.Array, codes_reg: list[jax.Array], half: int) -> jax.Array:
+    """One half of a Hopper tile: uint8 [rows, STEP / 2], scales [rows] -> bfloat16 [rows, STEP / 2]."""
     groups = GROUPS // 2
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA_8BIT, *[_ROW] * groups),
-        return_type=plgpu.ShapeDtypeStruct((rows, _HALF), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(
+            (words_reg.shape[0], _HALF), jnp.bfloat16, layout=plgpu.Layout.WGMMA
+        ),
     )
     def unpack(_, words, *codes):
         return _unpack_registers(words, codes, half)
 
-    return unpack(words, *codes[half * groups : (half + 1) * groups])
+    return unpack(words_reg, *codes_reg[half * groups : (half + 1) * groups])
 
 
 def _unpack_registers(words: Any, codes: Any, half: int) -> Any:
-    """`_unpack` for one thread: 2 words per group (rows 8 apart) become 8 registers of 2 bfloat16."""
+    """`unpack_half` for one thread: 2 words per group (rows 8 apart) become 8 registers of 2 bfloat16."""
     packed = words.registers.reshape(-1, 2)  # [groups of the tile, rows 8 apart]
     shape = (words.shape[0], _HALF)
-    layout = mgpu.WGMMA_LAYOUT
+    layout = mlir.WGMMA_LAYOUT
     out = np.empty(layout.registers_shape(shape), dtype=object)
     flat = np.empty((len(codes), 4, 2), dtype=object)
     for group, code in enumerate(codes):
@@ -202,52 +178,45 @@ def _unpack_registers(words: Any, codes: Any, half: int) -> Any:
             word = packed[half * len(codes) + group, row]
             flat[group, :, row] = unpack_pairs(word, multiplier(scale))
     out.flat = flat.flat
-    return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+    return mlir.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
 
 
 def multiplier(code: Any) -> Any:
     """2^(code - 1 - SHIFT) as bfloat16 in both halves of a 32-bit register, from a scale code."""
-    from jax._src.lib.mlir.dialects import arith, llvm, vector
 
     # Inline PTX: LLVM narrows the minimum to 16 bits and widens it again.
     text = f"{{ .reg .b32 t; min.u32 t, $1, {_MAX_CODE}; mad.lo.u32 $0, t, $2, $3; }}"
     operands = [
-        arith.extui(i32(), vector.extract(code, [], [0])),
+        mlir.arith.extui(i32(), mlir.vector.extract(code, [], [0])),
         _constant(0x00800080),
         _constant((126 - SHIFT) * 0x00800080),
     ]
-    return llvm.inline_asm(i32(), operands, text, "=r,r,n,n")
+    return mlir.llvm.inline_asm(i32(), operands, text, "=r,r,n,n")
 
 
 def unpack_pairs(word: Any, factor: Any) -> list:
     """Unpacks one word and scales it by `multiplier`: pairs i = 0 .. 3, registers of 2 bfloat16."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, llvm
 
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    word = mgpu.utils.bitcast(word, i32())
-    high = arith.shrui(word, _constant(8))
+    pair = mlir.ir.VectorType.get((2,), mlir.ir.BF16Type.get())
+    word = mlir.bitcast(word, i32())
+    high = mlir.arith.shrui(word, _constant(8))
     pairs = []
     for i in range(4):
         source, at = (word, i) if i < 2 else (high, i - 2)
         # As `_expand_pair`.
-        nibbles = arith.andi(source, _constant(0x000F000F << 4 * at))
-        spread = arith.muli(nibbles, _constant((1 << 6 - 4 * at) + (1 << 12 - 4 * at)))
-        bits = arith.andi(spread, _constant(0x81C081C0 - 2**32))
+        nibbles = mlir.arith.andi(source, _constant(0x000F000F << 4 * at))
+        spread = mlir.arith.muli(nibbles, _constant((1 << 6 - 4 * at) + (1 << 12 - 4 * at)))
+        bits = mlir.arith.andi(spread, _constant(0x81C081C0 - 2**32))
         # PTX defines mul.bf16x2 with subnormal inputs and results.
-        product = llvm.inline_asm(i32(), [bits, factor], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")
-        pairs.append(mgpu.utils.bitcast(product, pair))
+        product = mlir.llvm.inline_asm(i32(), [bits, factor], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")
+        pairs.append(mlir.bitcast(product, pair))
     return pairs
 
 
 def i32() -> Any:
-    from jax._src.lib.mlir import ir
 
-    return ir.IntegerType.get_signless(32)
+    return mlir.ir.IntegerType.get_signless(32)
 
 
 def _constant(value: int) -> Any:
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith
-
-    return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
+    return mlir.constant(value, i32())

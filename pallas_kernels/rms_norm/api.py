@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.norm_quant import reference
+from pallas_kernels.rms_norm import reference
 
 MAX_PARTS = 32
 CHIPS = (90, 100, 120)
@@ -33,7 +33,7 @@ def rms_norm(
     launch = _resolve(implementation, x)
     if launch is None:
         return reference.rms_norm(x, scale, eps)
-    from pallas_kernels.norm_quant import mosaic_gpu  # slow to import
+    from pallas_kernels.rms_norm import mosaic_gpu  # slow to import
 
     rows = x.reshape(-1, x.shape[-1])
     return mosaic_gpu.rms_norm(rows, scale, eps=eps, launch=launch).reshape(x.shape)
@@ -73,7 +73,7 @@ def add_rms_norm(
     launch = _resolve(implementation, h, delta)
     if launch is None:
         return reference.add_rms_norm(h, delta, scale, eps, weights, rows)
-    from pallas_kernels.norm_quant import mosaic_gpu  # slow to import
+    from pallas_kernels.rms_norm import mosaic_gpu  # slow to import
 
     D = h.shape[-1]
     if rows is None:
@@ -123,4 +123,4 @@ def _resolve(
         refusal = f"{D} columns are not a multiple of 64 from {_WIDTHS[0]} to {_WIDTHS[-1]}"
     elif odd:
         refusal = f"{odd[0]} is neither bfloat16 nor float32"
-    return dispatch.resolve("norm_quant", implementation, chips=CHIPS, refusal=refusal)
+    return dispatch.resolve("rms_norm", implementation, chips=CHIPS, refusal=refusal)

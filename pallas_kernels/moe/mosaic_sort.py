@@ -1,0 +1,161 @@
+"""Stages 2 to 6 of `mosaic_plan`: the worklist, by a counting sort with bit masks.
+
+The worklist of the grouped GEMM (`worklist.Worklist`) sorts the rows by expert. A counting sort does it
+with bit masks. Example with R = 4 rows, E = 4 experts, k = 2 and items of `tokens` = 2 rows:
+
+    chosen experts        row 0: 2 0    row 1: 0 3    row 2: 0 2    row 3: 3 0
+
+    expert                           0      1      2      3
+    mask: bit r = row r chose it  1111   0000   0101   1010
+    count = popcount(mask)           4      0      2      2
+    items = ceil(count / tokens)     2      0      1      1
+    ends = inclusive prefix sum      2      2      3      4      num_items = 4
+    first = (ends - items) * tokens  0      4      4      6      first slot of the expert
+
+    slot of (row, expert) = first[expert] + rank,  rank = popcount(mask & ((1 << row) - 1))
+    slots                 row 0: 4 0    row 1: 1 6    row 2: 2 5    row 3: 7 3
+    expert of item i      number of ends <= i:  0 0 2 3
+
+    stage                what the block computes                                  layout
+    2  store_hits        1 << (row % 16) where a row chose an expert              [rows, Ep] shared memory
+       load_masks        masks, 16 rows each                                      [Ep] registers
+    3  exchange_counts   rows per expert of the cluster, and of earlier blocks    [Ep] registers
+    4  scan_items        ends                                                     [Ep] shared memory
+    5  find_slots        slots of the block's rows                                [k8, rows] registers
+    6  store_experts     expert of each item                                      device memory
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.moe.mosaic_layout import Plan, Rows, Scratch
+from pallas_kernels.moe.mosaic_route import padded_experts
+
+_QUARTER = Rows(32)
+"""Layout of [32, n] arrays of per-expert numbers, 32 experts or items at a time."""
+
+
+def store_hits(plan: Plan, x: jax.Array, first_row, hits_smem) -> jax.Array:
+    """Stores 1 << (row % 16) where x, after `choose`, marks a chosen expert; returns the row iota."""
+    block = plan.block
+    row = block.iota(plan.Ep, 0)
+    hit = (x == -jnp.inf) & (row + first_row < plan.R)
+    if plan.Ep > plan.E:
+        hit = hit & (block.iota(plan.Ep, 1) < plan.E)
+    hits_smem[...] = jnp.where(hit, 1 << (row & 15), 0)
+    return row
+
+
+def load_masks(plan: Plan, hits_smem) -> list[jax.Array]:
+    """The bit masks [Ep] of each 16 rows: the sum of their hits."""
+    masks = []
+    for start in range(0, min(plan.block.rows, plan.R), 16):
+        lines = [plan.load_flat(hits_smem.at[start + i]) for i in range(min(16, plan.R))]
+        masks.append(functools.reduce(jnp.add, lines))
+    return masks
+
+
+def popcount(mask: jax.Array) -> jax.Array:
+    """Number of set bits among the lowest 16; the upper bits are 0."""
+    mask = mask - ((mask >> 1) & 0x5555)
+    mask = (mask & 0x3333) + ((mask >> 2) & 0x3333)
+    mask = (mask + (mask >> 4)) & 0x0F0F
+    return (mask + (mask >> 8)) & 0x1F
+
+
+def exchange_counts(plan: Plan, count: jax.Array, g, counts_gmem, scratch: Scratch) -> tuple:
+    """Rows per expert of the whole cluster [Ep], and of the blocks before this one.
+
+    The counts go by TMA through L2, then a cluster barrier, then each block reads all counts. The TMA
+    store is complete before the block arrives at the barrier.
+    """
+    counts_smem = scratch.counts_smem
+    counts_smem[0] = count
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(counts_smem.at[0], counts_gmem.at[g])
+    plgpu.wait_smem_to_gmem(0)
+    plgpu.barrier_arrive(scratch.cluster_barrier)
+    plgpu.barrier_wait(scratch.cluster_barrier)
+    plgpu.copy_gmem_to_smem(counts_gmem, counts_smem, scratch.loaded_barrier)
+    plgpu.barrier_wait(scratch.loaded_barrier)
+    counts = [plan.load_flat(counts_smem.at[i]) for i in range(plan.blocks)]
+    total = functools.reduce(jnp.add, counts)
+    earlier = [count * (i < g).astype(jnp.int32) for i, count in enumerate(counts)]
+    return total, functools.reduce(jnp.add, earlier)
+
+
+def scan_items(plan: Plan, tiles_smem, ends_smem, zero) -> jax.Array:
+    """Inclusive prefix sum of tiles_smem to ends_smem; returns the total, int32 [32], all equal.
+
+    32 experts at a time: a triangular mask and a row sum, plus the carry of the parts before.
+    """
+    upto = _QUARTER.iota(32, 1) <= _QUARTER.iota(32, 0)
+
+    def add_part(i, carry):
+        part = pl.ds(i * 32, 32)
+        line = _QUARTER.load_row(tiles_smem.at[part])
+        ends_smem[part] = jnp.sum(jnp.where(upto, line, 0), axis=1) + carry
+        return jnp.sum(line, axis=1) + carry
+
+    carry = plgpu.layout_cast(jnp.zeros((32,), jnp.int32), _QUARTER.wide.reduce(1))
+    return lax.fori_loop(0, plan.Ep // 32 + zero, add_part, carry)
+
+
+def find_slots(
+    plan: Plan, masks: list, first: jax.Array, earlier, row, first_row, zero, scratch: Scratch
+) -> jax.Array:
+    """Slots int32 [k8, rows] of the chosen experts.
+
+    A slot and a mask are packed into one integer per expert, which a row looks up by a masked sum.
+
+    Args:
+      masks: [Ep] for each 16 rows.
+      first: [Ep], the first slot of each expert.
+      earlier: [Ep], rows of the expert in the blocks before.
+      row: the row iota [rows, Ep].
+    """
+    block, Ep, padded = plan.block, plan.Ep, padded_experts(plan.E)
+    packed_smem, ids_smem = scratch.packed_smem, scratch.ids_smem
+    if plan.shared:
+        packed_smem[0] = first
+    else:
+        base = first + earlier
+        for i, mask in enumerate(masks):
+            packed_smem[i] = (base << 16) | mask
+            base = base + popcount(mask)
+    packed = block.load_row(packed_smem.at[0])
+    if len(masks) == 2 and not plan.shared:
+        packed = jnp.where(row < 16, packed, block.load_row(packed_smem.at[1]))
+    from_end = padded - block.iota(Ep, 1)
+    j = block.tall_iota(ids_smem.shape, 0)
+
+    def look_up(i, found):
+        column = plgpu.load(ids_smem.at[i], layout=block.wide.reduce(1), optimized=False)
+        chosen = block.broadcast(padded - column, Ep)
+        value = jnp.sum(jnp.where(from_end == chosen, packed, 0), axis=1)
+        return jnp.where(j == i, lax.broadcast_in_dim(value, found.shape, (1,)), found)
+
+    found = jnp.zeros(ids_smem.shape, jnp.int32)
+    found = lax.fori_loop(0, plan.top_k + zero, look_up, found)
+    row = block.tall_iota(ids_smem.shape, 1)
+    if plan.shared:
+        return found + (row + first_row)
+    return (found >> 16) + popcount(found & ((1 << (row & 15)) - 1))
+
+
+def store_experts(plan: Plan, ends_smem, g, chunks: int, zero, experts_gmem) -> None:
+    """Stores the expert of each item, 32 items at a time; the blocks take the chunks in turn."""
+    ends = _QUARTER.load_row(ends_smem)
+
+    def store_part(i, _):
+        part = (i * plan.blocks + g) * 32
+        done = jnp.sum(jnp.where(ends <= _QUARTER.iota(plan.Ep, 0) + part, 1, 0), axis=1)
+        experts_gmem[pl.ds(part, 32)] = jnp.minimum(done, plan.E - 1)
+        return 0
+
+    lax.fori_loop(0, (chunks - g + plan.blocks - 1) // plan.blocks + zero, store_part, 0)

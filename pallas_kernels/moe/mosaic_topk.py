@@ -1,0 +1,62 @@
+"""Stage 1 of `mosaic_plan`: the top-k experts of a block's rows and their softmax weights, in registers."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.moe.mosaic_layout import Plan
+from pallas_kernels.moe.mosaic_route import padded_experts, replace_not_finite, sum_pairwise
+
+
+def load_logits(plan: Plan, source, bias_gmem: list) -> jax.Array:
+    """The logits plus bias of a block's rows, float32 [rows, Ep] in registers; -inf past E."""
+    block, E = plan.block, plan.E
+    columns = pl.ds(0, plan.Ep)
+    part = source.at[pl.ds(0, block.rows), columns]
+    x = plgpu.load(part, layout=block.wide, optimized=False)
+    if bias_gmem:
+        x = x + block.load_row(bias_gmem[0].at[columns]).astype(jnp.float32)
+    x = replace_not_finite(x)
+    return x if x.shape[1] == E else jnp.where(block.iota(x.shape[1], 1) < E, x, -jnp.inf)
+
+
+def choose(plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Top k of x [rows, Ep]: x with -inf at chosen experts, values and ids [k8, rows] in registers.
+
+    Nothing is stored to shared memory in the loop, because each store costs two barriers.
+    """
+    block, padded = plan.block, padded_experts(plan.E)
+    shape = plan.k8, block.rows
+    columns = x.shape[1]
+    from_end = padded - block.iota(columns, 1)
+    j = block.tall_iota(shape, 0)
+    spread = lambda column: lax.broadcast_in_dim(column, shape, (1,))
+
+    def choose(i, carry):
+        x, values, ids = carry
+        best = jnp.max(x, axis=1)
+        ties = jnp.where(x == block.broadcast(best, columns), from_end, 0)
+        last = jnp.max(ties, axis=1)
+        values = jnp.where(j == i, spread(best), values)
+        ids = jnp.where(j == i, spread(padded - last), ids)
+        return jnp.where(from_end == block.broadcast(last, columns), -jnp.inf, x), values, ids
+
+    initial = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
+    return lax.fori_loop(0, plan.top_k, choose, (x, *initial))
+
+
+def softmax(plan: Plan, values: jax.Array, total_smem, powers_smem) -> jax.Array:
+    """Weights [k8, rows] of the chosen values; denominator total_smem, or their own sum if None."""
+    block = plan.block
+    spread = lambda column: lax.broadcast_in_dim(column, values.shape, (1,))
+    load = lambda ref: plgpu.load(ref, layout=block.tall.reduce(0), optimized=False)
+    powers = jnp.exp(values - spread(jnp.max(values, axis=0)))
+    if total_smem is None:  # summed in the order of the reference
+        powers_smem[...] = powers
+        total = sum_pairwise([load(powers_smem.at[i]) for i in range(plan.top_k)])
+    else:
+        total = load(total_smem.at[pl.ds(0, block.rows)])
+    # The barrier stops the interpreter's compiler from multiplying by the inverse instead.
+    return powers / lax.optimization_barrier(spread(total))

@@ -1,0 +1,119 @@
+"""Attention from the walk kernel of a chip, and the kernel that merges stored splits.
+
+The merge kernel adds the splits of a row in ascending order, with the formula that a single walk uses in
+registers, so both give the same bits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.verify_attention.mosaic_plan import Plan
+from pallas_kernels.verify_attention.mosaic_softmax import LOG2E, NOTHING, finish, merge
+from pallas_kernels.verify_attention.mosaic_walk import span
+
+_MERGE_UNROLL = 4
+
+
+def attend(
+    plan: Plan, walk_kernel: Callable, interpret: Any, q: jax.Array, *operands: jax.Array | None
+) -> jax.Array:
+    """Runs `walk_kernel(plan, interpret)` and, if needed, the merge kernel.
+
+    Args:
+      q: [B, T, N, H].
+      operands: k_pages, v_pages, page table, positions, and sinks or None.
+    Returns:
+      [B, T, N, H].
+    """
+    k_pages, v_pages, table, positions, sinks = operands
+    table, positions = (x.astype(jnp.int32) for x in (table, positions))
+    grouped = q.reshape(plan.B, plan.T, plan.K, plan.G, plan.H)
+    sinks = () if sinks is None else (sinks,)
+    operands = (grouped, k_pages, v_pages, table, positions, *sinks)
+    if plan.merges_inside:
+        out = walk_kernel(plan, interpret)(*operands)
+    else:
+        parts, stats = walk_kernel(plan, interpret)(*operands)
+        parts = parts.reshape(*parts.shape[:-2], plan.tile.rows * plan.H)
+        out = _merge_kernel(plan, interpret)(parts, stats, positions, *sinks)
+    return out.reshape(q.shape)
+
+
+def _merge_kernel(plan: Plan, interpret: Any) -> Callable:
+    """The merge kernel of stored splits: (parts, stats, positions[, sinks]) -> out."""
+    heads = max(1, 128 // plan.H)  # heads per thread block
+    width = heads * plan.H
+
+    def body(
+        parts_gmem,  # [B, K, tiles, splits, rows * H] float32
+        stats_gmem,  # [B, K, tiles, splits, 2, rows] float32: best, total
+        positions_gmem,  # [B, T] int32
+        *refs,  # sinks [N], if any; out bfloat16 [B, T, N * H]
+    ):
+        sinks_gmem, (out_gmem,) = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
+        b, query, pack = (lax.axis_index(name) for name in ("batch", "query", "pack"))
+        kv, g = lax.div(pack * heads, plan.G), lax.rem(pack * heads, plan.G)
+        tile = lax.div(query, plan.tile_queries)
+        row = lax.rem(query, plan.tile_queries) * plan.G + g
+        _, _, first, last = span(plan, positions_gmem, b, tile)
+        layout = plgpu.Layout.WG_STRIDED((width,), width // 128)
+        column = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
+        constant = lambda x: plgpu.layout_cast(jnp.full((width,), x, jnp.float32), layout)
+
+        def per_head(values):
+            """Broadcasts one value per head to the columns of that head."""
+            x = constant(values[0])
+            for i in range(1, heads):
+                x = jnp.where(column >= i * plan.H, values[i], x)
+            return x
+
+        def load(split):
+            # A split past the last one is loaded as an empty split, which the merge ignores.
+            exists, split = split <= last - first, jnp.minimum(split, last - first)
+            mask = column < jnp.where(exists, width, 0)
+            best, total = (
+                per_head(
+                    [
+                        jnp.where(exists, stats_gmem[b, kv, tile, split, i, row + h], nothing)
+                        for h in range(heads)
+                    ]
+                )
+                for i, nothing in enumerate((NOTHING, 0.0))
+            )
+            out = parts_gmem[b, kv, tile, split, pl.ds(row * plan.H, width)]
+            return best, total, jnp.where(mask, plgpu.layout_cast(out, layout), 0.0)
+
+        def some_splits(i, running):
+            # Issue all loads before the first merge, to hide their latency.
+            for split in [load(i * _MERGE_UNROLL + j) for j in range(_MERGE_UNROLL)]:
+                running = merge(running, split, lambda x: x)
+            return running
+
+        rounds = lax.div(last - first + _MERGE_UNROLL, _MERGE_UNROLL)
+        running = tuple(map(constant, (NOTHING, 0.0, 0.0)))
+        running = lax.fori_loop(0, rounds, some_splits, running)
+        sink = None
+        if plan.has_sinks:
+            sink = per_head(
+                [sinks_gmem[pack * heads + h].astype(jnp.float32) * LOG2E for h in range(heads)]
+            )
+        out_gmem[b, query, pl.ds(pack * width, width)] = finish(running, sink, lambda x: x)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N * plan.H), jnp.bfloat16),
+        grid=(plan.B, plan.T, plan.N // heads),
+        grid_names=("batch", "query", "pack"),
+        # Safe without barriers: no shared memory, and no ref is both read and written.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        interpret=interpret,
+        kernel_name="verify_attention_merge",
+    )

@@ -1,0 +1,96 @@
+"""Arithmetic of attention in registers: scores, the softmax of a split, and the merge of two splits.
+
+A state is (best, total, out): the row maximum, the sum of weights, and the weighted sum of values. Scores are
+in units of log2, so that `exp2` applies.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.verify_attention.mosaic_plan import Plan
+
+MASKED = -1e30
+# Initial row maximum: above MASKED, so that exp2(MASKED - NOTHING) is exactly 0.
+NOTHING = -1e29
+LOG2E = math.log2(math.e)
+
+
+def masked(plan: Plan, scores: jax.Array, first_key, row_position) -> jax.Array:
+    """Scaled and capped scores [rows, keys] in units of log2; MASKED at invisible keys.
+
+    The first column is key `first_key`; a row sees keys up to `row_position` [rows].
+    """
+    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plan.tile.layout)
+    key = key + first_key
+    limit = lax.broadcast_in_dim(row_position, scores.shape, (0,))
+    visible = key <= limit
+    if plan.window is not None:
+        visible &= key > limit - plan.window
+    if plan.soft_cap is None:
+        scores = scores * (plan.scale * LOG2E)
+    else:
+        # tanh(x) = 1 - 2 / (e^2x + 1); the hardware tanh has 11 bits only.
+        power = jnp.exp2(scores * (2 * LOG2E * plan.scale / plan.soft_cap))
+        scores = plan.soft_cap * LOG2E - (2 * plan.soft_cap * LOG2E) / (power + 1)
+    return jnp.where(visible, scores, MASKED)
+
+
+def sink_values(plan: Plan, sinks, kv) -> jax.Array | None:
+    """Sink of each row [rows] in units of log2; None without sinks."""
+    if not plan.has_sinks:
+        return None
+    sink = [sinks[kv * plan.G + g].astype(jnp.float32) * LOG2E for g in range(plan.G)]
+    return row_values(plan, 1, sink)
+
+
+def row_values(plan: Plan, repeat: int, values) -> jax.Array:
+    """[rows] in registers: row r holds values[(r // repeat) % len(values)]."""
+    rows = plan.tile.rows
+    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=plan.tile.layout.reduce(1))
+    out = jnp.where(row < rows, values[0], values[0])  # a plain constant has no register layout
+    for start in range(repeat, plan.tile_rows, repeat):
+        out = jnp.where(row >= start, values[start // repeat % len(values)], out)
+    return out
+
+
+def initial_state(plan: Plan):
+    """Initial (best, total, out), before any key."""
+    rows, layout = plan.tile.rows, plan.tile.layout
+    full = lambda shape, x, layout: plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
+    return (
+        full((rows,), NOTHING, layout.reduce(1)),
+        full((rows,), 0.0, layout.reduce(1)),
+        full((rows, plan.columns), 0.0, layout),
+    )
+
+
+def merge(running, split, spread):
+    """Merges a split into the running (best, total, out); `spread` broadcasts [rows] to out's shape.
+
+    Only the side with the lower maximum is rescaled. Each sum has a single product, which every compiler
+    contracts to an FMA. With two products, the two kernels could contract different ones and round apart.
+    """
+    best, total, out = running
+    split_best, split_total, split_out = split
+    new_best = jnp.maximum(best, split_best)
+    factor = jnp.exp2(jnp.minimum(best, split_best) - new_best)
+    grew = split_best > best
+    total = jnp.where(grew, total, split_total) * factor + jnp.where(grew, split_total, total)
+    grew = spread(split_best) > spread(best)
+    out = jnp.where(grew, out, split_out) * spread(factor) + jnp.where(grew, split_out, out)
+    return new_best, total, out
+
+
+def finish(running, sink, spread):
+    """Adds the sink (a key without a value; None: no sink) and divides by the softmax denominator."""
+    best, total, out = running
+    if sink is not None:
+        new_best = jnp.maximum(best, sink)
+        old = jnp.exp2(best - new_best)
+        total = total * old + jnp.exp2(sink - new_best)
+        out = out * spread(old)
+    return (out / spread(total)).astype(jnp.bfloat16)

@@ -1,0 +1,82 @@
+"""Row tiles and key blocks of attention in shared memory: queries in, results out, e4m3 to bfloat16."""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.verify_attention.mosaic_plan import Plan
+
+_WIDEN_COLUMNS = 64
+# Register layout of the e4m3 conversion: a warp holds 8 rows of 16 elements, 4 per thread.
+_WIDENING = plgpu.Layout.TILED(plgpu.Tiling(((32, 16), (8, 16), (4,))), (-5,), (-3, -2), -1)
+
+
+def load_queries(
+    plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place
+) -> None:
+    """Loads the rows of one tile into swizzled q_smem; rows past the tile stay uninitialised."""
+    b, tile, kv, group = place
+    chunks = plan.H // plan.columns
+
+    @pl.when(group == 0)
+    def _():
+        @pl.loop(0, plan.tile_queries)
+        def _(t):
+            query = jnp.minimum(tile * plan.tile_queries + t, plan.T - 1)
+            rows = pl.ds(t * plan.G, plan.G)
+            if plan.aligned:
+                plgpu.copy_gmem_to_smem(q_gmem.at[b, query, kv], q_smem.at[rows], ready_barrier)
+                return
+            for i in range(chunks):
+                columns = pl.ds(i * plan.columns, plan.columns)
+                plgpu.copy_gmem_to_smem(
+                    q_gmem.at[b, query, kv, :, columns], plain_smem.at[i, rows], ready_barrier
+                )
+
+    plgpu.barrier_wait(ready_barrier)
+    if not plan.aligned:
+        # TMA cannot write part of an 8-row swizzle tile, so the copy goes through registers.
+        @pl.when(group == 0)
+        def _():
+            for i in range(chunks):
+                columns = pl.ds(i * plan.columns, plan.columns)
+                q_smem[:, columns] = plgpu.load(
+                    plain_smem.at[i], layout=plgpu.Layout.WGMMA, optimized=False
+                )
+            plgpu.commit_smem()
+
+        plgpu.barrier_arrive(group_barrier)
+        plgpu.barrier_wait(group_barrier)
+
+
+def store_result(plan: Plan, result, out_gmem, out_smem, group_barrier, place) -> None:
+    """Stores a finished tile through out_smem, which other warpgroups may still read, to device memory."""
+    b, tile, kv, columns = place
+    if plan.groups > 1:
+        plgpu.barrier_arrive(group_barrier)
+        plgpu.barrier_wait(group_barrier)
+    out_smem[...] = result
+    plgpu.commit_smem()
+
+    first_query = tile * plan.tile_queries
+
+    @pl.loop(0, jnp.minimum(plan.tile_queries, plan.T - first_query))
+    def _(t):
+        plgpu.copy_smem_to_gmem(
+            out_smem.at[pl.ds(t * plan.G, plan.G)], out_gmem.at[b, first_query + t, kv, :, columns]
+        )
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def widen(raw_smem, wide_smem) -> None:
+    """Converts e4m3 raw_smem [keys, n] to bfloat16 wide_smem [keys, n]; exact."""
+
+    @pl.loop(0, raw_smem.shape[-1] // _WIDEN_COLUMNS)
+    def _(i):
+        columns = pl.ds(i * _WIDEN_COLUMNS, _WIDEN_COLUMNS)
+        # There is no direct conversion from e4m3 to bfloat16.
+        numbers = plgpu.load(raw_smem.at[:, columns], layout=_WIDENING, optimized=False)
+        wide_smem[:, columns] = numbers.astype(jnp.float32).astype(jnp.bfloat16)
+
+    plgpu.commit_smem()

@@ -1,0 +1,143 @@
+"""Codecs: how the stored bits of a weight tile become bfloat16 operands, one class per storage format.
+
+A codec describes the tile of one pipeline step and where its scales apply. It does not depend on the chip;
+`mma` says which registers a chip wants unpacked weights in.
+
+    codec       tile row in device memory    scales                                applied to
+    Plain       128 bfloat16                 none
+    Fp8Blocks   128 e4m3                     float32, one per 128 x 128 block      the product of each step
+    Fp8Rows     128 e4m3                     float32, one per row                  the total, after all steps
+    Mxfp4       256 e2m1 in 128 bytes        e8m0, one per row and 32 columns      the weights, in registers
+"""
+
+from abc import ABC
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import formats
+from pallas_kernels.weight_tiles import mxfp4
+
+if TYPE_CHECKING:
+    from pallas_kernels.weight_tiles.mma import Mma
+
+STEP = 128
+"""K columns of a bfloat16 or fp8 tile; equal to `formats.BLOCK`, so that an fp8 tile has one scale."""
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """One storage format.
+
+    Attributes:
+      dtype: stored elements.
+      step: K columns of one tile.
+      width: stored elements in one row of a tile.
+      unpacked: threads convert the tile in registers; otherwise the MMA reads the stored tile.
+      block_scaled: each tile has one scale, a factor on the product of that tile.
+      row_scaled: each row has one scale, a factor on the total of all steps.
+      staged: the scales of all of K are copied to shared memory before the first step.
+      rescale: constant factor on the product of each tile.
+    """
+
+    dtype: ClassVar[jnp.dtype]
+    step: ClassVar[int] = STEP
+    width: ClassVar[int] = STEP
+    unpacked: ClassVar[bool] = True
+    block_scaled: ClassVar[bool] = False
+    row_scaled: ClassVar[bool] = False
+    staged: ClassVar[bool] = False
+    rescale: ClassVar[float] = 1.0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes in one row of a tile."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the product of a tile has a factor."""
+        return self.block_scaled or self.rescale != 1.0
+
+    def staged_scales(self, K: int) -> int:
+        """Bytes of scales per weight row in shared memory."""
+        return K // formats.GROUP if self.staged else 0
+
+    def arrange(self, x: jax.Array) -> jax.Array:
+        """Activations [..., K] with the columns in the order of unpacked weights."""
+        return x
+
+    def unpacker(
+        self, mma: "Mma", tile_smem: Any, scales_smem: Any, step: Any, interpret: Any
+    ) -> Callable[[int], jax.Array]:
+        """Loads a tile to registers, for `unpacked` codecs.
+
+        Args:
+          tile_smem: `dtype` [mma.rows, width].
+          scales_smem: staged scales uint8 [mma.rows * K / 32], or None.
+          step: number of the tile along K.
+        Returns:
+          A function: i -> bfloat16 [mma.rows, mma.part] in `mma`'s operand registers, columns from
+          i * mma.part on.
+        """
+        raise NotImplementedError
+
+
+class Plain(Codec):
+    """bfloat16, no scale."""
+
+    dtype = jnp.dtype(jnp.bfloat16)
+    unpacked = False
+
+
+class Fp8Blocks(Codec):
+    """e4m3, one float32 scale per block of 128 x 128."""
+
+    dtype = jnp.dtype(jnp.float8_e4m3fn)
+    block_scaled = True
+
+    def unpacker(self, mma, tile_smem, scales_smem, step, interpret):
+        return mma.unpack_fp8(tile_smem)
+
+
+class Fp8Rows(Fp8Blocks):
+    """e4m3, one float32 scale per row."""
+
+    block_scaled = False
+    row_scaled = True
+
+
+class Mxfp4(Codec):
+    """e2m1, one e8m0 scale per row and 32 columns, applied while unpacking."""
+
+    dtype = jnp.dtype(jnp.uint8)
+    step = mxfp4.STEP
+    width = mxfp4.STEP // 2
+    staged = True
+    rescale = mxfp4.RESCALE
+
+    def arrange(self, x: jax.Array) -> jax.Array:
+        return mxfp4.arrange(x)
+
+    def unpacker(self, mma, tile_smem, scales_smem, step, interpret):
+        return mma.unpack_mxfp4(tile_smem, scales_smem, step, interpret)
+
+
+def codec_of(values: jax.Array, scale: jax.Array | None) -> Codec:
+    """Codec of a weight; the arguments need only a shape and a dtype.
+
+    Raises:
+      ValueError: no format has these dtypes and shapes.
+    """
+    kind = formats.kind(values, scale)
+    if kind == "fp8" and scale.shape[-2] == values.shape[-2]:
+        return Fp8Rows()
+    return codec_of_kind(kind)
+
+
+def codec_of_kind(kind: formats.Kind) -> Codec:
+    """Codec of a kind of format. Row scales of fp8 do not change tile sizes, so they have no kind."""
+    return {"plain": Plain(), "fp8": Fp8Blocks(), "mxfp4": Mxfp4()}[kind]

@@ -1,0 +1,106 @@
+"""Contract of a chip's matrix multiply-accumulate (MMA): weight tile times x tile, float32 sums.
+
+The weight is the M operand (64 rows on Hopper, 128 on Blackwell) and the tokens are the N operand
+("swap-AB"), so a small batch does not pad M. Operands are bfloat16. There are two ways to multiply, and
+the codec decides:
+
+- `stored`: both operands are read from shared memory (plain weights).
+- `unpacked`: threads convert the weights to bfloat16, `part` columns at a time. They are the first operand
+  from registers (Hopper) or from tensor memory (Blackwell). x is read from shared memory.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.weight_tiles.codecs import Codec
+
+
+class Mma(ABC):
+    """Tensor cores of one chip.
+
+    Attributes:
+      rows: weight rows of one tile (M of the instruction).
+      part: columns of one call of a codec's unpacker.
+      layout: register layout of a product [rows, tokens].
+      transposed: register layout for the transposed store to shared memory.
+    """
+
+    rows: ClassVar[int]
+    part: ClassVar[int]
+    layout: ClassVar[plgpu.Layout]
+    transposed: ClassVar[plgpu.Layout]
+
+    def groups(self, wanted: int) -> int:
+        """Warpgroups of a block, given the preferred number."""
+        return 1
+
+    def pieces(self, codec: Codec, tokens: int, groups: int) -> int:
+        """Number of MMAs that split a token tile, to limit register pressure."""
+        return 1
+
+    def scratch(self, codec: Codec, parts: int, tokens: int) -> dict[str, Any]:
+        """Scratch of a block that `add_products` needs."""
+        return {}
+
+    @abstractmethod
+    def add_products(
+        self,
+        codec: Codec,
+        totals_reg: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        tiles_smem: Sequence[Any],
+        x_smem: Any,
+        refill: Callable[[], None],
+        interpret: Any,
+        scales_smem: Sequence[Any],
+        step: Any,
+        **scratch: Any,
+    ) -> list[jax.Array]:
+        """Adds each weight tile times x to its totals: `total += factor * (tile @ x.T)`.
+
+        Args:
+          totals_reg: float32 [rows, tokens / pieces] in `layout`; `pieces` totals per tile, tokens
+            ascending.
+          factors: float32 scalars, one per tile: the block scale, or `codec.rescale`.
+          tiles_smem: `codec.dtype` [rows, codec.width], one per weight that shares x.
+          x_smem: bfloat16 [tokens, codec.step], columns in `codec.arrange` order.
+          refill: called after the last read of the tiles and of x.
+          scales_smem: staged scales uint8 [rows * K / 32] of each tile, or empty.
+          step: number of the tiles along K.
+          scratch: see `scratch`.
+        """
+
+    @abstractmethod
+    def unpack_fp8(self, tile_smem: Any) -> Callable[[int], jax.Array]:
+        """Unpacker of an e4m3 tile [rows, 128], see `Codec.unpacker`. Exact."""
+
+    @abstractmethod
+    def unpack_mxfp4(
+        self, tile_smem: Any, scales_smem: Any, step: Any, interpret: Any
+    ) -> Callable[[int], jax.Array]:
+        """Unpacker of an mxfp4 tile uint8 [rows, 128], see `Codec.unpacker` and `mxfp4`."""
+
+    @abstractmethod
+    def pad_rows(self, x: jax.Array | None, axis: int = -1) -> jax.Array | None:
+        """Pads an array with one element per weight row along `axis` as `load_rows` requires."""
+
+    @abstractmethod
+    def load_rows(self, source_gmem: Any, first: Any, tokens: int, interpret: Any) -> jax.Array:
+        """Broadcasts source_gmem[first : first + rows] to float32 [rows, tokens]; unspecified past N."""
+
+
+def scaled_sums(
+    codec: Codec,
+    totals_reg: Sequence[jax.Array],
+    factors: Sequence[jax.Array],
+    products_reg: Iterable[jax.Array],
+) -> list[jax.Array]:
+    """Scales the products of a step and adds them to the totals, in order; float32 [rows, tokens]."""
+    return [
+        total + (product * factor if codec.scaled else product)
+        for total, product, factor in zip(totals_reg, products_reg, factors, strict=True)
+    ]

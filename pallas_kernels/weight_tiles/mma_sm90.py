@@ -1,0 +1,153 @@
+"""Hopper's tensor cores: wgmma with 64 weight rows per warpgroup.
+
+Stored tiles are read from shared memory; unpacked ones are the first operand from registers. x is always the
+second operand, in shared memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.weight_tiles import mxfp4
+from pallas_kernels.weight_tiles.codecs import Codec
+from pallas_kernels.weight_tiles.mma import Mma, scaled_sums
+
+
+class Wgmma(Mma):
+    rows = 64
+    part = 128
+    layout = plgpu.Layout.WGMMA
+    transposed = plgpu.Layout.WGMMA_TRANSPOSED
+
+    def groups(self, wanted: int) -> int:
+        return wanted
+
+    def pieces(self, codec: Codec, tokens: int, groups: int) -> int:
+        # Totals of all tokens stay in registers. The MMA accumulator beside them covers 128 tokens, or 64 if
+        # registers also hold unpacked weights or more than two warpgroups share the register file.
+        most = 64 if codec.unpacked or groups > 2 else 128
+        return max(1, tokens // most)
+
+    def add_products(
+        self,
+        codec: Codec,
+        totals_reg: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        tiles_smem: Sequence[Any],
+        x_smem: Any,
+        refill: Callable[[], None],
+        interpret: Any,
+        scales_smem: Sequence[Any],
+        step: Any,
+    ) -> list[jax.Array]:
+        pieces = len(totals_reg) // len(tiles_smem)
+        size = x_smem.shape[0] // pieces
+        tile_scales = scales_smem if codec.staged else [None] * len(tiles_smem)
+        load = lambda i: codec.unpacker(self, tiles_smem[i], tile_scales[i], step, interpret)
+        if pieces > 1 and codec.unpacked and codec.step == self.part:
+            # Registers hold one part of an unpacked tile. An fp8 tile is one part and is unpacked once for
+            # all pieces; an mxfp4 tile is two and is unpacked again for each piece.
+            load = list(map(load, range(len(tiles_smem)))).__getitem__
+        sums = list(totals_reg)
+        for piece in range(pieces):
+            x_piece_smem = x_smem
+            if pieces > 1:
+                x_piece_smem = x_smem.at[piece * size : (piece + 1) * size]
+            products = self._products(codec, tiles_smem, load, x_piece_smem, interpret)
+            added = scaled_sums(codec, totals_reg[piece::pieces], factors, products)
+            # The barrier limits register pressure: otherwise the compiler moves all additions behind the last
+            # product and keeps every product live.
+            sums[piece::pieces] = added if pieces == 1 else map(lax.optimization_barrier, added)
+        refill()
+        return sums
+
+    def _products(
+        self,
+        codec: Codec,
+        tiles_smem: Sequence[Any],
+        load: Callable[[int], Callable],
+        x_smem: Any,
+        interpret: Any,
+    ) -> list[jax.Array]:
+        """Each tile times x_smem [tokens, step]: float32 [rows, tokens] in registers.
+
+        `load(i)` is the unpacker of tile i.
+        """
+        parts = codec.step // self.part
+        if interpret is not None and codec.unpacked:
+            return [self._interpreted(load(i), parts, x_smem) for i in range(len(tiles_smem))]
+
+        def multiply(*accs):
+            if codec.unpacked:
+                self._multiply_unpacked(accs, load, parts, x_smem)
+            else:
+                self._multiply_stored(accs, tiles_smem, x_smem)
+            plgpu.wgmma_wait(0)
+            return [acc[...] for acc in accs]
+
+        accs = [plgpu.ACC((self.rows, x_smem.shape[0]), jnp.float32)] * len(tiles_smem)
+        return pl.run_scoped(multiply, *accs)
+
+    def _multiply_stored(self, accs: Sequence[Any], tiles_smem: Sequence[Any], x_smem: Any) -> None:
+        """Issues the wgmmas of bfloat16 tiles [rows, step] in shared memory, one per tile."""
+        for tile_smem, acc in zip(tiles_smem, accs, strict=True):
+            plgpu.wgmma(acc, tile_smem, x_smem.T)
+
+    def _multiply_unpacked(
+        self, accs: Sequence[Any], load: Callable[[int], Callable], parts: int, x_smem: Any
+    ) -> None:
+        """Issues the wgmmas of tiles in registers, each in `parts` parts; see `_products`."""
+        for i, acc in enumerate(accs):
+            unpack = load(i)
+            for part in range(parts):
+                columns_smem = x_smem
+                if parts > 1:
+                    columns_smem = x_smem.at[:, part * self.part : (part + 1) * self.part]
+                plgpu.wgmma(acc, unpack(part), columns_smem.T)
+                if parts > 1:
+                    # wgmma reads the weights from registers. With few tokens one wgmma overlaps the next
+                    # unpack; with many the accumulators leave no registers for a second set of weights.
+                    plgpu.wgmma_wait(1 if x_smem.shape[0] <= 32 else 0)
+
+    def _interpreted(
+        self, unpack: Callable[[int], jax.Array], parts: int, x_smem: Any
+    ) -> jax.Array:
+        """`_multiply_unpacked` of one tile: the interpreter has no wgmma with an operand in registers."""
+        weights = jnp.concatenate([unpack(part) for part in range(parts)], axis=1)
+        return jnp.dot(weights.astype(jnp.float32), x_smem[...].astype(jnp.float32).T)
+
+    def unpack_fp8(self, tile_smem: Any) -> Callable[[int], jax.Array]:
+        packed_reg = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        # The layout changes while elements are 8 bits wide: half as many shuffles between threads. There is
+        # no direct conversion to bfloat16; the one through float32 is exact.
+        packed_reg = plgpu.layout_cast(packed_reg, plgpu.Layout.WGMMA)
+        tile_reg = packed_reg.astype(jnp.float32).astype(jnp.bfloat16)
+        return lambda part: tile_reg
+
+    def unpack_mxfp4(
+        self, tile_smem: Any, scales_smem: Any, step: Any, interpret: Any
+    ) -> Callable[[int], jax.Array]:
+        codes_reg = mxfp4.load_scales(scales_smem, self.rows, step, interpret)
+        if interpret is not None:
+            weights = mxfp4.interpreted(tile_smem[...], codes_reg)
+            return lambda half: weights[:, half * self.part : (half + 1) * self.part]
+        words_reg = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA_8BIT)
+        return lambda half: mxfp4.unpack_half(words_reg, codes_reg, half)
+
+    def pad_rows(self, x: jax.Array | None, axis: int = -1) -> jax.Array | None:
+        """Pads with zeros to a multiple of the tile rows."""
+        if x is None or x.shape[axis] % self.rows == 0:
+            return x
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, -x.shape[axis] % self.rows)
+        return jnp.pad(x, widths)
+
+    def load_rows(self, source_gmem: Any, first: Any, tokens: int, interpret: Any) -> jax.Array:
+        rows_gmem = source_gmem.at[pl.ds(first, self.rows)]
+        column_reg = plgpu.load(rows_gmem, layout=self.layout.reduce(1), optimized=False)
+        return lax.broadcast_in_dim(column_reg.astype(jnp.float32), (self.rows, tokens), (0,))
