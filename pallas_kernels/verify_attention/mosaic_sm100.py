@@ -229,16 +229,17 @@ def _walk_kernel(plan: Plan, interpret):
                 return wide_smem
 
             def score(item, slot):
-                keys = as_bfloat16(k_smem.at[slot], wide_k_smem)
+                keys_smem = as_bfloat16(k_smem.at[slot], wide_k_smem)  # [key_block, H]
                 plgpu.tcgen05_mma(
                     scores_tmem.at[:, in_split(item)],
                     q_smem,
-                    keys.transpose((1, 0)),
+                    keys_smem.transpose((1, 0)),
                     k_done_barrier.at[slot],
                     accumulate=False,
                 )
 
             def load_scores(piece):
+                """(columns of the split, masked scores float32 [rows, width]) of a piece of a key block."""
                 part = pl.ds(lax.rem(piece, per * pieces) * width, width)
                 scores = plgpu.async_load_tmem(scores_tmem.at[:, part], layout=layout)
                 first = walk.block_of(lax.div(piece, pieces)) * key_block
@@ -246,7 +247,7 @@ def _walk_kernel(plan: Plan, interpret):
                 return part, softmax.masked(plan, scores, first, row_position)
 
             def weigh_split(start, end):
-                """Stores the weights of a split to tensor memory; returns its (best, total)."""
+                """Stores the weights of a split to tensor memory; returns (best, total), float32 [rows]."""
                 best, total, _ = softmax.initial_state(plan)
                 highest = lambda piece, best: jnp.maximum(best, load_scores(piece)[1].max(1))
                 best = lax.fori_loop(start * pieces, end * pieces, highest, best)
@@ -269,11 +270,11 @@ def _walk_kernel(plan: Plan, interpret):
                 best, total = weigh_split(start, end)
 
                 def weighted(item, slot):
-                    values = as_bfloat16(v_smem.at[slot], wide_v_smem)
+                    values_smem = as_bfloat16(v_smem.at[slot], wide_v_smem)  # [key_block, columns]
                     plgpu.tcgen05_mma(
                         out_tmem,
                         weights_tmem.at[:, in_split(item)],
-                        values,
+                        values_smem,
                         v_done_barrier.at[slot],
                         accumulate=item > start,
                     )

@@ -198,30 +198,32 @@ def _walk_kernel(plan: Plan, interpret):
                     plgpu.barrier_wait(group_barrier)
 
             def visit(item, carry):
-                best, total, out = carry
+                best, total, out = carry  # float32 [rows], [rows], [rows, columns]
                 slot = lax.rem(item, stages)
                 pages = walk.pages_of(item + stages)  # prefetched: hides the latency
                 plgpu.barrier_wait(k_ready_barrier.at[slot])
-                keys = k_smem.at[slot]
+                keys_smem = k_smem.at[slot]  # [key_block, H]
                 if plan.fp8:  # each warpgroup converts its part of the columns
                     share_of_k = pl.ds(group * (plan.H // groups), plan.H // groups)
-                    widen(keys.at[:, share_of_k], wide_k_smem.at[:, share_of_k])
-                    keys = wide_k_smem
+                    widen(keys_smem.at[:, share_of_k], wide_k_smem.at[:, share_of_k])
+                    keys_smem = wide_k_smem
                     sync_groups()
 
                 def score(acc):
                     if plan.H <= _SCORE_COLUMNS:
-                        plgpu.wgmma(acc, q_smem, keys.transpose((1, 0)))
+                        plgpu.wgmma(acc, q_smem, keys_smem.transpose((1, 0)))
                         return acc[...]
 
                     # Not unrolled: the descriptors of all steps would take registers.
                     @pl.loop(0, plan.H // _SCORE_COLUMNS)
                     def _(i):
                         part = pl.ds(i * _SCORE_COLUMNS, _SCORE_COLUMNS)
-                        plgpu.wgmma(acc, q_smem.at[:, part], keys.at[:, part].transpose((1, 0)))
+                        keys_part_smem = keys_smem.at[:, part]
+                        plgpu.wgmma(acc, q_smem.at[:, part], keys_part_smem.transpose((1, 0)))
 
                     return acc[...]
 
+                # [rows, key_block] float32
                 scores = pl.run_scoped(score, plgpu.ACC((rows, key_block), jnp.float32))
                 if plan.fp8:  # before wide_k_smem is overwritten
                     sync_groups()
@@ -231,14 +233,14 @@ def _walk_kernel(plan: Plan, interpret):
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(new_best, (rows, key_block), (0,)))
                 total = total * shrink + weights.sum(1)
                 plgpu.barrier_wait(v_ready_barrier.at[slot])
-                values = v_smem.at[slot, group]
+                values_smem = v_smem.at[slot, group]  # [key_block, columns]
                 if plan.fp8:
-                    widen(values, wide_v_smem.at[group])
-                    values = wide_v_smem.at[group]
+                    widen(values_smem, wide_v_smem.at[group])
+                    values_smem = wide_v_smem.at[group]
                 out = _accumulate(
                     out * spread(shrink),
                     weights.astype(jnp.bfloat16),
-                    values,
+                    values_smem,
                     interpret,
                 )
                 if groups > 1:
@@ -289,13 +291,14 @@ def _walk_kernel(plan: Plan, interpret):
     )
 
 
-def _accumulate(out, weights, values, interpret):
-    """out + weights @ values, in registers.
+def _accumulate(out: jax.Array, weights: jax.Array, values_smem: Any, interpret: Any) -> jax.Array:
+    """out + weights @ values, float32 [rows, columns] in registers.
 
-    The interpreter supports neither an initialised accumulator nor a wgmma operand in registers.
+    `weights` are bfloat16 [rows, key_block] in registers, values_smem is [key_block, columns]. The
+    interpreter supports neither an initialised accumulator nor a wgmma operand in registers.
     """
     if interpret is not None:
-        product = jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+        product = jnp.dot(weights, values_smem[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # unlike a wgmma read, this read needs a fence before the next TMA write
         return out + product
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(plgpu.ACC.init(out))
+    return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values_smem))(plgpu.ACC.init(out))

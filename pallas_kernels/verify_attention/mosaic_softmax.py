@@ -5,6 +5,7 @@ in units of log2, so that `exp2` applies.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +40,11 @@ def masked(plan: Plan, scores: jax.Array, first_key, row_position) -> jax.Array:
     return jnp.where(visible, scores, MASKED)
 
 
-def sink_values(plan: Plan, sinks, kv) -> jax.Array | None:
-    """Sink of each row [rows] in units of log2; None without sinks."""
+def sink_values(plan: Plan, sinks_gmem: Any, kv: Any) -> jax.Array | None:
+    """Sink of each row, float32 [rows] in registers, in units of log2; sinks_gmem [N]. None without sinks."""
     if not plan.has_sinks:
         return None
-    sink = [sinks[kv * plan.G + g].astype(jnp.float32) * LOG2E for g in range(plan.G)]
+    sink = [sinks_gmem[kv * plan.G + g].astype(jnp.float32) * LOG2E for g in range(plan.G)]
     return row_values(plan, 1, sink)
 
 

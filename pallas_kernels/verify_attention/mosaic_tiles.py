@@ -1,5 +1,7 @@
 """Row tiles and key blocks of attention in shared memory: queries in, results out, e4m3 to bfloat16."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,7 +16,16 @@ _WIDENING = plgpu.Layout.TILED(plgpu.Tiling(((32, 16), (8, 16), (4,))), (-5,), (
 def load_queries(
     plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place
 ) -> None:
-    """Loads the rows of one tile into swizzled q_smem; rows past the tile stay uninitialised."""
+    """Loads the rows of one tile into swizzled q_smem; rows past the tile stay uninitialised.
+
+    Args:
+      q_gmem: bfloat16 [B, T, K, G, H].
+      q_smem: bfloat16 [rows, H].
+      plain_smem: bfloat16 [H / columns, rows, columns], not swizzled; None if `plan.aligned`.
+      ready_barrier: completed by the copies.
+      group_barrier: synchronises the warpgroups.
+      place: (sequence, row tile, kv head, warpgroup).
+    """
     b, tile, kv, group = place
     chunks = plan.H // plan.columns
 
@@ -49,13 +60,21 @@ def load_queries(
         plgpu.barrier_wait(group_barrier)
 
 
-def store_result(plan: Plan, result, out_gmem, out_smem, group_barrier, place) -> None:
-    """Stores a finished tile through out_smem, which other warpgroups may still read, to device memory."""
+def store_result(plan: Plan, result_reg, out_gmem, out_smem, group_barrier, place) -> None:
+    """Stores a finished tile through out_smem, which other warpgroups may still read, to device memory.
+
+    Args:
+      result_reg: bfloat16 [rows, columns] in registers.
+      out_gmem: bfloat16 [B, T, K, G, H].
+      out_smem: bfloat16 [rows, columns].
+      group_barrier: synchronises the warpgroups.
+      place: (sequence, row tile, kv head, columns of the head dim).
+    """
     b, tile, kv, columns = place
     if plan.groups > 1:
         plgpu.barrier_arrive(group_barrier)
         plgpu.barrier_wait(group_barrier)
-    out_smem[...] = result
+    out_smem[...] = result_reg
     plgpu.commit_smem()
 
     first_query = tile * plan.tile_queries
@@ -69,7 +88,7 @@ def store_result(plan: Plan, result, out_gmem, out_smem, group_barrier, place) -
     plgpu.wait_smem_to_gmem(0)
 
 
-def widen(raw_smem, wide_smem) -> None:
+def widen(raw_smem: Any, wide_smem: Any) -> None:
     """Converts e4m3 raw_smem [keys, n] to bfloat16 wide_smem [keys, n]; exact."""
 
     @pl.loop(0, raw_smem.shape[-1] // _WIDEN_COLUMNS)

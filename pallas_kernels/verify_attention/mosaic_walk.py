@@ -15,7 +15,7 @@ class Walk:
     """The key blocks that one thread block visits, numbered as items 0, 1, ... across its splits.
 
     Attributes:
-      table: page table [B, W] in device memory.
+      table_gmem: page table int32 [B, W].
       b: sequence.
       index: number of the walk, 0 .. walks - 1.
       first_block, last_block: key blocks that any row of the tile sees.
@@ -23,7 +23,7 @@ class Walk:
     """
 
     plan: Plan
-    table: Any
+    table_gmem: Any
     b: Any
     index: Any
     first_block: Any
@@ -32,8 +32,10 @@ class Walk:
     last_split: Any
 
     @classmethod
-    def of(cls, plan: Plan, table, positions, b, index, tile) -> "Walk":
-        return cls(plan, table, b, index, *span(plan, positions, b, tile))
+    def of(
+        cls, plan: Plan, table_gmem: Any, positions_gmem: Any, b: Any, index: Any, tile: Any
+    ) -> "Walk":
+        return cls(plan, table_gmem, b, index, *span(plan, positions_gmem, b, tile))
 
     @property
     def my_first(self):
@@ -72,7 +74,7 @@ class Walk:
             cols = [jnp.minimum(col, plan.W - 1) for col in cols]
         else:
             cols = [lax.rem(col, plan.W) for col in cols]
-        return tuple(self.table[self.b, col] for col in cols)
+        return tuple(self.table_gmem[self.b, col] for col in cols)
 
     def sources(self, item, pages):
         """For each TMA copy of a key block: ((page, rows of the page), keys of the block)."""
@@ -85,16 +87,16 @@ class Walk:
         ]
 
 
-def span(plan: Plan, positions, b, tile) -> tuple[Any, Any, Any, Any]:
+def span(plan: Plan, positions_gmem: Any, b: Any, tile: Any) -> tuple[Any, Any, Any, Any]:
     """(first, last) key block and (first, last) split that any row of the tile sees."""
     first_query = tile * plan.tile_queries
     last_query = jnp.minimum(first_query + plan.tile_queries, plan.T) - 1
-    last_key = positions[b, last_query]
+    last_key = positions_gmem[b, last_query]
     if plan.window is None:
         last_key = jnp.minimum(last_key, plan.W * plan.Z - 1)
         first = jnp.int32(0)
     else:
-        first_key = jnp.maximum(positions[b, first_query] - (plan.window - 1), 0)
+        first_key = jnp.maximum(positions_gmem[b, first_query] - (plan.window - 1), 0)
         first = lax.div(first_key, jnp.int32(plan.config.key_block))
     last = lax.div(last_key, jnp.int32(plan.config.key_block))
     per = jnp.int32(plan.blocks_per_split)

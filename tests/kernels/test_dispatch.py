@@ -12,7 +12,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import B200, CPU, H200, Device, describe
 from pallas_kernels.moe import api as moe
-from pallas_kernels.norm_quant.api import add_rms_norm
+from pallas_kernels.rms_norm.api import add_rms_norm
 from pallas_kernels.rope_write import api as rope_write
 from pallas_kernels.verify_attention.api import verify_attention
 
