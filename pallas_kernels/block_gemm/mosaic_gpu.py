@@ -25,6 +25,7 @@ from pallas_kernels.formats import BLOCK
 from pallas_kernels.pipeline import Pipeline, SharedPipeline, warpgroup_index
 from pallas_kernels.weight_tiles.codecs import STEP
 from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
+from pallas_kernels.weight_tiles.mma import Operands
 from pallas_kernels.weight_tiles.warpgroups import launch_options, tile_rows, warpgroup_part
 
 
@@ -189,16 +190,10 @@ def product(
             totals, factor = carry
             next_factor = block_scale(i + 1)  # one step ahead, to hide the load latency
             place = pipeline.wait(slot)
+            tiles_smem = [w_smem.at[place, 0]]
+            operands = Operands(tiles_smem, x_smem.at[slot], scales_smem, first_step + i)
             totals = form.add_products(
-                totals,
-                [factor],
-                [w_smem.at[place, 0]],
-                x_smem.at[slot],
-                refill,
-                launch.interpret,
-                scales_smem,
-                first_step + i,
-                **scratch,
+                totals, [factor], operands, refill, launch.interpret, **scratch
             )
             return totals, next_factor
 

@@ -20,6 +20,7 @@ from pallas_kernels.moe.reference import ALPHA, ExpertWeights
 from pallas_kernels.pipeline import Pipeline
 from pallas_kernels.weight_tiles.codecs import codec_of
 from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
+from pallas_kernels.weight_tiles.mma import Operands
 
 
 @dataclass(frozen=True)
@@ -156,16 +157,10 @@ def _grouped(
                 totals, factors = carry
                 next_factors = block_scales(i + 1)  # one step ahead, to hide the load latency
                 pipeline.wait(slot)
+                tiles_smem = [w_smem.at[slot, part] for part in range(parts)]
+                operands = Operands(tiles_smem, x_smem.at[slot], scales_smem, i)
                 totals = form.add_products(
-                    totals,
-                    factors,
-                    [w_smem.at[slot, part] for part in range(parts)],
-                    x_smem.at[slot],
-                    refill,
-                    launch.interpret,
-                    scales_smem,
-                    i,
-                    **scratch,
+                    totals, factors, operands, refill, launch.interpret, **scratch
                 )
                 return totals, next_factors
 

@@ -25,7 +25,7 @@ from pallas_kernels import formats
 from pallas_kernels.device import Device
 from pallas_kernels.weight_tiles import mxfp4
 from pallas_kernels.weight_tiles.codecs import Codec, codec_of, codec_of_kind
-from pallas_kernels.weight_tiles.mma import Mma
+from pallas_kernels.weight_tiles.mma import Mma, Operands
 from pallas_kernels.weight_tiles.mma_sm90 import Wgmma
 from pallas_kernels.weight_tiles.mma_sm100 import Tcgen05
 
@@ -130,19 +130,15 @@ class Format:
         self,
         totals_reg: Sequence[jax.Array],
         factors: Sequence[jax.Array],
-        tiles_smem: Sequence[Any],
-        x_smem: Any,
+        operands: Operands,
         refill: Callable[[], None],
         interpret: Any,
-        scales_smem: Sequence[Any],
-        step: Any,
         **scratch: Any,
     ) -> list[jax.Array]:
         """`total += factor * (tile @ x.T)` for each tile of a step; see `Mma.add_products`."""
         return self.mma.add_products(
-            self.codec, totals_reg, factors, tiles_smem, x_smem, refill, interpret, scales_smem, step,
-            **scratch,
-        )  # fmt: skip
+            self.codec, totals_reg, factors, operands, refill, interpret, **scratch
+        )
 
     def store_tokens_first(
         self,

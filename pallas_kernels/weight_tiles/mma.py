@@ -11,12 +11,37 @@ the codec decides:
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.weight_tiles.codecs import Codec
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Operands of one step in shared memory.
+
+    Attributes:
+      tiles_smem: `codec.dtype` [rows, codec.width], one per weight that shares x.
+      x_smem: bfloat16 [tokens, codec.step], columns in `codec.arrange` order.
+      scales_smem: staged scales uint8 [rows * K / 32] of each tile, or empty.
+      step: number of the tiles along K.
+    """
+
+    tiles_smem: Sequence[Any]
+    x_smem: Any
+    scales_smem: Sequence[Any]
+    step: Any
+
+    def unpacker(
+        self, codec: Codec, mma: "Mma", i: int, interpret: Any
+    ) -> Callable[[int], jax.Array]:
+        """Unpacker of tile i, see `Codec.unpacker`."""
+        scales_smem = self.scales_smem[i] if codec.staged else None
+        return codec.unpacker(mma, self.tiles_smem[i], scales_smem, self.step, interpret)
 
 
 class Mma(ABC):
@@ -52,12 +77,9 @@ class Mma(ABC):
         codec: Codec,
         totals_reg: Sequence[jax.Array],
         factors: Sequence[jax.Array],
-        tiles_smem: Sequence[Any],
-        x_smem: Any,
+        operands: Operands,
         refill: Callable[[], None],
         interpret: Any,
-        scales_smem: Sequence[Any],
-        step: Any,
         **scratch: Any,
     ) -> list[jax.Array]:
         """Adds each weight tile times x to its totals: `total += factor * (tile @ x.T)`.
@@ -66,11 +88,8 @@ class Mma(ABC):
           totals_reg: float32 [rows, tokens / pieces] in `layout`; `pieces` totals per tile, tokens
             ascending.
           factors: float32 scalars, one per tile: the block scale, or `codec.rescale`.
-          tiles_smem: `codec.dtype` [rows, codec.width], one per weight that shares x.
-          x_smem: bfloat16 [tokens, codec.step], columns in `codec.arrange` order.
+          operands: tiles and x of the step.
           refill: called after the last read of the tiles and of x.
-          scales_smem: staged scales uint8 [rows * K / 32] of each tile, or empty.
-          step: number of the tiles along K.
           scratch: see `scratch`.
         """
 

@@ -21,7 +21,7 @@ from pallas_kernels import mlir_compat as mlir
 from pallas_kernels.formats import GROUP
 from pallas_kernels.weight_tiles import mxfp4
 from pallas_kernels.weight_tiles.codecs import Codec
-from pallas_kernels.weight_tiles.mma import Mma, scaled_sums
+from pallas_kernels.weight_tiles.mma import Mma, Operands, scaled_sums
 
 PIECE = 64
 """K columns of one MMA with unpacked weights."""
@@ -53,22 +53,18 @@ class Tcgen05(Mma):
         codec: Codec,
         totals_reg: Sequence[jax.Array],
         factors: Sequence[jax.Array],
-        tiles_smem: Sequence[Any],
-        x_smem: Any,
+        operands: Operands,
         refill: Callable[[], None],
         interpret: Any,
-        scales_smem: Sequence[Any],
-        step: Any,
         *,
         sums_tmem: Any,
         done_barrier: Any,
         pieces_tmem: Any = None,
     ) -> list[jax.Array]:
-        tokens, num_tiles = x_smem.shape[0], len(tiles_smem)
-        accs_tmem = [sums_tmem.at[:, _span(i, tokens)] for i in range(num_tiles)]
+        tiles_smem, x_smem = operands.tiles_smem, operands.x_smem
+        accs_tmem = [sums_tmem.at[:, _span(i, x_smem.shape[0])] for i in range(len(tiles_smem))]
         if codec.unpacked:
-            tile_scales = scales_smem if codec.staged else [None] * num_tiles
-            load = lambda i: codec.unpacker(self, tiles_smem[i], tile_scales[i], step, interpret)
+            load = lambda i: operands.unpacker(codec, self, i, interpret)
             pieces = codec.step // PIECE
             self._multiply_unpacked(accs_tmem, load, pieces, x_smem, pieces_tmem, done_barrier)
         else:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.weight_tiles import mxfp4
 from pallas_kernels.weight_tiles.codecs import Codec
-from pallas_kernels.weight_tiles.mma import Mma, scaled_sums
+from pallas_kernels.weight_tiles.mma import Mma, Operands, scaled_sums
 
 
 class Wgmma(Mma):
@@ -38,17 +38,14 @@ class Wgmma(Mma):
         codec: Codec,
         totals_reg: Sequence[jax.Array],
         factors: Sequence[jax.Array],
-        tiles_smem: Sequence[Any],
-        x_smem: Any,
+        operands: Operands,
         refill: Callable[[], None],
         interpret: Any,
-        scales_smem: Sequence[Any],
-        step: Any,
     ) -> list[jax.Array]:
+        tiles_smem, x_smem = operands.tiles_smem, operands.x_smem
         pieces = len(totals_reg) // len(tiles_smem)
         size = x_smem.shape[0] // pieces
-        tile_scales = scales_smem if codec.staged else [None] * len(tiles_smem)
-        load = lambda i: codec.unpacker(self, tiles_smem[i], tile_scales[i], step, interpret)
+        load = lambda i: operands.unpacker(codec, self, i, interpret)
         if pieces > 1 and codec.unpacked and codec.step == self.part:
             # Registers hold one part of an unpacked tile. An fp8 tile is one part and is unpacked once for
             # all pieces; an mxfp4 tile is two and is unpacked again for each piece.
