@@ -79,17 +79,17 @@ def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
     """Why GPU kernels do not support a weight [..., N, K], or None; raises as `kind` does."""
     form = kind(values, scale)
     if form == "plain" and values.dtype != jnp.bfloat16:
-        return f"plain weights are bfloat16 there, not {values.dtype}"
+        return f"plain weights must be bfloat16, not {values.dtype}"
     *_, N, width = values.shape
     if form == "fp8" and scale.shape[-2:] not in (
         (-(-N // BLOCK), -(-width // BLOCK)),
         (N, 1),
     ):
-        return f"fp8 scales are those of {BLOCK}x{BLOCK} blocks or rows there, not {scale.shape}"
+        return f"fp8 scales must be those of {BLOCK}x{BLOCK} blocks or rows, not {scale.shape}"
     if form == "mxfp4" and N * scale.shape[-1] % 16:
         return f"mxfp4 scales are copied in units of 16 bytes: {scale.shape}"
     if form == "mxfp4" and width % 32:
-        return f"mxfp4 rows are multiples of 64 columns there: [{N}, {2 * width}]"
+        return f"mxfp4 rows must be multiples of 64 columns: [{N}, {2 * width}]"
     if N % 8 or width * values.dtype.itemsize % 16:
         return f"rows of tiles are copied in units of 16 bytes: [{N}, {width}] {values.dtype}"
     return None
@@ -99,10 +99,10 @@ def compile_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
     """Why kernels with such a weight do not compile for a GPU, or None. The interpreter runs them."""
     *_, N, width = values.shape
     if N > 32 and N % 32:
-        return f"rows come in multiples of 32 there: [{N}, {width}]"
+        return f"the number of rows must be a multiple of 32: [{N}, {width}]"
     unit = 128 // values.dtype.itemsize
     if kind(values, scale) != "mxfp4" and width % unit:
-        return f"columns come in multiples of {unit} there: [{N}, {width}] {values.dtype}"
+        return f"the number of columns must be a multiple of {unit}: [{N}, {width}] {values.dtype}"
     return None
 
 

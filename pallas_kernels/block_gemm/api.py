@@ -89,7 +89,7 @@ def whole_tiles(x: jax.Array) -> jax.Array:
 
 def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
     if x.dtype != jnp.bfloat16:
-        refusal = f"activations are bfloat16 there, not {x.dtype}"
+        refusal = f"activations must be bfloat16, not {x.dtype}"
     else:
         refusal = formats.kernel_refusal(weight, scale)
         if implementation is None:

@@ -177,8 +177,8 @@ def refused(change: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("float32 rows", "activations are bfloat16 there, not float32"),
-        ("float32 weight", "plain weights are bfloat16 there, not float32"),
+        ("float32 rows", "activations must be bfloat16, not float32"),
+        ("float32 weight", "plain weights must be bfloat16, not float32"),
         ("odd rows", "units of 16 bytes"),
         ("odd columns", "units of 16 bytes"),
     ],

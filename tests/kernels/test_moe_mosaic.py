@@ -403,7 +403,7 @@ def test_what_the_kernels_cannot_do_they_say():
     with pytest.raises(NotImplementedError, match="activations are bfloat16 there, not float32"):
         call(rows(3).astype(jnp.float32), ids, gate_up=weights[0], down=weights[1])
     wide = [p._replace(values=p.values.astype(jnp.float32)) for p in weights]
-    with pytest.raises(NotImplementedError, match="plain weights are bfloat16 there, not float32"):
+    with pytest.raises(NotImplementedError, match="plain weights must be bfloat16, not float32"):
         call(rows(3), ids, gate_up=wide[0], down=weights[1])
-    with pytest.raises(NotImplementedError, match="plain weights are bfloat16 there, not float32"):
+    with pytest.raises(NotImplementedError, match="plain weights must be bfloat16, not float32"):
         call(rows(3), ids, gate_up=weights[0], down=wide[1])
