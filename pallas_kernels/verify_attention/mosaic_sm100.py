@@ -218,8 +218,8 @@ def _walk_kernel(plan: Plan, interpret):
                         after()
                     return next_pages
 
-                last_pages = lax.fori_loop(start, end, one, walk.pages_of(start + stages))
-                pipeline.refill(end - 1, last_pages)
+                last = end - 1
+                pipeline.refill(last, lax.fori_loop(start, end, one, walk.pages_of(start + stages)))
 
             def as_bfloat16(block_smem, wide_smem):
                 """A key block in bfloat16; e4m3 blocks are converted to wide_smem."""
