@@ -14,7 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import GENERATIONS
 from pallas_kernels.moe.api import ExpertWeights, mixture
-from pallas_kernels.norm_quant.api import rms_norm
+from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
 from pallas_kernels.verify_attention.api import verify_attention
 
