@@ -342,33 +342,6 @@ def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch, R, fo
     assert np.array_equal(mix(x, logits, weights), planned)
 
 
-@pytest.mark.parametrize(
-    ("R", "E", "k", "fits"), [(256, 128, 95, True), (256, 128, 96, False), (257, 8, 1, False)]
-)
-def test_what_exceeds_the_planning_kernel_is_refused(R, E, k, fits):
-    """Slots have 15 bits: with items of 64 rows, 128 * 64 + 256 * 95 < 2^15."""
-    config = TuningConfig(64, False, (2, 2))
-    assert mosaic_plan.fits(R, E, k, config.tokens) == fits
-    if not fits:
-        with pytest.raises(ValueError, match="exceed the limits"):
-            plan(jnp.zeros((R, E)), None, k, config=config)
-
-
-def test_a_mixture_of_very_many_experts_a_row_is_routed_and_sorted_apart():
-    """256 rows with 100 experts each have more slots than 15 bits count."""
-    R, E, F, D, k = 256, 128, 64, 64, 100
-    made = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    weights = (
-        ExpertWeights(made(E, 2, F, D), None, None),
-        ExpertWeights(made(E, D, F), None, None),
-    )
-    run = lambda x, logits, *weights: mixture(
-        x, logits, *weights, router_bias=None, top_k=k, normalize=True, implementation="mosaic_gpu"
-    )
-    mixed = jax.eval_shape(run, made(R, D), jax.ShapeDtypeStruct((R, E), jnp.float32), *weights)
-    assert (mixed.weights.shape, mixed.rows.shape) == ((k, R), (k, R))
-
-
 def test_the_worklist_is_what_it_says():
     """Rows of an expert one after the other, in items of their own, experts ascending."""
     R, E, k, tokens = 300, 32, 4, 16

@@ -1,0 +1,40 @@
+"""Limits of the kernel that routes and plans a small batch, and what happens beyond them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.moe import mosaic_plan
+from pallas_kernels.moe.api import CHIPS, ExpertWeights, mixture
+
+
+@pytest.mark.parametrize(
+    ("R", "E", "k", "fits"), [(256, 128, 95, True), (256, 128, 96, False), (257, 8, 1, False)]
+)
+def test_what_exceeds_the_planning_kernel_is_refused(R, E, k, fits):
+    """Slots have 15 bits: with items of 64 rows, 128 * 64 + 256 * 95 < 2^15."""
+    assert mosaic_plan.fits(R, E, k, 64) == fits
+    if fits:
+        return
+    launch = dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
+    with pytest.raises(ValueError, match="exceed the limits"):
+        mosaic_plan.route_and_plan(
+            jnp.zeros((R, E)), None, top_k=k, normalize=True, tokens=64, shared=False, items=8,
+            launch=launch,
+        )  # fmt: skip
+
+
+def test_a_mixture_beyond_the_limits_is_routed_and_sorted_by_other_kernels():
+    """256 rows with 100 experts each have more slots than 15 bits count."""
+    R, E, F, D, k = 256, 128, 64, 64, 100
+    made = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    weights = (
+        ExpertWeights(made(E, 2, F, D), None, None),
+        ExpertWeights(made(E, D, F), None, None),
+    )
+    run = lambda x, logits, *weights: mixture(
+        x, logits, *weights, router_bias=None, top_k=k, normalize=True, implementation="mosaic_gpu"
+    )
+    mixed = jax.eval_shape(run, made(R, D), jax.ShapeDtypeStruct((R, E), jnp.float32), *weights)
+    assert (mixed.weights.shape, mixed.rows.shape) == ((k, R), (k, R))
