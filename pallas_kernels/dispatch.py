@@ -52,8 +52,9 @@ def references() -> Iterator[None]:
 
 def platform() -> str:
     """The platform that is traced for, as `Device.platform`: of the assumed device, else the default one."""
-    assumed = _assumed.get()
-    return jax.default_backend() if assumed is None else assumed.platform
+    if (assumed := _assumed.get()) is not None:
+        return assumed.platform
+    return "cpu" if jax.default_backend() == "cpu" else _default_device().platform
 
 
 NO_TPU_KERNEL = "it has no kernel for a TPU"

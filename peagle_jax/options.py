@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-        help="auto: bfloat16 on GPUs, float32 on CPUs",
+        help="auto: bfloat16 on GPUs and TPUs, float32 on CPUs",
     )  # fmt: skip
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
     add(

@@ -31,7 +31,7 @@ _TIE_CANDIDATES = 5
 
 
 def choose_dtype(requested: str) -> str:
-    """`requested`, where "auto" is bfloat16 on a GPU and float32 elsewhere.
+    """`requested`, where "auto" is bfloat16 on a GPU or a TPU and float32 elsewhere.
 
     Raises:
       ConfigError: jax finds no device.
@@ -42,7 +42,7 @@ def choose_dtype(requested: str) -> str:
         raise ConfigError(f"jax finds no device: {error}") from error
     if requested != "auto":
         return requested
-    return "bfloat16" if platform == "gpu" else "float32"
+    return "bfloat16" if platform in ("gpu", "tpu") else "float32"
 
 
 def keep_compiled_programs(cache_home: str | None) -> None:

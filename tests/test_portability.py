@@ -17,6 +17,8 @@ from pallas_kernels.moe.api import ExpertWeights, mixture
 from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
 from pallas_kernels.verify_attention.api import verify_attention
+from peagle_jax.runs import choose_dtype
+from peagle_jax.training.attention import is_flash
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "portability.md"
@@ -94,6 +96,45 @@ def test_a_requested_kernel_is_refused_where_the_table_says_so(part, platform):
     with pytest.raises(NotImplementedError) as caught:
         jax.make_jaxpr(function)(*shapes)
     assert str(platform.device) in str(caught.value)
+
+
+@pytest.mark.parametrize(("keys", "seen", "reads"), [(128, 60, 1), (2048, 500, 1), (4096, 1000, 2)])
+def test_attention_on_a_tpu_reads_blocks_of_512_keys_up_to_the_last_in_use(keys, seen, reads):
+    """A key in a block past the last one in use is NaN: a read of it would show in the result."""
+    tokens = 16
+    table = jnp.arange(1, keys // tokens + 1)[None]
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+    q = draw(0, 1, 4, 8, 64)
+    pages = [draw(i, keys // tokens + 1, tokens, 2, 64) for i in (1, 2)]
+    first_unused = 1 + 512 * reads // tokens
+    poisoned = [x.at[first_unused:].set(jnp.nan) for x in pages]
+    where = dict(page_table=table, positions=seen - 4 + jnp.arange(4)[None], scale=0.125)
+    with dispatch.assume(PLATFORMS["TPU v6e"].device):
+        found = verify_attention(q, *poisoned, **where)
+        traced = str(jax.make_jaxpr(lambda *x: verify_attention(*x, **where))(q, *pages))
+    wanted = verify_attention(q, *pages, **where)
+    assert jnp.abs(found - wanted).max() < 0.02
+    assert ("while[" in traced) == (keys > 2 * 512)
+
+
+def test_only_cuda_trains_with_cudnn(platform, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: _backend(platform))
+    assert is_flash("auto", jnp.bfloat16) == (platform.device.platform == "cuda")
+    assert not is_flash("auto", jnp.float32)
+    assert is_flash("cudnn", jnp.float32)
+
+
+def test_accelerators_compute_in_bfloat16_by_default(platform, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: _backend(platform))
+    wanted = "float32" if platform.device.platform == "cpu" else "bfloat16"
+    assert choose_dtype("auto") == wanted
+    assert choose_dtype("float32") == "float32"
+
+
+def _backend(platform) -> str:
+    """jax's name: GPUs of all vendors are "gpu"."""
+    name = platform.device.platform
+    return name if name in ("cpu", "tpu") else "gpu"
 
 
 def test_compiled_is_said_of_chips_that_the_commands_compile_for(platform):

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
 from peagle_jax.layers import AttentionRows
 from peagle_jax.training.cod import Elements
 
@@ -20,9 +21,10 @@ Backend = Literal["auto", "xla", "cudnn"]
 
 
 def is_flash(backend: Backend, dtype) -> bool:
-    """Whether to use cuDNN's flash attention: on request, or for bfloat16 on a GPU."""
-    on_gpu = jax.default_backend() == "gpu"
-    return backend == "cudnn" or (backend == "auto" and on_gpu and dtype == jnp.bfloat16)
+    """Whether to use cuDNN's flash attention: on request, or for bfloat16 on an NVIDIA GPU."""
+    if backend == "auto":
+        return dtype == jnp.bfloat16 and dispatch.platform() == "cuda"
+    return backend == "cudnn"
 
 
 def heads_of(rows: AttentionRows, scale: float, sinks) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -67,7 +67,7 @@ def _add_compute_options(parser, *, loss_chunk):
         "--attention",
         choices=("auto", "xla", "cudnn"),
         default="auto",
-        help="causal attention; auto is cuDNN's for bfloat16 on a GPU",
+        help="causal attention; auto is cuDNN's for bfloat16 on an NVIDIA GPU",
     )
     group.add_argument(
         "--loss-chunk",

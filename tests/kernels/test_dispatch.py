@@ -220,8 +220,10 @@ def test_arguments_that_a_tpu_kernel_cannot_take_are_one_line_and_the_reference(
     assert record.getMessage() == said
 
 
-def test_the_platform_is_that_of_the_assumed_device():
+def test_the_platform_is_that_of_the_assumed_device_or_of_the_default_one(default):
     assert dispatch.platform() == "cpu"
+    default(WITHOUT_KERNELS["MI300X"])
+    assert dispatch.platform() == "rocm"  # which jax calls "gpu"
     with dispatch.assume(Device("TPU v5 lite", platform="tpu")):
         assert dispatch.platform() == "tpu"
     with dispatch.assume(H200):
