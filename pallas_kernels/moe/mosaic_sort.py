@@ -23,9 +23,13 @@ with bit masks. Example with R = 4 rows, E = 4 experts, k = 2 and items of `toke
     4  scan_items        ends                                                     [Ep] shared memory
     5  find_slots        slots of the block's rows                                [k8, rows] registers
     6  store_experts     expert of each item                                      device memory
+
+All numbers are int32. The argument `zero` is 0 at run time, but the compiler does not know it: it keeps loops
+from being unrolled, because code that runs once is limited by instruction fetch.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,23 +40,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.moe.mosaic_layout import Plan, Rows, Scratch
 from pallas_kernels.moe.mosaic_route import padded_experts
 
-_QUARTER = Rows(32)
+_BY_32 = Rows(32)
 """Layout of [32, n] arrays of per-expert numbers, 32 experts or items at a time."""
 
 
-def store_hits(plan: Plan, x: jax.Array, first_row, hits_smem) -> jax.Array:
-    """Stores 1 << (row % 16) where x, after `choose`, marks a chosen expert; returns the row iota."""
+def store_hits(plan: Plan, logits_reg: jax.Array, first_row: Any, hits_smem: Any) -> jax.Array:
+    """Stores 1 << (row % 16) to hits_smem [rows, Ep] where `choose` has left -inf in logits_reg [rows, Ep].
+
+    Returns:
+      the row iota [rows, Ep] in registers.
+    """
     block = plan.block
     row = block.iota(plan.Ep, 0)
-    hit = (x == -jnp.inf) & (row + first_row < plan.R)
+    hit = (logits_reg == -jnp.inf) & (row + first_row < plan.R)
     if plan.Ep > plan.E:
         hit = hit & (block.iota(plan.Ep, 1) < plan.E)
     hits_smem[...] = jnp.where(hit, 1 << (row & 15), 0)
     return row
 
 
-def load_masks(plan: Plan, hits_smem) -> list[jax.Array]:
-    """The bit masks [Ep] of each 16 rows: the sum of their hits."""
+def load_masks(plan: Plan, hits_smem: Any) -> list[jax.Array]:
+    """The bit masks [Ep] in registers of each 16 rows: the sum of their hits."""
     masks = []
     for start in range(0, min(plan.block.rows, plan.R), 16):
         lines = [plan.load_flat(hits_smem.at[start + i]) for i in range(min(16, plan.R))]
@@ -68,14 +76,16 @@ def popcount(mask: jax.Array) -> jax.Array:
     return (mask + (mask >> 8)) & 0x1F
 
 
-def exchange_counts(plan: Plan, count: jax.Array, g, counts_gmem, scratch: Scratch) -> tuple:
-    """Rows per expert of the whole cluster [Ep], and of the blocks before this one.
+def exchange_counts(
+    plan: Plan, count_reg: jax.Array, g: Any, counts_gmem: Any, scratch: Scratch
+) -> tuple[jax.Array, jax.Array]:
+    """Rows per expert of the whole cluster, and of the blocks before block g; both [Ep] in registers.
 
-    The counts go by TMA through L2, then a cluster barrier, then each block reads all counts. The TMA
+    count_reg [Ep] are those of block g, counts_gmem is [blocks, Ep]. The counts go by TMA through L2, then a cluster barrier, then each block reads all counts. The TMA
     store is complete before the block arrives at the barrier.
     """
     counts_smem = scratch.counts_smem
-    counts_smem[0] = count
+    counts_smem[0] = count_reg
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(counts_smem.at[0], counts_gmem.at[g])
     plgpu.wait_smem_to_gmem(0)
@@ -89,48 +99,56 @@ def exchange_counts(plan: Plan, count: jax.Array, g, counts_gmem, scratch: Scrat
     return total, functools.reduce(jnp.add, earlier)
 
 
-def scan_items(plan: Plan, tiles_smem, ends_smem, zero) -> jax.Array:
-    """Inclusive prefix sum of tiles_smem to ends_smem; returns the total, int32 [32], all equal.
+def scan_items(plan: Plan, tiles_smem: Any, ends_smem: Any, zero: Any) -> jax.Array:
+    """Inclusive prefix sum of tiles_smem [Ep] to ends_smem [Ep]; returns the total, [32], all equal.
 
     32 experts at a time: a triangular mask and a row sum, plus the carry of the parts before.
     """
-    upto = _QUARTER.iota(32, 1) <= _QUARTER.iota(32, 0)
+    upto = _BY_32.iota(32, 1) <= _BY_32.iota(32, 0)
 
     def add_part(i, carry):
         part = pl.ds(i * 32, 32)
-        line = _QUARTER.load_row(tiles_smem.at[part])
+        line = _BY_32.load_row(tiles_smem.at[part])
         ends_smem[part] = jnp.sum(jnp.where(upto, line, 0), axis=1) + carry
         return jnp.sum(line, axis=1) + carry
 
-    carry = plgpu.layout_cast(jnp.zeros((32,), jnp.int32), _QUARTER.wide.reduce(1))
+    carry = plgpu.layout_cast(jnp.zeros((32,), jnp.int32), _BY_32.wide.reduce(1))
     return lax.fori_loop(0, plan.Ep // 32 + zero, add_part, carry)
 
 
 def find_slots(
-    plan: Plan, masks: list, first: jax.Array, earlier, row, first_row, zero, scratch: Scratch
+    plan: Plan,
+    masks_reg: list[jax.Array],
+    first_reg: jax.Array,
+    earlier_reg: Any,
+    row_reg: jax.Array,
+    first_row: Any,
+    zero: Any,
+    scratch: Scratch,
 ) -> jax.Array:
-    """Slots int32 [k8, rows] of the chosen experts.
+    """Slots [k8, rows] of the chosen experts, in registers.
 
     A slot and a mask are packed into one integer per expert, which a row looks up by a masked sum.
 
     Args:
-      masks: [Ep] for each 16 rows.
-      first: [Ep], the first slot of each expert.
-      earlier: [Ep], rows of the expert in the blocks before.
-      row: the row iota [rows, Ep].
+      masks_reg: [Ep] for each 16 rows.
+      first_reg: [Ep], the first slot of each expert.
+      earlier_reg: [Ep], rows of the expert in the blocks before; 0 for a single block.
+      row_reg: the row iota [rows, Ep].
+      first_row: the block's first row.
     """
     block, Ep, padded = plan.block, plan.Ep, padded_experts(plan.E)
     packed_smem, ids_smem = scratch.packed_smem, scratch.ids_smem
     if plan.shared:
-        packed_smem[0] = first
+        packed_smem[0] = first_reg
     else:
-        base = first + earlier
-        for i, mask in enumerate(masks):
+        base = first_reg + earlier_reg
+        for i, mask in enumerate(masks_reg):
             packed_smem[i] = (base << 16) | mask
             base = base + popcount(mask)
     packed = block.load_row(packed_smem.at[0])
-    if len(masks) == 2 and not plan.shared:
-        packed = jnp.where(row < 16, packed, block.load_row(packed_smem.at[1]))
+    if len(masks_reg) == 2 and not plan.shared:
+        packed = jnp.where(row_reg < 16, packed, block.load_row(packed_smem.at[1]))
     from_end = padded - block.iota(Ep, 1)
     j = block.tall_iota(ids_smem.shape, 0)
 
@@ -148,13 +166,18 @@ def find_slots(
     return (found >> 16) + popcount(found & ((1 << (row & 15)) - 1))
 
 
-def store_experts(plan: Plan, ends_smem, g, chunks: int, zero, experts_gmem) -> None:
-    """Stores the expert of each item, 32 items at a time; the blocks take the chunks in turn."""
-    ends = _QUARTER.load_row(ends_smem)
+def store_experts(
+    plan: Plan, ends_smem: Any, g: Any, chunks: int, zero: Any, experts_gmem: Any
+) -> None:
+    """Stores the expert of each item to experts_gmem [32 * chunks]; block g takes every blocks-th chunk.
+
+    ends_smem [Ep] is the prefix sum of `scan_items`.
+    """
+    ends = _BY_32.load_row(ends_smem)
 
     def store_part(i, _):
         part = (i * plan.blocks + g) * 32
-        done = jnp.sum(jnp.where(ends <= _QUARTER.iota(plan.Ep, 0) + part, 1, 0), axis=1)
+        done = jnp.sum(jnp.where(ends <= _BY_32.iota(plan.Ep, 0) + part, 1, 0), axis=1)
         experts_gmem[pl.ds(part, 32)] = jnp.minimum(done, plan.E - 1)
         return 0
 
