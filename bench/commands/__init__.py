@@ -6,6 +6,7 @@ from bench.command import Command, Parser
 from bench.commands import (
     ablations,
     acceptance,
+    choose_k,
     conversion,
     decode_step,
     headroom,
@@ -20,7 +21,9 @@ from bench.commands import (
 )
 
 GROUPS: dict[str, tuple[Command, ...]] = {
-    "Speed of a model and its heads": (acceptance.COMMAND, throughput.COMMAND),
+    "Speed of a model and its heads": (
+        acceptance.COMMAND, throughput.COMMAND, choose_k.COMMAND,
+    ),
     "Full-size models without their weights, on a GPU": (
         decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND,
     ),

@@ -1,0 +1,66 @@
+"""`peagle-bench choose-k`: its options."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.command import RESULTS, Command, Options, option
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    rates = tuple(float(part) for part in text.split(","))
+    if not all(1 >= a >= b >= 0 for a, b in zip(rates, (*rates[1:], 0.0), strict=True)):
+        raise argparse.ArgumentTypeError(f"{text} must be shares between 0 and 1 that never rise")
+    return rates
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and below 1")
+    return share
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChooseOptions(Options):
+    rows: tuple[Path, ...] = option(
+        "files with rows of decode-step, throughput and acceptance",
+        default=(RESULTS / "h200.jsonl",), type=Path, nargs="+", metavar="FILE.jsonl",
+    )  # fmt: skip
+    model: str = option("name of the model in the rows", default="embedded", metavar="NAME")
+    method: str = option("that drafts", default="peagle", choices=("peagle", "eagle3"))
+    acceptance: tuple[float, ...] | None = option(
+        "share of rounds in which draft 1, 2, ... becomes output; from the rows without it",
+        default=None, type=_rates, metavar="A,A",
+    )  # fmt: skip
+    least_gain: float = option(
+        "share that a larger K must gain", default=0.03, type=_share, metavar="X"
+    )
+
+
+def run(options: ChooseOptions) -> int:
+    from bench import choose_k, rows
+
+    measured = rows.read(options.rows)
+    about = options.model, options.method
+    times = choose_k.times_of(measured, *about)
+    acceptance = options.acceptance or choose_k.acceptance_of(measured, *about)
+    choice = choose_k.choose(times, acceptance, least_gain=options.least_gain)
+    print(choose_k.table(choice))
+    print(choose_k.option_text(choice))
+    return 0
+
+
+COMMAND = Command(
+    name="choose-k",
+    summary="number of drafts with the most tokens per second by batch size, from measured rows",
+    examples=("choose-k --model embedded", "choose-k --acceptance 0.85,0.7,0.55,0.4"),
+    description="""
+Prints tokens per second by concurrency and K, computed from the times of rounds and the acceptance by position
+of measured rows, and the option --num-speculative-tokens-per-batch-size with the best K of each
+concurrency. Nothing is measured. Times of plain decoding stand for K = 0; a server that also drafts then
+runs its head over one more row.
+""",
+    options=ChooseOptions,
+    run=run,
+)
