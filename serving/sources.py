@@ -19,12 +19,12 @@ PREFIX = "PEAGLE_"
 _OTHER_VARIABLES = {"PEAGLE_SHA"}  # of other commands
 _SECTIONS = {
     "model": "what is served",
-    "max_num_seqs": "sizes of the engine; everything is compiled for them at the start",
-    "host": "where it listens",
-    "tls_cert": "who may call",
+    "max_num_seqs": "sizes of the engine, for which all programs are compiled at the start",
+    "host": "addresses and ports",
+    "tls_cert": "TLS and authentication",
     "max_connections": "connections",
-    "max_request_seconds": "what a request may ask for",
-    "drain_seconds": "running it",
+    "max_request_seconds": "limits of requests",
+    "drain_seconds": "operation",
 }
 """Headings of --help, each with the option that it precedes."""
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_[0-9]+_(TCP|UDP).*)?$")

@@ -15,7 +15,7 @@ from serving.stream import Ask, Delta
 
 
 def _check_length(value: object, info: ValidationInfo) -> object:
-    """Refuses a list that is too long before its items become objects."""
+    """Refuses a list that is too long before pydantic validates its items."""
     most = info.context.max_messages
     if isinstance(value, list) and len(value) > most:
         raise ValueError(f"{len(value)} are more than the {most} that this server takes")
@@ -40,7 +40,7 @@ def _text(content: object, validate_parts: Callable[[object], list], info: Valid
         return content
     if content is None:
         if info.data.get("role") == "assistant":
-            return ""  # an answer that was reasoning alone
+            return ""  # an answer with reasoning only
         raise ValueError("is missing")
     if not isinstance(content, list):
         raise ValueError("must be a string or a list of parts")
@@ -64,7 +64,7 @@ class Message(Fields):
     # Templates may use these.
     name: str | None = None
     reasoning_content: str | None = None
-    # Clients send answers back as they got them, with fields that hold nothing.
+    # Clients send received answers back unchanged, with these fields empty.
     tool_calls: neutral([]) = None
     function_call: neutral() = None
     refusal: neutral() = None
@@ -184,40 +184,40 @@ class _Choices:
 
     def __init__(self, frontend: Frontend, options: Options, prompt: list[int]):
         self._tokenizer, self._options, self._prompt = frontend.tokenizer, options, prompt
-        self._reasons = frontend.channels is not None
-        self._begun: set[int] = set()
+        self._has_reasoning = frontend.channels is not None
+        self._started: set[int] = set()
 
     def part(self, index: int, delta: Delta) -> dict:
-        said: dict[str, object] = {}
-        if index not in self._begun:
-            said["role"] = "assistant"
+        message: dict[str, object] = {}
+        if index not in self._started:
+            message["role"] = "assistant"
         if delta.reasoning:
-            said["reasoning_content"] = delta.reasoning
-        if delta.text or not self._reasons:
-            said["content"] = delta.text
-        return self._choice(index, delta, "delta", said)
+            message["reasoning_content"] = delta.reasoning
+        if delta.text or not self._has_reasoning:
+            message["content"] = delta.text
+        return self._choice(index, delta, "delta", message)
 
     def whole(self, index: int, delta: Delta) -> dict:
-        said: dict[str, object] = {"role": "assistant", "content": delta.text}
-        if self._reasons:
-            said["reasoning_content"] = delta.reasoning or None
-        return self._choice(index, delta, "message", said)
+        message: dict[str, object] = {"role": "assistant", "content": delta.text}
+        if self._has_reasoning:
+            message["reasoning_content"] = delta.reasoning or None
+        return self._choice(index, delta, "message", message)
 
-    def _choice(self, index: int, delta: Delta, name: str, said: dict[str, object]) -> dict:
+    def _choice(self, index: int, delta: Delta, name: str, message: dict[str, object]) -> dict:
         logprobs = None
         if delta.logprobs is not None:
             logprobs = chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs)
         finish = delta.finish
         choice = {
             "index": index,
-            name: said,
+            name: message,
             "logprobs": logprobs,
             "finish_reason": finish and finish.reason,
             "stop_reason": finish and finish.stop_reason,
         }
         if self._options.with_ids:
             choice["token_ids"] = delta.tokens
-            if index not in self._begun:
+            if index not in self._started:
                 choice["prompt_token_ids"] = self._prompt
-        self._begun.add(index)
+        self._started.add(index)
         return choice

@@ -1,4 +1,4 @@
-"""Models of request bodies: any JSON is read or refused by the name of one of its fields."""
+"""Models of request bodies: any JSON is accepted, or refused with the name of a field."""
 
 import copy
 import random
@@ -59,7 +59,7 @@ def mistake(model: type[Fields], content: dict) -> ServiceError | None:
 
 
 @pytest.mark.parametrize("model", ROUTES)
-def test_any_json_is_read_or_refused_by_name(num_cases, model):
+def test_any_json_is_accepted_or_refused_by_field(num_cases, model):
     parts = [{"type": "text", "text": "a"}]
     whole = dict.fromkeys(model.model_fields) | ROUTES[model]
     whole |= {"stream_options": {"include_usage": True}, "stop": ["a"], "stop_token_ids": [1]}
@@ -86,16 +86,22 @@ def test_a_null_counts_as_left_out(model):
     assert inner.stream_options.include_usage is False
 
 
-def test_numbers_beyond_those_of_a_float_are_named_as_such():
+def test_an_integer_above_the_largest_float_is_too_large():
     assert refusal(ChatFields, temperature=10**400).message == "temperature: is too large"
 
 
-def test_a_content_may_be_left_out_by_the_assistant_alone():
+def test_only_the_assistant_may_leave_out_content():
     answer = {"role": "assistant", "reasoning_content": "hm"}
     (message,) = ChatFields.read({"messages": [answer]}, LIMITS).messages
     assert message.variables() == answer | {"content": ""}
     for role in ("user", "system"):
         assert refusal(ChatFields, messages=[HELLO, {"role": role}]).field == "messages[1].content"
+
+
+def test_a_name_that_is_not_unicode_is_refused():
+    error = refusal(ChatFields, **{"\ud800": 1})
+    assert error.message == "body: has a name that is not valid Unicode"
+    assert refusal(ChatFields, messages=[HELLO | {"\ud800": 1}]).field == "messages[0]"
 
 
 TOO_MUCH = [
@@ -111,23 +117,25 @@ TOO_MUCH = [
 
 
 def num_errors(error: ValidationError) -> int:
-    """With those that a validator caught and described in its own words."""
+    """Number of errors, including those that `described` replaced."""
     own = [line["ctx"]["error"] for line in error.errors() if line["type"] == "value_error"]
     caught = [one.__context__ for one in own if isinstance(one.__context__, ValidationError)]
     return error.error_count() + sum(map(num_errors, caught))
 
 
 @pytest.mark.parametrize(("model", "content", "field"), TOO_MUCH, ids=lambda value: str(value)[:40])
-def test_one_mistake_is_enough(model, content, field):
-    """An error object for each of 60,000 mistakes takes longer than all of the parsing."""
+def test_validation_stops_after_few_errors(model, content, field):
+    """An error object for each of 60,000 mistakes takes longer than parsing."""
     error = refusal(model, **content)
     assert error.field == field
-    assert num_errors(error.__context__) <= 5  # a prompt has four types, each with one error
+    assert (
+        num_errors(error.__context__) <= 5
+    )  # one for each of the four types of a prompt, and the replacing one
 
 
 @pytest.mark.parametrize("place", ["messages", "messages[0].content"])
-def test_lists_are_counted_before_their_items_are_read(place):
-    """5 is no message and no part, which the message would say if it had been read."""
+def test_the_length_of_a_list_is_checked_before_its_items(place):
+    """5 is neither a message nor a part, but the error is about the length."""
     items = [5] * (LIMITS.max_messages + 1)
     messages = items if place == "messages" else [HELLO | {"content": items}]
     error = refusal(ChatFields, messages=messages)

@@ -1,4 +1,4 @@
-"""JSON of clients: counted before it is parsed, read as json.loads reads it, each key once."""
+"""Clients' JSON: the size is limited before parsing, the result is that of json.loads, keys are unique."""
 
 import json
 import random
@@ -24,7 +24,7 @@ def refusal(content: bytes, **options) -> str:
 
 
 def size_of(value: object) -> Size:
-    """The same by looking at the objects; an empty list counts as if it held one value."""
+    """The size by the parsed objects; an empty list counts as one with a value."""
     if not isinstance(value, list | dict):
         return Size(1, 0, 0)
     items = list(value.values()) if isinstance(value, dict) else value
@@ -68,7 +68,7 @@ def document(rng: random.Random, depth: int = 0) -> object:
     }
 
 
-def test_the_count_is_that_of_the_objects(num_cases, monkeypatch):
+def test_the_size_of_a_text_is_that_of_its_objects(num_cases, monkeypatch):
     for seed in range(num_cases("JSON documents", 1000)):
         rng = random.Random(seed)
         monkeypatch.setattr(json_input, "_PIECE", rng.choice((1, 2, 7, 1 << 16)))
@@ -81,7 +81,7 @@ def test_the_count_is_that_of_the_objects(num_cases, monkeypatch):
 
 @pytest.fixture
 def unparsed(monkeypatch):
-    """Within the test nothing may be parsed."""
+    """Fails the test if JSON is parsed."""
     parser = SimpleNamespace(loads=lambda *given, **named: pytest.fail("parsed"))
     monkeypatch.setattr(json_input, "json", parser)
 
@@ -99,12 +99,12 @@ LARGE = {
 
 
 @pytest.mark.parametrize(("rule", "place"), [(r, i) for r in LARGE for i in range(len(LARGE[r]))])
-def test_what_holds_too_much_is_refused_unparsed(unparsed, rule, place):
+def test_a_text_above_a_limit_is_refused_before_parsing(unparsed, rule, place):
     assert f" {rule} are more than" in refusal(LARGE[rule][place])
 
 
-def test_counting_ends_where_a_limit_is_passed(monkeypatch):
-    """The rest of 40 MB is not looked at."""
+def test_counting_stops_at_the_first_limit(monkeypatch):
+    """The rest of 40 MB is not read."""
     counted = []
     monkeypatch.setattr(
         json_input, "sizes", lambda content: (counted.append(1) or one for one in sizes(content))
@@ -114,7 +114,7 @@ def test_counting_ends_where_a_limit_is_passed(monkeypatch):
     assert len(counted) == 1 + 1 + 2 * MAX_VALUES // json_input._PIECE
 
 
-def test_what_just_fits_is_read():
+def test_a_text_at_the_limits_is_parsed():
     most = {"a": [1] * (MAX_VALUES - 3)}
     assert parse_object(json.dumps(most).encode(), field="body", limits=LIMITS) == most
     more = {"a": [1] * MAX_VALUES}
@@ -135,23 +135,23 @@ def test_what_just_fits_is_read():
         (b'{"a": {"deep": {"k": 1, "k": 2}}}', "k"),
     ],
 )
-def test_a_key_that_stands_twice_is_named(content, key):
+def test_a_duplicate_key_is_named(content, key):
     assert f"the key {key!r} stands in an object twice" in refusal(content)
 
 
-def test_many_keys_are_compared_at_once():
-    """A comparison of each with each would take minutes."""
+def test_duplicates_among_many_keys_are_found_in_linear_time():
+    """Comparing all pairs would take minutes."""
     keys = ",".join(f'"k{i}":0' for i in range(MAX_VALUES - 4))
     assert "'k7'" in refusal(f'{{{keys},"k7":1}}'.encode())
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-8-sig"])
 def test_other_encodings_are_refused(encoding):
-    """json.loads would read them, and the count of their bytes would mean nothing."""
+    """json.loads accepts them, and `sizes` cannot count their bytes."""
     assert "is not valid JSON" in refusal(
         json.dumps({"a": "∀"}, ensure_ascii=False).encode(encoding)
     )
 
 
-def test_a_message_quotes_no_more_than_its_beginning():
+def test_a_message_quotes_only_the_beginning_of_a_long_key():
     assert len(refusal(b'{"%s": 1, "%s": 1}' % ((b"k" * 90_000,) * 2))) <= 500
