@@ -38,7 +38,7 @@ def http(live):
 
 @pytest.fixture(scope="module")
 def alone(make_engine):
-    """An engine of its own, for what the server should say."""
+    """A separate engine, which generates the expected text."""
     return make_engine()
 
 
@@ -47,7 +47,7 @@ def url(live: LiveServer, path: str = "") -> str:
 
 
 def events(response: httpx.Response) -> list[dict]:
-    """The chunks of a stream, which must end as OpenAI's do."""
+    """The chunks of a stream, which must end like OpenAI's."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in response.text.split("\n\n") if line]
     assert all(line.startswith("data: ") for line in lines)
@@ -55,7 +55,7 @@ def events(response: httpx.Response) -> list[dict]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_a_completion_is_what_the_engine_says_alone(server, client, alone):
+def test_a_completion_equals_the_text_of_the_engine(server, client, alone):
     expected = alone.generate([PROMPT], SamplingParams(max_tokens=30))[0]
     answer = client.completions.create(prompt=PROMPT, max_tokens=30, **PLAIN)
     assert answer.choices[0].text == expected.text
@@ -71,7 +71,7 @@ def test_a_completion_is_what_the_engine_says_alone(server, client, alone):
     assert details.rejected_prediction_tokens == expected.drafted - expected.accepted
 
 
-def test_a_stream_is_the_same_in_pieces(server, client):
+def test_a_stream_joins_to_the_whole_answer(server, client):
     options = dict(prompt=PROMPT, max_tokens=30, **PLAIN)
     whole = client.completions.create(**options)
     chunks = list(
@@ -89,7 +89,7 @@ def test_a_stream_is_the_same_in_pieces(server, client):
     assert "".join(c.choices[0].text for c in bare) == whole.choices[0].text
 
 
-def test_the_block_about_speculation_agrees_with_itself(server, client):
+def test_the_counts_of_speculation_are_consistent(server, client):
     answer = client.completions.create(prompt=PROMPT, max_tokens=30, **PLAIN)
     block = answer.metrics["speculative_decoding"]
     histogram, steps = block["acceptance_histogram"], block["num_spec_steps"]
@@ -100,13 +100,13 @@ def test_the_block_about_speculation_agrees_with_itself(server, client):
     assert accepted == block["num_accepted_draft_tokens"]
     assert block["num_draft_tokens"] == 3 * steps
     assert block["draft_acceptance_rate"] == pytest.approx(accepted / block["num_draft_tokens"])
-    # The first token is the prefill's; rounds give the rest, and the last one may end on a draft.
+    # Prefill emits the first token, rounds the others; the last round may end with a draft.
     emitted = answer.usage.completion_tokens - 1
     assert block["mean_acceptance_length"] == pytest.approx(emitted / steps)
     assert steps + accepted - emitted in (0, 1)
 
 
-def test_drafts_are_a_matter_of_the_request(server, client):
+def test_a_request_sets_its_number_of_drafts(server, client):
     ask = lambda drafts: client.completions.create(
         prompt=PROMPT, max_tokens=20, extra_body={"num_speculative_tokens": drafts}, **PLAIN
     )
@@ -117,7 +117,7 @@ def test_drafts_are_a_matter_of_the_request(server, client):
     assert two.metrics["speculative_decoding"]["num_spec_tokens"] == 2
 
 
-def test_a_chat_is_the_completion_of_its_template(server, client):
+def test_a_chat_equals_the_completion_of_its_template(server, client):
     chat = client.chat.completions.create(
         messages=[{"role": "user", "content": "ab"}], max_tokens=12, **PLAIN
     )
@@ -150,7 +150,7 @@ def test_a_chat_streams(server, client):
     assert chunks[-1].usage == whole.usage
 
 
-def test_a_chat_without_a_bound_runs_to_the_models_length(server, client):
+def test_a_chat_without_max_tokens_runs_to_max_model_len(server, client):
     answer = client.chat.completions.create(
         messages=[{"role": "user", "content": "ab"}], extra_body={"ignore_eos": True}, **PLAIN
     )
@@ -160,7 +160,7 @@ def test_a_chat_without_a_bound_runs_to_the_models_length(server, client):
     assert short.usage.completion_tokens == 16
 
 
-def test_prompts_are_texts_or_tokens_one_or_several(server, client, tokenizer):
+def test_prompts_are_texts_or_token_ids(server, client, tokenizer):
     ask = lambda prompt: client.completions.create(prompt=prompt, max_tokens=9, **PLAIN).choices
     first, second = ask("ab")[0].text, ask("xyz")[0].text
     assert first != second
@@ -186,7 +186,7 @@ def test_n_sequences_of_several_prompts_are_numbered_by_prompt(server, client):
     assert streamed == texts
 
 
-def test_temperature_is_one_unless_told_otherwise(server, client):
+def test_the_default_temperature_is_one(server, client):
     texts = {
         client.completions.create(model="tiny", prompt="ab", max_tokens=20).choices[0].text
         for _ in range(4)
@@ -200,7 +200,7 @@ def test_temperature_is_one_unless_told_otherwise(server, client):
     assert client.completions.create(extra_body=with_all, **greedy).choices[0].text == expected
 
 
-def test_stop_strings_and_stop_tokens_say_what_stopped(server, client, alone):
+def test_the_answer_names_its_stop_string_or_token(server, client, alone):
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     expected = alone.generate([PROMPT], params)[0]
     stop = expected.text[10:14]
@@ -269,7 +269,7 @@ def test_usage_in_every_chunk(server, http, tokenizer):
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {len(tokenizer.encode(PROMPT))}
 
 
-def test_ids_come_back(server, http):
+def test_token_ids_are_returned(server, http):
     body = dict(model="tiny", prompt="a")
     given = http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
     assert given.headers["x-request-id"] == "mine"
@@ -280,7 +280,7 @@ def test_ids_come_back(server, http):
     assert named.headers["x-request-id"] == "yours"
 
 
-def test_concurrent_requests_say_what_they_say_alone(server, alone):
+def test_concurrent_requests_do_not_change_each_other(server, alone):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 120, n).tolist() for n in rng.integers(1, 50, 24)]
     params = SamplingParams(max_tokens=25, ignore_eos=True)
@@ -302,7 +302,7 @@ def test_concurrent_requests_say_what_they_say_alone(server, alone):
 
 
 def num_cancelled(http: httpx.Client) -> float:
-    """Requests so far that ended because their client left."""
+    """Requests so far that ended because of a lost connection."""
     lines = http.get("/metrics").text.splitlines()
     name = 'peagle:requests_total{code="CANCELLED"'
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
@@ -313,8 +313,8 @@ LONG = dict(prompt="a", max_tokens=90, ignore_eos=True, temperature=0)
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
-def test_a_client_that_leaves_frees_everything(server, http, pace, stream, prompt):
-    """Running or queued: of 20 requests at most 4 run at once."""
+def test_a_lost_connection_frees_everything(server, http, pace, stream, prompt):
+    """Running or queued requests: at most 4 of 20 run at once."""
     before = num_cancelled(http)
 
     async def ask_and_leave():
@@ -334,7 +334,7 @@ def test_a_client_that_leaves_frees_everything(server, http, pace, stream, promp
     assert num_cancelled(http) > before
 
 
-def test_a_client_that_leaves_amid_a_stream_frees_everything(server, http, pace):
+def test_a_lost_connection_of_a_stream_frees_everything(server, http, pace):
     before = num_cancelled(http)
     pace.release(2)
     with http.stream("POST", "/v1/completions", json=LONG | dict(stream=True)) as response:
@@ -343,7 +343,7 @@ def test_a_client_that_leaves_amid_a_stream_frees_everything(server, http, pace)
     assert num_cancelled(http) == before + 1
 
 
-def test_a_slow_reader_stops_nobody(server, http, client):
+def test_a_slow_reader_does_not_delay_others(server, http, client):
     with http.stream("POST", "/v1/completions", json=LONG | dict(stream=True)) as response:
         lines = response.iter_lines()
         next(lines)

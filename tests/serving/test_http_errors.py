@@ -1,4 +1,4 @@
-"""What the HTTP port refuses, and how: statuses, named fields, sizes."""
+"""Requests that the HTTP port refuses: statuses, named fields, sizes."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def http(live):
 
 
 def refusal(response: httpx.Response, status: int = 400) -> dict:
-    """The error object of a response with that status."""
+    """The error object of a response, which must have `status`."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -110,7 +110,7 @@ def as_text(value: object) -> str:
 
 
 @pytest.mark.parametrize(("field", "value"), cases(COMPLETION), ids=as_text)
-def test_completions_name_what_is_wrong(server, http, field, value):
+def test_completions_name_the_invalid_field(server, http, field, value):
     body = dict(prompt="a") | {field: value}
     if field == "n":
         body["temperature"] = 1
@@ -123,14 +123,14 @@ def test_completions_name_what_is_wrong(server, http, field, value):
 
 
 @pytest.mark.parametrize(("field", "value"), cases(CHAT), ids=as_text)
-def test_chats_name_what_is_wrong(server, http, field, value):
+def test_chats_name_the_invalid_field(server, http, field, value):
     body = dict(messages=HELLO, logprobs=True) | {field.partition("[")[0]: value}
     error = refusal(http.post("/v1/chat/completions", json=body))
     assert error["param"] == field
     assert error["message"].startswith(f"{field}: ")
 
 
-def test_what_asks_for_nothing_passes(server, http):
+def test_values_without_effect_are_accepted(server, http):
     nothing = dict(
         user="me", metadata={"a": "b"}, frequency_penalty=0, presence_penalty=0.0, best_of=1,
         repetition_penalty=1.0, logit_bias={}, min_tokens=0, store=False, stop=None, seed=None,
@@ -144,14 +144,14 @@ def test_what_asks_for_nothing_passes(server, http):
     assert http.post("/v1/chat/completions", json=chat).status_code == 200
 
 
-def test_arguments_of_the_templates_code_are_no_variables(server, http):
+def test_arguments_of_transformers_are_not_template_variables(server, http):
     for name in ("tokenize", "chat_template", "messages", "self", "padding"):
         body = dict(messages=HELLO, chat_template_kwargs={name: "x"})
         error = refusal(http.post("/v1/chat/completions", json=body))
         assert repr(name) in error["message"]
 
 
-def test_combinations_that_contradict_themselves_are_refused(server, http):
+def test_contradictory_fields_are_refused(server, http):
     post = lambda path, **body: refusal(http.post(path, json=body))
     wrong = post("/v1/completions", prompt="a", stream_options={"include_usage": True})
     assert wrong["param"] == "stream_options"
@@ -174,13 +174,13 @@ BODIES = [b"", b"{", b"[]", b"5", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b"[" 
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:20]))
-def test_what_is_no_json_object_is_refused(server, http, body):
+def test_a_body_that_is_not_a_json_object_is_refused(server, http, body):
     headers = {"content-type": "application/json"}
     error = refusal(http.post("/v1/completions", content=body, headers=headers))
     assert error["param"] == "body"
 
 
-def test_half_a_surrogate_pair_is_refused_without_harm(server, http):
+def test_a_lone_surrogate_does_no_harm(server, http):
     headers = {"content-type": "application/json"}
     for body in (rb'{"prompt": "\ud800"}', rb'{"\ud800": 1, "prompt": "a"}'):
         refusal(http.post("/v1/completions", content=body, headers=headers))
@@ -197,12 +197,12 @@ def test_bodies_are_bounded(server, http):
     assert http.get("/health").status_code == 200
 
 
-def test_other_types_of_content_are_refused(server, http):
+def test_other_content_types_are_refused(server, http):
     error = refusal(http.post("/v1/completions", data={"prompt": "a"}))
     assert error["param"] == "content-type"
 
 
-def test_there_is_one_model(server, http):
+def test_other_models_are_not_found(server, http):
     for path, body in (
         ("completions", dict(prompt="a")),
         ("chat/completions", dict(messages=HELLO)),
@@ -217,14 +217,14 @@ def test_there_is_one_model(server, http):
     refusal(http.get("/v1/models/gpt-5"), 404)
 
 
-def test_unknown_pages_and_methods(server, http):
+def test_unknown_paths_and_methods(server, http):
     refusal(http.get("/v1/nothing"), 404)
     refusal(http.get("/v1/completions"), 405)
     refusal(http.post("/metrics"), 405)
     assert set(http.get("/version").json()) == {"version"}
 
 
-def test_an_id_is_unique_while_it_runs(server, http):
+def test_ids_of_running_requests_are_unique(server, http):
     body = LONG | dict(stream=True)
     headers = {"x-request-id": "twice"}
     with http.stream("POST", "/v1/completions", json=body, headers=headers) as first:
@@ -235,7 +235,7 @@ def test_an_id_is_unique_while_it_runs(server, http):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_queue_says_when_to_come_back(server, stream):
+def test_a_full_queue_gives_a_retry_time(server, stream):
     async def ask(pace):
         limits = httpx.Limits(max_connections=None)
         address = f"http://{server.http_address}"
@@ -258,7 +258,7 @@ def test_a_full_queue_says_when_to_come_back(server, stream):
 
 
 def test_several_prompts_are_accepted_together_or_not_at_all(server, http):
-    """The second has no room for output: the first must not run on."""
+    """The second prompt leaves no room for output, so the first must not run either."""
     error = refusal(http.post("/v1/completions", json=LONG | dict(prompt=[[5], [5] * 96])))
     assert error["param"] == "prompt"
     server.check_empty()
@@ -274,7 +274,7 @@ def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
         pace.release(1)  # the round that waited
         server.check_empty()
         pace.release(2)  # of 90 tokens the first come in time, the last do not
-        # Begun with a status of 200, it can tell of the error by an event only.
+        # After a status of 200 an error can only be an event.
         answer = http.post("/v1/completions", json=LONG | dict(stream=True))
         assert answer.status_code == 200
         lines = [line for line in answer.text.split("\n\n") if line]
@@ -294,7 +294,7 @@ def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
     server.close()
 
 
-def test_the_death_of_the_engine_is_told(make_engine):
+def test_a_dead_engine_is_reported(make_engine):
     server = LiveServer(make_engine(), http=True)
 
     def die(*args):
@@ -313,7 +313,7 @@ def test_the_death_of_the_engine_is_told(make_engine):
     server.close()
 
 
-def test_a_defect_of_ours_is_a_500_without_details(make_engine, monkeypatch):
+def test_an_unexpected_exception_is_a_500_without_details(make_engine, monkeypatch):
     server = LiveServer(make_engine(), http=True)
 
     def fail(*args, **named):

@@ -1,4 +1,4 @@
-"""Requests that hold too much: refused before it becomes objects, read beside the event loop, let go of."""
+"""Large requests: refused before they become objects, parsed in a thread, freed before the answer."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ UNPARSED = {
 
 
 @pytest.mark.parametrize("name", UNPARSED)
-def test_many_values_are_refused_unparsed(server, http, monkeypatch, name):
+def test_too_many_values_are_refused_before_parsing(server, http, monkeypatch, name):
     path, content = UNPARSED[name]
     parser = SimpleNamespace(loads=lambda *given, **named: pytest.fail("parsed"))
     monkeypatch.setattr(json_input, "json", parser)
@@ -94,21 +94,21 @@ def test_a_body_that_is_too_large_is_a_413(server, http):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_key_that_stands_twice_is_refused(server, http, path):
+def test_a_duplicate_key_is_refused(server, http, path):
     content = b'{"prompt": "a", "temperature": 0, "temperature": 1}'
     headers = {"content-type": "application/json"}
     assert "'temperature'" in refusal(http.post(path, content=content, headers=headers))["message"]
 
 
-def test_errors_quote_no_more_than_the_beginning(server, http):
+def test_errors_quote_only_the_beginning_of_a_value(server, http):
     for content in ({"x" * 90_000: 1}, {"model": "x" * 90_000}, {"chat_template": "x" * 90_000}):
         answer = http.post(CHAT, json={"messages": [HELLO]} | content)
         assert answer.status_code in (400, 404)
         assert len(answer.content) < 1000
 
 
-def test_large_bodies_are_read_beside_the_event_loop(server, http, monkeypatch):
-    """While one is read, probes, small requests and other connections are answered."""
+def test_large_bodies_are_parsed_in_a_thread(server, http, monkeypatch):
+    """Meanwhile probes, small requests and other connections are answered."""
     healthy, is_held, released, names = Completions.read, threading.Event(), threading.Event(), []
 
     def held(self, content, caller):
@@ -137,7 +137,7 @@ def test_large_bodies_are_read_beside_the_event_loop(server, http, monkeypatch):
     assert not names[1].startswith("json")
 
 
-def test_a_body_is_let_go_of_before_its_answer_is_generated(server, http, monkeypatch):
+def test_a_body_is_freed_before_its_answer_is_generated(server, http, monkeypatch):
     bodies = []
     make = generation.Reader.body
 
@@ -216,7 +216,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_messages_of_many_fields_are_refused_unparsed(server, name):
+def test_messages_of_many_fields_are_refused_before_parsing(server, name):
     path, request = FULL[name]
     error = send(server, path, request)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -284,7 +284,7 @@ def test_long_lists_are_named(server, words):
     assert words in error.details()
 
 
-def test_keys_of_sampling_parameters_stand_there_once(server):
+def test_a_duplicate_key_of_sampling_parameters_is_refused(server):
     request = INFER(model_name="tiny")
     for name, text in (("text_input", b"a"), ("sampling_parameters", b'{"n": 1, "n": 2}')):
         tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
@@ -297,13 +297,13 @@ SMALL = [path for path in METHODS if not path.endswith(("Generate", "GenerateOnc
 
 
 @pytest.mark.parametrize("path", SMALL)
-def test_calls_without_prompts_take_small_messages_only(server, path):
+def test_calls_without_prompts_accept_only_small_messages(server, path):
     error = send(server, path, b"\x7a" + b"\x84\x80\x20" + b"x" * (512 << 10 | 4))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert str(512 << 10) in error.details()
 
 
-def test_limits_are_those_of_the_server(make_engine):
+def test_limits_come_from_the_server(make_engine):
     limits = Limits(max_messages=2, max_stops=1, max_stop_chars=3, max_stop_ids=1, max_json_depth=3)
     server = LiveServer(make_engine(), http=True, limits=limits)
     with httpx.Client(base_url=f"http://{server.http_address}", timeout=SECONDS) as http:
