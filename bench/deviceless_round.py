@@ -18,12 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from bench import deviceless
+from bench.command import Options, add_options, option, positive
 from bench.presets import preset
 from bench.random_weights import random_head, random_target
 from peagle_jax import step
@@ -37,7 +39,7 @@ _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (copy|copy-start)\(")
 _BITS = re.compile(r"\d+")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Round:
     """Properties of the compiled program of one round.
 
@@ -65,6 +67,21 @@ class Round:
     aliased_bytes: int
     temporary_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes(Options):
+    """The shapes to compile for."""
+
+    preset: str = option("as for decode-step", default="qwen3-coder-30b-a3b-fp8", metavar="NAME")
+    layers: int = option("layers of the target", default=2, type=positive, metavar="N")
+    head_layers: int = option("layers of the head", default=1, type=positive, metavar="N")
+    k: int = option(
+        "drafts per round; 0: plain decoding", default=3, short="-k", type=int, metavar="K"
+    )
+    concurrency: int = option("sequences", default=2, type=positive, metavar="N")
+    max_model_len: int = option("prompt and output", default=4096, type=positive, metavar="N")
+    kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
 
 
 class Programs(NamedTuple):
@@ -103,22 +120,22 @@ def num_bytes(x) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
 
 
-def programs(args) -> Programs:
+def programs(sizes: Sizes) -> Programs:
     """The programs of a preset's first layers with its P-EAGLE head, as the engine compiles them."""
-    chosen = preset(args.preset, args.layers)
+    chosen = preset(sizes.preset, sizes.layers)
     config = EngineConfig(
-        num_draft=args.k,
-        max_num_seqs=args.concurrency,
-        max_model_len=args.max_model_len,
+        num_draft=sizes.k,
+        max_num_seqs=sizes.concurrency,
+        max_model_len=sizes.max_model_len,
         dtype="bfloat16",
-        kv_cache_dtype=args.kv_cache_dtype,
+        kv_cache_dtype=sizes.kv_cache_dtype,
     )
     head_config, drafter, taps = None, None, ()
     target = jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))
-    if args.k:  # K = 0 is plain decoding
-        head_config = dataclasses.replace(chosen.head("peagle"), num_layers=args.head_layers)
+    if sizes.k:  # K = 0 is plain decoding
+        head_config = dataclasses.replace(chosen.head("peagle"), num_layers=sizes.head_layers)
         drafter = jax.eval_shape(
-            lambda: make_drafter(random_head(head_config, dtype="bfloat16"), args.k, "argmax")
+            lambda: make_drafter(random_head(head_config, dtype="bfloat16"), sizes.k, "argmax")
         )
         taps = head_config.taps or chosen.target.default_taps
     state = jax.eval_shape(lambda: step.init_state(chosen.target, head_config, config))
@@ -137,14 +154,14 @@ def programs(args) -> Programs:
         prefill,
         weights,
         state,
-        DecodeCall.build([], args.concurrency, args.k, config).plan,
+        DecodeCall.build([], sizes.concurrency, sizes.k, config).plan,
         PrefillCall.build([], config).plan,
     )
 
 
-def compile_round(args, mesh, dump: Path) -> Round:
-    """The round of `programs(args)`, compiled for the GPU of `mesh`."""
-    made = programs(args)
+def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
+    """The round of `programs(sizes)`, compiled for the GPU of `mesh`."""
+    made = programs(sizes)
     start = time.perf_counter()
     compiled = deviceless.compile_on(
         mesh, made.round, made.weights, made.state, made.round_plan, donate_argnums=1
@@ -191,14 +208,8 @@ def largest_copy(hlo: str) -> int:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `programs` reads."""
-    parser.add_argument("--preset", default="qwen3-coder-30b-a3b-fp8", help="as of decode-step")
-    parser.add_argument("--layers", type=int, default=2, help="of the target (default: 2)")
-    parser.add_argument("--head-layers", type=int, default=1, help="of the head (default: 1)")
-    parser.add_argument("-k", type=int, default=3, help="drafts (default: 3)")
-    parser.add_argument("--concurrency", type=int, default=2, help="sequences (default: 2)")
-    parser.add_argument("--max-model-len", type=int, default=4096, help="default: 4096")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    """Adds the options of `Sizes`."""
+    add_options(parser, Sizes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -222,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
         deviceless.prepare(dump)
         mesh = stack.enter_context(deviceless.target(args.chip))
-        made = dataclasses.asdict(compile_round(args, mesh, dump))
+        made = dataclasses.asdict(compile_round(Sizes.of(vars(args)), mesh, dump))
     if args.json:
         args.json.write_text(json.dumps(made))
     print(*(f"{name}: {value}" for name, value in made.items()), sep="\n")

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import deviceless
-from bench.deviceless_round import Programs, add_sizes, num_bytes, programs
+from bench.deviceless_round import Programs, Sizes, add_sizes, num_bytes, programs
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.specs import weight_of
 from pallas_kernels.device import TPU7X, V5E, V6E
@@ -192,7 +192,7 @@ def copies(hlo: str) -> list[tuple[int, str]]:
 def _compile(args) -> Iterator[Program]:
     """The programs that the options name."""
     names = args.program or ("round", "prefill")
-    made = programs(args) if {"round", "prefill"} & set(names) else None
+    made = programs(Sizes.of(vars(args))) if {"round", "prefill"} & set(names) else None
     for chip in args.chip or CHIPS:
         for name in names:
             if name != "experts":

@@ -8,7 +8,7 @@ _OPTIONS_LEFT_OUT = ("--elements texts", "--method peagle")
 """Options of every P-EAGLE cell; the table leaves them out."""
 
 
-def heads_table(some: list[dict]) -> str:
+def heads_table(rows: list[dict]) -> str:
     """One line per prompt set and head: AL, fresh AL, AL of oracles and with n-gram drafts."""
     header = ["prompts", "head", "K", "AL", "fresh AL", *(f"oracle, top {top}" for top in _TOPS)]
     lines = [
@@ -21,20 +21,20 @@ def heads_table(some: list[dict]) -> str:
             *(f"{row['oracle_acceptance_length'][top]:.2f}" for top in _TOPS),
             f"{row['ngram']['hybrid_acceptance_length']:.2f}",
         ]
-        for row in sorted(some, key=lambda row: (row["set"], row["method"]))
+        for row in sorted(rows, key=lambda row: (row["set"], row["method"]))
     ]
-    first = some[0]
+    first = rows[0]
     return (
-        f"**{labels.listed(some, 'device')}**, model {first['model']}, {first['dtype']}; "
-        f"{labels.provenance(some)}\n\n{labels.markdown([*header, 'with n-grams'], lines)}"
+        f"**{labels.listed(rows, 'device')}**, model {first['model']}, {first['dtype']}; "
+        f"{labels.provenance(rows)}\n\n{labels.markdown([*header, 'with n-grams'], lines)}"
     )
 
 
-def ablations_table(some: list[dict]) -> str:
+def ablations_table(rows: list[dict]) -> str:
     """One line per cell: steps, and AL / fresh AL on held-out texts and on every prompt set."""
-    sets = sorted({name for row in some for name in row["sets"]})
-    both = lambda found: (
-        f"{found['acceptance_length']:.2f} / {found['fresh_acceptance_length']:.2f}"
+    sets = sorted({name for row in rows for name in row["sets"]})
+    both = lambda lengths: (
+        f"{lengths['acceptance_length']:.2f} / {lengths['fresh_acceptance_length']:.2f}"
     )
     lines = [
         [
@@ -43,12 +43,12 @@ def ablations_table(some: list[dict]) -> str:
             both(row["validation"]),
             *(both(row["sets"][name]) if name in row["sets"] else "" for name in sets),
         ]
-        for row in sorted(some, key=lambda row: (-row["steps"], row["cell"]))
+        for row in sorted(rows, key=lambda row: (-row["steps"], row["cell"]))
     ]
     header = ["cell", "steps", "held out", *sets]
-    num_draft = len(next(iter(some[0]["sets"].values()))["acceptance_per_position"])
+    num_draft = len(next(iter(rows[0]["sets"].values()))["acceptance_per_position"])
     return (
-        f"**{labels.listed(some, 'device')}**, AL / fresh AL at K = {num_draft}; {labels.provenance(some)}\n\n"
+        f"**{labels.listed(rows, 'device')}**, AL / fresh AL at K = {num_draft}; {labels.provenance(rows)}\n\n"
         f"{labels.markdown(header, lines)}"
     )
 

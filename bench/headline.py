@@ -10,16 +10,16 @@ SYNTHETIC = 3.1
 _POINT = ("method", "num_speculative_tokens", "concurrency")
 
 
-def tokens_per_round(some: list[dict]) -> str:
+def tokens_per_round(rows: list[dict]) -> str:
     """One sentence: the acceptance length of P-EAGLE at its largest K on HumanEval.
 
     Raises:
       ConfigError: there is no such row.
     """
-    own = [row for row in some if (row["method"], row["set"]) == ("peagle", "HumanEval")]
-    if not own:
+    chosen = [row for row in rows if (row["method"], row["set"]) == ("peagle", "HumanEval")]
+    if not chosen:
         raise ConfigError("bench:headline needs acceptance rows of P-EAGLE on HumanEval")
-    row = max(own, key=lambda row: row["num_speculative_tokens"])
+    row = max(chosen, key=lambda row: row["num_speculative_tokens"])
     return (
         f"**{row['acceptance_length']:.2f} tokens per round instead of 1**: P-EAGLE with K = "
         f"{row['num_speculative_tokens']}, {row['model']} model, {row['prompts']} prompts of HumanEval, "
@@ -27,81 +27,81 @@ def tokens_per_round(some: list[dict]) -> str:
     )
 
 
-def shape_rows(some: list[dict]) -> list[dict]:
+def shape_rows(rows: list[dict]) -> list[dict]:
     """Decode rows of `SHAPE` at the concurrencies that plain decoding has, too; may be none."""
-    own = [
+    chosen = [
         row
-        for row in some
+        for row in rows
         if (row["kind"], row.get("model")) == ("decode-step", SHAPE)
         and row["kv_cache_dtype"] == "auto"
         and row["synthetic_acceptance_length"] in (None, SYNTHETIC)
     ]
-    plain = {row["concurrency"] for row in own if row["method"] == "none"}
-    return [row for row in own if row["concurrency"] in plain]
+    plain = {row["concurrency"] for row in chosen if row["method"] == "none"}
+    return [row for row in chosen if row["concurrency"] in plain]
 
 
-def shape_caption(some: list[dict]) -> str:
+def shape_caption(rows: list[dict]) -> str:
     """What the plot of `shape_rows` shows, and the commits of its rows.
 
     Raises:
       ConfigError: there are no such rows.
     """
-    own = shape_rows(some)
-    if not own:
+    chosen = shape_rows(rows)
+    if not chosen:
         raise ConfigError(f"bench:shape needs decode-step rows of {SHAPE} without speculation")
     return (
-        f"Qwen3-Coder-30B-A3B in FP8 on one {labels.listed(own, 'device')}, random weights, temperature "
-        f"{own[0]['temperature']:g}, 512 prompt tokens, output tokens/s of a full batch. Both heads have a "
+        f"Qwen3-Coder-30B-A3B in FP8 on one {labels.listed(chosen, 'device')}, random weights, temperature "
+        f"{chosen[0]['temperature']:g}, 512 prompt tokens, output tokens/s of a full batch. Both heads have a "
         f"synthetic AL of {SYNTHETIC}, so the plot compares the cost of rounds, not the quality of heads "
-        f"({labels.provenance(own)})."
+        f"({labels.provenance(chosen)})."
     )
 
 
-def pairs(some: list[dict]) -> list[tuple[dict, dict]]:
+def pairs(rows: list[dict]) -> list[tuple[dict, dict]]:
     """(row of this engine, row of the other) of the same method, K and concurrency of `SHAPE`."""
     point = lambda row: tuple(row[name] for name in _POINT)
-    ours = {point(row): row for row in shape_rows(some)}
-    theirs = [row for row in some if (row["kind"], row.get("model")) == ("reference", SHAPE)]
+    ours = {point(row): row for row in shape_rows(rows)}
+    theirs = [row for row in rows if (row["kind"], row.get("model")) == ("reference", SHAPE)]
     return [(ours[point(row)], row) for row in theirs if point(row) in ours]
 
 
-def beside_table(some: list[dict]) -> str:
+def beside_table(rows: list[dict]) -> str:
     """Milliseconds of rounds and of prefill by concurrency, the other engine's in brackets.
 
     Raises:
       ConfigError: there is no pair of rows.
     """
-    found = pairs(some)
-    if not found:
+    matched = pairs(rows)
+    if not matched:
         raise ConfigError(f"bench:beside needs decode-step and reference rows of {SHAPE}")
-    across = sorted({theirs["concurrency"] for _, theirs in found})
+    across = sorted({theirs["concurrency"] for _, theirs in matched})
     lines: dict[str, dict[int, str]] = {}
     for name, what, digits in (("ms_per_round", "round", 2), ("prefill_ms", "prefill", 0)):
-        for ours, theirs in found:
+        for ours, theirs in matched:
             if theirs[name] is not None:
                 text = f"{ours[name]:.{digits}f} ({_about(theirs)}{theirs[name]:.{digits}f})"
                 line = lines.setdefault(f"{labels.label(theirs)}, {what}", {})
                 line[theirs["concurrency"]] = text
-    first, other = found[0]
+    first, other = matched[0]
     header = [f"ms, in brackets {other['engine']}", *(f"concurrency {one}" for one in across)]
     cells = [[line, *(texts.get(one, "") for one in across)] for line, texts in lines.items()]
     return (
         f"**{first['device']}**, {SHAPE}, random weights, temperature {first['temperature']:g}, "
-        f"synthetic AL {SYNTHETIC}; {labels.provenance([ours for ours, _ in found])}\n\n"
+        f"synthetic AL {SYNTHETIC}; {labels.provenance([ours for ours, _ in matched])}\n\n"
         f"{labels.markdown(header, cells)}"
     )
 
 
-def reference_table(some: list[dict]) -> str:
+def reference_table(rows: list[dict]) -> str:
     """All rows of another engine: milliseconds of a round and of prefill by method and concurrency."""
-    across = sorted({row["concurrency"] for row in some})
+    across = sorted({row["concurrency"] for row in rows})
     lines: dict[str, dict[int, str]] = {}
     for name, what, digits in (("ms_per_round", "round", 2), ("prefill_ms", "prefill", 0)):
-        for row in some:
+        for row in rows:
             if row[name] is not None:
                 line = lines.setdefault(f"{labels.label(row)}, {what}", {})
                 line[row["concurrency"]] = f"{_about(row)}{row[name]:.{digits}f}"
-    header = [f"ms, {some[0]['engine']}", *(f"concurrency {one}" for one in across)]
+    header = [f"ms, {rows[0]['engine']}", *(f"concurrency {one}" for one in across)]
     cells = [[line, *(texts.get(one, "") for one in across)] for line, texts in lines.items()]
     return labels.markdown(header, cells)
 
@@ -110,12 +110,12 @@ def _about(row: dict) -> str:
     return "about " if row["approximate"] else ""
 
 
-def lossless_sum(some: list[dict]) -> str:
+def lossless_sum(rows: list[dict]) -> str:
     """One sentence: greedy tokens compared with plain decoding, and how many differ."""
-    total = lambda name: sum(row[name] for row in some)
-    models = list(dict.fromkeys(row["model"] for row in some))
+    total = lambda name: sum(row[name] for row in rows)
+    models = list(dict.fromkeys(row["model"] for row in rows))
     return (
         f"{total('tokens_compared'):,} greedy tokens of {', '.join(models)} on "
-        f"{labels.listed(some, 'device')} were compared with plain decoding: "
-        f"**{total('tokens_differing'):,} differ** (commit {labels.listed(some, 'sha')})."
+        f"{labels.listed(rows, 'device')} were compared with plain decoding: "
+        f"**{total('tokens_differing'):,} differ** (commit {labels.listed(rows, 'sha')})."
     )

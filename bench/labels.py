@@ -5,10 +5,10 @@ from peagle_jax.runs import METHOD_NAMES
 SETTING = ("device", "model", "dtype", "weights", "kv_cache_dtype", "temperature")
 
 
-def settings(some: list[dict]) -> list[tuple[tuple, list[dict]]]:
+def settings(rows: list[dict]) -> list[tuple[tuple, list[dict]]]:
     """Rows by device, model, formats and temperature, first seen first."""
     groups: dict[tuple, list[dict]] = {}
-    for row in some:
+    for row in rows:
         groups.setdefault(tuple(row[key] for key in SETTING), []).append(row)
     return list(groups.items())
 
@@ -24,23 +24,23 @@ def number_formats(dtype: str, weights: str, cache: str) -> str:
     return f"{dtype} with {' and '.join(others)}" if others else dtype
 
 
-def title(setting: tuple, some: list[dict]) -> str:
+def title(setting: tuple, rows: list[dict]) -> str:
     device, model, *numbers, temperature = setting
     sampling = "greedy" if temperature == 0 else f"temperature {temperature}"
     return (
         f"**{device}**, model {model}, {number_formats(*numbers)}, {sampling}, "
-        f"{listed(some, 'max_tokens')} new tokens; {provenance(some)}"
+        f"{listed(rows, 'max_tokens')} new tokens; {provenance(rows)}"
     )
 
 
-def listed(some: list[dict], name: str) -> str:
-    by_date = sorted(some, key=lambda row: row["date"])
+def listed(rows: list[dict], name: str) -> str:
+    by_date = sorted(rows, key=lambda row: row["date"])
     return " and ".join(dict.fromkeys(str(row[name]) for row in by_date))
 
 
-def provenance(some: list[dict]) -> str:
-    day = max(row["date"] for row in some)[:10]
-    return f"jax {listed(some, 'jax')}, commit {listed(some, 'sha')}, {day}"
+def provenance(rows: list[dict]) -> str:
+    day = max(row["date"] for row in rows)[:10]
+    return f"jax {listed(rows, 'jax')}, commit {listed(rows, 'sha')}, {day}"
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:

@@ -19,22 +19,22 @@ _ROWS = "Rows"
 
 
 def of_kind(kind: str) -> Callable[[list[dict]], list[dict]]:
-    return lambda some: [row for row in some if row["kind"] == kind]
+    return lambda rows: [row for row in rows if row["kind"] == kind]
 
 
-def _beside(some: list[dict]) -> list[dict]:
-    return [row for pair in headline.pairs(some) for row in pair]
+def _beside(rows: list[dict]) -> list[dict]:
+    return [row for pair in headline.pairs(rows) for row in pair]
 
 
-def shown(some: list[dict]) -> dict[str, list[dict]]:
+def shown(rows: list[dict]) -> dict[str, list[dict]]:
     """Name of each plot -> the rows that it shows, for plots that have rows."""
-    found = {name: rows_of(some) for name, (rows_of, _) in PLOTS.items()}
-    return {name: own for name, own in found.items() if own}
+    chosen_by_plot = {name: rows_of(rows) for name, (rows_of, _) in PLOTS.items()}
+    return {name: chosen for name, chosen in chosen_by_plot.items() if chosen}
 
 
-def digest(own: list[dict]) -> str:
+def digest(chosen: list[dict]) -> str:
     """Digest of the rows of one plot."""
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def digest_of(path: Path) -> str | None:
@@ -53,30 +53,30 @@ def digest_of(path: Path) -> str | None:
     return None
 
 
-def draw(some: list[dict], folder: Path) -> list[str]:
+def draw(rows: list[dict], folder: Path) -> list[str]:
     """Draws each plot that has rows; returns the names of its files.
 
     Raises:
       ConfigError: matplotlib is not installed.
     """
     written = []
-    for name, own in shown(some).items():
+    for name, chosen in shown(rows).items():
         path = folder / f"{name}.png"
-        PLOTS[name][1](own, path)
+        PLOTS[name][1](chosen, path)
         written.append(str(path))
     return written
 
 
-def plot_throughput(own: list[dict], path: Path) -> None:
+def plot_throughput(chosen: list[dict], path: Path) -> None:
     """Tokens per second over concurrency, a panel per setting: the largest K of each method in full
     colour, the others pale."""
-    groups = labels.settings(own)
+    groups = labels.settings(chosen)
     figure, panels = figure_with_panels(len(groups))
-    for panel, (setting, part) in zip(panels, groups, strict=True):
-        for label in dict.fromkeys(map(labels.label, part)):
-            line = [row for row in part if labels.label(row) == label]
+    for panel, (setting, group) in zip(panels, groups, strict=True):
+        for label in dict.fromkeys(map(labels.label, group)):
+            line = [row for row in group if labels.label(row) == label]
             method, k = line[0]["method"], line[0]["num_speculative_tokens"]
-            largest = max(row["num_speculative_tokens"] for row in part if row["method"] == method)
+            largest = max(row["num_speculative_tokens"] for row in group if row["method"] == method)
             panel.plot(
                 [row["concurrency"] for row in line],
                 [row["tokens_per_second"] for row in line],
@@ -87,76 +87,76 @@ def plot_throughput(own: list[dict], path: Path) -> None:
                 label=label,
                 markersize=4,
             )
-        _concurrencies(panel, part)
-        title = f"{_panel_title(setting)}\ncommit {labels.listed(part, 'sha')}"
+        _concurrencies(panel, group)
+        title = f"{_panel_title(setting)}\ncommit {labels.listed(group, 'sha')}"
         panel.set(title=title, ylabel="output tokens/s")
-    _save(figure, panels, path, own)
+    _save(figure, panels, path, chosen)
 
 
-def plot_shape(own: list[dict], path: Path) -> None:
+def plot_shape(chosen: list[dict], path: Path) -> None:
     """Tokens per second of a full batch, a panel per concurrency and a bar per method and K."""
-    names = list(dict.fromkeys(map(labels.label, own)))
-    across = sorted({row["concurrency"] for row in own})
+    names = list(dict.fromkeys(map(labels.label, chosen)))
+    across = sorted({row["concurrency"] for row in chosen})
     figure, panels = figure_with_panels(len(across), width=3.2, height=3.4)
     for panel, concurrency in zip(panels, across, strict=True):
-        rows = {labels.label(row): row for row in own if row["concurrency"] == concurrency}
+        by_name = {labels.label(row): row for row in chosen if row["concurrency"] == concurrency}
         for place, name in enumerate(names):
-            if name not in rows:
+            if name not in by_name:
                 panel.text(place, 0, "no row", ha="center", va="bottom", fontsize=8, color="gray")
                 continue
-            colour = _COLOURS[rows[name]["method"]]
-            bars = panel.bar(place, rows[name]["decode_tokens_per_second"], color=colour)
+            colour = _COLOURS[by_name[name]["method"]]
+            bars = panel.bar(place, by_name[name]["decode_tokens_per_second"], color=colour)
             panel.bar_label(bars, fmt="{:,.0f}", fontsize=9)
         panel.set_xticks(range(len(names)), names, fontsize=8)
         panel.set_title(f"concurrency {concurrency}")
         panel.yaxis.set_major_formatter("{x:,.0f}")
         panel.margins(y=0.12)
     panels[0].set_ylabel("output tokens/s, full batch")
-    device, model, *numbers, temperature = labels.settings(own)[0][0]
+    device, model, *numbers, temperature = labels.settings(chosen)[0][0]
     figure.suptitle(
         f"{model} on one {device}: random weights, synthetic AL {headline.SYNTHETIC}, temperature "
-        f"{temperature:g}\n{labels.number_formats(*numbers)}, commit {labels.listed(own, 'sha')}",
+        f"{temperature:g}\n{labels.number_formats(*numbers)}, commit {labels.listed(chosen, 'sha')}",
         fontsize=9,
     )
-    _save(figure, panels, path, own)
+    _save(figure, panels, path, chosen)
 
 
-def plot_rounds(own: list[dict], path: Path) -> None:
+def plot_rounds(chosen: list[dict], path: Path) -> None:
     """Milliseconds of a round beside another engine's, a panel per method.
 
     Args:
-      own: rows of `headline.pairs`, ours and theirs in turn.
+      chosen: rows of `headline.pairs`, of this and of the other engine in turn.
     """
-    pairs = list(zip(own[::2], own[1::2], strict=True))
+    pairs = list(zip(chosen[::2], chosen[1::2], strict=True))
     names = list(dict.fromkeys(labels.label(theirs) for _, theirs in pairs))
     figure, panels = figure_with_panels(len(names))
     for panel, name in zip(panels, names, strict=True):
-        part = [pair for pair in pairs if labels.label(pair[1]) == name]
+        group = [pair for pair in pairs if labels.label(pair[1]) == name]
         for place, (label, colour) in enumerate(
-            (("peagle-jax", "tab:orange"), (part[0][1]["engine"], "tab:gray"))
+            (("peagle-jax", "tab:orange"), (group[0][1]["engine"], "tab:gray"))
         ):
-            values = [pair[place]["ms_per_round"] for pair in part]
-            centres = [number + 0.4 * place for number in range(len(part))]
+            values = [pair[place]["ms_per_round"] for pair in group]
+            centres = [number + 0.4 * place for number in range(len(group))]
             bars = panel.bar(centres, values, width=0.38, color=colour, label=label)
             panel.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8)
-        ticks = [str(theirs["concurrency"]) for _, theirs in part]
-        panel.set_xticks([number + 0.2 for number in range(len(part))], ticks)
-        commits = labels.listed([pair[0] for pair in part], "sha")
-        title = f"{name}: {headline.SHAPE}\n{part[0][0]['device']}, commit {commits}"
+        ticks = [str(theirs["concurrency"]) for _, theirs in group]
+        panel.set_xticks([number + 0.2 for number in range(len(group))], ticks)
+        commits = labels.listed([pair[0] for pair in group], "sha")
+        title = f"{name}: {headline.SHAPE}\n{group[0][0]['device']}, commit {commits}"
         panel.set(title=title, xlabel="concurrency", ylabel="ms per round")
-    _save(figure, panels, path, own)
+    _save(figure, panels, path, chosen)
 
 
-def plot_acceptance(own: list[dict], path: Path) -> None:
+def plot_acceptance(chosen: list[dict], path: Path) -> None:
     """Acceptance by position at the largest K, a panel per setting and prompt set."""
     groups = []
-    for setting, part in labels.settings(own):
-        for name in dict.fromkeys(row["set"] for row in part):
-            groups.append((setting, name, [row for row in part if row["set"] == name]))
+    for setting, group in labels.settings(chosen):
+        for name in dict.fromkeys(row["set"] for row in group):
+            groups.append((setting, name, [row for row in group if row["set"] == name]))
     figure, panels = figure_with_panels(len(groups))
-    for panel, (setting, name, part) in zip(panels, groups, strict=True):
-        largest = max(row["num_speculative_tokens"] for row in part)
-        for row in part:
+    for panel, (setting, name, group) in zip(panels, groups, strict=True):
+        largest = max(row["num_speculative_tokens"] for row in group)
+        for row in group:
             if row["num_speculative_tokens"] != largest:
                 continue
             rates = row["acceptance_per_position"]
@@ -165,7 +165,7 @@ def plot_acceptance(own: list[dict], path: Path) -> None:
             panel.plot(range(1, len(rates) + 1), rates, "o-", color=colour, label=label)
         panel.set(title=f"{name}: {_panel_title(setting)}", xlabel="draft position")
         panel.set(ylabel="accepted", ylim=(0, 1))
-    _save(figure, panels, path, own)
+    _save(figure, panels, path, chosen)
 
 
 PLOTS: dict[str, tuple[Callable[[list[dict]], list[dict]], Callable[[list[dict], Path], None]]] = {
@@ -182,16 +182,16 @@ def _panel_title(setting: tuple) -> str:
     return f"{device}\n{model}, {labels.number_formats(*numbers)}, temperature {temperature:g}"
 
 
-def _concurrencies(panel, own: list[dict]) -> None:
+def _concurrencies(panel, chosen: list[dict]) -> None:
     panel.set_xscale("log", base=2)
-    ticks = sorted({row["concurrency"] for row in own})
+    ticks = sorted({row["concurrency"] for row in chosen})
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.set_xlabel("concurrency")
     panel.yaxis.set_major_formatter("{x:,.0f}")
     panel.set_ylim(bottom=0)
 
 
-def _save(figure, panels, path: Path, own: list[dict]) -> None:
+def _save(figure, panels, path: Path, chosen: list[dict]) -> None:
     for panel in panels:
         panel.title.set_fontsize(9)
         panel.grid(alpha=0.3)
@@ -200,4 +200,4 @@ def _save(figure, panels, path: Path, own: list[dict]) -> None:
             panel.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without the software's version in it, equal rows give an equal file.
-    figure.savefig(path, dpi=120, metadata={"Software": None, _ROWS: digest(own)})
+    figure.savefig(path, dpi=120, metadata={"Software": None, _ROWS: digest(chosen)})

@@ -70,13 +70,13 @@ def newest(all_rows: Sequence[dict]) -> list[dict]:
     return [*found, *kernels.values(), *others]
 
 
-def acceptance_table(some: list[dict]) -> str:
+def acceptance_table(measured: list[dict]) -> str:
     """One line per prompt set, method and K; a column per position."""
-    width = max(len(row["acceptance_per_position"]) for row in some)
+    width = max(len(row["acceptance_per_position"]) for row in measured)
     header = ["prompts", "method", "K", "AL", *map(str, range(1, width + 1))]
-    names = list(dict.fromkeys(row["set"] for row in some))
+    names = list(dict.fromkeys(row["set"] for row in measured))
     lines = []
-    for row in sorted(some, key=lambda row: names.index(row["set"])):
+    for row in sorted(measured, key=lambda row: names.index(row["set"])):
         rates = [f"{rate:.2f}" for rate in row["acceptance_per_position"]]
         lines.append(
             [
@@ -91,16 +91,16 @@ def acceptance_table(some: list[dict]) -> str:
     return labels.markdown(header, lines)
 
 
-def _grid(some: list[dict], cell: Callable[[dict], str]) -> str:
+def _grid(measured: list[dict], cell: Callable[[dict], str]) -> str:
     """Methods down, concurrencies across."""
-    across = sorted({row["concurrency"] for row in some})
-    cells = {(labels.label(row), row["concurrency"]): cell(row) for row in some}
-    down = list(dict.fromkeys(labels.label(row) for row in some))
+    across = sorted({row["concurrency"] for row in measured})
+    cells = {(labels.label(row), row["concurrency"]): cell(row) for row in measured}
+    down = list(dict.fromkeys(labels.label(row) for row in measured))
     lines = [[label, *(cells.get((label, c), "") for c in across)] for label in down]
     return labels.markdown(["concurrency", *map(str, across)], lines)
 
 
-def decode_step_table(some: list[dict]) -> str:
+def decode_step_table(measured: list[dict]) -> str:
     """One line per method, K and concurrency: a round, its floor, and what it makes of tokens."""
     header = [
         "method", "concurrency", "ms per round", "floor, ms", "of the floor", "AL", "tokens/s",
@@ -117,30 +117,30 @@ def decode_step_table(some: list[dict]) -> str:
             f"{row['tokens_per_second']:,.0f}",
             f"{row['ttft_ms_median']:.0f}",
         ]
-        for row in some
+        for row in measured
     ]
     return labels.markdown(header, lines)
 
 
-def lossless_table(some: list[dict]) -> str:
+def lossless_table(measured: list[dict]) -> str:
     """Tokens that differ of those compared, and AL; methods down, concurrencies across, a sum below."""
-    total = lambda name: sum(row[name] for row in some)
+    total = lambda name: sum(row[name] for row in measured)
     cell = lambda row: (
         f"{row['tokens_differing']:,} of {row['tokens_compared']:,} (AL {row['acceptance_length']:.2f})"
     )
-    beside = max(row["reference_concurrency"] for row in some)
+    beside = max(row["reference_concurrency"] for row in measured)
     return (
-        f"{_grid(some, cell)}\n\nBeside plain decoding at concurrency {beside}: "
+        f"{_grid(measured, cell)}\n\nBeside plain decoding at concurrency {beside}: "
         f"{total('tokens_differing'):,} of {total('tokens_compared'):,} tokens differ."
     )
 
 
-def kernel_table(some: list[dict]) -> str:
+def kernel_table(measured: list[dict]) -> str:
     """One line per kernel and spec, a part per device."""
     header = ["kernel", "spec", "us", "TB/s", "of the bandwidth", "XLA, us", "times faster"]
     parts = []
-    for device in dict.fromkeys(row["device"] for row in some):
-        own = [row for row in some if row["device"] == device]
+    for device in dict.fromkeys(row["device"] for row in measured):
+        group = [row for row in measured if row["device"] == device]
         lines = [
             [
                 row["op"],
@@ -151,15 +151,15 @@ def kernel_table(some: list[dict]) -> str:
                 _or_nothing(row["reference_us"], lambda us: f"{us:.1f}"),
                 _or_nothing(row["speedup"], lambda ratio: f"{ratio:.1f}"),
             ]
-            for row in sorted(own, key=lambda row: row["op"])
+            for row in sorted(group, key=lambda row: row["op"])
         ]
         parts.append(
-            f"**{device}**; {labels.provenance(own)}\n\n{labels.markdown(header, lines)}\n"
+            f"**{device}**; {labels.provenance(group)}\n\n{labels.markdown(header, lines)}\n"
         )
     return "\n".join(parts)
 
 
-def conversion_table(some: list[dict]) -> str:
+def conversion_table(measured: list[dict]) -> str:
     """One line per checkpoint: speed of a conversion beside a plain copy, and peak memory."""
     header = [
         "checkpoint",
@@ -180,9 +180,10 @@ def conversion_table(some: list[dict]) -> str:
             f"{100 * row['ratio_to_copy']:.0f} %",
             f"{row['peak_memory_gigabytes']:.2f}",
         ]
-        for row in some
+        for row in measured
     ]
-    return f"**{labels.listed(some, 'device')}**; {labels.provenance(some)}\n\n{labels.markdown(header, lines)}"
+    title = f"**{labels.listed(measured, 'device')}**; {labels.provenance(measured)}"
+    return f"{title}\n\n{labels.markdown(header, lines)}"
 
 
 def _or_nothing(value: float | None, text: Callable[[float], str]) -> str:
@@ -197,12 +198,14 @@ def _speed(row: dict) -> str:
 
 def _by_setting(draw: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:
     """A part per device, model, formats and temperature, each with a title."""
-    part = lambda setting, own: f"{labels.title(setting, own)}\n\n{draw(own)}\n"
-    return lambda some: "\n".join(part(setting, own) for setting, own in labels.settings(some))
+    part = lambda setting, group: f"{labels.title(setting, group)}\n\n{draw(group)}\n"
+    return lambda measured: "\n".join(
+        part(setting, group) for setting, group in labels.settings(measured)
+    )
 
 
 def _grids(cell: Callable[[dict], str]) -> Callable[[list[dict]], str]:
-    return _by_setting(lambda some: _grid(some, cell))
+    return _by_setting(lambda measured: _grid(measured, cell))
 
 
 TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
@@ -213,7 +216,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "lossless": ("lossless", _by_setting(lossless_table)),
     "ttft": ("throughput", _grids(lambda row: f"{row['ttft_ms_median']:.0f}")),
     "kernels": ("kernel", kernel_table),
-    "tried": (tried.KINDS, lambda some: tried.tried_table(some, labels.markdown)),
+    "tried": (tried.KINDS, lambda measured: tried.tried_table(measured, labels.markdown)),
     "headline": ("acceptance", headline.tokens_per_round),
     "heads": ("headroom", head_tables.heads_table),
     "ablations": ("ablation", head_tables.ablations_table),
@@ -223,12 +226,12 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "reference": ("reference", headline.reference_table),
     "lossless-sum": ("lossless", headline.lossless_sum),
     "ladder": ("ladder", ladder_page.table),
-    "hostile": ("hostile", lambda some: tried.hostile_table(some, labels.markdown)),
+    "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),
 }
 """Table name -> (kind or kinds of rows, what they look like)."""
 
 
-def render(name: str, some: list[dict]) -> str:
+def render(name: str, measured: list[dict]) -> str:
     """Markdown of one named table.
 
     Raises:
@@ -238,15 +241,15 @@ def render(name: str, some: list[dict]) -> str:
         raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}")
     kinds, draw = TABLES[name]
     kinds = (kinds,) if isinstance(kinds, str) else kinds
-    chosen = [row for row in some if row["kind"] in kinds]
+    chosen = [row for row in measured if row["kind"] in kinds]
     if not chosen and name != "ladder":  # which shows predictions
         raise ConfigError(f"bench:{name} needs {' or '.join(kinds)} rows and there are none")
     return draw(chosen)
 
 
-def update_markdown(text: str, some: list[dict]) -> str:
+def update_markdown(text: str, measured: list[dict]) -> str:
     """`text` with every marked block drawn again."""
-    return _MARKED.sub(lambda m: f"{m[1]}\n{render(m[2], some)}\n{m[3]}", text)
+    return _MARKED.sub(lambda m: f"{m[1]}\n{render(m[2], measured)}\n{m[3]}", text)
 
 
 def marked(page: Path) -> list[str]:
@@ -262,20 +265,20 @@ def report(results: Path, pages: Sequence[Path], folder: Path) -> list[str]:
     Raises:
       ConfigError: no rows, a page that does not exist or has no markers, or markers without rows.
     """
-    some = newest(rows.read(sorted(results.glob("*.jsonl"))))
-    if not some:
+    measured = newest(rows.read(sorted(results.glob("*.jsonl"))))
+    if not measured:
         raise ConfigError(f"{results}: holds no rows; run peagle-bench acceptance or throughput")
-    drawn = {page: _drawn(page, some) for page in pages}
+    drawn = {page: _drawn(page, measured) for page in pages}
     for page, text in drawn.items():
         page.write_text(text, encoding="utf-8")
-    return [*map(str, pages), *plots.draw(some, folder)]
+    return [*map(str, pages), *plots.draw(measured, folder)]
 
 
-def _drawn(page: Path, some: list[dict]) -> str:
+def _drawn(page: Path, measured: list[dict]) -> str:
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{page}: cannot be read ({error.strerror})") from error
     if not _MARKED.search(text):
         raise ConfigError(f"{page}: no <!-- bench:NAME --> ... <!-- /bench:NAME --> markers")
-    return update_markdown(text, some)
+    return update_markdown(text, measured)

@@ -20,19 +20,19 @@ def newest(all_rows: Iterable[dict]) -> list[dict]:
     return list(latest.values())
 
 
-def tried_table(some: list[dict], markdown) -> str:
+def tried_table(rows: list[dict], markdown) -> str:
     """One line for each kind and number of cases: cases, result, seconds, commit.
 
     Args:
       markdown: draws a header and lines.
     """
-    own = sorted(
-        (row for row in some if row["kind"] == "reliability"),
+    chosen = sorted(
+        (row for row in rows if row["kind"] == "reliability"),
         key=lambda row: (row["tried"], row["cases"]),
     )
     lines = [
         [row["tried"], f"{row['cases']:,}", _result(row), f"{row['seconds']:,.0f}", *_origin(row)]
-        for row in own
+        for row in chosen
     ]
     lines += [
         [
@@ -42,10 +42,10 @@ def tried_table(some: list[dict], markdown) -> str:
             f"{row['seconds']:,.0f}",
             *_origin(row),
         ]
-        for row in some
+        for row in rows
         if row["kind"] == "hostile"
     ]
-    lines += _lossless_lines([row for row in some if row["kind"] == "lossless"])
+    lines += _lossless_lines([row for row in rows if row["kind"] == "lossless"])
     return markdown(["what", "cases", "result", "seconds", "commit", "date"], lines)
 
 
@@ -57,30 +57,30 @@ def _result(row: dict) -> str:
     return f"failed: {', '.join(row['failed'])}" if row["failed"] else "passed"
 
 
-def _lossless_lines(some: list[dict]) -> list[list[str]]:
+def _lossless_lines(rows: list[dict]) -> list[list[str]]:
     """One line for each model, layers and device; tokens are the cases."""
     name = lambda row: (
         f"greedy tokens beside plain decoding, {row['model']} on {row['device']}",
         row["sha"],
     )
     lines = []
-    for key in dict.fromkeys(map(name, some)):
-        own = [row for row in some if name(row) == key]
-        differ = sum(row["tokens_differing"] for row in own)
+    for key in dict.fromkeys(map(name, rows)):
+        chosen = [row for row in rows if name(row) == key]
+        differ = sum(row["tokens_differing"] for row in chosen)
         lines.append(
             [
                 key[0],
-                f"{sum(row['tokens_compared'] for row in own):,}",
+                f"{sum(row['tokens_compared'] for row in chosen):,}",
                 f"{differ:,} differ" if differ else "all equal",
-                f"{sum(row.get('seconds', 0.0) for row in own):,.0f}",
+                f"{sum(row.get('seconds', 0.0) for row in chosen):,.0f}",
                 key[1],
-                max(row["date"] for row in own)[:10],
+                max(row["date"] for row in chosen)[:10],
             ]
         )
     return lines
 
 
-def hostile_table(some: list[dict], markdown) -> str:
+def hostile_table(rows: list[dict], markdown) -> str:
     """One line for each attack: effect on honest clients, and resources of the server."""
     header = [
         "attack", "requests", "wrong answers", "health p99, ms: quiet", "under attack", "prober late",
@@ -88,7 +88,7 @@ def hostile_table(some: list[dict], markdown) -> str:
         "attackers, CPU s",
     ]  # fmt: skip
     lines = []
-    for row in some:
+    for row in rows:
         under, memory = row["under_attack"], row["memory_mb"]
         health = lambda seen: max(seen[x]["p99"] for x in ("health_ms", "rpc_health_ms"))
         lines.append(
