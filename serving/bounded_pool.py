@@ -6,9 +6,7 @@ import contextvars
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import grpc
-
-from serving.errors import ServiceError
+from serving.errors import Code, ServiceError
 
 
 class BoundedPool:
@@ -41,7 +39,7 @@ class BoundedPool:
         """
         if self._num_waiting >= self._max_waiting:
             raise ServiceError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                Code.RESOURCE_EXHAUSTED,
                 f"{self._num_waiting} {self._what} are waiting already; try again later",
                 retry_after=1.0,
             )
@@ -71,7 +69,7 @@ class BoundedPool:
             future = self._executor.submit(work)
         except RuntimeError as error:
             raise ServiceError(
-                grpc.StatusCode.UNAVAILABLE, "the server shuts down; use another server"
+                Code.UNAVAILABLE, "the server shuts down; use another server"
             ) from error
         self._running.add(future)
         future.add_done_callback(release)

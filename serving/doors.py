@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peagle_jax.config import ConfigError
-from serving.rpc.security import Certificates, TokenFile
+from serving.bearer_tokens import TokenFile
 from serving.settings import MOST_CONNECTIONS, Settings
+from serving.tls import Certificates
 
 RESERVE = 16
 """HTTP connections beyond the limit that are for health checks."""

@@ -1,26 +1,47 @@
-"""What a client is told when a request does not end well."""
+"""Outcomes of requests, and the error that ends a request."""
 
-import grpc
+import enum
 
 _LONGEST = 500
-"""Characters of a message: clients take 8 KiB of trailers, and it may quote a request."""
+"""Characters of a message: clients accept 8 KiB of trailers, and a message may quote the request."""
 _LONGEST_FIELD = 200
 
 
+class Code(enum.Enum):
+    """How a request ended.
+
+    The names are those of gRPC's status codes. Each protocol maps them at its edge: `rpc.status` by name,
+    `http.errors` by a table.
+    """
+
+    OK = enum.auto()
+    CANCELLED = enum.auto()
+    INVALID_ARGUMENT = enum.auto()
+    FAILED_PRECONDITION = enum.auto()
+    UNAUTHENTICATED = enum.auto()
+    PERMISSION_DENIED = enum.auto()
+    NOT_FOUND = enum.auto()
+    ALREADY_EXISTS = enum.auto()
+    RESOURCE_EXHAUSTED = enum.auto()
+    UNAVAILABLE = enum.auto()
+    DEADLINE_EXCEEDED = enum.auto()
+    INTERNAL = enum.auto()
+
+
 class ServiceError(Exception):
-    """A request's terminal status other than OK.
+    """Ends a request with a code other than OK.
 
     Args:
-      code: gRPC status; HTTP routes translate it.
-      message: what happened and what to do, for a person.
-      field: the request's field that is wrong, in the client's own spelling; INVALID_ARGUMENT only.
+      code: what kind of error it is.
+      message: what is wrong and what to do, in one line.
+      field: the request's field that is wrong, in the client's spelling; INVALID_ARGUMENT only.
       retry_after: seconds until a retry makes sense; RESOURCE_EXHAUSTED and UNAVAILABLE only.
-      is_too_large: whether HTTP answers 413 for it.
+      is_too_large: whether HTTP answers with 413.
     """
 
     def __init__(
         self,
-        code: grpc.StatusCode,
+        code: Code,
         message: str,
         *,
         field: str | None = None,
@@ -34,18 +55,18 @@ class ServiceError(Exception):
         self.retry_after = retry_after
         self.is_too_large = is_too_large
         self.is_reported = False
-        """Whether logs and metrics know of it; every request is reported once."""
+        """Whether logs and metrics have counted the error; they count every request once."""
 
 
 def invalid(field: str, rule: str) -> ServiceError:
     """INVALID_ARGUMENT: `field` breaks `rule`."""
-    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {rule}", field=field)
+    return ServiceError(Code.INVALID_ARGUMENT, f"{field}: {rule}", field=field)
 
 
 def too_large(field: str, most: int) -> ServiceError:
     """RESOURCE_EXHAUSTED, over HTTP 413: `field` has more than `most` bytes."""
     return ServiceError(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        Code.RESOURCE_EXHAUSTED,
         f"{field}: is larger than the {most} bytes that this server takes",
         field=field,
         is_too_large=True,
@@ -53,11 +74,11 @@ def too_large(field: str, most: int) -> ServiceError:
 
 
 def failure(error: Exception) -> ServiceError:
-    """INTERNAL: an exception that nobody expected."""
+    """INTERNAL: an unexpected exception."""
     text = f"the server failed ({type(error).__name__}); its log says why"
-    return ServiceError(grpc.StatusCode.INTERNAL, text)
+    return ServiceError(Code.INTERNAL, text)
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`, or its beginning."""
+    """`text`, or its first `most` characters."""
     return text if len(text) <= most else f"{text[: most - 4]} ..."

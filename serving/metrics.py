@@ -6,19 +6,16 @@ counts are kept here.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from peagle_jax import EngineConfig
 from serving.errors import ServiceError
-from serving.worker import Event, Tokens
-
-if TYPE_CHECKING:
-    from serving.frontend import Frontend
-    from serving.stream import Stream
+from serving.stream import Stream
+from serving.worker import Event, Load, Tokens
 
 _SECONDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -51,9 +48,23 @@ _COUNTERS = {
 
 
 class Metrics:
-    """All metrics of one frontend, in a registry of their own."""
+    """All metrics of one server, in a registry of their own.
 
-    def __init__(self, model: str, frontend: "Frontend"):
+    Args:
+      model: what clients call the model.
+      config: sizes of the engine.
+      load: what the engine holds.
+      num_open: requests accepted and not yet ended.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        config: EngineConfig,
+        load: Callable[[], Load],
+        num_open: Callable[[], int],
+    ):
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         names = tuple(self._labels)
@@ -75,7 +86,7 @@ class Metrics:
             buckets=_TOKENS,
             registry=self.registry,
         ).labels(**self._labels)
-        self.registry.register(_EngineCollector(frontend, self._labels))
+        self.registry.register(_EngineCollector(self._labels, config, load, num_open))
         self.num_tokens = 0
         """Generated since the start."""
         self._ends: deque[float] = deque(maxlen=_REMEMBERED)
@@ -109,7 +120,7 @@ class Metrics:
         self._count("peagle:requests", 1, protocol=protocol, code=error.code.name)
         self._rejected(error)
 
-    def ended(self, stream: "Stream") -> None:
+    def ended(self, stream: Stream) -> None:
         """Counts a stream that was closed."""
         self._count("peagle:requests", 1, protocol=stream.ask.protocol, code=stream.code.name)
         if stream.error is not None:
@@ -155,12 +166,18 @@ class Metrics:
 class _EngineCollector(Collector):
     """What the engine itself counts, read when somebody asks."""
 
-    def __init__(self, frontend: "Frontend", labels: dict[str, str]):
-        self._frontend = frontend
+    def __init__(
+        self,
+        labels: dict[str, str],
+        config: EngineConfig,
+        load: Callable[[], Load],
+        num_open: Callable[[], int],
+    ):
+        self._config, self._load, self._num_open = config, load, num_open
         self._names, self._values = tuple(labels), tuple(labels.values())
 
     def collect(self) -> Iterable[Metric]:
-        frontend, load = self._frontend, self._frontend.load
+        load = self._load()
         counts = load.acceptance
         yield self._gauge("vllm:num_requests_running", "Requests on the device.", load.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", load.num_waiting)
@@ -201,17 +218,17 @@ class _EngineCollector(Collector):
             "Drafts per round (K) by compiled batch size.",
             labels=[*self._names, "batch_size"],
         )
-        for size in frontend.config.batch_buckets:
-            drafts.add_metric([*self._values, str(size)], frontend.config.num_draft_at(size))
+        for size in self._config.batch_buckets:
+            drafts.add_metric([*self._values, str(size)], self._config.num_draft_at(size))
         yield drafts
-        yield self._gauge("peagle:open_requests", "Requests not yet ended.", frontend.num_open)
+        yield self._gauge("peagle:open_requests", "Requests not yet ended.", self._num_open())
         yield self._counter("peagle:rounds", "Rounds of the engine.", load.rounds)
         info = GaugeMetricFamily(
             "vllm:cache_config_info",
             "Sizes of the KV cache.",
             labels=[*self._names, "block_size", "num_gpu_blocks"],
         )
-        info.add_metric([*self._values, str(frontend.config.page_size), str(load.pages_total)], 1.0)
+        info.add_metric([*self._values, str(self._config.page_size), str(load.pages_total)], 1.0)
         yield info
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

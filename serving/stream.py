@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-import grpc
-
 from peagle_jax import SamplingParams
 from peagle_jax.engine.request import Request, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from serving import caller
-from serving.errors import ServiceError, failure
+from serving.errors import Code, ServiceError, failure
 from serving.harmony import ReplyParser, ReplyPart
 from serving.worker import Tokens
 
@@ -156,7 +154,7 @@ class Stream:
         deadline: float | None,
     ):
         self.ask, self.number, self.n = ask, number, ask.n
-        self.code: grpc.StatusCode | None = None
+        self.code: Code | None = None
         self.error: ServiceError | None = None
         self.arrival = ask.arrival
         self.first_token: float | None = None
@@ -242,18 +240,16 @@ class Stream:
             self.code = self.error.code
             self.error.is_reported = True
         elif all(sequence.is_read for sequence in self._sequences):
-            self.code = grpc.StatusCode.OK
+            self.code = Code.OK
         else:
-            self.code = grpc.StatusCode.CANCELLED
+            self.code = Code.CANCELLED
         self._on_close(self)
 
     def _expire(self) -> None:
         waited = time.monotonic() - self.arrival
         where = "in the queue" if self.first_token is None else "while it generated"
         self.fail(
-            ServiceError(
-                grpc.StatusCode.DEADLINE_EXCEEDED, f"the time was up after {waited:.3g} s, {where}"
-            )
+            ServiceError(Code.DEADLINE_EXCEEDED, f"the time was up after {waited:.3g} s, {where}")
         )
 
     def _end_sequences(self) -> None:

@@ -4,12 +4,10 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-import grpc
-
 from peagle_jax.config import ConfigError
 from peagle_jax.text import Tokenizer
 from serving.bounded_pool import BoundedPool
-from serving.errors import ServiceError, invalid
+from serving.errors import Code, ServiceError, invalid
 from serving.limits import Limits
 from serving.memory import MemoryReturn
 
@@ -123,7 +121,7 @@ class Encoder:
     def _required(self, field: str) -> Tokenizer:
         if self._tokenizer is None:
             raise ServiceError(
-                grpc.StatusCode.FAILED_PRECONDITION,
+                Code.FAILED_PRECONDITION,
                 f"{field}: this model is served without a tokenizer; send token ids",
             )
         return self._tokenizer

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
-import grpc
-
 from peagle_jax.config import ConfigError
-from serving.rpc.version import NAME, VERSION
+from serving.errors import Code
 from serving.stream import Stream
+from serving.version import NAME, VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -86,7 +85,7 @@ class Tracer:
         if stream.error is not None:
             span.set_attribute("error.type", stream.code.name)
             span.set_status(Status(StatusCode.ERROR, stream.error.message))
-        elif stream.code is grpc.StatusCode.OK:
+        elif stream.code is Code.OK:
             span.set_status(Status(StatusCode.OK))
         span.end(end_time=at(stream.end))
 

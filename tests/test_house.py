@@ -1,6 +1,7 @@
 """The rules of the house: who may import whom, and how large things may grow (docs/architecture.md)."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -49,7 +50,9 @@ MAY_IMPORT = {
     "tests": set(PACKAGES),
 }
 AT_HOME = {
-    "grpc": ("serving/", "tests/", "bench/"),
+    "grpc": ("serving/rpc/", "serving/client/", "tests/", "bench/"),
+    "starlette": ("serving/http/", "tests/"),
+    "uvicorn": ("serving/http/", "tests/"),
     "transformers": ("peagle_jax/text.py", "convert/", "bench/", "tests/"),
     "torch": ("tests/golden/",),
 }
@@ -145,6 +148,27 @@ def test_each_file_of_peagle_jax_sees_only_those_before_it():
         here = module_of(name)
         for module in imports(name) & place.keys():
             assert place[module] < place[here], f"{name} imports {module}, which stands after it"
+
+
+EDGES = ("rpc", "http", "client")
+"""Folders of serving that speak a protocol; what they share stands in serving itself."""
+
+
+def test_protocol_folders_of_serving_do_not_import_each_other():
+    for name in NAMES:
+        folder, *rest = Path(name).parts
+        if folder != "serving" or rest == ["app.py"]:  # puts the edges together
+            continue
+        others = {f"serving.{edge}" for edge in EDGES if edge != rest[0]}
+        wrong = {m for m in imports(name) if ".".join(m.split(".")[:2]) in others}
+        assert not wrong, f"{name} imports {wrong}"
+
+
+def test_serving_has_no_import_circles():
+    """Imports for types and within functions count too."""
+    mine = {module_of(name): imports(name) for name in NAMES if name.startswith("serving/")}
+    graph = {module: found & mine.keys() for module, found in mine.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_the_host_side_of_the_engine_needs_no_jax():

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 
-import grpc
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,7 +11,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving import caller
-from serving.errors import ServiceError
+from serving.bearer_tokens import token_of
+from serving.errors import Code, ServiceError
 from serving.frontend import Frontend, State
 from serving.http.chat import Chat
 from serving.http.completions import Completions
@@ -20,8 +20,7 @@ from serving.http.connection import RESERVED
 from serving.http.errors import answer, content_of, error_answer
 from serving.http.generation import Generation, Reader
 from serving.http.hosts import is_allowed, name_of
-from serving.rpc.guard import token_of
-from serving.rpc.version import NAME, VERSION
+from serving.version import NAME, VERSION
 
 _OPEN = ("/health", "/ready")  # probes have no tokens
 
@@ -83,21 +82,21 @@ class _Guard:
         headers = dict(scope["headers"])
         if scope.get("state", {}).get(RESERVED):
             return ServiceError(
-                grpc.StatusCode.UNAVAILABLE,
+                Code.UNAVAILABLE,
                 "too many connections are open; try again, or use another server",
                 retry_after=1.0,
             )
         host = headers.get(b"host")
         if None not in (host, self._allowed_hosts) and not is_allowed(host, self._allowed_hosts):
             return ServiceError(
-                grpc.StatusCode.PERMISSION_DENIED,
+                Code.PERMISSION_DENIED,
                 f"Host: {name_of(host)!r} is no name of this server; its operator may allow it with "
                 "--allowed-hosts",
             )
         token = token_of(headers.get(b"authorization"), self._tokens)
         if self._tokens and token is None:
             return ServiceError(
-                grpc.StatusCode.UNAUTHENTICATED, "send a known token: Authorization: Bearer TOKEN"
+                Code.UNAUTHENTICATED, "send a known token: Authorization: Bearer TOKEN"
             )
         caller.enter(token)
         return None
@@ -127,7 +126,7 @@ class _Pages:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._frontend.name:
-            error = ServiceError(grpc.StatusCode.NOT_FOUND, f"model: there is no {name!r} here")
+            error = ServiceError(Code.NOT_FOUND, f"model: there is no {name!r} here")
             return error_answer(error)
         return answer(self._model())
 

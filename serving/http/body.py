@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import Callable
 
-import grpc
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from serving.errors import ServiceError, invalid, too_large
+from serving.errors import Code, ServiceError, invalid, too_large
 
 _SECONDS = 60.0
 _SMALL = 64 << 10
@@ -33,7 +32,7 @@ class BodyMemory:
         """Raises `ServiceError` with RESOURCE_EXHAUSTED if that is too much."""
         if self.num_bytes + num_bytes > self._most:
             raise ServiceError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                Code.RESOURCE_EXHAUSTED,
                 "too many large requests are arriving; try again later",
                 retry_after=1.0,
             )
@@ -77,7 +76,7 @@ class Body:
                 self.content = await self._whole(receive, most)
         except TimeoutError as error:
             text = f"the request did not come whole within {_SECONDS:g} s"
-            raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from error
+            raise ServiceError(Code.DEADLINE_EXCEEDED, text) from error
 
     def free(self) -> None:
         """Forgets the content; more calls do nothing."""

@@ -3,27 +3,23 @@
 import json
 import math
 
-import grpc
 from starlette.responses import Response
 
-from serving.errors import ServiceError
+from serving.errors import Code, ServiceError
 
 STATUS = {
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.FAILED_PRECONDITION: 400,
-    grpc.StatusCode.OUT_OF_RANGE: 400,
-    grpc.StatusCode.CANCELLED: 400,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.PERMISSION_DENIED: 403,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.ALREADY_EXISTS: 409,
-    grpc.StatusCode.ABORTED: 409,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    Code.INVALID_ARGUMENT: 400,
+    Code.FAILED_PRECONDITION: 400,
+    Code.CANCELLED: 400,
+    Code.UNAUTHENTICATED: 401,
+    Code.PERMISSION_DENIED: 403,
+    Code.NOT_FOUND: 404,
+    Code.ALREADY_EXISTS: 409,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.UNAVAILABLE: 503,
+    Code.DEADLINE_EXCEEDED: 504,
 }
-"""The map of the gateways that translate gRPC; what is not here is 500."""
+"""As gateways map gRPC's status codes. All other codes are 500."""
 _TOO_LARGE = 413
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -51,7 +47,7 @@ def status_of(error: ServiceError) -> int:
 
 
 def error_content(error: ServiceError) -> dict:
-    """An error's object; its `code` is the gRPC status."""
+    """The object of an error; its `code` is the name of `Code` in lower case."""
     status = status_of(error)
     return content_of(status, error.message, field=error.field, code=error.code.name.lower())
 
@@ -61,6 +57,6 @@ def error_answer(error: ServiceError, headers: dict[str, str] | None = None) -> 
     headers = dict(headers or {})
     if error.retry_after is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after))  # whole seconds, says RFC 9110
-    if error.code is grpc.StatusCode.UNAUTHENTICATED:
+    if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return answer(error_content(error), status_of(error), headers)

@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 
-import grpc
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from serving import request_ids
 from serving.bounded_pool import BoundedPool
-from serving.errors import ServiceError, failure, invalid
+from serving.errors import Code, ServiceError, failure, invalid
 from serving.frontend import Frontend
 from serving.harmony import ReplyPart
 from serving.http import reports
@@ -26,11 +26,9 @@ from serving.http.errors import error_answer
 from serving.http.reply import Reply
 from serving.http.route import Call, Caller, Encode, Route
 from serving.json_input import parse_object
-from serving.rpc import calls
 from serving.stream import Delta, Stream
 
 _log = logging.getLogger(__name__)
-_TRACE = ("traceparent", "tracestate")
 _SHORT = 4096  # bytes; the event loop parses such a body in about 1 ms
 _MAX_WAITING = 64  # larger bodies that wait for the parser
 _MAX_BODIES = 32  # bodies of the largest size that memory holds until they are parsed
@@ -69,7 +67,7 @@ class Generation:
             return
         except ServiceError as error:
             self._frontend.refused("http", self._route.path, error)
-            is_late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            is_late = error.code is Code.DEADLINE_EXCEEDED
             # Close the connection after a timeout, so that a slow client does not keep it.
             await reply.whole(error_answer(error, {"connection": "close"} if is_late else None))
         finally:
@@ -110,8 +108,9 @@ class Generation:
         given = content.pop("request_id", None)
         request_id = _request_id(headers.get("x-request-id", "") if given is None else given)
         reply.headers["x-request-id"] = request_id
-        trace = {name: headers[name] for name in _TRACE if name in headers}
-        return self._route.read(content, Caller(request_id=request_id, trace=trace))
+        return self._route.read(
+            content, Caller(request_id=request_id, trace=request_ids.trace_headers(headers.items()))
+        )
 
     async def _answer(self, call: Call, reply: Reply) -> None:
         envelope = {
@@ -205,7 +204,7 @@ def _request_id(given: object) -> str:
         raise invalid("request_id", "must be a string")
     if not (given.isascii() and given.isprintable()):
         raise invalid("request_id", "must be printable ASCII")
-    return calls.request_id(given)
+    return request_ids.request_id(given)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from peagle_jax import SamplingParams
-from serving.errors import ServiceError, invalid
+from serving.errors import Code, ServiceError, invalid
 from serving.http.fields import Fields, Integers, Texts, neutral
 from serving.limits import Limits
 from serving.params import sampling_params
@@ -102,7 +100,7 @@ def check_model(content: dict[str, object], model: str) -> None:
     name = content.get("model")
     if isinstance(name, str) and name != model:
         raise ServiceError(
-            grpc.StatusCode.NOT_FOUND,
+            Code.NOT_FOUND,
             f"model: there is no {name!r} here, this server has {model!r}",
             field="model",
         )

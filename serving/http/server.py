@@ -12,7 +12,7 @@ from serving.http.app import make_app
 from serving.http.connection import Connection, Patience
 from serving.http.gate import Gate, Visit
 from serving.http.listener import Listener
-from serving.rpc.security import Certificates
+from serving.tls import Certificates
 
 _BACKLOG = 2048
 

@@ -1,26 +1,11 @@
-"""What all gRPC servicers take from a call (id, deadline, trace) and tell it first."""
+"""What all gRPC servicers read from a call (deadline, trace), and what they send first."""
 
 import contextlib
 import time
-import uuid
 
 import grpc
 
-from serving.errors import invalid
-
-_MAX_ID = 256
-_TRACE = ("traceparent", "tracestate")
-
-
-def request_id(given: str, *, field: str = "request_id") -> str:
-    """The client's id, or a new one.
-
-    Raises:
-      ServiceError: it is too long.
-    """
-    if len(given) > _MAX_ID:
-        raise invalid(field, f"{len(given)} characters are more than {_MAX_ID}")
-    return given or uuid.uuid4().hex
+from serving.request_ids import trace_headers
 
 
 def deadline(context: grpc.aio.ServicerContext) -> float | None:
@@ -30,9 +15,8 @@ def deadline(context: grpc.aio.ServicerContext) -> float | None:
 
 
 def trace(context: grpc.aio.ServicerContext) -> dict[str, str]:
-    """Headers of the client's trace (W3C)."""
-    metadata = context.invocation_metadata() or ()
-    return {key: value for key, value in metadata if key in _TRACE and isinstance(value, str)}
+    """Headers of the client's trace."""
+    return trace_headers(context.invocation_metadata() or ())
 
 
 async def accepted(context: grpc.aio.ServicerContext, request_id: str) -> None:

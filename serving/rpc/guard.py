@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +9,12 @@ from functools import partial
 from typing import Self
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from serving import caller
-from serving.errors import ServiceError, failure, invalid, too_large
+from serving.bearer_tokens import token_of
+from serving.errors import Code, ServiceError, failure, invalid, too_large
+from serving.rpc.status import abort
 from serving.rpc.wire import Excess, WireLimits, excess
 
 _log = logging.getLogger(__name__)
@@ -49,16 +47,6 @@ class MessageLimits:
     def of(self, method: str) -> int:
         """Bytes of a message."""
         return self.max_bytes if method in self.large else min(self.max_small_bytes, self.max_bytes)
-
-
-def token_of(header: str | bytes | None, tokens: Sequence[bytes]) -> bytes | None:
-    """The one of `tokens` that an `authorization` header holds; takes the same time for all of them."""
-    if isinstance(header, str):
-        header = header.encode()
-    scheme, _, given = (header or b"").partition(b" ")
-    # Every token is compared: the time must not tell which was close.
-    known = [token for token in tokens if hmac.compare_digest(given.strip(), token)]
-    return known[0] if known and scheme.lower() == b"bearer" else None
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -97,22 +85,6 @@ class Guard(grpc.aio.ServerInterceptor):
         return _rebuilt(handler, guarded(behaviour, read, report, token))
 
 
-async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
-    """Ends a call with the error's status, and details for programs (google.rpc)."""
-    message = error.message
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.code.name), message=message)
-    if error.field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=message
-        )
-        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.retry_after is not None:
-        delay = Duration()
-        delay.FromMilliseconds(int(1000 * error.retry_after))
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    await context.abort_with_status(rpc_status.to_status(status))
-
-
 def _behaviour(handler: grpc.RpcMethodHandler) -> Callable:
     if handler.response_streaming:
         return handler.stream_stream or handler.unary_stream
@@ -134,7 +106,7 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
             return handler.request_deserializer(data)
         except DecodeError as error:
             raise ServiceError(
-                grpc.StatusCode.INVALID_ARGUMENT,
+                Code.INVALID_ARGUMENT,
                 f"the request is no such message, or holds text that is not UTF-8 ({error})",
             ) from error
 
@@ -148,9 +120,9 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
                 data = await anext(messages, None)
         except TimeoutError as error:
             text = f"the request did not come whole within {_MESSAGE_SECONDS:g} s"
-            raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, text) from error
+            raise ServiceError(Code.DEADLINE_EXCEEDED, text) from error
         if data is None:
-            raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "the call holds no request")
+            raise ServiceError(Code.INVALID_ARGUMENT, "the call holds no request")
         return read(data)
 
     async def read_all(stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
@@ -181,7 +153,7 @@ def _refusal(found: Excess, names: Mapping[str, str]) -> ServiceError:
         rule = f"{found.num_bytes} bytes are more than {found.most} numbers take"
         return invalid(names.get(found.path, found.path), rule)
     return ServiceError(
-        grpc.StatusCode.INVALID_ARGUMENT,
+        Code.INVALID_ARGUMENT,
         f"the request holds more than the {found.most} fields that this server takes",
     )
 
@@ -239,7 +211,7 @@ async def _nothing(stream: AsyncIterator[bytes]) -> None:
 
 async def _nobody(request, context):
     raise ServiceError(
-        grpc.StatusCode.UNAUTHENTICATED,
+        Code.UNAUTHENTICATED,
         "send a known token as metadata: authorization: Bearer TOKEN",
     )
 

@@ -7,10 +7,9 @@ grpcio-health-checking is not used: when one watcher leaves, it can lose later u
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serving.errors import ServiceError
+from serving.errors import Code, ServiceError
 
 Status = health_pb2.HealthCheckResponse.ServingStatus
 _MOST_WATCHES = 256
@@ -50,9 +49,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
           ServiceError: NOT_FOUND for a service that is not known.
         """
         if request.service not in self._services:
-            raise ServiceError(
-                grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}"
-            )
+            raise ServiceError(Code.NOT_FOUND, f"there is no service {request.service!r}")
         return health_pb2.HealthCheckResponse(status=self._status)
 
     async def Watch(
@@ -67,7 +64,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         """
         if self._num_watches >= _MOST_WATCHES:
             raise ServiceError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                Code.RESOURCE_EXHAUSTED,
                 f"{_MOST_WATCHES} clients watch the health already; call Check instead",
                 retry_after=_RETRY_SECONDS,
             )

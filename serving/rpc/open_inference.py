@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import grpc
 
-from serving import caller
-from serving.errors import ServiceError, invalid
+from serving import caller, request_ids
+from serving.errors import Code, ServiceError, invalid
 from serving.frontend import Frontend, State
 from serving.params import refuse_unless_neutral
 from serving.protos import open_inference_pb2 as pb
 from serving.protos import open_inference_pb2_grpc
 from serving.rpc import calls, json_params, tensors
 from serving.rpc.foreign import handler, refuse_unknown
-from serving.rpc.version import NAME, VERSION
 from serving.stream import Ask, Usage
+from serving.version import NAME, VERSION
 
 _log = logging.getLogger(__name__)
 PACKAGE = "inference"
@@ -202,7 +202,7 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def _work(self, request: pb.ModelInferRequest, context, method: str) -> _Work:
         refuse_unknown(request, "")
         self._check_model(request.model_name, request.model_version)
-        client_id = calls.request_id(request.id, field="id") if request.id else ""
+        client_id = request_ids.request_id(request.id, field="id") if request.id else ""
         deadline = _deadline(request.parameters, calls.deadline(context))
         _check_outputs(request)
         inputs = tensors.read_inputs(request)
@@ -245,11 +245,11 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         ours = self._frontend.name
         if name != ours:
             raise ServiceError(
-                grpc.StatusCode.NOT_FOUND, f"there is no model {name!r}; this server has {ours!r}"
+                Code.NOT_FOUND, f"there is no model {name!r}; this server has {ours!r}"
             )
         if version not in ("", _VERSION):
             raise ServiceError(
-                grpc.StatusCode.NOT_FOUND,
+                Code.NOT_FOUND,
                 f"model {ours!r} has no version {version!r}; it has {_VERSION!r}",
             )
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from peagle_jax import SamplingParams
 from peagle_jax.engine.request import TokenLogprob
 from peagle_jax.engine.stats import Acceptance
+from serving import request_ids
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.harmony import ReplyPart
@@ -105,7 +106,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         )
 
     async def _ask(self, request: pb.GenerateRequest, context, method: str) -> Ask:
-        request_id = calls.request_id(request.request_id)
+        request_id = request_ids.request_id(request.request_id)
         params = self._params(request)
         prompt = await self._prompt(request)
         return Ask(

@@ -10,11 +10,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from serving.frontend import Frontend, State
 from serving.protos import open_inference_pb2, peagle_v1_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
 from serving.rpc import foreign, open_inference, vllm
+from serving.rpc.credentials import server_credentials
 from serving.rpc.guard import Guard, MessageLimits
 from serving.rpc.health import HealthServicer
 from serving.rpc.peagle import Generation
-from serving.rpc.security import Certificates
 from serving.rpc.wire import WireLimits
+from serving.tls import Certificates
 
 _OPTIONS = (
     # Two servers on one port would take turns without a word.
@@ -122,7 +123,7 @@ class RpcServer:
             if self._certificates is None:
                 port = self._server.add_insecure_port(where)
             else:
-                port = self._server.add_secure_port(where, self._certificates.credentials())
+                port = self._server.add_secure_port(where, server_credentials(self._certificates))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {where}; is another server there?") from error
         self.show(self._frontend.state)

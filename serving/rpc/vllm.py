@@ -10,7 +10,8 @@ from peagle_jax import SamplingParams
 from peagle_jax.checkpoint.target_writer import ARCHITECTURES
 from peagle_jax.engine.request import TokenLogprob
 from peagle_jax.engine.stats import Acceptance
-from serving.errors import ServiceError, invalid
+from serving import request_ids
+from serving.errors import Code, ServiceError, invalid
 from serving.frontend import Frontend, State
 from serving.params import prompt_ids, refuse_unless_neutral, sampling_params
 from serving.protos import vllm_engine_pb2 as pb
@@ -18,8 +19,8 @@ from serving.protos import vllm_engine_pb2_grpc
 from serving.rpc import calls
 from serving.rpc.foreign import handler, refuse_unknown
 from serving.rpc.tokenizer_files import TokenizerFiles
-from serving.rpc.version import NAME, VERSION
 from serving.stream import Ask, Delta
+from serving.version import NAME, VERSION
 
 PACKAGE = "vllm.grpc.engine"
 SERVICE = f"{PACKAGE}.VllmEngine"
@@ -141,9 +142,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[pb.GetTokenizerChunk]:
         """The tokenizer's files in pieces; the last has the sum."""
         if self._files is None:
-            raise ServiceError(
-                grpc.StatusCode.FAILED_PRECONDITION, "this model is served without a tokenizer"
-            )
+            raise ServiceError(Code.FAILED_PRECONDITION, "this model is served without a tokenizer")
         archive = await self._files.archive()
         size = len(archive.content)
         for start in range(0, size, _CHUNK):
@@ -153,7 +152,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _ask(self, request: pb.GenerateRequest, context) -> Ask:
         _refuse_unsupported(request)
-        request_id = calls.request_id(request.request_id)
+        request_id = request_ids.request_id(request.request_id)
         params = self._params(request.sampling_params, _drafts(context))
         kind = request.WhichOneof("input")
         if kind is None:

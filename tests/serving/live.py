@@ -128,7 +128,7 @@ class LiveServer:
         """Within the block a round begins only once all streams have been read, so no deltas merge."""
 
         def all_read() -> bool:
-            streams = self.frontend._streams.values()
+            streams = self.frontend.admission.streams
             return not any(one.has_news for stream in streams for one in stream._sequences)
 
         return self._before_rounds(lambda: eventually(lambda: self.call(all_read)))

@@ -115,7 +115,7 @@ def test_an_id_that_another_caller_runs_is_free_over_http(server, callers, size)
         asking.start()
         eventually(lambda: server.frontend.num_open == 2)
         (theirs,) = (
-            one.ask for one in server.frontend._streams.values() if one.ask.method[0] == "/"
+            one.ask for one in server.frontend.admission.streams if one.ask.method[0] == "/"
         )
         assert theirs.caller
         assert first.post(user="u" * size).status_code == 409
@@ -128,7 +128,7 @@ def test_an_id_that_another_caller_runs_is_free_over_http(server, callers, size)
 def test_tokens_are_in_no_report(server, callers):
     with server.paced() as pace:
         stream = callers[0].open()
-        (open_one,) = server.frontend._streams.values()
+        (open_one,) = server.frontend.admission.streams
         assert "first" not in repr(open_one.ask)
         assert open_one.ask.caller
         pace.release(1_000_000)

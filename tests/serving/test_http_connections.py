@@ -17,7 +17,7 @@ from serving.http.connection import Patience
 from serving.http.gate import Gate
 from serving.http.head import fault
 from serving.http.listener import Listener
-from serving.rpc.security import Certificates
+from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.test_http_errors import refusal
 from tests.waiting import LIMIT, eventually, soon

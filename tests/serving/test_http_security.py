@@ -7,8 +7,9 @@ import ssl
 import httpx
 import pytest
 
+from serving.bearer_tokens import TokenFile
 from serving.http.server import HttpServer
-from serving.rpc.security import Certificates, TokenFile
+from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
 from tests.serving.test_http_errors import LONG, refusal

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from starlette.datastructures import Headers
 
 from serving import json_input
-from serving.errors import ServiceError
+from serving.errors import Code, ServiceError
 from serving.http import generation
 from serving.http.body import Body, BodyMemory
 from serving.http.completions import Completions
@@ -174,7 +174,7 @@ def test_bodies_share_a_bounded_memory():
         assert memory.num_bytes == 400_000
         with pytest.raises(ServiceError) as refused:
             await receive_all(second, [b"x" * 100_000] * 3)
-        assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.code is Code.RESOURCE_EXHAUSTED
         assert refused.value.retry_after
         second.free()
         await receive_all(small, [b"x" * 60_000])
@@ -330,5 +330,5 @@ def test_a_full_pool_of_large_bodies_refuses_with_a_retry_time(monkeypatch):
 
     with pytest.raises(ServiceError) as refused:
         asyncio.run(ask())
-    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused.value.code is Code.RESOURCE_EXHAUSTED
     assert refused.value.retry_after

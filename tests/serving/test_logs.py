@@ -5,11 +5,10 @@ import json
 import logging
 from types import SimpleNamespace
 
-import grpc
 import pytest
 
 from serving import logs
-from serving.errors import ServiceError
+from serving.errors import Code, ServiceError
 
 
 @pytest.fixture
@@ -52,13 +51,13 @@ def test_what_was_left_out_last_is_said_at_the_end(written):
 
 def test_refusals_are_limited_whatever_their_text_and_requests_never(written):
     for number in range(300):
-        error = ServiceError(grpc.StatusCode.UNAUTHENTICATED, f"told otherwise {number}")
+        error = ServiceError(Code.UNAUTHENTICATED, f"told otherwise {number}")
         logs.log_refusal("http", f"/path/{number}", error)
         written.log.info("request", extra={"fields": {"request_id": number}, "kind": None})
     found = [line.get("status") for line in written.lines()]
     assert found.count("UNAUTHENTICATED") == 20
     assert found.count(None) == 300
-    logs.log_refusal("http", "/", ServiceError(grpc.StatusCode.NOT_FOUND, "another status"))
+    logs.log_refusal("http", "/", ServiceError(Code.NOT_FOUND, "another status"))
     assert written.lines()[-1]["status"] == "NOT_FOUND"
 
 

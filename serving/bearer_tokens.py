@@ -1,0 +1,56 @@
+"""Bearer tokens: reads them from a file, and finds the one that a call carries."""
+
+import hmac
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from peagle_jax.config import ConfigError
+from serving.watched_files import WatchedFiles
+
+
+class TokenFile(Sequence[bytes]):
+    """Bearer tokens of a file, one per line. Empty lines and lines that begin with # are skipped.
+
+    The file is read again when it changes.
+
+    Raises:
+      ConfigError: the file cannot be read, or holds no token.
+    """
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        self._file = WatchedFiles(f"the tokens of {path}", [self._path], self._read)
+
+    def __len__(self) -> int:
+        return len(self._file.value())
+
+    def __getitem__(self, index):
+        return self._file.value()[index]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._file.value())
+
+    def read_again(self) -> None:
+        """Reads the file now."""
+        self._file.read_again()
+
+    def _read(self) -> tuple[bytes, ...]:
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._path}: cannot read the bearer tokens ({error})") from error
+        stripped = (line.strip() for line in lines)
+        tokens = tuple(line.encode() for line in stripped if line and not line.startswith("#"))
+        if not tokens:
+            raise ConfigError(f"{self._path}: holds no bearer token; write one a line")
+        return tokens
+
+
+def token_of(header: str | bytes | None, tokens: Sequence[bytes]) -> bytes | None:
+    """The token of `tokens` that an `authorization` header carries; None if it carries none of them."""
+    if isinstance(header, str):
+        header = header.encode()
+    scheme, _, given = (header or b"").partition(b" ")
+    # Compares with every token, so that the time does not reveal a partial match.
+    known = [token for token in tokens if hmac.compare_digest(given.strip(), token)]
+    return known[0] if known and scheme.lower() == b"bearer" else None

@@ -1,0 +1,89 @@
+"""TLS: the server's certificate and key, and the authorities of its clients.
+
+The files are read again when they change, so certificates are rotated without a restart.
+"""
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle_jax.config import ConfigError
+from serving.watched_files import WatchedFiles
+
+
+@dataclass(frozen=True)
+class Pems:
+    """Contents of the files, and an SSL context with them."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes | None
+    context: ssl.SSLContext
+
+
+class Certificates:
+    """A certificate with its key, and the authorities of clients.
+
+    Args:
+      cert, key: PEM files.
+      client_ca: PEM file of authorities; clients must then present a certificate of one of them.
+
+    Raises:
+      ConfigError: a file cannot be read or holds no PEM, or the key does not belong to the certificate.
+    """
+
+    def __init__(self, cert: str, key: str, client_ca: str | None = None):
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        paths = [Path(path) for path in (cert, key, client_ca) if path is not None]
+        self._files = WatchedFiles("TLS files", paths, self._read)
+
+    @property
+    def needs_client_certificate(self) -> bool:
+        """Whether clients must present a certificate."""
+        return self._client_ca is not None
+
+    def newest(self) -> Pems:
+        """The newest valid files."""
+        return self._files.value()
+
+    def context(self) -> ssl.SSLContext:
+        """An SSL context for a server of asyncio; each handshake uses the newest files."""
+        listening = self._files.value().context
+
+        def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            """Called at every handshake, also if the client names no host."""
+            connection.context = self._files.value().context
+
+        listening.sni_callback = renew
+        return listening
+
+    def read_again(self) -> None:
+        """Reads the files now, for the next handshakes."""
+        self._files.read_again()
+
+    def _read(self) -> Pems:
+        """Checks the files too: gRPC accepts any bytes, and then every handshake fails."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            where = f"{self._cert} and {self._key}"
+            context.load_cert_chain(self._cert, self._key, password=_refuse_password)
+            if self._client_ca is not None:
+                where = self._client_ca
+                context.load_verify_locations(self._client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+            ca = None if self._client_ca is None else Path(self._client_ca).read_bytes()
+            cert, key = Path(self._cert).read_bytes(), Path(self._key).read_bytes()
+            return Pems(cert, key, ca, context)
+        except (OSError, ConfigError) as error:
+            raise ConfigError(f"TLS: {where}: {_reason(error)}") from error
+
+
+def _refuse_password() -> str:
+    raise ConfigError("the key is encrypted; give one without a password")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        mismatch = error.reason == "KEY_VALUES_MISMATCH"
+        return "the key is not this certificate's" if mismatch else f"not PEM ({error.reason})"
+    return getattr(error, "strerror", None) or str(error)
