@@ -13,23 +13,23 @@ from serving.sources import parser, resolve
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
-    # Once it serves, SIGHUP means: read certificates and tokens again. By default it would kill.
+    # A serving process reads certificates and tokens again at SIGHUP. Until then SIGHUP must not kill it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         settings, sources = resolve(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         parser().exit(2, f"peagle-serve: error: {' '.join(str(error).split())}\n")
-    # Until the server takes it: as process 1 of a container a signal without a handler is lost.
+    # Until the server handles SIGTERM: process 1 of a container ignores a signal without a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # gRPC would write a line for every handshake that fails.
+    # By default gRPC writes a line for every handshake that fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         print("\n".join(settings.lines(sources)), flush=True)
         for warning in settings.warnings:
             print(f"peagle-serve: warning: {warning}", file=sys.stderr)
-        # Its advice to install PyTorch would stand between the log's lines; nothing here needs it.
+        # Suppresses transformers' advice to install PyTorch, which nothing here needs.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        # Imported once the options are known to be good: help and mistakes answer at once.
+        # Imported after the options are checked, so that help and mistakes show at once.
         from serving.doors import open_doors
 
         doors = open_doors(settings)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print("peagle-serve: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while it loads; later the server takes the signal and drains
+    except KeyboardInterrupt:  # while it loads; later the server handles the signal and drains
         return 130
 
 

@@ -1,4 +1,4 @@
-"""From settings to a running server, and down again."""
+"""Builds the server from its settings, runs it, and drains it."""
 
 import asyncio
 import contextlib
@@ -34,15 +34,18 @@ _FOREVER = 1e6  # seconds
 def serve(
     settings: Settings, doors: Doors, *, cache_home: str | None, say: Callable[[str], None]
 ) -> int:
-    """Serves until a signal ends it; the exit code, 1 if the engine died on the way.
+    """Serves until a signal ends it.
 
     Args:
       cache_home: the user's cache folder; None is `~/.cache`.
-      say: is told, in plain words, where the server listens.
+      say: callback for status lines, such as the ports.
+
+    Returns:
+      The exit code: 1 if the engine died.
 
     Raises:
       ConfigError: weights or sizes that cannot be used.
-      OSError: a port that cannot be had.
+      OSError: a port that cannot be used.
     """
     configure(settings.log_level)
     if not settings.no_cache:
@@ -66,7 +69,7 @@ def served_name(settings: Settings) -> str:
 
 
 def make_engine(settings: Settings) -> Engine:
-    """The engine that the settings ask for, not yet warm.
+    """The engine of the settings, not yet warm.
 
     Raises:
       ConfigError: see `load_weights` and `Engine`.
@@ -97,7 +100,7 @@ def _limits(settings: Settings) -> Limits:
 
 
 def _reports(tracer: Tracer | None) -> Callable[[Stream], None]:
-    """What is written about a stream that has ended."""
+    """The callback that reports a stream that has ended."""
     if tracer is None:
         return log_request
 
@@ -109,7 +112,7 @@ def _reports(tracer: Tracer | None) -> Callable[[Stream], None]:
 
 
 async def _announce(frontend: Frontend, server: RpcServer) -> None:
-    """Health follows the frontend's states."""
+    """Logs each state of the frontend, and sets the health accordingly."""
     state = frontend.state
     while state is not State.DEAD:
         state = await frontend.change(state)
@@ -152,7 +155,7 @@ async def _serve(
         task.cancel()
     code = 1 if frontend.state is State.DEAD else 0
     if not is_done or frontend.is_stuck:
-        # Python cannot end beside a thread that compiles or waits for a device: it would abort.
+        # The interpreter aborts if it exits while a thread compiles or waits for a device.
         logging.shutdown()
         os._exit(code if is_done else signals.exit_code)
     return code
@@ -188,7 +191,7 @@ def _servers(settings: Settings, frontend: Frontend, doors: Doors) -> tuple[Http
 async def _end(
     frontend: Frontend, server: RpcServer, http: HttpServer, seconds: float, signals: Signals
 ) -> bool:
-    """Drains and stops everything; False if a second signal did not let it come to its end."""
+    """Drains and stops everything; False if a second signal cut the drain short."""
 
     async def end(drain_seconds: float, grace: float) -> None:
         await frontend.drain(drain_seconds)
@@ -202,7 +205,7 @@ async def _end(
         await ending
         return True
     ending.cancel()
-    # Open requests get their status; the engine's thread is not waited for.
+    # Open requests get their status; this does not wait for the engine's thread.
     with contextlib.suppress(TimeoutError, asyncio.CancelledError):
         await asyncio.wait_for(end(0.0, _SHORT_GRACE), 2 * _SHORT_GRACE)
     return False

@@ -17,25 +17,25 @@ class BoundedPool:
     runs in its caller's context (`contextvars`).
 
     Args:
-      name: of the threads.
-      what: what waits, in the plural, for the message of a refusal.
-      num_threads: functions that run at once.
-      max_waiting: functions that wait; beyond it calls are refused.
+      name: name of the threads.
+      what: noun in the plural for what waits, in error messages.
+      num_threads: most functions that run at once.
+      max_waiting: most functions that wait; further calls are refused.
     """
 
     def __init__(self, name: str, what: str, *, num_threads: int, max_waiting: int):
         self._what, self._max_waiting = what, max_waiting
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        # Work waits here and not in the executor's queue, which keeps cancelled work until its turn.
+        # Callers wait here and not in the executor's queue, which would keep cancelled work until its turn.
         self._free = asyncio.Semaphore(num_threads)
         self._num_waiting = 0
         self._running: set[Future] = set()
 
     async def run[T](self, function: Callable[[], T]) -> T:
-        """What `function` returns.
+        """Runs a function in a thread and returns its result.
 
         Raises:
-          ServiceError: RESOURCE_EXHAUSTED; too many wait already. UNAVAILABLE; the pool is closed.
+          ServiceError: RESOURCE_EXHAUSTED if too many functions wait; UNAVAILABLE if the pool is closed.
         """
         if self._num_waiting >= self._max_waiting:
             raise ServiceError(
@@ -54,7 +54,7 @@ class BoundedPool:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(self._release, future)
 
-        # Not through the future, which is part of a cycle: a large result would stay until that is found.
+        # The future is part of a reference cycle: it would keep a large result until a garbage collection.
         outcome: list[tuple[T, None] | tuple[None, Exception]] = []
 
         context = contextvars.copy_context()
@@ -80,7 +80,7 @@ class BoundedPool:
         try:
             raise error
         finally:
-            del error  # its traceback leads here
+            del error  # its traceback refers to this frame: a cycle
 
     def _release(self, future: Future) -> None:
         self._running.discard(future)

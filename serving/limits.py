@@ -1,20 +1,20 @@
-"""How much one request may hold; looked at before its parts become Python objects."""
+"""Limits of one request. They are checked before its parts become Python objects."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a client may ask for, beyond the engine's own limits.
+    """Limits of a request, in addition to those of the engine.
 
     Args:
-      max_seconds: longest a request may take, queue included; None is no limit.
+      max_seconds: longest time of a request from its arrival; None is no limit.
       max_n: most sequences of one request.
       max_prompt_chars: most characters of a prompt; fewer where `max_model_len` tokens cannot hold them.
       max_messages: most messages of a chat, and most parts of a message.
       max_stops, max_stop_chars: most stop strings, and most characters of each.
       max_stop_ids: most stop ids.
-      max_json_depth: most objects and lists within each other.
+      max_json_depth: deepest nesting of objects and lists.
       tokenizer_threads: most long prompts that are tokenised at once.
     """
 

@@ -1,7 +1,7 @@
-"""Log lines: one a request, and one with the engine's figures every few seconds; JSON, on stderr.
+"""Log lines as JSON on stderr: one per request, and one with the engine's figures every few seconds.
 
-What strangers can cause (refusals, warnings, errors) is limited in lines of one kind, with a count of those
-that were left out: otherwise a stranger could fill the disk.
+Lines that any client can cause (refusals, warnings, errors) are limited per kind, and the lines left out are
+counted: otherwise a client without a token could fill the disk.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _log = logging.getLogger("serving")
 
 
 class _Lines(logging.Formatter):
-    """One JSON object a line; `extra={"fields": {...}}` adds to it."""
+    """Formats a record as one JSON object; `extra={"fields": {...}}` adds keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -43,14 +43,14 @@ _WINDOW = 10.0  # seconds
 
 
 class LimitedHandler(logging.StreamHandler):
-    """Writes at most `_BURST` lines of one kind in `_WINDOW` seconds, and then how many it left out.
+    """Writes at most `_BURST` lines of one kind in `_WINDOW` seconds, and then the number of lines left out.
 
-    Lines are of one kind if logger, level and unformatted message are the same, or the attribute `kind`,
-    which `extra` gives. A `kind` of None is never limited.
+    Two lines are of one kind if they have the same logger, level and unformatted message, or the same
+    attribute `kind`, which `extra` sets. Lines whose `kind` is None are never limited.
 
     Args:
-      stream: to write to.
-      clock: seconds, never going back.
+      stream: where lines are written.
+      clock: a clock that never goes back, in seconds.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
@@ -71,12 +71,12 @@ class LimitedHandler(logging.StreamHandler):
         super().emit(record)
 
     def close(self) -> None:
-        """Says what was left out last, and closes."""
+        """Writes the counts of lines left out, and closes."""
         self._close_windows(math.inf)
         super().close()
 
     def _close_windows(self, now: float) -> None:
-        # The first kind has the oldest window, and all windows are as long.
+        # The first kind has the oldest window, because all windows have the same length.
         while self._kinds:
             key, kind = next(iter(self._kinds.items()))
             if kind.until > now:
@@ -88,7 +88,7 @@ class LimitedHandler(logging.StreamHandler):
 
 @dataclass
 class _Kind:
-    """Lines of one kind in one window; `first` stands for all."""
+    """Lines of one kind in one window; the summary quotes `first`."""
 
     first: logging.LogRecord
     until: float
@@ -117,7 +117,7 @@ def configure(level: str) -> None:
 
 
 def log_request(stream: Stream) -> None:
-    """One line about a stream that has ended."""
+    """Logs a stream that has ended."""
     ask, usage = stream.ask, stream.usage()
     fields = dict(
         request_id=ask.request_id,
@@ -136,18 +136,18 @@ def log_request(stream: Stream) -> None:
         fields["traceparent"] = ask.trace["traceparent"]
     if stream.error is not None:
         fields["error"] = stream.error.message
-    # Never limited: the log has a line for every accepted request.
+    # Never limited (kind None): the log has a line for every accepted request.
     _log.info("request", extra={"fields": fields, "kind": None})
 
 
 def log_refusal(protocol: str, method: str, error: ServiceError) -> None:
-    """One line about a request that never became a stream."""
+    """Logs a refused request."""
     fields = dict(protocol=protocol, method=method, status=error.code.name, error=error.message)
     _log.info("request", extra={"fields": fields, "kind": ("refusal", protocol, error.code)})
 
 
 async def log_figures(frontend: Frontend, seconds: float) -> None:
-    """Every `seconds` while there is work: what runs, how fast, and how well drafts do."""
+    """Logs load, speed and acceptance every `seconds` while there is work."""
     before, then = Acceptance(), time.monotonic()
     tokens_before = frontend.metrics.num_tokens
     while True:

@@ -1,11 +1,11 @@
-"""Gives memory back to the system after large requests: glibc keeps what was freed in small pieces."""
+"""Returns memory to the system after large requests: glibc keeps memory that was freed in small pieces."""
 
 import asyncio
 import ctypes
 from collections.abc import Callable
 
 LARGE = 100_000
-"""Bytes or characters of a request after which it is worth the while."""
+"""Bytes or characters of a request that is followed by a trim."""
 _SECONDS = 1.0
 
 
@@ -17,7 +17,7 @@ def c_library_trim() -> None:
 
 
 class MemoryReturn:
-    """Trims the heap a second after a large request, once for all that end meanwhile.
+    """Trims the heap one second after a large request, once for all large requests of that second.
 
     Args:
       trim: called in a thread, without Python's global lock.
@@ -28,12 +28,16 @@ class MemoryReturn:
         self._timer: asyncio.TimerHandle | None = None
 
     def soon(self, size: int) -> None:
-        """Call it in the event loop when a request of `size` bytes or characters was read."""
+        """Schedules a trim after a large request. Call it in the event loop.
+
+        Args:
+          size: bytes or characters of the request.
+        """
         if size >= LARGE and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SECONDS, self._start)
 
     def close(self) -> None:
-        """Trims no more."""
+        """Cancels the scheduled trim."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's names, which load tools and dashboards know, and our own beside them.
 
-Counters of the engine are read off its last `Load` when somebody scrapes; only latencies and request
-counts are kept here.
+Counters of the engine are read from its last `Load` at each scrape; only latencies and request counts are kept
+here.
 """
 
 import time
@@ -26,7 +26,7 @@ _PER_TOKEN = (
     *(0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_REMEMBERED = 64  # latest ends of requests, for the pace of the queue
+_REMEMBERED = 64  # ends of requests that the retry time is estimated from
 
 _LATENCIES = {
     "time_to_first_token": ("Arrival to first token.", _SECONDS),
@@ -78,7 +78,7 @@ class Metrics:
             ).labels(**self._labels)
             for name, (text, buckets) in _LATENCIES.items()
         }
-        # Their names, whole: vLLM's histogram of tokens per round ends in _total.
+        # vLLM's name for this histogram ends in _total.
         self._iteration = Histogram(
             "vllm:iteration_tokens_total",
             "Tokens a round gave to all requests.",
@@ -88,18 +88,18 @@ class Metrics:
         ).labels(**self._labels)
         self.registry.register(_EngineCollector(self._labels, config, load, num_open))
         self.num_tokens = 0
-        """Generated since the start."""
+        """Tokens generated since the start."""
         self._ends: deque[float] = deque(maxlen=_REMEMBERED)
         self._last_tokens: dict[object, float] = {}
         for reason in ("stop", "length", "abort", "error"):
             self._count("vllm:request_success", 0, finished_reason=reason)
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def round(self, events: Sequence[Event]) -> None:
-        """Counts what a round of the engine gave."""
+        """Counts the events of a round."""
         now, total = time.monotonic(), 0
         for event in events:
             if not isinstance(event, Tokens):
@@ -116,12 +116,12 @@ class Metrics:
             self._iteration.observe(total)
 
     def refused(self, protocol: str, error: ServiceError) -> None:
-        """Counts a request that never became a stream."""
+        """Counts a refused request."""
         self._count("peagle:requests", 1, protocol=protocol, code=error.code.name)
         self._rejected(error)
 
     def ended(self, stream: Stream) -> None:
-        """Counts a stream that was closed."""
+        """Counts a stream that has ended."""
         self._count("peagle:requests", 1, protocol=stream.ask.protocol, code=stream.code.name)
         if stream.error is not None:
             self._rejected(stream.error)
@@ -146,7 +146,7 @@ class Metrics:
                 self._observe("request_time_per_output_token", each)
 
     def seconds_per_request(self) -> float:
-        """How long until the queue has room, guessed from the pace of late: for RetryInfo."""
+        """Estimate of the seconds until the queue has room, for RetryInfo: the mean time between recent ends."""
         if len(self._ends) < 2 or self._ends[-1] == self._ends[0]:
             return 1.0
         pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -164,7 +164,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """What the engine itself counts, read when somebody asks."""
+    """Counters of the engine, read at each scrape."""
 
     def __init__(
         self,
@@ -182,13 +182,15 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Requests on the device.", load.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", load.num_waiting)
         waiting = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "The same.", labels=[*self._names, "reason"]
+            "vllm:num_requests_waiting_by_reason",
+            "Requests in the queue.",
+            labels=[*self._names, "reason"],
         )
         waiting.add_metric([*self._values, "capacity"], load.num_waiting)
         yield waiting
         yield self._gauge("vllm:kv_cache_usage_perc", "KV pages in use, 0 to 1.", load.kv_usage)
         yield self._counter("vllm:num_preemptions", "Preemptions.", load.num_preemptions)
-        # There is no prefix cache: nothing is asked of it and nothing found.
+        # Always 0: there is no prefix cache. Dashboards for vLLM expect both.
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", 0)
         yield self._counter("vllm:prefix_cache_hits", "Tokens found.", 0)
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds with drafts.", counts.rounds)

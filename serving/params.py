@@ -1,4 +1,4 @@
-"""Sampling parameters from a client's message: what is wrong is named as the client spells it."""
+"""Makes sampling parameters from a client's message; errors name the field as the client spells it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,9 @@ def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> Sa
 
     Args:
       spelling: the client's names of the fields, where they differ from ours.
-      limits: of stop strings and stop ids, which may be sequences of any kind.
+      limits: limits of stop strings and stop ids.
+      values: fields of `SamplingParams`; `stop` and `stop_ids` may be sequences of any type.
+
     Raises:
       ServiceError: INVALID_ARGUMENT that names the field.
     """
@@ -35,10 +37,10 @@ def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> Sa
 
 
 def prompt_ids(given: Sequence[int], *, field: str, max_model_len: int) -> list[int]:
-    """Token ids of a prompt, not yet compared with the vocabulary.
+    """Token ids of a prompt as a list. `Frontend.open` checks them against the vocabulary.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT; the model's length has no room for them and one more.
+      ServiceError: INVALID_ARGUMENT; the prompt leaves no room for one token of output.
     """
     if len(given) >= max_model_len:
         raise invalid(
@@ -50,7 +52,7 @@ def prompt_ids(given: Sequence[int], *, field: str, max_model_len: int) -> list[
 
 
 def refuse_unless_neutral(field: str, value: object, neutral: tuple, what: str) -> None:
-    """Refuses what this server does not do, unless the value asks for nothing.
+    """Refuses an option that this server does not support, unless its value has no effect.
 
     Raises:
       ServiceError: INVALID_ARGUMENT that names the field.

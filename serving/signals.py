@@ -1,4 +1,4 @@
-"""What signals ask of a running server."""
+"""Signal handlers of a running server."""
 
 import asyncio
 import logging
@@ -17,9 +17,9 @@ class Signals:
       on_hangup: called at every SIGHUP.
 
     Attributes:
-      stop: set by the first SIGTERM or SIGINT: drain.
-      hurry: set by the second: do not wait for open requests.
-      exit_code: of a process that was hurried, 128 and the signal's number as of one that is killed.
+      stop: set by the first SIGTERM or SIGINT: the server drains.
+      hurry: set by the second: the server ends open requests at once.
+      exit_code: exit code after the second signal: 128 plus the signal's number, as after a kill.
     """
 
     def __init__(self, on_hangup: Callable[[], None]):

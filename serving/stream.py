@@ -1,7 +1,7 @@
-"""One request of a client: what it asked for, and what it reads.
+"""One request of a client: what it asks for (`Ask`), and the stream of its output (`Stream`).
 
-The loop pushes what rounds produce; the client reads at its own pace. A slow reader finds what came
-meanwhile merged into one delta, so a stream never holds more than its text, and nobody waits for it.
+The event loop pushes the tokens of each round; the client reads at its own pace. Unread tokens are merged into
+one delta, so a stream never holds more than its text, and a slow client delays no other.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ from serving.worker import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a client asks for, in no protocol's terms.
+    """What a client asks for, independent of the protocol.
 
     Args:
-      request_id: the client's name for it, or one made for it; unique among its caller's while it runs.
+      request_id: the client's id, or a new one; unique among the open requests of its caller.
       prompt: token ids.
       params: sampling parameters.
-      n: sequences to generate, as the client wrote it: it may be billions. `Stream.n` is checked.
-      deadline: `time.monotonic()` at which it must have ended.
-      wants_text: whether deltas hold text; tokens come in any case.
-      is_chat: whether the reply's reasoning is told apart, where the model marks it.
+      n: sequences to generate. Untrusted: `Frontend.open` checks it, and `Stream.n` is the checked value.
+      deadline: `time.monotonic()` by which the client wants the request to end.
+      wants_text: whether deltas hold text; they always hold tokens.
+      is_chat: whether reasoning is separated from the reply, where the model marks it.
       protocol: "grpc" or "http"; for logs.
-      method: what the client called; for logs.
+      method: the method or path that the client called; for logs.
       trace: headers of the client's trace (W3C), lower-case.
-      spelling: the client's names of "prompt", "n" and fields of `params`, where they are others.
-      caller: whose request it is; see `caller`.
+      spelling: the client's names of "prompt", "n" and fields of `params`, where they differ from ours.
+      caller: the client that sent the request; see `caller`.
       arrival: `time.monotonic()` at which its call, or its message in a stream of requests, arrived.
     """
 
@@ -69,10 +69,10 @@ class Finish:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What a sequence grew by since the last delta of the same `index`.
+    """New output of a sequence since the last delta of the same `index`.
 
-    Of a text that a stop string ended, `tokens` go on to the token in which it ended, `text` does not.
-    `reasoning` is what a chat's model thought aloud; it is no part of `text`.
+    If a stop string ended the text, `tokens` include the token that completed it, and `text` excludes it.
+    `reasoning` is the reasoning of a chat model; `text` does not include it.
     """
 
     index: int
@@ -85,7 +85,7 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Over all sequences of a request that have ended; times in seconds from its arrival."""
+    """Counts over all sequences of a request that have ended; times in seconds from its arrival."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -96,13 +96,13 @@ class Usage:
 
 @dataclass
 class _Sequence:
-    """What came for one sequence and was not read yet."""
+    """Output of one sequence that the client has not read yet."""
 
     parser: ReplyParser | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     request: Request | None = None
-    is_read: bool = False  # its finish was
+    is_read: bool = False  # the client has read the finish
 
     @property
     def has_news(self) -> bool:
@@ -133,13 +133,13 @@ class _Sequence:
 
 
 class Stream:
-    """An asynchronous iterator of `Delta`, and a context that ends the request when it is left.
+    """Output of an open request: an asynchronous iterator of `Delta`. Leaving its context ends the request.
 
     Made by `Frontend.open`.
 
     Attributes:
       n: sequences, within the limits of engine and server.
-      code: how it ended: OK, CANCELLED when its client left, or its error's; None until it is closed.
+      code: how the request ended: OK, CANCELLED if the client left, or the error's code; None while it is open.
       arrival, first_token, end: `time.monotonic()`.
     """
 
@@ -160,7 +160,7 @@ class Stream:
         self.first_token: float | None = None
         self.end: float | None = None
         self.requests: list[Request] = []
-        """Of the sequences that have ended."""
+        """Requests of the engine whose sequences have ended."""
         self._end, self._on_close = end, on_close
         self._sequences = [_Sequence(new_parser()) for _ in range(ask.n)]
         self._news = asyncio.Event()
@@ -173,7 +173,7 @@ class Stream:
         return self
 
     async def __aexit__(self, kind, error, trace) -> None:
-        # An OSError is a client that has gone.
+        # An OSError means that the connection is lost: the client's end, not an error of ours.
         if isinstance(error, Exception) and not isinstance(error, OSError) and self.error is None:
             self.error = error if isinstance(error, ServiceError) else failure(error)
         self.close()
@@ -194,7 +194,7 @@ class Stream:
             await self._news.wait()
 
     def push(self, index: int, event: Tokens) -> None:
-        """Takes in what a round gave sequence `index`."""
+        """Adds the output of a round to sequence `index`."""
         sequence = self._sequences[index]
         sequence.tokens += event.tokens
         if event.logprobs is not None:
@@ -207,18 +207,18 @@ class Stream:
         self._news.set()
 
     def fail(self, error: ServiceError) -> None:
-        """Ends the request with `error`, which its reader gets before anything it has not read."""
+        """Ends the request with `error`; the reader gets the error instead of unread output."""
         if self.error is None:
             self.error = error
             self._end_sequences()
             self._news.set()
 
     def abort(self) -> None:
-        """Ends what runs; the reader finds the reason "abort"."""
+        """Ends all sequences that run, with the finish reason "abort"."""
         self._end_sequences()
 
     def usage(self) -> Usage:
-        """What it took; complete once every sequence has ended."""
+        """Counts and times of the request; complete once every sequence has ended."""
         first, now = self.first_token, self.end or time.monotonic()
         return Usage(
             prompt_tokens=len(self.ask.prompt),
@@ -229,7 +229,7 @@ class Stream:
         )
 
     def close(self) -> None:
-        """Frees everything and reports how it ended; more calls do nothing."""
+        """Ends the request in the engine and reports its outcome; further calls do nothing."""
         if self.code is not None:
             return
         if self._timer is not None:

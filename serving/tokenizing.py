@@ -12,7 +12,7 @@ from serving.limits import Limits
 from serving.memory import MemoryReturn
 
 _SHORT = 4096
-"""Characters that take the event loop about 2 ms; longer texts get a thread."""
+"""Most characters that are tokenised in the event loop, in about 2 ms; longer texts get a thread."""
 _SHORT_CHAT = 64  # messages
 _MAX_WAITING = 64  # long prompts
 _MAX_WAITING_CHATS = 1024  # short ones
@@ -22,21 +22,21 @@ _NO_VARIABLES = {
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     "tokenizer_kwargs",
 }
-"""Arguments of the functions that apply a chat template: clients choose variables, not these."""
+"""Arguments of transformers' functions that apply a chat template. Clients may not set them."""
 
 
 class Encoder:
-    """Encodes the prompts of all requests.
+    """Converts the prompts of all requests to token ids.
 
-    Long prompts have threads of their own, so they wait for each other only.
+    Long prompts have threads of their own, so they delay no short prompt.
 
     Args:
       tokenizer: None if the model is served without one; then every text is refused.
       max_model_len: tokens of prompt and output together.
-      memory: told of long prompts.
+      memory: schedules a trim of the heap after long prompts.
 
     Attributes:
-      max_chars: of a prompt; more do not fit into `max_model_len` tokens, or are beyond the limit.
+      max_chars: most characters of a prompt: the limit, or what fits into `max_model_len` tokens.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Encoder:
             num_threads=limits.tokenizer_threads,
             max_waiting=_MAX_WAITING,
         )
-        # Templates are Python, which runs one thread at a time anyway.
+        # Templates run as Python code, so more threads would not be faster.
         self._chats = BoundedPool("chat", "chats", num_threads=1, max_waiting=_MAX_WAITING_CHATS)
         self._preparing: asyncio.Task | None = None
 
@@ -65,8 +65,8 @@ class Encoder:
         """Token ids of a prompt.
 
         Raises:
-          ServiceError: the model has no tokenizer; the text is too long, or no text; too many long texts
-            are waiting.
+          ServiceError: the model has no tokenizer; the text is too long or not valid; too many long texts
+            wait.
         """
         tokenizer = self._required(field)
         self._check_size(len(text), field)
@@ -82,7 +82,7 @@ class Encoder:
             raise invalid(field, f"{taken[0]!r} is no variable of a chat template; leave it out")
         size = len(json.dumps(variables))
         size += sum(len(value) for message in messages for value in message.values())
-        # A template may leave some of it out, so what the model can take is looked at afterwards.
+        # The template may leave text out, so the limit of the model is checked after it.
         if size > self._limits.max_prompt_chars:
             raise _too_long(field, size, self._limits.max_prompt_chars)
 
@@ -132,7 +132,7 @@ class Encoder:
 
 
 def _naming(field: str, encode: Callable[[], list[int]]) -> Callable[[], list[int]]:
-    """`encode`, with errors that name the client's field."""
+    """Wraps `encode` so that its errors name the client's field."""
 
     def named() -> list[int]:
         try:

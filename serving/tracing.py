@@ -1,6 +1,6 @@
 """OpenTelemetry spans: one a request, child of the client's span, written when the request has ended.
 
-Needs the extra `tracing`; nothing of it is imported before somebody asks for spans.
+Needs the extra `tracing`, which is imported only if spans are wanted.
 """
 
 import threading
@@ -23,7 +23,7 @@ class Tracer:
     """Writes spans.
 
     Args:
-      provider: OpenTelemetry's; the tracer owns it.
+      provider: OpenTelemetry's provider; the tracer owns it.
       model: what clients call the model.
     """
 
@@ -36,13 +36,13 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str, model: str) -> Self:
-        """Sends spans by OTLP over gRPC, in batches and from a thread of its own.
+        """A tracer that sends spans by OTLP over gRPC, in batches and from a thread of its own.
 
         Args:
-          endpoint: as "http://collector:4317"; https:// for TLS.
+          endpoint: for example "http://collector:4317"; https:// for TLS.
 
         Raises:
-          ConfigError: OpenTelemetry is not installed, or the endpoint is none.
+          ConfigError: OpenTelemetry is not installed, or the endpoint is not a URL.
         """
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -90,13 +90,13 @@ class Tracer:
         span.end(end_time=at(stream.end))
 
     def close(self) -> None:
-        """Sends what is left, but does not wait for a collector that is not there."""
+        """Sends the remaining spans, for at most `_CLOSE_SECONDS`: the collector may be down."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)
 
     def _attributes(self, stream: Stream) -> dict:
-        """vLLM's names, and our own for what has none there."""
+        """Attributes with vLLM's names, and with our own where vLLM has none."""
         ask, usage = stream.ask, stream.usage()
         found = {
             "gen_ai.request.id": ask.request_id,
@@ -123,7 +123,7 @@ class Tracer:
 
 
 def _latencies(stream: Stream) -> dict[str, float]:
-    """Of all sequences together: from the first that began to the last that ended."""
+    """Latencies of a request: from its first sequence that began to its last that ended."""
     found = {}
     if stream.first_token is not None:
         found["time_to_first_token"] = stream.first_token - stream.arrival

@@ -1,12 +1,12 @@
-"""The engine in a thread of its own. Nothing else may touch the engine once the worker runs.
+"""Runs the engine in a thread of its own. No other thread may use the engine while the worker runs.
 
     event loop                         engine thread
     submit, abort -> mailbox ------>   between two rounds: take all mail, then engine.step()
     deliver(batch of events) <------   one call_soon_threadsafe per round, whatever its size
 
-Mail is read between rounds, so an abort frees its pages within one round. While the device runs the round
-that is dispatched already, the worker has time: where requests have ended and nobody waits for their slots,
-it looks a moment longer for the requests that their clients send next.
+Mail is read between rounds, so an abort frees its pages within one round. If requests have ended and the queue
+is empty, the worker waits a short time for the next requests of the same clients. The device computes the
+dispatched round meanwhile.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from peagle_jax.engine.stats import Acceptance
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 0.25
-"""Share of a round to wait for new requests; the rest must be enough to plan and dispatch the next."""
+"""Longest wait for new requests, as a share of a round; the rest of the round is for planning the next."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One sequence to generate. `key` is the submitter's name for it; unique while it runs."""
+    """One sequence to generate. The submitter chooses `key`; it is unique among the jobs that run."""
 
     key: Hashable
     prompt: list[int]
@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one round gave a sequence; `request` is set with the last, and no longer changes then."""
+    """Output of one round for a sequence. The last event of a sequence has `request`, which no longer changes."""
 
     key: Hashable
     tokens: list[int]
@@ -48,7 +48,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Refused:
-    """Jobs that were submitted together and will not run: `ConfigError` or `QueueFull`."""
+    """Jobs that were submitted together and are refused: `ConfigError` or `QueueFull`."""
 
     keys: tuple[Hashable, ...]
     error: Exception
@@ -59,7 +59,7 @@ Event = Tokens | Refused
 
 @dataclass(frozen=True)
 class Load:
-    """What the engine holds, after a round."""
+    """State of the engine after a round."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -71,11 +71,11 @@ class Load:
     rounds: int = 0
     """Calls of `Engine.step` so far."""
     acceptance: Acceptance = field(default_factory=Acceptance)
-    """Of all rounds so far that had drafts."""
+    """Counts of all rounds so far that had drafts."""
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV pages that is in use."""
+        """Share of the KV pages in use."""
         return self.pages_used / self.pages_total if self.pages_total else 0.0
 
 
@@ -101,7 +101,7 @@ class EngineWorker:
       engine: not yet warm; the worker owns it from `start` on.
       deliver: called in the event loop with the events of a round, in order.
       on_ready: called in the event loop when requests can be served; smaller batches may still compile.
-      on_death: called in the event loop with the exception that ended the engine; no events follow.
+      on_death: called in the event loop with the exception that killed the engine; no events follow.
     """
 
     def __init__(
@@ -121,35 +121,38 @@ class EngineWorker:
         self._compiler = threading.Thread(target=self._compile, name="compiler", daemon=True)
         self._is_stopping = False
         self._rounds = 0
-        self._num_vacated = 0  # slots that the last round left and nobody waits for
-        self._patience = 0.0  # seconds to look for their successors
-        self._before = Acceptance()  # what warming up counted
+        self._num_vacated = 0  # slots that became free in the last round
+        self._patience = 0.0  # seconds to wait for requests that fill them
+        self._before = Acceptance()  # counts of the warm-up, which are not reported
         self.load = Load(pages_total=engine.scheduler.config.total_pages - 1)
-        """After the last round; replaced as a whole, so any thread may read it."""
+        """State after the last round. It is replaced as a whole, so any thread may read it."""
         self.busy_since: float | None = None
         """`time.monotonic()` at which the round in progress began; None between rounds."""
 
     @property
     def batch_sizes_pending(self) -> int:
-        """Batch sizes that still compile; until then rounds take the next larger."""
+        """Batch sizes that are not compiled yet; until then rounds use the next larger size."""
         return len(self._engine.config.batch_buckets) - len(self._engine.scheduler.batch_sizes)
 
     def start(self) -> None:
-        """Starts the thread, which compiles first; call it in the event loop."""
+        """Starts the thread, which compiles first. Call it in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queues jobs, all or none; what becomes of them arrives as events."""
+        """Queues jobs, all or none; the results arrive as events."""
         self._mail.put(_Submit(tuple(jobs)))
 
     def abort(self, key: Hashable) -> None:
-        """Ends a job; unless it has ended already, its last event says "abort"."""
+        """Ends a job. Unless it has ended already, its last event has the finish reason "abort"."""
         self._mail.put(_Abort(key))
 
     def stop(self, timeout: float) -> bool:
-        """Ends the thread after its round; True if that happened within `timeout` seconds, and nothing
-        compiles any more."""
+        """Ends the thread after its round.
+
+        Returns:
+          Whether both threads ended within `timeout` seconds: the engine's, and the one that compiles.
+        """
         self._is_stopping = True
         stop = _Stop()
         self._mail.put(stop)
@@ -159,12 +162,12 @@ class EngineWorker:
     def _post(self, function: Callable, *args) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
+        except RuntimeError:  # the loop is closed: no stream is left to deliver to
             _log.debug("the event loop ended before the engine")
 
     def _run(self) -> None:
         try:
-            # The largest batch serves any number of requests: clients need not wait for the others.
+            # The largest batch serves any number of requests, so clients do not wait for the others.
             runs.warm_up(self._engine, sizes=self._engine.config.batch_buckets[-1:])
             self._before = self._engine.scheduler.acceptance
             self._compiler.start()
@@ -177,17 +180,17 @@ class EngineWorker:
             self._post(self._on_death, error)
 
     def _compile(self) -> None:
-        """The batch sizes that are left, one at a time, while the engine runs."""
+        """Compiles the other batch sizes, one at a time, while the engine runs."""
         try:
             for size in self._engine.config.batch_buckets[:-1]:
                 if self._is_stopping:
                     return
                 self._engine.warm_up(sizes=[size])
         except Exception:
-            _log.exception("a smaller batch cannot be compiled; rounds take the next larger")
+            _log.exception("a smaller batch cannot be compiled; rounds use the next larger one")
 
     def _step(self) -> bool:
-        """Mail, then a round if there is work; False when told to stop."""
+        """Reads the mail, then runs a round if there is work. Returns False after `stop`."""
         events: list[Event] = []
         for item in self._all_mail():
             match item:

@@ -1,4 +1,4 @@
-"""All routes as one ASGI application, behind a guard."""
+"""All routes as one ASGI application, with checks of tokens and hosts before them."""
 
 from collections.abc import Collection, Sequence
 
@@ -35,9 +35,9 @@ def make_app(
     """The application.
 
     Args:
-      tokens: bearer tokens, looked at anew for every request; empty lets everybody in.
-      max_bytes: of a request's body.
-      allowed_hosts: names that the Host header may have beside those of this machine; None allows all.
+      tokens: bearer tokens, read again for every request; if empty, no token is needed.
+      max_bytes: most bytes of a request's body.
+      allowed_hosts: allowed names in the Host header, in addition to those of this machine; None allows all.
     """
     pages = _Pages(frontend)
     reader = Reader(max_bytes=max_bytes, on_free=frontend.memory.soon)
@@ -58,7 +58,7 @@ def make_app(
 
 
 class _Guard:
-    """Refuses requests without a token, for a foreign host, and on a connection beyond the limit."""
+    """Refuses requests without a token, for a foreign host, and on a reserved connection."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Guard:
 
 
 class _Pages:
-    """What is there to be looked at."""
+    """Handlers of the routes that do not generate."""
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend

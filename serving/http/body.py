@@ -1,4 +1,4 @@
-"""The body of a request: bounded in size, in time, and in memory together with all others."""
+"""Reads the body of a request, with limits of its size, of its time, and of the memory of all bodies."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,26 +10,30 @@ from serving.errors import Code, ServiceError, invalid, too_large
 
 _SECONDS = 60.0
 _SMALL = 64 << 10
-"""Bytes of a body that need no share of `BodyMemory`: clients of ordinary size are never refused for it."""
+"""Bytes up to which a body does not count in `BodyMemory`, so that it is never refused for other bodies."""
 
 
 class Gone(Exception):
-    """The client left before its request was complete."""
+    """The client has left before its request was complete."""
 
 
 class BodyMemory:
-    """Counts the bytes of all large bodies that were not parsed yet.
+    """Counts the bytes of all large bodies that are not parsed yet.
 
     Args:
-      most: bytes; beyond it the body that grows is refused.
-      on_free: called with the bytes of each that is let go of.
+      most: most bytes; a body that would exceed it is refused.
+      on_free: called with the size in bytes of each body that is freed.
     """
 
     def __init__(self, most: int, on_free: Callable[[int], None] = lambda num_bytes: None):
         self._most, self._on_free, self.num_bytes = most, on_free, 0
 
     def grow(self, num_bytes: int) -> None:
-        """Raises `ServiceError` with RESOURCE_EXHAUSTED if that is too much."""
+        """Adds bytes.
+
+        Raises:
+          ServiceError: RESOURCE_EXHAUSTED; the limit would be exceeded.
+        """
         if self.num_bytes + num_bytes > self._most:
             raise ServiceError(
                 Code.RESOURCE_EXHAUSTED,
@@ -39,17 +43,17 @@ class BodyMemory:
         self.num_bytes += num_bytes
 
     def shrink(self, num_bytes: int) -> None:
-        """Says that so many are no longer held."""
+        """Subtracts bytes that have been freed."""
         if num_bytes:
             self.num_bytes -= num_bytes
             self._on_free(num_bytes)
 
 
 class Body:
-    """What has come of one body.
+    """One body.
 
     Attributes:
-      content: all of it, after `read`.
+      content: the whole body, after `read`.
     """
 
     def __init__(self, memory: BodyMemory):
@@ -57,11 +61,11 @@ class Body:
         self.content = b""
 
     async def read(self, headers: Headers, receive: Receive, most: int) -> None:
-        """Reads it to its end.
+        """Reads the whole body.
 
         Raises:
-          ServiceError: it is longer than `most` bytes, comes too slowly, is said to be no JSON, or finds
-            no memory left.
+          ServiceError: the body is longer than `most` bytes, takes too long, has another content type than
+            JSON, or exceeds the memory of all bodies.
           Gone: the client has left.
         """
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -79,7 +83,7 @@ class Body:
             raise ServiceError(Code.DEADLINE_EXCEEDED, text) from error
 
     def free(self) -> None:
-        """Forgets the content; more calls do nothing."""
+        """Frees the content; further calls do nothing."""
         counted, self._counted, self.content = self._counted, 0, b""
         self._memory.shrink(counted)
 

@@ -1,7 +1,7 @@
-"""One HTTP connection: uvicorn's, with limits on what a client may keep it waiting for.
+"""One HTTP connection: uvicorn's protocol with time limits.
 
-A client that is silent, sends a head byte by byte, or does not read its answer would otherwise hold the
-connection for as long as it likes.
+Without them a client that is silent, sends a head byte by byte, or does not read its answer could hold the
+connection for any time.
 """
 
 import asyncio
@@ -15,22 +15,22 @@ from uvicorn.server import ServerState
 
 from serving.http.errors import content_of, dump
 from serving.http.gate import Gate, Visit
-from serving.http.head import fault
+from serving.http.head import find_fault
 from serving.http.linger import LingeringTransport
 
 RESERVED = "is_reserved"
-"""Key of the ASGI scope's state: whether this connection is for health checks only."""
+"""Key in the state of the ASGI scope: whether this connection is for health checks only."""
 _CLOSE = (b"connection", b"close")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a client may take, in seconds.
+    """Time limits of a client, in seconds.
 
     Args:
-      head: from the connection, or the first byte of a further request, to the end of the head; also
-        for the TLS handshake.
-      write: how long a client may read nothing while the server has something to send.
+      head: from the connection, or from the first byte of a further request, to the end of the head; also
+        the limit of the TLS handshake.
+      write: longest time without reading while the server has data to send.
       linger: how long the rest of a request is discarded after the last answer.
     """
 
@@ -83,19 +83,19 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def handle_events(self) -> None:
-        """Looks at a head before the parser reads it."""
+        """Checks a head before the parser reads it."""
         if self.conn.their_state is h11.IDLE:
-            wrong = fault(self.conn.trailing_data[0])
-            if wrong is not None:
-                self._refuse(400, f"{wrong} (RFC 9112)")
+            fault = find_fault(self.conn.trailing_data[0])
+            if fault is not None:
+                self._refuse(400, f"{fault} (RFC 9112)")
                 return
         before = self.cycle
         super().handle_events()
         if self._visit.is_reserved and self.cycle is not before:
-            self.scope["headers"].append(_CLOSE)  # the reserved places are for one request each
+            self.scope["headers"].append(_CLOSE)  # a reserved connection serves one request
 
     def send_400_response(self, msg: str) -> None:
-        """Called when the parser refuses what came."""
+        """Called when the parser refuses the request."""
         self._refuse(400, msg)
 
     def on_response_complete(self) -> None:
@@ -124,9 +124,9 @@ class Connection(H11Protocol):
             self._waiting_for_reader = None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, whose answers end the connection where they do not wait for the body.
+        """Runs the application. An answer that does not wait for the body closes the connection.
 
-        The rest of a body could be long, and a client must not send its next request behind it.
+        The rest of the body could be long, and the client must not send its next request after it.
         """
 
         async def send_and_close(message: Message) -> None:
@@ -141,7 +141,7 @@ class Connection(H11Protocol):
         return self._is_refusing or self.conn.their_state is h11.SEND_BODY
 
     def _watch_head(self) -> None:
-        """Starts or ends the wait for a head, after anything that may have changed it."""
+        """Starts or stops the timer for the head of the next request, after each change of state."""
         is_busy = self.cycle is not None and not self.cycle.response_complete
         self._gate.set_idle(self._visit, not is_busy)
         has_begun = self.timeout_keep_alive_task is None or bool(self.conn.trailing_data[0])
@@ -159,7 +159,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers what is no request, and closes."""
+        """Answers an invalid request, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             headers = [(b"content-type", b"application/json"), _CLOSE]
             response = h11.Response(status_code=status, headers=headers)
@@ -171,7 +171,7 @@ class Connection(H11Protocol):
         self._abort_later()
 
     def _abort_later(self) -> None:
-        """Gives the client limited time to take what was written."""
+        """Closes the connection unless the client reads the rest of the answer in time."""
         if self._waiting_for_reader is None:
             self._waiting_for_reader = self.loop.call_later(
                 self._patience.write, self.transport.abort

@@ -1,22 +1,22 @@
-"""Heads of requests that the HTTP parser accepts and RFC 9112 does not.
+"""Finds faults in the heads of requests that the HTTP parser accepts and RFC 9112 forbids.
 
-A proxy in front may read such a head in another way than this server, and so take one request for two
-(request smuggling). They are refused, and the connection is closed.
+A proxy may interpret such a head differently than this server, for example as two requests (request
+smuggling). The server refuses them and closes the connection.
 """
 
 
-def fault(head: bytes) -> str | None:
-    """What is wrong with a head; None if nothing is.
+def find_fault(head: bytes) -> str | None:
+    """The first fault of a head; None if it has none.
 
     Args:
-      head: bytes from the request line on; perhaps not all of the head, perhaps more than it.
+      head: bytes from the request line on. The head may be incomplete, or followed by other bytes.
     """
     end = head.find(b"\r\n\r\n")
     lines = (head if end < 0 else head[:end]).split(b"\n")
     for line in lines[:-1]:
         if not line.endswith(b"\r"):
             return "a line of the head ends without a carriage return"
-    # The last line may be cut anywhere, also between its two last bytes.
+    # The last line may be incomplete: it may end between \r and \n.
     for line in lines:
         if b"\r" in line.removesuffix(b"\r"):
             return "a line of the head has a carriage return inside"

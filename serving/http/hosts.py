@@ -1,7 +1,7 @@
-"""Which names a request may call this server by.
+"""Checks the Host header of requests.
 
-A page in a browser may let its own name resolve to 127.0.0.1 and then read what a server there answers (DNS
-rebinding). The browser still sends the page's name as Host, so a server without tokens refuses it.
+The owner of a web page can let its name resolve to 127.0.0.1, so that the page reads answers of a server there
+(DNS rebinding). The browser still sends the page's name as Host, so a server without tokens refuses it.
 """
 
 import ipaddress
@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 
 def name_of(host: bytes) -> str:
-    """The name in a Host header, without port, brackets and a last dot."""
+    """The name in a Host header, without port, brackets and trailing dot."""
     text = host.decode("latin-1").strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]

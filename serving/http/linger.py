@@ -1,28 +1,28 @@
-"""Closes a connection without losing its last answer.
+"""Closes a connection so that the client can read the last answer.
 
-Where a socket is closed while bytes of the client are unread, the kernel resets the connection, and the
-client may lose an answer that it has not read yet. So the sending side is shut down first, what still
-comes is discarded, and then the socket is closed (RFC 9112, section 9.6).
+If a socket is closed while bytes of the client are unread, the kernel resets the connection, and the client
+may lose an answer that it has not read. So the server first shuts down its sending side, discards the bytes
+that still arrive, and then closes the socket (RFC 9112, section 9.6).
 """
 
 import asyncio
 from collections.abc import Callable
 
-_MOST = 64 << 20  # bytes that are discarded
+_MOST = 64 << 20  # most bytes that are discarded
 
 
 class LingeringTransport:
-    """A transport whose `close` waits for the client's end where the client may still be sending.
+    """A transport whose `close` waits until the client has sent its request.
 
-    Everything else goes to the transport within.
+    All other attributes are those of the wrapped transport.
 
     Args:
-      transport: of the connection.
-      is_client_sending: says at `close` whether bytes of the client may be unread or on their way.
-      seconds: from `close` to the end at the latest.
+      transport: transport of the connection.
+      is_client_sending: whether the client may still send bytes of its request; called by `close`.
+      seconds: longest time from `close` to the end.
 
     Attributes:
-      is_lingering: whether the server has said its last, and discards what comes.
+      is_lingering: whether the last answer is sent, and received bytes are discarded.
     """
 
     def __init__(
@@ -46,26 +46,26 @@ class LingeringTransport:
         return self.is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """Sends what is buffered, then closes: at once if the client is not sending."""
+        """Sends buffered bytes, then closes: at once if the client is not sending."""
         if self.is_closing():
             return
         if not self._is_client_sending():
             self._transport.close()
             return
         self.is_lingering = True
-        if self._transport.can_write_eof():  # not with TLS, which has no half of a connection
+        if self._transport.can_write_eof():  # TLS cannot close one direction alone
             self._transport.write_eof()
         self._transport.resume_reading()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._seconds, self._transport.close)
 
     def discard(self, num_bytes: int) -> None:
-        """Counts bytes that came meanwhile; too many end the connection."""
+        """Counts discarded bytes; too many close the connection."""
         self._left -= num_bytes
         if self._left < 0:
             self._transport.close()
 
     def lost(self) -> None:
-        """Says that the connection has ended."""
+        """Cancels the timer after the connection has ended."""
         if self._timer is not None:
             self._timer.cancel()

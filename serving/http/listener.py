@@ -1,4 +1,4 @@
-"""Accepts HTTP connections within limits, and survives running out of file descriptors."""
+"""Accepts HTTP connections within limits, also when the process has no file descriptor left."""
 
 import asyncio
 import errno
@@ -20,14 +20,16 @@ _PAUSE = 0.1  # seconds without accepting after the system had no descriptor for
 
 
 class Listener:
-    """Accepts connections until it is closed. asyncio's own server logs every failed accept, up to
-    `backlog` of them in one turn, and has no limit on connections.
+    """Accepts connections until it is closed.
+
+    asyncio's own server has no limit of connections, and logs every failed accept, up to `backlog` in one turn of
+    the event loop.
 
     Args:
-      listener: a listening socket that does not block.
+      listener: a listening socket in non-blocking mode.
       make_protocol: makes the protocol of a connection.
       context: None serves without TLS.
-      gate: who may come in.
+      gate: limits of connections.
       handshake_seconds: limit of the TLS handshake.
     """
 
@@ -48,7 +50,7 @@ class Listener:
         self._listen()
 
     def close(self) -> None:
-        """Accepts nothing more, and drops connections whose handshake has not ended."""
+        """Accepts no more connections, and closes those whose handshake has not ended."""
         self._is_closed = True
         self._loop.remove_reader(self._socket)
         for task in self._opening:
@@ -72,7 +74,7 @@ class Listener:
             except OSError as error:
                 if error.errno not in _OUT_OF_RESOURCES:
                     raise
-                # The socket stays readable: without a pause the event loop would do nothing else.
+                # The socket stays readable: without a pause the event loop would only repeat accept.
                 self._loop.remove_reader(self._socket)
                 self._loop.call_later(_PAUSE, self._listen)
                 closed = "closed the oldest idle one" if self._gate.close_idle() else "none is idle"
@@ -104,7 +106,7 @@ class Listener:
             ssl_handshake_timeout=self._handshake_seconds if with_tls else None,
             ssl_shutdown_timeout=self._handshake_seconds if with_tls else None,
         )
-        # Ends with the handshake; from then on the protocol has the connection.
+        # The task ends with the handshake; then the protocol owns the connection.
         task = self._loop.create_task(opening)
         visit.close = task.cancel
         self._opening.add(task)

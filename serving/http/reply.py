@@ -1,4 +1,4 @@
-"""One response on its way out: as a whole, or as server-sent events."""
+"""Sends one response: as a whole, or as server-sent events."""
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -9,15 +9,15 @@ from serving.http.errors import answer, dump, error_answer, error_content
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect the events
+    "x-accel-buffering": "no",  # otherwise nginx buffers the events
 }
 
 
 class Reply:
-    """Sends one response, and knows whether it has begun.
+    """One response. It records whether the response has begun.
 
     Attributes:
-      headers: sent with it, whatever it is.
+      headers: sent with every kind of response.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
@@ -44,7 +44,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ServiceError) -> None:
-        """Sends an error: with its status while that can be, as an event from then on."""
+        """Sends an error: as a response with its status, or as an event if the response has begun."""
         if not self._has_begun:
             await self.whole(error_answer(error, self.headers))
             return

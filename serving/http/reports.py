@@ -1,4 +1,4 @@
-"""What answers report beside text: log-probabilities, usage, how speculation went."""
+"""Parts of an answer beside its text: log-probabilities, usage, counts of speculation."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,16 +8,16 @@ from peagle_jax.engine.stats import Acceptance
 from peagle_jax.text import Detokenizer, Tokenizer
 from serving.stream import Stream
 
-_LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
+_LOWEST = -9999.0  # in place of minus infinity, which JSON does not have; vLLM uses the same number
 
 
 def token_name(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token in a report."""
+    """The name of a token in a report."""
     return f"token_id:{token}" if tokenizer is None else tokenizer.name_of(token)
 
 
 class CompletionLogprobs:
-    """`logprobs` of completions, one object a sequence: it counts where each token's text begins."""
+    """Makes `logprobs` of completions. One object per sequence, because it counts text offsets."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -25,7 +25,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def of(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict:
-        """Of the next tokens."""
+        """The object for the next tokens."""
         name = lambda token: token_name(self._tokenizer, token)
         return {
             "tokens": [name(token) for token in tokens],
@@ -37,10 +37,10 @@ class CompletionLogprobs:
         }
 
     def _top(self, token: int, one: TokenLogprob) -> dict[str, float]:
-        """The alternatives, and the token itself if it is not among them."""
+        """Log-probabilities of the alternatives and of the token itself, by name."""
         found: dict[str, float] = {}
         for other, logprob in (*one.top, (token, one.logprob)):
-            # Tokens that are pieces of characters share a name: the likeliest keeps it.
+            # Tokens that are parts of characters can have the same name: the likeliest one is reported.
             found.setdefault(token_name(self._tokenizer, other), _finite(logprob))
         return found
 
@@ -54,7 +54,7 @@ class CompletionLogprobs:
 def chat_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
 ) -> dict:
-    """`logprobs` of chats: of every token, those that are no part of the content included."""
+    """`logprobs` of chats, for every token, also those that are not part of the content."""
 
     def entry(token: int, logprob: float) -> dict:
         written = b"" if tokenizer is None else tokenizer.bytes_of(token)
@@ -69,7 +69,7 @@ def chat_logprobs(
 
 
 def running_usage(prompt_tokens: int, completion_tokens: int) -> dict:
-    """Tokens so far."""
+    """Usage of a stream before its end."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -78,7 +78,7 @@ def running_usage(prompt_tokens: int, completion_tokens: int) -> dict:
 
 
 def final_usage(streams: Sequence[Stream]) -> dict:
-    """Over all sequences of all prompts, drafts as OpenAI counts predictions."""
+    """Usage over all sequences of all prompts; drafts are counted as OpenAI counts predictions."""
     usages = [stream.usage() for stream in streams]
     counts = Acceptance.of(_requests(streams))
     usage = running_usage(
@@ -92,13 +92,12 @@ def final_usage(streams: Sequence[Stream]) -> dict:
 
 
 def speculation(streams: Sequence[Stream]) -> dict:
-    """vLLM's block about one sequence's drafts; nothing for several sequences, or without drafts."""
+    """vLLM's block about the drafts of a sequence; empty for several sequences, or without drafts."""
     requests = _requests(streams)
     if len(requests) != 1 or not requests[0].drafted:
         return {}
     counts = Acceptance.of(requests)
-    # Drafts are accepted from the front: as many rounds accepted exactly i of them as accepted the i-th
-    # but not the next.
+    # Accepted drafts are a prefix, so a round accepted exactly i drafts if it accepted draft i but not the next.
     at_least = (counts.rounds, *counts.per_position, 0)
     block = {
         "mean_acceptance_length": counts.length,

@@ -18,7 +18,7 @@ _BACKLOG = 2048
 
 
 class _Uvicorn(uvicorn.Server):
-    """Accepts connections through `Listener`. Signals are the application's, not uvicorn's."""
+    """A uvicorn server that accepts connections through `Listener`, and leaves signals to the application."""
 
     def __init__(self, config: uvicorn.Config, gate: Gate, patience: Patience):
         super().__init__(config)
@@ -29,7 +29,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """In place of uvicorn's, which would let asyncio accept."""
+        """Replaces uvicorn's method, which accepts through asyncio's server."""
         self.servers = [
             Listener(
                 one,
@@ -52,14 +52,14 @@ class HttpServer:
     """All HTTP routes over one frontend.
 
     Args:
-      frontend: may still be starting.
-      tokens: bearer tokens that let clients in; empty lets everybody in. Health is open to all.
+      frontend: it may still be starting.
+      tokens: valid bearer tokens; if empty, no token is needed. Health never needs one.
       certificates: None serves without TLS.
-      max_message_bytes: of a request's body.
-      allowed_hosts: names that a request's Host may have; None allows all.
-      idle_seconds: how long a connection without requests is kept.
+      max_message_bytes: most bytes of a request's body.
+      allowed_hosts: allowed names in the Host header; None allows all.
+      idle_seconds: how long a connection without requests stays open.
       gate: limits of connections.
-      patience: limits of what a client may keep a connection waiting for.
+      patience: time limits of a client.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class HttpServer:
         """Listens, and returns the port.
 
         Raises:
-          OSError: the address cannot be had.
+          OSError: the address cannot be used.
         """
         listener = _listen(host, port)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -109,7 +109,7 @@ class HttpServer:
         return listener.getsockname()[1]
 
     async def stop(self, grace: float) -> None:
-        """Takes no more requests, and cancels those that run after `grace` seconds."""
+        """Accepts no more requests, and after `grace` seconds cancels the rest."""
         if self._task is None:
             return
         self._config.timeout_graceful_shutdown = grace
@@ -121,7 +121,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-        # gRPC takes IPv4 too when it is told to listen on "::".
+        # As gRPC does, which also accepts IPv4 on "::".
         both = host == "::" and socket.has_dualstack_ipv6()
         made = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:

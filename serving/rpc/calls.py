@@ -20,13 +20,12 @@ def trace(context: grpc.aio.ServicerContext) -> dict[str, str]:
 
 
 async def accepted(context: grpc.aio.ServicerContext, request_id: str) -> None:
-    """Tells the client that its request was accepted, and under which id: from here on a server that
-    drains lets it end."""
-    # Where it fails the client has gone, and the call is about to be cancelled.
+    """Sends the id of an accepted request to the client. A draining server lets accepted requests end."""
+    # It fails if the client has left; the call is then cancelled.
     with contextlib.suppress(grpc.aio.InternalError):
         await context.send_initial_metadata((("x-request-id", _ascii_only(request_id)),))
 
 
 def _ascii_only(text: str) -> str:
-    """`text` as metadata may hold it: what is not printable ASCII becomes a question mark."""
+    """`text` with a question mark for each character that metadata cannot hold."""
     return "".join(char if " " <= char <= "~" else "?" for char in text)

@@ -1,8 +1,8 @@
-"""Services of other people's packages, served without their symbols.
+"""Serves services of foreign protobuf packages without defining their symbols.
 
-A process holds each protobuf name once, so a second definition of somebody's messages cannot be imported
-beside theirs. Ours live in packages of our own; on the wire only field numbers count, and what a service
-is called is up to the server.
+A process can define each protobuf name once, so a copy of foreign messages cannot be imported beside the
+originals. Ours are in packages of our own. On the wire only field numbers count, and the server chooses the
+name of a service.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from serving.errors import invalid
 
 
 def handler(servicer: object, service: ServiceDescriptor, package: str) -> grpc.GenericRpcHandler:
-    """The methods that `service` declares, under the same name in another package."""
+    """A handler for the methods of `service`, under the same name in another package."""
     methods = {method.name: _method(servicer, method) for method in service.methods}
     return grpc.method_handlers_generic_handler(f"{package}.{service.name}", methods)
 
@@ -27,11 +27,11 @@ def handler(servicer: object, service: ServiceDescriptor, package: str) -> grpc.
 def pool(
     own: Sequence[FileDescriptor], renamed: Mapping[str, FileDescriptor]
 ) -> descriptor_pool.DescriptorPool:
-    """Descriptors for reflection: files as they are, and others as if they were written for a package.
+    """Descriptors for reflection.
 
     Args:
-      own: files without dependencies.
-      renamed: the same, by package.
+      own: files that are added unchanged; they have no dependencies.
+      renamed: files by the package that they are moved into; they have no dependencies either.
     """
     made = descriptor_pool.DescriptorPool()
     for file in own:
@@ -42,10 +42,10 @@ def pool(
 
 
 def refuse_unknown(message: Message, field: str) -> None:
-    """Refuses fields that a later version of a message has: a client that sets one wants something.
+    """Refuses fields of a later version of a message: the server would ignore what the client asks for.
 
     Args:
-      field: where the message stands in the request, empty for the request itself.
+      field: path of the message in the request; empty for the request itself.
 
     Raises:
       ServiceError: INVALID_ARGUMENT that names the field's number.
@@ -65,7 +65,7 @@ def _method(servicer: object, method: MethodDescriptor) -> grpc.RpcMethodHandler
 
 
 def _moved(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
-    """The file in another package, all references to its own types included."""
+    """The file in another package; references to its own types are changed too."""
     old, new = f".{file.package}.", f".{package}."
     file.package = package
     file.name = f"{package.replace('.', '/')}/{file.name.rpartition('/')[2]}"

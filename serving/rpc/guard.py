@@ -1,4 +1,4 @@
-"""What surrounds every call: authentication, limits of messages, exceptions that become statuses."""
+"""Interceptor of every call: it checks tokens and message limits, and maps exceptions to statuses."""
 
 import asyncio
 import contextlib
@@ -15,26 +15,26 @@ from serving import caller
 from serving.bearer_tokens import token_of
 from serving.errors import Code, ServiceError, failure, invalid, too_large
 from serving.rpc.status import abort
-from serving.rpc.wire import Excess, WireLimits, excess
+from serving.rpc.wire import Excess, WireLimits, find_excess
 
 _log = logging.getLogger(__name__)
 _OPEN = "/grpc.health.v1.Health/"
-_MESSAGE_SECONDS = 60.0  # from the head of a call to the end of its request
+_MESSAGE_SECONDS = 60.0  # from the headers of a call to the end of its request
 
 Report = Callable[[ServiceError], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLimits:
-    """What a request's message may hold; looked at before it is parsed.
+    """Limits of a request message, checked before it is parsed.
 
     Args:
-      max_bytes: of calls in `large`.
-      large: "/package.Service/Method" of calls that carry prompts.
-      max_small_bytes: of all others.
-      wire: fields and numbers.
-      names: of lists of numbers that clients know by another name than their path.
-      on_read: called with the bytes of each message.
+      max_bytes: bytes of a message of the methods in `large`.
+      large: "/package.Service/Method" of methods whose requests carry prompts.
+      max_small_bytes: bytes of a message of all other methods.
+      wire: limits of fields and numbers.
+      names: the clients' names of lists of numbers, by path, where they differ from the path.
+      on_read: called with the size in bytes of each message.
     """
 
     max_bytes: int
@@ -45,17 +45,17 @@ class MessageLimits:
     on_read: Callable[[int], None] = lambda num_bytes: None
 
     def of(self, method: str) -> int:
-        """Bytes of a message."""
+        """Most bytes of a message of a method."""
         return self.max_bytes if method in self.large else min(self.max_small_bytes, self.max_bytes)
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Refuses calls without a token, and gives every exception of a servicer its status.
+    """Refuses calls without a token, and ends a call with the status of the exception that it raised.
 
     Args:
-      tokens: bearer tokens, looked at anew for every call; empty lets everybody in.
+      tokens: bearer tokens, read again for every call; if empty, no token is needed.
       limits: see `MessageLimits`.
-      on_refused: called with the method and the error of a call that did not end well.
+      on_refused: called with the method and the error of each call that raised `ServiceError`.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Guard(grpc.aio.ServerInterceptor):
         metadata = dict(details.invocation_metadata)
         token = token_of(metadata.get("authorization"), self._tokens)
         if self._tokens and token is None and not details.method.startswith(_OPEN):
-            behaviour, read = _nobody, _nothing
+            behaviour, read = _refuse, _read_nothing
             if handler.response_streaming:
-                behaviour = _nobody_streams
+                behaviour = _refuse_stream
         else:
             behaviour = _behaviour(handler)
             read = _reader(handler, self._limits, self._limits.of(details.method))
@@ -92,15 +92,18 @@ def _behaviour(handler: grpc.RpcMethodHandler) -> Callable:
 
 
 def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: int) -> Callable:
-    """What makes a call's message, or messages, of bytes. gRPC's own would answer UNKNOWN to bytes that
-    are no message, log a traceback for each, and read those of clients without a token."""
+    """A function that turns the bytes of a call into its message or messages.
+
+    gRPC's own deserialization answers UNKNOWN to invalid bytes, logs a traceback for each, and also reads messages
+    of clients without a token.
+    """
     descriptor = handler.request_deserializer.__self__.DESCRIPTOR
 
     def read(data: bytes) -> Message:
         limits.on_read(len(data))
         if len(data) > max_bytes:
             raise too_large("the request", max_bytes)
-        if found := excess(data, descriptor, limits.wire):
+        if found := find_excess(data, descriptor, limits.wire):
             raise _refusal(found, limits.names)
         try:
             return handler.request_deserializer(data)
@@ -112,7 +115,7 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
 
     async def read_one(stream: AsyncIterator[bytes]) -> Message:
         try:
-            # Left open, gRPC's iterator would hold the message until the garbage collector runs.
+            # If it stays open, gRPC's iterator keeps the message until a garbage collection.
             async with (
                 asyncio.timeout(_MESSAGE_SECONDS),
                 contextlib.aclosing(aiter(stream)) as messages,
@@ -188,43 +191,43 @@ def _guarded_stream(
 
 
 def _status_of(error: Exception, report: Report) -> ServiceError:
-    """The error that the client gets; without tracebacks.
+    """The error for the client, without tracebacks.
 
-    gRPC keeps what ends a call until the garbage collector runs. Frames of a traceback would keep the
-    message with it, and some dozens of refused messages of 8 MiB would fill gigabytes.
+    gRPC keeps the exception that ends a call until a garbage collection. The frames of its traceback would keep the
+    message alive: some dozens of refused messages of 8 MiB would fill gigabytes.
     """
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, ServiceError):
         report(error)
-        made = error
+        status = error
     else:
         _log.exception("a call failed", exc_info=error)
-        made = failure(error)
-    made.__traceback__ = made.__context__ = made.__cause__ = None
-    return made
+        status = failure(error)
+    status.__traceback__ = status.__context__ = status.__cause__ = None
+    return status
 
 
-async def _nothing(stream: AsyncIterator[bytes]) -> None:
-    """Messages of clients without a token are not read."""
+async def _read_nothing(stream: AsyncIterator[bytes]) -> None:
+    """Does not read the messages of a client without a token."""
 
 
-async def _nobody(request, context):
+async def _refuse(request, context):
     raise ServiceError(
         Code.UNAUTHENTICATED,
         "send a known token as metadata: authorization: Bearer TOKEN",
     )
 
 
-async def _nobody_streams(request, context):
-    yield await _nobody(request, context)
+async def _refuse_stream(request, context):
+    yield await _refuse(request, context)
 
 
 def _rebuilt(handler: grpc.RpcMethodHandler, behaviour: Callable) -> grpc.RpcMethodHandler:
     """The handler with another behaviour, which takes a stream of bytes.
 
-    For a single request too: gRPC would otherwise wait for the whole request, for any time, before the
-    behaviour can refuse the call.
+    Methods with a single request take a stream too: otherwise gRPC waits for the whole request, without a time
+    limit, before the behaviour can refuse the call.
     """
     responses = "stream" if handler.response_streaming else "unary"
     make = getattr(grpc, f"stream_{responses}_rpc_method_handler")

@@ -1,4 +1,4 @@
-"""Sampling parameters as the JSON object that language models behind Triton take."""
+"""Reads sampling parameters from the JSON object that Triton's language models accept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ _LARGEST = 2**63
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What the object asks for."""
+    """Sampling parameters and the number of sequences."""
 
     params: SamplingParams
     n: int
 
 
 def read_sampling(text: bytes, limits: Limits, *, max_tokens: int) -> Sampling:
-    """Parameters of a JSON object; an empty text is an empty object.
+    """Reads the parameters of a JSON object; an empty text is an empty object.
 
     Args:
-      max_tokens: if the object does not say.
+      max_tokens: the default.
 
     Raises:
       ServiceError: INVALID_ARGUMENT that names the key.
@@ -45,7 +45,7 @@ def read_sampling(text: bytes, limits: Limits, *, max_tokens: int) -> Sampling:
             n = _int(field, value)
         else:
             values[_OURS.get(key, key)] = _READERS[key](field, value)
-    if values.get("top_k") == -1:  # vLLM's other way to say: all
+    if values.get("top_k") == -1:  # vLLM also writes -1 for all tokens
         values["top_k"] = 0
     return Sampling(params=sampling_params(SPELLING, limits, **values), n=n)
 
@@ -95,7 +95,7 @@ def _ints(field: str, value: object) -> tuple[int, ...]:
 
 
 def _plain(value: object) -> object:
-    """A value that was written as a string, as what it says; lists as tuples."""
+    """A value for comparison: strings of numbers and truth values are converted, lists become tuples."""
     if isinstance(value, list | dict):
         return tuple(value)
     if not isinstance(value, str):
@@ -145,4 +145,4 @@ _NEUTRAL = {
     "include_stop_str_in_output": (False,),
     "detokenize": (True,),
 }
-"""vLLM's parameters that this server does not have: the values that ask for nothing."""
+"""Parameters of vLLM that this server does not support, with the values that have no effect."""

@@ -24,19 +24,19 @@ _log = logging.getLogger(__name__)
 PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
 _VERSION = "1"
-_MAX_OPEN = 256  # requests of one stream; beyond them it is not read on
-_MAX_OUTPUTS = 16  # named by a request; there is one
-_UNREAD = 64  # responses of one stream that wait for its client
+_MAX_OPEN = 256  # open requests of one stream; the next message is read when one ends
+_MAX_OUTPUTS = 16  # names of outputs in a request; the model has one output
+_UNREAD = 64  # responses of one stream that wait for the client
 
 _NEUTRAL = {
     "priority": (0,),
     "sequence_id": (0, ""),
     "sequence_start": (False,),
     "sequence_end": (False,),
-    # Its answer, the flag in the last response, comes in any case.
+    # No effect: the last response always has the flag that this parameter asks for.
     "triton_enable_empty_final_response": (False, True),
 }
-"""Parameters of requests: what asks for nothing."""
+"""Request parameters that are not supported, with the values that have no effect."""
 
 
 def make_handler(frontend: Frontend) -> grpc.GenericRpcHandler:
@@ -47,7 +47,7 @@ def make_handler(frontend: Frontend) -> grpc.GenericRpcHandler:
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """A request, understood."""
+    """A request that has been read."""
 
     ask: Ask
     client_id: str
@@ -62,15 +62,15 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         self._frontend = frontend
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context) -> pb.ServerLiveResponse:
-        """Live is everything but dead."""
+        """Whether the engine is alive."""
         return pb.ServerLiveResponse(live=self._frontend.state is not State.DEAD)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context) -> pb.ServerReadyResponse:
-        """Ready for requests."""
+        """Whether requests are accepted."""
         return pb.ServerReadyResponse(ready=self._frontend.state is State.SERVING)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context) -> pb.ModelReadyResponse:
-        """Whether the model of that name is served; others never are."""
+        """Whether the model of that name accepts requests; models that are not served never do."""
         is_ours = request.name == self._frontend.name and request.version in ("", _VERSION)
         is_ready = is_ours and self._frontend.state is State.SERVING
         return pb.ModelReadyResponse(ready=is_ready)
@@ -78,13 +78,13 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context
     ) -> pb.ServerMetadataResponse:
-        """What the server is."""
+        """Name and version of the server."""
         return pb.ServerMetadataResponse(name=NAME, version=VERSION)
 
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context
     ) -> pb.ModelMetadataResponse:
-        """The model's tensors."""
+        """Inputs and outputs of the model."""
         self._check_model(request.name, request.version)
         metadata = pb.ModelMetadataResponse(
             name=self._frontend.name, versions=[_VERSION], platform=NAME
@@ -95,7 +95,7 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         return metadata
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context) -> pb.ModelInferResponse:
-        """Everything in one response."""
+        """Answers with one response."""
         work = await self._work(request, context, "ModelInfer")
         if work.is_streamed:
             raise invalid("inputs['stream']", "true is for ModelStreamInfer; leave it out here")
@@ -104,7 +104,7 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """Answers of many requests, as they come."""
+        """Answers many requests in one call; responses of different requests may alternate."""
         replies: asyncio.Queue = asyncio.Queue(_UNREAD)
         reader = asyncio.create_task(self._read(request_iterator, context, replies))
         try:
@@ -224,7 +224,7 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         except UnicodeDecodeError as error:
             raise invalid(where, f"not valid UTF-8 ({error})") from error
         ask = Ask(
-            # Ids of this protocol tell a client's own requests apart, and clients all begin at 1.
+            # Clients of this protocol number their requests from 1, so ids of several clients are equal.
             request_id=f"{client_id}-{uuid.uuid4().hex}" if client_id else uuid.uuid4().hex,
             prompt=await self._frontend.encode(text, field=where, deadline=deadline),
             params=sampling.params,
@@ -285,7 +285,7 @@ def _check_outputs(request: pb.ModelInferRequest) -> None:
 
 
 def _finish(response: pb.ModelInferResponse, usage: Usage) -> None:
-    """What a request's last response tells beside its text."""
+    """Adds token counts and acceptance to the last response of a request."""
     parameters = response.parameters
     parameters["prompt_tokens"].int64_param = usage.prompt_tokens
     parameters["completion_tokens"].int64_param = usage.completion_tokens

@@ -1,4 +1,4 @@
-"""`peagle.v1.Generation`: the engine's own service; its proto documents every field."""
+"""`peagle.v1.Generation`: the engine's own service. Its proto documents all fields."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -29,7 +29,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context
     ) -> AsyncIterator[pb.GenerateDelta]:
-        """Streams deltas; the last of all carries the usage."""
+        """Streams deltas; the last one has the usage."""
         ask = await self._ask(request, context, "Generate")
         async with self._frontend.open(ask) as stream:
             await calls.accepted(context, ask.request_id)
@@ -43,7 +43,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
                 yield message
 
     async def GenerateOnce(self, request: pb.GenerateRequest, context) -> pb.GenerateResponse:
-        """Everything in one message."""
+        """Answers with one message."""
         ask = await self._ask(request, context, "GenerateOnce")
         response = pb.GenerateResponse(request_id=ask.request_id)
         async with self._frontend.open(ask) as stream:
@@ -63,7 +63,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         return response
 
     async def Abort(self, request: pb.AbortRequest, context) -> pb.AbortResponse:
-        """Ends the caller's requests by id; ids of others count as unknown."""
+        """Ends requests of the caller by id; the ids of other callers count as unknown."""
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
         return pb.AbortResponse(aborted=sum(map(self._frontend.abort, request.request_ids)))
@@ -71,7 +71,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context
     ) -> pb.GetModelInfoResponse:
-        """What is served, and its limits."""
+        """The model and its limits."""
         frontend = self._frontend
         config, target = frontend.config, frontend.target_config
         return pb.GetModelInfoResponse(
@@ -88,7 +88,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context) -> pb.GetStatsResponse:
-        """What the engine holds now."""
+        """The state and the load of the engine."""
         load, config = self._frontend.load, self._frontend.config
         return pb.GetStatsResponse(
             state=self._frontend.state.value,

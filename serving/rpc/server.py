@@ -1,4 +1,4 @@
-"""The gRPC server: services, health, reflection, limits."""
+"""The gRPC server: services, health, reflection, limits of connections and messages."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,13 +18,13 @@ from serving.rpc.wire import WireLimits
 from serving.tls import Certificates
 
 _OPTIONS = (
-    # Two servers on one port would take turns without a word.
+    # With SO_REUSEPORT two servers on one port would share its calls without an error.
     ("grpc.so_reuseport", 0),
-    # Gateways ping idle connections every 30 s, load generators faster; the default kills them.
+    # Gateways ping idle connections every 30 s, load generators more often; by default gRPC closes these.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Clients that vanished without a word are noticed within 80 s.
+    # A client whose connection is lost without a FIN or RST is detected within 80 s.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
@@ -54,14 +54,14 @@ class RpcServer:
     """All gRPC services over one frontend.
 
     Args:
-      frontend: may still be starting.
-      tokens: bearer tokens that let clients in; empty lets everybody in.
+      frontend: it may still be starting.
+      tokens: valid bearer tokens; if empty, no token is needed.
       certificates: None serves without TLS.
-      max_message_bytes: of a request.
-      max_connections: open at the same time; further ones are closed at once.
-      handshake_seconds: from the connection to the end of the handshakes of TLS and HTTP/2.
-      idle_seconds: how long a connection without calls is kept.
-      max_connection_seconds: after which clients are asked to connect anew; 0 never asks.
+      max_message_bytes: most bytes of a request.
+      max_connections: most open connections; further ones are closed at once.
+      handshake_seconds: limit of the TLS and HTTP/2 handshakes, from the connection.
+      idle_seconds: how long a connection without calls stays open.
+      max_connection_seconds: age at which a client is asked to connect again; 0 is no limit.
       with_reflection: whether clients may list the services.
     """
 
@@ -84,7 +84,7 @@ class RpcServer:
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.server_handshake_timeout_ms", int(1000 * handshake_seconds)),
             ("grpc.max_connection_idle_ms", int(1000 * idle_seconds)),
-            # A gateway may send as many requests over one connection as the queue holds.
+            # A gateway may send all requests that the queue holds over one connection.
             ("grpc.max_concurrent_streams", max(4096, 2 * frontend.config.max_waiting)),
         ]
         if max_connection_seconds:
@@ -113,10 +113,10 @@ class RpcServer:
             reflection.enable_server_reflection(names, self._server, pool=pool)
 
     async def start(self, host: str, port: int) -> int:
-        """Listens, and returns the port. Health says NOT_SERVING until the frontend serves.
+        """Listens, and returns the port. The health is NOT_SERVING until the frontend serves.
 
         Raises:
-          OSError: the address cannot be had.
+          OSError: the address cannot be used.
         """
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:

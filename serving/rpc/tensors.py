@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol: one element in, one or more out, in both of its forms."""
+"""Reads and writes tensors of the Open Inference Protocol, raw and typed. Inputs have one element."""
 
 import struct
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _MAX_DIMENSIONS = 8
 
 
 def read_inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:
-    """The single element of every input.
+    """Reads the single element of every input, by name.
 
     Raises:
       ServiceError: INVALID_ARGUMENT that names the input.
@@ -43,7 +43,7 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:
 def text_output(
     response: pb.ModelInferResponse, texts: Sequence[str], *, is_raw: bool
 ) -> pb.ModelInferResponse:
-    """Puts texts into the response, one element each."""
+    """Adds the output tensor to the response, with one element per text."""
     elements = [text.encode() for text in texts]
     tensor = response.outputs.add(name=OUTPUT, datatype="BYTES", shape=[len(elements)])
     if is_raw:

@@ -1,4 +1,4 @@
-"""A tokenizer's files as one archive, for gateways that tokenize by themselves."""
+"""Packs the files of a tokenizer into an archive, for gateways that tokenize themselves."""
 
 import asyncio
 import hashlib
@@ -12,7 +12,7 @@ _NAMES = (
     *("vocab.json", "merges.txt", "tokenizer.model"),
     *("chat_template.jinja", "chat_template.json", "config.json", "generation_config.json"),
 )
-_WHEN = (1980, 1, 1, 0, 0, 0)  # the same files make the same archive, on whatever server
+_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that the same files make the same archive on every server
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Archive:
 
 
 class TokenizerFiles:
-    """The archive of a folder, made when it is first asked for."""
+    """The archive of a folder; it is made at the first request."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -32,7 +32,11 @@ class TokenizerFiles:
         self._archive: Archive | None = None
 
     async def archive(self) -> Archive:
-        """Raises OSError if a file cannot be read."""
+        """The archive.
+
+        Raises:
+          OSError: a file cannot be read.
+        """
         async with self._lock:
             if self._archive is None:
                 self._archive = await asyncio.to_thread(_pack, self._folder)
@@ -44,7 +48,7 @@ def _pack(folder: Path) -> Archive:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _NAMES:
             if (folder / name).is_file():
-                info = zipfile.ZipInfo(name, _WHEN)
+                info = zipfile.ZipInfo(name, _DATE)
                 info.external_attr = 0o644 << 16
                 info.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(info, (folder / name).read_bytes())

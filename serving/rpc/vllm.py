@@ -1,4 +1,4 @@
-"""`vllm.grpc.engine.VllmEngine`: what gateways for vLLM speak; its proto documents every field."""
+"""`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM call. Its proto documents all fields."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -25,12 +25,12 @@ from serving.version import NAME, VERSION
 PACKAGE = "vllm.grpc.engine"
 SERVICE = f"{PACKAGE}.VllmEngine"
 DRAFTS = "x-spec-k"
-"""Metadata: drafts per round of a request."""
+"""Metadata key: drafts per round of a request."""
 _NOWHERE = f"/{NAME}/served"
-"""Begins model paths. Gateways look for a tokenizer on their disk, on the Hugging Face hub, and here, in
-that order; a bare name could be that of somebody else's model. The hub has no names of three parts."""
+"""Prefix of model paths. A gateway looks for the tokenizer on its disk, then on the Hugging Face hub, then asks
+this server. A bare name could be another model's name on the hub; the hub has no names of three parts."""
 _MAX_ABORTS = 1024
-_CHUNK = 64 << 10  # bytes of the tokenizer's archive in one message
+_CHUNK = 64 << 10  # bytes of the tokenizer's archive per message
 
 
 def make_handler(frontend: Frontend) -> grpc.GenericRpcHandler:
@@ -51,7 +51,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Chunks if the client wants a stream, and each sequence as a whole at its end."""
+        """Sends chunks if the client wants a stream, and each sequence as a whole at its end."""
         self._last_request = time.time()
         ask = await self._ask(request, context)
         async with self._frontend.open(ask) as stream:
@@ -67,12 +67,12 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             context.set_trailing_metadata(_figures(stream.usage().acceptance))
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context) -> pb.HealthCheckResponse:
-        """Healthy is ready for requests."""
+        """Whether requests are accepted."""
         state = self._frontend.state
         return pb.HealthCheckResponse(healthy=state is State.SERVING, message=state.value)
 
     async def Abort(self, request: pb.AbortRequest, context) -> pb.AbortResponse:
-        """Ends the caller's requests by id."""
+        """Ends requests of the caller by id."""
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
         for request_id in request.request_ids:
@@ -82,7 +82,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context
     ) -> pb.GetModelInfoResponse:
-        """What is served, and its limits."""
+        """The model and its limits."""
         frontend, target = self._frontend, self._frontend.target_config
         limit, path = frontend.config.max_model_len, f"{_NOWHERE}/{frontend.name}"
         return pb.GetModelInfoResponse(
@@ -102,7 +102,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context
     ) -> pb.GetServerInfoResponse:
-        """What the server is, under its own name."""
+        """The server and its settings."""
         frontend = self._frontend
         return pb.GetServerInfoResponse(
             active_requests=frontend.num_open,
@@ -117,7 +117,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context) -> pb.GetLoadsResponse:
-        """What the engine holds now."""
+        """The current load of the engine."""
         config, load = self._frontend.config, self._frontend.load
         one = pb.SchedulerLoad(
             num_running_reqs=load.num_running,
@@ -140,7 +140,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context
     ) -> AsyncIterator[pb.GetTokenizerChunk]:
-        """The tokenizer's files in pieces; the last has the sum."""
+        """Sends the archive of the tokenizer in pieces; the last has its SHA-256."""
         if self._files is None:
             raise ServiceError(Code.FAILED_PRECONDITION, "this model is served without a tokenizer")
         archive = await self._files.archive()
@@ -195,14 +195,14 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 class _Pace:
-    """Tokens per second, over the last second or more before somebody asked."""
+    """Measures tokens per second, over at least one second."""
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
         self._then, self._tokens, self._rate = time.monotonic(), 0, 0.0
 
     def measure(self) -> float:
-        """However many ask, and how often: none spoils the figure for the others."""
+        """The latest rate. Frequent calls do not shorten the time over which it is measured."""
         now, tokens = time.monotonic(), self._frontend.metrics.num_tokens
         if now - self._then >= 1.0:
             self._rate = (tokens - self._tokens) / (now - self._then)
@@ -225,7 +225,7 @@ _UNSUPPORTED = {
     "mm_inputs": "multimodal input",
     "media_refs": "multimodal input",
 }
-"""Optional fields of a request that are refused when set."""
+"""Optional fields of a request that are not supported."""
 
 _NEUTRAL = {
     "frequency_penalty": ((0.0,), "a penalty"),
@@ -233,7 +233,7 @@ _NEUTRAL = {
     "repetition_penalty": ((0.0, 1.0), "a penalty"),
     "min_tokens": ((0,), "a least number of tokens"),
 }
-"""Sampling parameters: what asks for nothing, and what anything else asks for."""
+"""Sampling parameters that are not supported: the values that have no effect, and what others ask for."""
 
 
 def _refuse_unsupported(request: pb.GenerateRequest) -> None:
@@ -265,7 +265,7 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
 
 
 def _drafts(context) -> int | None:
-    """Drafts per round that the call's metadata ask for."""
+    """Drafts per round, from the metadata of the call."""
     text = dict(context.invocation_metadata() or ()).get(DRAFTS)
     if text is None:
         return None
@@ -275,7 +275,7 @@ def _drafts(context) -> int | None:
 
 
 def _extend(whole: pb.GenerateComplete, delta: Delta, *, prompt_tokens: int) -> None:
-    """Appends a delta to its sequence."""
+    """Appends a delta to the whole sequence."""
     whole.output_ids.extend(delta.tokens)
     whole.prompt_tokens = prompt_tokens
     whole.completion_tokens = len(whole.output_ids)

@@ -1,7 +1,7 @@
-"""Measures a protobuf message on the wire, before it becomes objects.
+"""Measures a serialized protobuf message before it is parsed.
 
-Two bytes make an empty message within another, and that takes 50 bytes of memory: 16 MiB become 430 MB.
-A packed list of millions of numbers is one field, and parsing it takes tens of milliseconds.
+An empty submessage takes two bytes on the wire and 50 bytes of memory: 16 MiB become 430 MB. A packed list of
+millions of numbers is one field, and parsing it takes tens of milliseconds.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ _VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
 
 @dataclass(frozen=True, kw_only=True)
 class WireLimits:
-    """What a message may hold.
+    """Limits of a message.
 
     Args:
-      fields: those of messages within included; packed numbers are one.
-      numbers: of a packed list, by its path ("stopping.stop_token_ids").
-      other_numbers: of each packed list that `numbers` does not name.
+      fields: most fields, including those of submessages; a packed list is one field.
+      numbers: most numbers of a packed list, by its path ("stopping.stop_token_ids").
+      other_numbers: most numbers of every other packed list.
     """
 
     fields: int
@@ -29,17 +29,18 @@ class WireLimits:
     other_numbers: int = 64
 
     def of(self, path: str) -> int:
-        """Numbers of the packed list at `path`."""
+        """Most numbers of the packed list at `path`."""
         return self.numbers.get(path, self.other_numbers)
 
 
 @dataclass(frozen=True)
 class Excess:
-    """What is too much: fields where `path` is empty, else the numbers of a packed list.
+    """A limit that a message exceeds.
 
     Attributes:
+      path: path of a packed list; empty for the number of fields.
       most: the limit.
-      num_bytes: of all packed lists at `path` together, as far as they were read.
+      num_bytes: bytes of all packed lists at `path`, as far as they were read.
     """
 
     path: str
@@ -47,12 +48,12 @@ class Excess:
     num_bytes: int = 0
 
 
-def excess(data: bytes, message: Descriptor, limits: WireLimits) -> Excess | None:
+def find_excess(data: bytes, message: Descriptor, limits: WireLimits) -> Excess | None:
     """The first limit that `data` exceeds, or None.
 
-    A packed list is judged by its bytes: one that takes no more than its limit's longest numbers do is
-    left to those who read it. Lists of one path count together, as the parser joins them. Reading ends
-    at a limit, and where `data` is no message: the parser will say so.
+    A packed list is measured in bytes: it passes if it takes no more than the allowed count of longest numbers
+    does. The servicer counts the numbers after parsing. Lists of one path count together, because the parser
+    joins them. Measuring stops at the first excess, and where `data` is invalid: the parser reports that.
     """
     left = limits.fields
     num_bytes: Counter[str] = Counter()
@@ -96,14 +97,14 @@ _LONGEST = {
     **dict.fromkeys((_F.TYPE_FIXED32, _F.TYPE_SFIXED32, _F.TYPE_FLOAT), 4),
     **dict.fromkeys((_F.TYPE_FIXED64, _F.TYPE_SFIXED64, _F.TYPE_DOUBLE), 8),
 }
-"""Bytes that a number takes at most; of other types 10, which negative ones do."""
+"""Most bytes of a number, by type. Other types take up to 10, as negative numbers do."""
 
 
 @cache
 def _parts_of(descriptor: Descriptor) -> dict[int, tuple[str, Descriptor | None, int]]:
-    """Fields that hold messages, and lists of numbers, by number: name, message, longest number in bytes.
+    """Submessages and packed lists of a message by field number: name, message type, most bytes of a number.
 
-    Looked up once: a message may have thousands of them.
+    Cached, because a message may have thousands of such fields.
     """
     return {
         field.number: (field.name, field.message_type, _LONGEST.get(field.type, 10))
@@ -114,7 +115,7 @@ def _parts_of(descriptor: Descriptor) -> dict[int, tuple[str, Descriptor | None,
 
 
 def _varint(data: bytes, place: int, end: int) -> tuple[int, int]:
-    """A number of up to ten bytes, and the place after it."""
+    """Reads a varint of up to ten bytes; returns the number and the position after it."""
     if place < end and data[place] < 128:
         return data[place], place + 1
     value = 0

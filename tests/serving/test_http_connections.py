@@ -15,7 +15,7 @@ import pytest
 
 from serving.http.connection import Patience
 from serving.http.gate import Gate
-from serving.http.head import fault
+from serving.http.head import find_fault
 from serving.http.listener import Listener
 from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
@@ -121,7 +121,9 @@ def test_ordinary_heads_have_no_fault_wherever_they_are_cut():
     head = POST + b"Content-Length: 5\r\nContent-Length: 5\r\nX:\r\n\r\n"
     chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     for whole in (GET + b"\r\n", head + b"a\rb\n c", chunked + b"1\r\n\n\r\n0\r\n\r\n"):
-        assert [fault(whole[:end]) for end in range(len(whole) + 1)] == [None] * (len(whole) + 1)
+        assert [find_fault(whole[:end]) for end in range(len(whole) + 1)] == [None] * (
+            len(whole) + 1
+        )
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", GET + b"X: y", b"\x00"])

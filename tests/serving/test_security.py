@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from peagle_jax.config import ConfigError
+from serving import bearer_tokens
 from serving.bearer_tokens import TokenFile
 from serving.client import main
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
-from serving.rpc import guard
 from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
@@ -286,11 +286,11 @@ def test_every_token_is_compared_in_constant_time(monkeypatch):
         compared.append(token)
         return given == token
 
-    monkeypatch.setattr(guard.hmac, "compare_digest", compare)
+    monkeypatch.setattr(bearer_tokens.hmac, "compare_digest", compare)
     tokens = (b"first", b"second", b"third")
-    assert guard.token_of("Bearer first", tokens)
+    assert bearer_tokens.token_of("Bearer first", tokens)
     assert compared == list(tokens)
-    assert not guard.token_of("Bearer fourth", tokens)
+    assert not bearer_tokens.token_of("Bearer fourth", tokens)
     assert compared == [*tokens, *tokens]
 
 

@@ -127,9 +127,10 @@ def test_without_a_parent_the_span_is_a_root(server, spans, headers):
     assert span.parent is None
 
 
-def test_errors_show(server, spans, monkeypatch):
-    monkeypatch.setattr(server.frontend, "limits", Limits(max_seconds=0.001))
+def test_errors_show(server, spans, monkeypatch, pace):
+    monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_seconds=2.0))
     assert post(server, "/v1/completions", dict(prompt="a") | LONG).status_code == 504
+    server.check_freed(pace)
     (span,) = spans()
     assert not span.status.is_ok
     assert "time was up" in span.status.description

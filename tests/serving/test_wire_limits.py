@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serving.protos import open_inference_pb2, vllm_engine_pb2
 from serving.protos import peagle_v1_pb2 as pb
 from serving.rpc import open_inference, vllm
-from serving.rpc.wire import WireLimits, excess
+from serving.rpc.wire import WireLimits, find_excess
 from tests.serving import wire
 from tests.serving.test_fuzz import METHODS, Client
 
@@ -21,7 +21,7 @@ ANY = WireLimits(fields=10**9, numbers={}, other_numbers=10**9)
 
 
 def has_more_fields(data: bytes, kind: type[Message], most: int) -> bool:
-    found = excess(data, kind.DESCRIPTOR, replace(ANY, fields=most))
+    found = find_excess(data, kind.DESCRIPTOR, replace(ANY, fields=most))
     assert found is None or found.path == ""
     return found is not None
 
@@ -137,6 +137,8 @@ def test_as_many_numbers_as_a_limit_allows_are_parsed(method, kind, path):
     limits = replace(ANY, numbers={path: 20})
     for value in (longest.get(field.type, -1), 0):
         data = with_list(kind, path, [value] * 20).SerializeToString()
-        assert excess(data, kind.DESCRIPTOR, limits) is None
-    found = excess(with_list(kind, path, [0] * 201).SerializeToString(), kind.DESCRIPTOR, limits)
+        assert find_excess(data, kind.DESCRIPTOR, limits) is None
+    found = find_excess(
+        with_list(kind, path, [0] * 201).SerializeToString(), kind.DESCRIPTOR, limits
+    )
     assert (found.path, found.most) == (path, 20)
