@@ -30,14 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Suppresses transformers' advice to install PyTorch, which nothing here needs.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         # Imported after the options are checked, so that help and mistakes show at once.
-        from serving.doors import open_doors
+        from serving.access import prepare_access
 
-        doors = open_doors(settings)
+        access = prepare_access(settings)
         check_models(settings)
         from serving.app import serve
 
         cache_home = os.environ.get("XDG_CACHE_HOME")
-        return serve(settings, doors, cache_home=cache_home, say=partial(print, flush=True))
+        return serve(settings, access, cache_home=cache_home, say=partial(print, flush=True))
     except (ConfigError, OSError) as error:
         print("peagle-serve: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

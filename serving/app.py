@@ -12,9 +12,9 @@ from peagle_jax import Engine, runs
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.memory import page_bytes
 from peagle_jax.loading import load_weights
-from serving.doors import RESERVE, Doors
+from serving.access import RESERVE, Access
 from serving.frontend import Frontend, State
-from serving.http.connection import Patience
+from serving.http.connection import TimeLimits
 from serving.http.gate import Gate
 from serving.http.server import HttpServer
 from serving.limits import Limits
@@ -32,7 +32,7 @@ _FOREVER = 1e6  # seconds
 
 
 def serve(
-    settings: Settings, doors: Doors, *, cache_home: str | None, say: Callable[[str], None]
+    settings: Settings, access: Access, *, cache_home: str | None, say: Callable[[str], None]
 ) -> int:
     """Serves until a signal ends it.
 
@@ -55,7 +55,7 @@ def serve(
         tracer = Tracer.to(settings.otlp_endpoint, served_name(settings))
     engine = make_engine(settings)
     try:
-        return asyncio.run(_serve(settings, engine, doors, _reports(tracer), say))
+        return asyncio.run(_serve(settings, engine, access, _reports(tracer), say))
     finally:
         if tracer is not None:
             tracer.close()
@@ -123,7 +123,7 @@ async def _announce(frontend: Frontend, server: RpcServer) -> None:
 async def _serve(
     settings: Settings,
     engine: Engine,
-    doors: Doors,
+    access: Access,
     report: Callable[[Stream], None],
     say: Callable[[str], None],
 ) -> int:
@@ -134,8 +134,8 @@ async def _serve(
         report=report,
         report_refusal=log_refusal,
     )
-    signals = Signals(on_hangup=doors.read_again)
-    http, server = _servers(settings, frontend, doors)
+    signals = Signals(on_hangup=access.read_again)
+    http, server = _servers(settings, frontend, access)
     port = await server.start(settings.host, settings.port)
     say(f"gRPC listens on {settings.host}:{port}")
     if settings.http_port >= 0:
@@ -161,10 +161,12 @@ async def _serve(
     return code
 
 
-def _servers(settings: Settings, frontend: Frontend, doors: Doors) -> tuple[HttpServer, RpcServer]:
+def _servers(
+    settings: Settings, frontend: Frontend, access: Access
+) -> tuple[HttpServer, RpcServer]:
     common = dict(
-        tokens=doors.tokens,
-        certificates=doors.certificates,
+        tokens=access.tokens,
+        certificates=access.certificates,
         max_message_bytes=settings.max_message_mib << 20,
         idle_seconds=settings.idle_seconds or _FOREVER,
     )
@@ -173,14 +175,14 @@ def _servers(settings: Settings, frontend: Frontend, doors: Doors) -> tuple[Http
         **common,
         allowed_hosts=settings.hosts,
         gate=Gate(
-            most=doors.max_connections, most_per_address=doors.max_per_address, reserve=RESERVE
+            most=access.max_connections, most_per_address=access.max_per_address, reserve=RESERVE
         ),
-        patience=Patience(head=settings.header_seconds),
+        time_limits=TimeLimits(head=settings.header_seconds),
     )
     server = RpcServer(
         frontend,
         **common,
-        max_connections=doors.max_connections,
+        max_connections=access.max_connections,
         handshake_seconds=settings.header_seconds,
         max_connection_seconds=settings.max_connection_seconds,
         with_reflection=settings.offers_reflection,

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from serving.http.errors import content_of, dump
-from serving.http.gate import Gate, Visit
+from serving.http.gate import Gate, Slot
 from serving.http.head import find_fault
 from serving.http.linger import LingeringTransport
 
@@ -24,7 +24,7 @@ _CLOSE = (b"connection", b"close")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class TimeLimits:
     """Time limits of a client, in seconds.
 
     Args:
@@ -48,11 +48,11 @@ class Connection(H11Protocol):
         server_state: ServerState,
         *,
         gate: Gate,
-        visit: Visit,
-        patience: Patience,
+        slot: Slot,
+        time_limits: TimeLimits,
     ):
-        super().__init__(config, server_state, {RESERVED: visit.is_reserved})
-        self._gate, self._visit, self._patience = gate, visit, patience
+        super().__init__(config, server_state, {RESERVED: slot.is_reserved})
+        self._gate, self._slot, self._time_limits = gate, slot, time_limits
         self._waiting_for_head: asyncio.TimerHandle | None = None
         self._waiting_for_reader: asyncio.TimerHandle | None = None
         self._is_refusing = False
@@ -61,14 +61,14 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """See asyncio.Protocol, as for the methods below."""
         lingering = LingeringTransport(
-            transport, self._is_client_sending, seconds=self._patience.linger
+            transport, self._is_client_sending, seconds=self._time_limits.linger
         )
         super().connection_made(lingering)
-        self._visit.close = transport.abort
+        self._slot.close = transport.abort
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gate.leave(self._visit)
+        self._gate.leave(self._slot)
         _cancel(self._waiting_for_head)
         _cancel(self._waiting_for_reader)
         self.transport.lost()
@@ -91,7 +91,7 @@ class Connection(H11Protocol):
                 return
         before = self.cycle
         super().handle_events()
-        if self._visit.is_reserved and self.cycle is not before:
+        if self._slot.is_reserved and self.cycle is not before:
             self.scope["headers"].append(_CLOSE)  # a reserved connection serves one request
 
     def send_400_response(self, msg: str) -> None:
@@ -143,17 +143,19 @@ class Connection(H11Protocol):
     def _watch_head(self) -> None:
         """Starts or stops the timer for the head of the next request, after each change of state."""
         is_busy = self.cycle is not None and not self.cycle.response_complete
-        self._gate.set_idle(self._visit, not is_busy)
+        self._gate.set_idle(self._slot, not is_busy)
         has_begun = self.timeout_keep_alive_task is None or bool(self.conn.trailing_data[0])
         if is_busy or not has_begun or self.transport.is_closing():
             _cancel(self._waiting_for_head)
             self._waiting_for_head = None
         elif self._waiting_for_head is None:
-            self._waiting_for_head = self.loop.call_later(self._patience.head, self._head_is_late)
+            self._waiting_for_head = self.loop.call_later(
+                self._time_limits.head, self._head_is_late
+            )
 
     def _head_is_late(self) -> None:
         if self.conn.trailing_data[0]:
-            text = f"the head of the request did not come within {self._patience.head:g} s"
+            text = f"the head of the request did not come within {self._time_limits.head:g} s"
             self._refuse(408, text)
         else:
             self.transport.abort()
@@ -174,7 +176,7 @@ class Connection(H11Protocol):
         """Closes the connection unless the client reads the rest of the answer in time."""
         if self._waiting_for_reader is None:
             self._waiting_for_reader = self.loop.call_later(
-                self._patience.write, self.transport.abort
+                self._time_limits.write, self.transport.abort
             )
 
 

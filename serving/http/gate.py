@@ -5,7 +5,7 @@ reached, a new connection replaces an idle one, in this order:
 
 1. the one that has been idle longest, unless it is young: it has sent no request yet, and was accepted less
    than `grace_seconds` ago. So a health probe has time to send its request during a burst of connections;
-2. the oldest idle connection of the same address: who opens too many connections loses its own;
+2. the oldest idle connection of the same address, so that a client with too many connections loses its own;
 3. the oldest idle connection that has had an answer;
 4. the oldest young connection.
 
@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
-class Visit:
+class Slot:
     """One open connection.
 
     Attributes:
       close: ends the connection at once.
       is_reserved: whether only health checks are answered.
-      is_open: whether it has a place; False once it left or was closed for another.
+      is_open: whether it counts; False after it was closed, by itself or for another connection.
       idle_since: when it was accepted, or became idle again.
       has_sent: whether it has sent the head of a request.
     """
@@ -49,39 +49,39 @@ class _Group:
     """
 
     most: int
-    visits: set[Visit] = field(default_factory=set)
-    silent: dict[Visit, None] = field(default_factory=dict)
-    idle: dict[Visit, None] = field(default_factory=dict)
+    slots: set[Slot] = field(default_factory=set)
+    silent: dict[Slot, None] = field(default_factory=dict)
+    idle: dict[Slot, None] = field(default_factory=dict)
 
     @property
     def is_full(self) -> bool:
-        return len(self.visits) >= self.most
+        return len(self.slots) >= self.most
 
-    def add(self, visit: Visit) -> None:
-        self.visits.add(visit)
-        self.silent[visit] = None
+    def add(self, slot: Slot) -> None:
+        self.slots.add(slot)
+        self.silent[slot] = None
 
-    def remove(self, visit: Visit) -> None:
-        self.visits.discard(visit)
-        self.set_busy(visit)
+    def remove(self, slot: Slot) -> None:
+        self.slots.discard(slot)
+        self.set_busy(slot)
 
-    def set_idle(self, visit: Visit) -> None:
-        (self.idle if visit.has_sent else self.silent).setdefault(visit)
+    def set_idle(self, slot: Slot) -> None:
+        (self.idle if slot.has_sent else self.silent).setdefault(slot)
 
-    def set_busy(self, visit: Visit) -> None:
-        self.silent.pop(visit, None)
-        self.idle.pop(visit, None)
+    def set_busy(self, slot: Slot) -> None:
+        self.silent.pop(slot, None)
+        self.idle.pop(slot, None)
 
-    def oldest(self) -> Visit | None:
+    def oldest(self) -> Slot | None:
         """The connection that has been idle longest."""
         first = [next(iter(kind)) for kind in (self.silent, self.idle) if kind]
-        return min(first, key=lambda visit: visit.idle_since, default=None)
+        return min(first, key=lambda slot: slot.idle_since, default=None)
 
-    def oldest_of(self, address: str) -> Visit | None:
+    def oldest_of(self, address: str) -> Slot | None:
         """The connection of an address that has been idle longest."""
-        mine = (visit for kind in (self.silent, self.idle) for visit in kind)
-        mine = (visit for visit in mine if visit.address == address)
-        return min(mine, key=lambda visit: visit.idle_since, default=None)
+        mine = (slot for kind in (self.silent, self.idle) for slot in kind)
+        mine = (slot for slot in mine if slot.address == address)
+        return min(mine, key=lambda slot: slot.idle_since, default=None)
 
 
 class Gate:
@@ -92,7 +92,7 @@ class Gate:
       most_per_address: connections of one address; of IPv6 the first 64 bits are the address.
       reserve: further connections, for health checks.
       grace_seconds: how long a connection that has sent no request yet is spared.
-      clock: seconds, never going back.
+      clock: a clock that never goes back, in seconds.
     """
 
     def __init__(
@@ -112,71 +112,71 @@ class Gate:
 
     @property
     def num_open(self) -> int:
-        """Connections that have a place."""
-        return len(self._all.visits) + len(self._reserved.visits)
+        """Connections that are open."""
+        return len(self._all.slots) + len(self._reserved.slots)
 
-    def enter(self, address: str, close: Callable[[], object]) -> Visit | None:
-        """A place for a new connection, which is idle; None if there is none."""
-        visit = Visit(_network(address), close, idle_since=self._clock())
-        for group in (self._addresses.get(visit.address), self._all):
-            if group is not None and group.is_full and not self._replace(group, visit.address):
-                visit.is_reserved = True
-                if self._reserved.is_full and not self._replace(self._reserved, visit.address):
+    def enter(self, address: str, close: Callable[[], object]) -> Slot | None:
+        """Admits a new connection, which is idle; None if no connection can be closed for it."""
+        slot = Slot(_network(address), close, idle_since=self._clock())
+        for group in (self._addresses.get(slot.address), self._all):
+            if group is not None and group.is_full and not self._replace(group, slot.address):
+                slot.is_reserved = True
+                if self._reserved.is_full and not self._replace(self._reserved, slot.address):
                     return None
                 break
-        for group in self._groups(visit):
-            group.add(visit)
-        return visit
+        for group in self._groups(slot):
+            group.add(slot)
+        return slot
 
-    def set_idle(self, visit: Visit, is_idle: bool) -> None:
+    def set_idle(self, slot: Slot, is_idle: bool) -> None:
         """Records whether a connection waits for a request."""
-        if not visit.is_open:
+        if not slot.is_open:
             return
-        groups = self._groups(visit)
+        groups = self._groups(slot)
         if not is_idle:
-            visit.has_sent = True
+            slot.has_sent = True
             for group in groups:
-                group.set_busy(visit)
-        elif visit not in groups[0].silent and visit not in groups[0].idle:
-            visit.idle_since = self._clock()
+                group.set_busy(slot)
+        elif slot not in groups[0].silent and slot not in groups[0].idle:
+            slot.idle_since = self._clock()
             for group in groups:
-                group.set_idle(visit)
+                group.set_idle(slot)
 
-    def leave(self, visit: Visit) -> None:
-        """Frees the place of a connection; a second time does nothing."""
-        if not visit.is_open:
+    def leave(self, slot: Slot) -> None:
+        """Stops counting a connection that is closed; a second call does nothing."""
+        if not slot.is_open:
             return
-        visit.is_open = False
-        for group in self._groups(visit):
-            group.remove(visit)
-        if not visit.is_reserved and not self._addresses[visit.address].visits:
-            del self._addresses[visit.address]
+        slot.is_open = False
+        for group in self._groups(slot):
+            group.remove(slot)
+        if not slot.is_reserved and not self._addresses[slot.address].slots:
+            del self._addresses[slot.address]
 
     def close_idle(self) -> bool:
         """Closes an idle connection, for its descriptor; False if none is idle."""
         return self._replace(self._all, None) or self._replace(self._reserved, None)
 
-    def _groups(self, visit: Visit) -> tuple[_Group, ...]:
-        if visit.is_reserved:
+    def _groups(self, slot: Slot) -> tuple[_Group, ...]:
+        if slot.is_reserved:
             return (self._reserved,)
-        of_address = self._addresses.setdefault(visit.address, _Group(self._most_per_address))
+        of_address = self._addresses.setdefault(slot.address, _Group(self._most_per_address))
         return (self._all, of_address)
 
     def _replace(self, group: _Group, address: str | None) -> bool:
         """Closes a connection of the group for a new one from `address`; False if none is idle."""
-        visit = group.oldest()
-        if visit is None:
+        slot = group.oldest()
+        if slot is None:
             return False
-        if self._is_young(visit):
-            visit = self._oldest_of(address, group) or next(iter(group.idle), visit)
-        self.leave(visit)
-        visit.close()
+        if self._is_young(slot):
+            slot = self._oldest_of(address, group) or next(iter(group.idle), slot)
+        self.leave(slot)
+        slot.close()
         return True
 
-    def _is_young(self, visit: Visit) -> bool:
-        return not visit.has_sent and self._clock() - visit.idle_since < self._grace_seconds
+    def _is_young(self, slot: Slot) -> bool:
+        return not slot.has_sent and self._clock() - slot.idle_since < self._grace_seconds
 
-    def _oldest_of(self, address: str | None, group: _Group) -> Visit | None:
+    def _oldest_of(self, address: str | None, group: _Group) -> Slot | None:
         if address is None:
             return None
         if group is self._reserved:  # a few, and no group of their address counts them

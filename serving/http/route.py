@@ -17,8 +17,7 @@ class Caller:
 
 
 class Choices(Protocol):
-    """Writes what `Delta`s hold as OpenAI's choices; one object a request, as it remembers what it
-    wrote."""
+    """Formats `Delta`s as OpenAI's choices. One object per request, because it keeps state."""
 
     def part(self, index: int, delta: Delta) -> dict:
         """A choice in a chunk of a stream."""

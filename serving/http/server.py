@@ -9,8 +9,8 @@ import uvicorn
 
 from serving.frontend import Frontend
 from serving.http.app import make_app
-from serving.http.connection import Connection, Patience
-from serving.http.gate import Gate, Visit
+from serving.http.connection import Connection, TimeLimits
+from serving.http.gate import Gate, Slot
 from serving.http.listener import Listener
 from serving.tls import Certificates
 
@@ -20,9 +20,9 @@ _BACKLOG = 2048
 class _Uvicorn(uvicorn.Server):
     """A uvicorn server that accepts connections through `Listener`, and leaves signals to the application."""
 
-    def __init__(self, config: uvicorn.Config, gate: Gate, patience: Patience):
+    def __init__(self, config: uvicorn.Config, gate: Gate, time_limits: TimeLimits):
         super().__init__(config)
-        self._gate, self._patience = gate, patience
+        self._gate, self._time_limits = gate, time_limits
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -36,15 +36,19 @@ class _Uvicorn(uvicorn.Server):
                 self._make_protocol,
                 context=self.config.ssl,
                 gate=self._gate,
-                handshake_seconds=self._patience.head,
+                handshake_seconds=self._time_limits.head,
             )
             for one in sockets or ()
         ]
         self.started = True
 
-    def _make_protocol(self, visit: Visit) -> Connection:
+    def _make_protocol(self, slot: Slot) -> Connection:
         return Connection(
-            self.config, self.server_state, gate=self._gate, visit=visit, patience=self._patience
+            self.config,
+            self.server_state,
+            gate=self._gate,
+            slot=slot,
+            time_limits=self._time_limits,
         )
 
 
@@ -59,7 +63,7 @@ class HttpServer:
       allowed_hosts: allowed names in the Host header; None allows all.
       idle_seconds: how long a connection without requests stays open.
       gate: limits of connections.
-      patience: time limits of a client.
+      time_limits: time limits of a client.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class HttpServer:
         allowed_hosts: Sequence[str] | None = None,
         idle_seconds: float = 300.0,
         gate: Gate | None = None,
-        patience: Patience | None = None,
+        time_limits: TimeLimits | None = None,
     ):
         self._config = uvicorn.Config(
             make_app(
@@ -91,7 +95,7 @@ class HttpServer:
         if certificates is not None:
             self._config.ssl = certificates.context()
         gate = gate or Gate(most=2048, most_per_address=1024)
-        self._server = _Uvicorn(self._config, gate, patience or Patience())
+        self._server = _Uvicorn(self._config, gate, time_limits or TimeLimits())
         self._task: asyncio.Task | None = None
 
     async def start(self, host: str, port: int) -> int:

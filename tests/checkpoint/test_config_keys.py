@@ -293,7 +293,7 @@ def test_stray_keys_change_nothing_and_are_listed(tmp_path):
     assert unread(tmp_path) == [f"rope_parameters.{FULL}.factor_of_safety", "hidden_size"][::-1]
 
 
-def test_a_key_that_stands_twice_is_refused(tmp_path):
+def test_a_duplicate_key_is_refused(tmp_path):
     text = json.dumps(config_of("llama"))
     (tmp_path / "config.json").write_text(text[:-1] + ', "rope_theta": 2.0}')
     with pytest.raises(CheckpointError, match="the key 'rope_theta' stands there twice"):

@@ -129,7 +129,7 @@ def test_the_whole_server_from_start_to_drain(tmp_path, capsys):
         client = ["--address", f"localhost:{ports[0]}", "--tls-ca", ca.cert]
         # NOT_SERVING until all is compiled.
         eventually(lambda: process.poll() is not None or main([*client, "--health"]) == 0)
-        _check_doors(ports, Path(ca.cert).read_bytes())
+        _check_ports(ports, Path(ca.cert).read_bytes())
         client += ["--token-file", str(token)]
         asking = [*client, "def f(", "--ignore-eos", "--json", "--max-tokens"]
         assert json.loads(_told(capsys, [*asking, "9"]))["usage"]["completion_tokens"] == 9
@@ -159,7 +159,7 @@ def _told(capsys, arguments: list[str]) -> str:
     return capsys.readouterr().out
 
 
-def _check_doors(ports: list[str], ca: bytes) -> None:
+def _check_ports(ports: list[str], ca: bytes) -> None:
     """What a stranger gets on both ports."""
     credentials = grpc.ssl_channel_credentials(ca)
     with grpc.secure_channel(f"localhost:{ports[0]}", credentials) as channel:
@@ -182,7 +182,7 @@ def serve(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT)
 
 
-def test_a_port_in_use_is_said_before_anything_is_loaded():
+def test_a_port_in_use_is_reported_before_loading():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = serve("--port", str(port), "--model", "/no/such/model")
@@ -192,7 +192,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded():
     )
 
 
-def test_missing_files_are_said_before_anything_is_loaded():
+def test_missing_files_are_reported_before_loading():
     done = serve("--auth-token-file", "/no/such/tokens", "--model", "/no/such/model")
     assert done.returncode == 2
     assert done.stderr.startswith("peagle-serve: error: /no/such/tokens: cannot read")

@@ -97,7 +97,7 @@ def is_copied(name: str, copied: list[str]) -> bool:
     return any(name == one or name.startswith(f"{one}/") for one in copied)
 
 
-def test_the_image_runs_the_server_as_nobody_special(stages):
+def test_the_image_runs_the_server_as_an_unprivileged_user(stages):
     server = stages["server"]
     assert server.image == "python:3.12-slim"
     names = [name for name, _ in server.instructions]

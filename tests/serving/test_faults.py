@@ -199,7 +199,7 @@ def test_the_death_of_a_client_frees_everything(server, reports, pace):
     assert [stream.code for stream in reports] == [Status.CANCELLED] * 8
 
 
-def test_a_reader_that_stops_reading_stops_nobody_else(server):
+def test_a_client_that_stops_reading_delays_no_other(server):
     """Its stream is larger than what HTTP/2 lets lie unread, so that the server cannot send on."""
     stopping = pb.Stopping(max_tokens=500, ignore_eos=True)
     with (
@@ -268,13 +268,13 @@ def tokens_alone(engine, wanted: list[tuple[list[int], dict]]) -> list[list[int]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_crowd_says_what_each_says_alone(server, alone, temperature):
+def test_output_does_not_depend_on_concurrent_requests(server, alone, temperature):
     """Greedy, or sampled with seeds."""
     wanted = requests_of_every_kind(count=24, temperature=temperature)
     assert tokens_together(server, wanted) == tokens_alone(alone, wanted)
 
 
-def test_a_crowd_without_room_says_what_each_says_alone(narrow, alone):
+def test_output_does_not_depend_on_preemption(narrow, alone):
     """Requests that were pushed out and came back go on where they were. Greedy only: a sampled one
     has lost the drafts that its seed had met, and draws anew."""
     before = narrow.engine.scheduler.num_preemptions

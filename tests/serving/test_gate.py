@@ -18,17 +18,17 @@ class Hall:
         self.now = 0.0
         self.gate = Gate(**limits, grace_seconds=1.0, clock=lambda: self.now)
         self.closed: list[str] = []
-        self.visits: dict[str, object] = {}
+        self.slots: dict[str, object] = {}
 
     def enter(self, *names: str) -> None:
         for name in names:
             close = lambda name=name: self.closed.append(name)
-            self.visits[name] = self.gate.enter(name.partition("/")[0], close)
+            self.slots[name] = self.gate.enter(name.partition("/")[0], close)
 
     def serve(self, name: str) -> None:
         """A request and its answer."""
-        self.gate.set_idle(self.visits[name], False)
-        self.gate.set_idle(self.visits[name], True)
+        self.gate.set_idle(self.slots[name], False)
+        self.gate.set_idle(self.slots[name], True)
 
 
 def test_a_burst_replaces_its_own_young_connections():
@@ -40,10 +40,10 @@ def test_a_burst_replaces_its_own_young_connections():
 def test_a_burst_does_not_replace_a_young_connection_in_a_reserved_place():
     hall = Hall(most=1, most_per_address=1, reserve=2)
     hall.enter("busy/1")
-    hall.gate.set_idle(hall.visits["busy/1"], False)
+    hall.gate.set_idle(hall.slots["busy/1"], False)
     hall.enter("probe/1", "burst/1", "burst/2", "burst/3")
     assert hall.closed == ["burst/1", "burst/2"]
-    assert hall.visits["probe/1"].is_reserved
+    assert hall.slots["probe/1"].is_reserved
 
 
 def test_an_older_connection_is_replaced_before_a_young_one():

@@ -13,7 +13,7 @@ import time
 import httpx
 import pytest
 
-from serving.http.connection import Patience
+from serving.http.connection import TimeLimits
 from serving.http.gate import Gate
 from serving.http.head import find_fault
 from serving.http.listener import Listener
@@ -25,7 +25,7 @@ from tests.waiting import LIMIT, eventually, soon
 HOST = b"Host: x\r\n"
 GET = b"GET /health HTTP/1.1\r\n" + HOST
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
-SHORT = Patience(head=0.3, write=0.3, linger=0.3)
+SHORT = TimeLimits(head=0.3, write=0.3, linger=0.3)
 
 
 def connect(address: str, source: str = "127.0.0.1") -> socket.socket:
@@ -56,14 +56,14 @@ def common(live):
 
 @pytest.fixture
 def patient(server, gate):
-    """A server with small limits and the usual patience."""
+    """A server with small limits and the usual time_limits."""
     with server.another_http(gate=gate) as address:
         yield address
 
 
 @pytest.fixture
 def impatient(server, gate):
-    with server.another_http(gate=gate, patience=SHORT) as address:
+    with server.another_http(gate=gate, time_limits=SHORT) as address:
         yield address
 
 
@@ -181,7 +181,7 @@ def test_a_handshake_that_does_not_come_ends_the_connection(server, gate, tmp_pa
     pair = signed(tmp_path, "server", authority(tmp_path, "ca"))
     certificates = Certificates(pair.cert, pair.key)
     with (
-        server.another_http(gate=gate, patience=SHORT, certificates=certificates) as address,
+        server.another_http(gate=gate, time_limits=SHORT, certificates=certificates) as address,
         connect(address) as connection,
     ):
         assert read_all(connection) == b""
@@ -198,7 +198,7 @@ def status(address: str, path: str = "/health", source: str = "127.0.0.1") -> ht
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", GET + b"\r\n"])
-def test_a_new_connection_takes_the_place_of_the_oldest_idle_one(patient, gate, sent):
+def test_a_new_connection_replaces_the_oldest_idle_one(patient, gate, sent):
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(patient)) for _ in range(4)]
         for one in idle:
@@ -273,29 +273,29 @@ def test_addresses_of_one_network_count_as_one():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_gate_counts_right_whatever_comes_and_goes(num_cases, seed):
+def test_the_counts_of_the_gate_are_right_after_any_sequence(num_cases, seed):
 
     rng = random.Random(seed)
     clock = itertools.count(0, 0.2).__next__
     gate = Gate(most=5, most_per_address=3, reserve=2, clock=clock)
-    visits = []
+    slots = []
     for _ in range(num_cases("arrivals and departures", 2000)):
         kind = rng.randrange(4)
-        if kind == 0 or not visits:
-            visit = gate.enter(rng.choice("abc"), lambda: None)
-            visits += [visit] if visit is not None else []
+        if kind == 0 or not slots:
+            slot = gate.enter(rng.choice("abc"), lambda: None)
+            slots += [slot] if slot is not None else []
         elif kind == 1:
-            gate.leave(rng.choice(visits))
+            gate.leave(rng.choice(slots))
         else:
-            gate.set_idle(rng.choice(visits), kind == 2)
-        visits = [one for one in visits if one.is_open or rng.random() < 0.5]
-        held = [one for one in visits if one.is_open]
+            gate.set_idle(rng.choice(slots), kind == 2)
+        slots = [one for one in slots if one.is_open or rng.random() < 0.5]
+        held = [one for one in slots if one.is_open]
         ordinary = [one.address for one in held if not one.is_reserved]
         assert len(held) == gate.num_open <= 7
         assert len(ordinary) <= 5
         assert all(ordinary.count(address) <= 3 for address in "abc")
-    for visit in visits:
-        gate.leave(visit)
+    for slot in slots:
+        gate.leave(slot)
     assert gate.num_open == 0
 
 
@@ -332,7 +332,7 @@ def test_without_descriptors_the_server_pauses_and_closes_idle_connections(caplo
                 transport.close()
 
         server = Listener(
-            starved, lambda visit: Protocol(), context=None, gate=gate, handshake_seconds=9
+            starved, lambda slot: Protocol(), context=None, gate=gate, handshake_seconds=9
         )
         _, writer = await asyncio.open_connection(*listener.getsockname())
         await soon(lambda: len(starved.failures) >= 2)

@@ -58,7 +58,7 @@ def test_clients_that_leave_before_their_request_is_complete(server, connect, ca
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_what_is_no_http_is_refused(server, connect):
+def test_bytes_that_are_not_http_are_refused(server, connect):
     connection = connect()
     connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")  # a TLS client at a port without TLS
     assert read_all(connection).startswith(b"HTTP/1.1 400 ")

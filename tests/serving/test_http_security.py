@@ -75,7 +75,7 @@ def test_tls_certificates_rotate(make_engine, pki, tmp_path):
     server.close()
 
 
-def test_clients_must_show_certificates_where_they_are_asked_for(make_engine, pki):
+def test_client_certificates_are_required_where_configured(make_engine, pki):
     certificates = Certificates(pki["server"].cert, pki["server"].key, pki["ca"].cert)
     server = LiveServer(make_engine(), http=True, certificates=certificates)
     trusted = ssl.create_default_context(cafile=pki["ca"].cert)
@@ -90,7 +90,7 @@ def test_clients_must_show_certificates_where_they_are_asked_for(make_engine, pk
     server.close()
 
 
-def test_a_port_that_is_taken_is_said_so(make_engine):
+def test_a_port_in_use_is_reported(make_engine):
     server = LiveServer(make_engine(), http=True)
     port = int(server.http_address.rpartition(":")[2])
     with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1"):

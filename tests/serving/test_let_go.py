@@ -26,7 +26,7 @@ def counted():
 
 
 @pytest.mark.parametrize("method", ["GenerateOnce", "Generate"])
-def test_a_refused_message_is_let_go_of(server: LiveServer, method, counted):
+def test_a_refused_message_is_freed(server: LiveServer, method, counted):
     request = pb.GenerateRequest(text="a " * (MEGABYTES << 19))
     with grpc.insecure_channel(server.address) as channel:
         call = getattr(peagle_v1_pb2_grpc.GenerationStub(channel), method)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from serving.http import linger
-from serving.http.connection import Patience
+from serving.http.connection import TimeLimits
 from serving.http.gate import Gate
 from serving.http.linger import LingeringTransport
 from tests.serving.test_http_connections import HOST, POST, connect, read_all
@@ -45,9 +45,9 @@ def test_an_answer_is_read_after_all_of_a_body_was_sent(server, gate, kind):
 
 def test_a_client_that_goes_on_sending_is_cut_off(server, gate, monkeypatch):
     monkeypatch.setattr(linger, "_MOST", 1 << 20)
-    patience = Patience(linger=3600.0, write=3600.0)  # bytes are what ends it
+    time_limits = TimeLimits(linger=3600.0, write=3600.0)  # bytes are what ends it
     with (
-        server.another_http(gate=gate, patience=patience) as address,
+        server.another_http(gate=gate, time_limits=time_limits) as address,
         connect(address) as connection,
     ):
         connection.sendall(HEADS["413"])
@@ -59,7 +59,7 @@ def test_a_client_that_goes_on_sending_is_cut_off(server, gate, monkeypatch):
 
 def test_a_client_that_neither_sends_nor_ends_is_cut_off(server, gate):
     with (
-        server.another_http(gate=gate, patience=Patience(linger=0.2)) as address,
+        server.another_http(gate=gate, time_limits=TimeLimits(linger=0.2)) as address,
         connect(address) as connection,
     ):
         connection.sendall(HEADS["413"])

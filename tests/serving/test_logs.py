@@ -42,7 +42,7 @@ def test_lines_of_one_kind_are_limited_and_those_left_out_are_counted(written):
     assert written.lines()[-1]["message"] == "refused connection 5000"
 
 
-def test_what_was_left_out_last_is_said_at_the_end(written):
+def test_lines_left_out_last_are_counted_at_the_end(written):
     for _ in range(25):
         written.log.warning("again")
     written.handler.close()

@@ -144,7 +144,7 @@ def test_lines_are_as_load_tools_search_them(server):
     assert per_position == sorted(per_position, reverse=True)
 
 
-def test_a_request_moves_what_it_should(server):
+def test_a_request_changes_its_metrics(server):
     before = scrape(server)
     usage = post(server)["usage"]
     changes = moved(server, before)

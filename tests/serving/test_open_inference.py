@@ -95,7 +95,7 @@ class Talk:
         return found
 
 
-def test_one_answer_is_what_the_engine_says_alone(server, client, alone):
+def test_an_answer_equals_the_engines_output(server, client, alone):
     expected = alone.generate([PROMPT], SamplingParams(max_tokens=30))[0]
     result = client.infer(
         "tiny", inputs(dict(temperature=0, max_tokens=30)), request_id="7", model_version="1"
@@ -110,7 +110,7 @@ def test_one_answer_is_what_the_engine_says_alone(server, client, alone):
     assert parameter(result, "spec_accepted_tokens") == expected.accepted
 
 
-def test_what_is_unset_is_vllms_default(server, client, alone):
+def test_unset_fields_have_vllms_defaults(server, client, alone):
     sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=96, ignore_eos=True)
     result = client.infer("tiny", inputs(dict(seed=3, ignore_eos=True)))
     assert texts(result) == [alone.generate([PROMPT], sampled)[0].text]
@@ -231,7 +231,7 @@ def test_typed_contents_are_answered_in_kind(server, stub, client):
     assert [text.decode()] == texts(client.infer("tiny", inputs(LONG)))
 
 
-def test_a_client_that_does_not_read_holds_nobody_up(server, stub, client):
+def test_a_client_that_does_not_read_delays_no_other(server, stub, client):
     """More answers than the call's buffers take: its requests wait, others do not."""
     request = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG), stream=True)
     call = stub.ModelStreamInfer(iter([request] * 40))
@@ -283,7 +283,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_is_wrong_or_unsupported_is_named(server, client, message):
+def test_wrong_and_unsupported_fields_are_named(server, client, message):
     with pytest.raises(InferenceServerException, match=re.escape(message)) as caught:
         client.infer("tiny", WRONG[message])
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
@@ -305,12 +305,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("field", OPTIONS)
-def test_options_that_do_nothing_here_are_refused(server, client, field):
+def test_unsupported_options_are_refused(server, client, field):
     with pytest.raises(InferenceServerException, match=re.escape(f"] {field}: ")):
         client.infer("tiny", inputs(), **OPTIONS[field])
 
 
-def test_what_asks_for_nothing_passes(server, client):
+def test_options_without_effect_are_accepted(server, client):
     neutral = dict(
         presence_penalty=0.0, repetition_penalty="1.0", logit_bias={}, logprobs=None, top_p=None,
         use_beam_search=False, include_stop_str_in_output="false", min_tokens=0,
@@ -338,7 +338,7 @@ def test_raw_contents_must_be_sound(server, stub):
     assert "needs one element" in asks()
 
 
-def test_what_is_served(server, client):
+def test_metadata_of_server_and_model(server, client):
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("tiny")

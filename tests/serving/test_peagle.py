@@ -53,7 +53,7 @@ def violation(error: grpc.RpcError) -> str:
     return details.field_violations[0].field
 
 
-def test_a_stream_is_what_the_engine_says_alone(server, stub, alone):
+def test_a_stream_equals_the_engines_output(server, stub, alone):
     expected = alone.generate([PROMPT], SamplingParams(max_tokens=30))[0]
     request = pb.GenerateRequest(text=PROMPT, stopping=pb.Stopping(max_tokens=30))
     deltas = list(stub.Generate(request))
@@ -82,7 +82,7 @@ def test_text_tokens_and_chat_are_prompts(server, stub, tokenizer):
     assert by_chat.sequences == of(text="user:ab\n").sequences
 
 
-def test_concurrent_requests_say_what_they_say_alone(server, stub, alone):
+def test_concurrent_requests_get_the_output_of_lone_ones(server, stub, alone):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 120, n).tolist() for n in rng.integers(1, 50, 24)]
     params = SamplingParams(max_tokens=25, ignore_eos=True)
@@ -164,7 +164,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("field", WRONG)
-def test_what_is_wrong_is_named(server, stub, field):
+def test_wrong_fields_are_named(server, stub, field):
     for call in (lambda request: list(stub.Generate(request)), stub.GenerateOnce):
         with pytest.raises(grpc.RpcError) as caught:
             call(WRONG[field])
@@ -236,7 +236,7 @@ def test_deadlines_are_kept(server, stub, pace):
     server.check_freed(pace)
 
 
-def test_a_full_queue_says_when_to_come_back(server, stub):
+def test_a_full_queue_returns_a_retry_time(server, stub):
     request = pb.GenerateRequest(text="a", stopping=LONG)
     with server.paced() as pace:  # 4 run and 64 may wait
         calls = [stub.GenerateOnce.future(request)]
@@ -266,7 +266,7 @@ def test_a_slot_is_not_left_empty_between_two_requests_of_a_client(server, stub)
         other.cancel()
 
 
-def test_a_slow_reader_stops_nobody(server, stub):
+def test_a_slow_reader_delays_no_other(server, stub):
     slow = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
     next(slow)
     for _ in range(8):

@@ -92,7 +92,7 @@ def test_a_call_without_a_token_is_refused_before_its_request_comes(make_engine,
         server.close()
 
 
-def test_streams_that_watch_health_are_bounded_and_make_room(server, monkeypatch):
+def test_health_watches_are_bounded(server, monkeypatch):
     monkeypatch.setattr(health_service, "_MOST_WATCHES", 2)
     with grpc.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

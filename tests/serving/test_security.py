@@ -103,18 +103,18 @@ def test_the_right_certificate_and_token_get_an_answer(secure, pki):
         assert generate(over, "second").usage.completion_tokens == 3
 
 
-def test_without_tls_nobody_gets_in(secure):
+def test_clients_without_tls_cannot_connect(secure):
     with grpc.insecure_channel(secure.address) as over:
         assert status(generate, over) is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize(("client", "ca"), [(None, "ca"), ("stranger", "ca"), ("client", "other")])
-def test_certificates_of_nobody_we_know_do_not_connect(secure, pki, client, ca):
+def test_certificates_of_other_authorities_are_refused(secure, pki, client, ca):
     with channel(secure, pki, client, ca) as over:
         assert status(generate, over) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_tls_asks_clients_for_no_certificate_unless_told_to(make_engine, pki):
+def test_tls_needs_no_client_certificate_by_default(make_engine, pki):
     server = LiveServer(
         make_engine(), certificates=Certificates(pki["server"].cert, pki["server"].key)
     )
@@ -157,7 +157,7 @@ def test_new_certificates_are_used_without_a_restart(secure, pki, files, caplog)
         generate(new)
 
 
-def test_python_servers_follow_the_files_too(pki, tmp_path):
+def test_http_uses_new_certificates_too(pki, tmp_path):
     """The context of HTTP: certificates of clients are demanded, and rotation reaches it."""
     cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
     put(pki["server"].cert, cert), put(pki["server"].key, key), put(pki["ca"].cert, ca)
@@ -312,7 +312,7 @@ def test_messages_have_a_limit(make_engine):
     server.close()
 
 
-def test_old_connections_are_given_up_but_not_their_calls(make_engine):
+def test_old_connections_are_closed_after_their_calls(make_engine):
     server = LiveServer(make_engine(), max_connection_seconds=0.5)
     states = []
     with grpc.insecure_channel(server.address) as over:
@@ -362,7 +362,7 @@ def test_the_client_speaks_tls_and_shows_its_token(secure, pki, tmp_path, capsys
         ("server.pem", "locked.key", None, "encrypted"),
     ],
 )
-def test_certificates_that_do_not_do_are_refused_at_the_start(pki, cert, key, ca, word):
+def test_invalid_certificates_are_refused_at_the_start(pki, cert, key, ca, word):
     folder = Path(pki["server"].cert).parent
     if key == "locked.key":
         arguments = (
@@ -380,7 +380,7 @@ def test_certificates_that_do_not_do_are_refused_at_the_start(pki, cert, key, ca
         Certificates(*paths)
 
 
-def test_token_files_that_do_not_do_are_refused_at_the_start(tmp_path):
+def test_invalid_token_files_are_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the bearer tokens"):
         TokenFile(tmp_path / "none")
     (tmp_path / "empty").write_text("# nothing\n\n")

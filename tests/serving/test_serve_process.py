@@ -114,7 +114,7 @@ def test_a_signal_loses_no_request(serve):
     assert server.process.wait(LIMIT) == 0
 
 
-def test_what_the_drain_limit_cuts_off_is_told_so(serve):
+def test_requests_beyond_the_drain_limit_get_a_status(serve):
     server = serve("--drain-seconds", "0.2")
     with grpc.insecure_channel(server.wait()) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
@@ -147,7 +147,7 @@ def test_a_second_signal_ends_the_drain(serve, second, code):
     assert "Traceback" not in server.text()
 
 
-def test_a_hangup_reads_files_again_and_ends_nothing(serve, tmp_path):
+def test_sighup_reads_files_again_and_ends_no_request(serve, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("first\n")
     server = serve("--auth-token-file", str(tokens))

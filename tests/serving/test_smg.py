@@ -112,7 +112,7 @@ def user(text: str) -> list[dict]:
     return [dict(role="user", content=text)]
 
 
-def test_a_completion_is_what_the_engine_says_alone(server, client, expected):
+def test_a_completion_equals_the_engines_output(server, client, expected):
     completion = client.completions.create(prompt=PROMPT, **SHORT)
     assert completion.choices[0].text == expected.text
     assert completion.choices[0].finish_reason == "length"

@@ -170,7 +170,7 @@ class Held:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_long_texts_share_a_few_threads_and_hold_up_nobody_else(threads):
+def test_long_texts_share_threads_and_delay_no_short_text(threads):
     held = Held()
 
     async def ask():
@@ -201,7 +201,7 @@ def test_long_texts_share_a_few_threads_and_hold_up_nobody_else(threads):
     assert not any("MainThread" in name for name in held.threads)
 
 
-def test_work_whose_client_left_keeps_its_thread_and_nothing_else():
+def test_work_of_a_client_that_left_occupies_its_thread_only():
     held = Held()
 
     async def leave():

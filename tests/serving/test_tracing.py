@@ -127,7 +127,7 @@ def test_without_a_parent_the_span_is_a_root(server, spans, headers):
     assert span.parent is None
 
 
-def test_errors_show(server, spans, monkeypatch, pace):
+def test_errors_are_recorded_in_the_span(server, spans, monkeypatch, pace):
     monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_seconds=2.0))
     assert post(server, "/v1/completions", dict(prompt="a") | LONG).status_code == 504
     server.check_freed(pace)

@@ -86,7 +86,7 @@ def test_ids_and_text_are_prompts(server, stub, tokenizer):
     assert completes(stub.Generate(by_ids)) == completes(stub.Generate(by_text))
 
 
-def test_what_is_unset_is_vllms_default(server, stub, alone):
+def test_unset_fields_have_vllms_defaults(server, stub, alone):
     """Temperature 1, top_p 1, one sequence, and as many tokens as fit; not what proto3 says: 0."""
     (seeded,) = completes(stub.Generate(ask(seed=5, ignore_eos=True)))
     sampled = SamplingParams(temperature=1.0, seed=5, max_tokens=96, ignore_eos=True)
@@ -119,7 +119,7 @@ def test_sequences_of_a_stream_are_told_apart_by_index(server, stub):
     assert wholes == joined
 
 
-def test_what_stopped_a_text_is_told(server, stub, alone):
+def test_the_stop_reason_is_reported(server, stub, alone):
     free = alone.generate([PROMPT], SamplingParams(max_tokens=40, ignore_eos=True))[0]
     stop = free.text[10:14]
     (whole,) = completes(stub.Generate(ask(**LONG, stop=[stop])))
@@ -149,7 +149,7 @@ def test_logprobs_come_with_their_tokens(server, stub, num_top):
         assert top.values[0] == pytest.approx(value, abs=1e-5)
 
 
-def test_metadata_choose_the_drafts_and_tell_how_they_did(server, stub):
+def test_metadata_set_drafts_and_report_their_acceptance(server, stub):
     request = ask(**LONG)
     call = stub.Generate(request, metadata=[("x-spec-k", "0")])
     (plain,) = completes(call)
@@ -170,7 +170,7 @@ def test_metadata_choose_the_drafts_and_tell_how_they_did(server, stub):
 
 
 @pytest.mark.parametrize("text", ["", "-1", "x", "1.5", "9999999999", "4"])
-def test_drafts_that_are_none_are_refused(server, stub, text):
+def test_invalid_numbers_of_drafts_are_refused(server, stub, text):
     error = refusal(stub.Generate(ask(), metadata=[("x-spec-k", text)]))
     assert violation(error) == "x-spec-k"
 
@@ -222,13 +222,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("field", WRONG)
-def test_what_is_wrong_or_unsupported_is_named(server, stub, field):
+def test_wrong_and_unsupported_fields_are_named(server, stub, field):
     error = refusal(stub.Generate(WRONG[field]))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert violation(error) == field
 
 
-def test_what_asks_for_nothing_passes(server, stub):
+def test_options_without_effect_are_accepted(server, stub):
     neutral = ask(
         temperature=0, max_tokens=5, repetition_penalty=1.0, json_object=False,
         logit_bias={5: 0.0}, skip_special_tokens=True, spaces_between_special_tokens=True,
@@ -269,7 +269,7 @@ def test_a_deadline_is_kept(server, stub, pace):
     server.check_freed(pace)
 
 
-def test_what_the_server_is(server, stub):
+def test_server_info(server, stub):
     info = stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.served_model_name, info.is_generation, info.supports_vision) == (
         "tiny", True, False,
@@ -334,7 +334,7 @@ def test_the_tokenizer_can_be_fetched(server, stub, tokenizer, tmp_path):
     assert again[-1].sha256 == chunks[-1].sha256
 
 
-def test_the_rest_is_unimplemented(server, stub):
+def test_other_methods_are_unimplemented(server, stub):
     for call in (
         lambda: stub.Embed(pb.EmbedRequest()),
         lambda: stub.FlushCache(common_pb2.FlushCacheRequest()),

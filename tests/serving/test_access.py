@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from peagle_jax.config import ConfigError
-from serving.doors import open_doors
+from serving.access import prepare_access
 from serving.settings import MOST_CONNECTIONS, Settings
 from tests.serving.certificates import authority, signed
 
@@ -30,40 +30,40 @@ def limits(monkeypatch):
 
 def test_the_soft_limit_of_descriptors_is_raised_to_what_is_needed(limits):
     now = limits(1024, 1 << 20)
-    assert open_doors(Settings(**FREE)).max_connections == MOST_CONNECTIONS
+    assert prepare_access(Settings(**FREE)).max_connections == MOST_CONNECTIONS
     assert now[0] == 128 + 2 * (MOST_CONNECTIONS + 16)
-    assert open_doors(Settings(**FREE, max_connections=10)).max_connections == 10
+    assert prepare_access(Settings(**FREE, max_connections=10)).max_connections == 10
     assert now[0] == 128 + 2 * (MOST_CONNECTIONS + 16)  # never lowered
 
 
 def test_with_few_descriptors_the_default_is_what_fits(limits):
     limits(100, 300)
-    doors = open_doors(Settings(**FREE))
-    assert (doors.max_connections, doors.max_per_address) == (70, 35)
+    access = prepare_access(Settings(**FREE))
+    assert (access.max_connections, access.max_per_address) == (70, 35)
     assert 128 + 2 * (70 + 16) <= 300
-    assert open_doors(Settings(port=0, http_port=-1)).max_connections == 156
+    assert prepare_access(Settings(port=0, http_port=-1)).max_connections == 156
 
 
 def test_more_connections_than_descriptors_are_refused_with_what_fits(limits):
     limits(300, 300)
-    assert open_doors(Settings(**FREE, max_connections=70)).max_connections == 70
+    assert prepare_access(Settings(**FREE, max_connections=70)).max_connections == 70
     with pytest.raises(ConfigError, match=r"max_connections=71 needs 302 .* 300: lower it to 70"):
-        open_doors(Settings(**FREE, max_connections=71))
+        prepare_access(Settings(**FREE, max_connections=71))
     limits(160, 160)
     with pytest.raises(ConfigError, match=r"160 file descriptors.*\(ulimit -n\) to 162"):
-        open_doors(Settings(**FREE))
+        prepare_access(Settings(**FREE))
 
 
 def test_a_process_without_a_limit_has_all_connections(limits):
     limits(resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    assert open_doors(Settings(**FREE)).max_connections == MOST_CONNECTIONS
+    assert prepare_access(Settings(**FREE)).max_connections == MOST_CONNECTIONS
 
 
 def test_a_port_in_use_is_found():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
-            open_doors(Settings(port=port, http_port=-1))
+            prepare_access(Settings(port=port, http_port=-1))
 
 
 def test_files_are_read_again_and_bad_ones_change_nothing(tmp_path, caplog):
@@ -75,26 +75,26 @@ def test_files_are_read_again_and_bad_ones_change_nothing(tmp_path, caplog):
     key.write_bytes(pair.bytes()[1])
     tokens.write_text("first\n")
     files = dict(tls_cert=str(cert), tls_key=str(key), auth_token_file=str(tokens))
-    doors = open_doors(Settings(**FREE, **files))
-    doors.read_again()
+    access = prepare_access(Settings(**FREE, **files))
+    access.read_again()
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
     caplog.clear()
     cert.write_bytes(second.bytes()[0])  # not this key's
     stat = tokens.stat()
     tokens.write_text("######")  # as long and as old as before: only an order can find it
     os.utime(tokens, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    doors.read_again()
-    assert list(doors.tokens) == [b"first"]
+    access.read_again()
+    assert list(access.tokens) == [b"first"]
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
     assert all("the old ones stay in use" in message for message in messages)
     key.write_bytes(second.bytes()[1])
     tokens.write_text("second")
-    doors.read_again()
-    assert list(doors.tokens) == [b"second"]
+    access.read_again()
+    assert list(access.tokens) == [b"second"]
 
 
 def test_without_files_there_is_nothing_to_read_again(caplog):
     caplog.set_level(logging.INFO)
-    open_doors(Settings(**FREE)).read_again()
+    prepare_access(Settings(**FREE)).read_again()
     assert "no tokens and no certificates" in caplog.text

@@ -1,6 +1,6 @@
-"""Who may connect, and how often: checked before anything heavy is imported or loaded.
+"""Access to the server: tokens, certificates, ports and limits of connections.
 
-A mistake here should not take minutes to show.
+They are checked before jax is imported and weights are loaded, so that mistakes show at once.
 """
 
 import logging
@@ -15,20 +15,23 @@ from serving.settings import MOST_CONNECTIONS, Settings
 from serving.tls import Certificates
 
 RESERVE = 16
-"""HTTP connections beyond the limit that are for health checks."""
-_OWN_DESCRIPTORS = 128  # of the process itself: weights, devices, pipes, the cache of programs
+"""HTTP connections for health checks, in addition to the limit."""
+_OWN_DESCRIPTORS = (
+    128  # descriptors of the process itself: weights, devices, pipes, compiled programs
+)
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doors:
-    """What both servers must know about callers.
+class Access:
+    """Tokens, certificates and limits of connections, for both servers.
 
     Attributes:
-      tokens: bearer tokens, empty where none are asked for.
-      max_connections: of each port.
-      max_per_address: of HTTP.
+      tokens: valid bearer tokens; if empty, no token is needed.
+      certificates: None serves without TLS.
+      max_connections: most connections of each port.
+      max_per_address: most HTTP connections of one address.
     """
 
     tokens: Sequence[bytes]
@@ -37,7 +40,7 @@ class Doors:
     max_per_address: int
 
     def read_again(self) -> None:
-        """Reads tokens and certificates from their files; what cannot be used changes nothing."""
+        """Reads tokens and certificates from their files again; invalid files change nothing."""
         files = [one for one in (self.tokens, self.certificates) if hasattr(one, "read_again")]
         for one in files:
             one.read_again()
@@ -45,12 +48,12 @@ class Doors:
             _log.info("there are no tokens and no certificates to read again")
 
 
-def open_doors(settings: Settings) -> Doors:
+def prepare_access(settings: Settings) -> Access:
     """Reads tokens and certificates, tries the ports and raises the limit of file descriptors.
 
     Raises:
       ConfigError: files that cannot be used, or more connections than descriptors.
-      OSError: a port that cannot be had.
+      OSError: a port that cannot be used.
     """
     tokens = TokenFile(settings.auth_token_file) if settings.auth_token_file else ()
     certificates = None
@@ -60,7 +63,7 @@ def open_doors(settings: Settings) -> Doors:
         if port > 0:
             _check_free(settings.host, port)
     most = _connections(settings.max_connections, 1 if settings.http_port < 0 else 2)
-    return Doors(
+    return Access(
         tokens=tokens,
         certificates=certificates,
         max_connections=most,
@@ -69,7 +72,7 @@ def open_doors(settings: Settings) -> Doors:
 
 
 def _connections(asked: int | None, num_ports: int) -> int:
-    """Connections of each port, for which there are descriptors."""
+    """Most connections of each port for which there are descriptors."""
     wanted = asked or MOST_CONNECTIONS
     needed = _OWN_DESCRIPTORS + num_ports * (wanted + RESERVE)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
