@@ -25,7 +25,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -33,9 +32,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from pallas_kernels.device import B200, B300, H200, L4, RTX5090, Device
 
@@ -125,15 +125,27 @@ def compile_on(mesh, function, *args, **options):
     return jax.jit(function, **options).lower(*jax.tree.map(put, args)).compile()
 
 
+def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
+    """At most `most` of the specs, spread evenly over their order from first to last; all if None.
+
+    Example: 3 of the specs a, b, c, d, e are a, c and e.
+    """
+    names = list(specs)
+    if most is None or most >= len(names):
+        return dict(specs)
+    step = (len(names) - 1) / max(1, most - 1)
+    return {name: specs[name] for name in (names[round(step * i)] for i in range(most))}
+
+
 def compile_op(op: str, chip: str, mesh, dump: Path, most: int | None = None) -> Iterator[Kernel]:
-    """The kernels of the first `most` specs of `op`, of all if it is None.
+    """The kernels of `most` specs of `op`, see `spread`.
 
     Nothing if it has no kernel for the chip.
     """
     specs, device = specs_of(op), CHIPS[chip]
     if device.sm not in specs.CHIPS:
         return
-    for name, spec in itertools.islice(specs.SPECS.items(), most):
+    for name, spec in spread(specs.SPECS, most).items():
         before, start = set(dump.iterdir()), time.perf_counter()
         common = dict(op=op, spec=name, chip=chip)
         try:
@@ -290,7 +302,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--chip", choices=CHIPS, default="h200", help="default: h200")
     parser.add_argument("--op", choices=ops(), action="append", help="default: all")
-    parser.add_argument("--most", type=int, metavar="N", help="specs of an operation; default: all")
+    parser.add_argument(
+        "--most",
+        type=int,
+        metavar="N",
+        help="specs of an operation, spread over their list; default: all",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep PTX and logs of ptxas here")
     parser.add_argument("--check", action="store_true", help="only say what would compile")

@@ -7,7 +7,10 @@ from collections import defaultdict
 
 # Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight.
 os.environ.setdefault("NPROC", "12")
-_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"  # the workers keep the cores busy; parts cost more
+)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -20,12 +23,14 @@ import pytest  # noqa: E402 (after the flags)
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Equal programs of different tests and workers compile once."""
+    """Equal programs of different tests and workers compile once, however small: `programs_forgotten`
+    makes each file ask again. JAX_COMPILATION_CACHE_DIR keeps them for the next run."""
     import jax
 
     folder = tmp_path_factory.getbasetemp().parent / "jax-cache"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,6 +11,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.cache import PageCache, RingCache
 from peagle_jax.engine import memory
 from tests import tiny
+from tests.programs import one_bucket
 from tests.tiny import causal_attention
 
 MAX_TOKENS = 37
@@ -51,7 +52,7 @@ def naive(family: str) -> list[list[int]]:
 
 
 def run(engine: Engine) -> list[list[int]]:
-    done = engine.generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS))
+    done = one_bucket(engine).generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS))
     engine.scheduler.check_integrity()
     return [completion.tokens for completion in done]
 

@@ -13,6 +13,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.drafter import Proposal
 from peagle_jax.engine.stats import Acceptance
 from tests import tiny
+from tests.programs import one_bucket
 from tests.tiny import causal_attention
 
 MAX_TOKENS = 33
@@ -85,7 +86,7 @@ def oracle_engine(target, naive, num_draft: int, offset: int) -> Engine:
         text = prompt + output
         table[row, : len(text)] = text
     drafter = OracleDrafter(jnp.asarray(table), jnp.asarray(offset), num_draft)
-    return Engine(target, None, engine_config(num_draft=num_draft), drafter=drafter)
+    return one_bucket(Engine(target, None, engine_config(num_draft=num_draft), drafter=drafter))
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +96,15 @@ def engine_of(target):
     @functools.cache
     def make(method: str, num_draft: int) -> Engine:
         head = None if method == "none" else tiny.head(method)
-        return Engine(target, head, engine_config(num_draft=num_draft))
+        return one_bucket(Engine(target, head, engine_config(num_draft=num_draft)))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def of_every_size(target) -> Engine:
+    """An engine that compiles a round for each batch bucket, as batches of that size come."""
+    return Engine(target, tiny.head(), engine_config(num_draft=5))
 
 
 def run(engine: Engine, count: int = 8, **params) -> list[list[int]]:
@@ -140,22 +147,22 @@ def test_output_is_unchanged_by_an_adversarial_drafter(target, naive, num_draft)
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", range(1, 9))
-def test_output_is_unchanged_by_the_batch_size(engine_of, naive, batch):
-    assert run(engine_of("peagle", 5), batch) == naive[:batch]
+def test_output_is_unchanged_by_the_batch_size(of_every_size, naive, batch):
+    assert run(of_every_size, batch) == naive[:batch]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("chunk", "rows"), [(1, 1), (5, 3), (64, 1)])
 def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows):
     config = engine_config(num_draft=3, prefill_chunk=chunk, prefill_rows=rows, max_num_seqs=4)
-    assert run(Engine(target, tiny.head(), config)) == naive
+    assert run(one_bucket(Engine(target, tiny.head(), config))) == naive
 
 
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
 def test_output_is_unchanged_by_preemption(target, naive, method):
     head = None if method == "none" else tiny.head(method)
     config = engine_config(num_draft=0 if head is None else 3, num_pages=34, max_num_seqs=4)
-    engine = Engine(target, head, config)
+    engine = one_bucket(Engine(target, head, config))
     assert run(engine) == naive
     assert engine.scheduler.num_preemptions > 0
 
@@ -168,7 +175,7 @@ def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
     results = []
     for num_pages in (None, 34):
         config = engine_config(num_draft=num_draft, num_pages=num_pages, max_num_seqs=4)
-        engine = Engine(target, head, config)
+        engine = one_bucket(Engine(target, head, config))
         done = engine.generate(prompts(), params)
         results.append([(c.tokens, c.rounds, c.accepted_per_position) for c in done])
         assert bool(engine.scheduler.num_preemptions) == (num_pages is not None)
@@ -191,7 +198,7 @@ def test_a_pruned_draft_vocabulary_changes_nothing(target, naive):
     head = tiny.head(draft_vocab_size=50)
     ids = np.sort(np.random.default_rng(0).choice(tiny.HEAD.vocab_size, 50, replace=False))
     head.d2t.set_value(jnp.asarray(ids - np.arange(50), jnp.int32))
-    assert run(Engine(target, head, engine_config(num_draft=3))) == naive
+    assert run(one_bucket(Engine(target, head, engine_config(num_draft=3)))) == naive
 
 
 def test_bfloat16_differs_only_at_ties(target):
@@ -204,8 +211,12 @@ def test_bfloat16_differs_only_at_ties(target):
     head = tiny.head(dtype="bfloat16")
     config = dict(dtype="bfloat16", max_num_seqs=4)
     params = SamplingParams(max_tokens=MAX_TOKENS, logprobs=2)
-    plain = Engine(half, None, engine_config(num_draft=0, **config)).generate(prompts(), params)
-    spec = Engine(half, head, engine_config(num_draft=3, **config)).generate(prompts(), params)
+    plain, spec = (
+        one_bucket(Engine(half, draft, engine_config(num_draft=J, **config))).generate(
+            prompts(), params
+        )
+        for draft, J in ((None, 0), (head, 3))
+    )
     for a, b in zip(plain, spec, strict=True):
         parted = [
             i for i, pair in enumerate(zip(a.tokens, b.tokens, strict=True)) if len({*pair}) > 1
@@ -233,7 +244,7 @@ def test_sampled_output_has_the_targets_law(method, draft_sampling, num_cases):
         num_draft=2, max_num_seqs=64, max_model_len=16, page_size=4, prefill_chunk=8,
         prefill_rows=16, draft_sampling=draft_sampling, max_logprobs=0, max_waiting=count,
     )  # fmt: skip
-    engine = Engine(target, head, config)
+    engine = one_bucket(Engine(target, head, config))
     params = [SamplingParams(max_tokens=3, temperature=temperature, seed=s) for s in range(count)]
     done = engine.generate([prompt] * count, params)
     # Two drafts must often be accepted and often be rejected, or the test would show nothing.

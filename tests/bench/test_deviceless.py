@@ -115,6 +115,23 @@ def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch, tmp_path):
     assert not list(deviceless.compile_op("op", "b200", None, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("most", "names"), [(None, "abcde"), (9, "abcde"), (3, "ace"), (2, "ae"), (1, "a")]
+)
+def test_some_specs_are_spread_over_their_list(most, names):
+    specs = dict(zip("abcde", range(5), strict=True))
+    assert deviceless.spread(specs, most) == {name: specs[name] for name in names}
+
+
+@pytest.mark.parametrize("op", deviceless.ops())
+def test_sixteen_specs_have_every_kernel_and_weight_format_of_their_operation(op):
+    """As many as tests/kernels/test_compile.py compiles for H200 and B200."""
+    specs = deviceless.specs_of(op).SPECS
+    for field in ("kernel", "form", "fp8"):
+        kinds = lambda some, field=field: {getattr(spec, field, None) for spec in some.values()}
+        assert kinds(deviceless.spread(specs, 16)) == kinds(specs), field
+
+
 @pytest.mark.parametrize("module", [deviceless, deviceless_round])
 def test_without_a_compiler_it_says_what_to_install(module, monkeypatch, capsys):
     monkeypatch.setattr(deviceless, "missing", lambda: "nothing is here")

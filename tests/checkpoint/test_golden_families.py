@@ -16,6 +16,7 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.rope_config import DynamicScaling, LinearScaling
 from tests import tiny
+from tests.programs import one_bucket
 from tests.tiny import causal_attention
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -92,7 +93,7 @@ def greedy(name: str, head, num_draft: int) -> list[list[int]]:
         num_draft=num_draft, max_num_seqs=2, max_model_len=72, page_size=8, prefill_chunk=32,
         prefill_rows=2,
     )  # fmt: skip
-    engine = Engine(load(name), head, config)
+    engine = one_bucket(Engine(load(name), head, config))
     prompts = expected(name)["tokens"].tolist()
     return [c.tokens for c in engine.generate(prompts, SamplingParams(max_tokens=24))]
 

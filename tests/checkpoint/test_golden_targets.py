@@ -17,6 +17,7 @@ from peagle_jax.config import EngineConfig, SamplingParams
 from peagle_jax.engine.engine import Engine
 from peagle_jax.layers import apply_rope, rope_angles
 from peagle_jax.models import Decoder
+from tests.programs import one_bucket
 from tests.tiny import attention_of_heads, causal_attention
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -154,7 +155,7 @@ def test_the_engine_writes_the_greedy_text_of_transformers(family, chunk):
         num_draft=0, max_num_seqs=2, max_model_len=72, page_size=8, prefill_chunk=chunk,
         prefill_rows=2, max_logprobs=1,
     )  # fmt: skip
-    engine = Engine(load_target(GOLDEN / family, dtype="float32"), None, config)
+    engine = one_bucket(Engine(load_target(GOLDEN / family, dtype="float32"), None, config))
     done = engine.generate(want["tokens"].tolist(), SamplingParams(max_tokens=24, logprobs=1))
     assert [c.tokens for c in done] == want["greedy"].tolist()
     first = jax.nn.log_softmax(want["logits"][:, -1])

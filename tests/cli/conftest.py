@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from peagle_jax.__main__ import main
 from peagle_jax.checkpoint import save_head, save_target
-from tests import tiny
+from tests import programs, tiny
 
 VOCAB = 280
 MAX_POSITION = 256
@@ -26,6 +26,12 @@ class Folders:
     def options(self, method: str = "peagle") -> list[str]:
         drafter = [] if method == "none" else ["--drafter", str(getattr(self, method))]
         return ["--model", str(self.target), *drafter, "--method", method, "--no-cache"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared():
+        yield
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -287,6 +287,7 @@ class Recorder:
 
     def __init__(self, inner, names: dict[str, str], log: list):
         self._inner, self._names, self._log = inner, names, log
+        self._plans: list = []  # alive, so that no two have one id
 
     def __getattr__(self, name):
         value = getattr(self._inner, name)
@@ -295,6 +296,7 @@ class Recorder:
 
         def call(*args):
             plan = args[1] if name in ("round", "prefill") else args[0].plan
+            self._plans.append(plan)
             self._log.append((self._names[name], id(plan)))
             return value(*args)
 

@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from peagle_jax import Engine, EngineConfig
 from peagle_jax.text import Tokenizer
-from tests import tiny
+from tests import programs, tiny
 from tests.serving.live import LiveServer
 
 EOS_IDS = (126, 127)
@@ -14,6 +14,12 @@ SIZES = dict(
     num_draft=3, max_num_seqs=4, max_model_len=96, page_size=4, prefill_chunk=16, prefill_rows=2,
     max_waiting=64, max_logprobs=3,
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared():
+        yield
 
 
 @pytest.fixture(scope="session")
