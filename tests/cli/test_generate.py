@@ -272,6 +272,7 @@ def test_the_embedded_model_needs_no_options(generate):
     assert "P-EAGLE K=7: acceptance length" in err
 
 
+@pytest.mark.slow
 def test_the_embedded_heads_change_no_text(generate):
     code, out, _ = generate("--compare", PROMPT, "class Stack:", "--max-tokens", "48", "--no-cache")
     assert code == 0

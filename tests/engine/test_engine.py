@@ -15,6 +15,7 @@ from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from tests import tiny
+from tests.programs import one_bucket
 from tests.tiny import causal_attention
 
 J, MAX_TOKENS, VOCAB = 3, 20, tiny.TARGET.vocab_size
@@ -66,7 +67,7 @@ def engine(shared) -> Engine:
 @pytest.fixture(scope="module")
 def plain(target) -> Engine:
     """No head and no tokenizer."""
-    return Engine(target, None, EngineConfig(**SIZES))
+    return one_bucket(Engine(target, None, EngineConfig(**SIZES)))
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +348,7 @@ def mixed_workload(engine: Engine) -> None:
     assert all(request.is_finished for request in requests)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["peagle", "none", "K by batch size"])
 def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
     head = None if kind == "none" else tiny.head()
