@@ -59,8 +59,17 @@ def pytest_addoption(parser):
     )
 
 
+LONGEST = (
+    "test_recipe.py", "test_losslessness.py", "test_families.py", "test_golden_families.py",
+    "test_generate.py", "test_moe_mosaic.py", "test_verify_attention_mosaic.py", "test_engine.py",
+    "test_block_gemm_mosaic.py", "test_rope_write.py", "test_decode_step.py", "test_ladder.py",
+)  # fmt: skip
+"""Files that come first. A worker takes whole files: a long one at the end would leave the others idle."""
+
+
 def pytest_configure(config):
     """Without a file, folder or -m, pytest runs the default suite: all tests but the slow ones."""
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
     is_default = config.args_source is not pytest.Config.ArgsSource.ARGS
     if is_default and not config.option.markexpr:
         config.option.markexpr = "not slow"
@@ -72,6 +81,8 @@ def pytest_collection_modifyitems(items):
 
     Of a test marked `sampled(n)`, n cases spread over its parameters stay in the default suite.
     """
+    first = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path.name, len(LONGEST)))
     cases = defaultdict(list)
     for item in items:
         if "num_cases" in getattr(item, "fixturenames", ()):
