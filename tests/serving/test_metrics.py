@@ -65,7 +65,7 @@ def live(make_engine):
 
 def post(server: LiveServer, **changes) -> dict:
     answer = httpx.post(
-        f"http://{server.http_address}/v1/completions", json=BODY | changes, timeout=60
+        f"http://{server.http_address}/v1/completions", json=BODY | changes, timeout=LIMIT
     )
     return answer.json()
 
