@@ -122,7 +122,9 @@ def test_the_whole_server_from_start_to_drain(tmp_path, capsys):
     pair = signed(tmp_path, "server", ca)
     token, config, log = (tmp_path / name for name in ("token", "server.yaml", "log"))
     token.write_text("open sesame\n")
-    config.write_text("max-num-seqs: 1\nmax-model-len: 512\nport: 0\nhttp-port: 0\n")
+    config.write_text(
+        f"max-num-seqs: 1\nmax-model-len: 512\nport: 0\nhttp-port: 0\ndrain-seconds: {LIMIT:g}\n"
+    )
     arguments = ["--config", str(config), "--tls-cert", pair.cert, "--tls-key", pair.key]
     arguments += ["--auth-token-file", str(token), "--no-reflection"]
     with started(*arguments, log=log) as (process, ports, told):

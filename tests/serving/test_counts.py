@@ -17,6 +17,7 @@ from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
 from tests.serving.conftest import SIZES
 from tests.serving.live import LiveServer
 from tests.serving.test_metrics import moved, scrape
+from tests.waiting import LIMIT
 
 PROMPT = [5, 9, 13]
 J = SIZES["num_draft"]
@@ -64,7 +65,7 @@ class Told:
 
 def over_http(server: LiveServer, fields: dict) -> Told:
     body = dict(prompt=PROMPT, temperature=0, ignore_eos=True) | fields
-    answer = httpx.post(f"http://{server.http_address}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"http://{server.http_address}/v1/completions", json=body, timeout=LIMIT)
     usage = answer.json()["usage"]
     details = usage["completion_tokens_details"]
     accepted = details["accepted_prediction_tokens"]

@@ -11,7 +11,7 @@ import pytest
 
 from peagle_jax import SamplingParams
 from tests.serving.live import LiveServer
-from tests.waiting import eventually
+from tests.waiting import LIMIT, eventually
 
 PROMPT = "hello there"
 PLAIN = dict(model="tiny", temperature=0)
@@ -32,7 +32,7 @@ def client(live):
 
 @pytest.fixture(scope="module")
 def http(live):
-    with httpx.Client(base_url=url(live), timeout=60) as made:
+    with httpx.Client(base_url=url(live), timeout=LIMIT) as made:
         yield made
 
 
@@ -318,7 +318,7 @@ def test_a_lost_connection_frees_everything(server, http, pace, stream, prompt):
     before = num_cancelled(http)
 
     async def ask_and_leave():
-        async with httpx.AsyncClient(base_url=url(server), timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url(server), timeout=LIMIT) as client:
             body = LONG | dict(stream=stream, prompt=prompt)
             calls = [
                 asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(20)
@@ -354,7 +354,7 @@ def test_a_slow_reader_does_not_delay_others(server, http, client):
 
 def test_draining_finishes_old_requests_and_refuses_new_ones(make_engine):
     server = LiveServer(make_engine(), http=True)
-    with httpx.Client(base_url=url(server), timeout=60) as http:
+    with httpx.Client(base_url=url(server), timeout=LIMIT) as http:
         answers = []
         threads = [
             threading.Thread(

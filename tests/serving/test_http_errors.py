@@ -25,7 +25,7 @@ def live(make_engine):
 
 @pytest.fixture(scope="module")
 def http(live):
-    with httpx.Client(base_url=f"http://{live.http_address}", timeout=60) as made:
+    with httpx.Client(base_url=f"http://{live.http_address}", timeout=LIMIT) as made:
         yield made
 
 
@@ -301,7 +301,7 @@ def test_a_dead_engine_is_reported(make_engine):
         raise RuntimeError("out of luck")
 
     server.engine.programs.round = die
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=60) as http:
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as http:
         assert http.get("/ready").json() == {"status": "serving"}
         assert "RuntimeError" in refusal(http.post("/v1/completions", json=LONG), 500)["message"]
         refused = http.post("/v1/completions", json=LONG | dict(stream=True))
@@ -328,7 +328,7 @@ def test_an_unexpected_exception_is_a_500_without_details(make_engine, monkeypat
 
 def test_without_a_tokenizer_tokens_go_in_and_out(make_engine):
     server = LiveServer(make_engine(with_tokenizer=False), http=True)
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=60) as http:
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as http:
         body = LONG | dict(prompt=[5, 6], max_tokens=8, return_token_ids=True, logprobs=1)
         choice = http.post("/v1/completions", json=body).json()["choices"][0]
         assert (len(choice["token_ids"]), choice["text"]) == (8, "")

@@ -11,6 +11,7 @@ import pytest
 from serving.http import body
 from serving.http.options import _NEUTRAL
 from tests.serving.live import LiveServer
+from tests.waiting import LIMIT
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -109,7 +110,7 @@ def test_no_nonsense_is_more_than_a_refusal(server, seed, num_cases):
         headers = {"content-type": "application/json"}
         gate = asyncio.Semaphore(16)
         async with httpx.AsyncClient(
-            base_url=f"http://{server.http_address}", headers=headers, timeout=60
+            base_url=f"http://{server.http_address}", headers=headers, timeout=LIMIT
         ) as http:
 
             async def send(path: str, content: bytes) -> httpx.Response:

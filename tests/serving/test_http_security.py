@@ -13,13 +13,14 @@ from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
 from tests.serving.test_http_errors import LONG, refusal
+from tests.waiting import LIMIT
 
 
 def test_a_token_opens_everything_but_health(make_engine, tmp_path):
     file = tmp_path / "tokens"
     file.write_text("open sesame\n")
     server = LiveServer(make_engine(), http=True, tokens=TokenFile(file))
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=60) as http:
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as http:
         for path in ("/health", "/ready"):
             assert http.get(path).status_code == 200
         known = {"authorization": "Bearer open sesame"}
@@ -64,7 +65,7 @@ def test_tls_certificates_rotate(make_engine, pki, tmp_path):
     der = lambda pair: ssl.PEM_cert_to_DER_cert(pair.bytes()[0].decode())
     trusted = ssl.create_default_context(cafile=pki["ca"].cert)
     with httpx.Client(base_url=f"https://{server.http_address}", verify=trusted) as https:
-        answer = https.post("/v1/completions", json=LONG, timeout=60)
+        answer = https.post("/v1/completions", json=LONG, timeout=LIMIT)
         assert answer.json()["usage"]["completion_tokens"] == 90
     assert peer_certificate(server.http_address, pki["ca"].cert) == der(pki["server"])
     key.write_bytes(pki["second"].bytes()[1])

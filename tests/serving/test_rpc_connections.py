@@ -27,7 +27,9 @@ SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 def health(address: str) -> int:
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        return stub.Check(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True).status
+        return stub.Check(
+            health_pb2.HealthCheckRequest(), timeout=LIMIT, wait_for_ready=True
+        ).status
 
 
 def test_silent_connections_are_closed_and_make_room(make_engine):
@@ -60,7 +62,7 @@ def never():
 
 def status(address: str, method: str, requests) -> tuple[grpc.StatusCode, str]:
     with grpc.insecure_channel(address) as channel:
-        call = channel.stream_stream(f"/{method}")(requests(), timeout=60)
+        call = channel.stream_stream(f"/{method}")(requests(), timeout=LIMIT)
         with pytest.raises(grpc.RpcError):
             list(call)
         return call.code(), call.details()

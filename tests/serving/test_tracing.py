@@ -15,6 +15,7 @@ from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.tracing import Tracer
 from tests.serving.live import LiveServer
+from tests.waiting import LIMIT
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
@@ -55,7 +56,7 @@ def spans(server, exporter):
 
 
 def post(server, path: str, body: dict, **options) -> httpx.Response:
-    return httpx.post(f"http://{server.http_address}{path}", json=body, timeout=60, **options)
+    return httpx.post(f"http://{server.http_address}{path}", json=body, timeout=LIMIT, **options)
 
 
 def test_a_span_is_the_child_of_the_clients(server, spans):
