@@ -98,11 +98,6 @@ class Linear(nnx.Module):
         scale = None if self.scale is None else self.scale[...]
         return partial_products(x, self.weight[...], scale=scale)
 
-    def whole(self, x: jax.Array) -> jax.Array:
-        """The product without the bias: float32 [..., out]."""
-        scale = None if self.scale is None else self.scale[...]
-        return linear(x, self.weight[...], scale=scale, out_dtype=jnp.float32)
-
     def delta(self, x: jax.Array) -> Delta:
         """The layer's output as a `Delta`."""
         parts = self.parts(x)

@@ -77,7 +77,7 @@ def walk(engine: Engine, rng: random.Random) -> tuple[list[Request], set[tuple[i
     return requests, pairs
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_output_is_unchanged_by_any_sequence_of_k(family, method, num_cases):
@@ -131,7 +131,7 @@ def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
     assert stats.chisquare(f_obs[some], f_exp).pvalue > 1e-3
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "draft_sampling"),
     [

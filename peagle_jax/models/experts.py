@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.moe.api import ExpertWeights, mixture
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, GatedMLP, Linear
@@ -49,7 +50,7 @@ class MoE(nnx.Module):
         bias = self.router.bias
         mixed = mixture(
             rows,
-            self.router.whole(rows),
+            add_in_order(self.router.parts(rows)),
             self.gate_up.arrays(),
             self.down.arrays(),
             router_bias=None if bias is None else bias[...],
