@@ -210,6 +210,7 @@ def test_compare_fails_and_names_the_place_where_an_output_differs(generate, fol
     assert "are those of plain" not in out
 
 
+@pytest.mark.slow
 def test_bfloat16_forgives_ties_only(folders, monkeypatch):
     from peagle_jax import EngineConfig, SamplingParams
 
