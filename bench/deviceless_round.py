@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--chip", choices=deviceless.CHIPS, default="h200", help="default: h200")
     add_sizes(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep what XLA and Mosaic dump")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")

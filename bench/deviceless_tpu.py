@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--program", choices=PROGRAMS, action="append", help="default: round and prefill"
     )
     add_sizes(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if lacking := missing():

@@ -87,7 +87,7 @@ def measure_specs(names: Sequence[str], sender: Connection) -> None:
         try:
             (case,) = kernels.cases("ladder", [name])
             row = measured(name, kernels.measure(case, jax.devices()[0].device_kind))
-        except Exception as error:  # whatever it is, the others are to be measured
+        except Exception as error:  # the other steps are still measured
             said = str(error).splitlines() or [""]
             row = failed(name, f"{type(error).__name__}: {said[0]}")
         sender.send(row)

@@ -103,13 +103,14 @@ def _grid(measured: list[dict], cell: Callable[[dict], str]) -> str:
 def decode_step_table(measured: list[dict]) -> str:
     """One line per method, K and concurrency: a round, its floor, and what it makes of tokens."""
     header = [
-        "method", "concurrency", "ms per round", "floor, ms", "of the floor", "AL", "tokens/s",
+        "method", "concurrency", "synthetic AL", "ms per round", "floor, ms", "of the floor", "AL", "tokens/s",
         "time to first token, ms",
     ]  # fmt: skip
     lines = [
         [
             labels.label(row),
             str(row["concurrency"]),
+            _or_nothing(row["synthetic_acceptance_length"], str),
             f"{row['ms_per_round']:.2f}",
             "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
             "" if row["floor_ms"] is None else f"{100 * row['fraction_of_floor']:.0f} %",

@@ -1,7 +1,7 @@
 """Synthetic acceptance, for heads without training: the number of accepted drafts is random.
 
 `synthetic_acceptance_length` has vLLM's name and meaning: the mean number of tokens that a round emits,
-in 1..J+1. Length 3.1 accepts two drafts in every round and a third in one of ten, whatever the drafts.
+in 1..J+1. Length 3.1 accepts two drafts in every round and a third in one of ten, independent of the drafts.
 """
 
 import math

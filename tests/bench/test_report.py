@@ -72,12 +72,13 @@ def test_decode_step_rows_show_their_floor():
     some = [
         row("decode-step", "peagle", 7, **model, ms_per_round=8.0, floor_ms=4.0,
             fraction_of_floor=0.5, synthetic_acceptance_length=3.1),
-        row("decode-step", "none", 0, **model, floor_ms=None, fraction_of_floor=None),
+        row("decode-step", "none", 0, **model, floor_ms=None, fraction_of_floor=None,
+            synthetic_acceptance_length=None),
     ]  # fmt: skip
     text = report.render("decode-step", report.newest([*some, *ROWS]))
     assert "model coder-fp8, float32 with fp8 weights, temperature 1.0" in text
-    assert "| P-EAGLE K=7 | 1 | 8.00 | 4.00 | 50 % | 4.50 | 100 | 7 |" in text
-    assert "| plain | 1 | 2.50 |  |  |" in text
+    assert "| P-EAGLE K=7 | 1 | 3.1 | 8.00 | 4.00 | 50 % | 4.50 | 100 | 7 |" in text
+    assert "| plain | 1 |  | 2.50 |  |  |" in text
 
 
 def test_lossless_rows_are_counted_together():
