@@ -58,7 +58,8 @@ class Program:
       argument_bytes: bytes of weights, state and plan.
       temporary_bytes: bytes of temporary buffers in the device's memory.
       cache_bytes, aliased_bytes: bytes of all caches, and of donated arguments that become results.
-      largest_copy: bytes of the largest array that is copied within the device's memory, 0 if none.
+      largest_copy: bytes of the largest array of less than 32 bits a number, as weights and caches are,
+        that is copied within the device's memory; 0 if none.
       smallest_matrix: bytes of the smallest weight matrix or cache.
       seconds: tracing, lowering and compiling.
     """
@@ -162,7 +163,7 @@ def _program(
         temporary_bytes=memory.temp_size_in_bytes,
         cache_bytes=sum(map(num_bytes, caches)),
         aliased_bytes=memory.alias_size_in_bytes,
-        largest_copy=max((size for size, _ in copies(compiled.as_text())), default=0),
+        largest_copy=largest_narrow(copies(compiled.as_text())),
         smallest_matrix=smallest_matrix,
         seconds=round(time.perf_counter() - start, 1),
     )
@@ -201,6 +202,13 @@ def _compile(args) -> Iterator[Program]:
             for model in EXPERTS:
                 for rows in (16, 64):  # all items share the rows; each item has rows of its own
                     yield compile_experts(model, rows, chip)
+
+
+def largest_narrow(found: Sequence[tuple[int, str]]) -> int:
+    """Bytes of the largest of the arrays of `copies` with less than 32 bits a number; logits have 32."""
+    return max(
+        (size for size, name in found if re.match(r"bf16|f8|f4|[su][248]\[", name)), default=0
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

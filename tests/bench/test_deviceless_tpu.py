@@ -20,7 +20,7 @@ ENTRY %main.5 (p: bf16[512,512]) -> bf16[512,512] {
   %copy.3 = bf16[4,8]{1,0:T(8,128)(2,1)} copy(%p)
   %copy.4 = bf16[256,256]{1,0:T(8,128)(2,1)S(1)} copy(%p)
   %copy-start.1 = (bf16[64,64]{1,0:T(8,128)S(1)}, bf16[64,64]{1,0}, u32[]{:S(2)}) copy-start(%p)
-  %copy-start.2 = (s32[16,16]{1,0}, s32[16,16]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%v)
+  %copy-start.2 = (s32[160,16]{1,0}, s32[160,16]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%v)
   %copied = f32[1024,1024]{1,0} fusion(%copy.3), kind=kLoop, calls=%fused_computation.1
   ROOT %flag = pred[3]{0} copy(%z)
 }
@@ -29,14 +29,20 @@ ENTRY %main.5 (p: bf16[512,512]) -> bf16[512,512] {
 
 def test_copies_are_those_that_write_to_the_memory_of_the_device():
     assert deviceless_tpu.copies(HLO) == [
+        (160 * 16 * 4, "s32[160,16]"),
         (128 * 64, "f8e4m3fn[128,64]"),
-        (16 * 16 * 4, "s32[16,16]"),
         (4 * 8 * 2, "bf16[4,8]"),
         (3, "pred[3]"),
     ]
     assert (
         deviceless_tpu.copies("ENTRY %e (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} add(%y)\n}") == []
     )
+
+
+def test_of_weights_and_logits_weights_are_narrow():
+    assert deviceless_tpu.largest_narrow(deviceless_tpu.copies(HLO)) == 128 * 64
+    assert deviceless_tpu.largest_narrow([(9, "f32[9]"), (8, "u8[8]"), (4, "bf16[2]")]) == 8
+    assert deviceless_tpu.largest_narrow([(9, "s32[9]"), (4, "u32[1]"), (3, "pred[3]")]) == 0
 
 
 def test_every_chip_has_a_host_and_a_name():
