@@ -46,7 +46,7 @@ def route(
         raise ValueError(f"{top_k=} must lie between 1 and the number of experts, {E}")
     refusal = None
     if implementation is None and E % 32:  # the interpreter takes any number
-        refusal = f"experts come in multiples of 32 there, not {E}"
+        refusal = f"the number of experts must be a multiple of 32, not {E}"
     launch = dispatch.resolve("moe.route", implementation, chips=CHIPS, refusal=refusal)
     if launch is None:
         return reference.route(logits, top_k, normalize)
@@ -185,9 +185,9 @@ def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
         refusal = refusal or formats.compile_refusal(gate_up.values, gate_up.scale)
         refusal = refusal or formats.compile_refusal(down.values, down.scale)
         if (E := gate_up.values.shape[0]) % 32:
-            refusal = f"experts come in multiples of 32 there, not {E}"
+            refusal = f"the number of experts must be a multiple of 32, not {E}"
     if x.dtype != jnp.bfloat16:
-        refusal = f"activations are bfloat16 there, not {x.dtype}"
+        refusal = f"activations must be bfloat16, not {x.dtype}"
     tpu_refusal = None
     if dispatch.platform() == "tpu" or implementation == "mosaic_tpu":
         from pallas_kernels.moe import mosaic_tpu  # a slow import that other platforms do not need

@@ -40,18 +40,18 @@ _MOST_COLUMNS = 8192
 def refusal(x: jax.Array, *weights: ExpertWeights) -> str | None:
     """Why the kernels do not support these arguments; None if they do."""
     if x.dtype != jnp.bfloat16:
-        return f"activations are bfloat16 there, not {x.dtype}"
+        return f"activations must be bfloat16, not {x.dtype}"
     for weight in weights:
         values, scale = weight.values, weight.scale
         kind = formats.kind(values, scale)
         N, K = formats.logical_shape(values, scale)[-2:]
         if kind == "plain" and values.dtype != jnp.bfloat16:
-            return f"plain weights are bfloat16 there, not {values.dtype}"
+            return f"plain weights must be bfloat16, not {values.dtype}"
         blocks = (-(-N // formats.BLOCK), -(-K // formats.BLOCK))
         if kind == "fp8" and scale.shape[-2:] not in (blocks, (N, 1)):
-            return f"fp8 scales are those of 128x128 blocks or rows there, not {scale.shape}"
+            return f"fp8 scales must be those of 128x128 blocks or rows, not {scale.shape}"
         if K > _MOST_COLUMNS:
-            return f"weights have at most {_MOST_COLUMNS} columns there, not {K}"
+            return f"weights may have at most {_MOST_COLUMNS} columns, not {K}"
     return None
 
 

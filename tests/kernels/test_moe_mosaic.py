@@ -373,7 +373,7 @@ def test_a_row_has_the_same_bits_in_any_company(form):
 def test_what_the_kernels_cannot_do_they_say():
     weights, ids = experts("bf16"), jnp.zeros((3, 1), jnp.int32)
     call = functools.partial(moe, weights=jnp.ones((3, 1)), implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match="activations are bfloat16 there, not float32"):
+    with pytest.raises(NotImplementedError, match="activations must be bfloat16, not float32"):
         call(rows(3).astype(jnp.float32), ids, gate_up=weights[0], down=weights[1])
     wide = [p._replace(values=p.values.astype(jnp.float32)) for p in weights]
     with pytest.raises(NotImplementedError, match="plain weights must be bfloat16, not float32"):

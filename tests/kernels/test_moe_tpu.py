@@ -107,7 +107,10 @@ def test_every_code_of_mxfp4_is_unpacked_as_the_reference_does():
 
 @pytest.mark.parametrize(
     ("x", "form", "why"),
-    [(jnp.float32, "bf16", "activations are bfloat16"), (jnp.bfloat16, "f32", "plain weights are")],
+    [
+        (jnp.float32, "bf16", "activations must be bfloat16"),
+        (jnp.bfloat16, "f32", "plain weights must be"),
+    ],
 )
 def test_what_the_kernels_cannot_take_is_refused_or_left_to_the_reference(x, form, why):
     weights = experts("bf16")
