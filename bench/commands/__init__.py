@@ -11,6 +11,7 @@ from bench.commands import (
     decode_step,
     headroom,
     hostile,
+    humaneval,
     kernels,
     lossless,
     reliability,
@@ -27,7 +28,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "Full-size models without their weights, on a GPU": (
         decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND,
     ),
-    "Quality of heads": (headroom.COMMAND, ablations.COMMAND),
+    "Quality of heads and models": (headroom.COMMAND, ablations.COMMAND, humaneval.COMMAND),
     "Correctness": (lossless.COMMAND, reliability.COMMAND),
     "The server": (serve_load.COMMAND, hostile.COMMAND),
     "Conversion": (conversion.COMMAND,),

@@ -1,0 +1,140 @@
+"""`peagle-bench humaneval`: problems of HumanEval that a model solves (Chen et al. 2021, arXiv 2107.03374)."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from bench import rows, sandbox
+from bench.commands.humaneval import Options
+from bench.rows import DATA
+from bench.sweep import Models, engines, sampling
+from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.engine.engine import Completion
+
+_FILE = DATA / "HumanEval.jsonl"
+# Section 2.1 of the paper; a newline and no space after it end the function.
+STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@", "\nimport", "\nfrom")
+_GRAM = 8  # tokens
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A function to complete.
+
+    Attributes:
+      prompt: imports, signature and docstring, without the newline at its end: a tokenizer merges that
+        with the indentation that follows.
+      test: source that defines `check`.
+      entry_point: name of the function.
+    """
+
+    name: str
+    prompt: str
+    test: str
+    entry_point: str
+
+    def program(self, completion: str) -> str:
+        """The source that ends without an exception if the completion is right."""
+        return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})\n"
+
+
+def problems(file: Path = _FILE, limit: int | None = None) -> list[Problem]:
+    """Reads the released file."""
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines()[:limit]:
+        row = json.loads(line)
+        prompt = row["prompt"].rstrip()
+        found.append(Problem(row["task_id"], prompt, row["test"], row["entry_point"]))
+    return found
+
+
+def pass_at(k: int, num_samples: int, num_right: int) -> float:
+    """Probability that one of k samples is right, without bias: equation 1 of the paper."""
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def repeated_share(texts: Sequence[Sequence[int]]) -> float:
+    """Share of the 8-grams of tokens that stood in the same text before."""
+    seen = total = 0
+    for tokens in texts:
+        grams = [tuple(tokens[i : i + _GRAM]) for i in range(len(tokens) - _GRAM + 1)]
+        total += len(grams)
+        seen += len(grams) - len(set(grams))
+    return seen / total if total else 0.0
+
+
+def humaneval(options: Options, environment: dict) -> list[dict]:
+    """Completes and checks, appends a row for each method and K to `options.out`, and returns the rows.
+
+    Raises:
+      ConfigError: this machine cannot confine programs, or the model has no tokenizer.
+    """
+    sandbox.check_supported()
+    models = Models.load(options)
+    if models.tokenizer is None:
+        raise ConfigError("HumanEval is text; the model has no tokenizer")
+    chosen = problems(limit=options.num_prompts)
+    base = replace(sampling(options), top_p=options.top_p, stop=STOP)
+    texts = [problem.prompt for problem in chosen for _ in range(options.samples)]
+    params = [replace(base, seed=options.seed + i) for i in range(len(texts))]
+    config = EngineConfig(
+        max_num_seqs=min(options.concurrency, len(texts)), max_model_len=options.max_model_len
+    )
+    done = []
+    for method, num_draft, engine in engines(models, options, config):
+        with tqdm(
+            total=len(texts), unit="text", desc=f"{method} K={num_draft}", disable=None
+        ) as bar:
+            count = lambda request, tokens, bar=bar: bar.update(request.is_finished)
+            completions = engine.generate(texts, params, on_update=count)
+        row = {
+            "kind": "humaneval",
+            **models.identity(
+                options, prompts="HumanEval", variant=(method, num_draft),
+                concurrency=config.max_num_seqs,
+            ),
+            "top_p": options.top_p,
+            **judged(chosen, completions, options.samples),
+            **environment,
+        }  # fmt: skip
+        done.append(rows.rounded(row))
+        rows.append(options.out, done[-1])
+    return done
+
+
+def judged(chosen: Sequence[Problem], completions: Sequence[Completion], num_samples: int) -> dict:
+    """Runs the completions, `num_samples` of each problem in order, and counts.
+
+    Returns:
+      pass@1 and, for at least 10 samples, pass@10; counts by outcome and by kind of error; the share of
+      completions without text and of repeated 8-grams.
+    """
+    programs = [chosen[i // num_samples].program(done.text) for i, done in enumerate(completions)]
+    with ThreadPoolExecutor() as pool:  # a thread waits for a process
+        running = pool.map(sandbox.run, programs)
+        outcomes = list(tqdm(running, total=len(programs), unit="program", disable=None))
+    right = [
+        sum(one.status == "passed" for one in outcomes[start : start + num_samples])
+        for start in range(0, len(outcomes), num_samples)
+    ]
+    at = [k for k in (1, 10) if k <= num_samples]
+    return {
+        "problems": len(chosen),
+        "samples": num_samples,
+        **{f"pass@{k}": sum(pass_at(k, num_samples, c) for c in right) / len(right) for k in at},
+        "solved": sum(map(bool, right)),
+        "outcomes": dict(Counter(one.status for one in outcomes)),
+        "errors": dict(Counter(_kind(one.detail) for one in outcomes if one.detail).most_common(8)),
+        "empty": sum(not done.text.strip() for done in completions) / len(completions),
+        "repeated_8grams": repeated_share([done.tokens for done in completions]),
+    }
+
+
+def _kind(detail: str) -> str:
+    return detail.partition(":")[0]
