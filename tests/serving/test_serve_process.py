@@ -99,7 +99,7 @@ def refused(stub: peagle_v1_pb2_grpc.GenerationStub) -> grpc.Future:
 
 
 def test_a_signal_loses_no_request(serve):
-    server = serve()
+    server = serve("--drain-seconds", "300")
     with grpc.insecure_channel(server.wait()) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
         readers = Readers(stub, NUM_STREAMS)
