@@ -27,7 +27,7 @@ class MemoryReturn:
         self._trim = trim
         self._timer: asyncio.TimerHandle | None = None
 
-    def soon(self, size: int) -> None:
+    def schedule(self, size: int) -> None:
         """Schedules a trim after a large request. Call it in the event loop.
 
         Args:

@@ -116,7 +116,7 @@ class Encoder:
         try:
             return await self._long.run(encode)
         finally:
-            self._memory.soon(size)
+            self._memory.schedule(size)
 
     def _required(self, field: str) -> Tokenizer:
         if self._tokenizer is None:

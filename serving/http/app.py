@@ -40,7 +40,7 @@ def make_app(
       allowed_hosts: allowed names in the Host header, in addition to those of this machine; None allows all.
     """
     pages = _Pages(frontend)
-    reader = Reader(max_bytes=max_bytes, on_free=frontend.memory.soon)
+    reader = Reader(max_bytes=max_bytes, on_free=frontend.memory.schedule)
     routes = [
         Route("/health", pages.health),
         Route("/ready", pages.health),

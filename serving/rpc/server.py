@@ -94,7 +94,7 @@ class RpcServer:
             large=_WITH_PROMPTS,
             wire=_wire_limits(frontend),
             names={_TOKENS: "tokens"},
-            on_read=frontend.memory.soon,
+            on_read=frontend.memory.schedule,
         )
         self._server = grpc.aio.server(
             interceptors=[Guard(tokens, limits, partial(frontend.refused, "grpc"))], options=options

@@ -30,14 +30,14 @@ def test_large_requests_share_a_trim_and_small_ones_make_none(at_once):
 
     async def ask():
         returned = MemoryReturn(lambda: threads.append(threading.current_thread()))
-        returned.soon(LARGE - 1)
+        returned.schedule(LARGE - 1)
         assert returned._timer is None
         for _ in range(50):
-            returned.soon(LARGE)
+            returned.schedule(LARGE)
         await soon(lambda: threads)
-        returned.soon(LARGE)
+        returned.schedule(LARGE)
         await soon(lambda: len(threads) == 2)
-        returned.soon(LARGE)
+        returned.schedule(LARGE)
         returned.close()
         await asyncio.sleep(0.1)
 
