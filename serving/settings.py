@@ -127,7 +127,7 @@ class Settings(BaseSettings):
     num_speculative_tokens_per_batch_size: Schedule | None = _option(
         None,
         "drafts per round by batch size, as [[1,8,7],[9,64,3]]: 7 up to 8 requests, 3 from 9 on; "
-        "0 decodes plainly (default: num-speculative-tokens for all sizes)",
+        "0 decodes without drafts (default: num-speculative-tokens for all sizes)",
         metavar="RANGES",
     )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
