@@ -81,6 +81,7 @@ def test_the_losses_fall(recipe, stage):
         assert {"accuracy_0", "accuracy_2", "acceptance_length"} <= heldout[0].keys()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_what_was_trained_generates(recipe, method):
     config = EngineConfig(num_draft=3, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
@@ -93,6 +94,7 @@ def test_what_was_trained_generates(recipe, method):
     assert drafted.drafted > 0
 
 
+@pytest.mark.slow
 def test_a_head_can_be_trained_further(recipe, tmp_path):
     """With every option that a first run leaves alone; one careful step changes little."""
     more = f"--init {recipe.peagle}/final --intermediate-size 120 --segments 2 --loss lk"
