@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from serving.http import body
-from serving.http.options import _NEUTRAL
+from serving.http.chat import ChatFields
+from serving.http.completions import CompletionFields
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT
 
@@ -77,12 +78,7 @@ def test_requests_of_one_connection_are_answered_in_order(server, connect):
     assert counts[2] == {"status": "serving"}
 
 
-NAMES = [
-    *("prompt", "messages", "model", "n", "stream", "stream_options", "max_tokens", "logprobs"),
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
-    *("num_speculative_tokens", "return_token_ids", "request_id", "top_logprobs", "echo", "tools"),
-    *("chat_template_kwargs", "reasoning_effort", "user", "metadata", "unknown", *_NEUTRAL),
-]
+NAMES = sorted({"unknown", *ChatFields.model_fields, *CompletionFields.model_fields})
 VALUES = [
     *(None, True, False, 0, 1, 2, -1, 0.5, -0.0, 1e308, 2**31, 2**63, -(2**63), 10**300, "", "a"),
     *("\x00", "\ud800", "a" * 5000, "tiny", [], {}, [0], [127], [128], [-1], ["a"], [""], [[]]),
