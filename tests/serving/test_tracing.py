@@ -129,10 +129,15 @@ def test_without_a_parent_the_span_is_a_root(server, spans, headers):
 
 
 def test_errors_are_recorded_in_the_span(server, spans, monkeypatch, pace):
-    monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_seconds=2.0))
-    assert post(server, "/v1/completions", dict(prompt="a") | LONG).status_code == 504
-    server.check_freed(pace)
-    (span,) = spans()
+    monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_seconds=0.5))
+
+    def expire() -> tuple:
+        """Spans of a request that ends at its limit; none if it came to the engine too late."""
+        assert post(server, "/v1/completions", dict(prompt="a") | LONG).status_code == 504
+        server.check_freed(pace)
+        return spans()
+
+    (span,) = next(filter(None, iter(expire, None)))
     assert not span.status.is_ok
     assert "time was up" in span.status.description
     assert span.attributes["error.type"] == "DEADLINE_EXCEEDED"
