@@ -50,7 +50,9 @@ CELLS = {
     "eagle3-repeats": "--method eagle3 --max-temperature 0 --repeat-weight 0.2",
     "eagle3-ce": "--method eagle3 --max-temperature 0 --loss ce",
 }
-"""Options of `peagle-train drafter`; all but the first and `eagle3-mixed` see greedy texts alone."""
+"""Options of `peagle-train drafter`. Heads of cells with "mixed" in their name see sampled texts too, the
+others greedy texts alone."""
+
 _SAME = ("cell", "steps", "seed", "batch", "learning_rate", "texts")
 
 

@@ -6,7 +6,7 @@ A field of an options class states the flag, type, default and help of one optio
     class Options(RowOptions):
         num_prompts: int | None = option("per set", default=None, type=positive, metavar="N")
 
-gives `--num-prompts N`. Nothing here imports jax, so that mistakes and `--help` show at once.
+gives `--num-prompts N`. Nothing here imports jax, so mistakes and `--help` are shown at once.
 """
 
 import argparse
@@ -129,7 +129,9 @@ def _arguments(field: dataclasses.Field, one: _Option) -> dict[str, Any]:
 def _as_typed(value: Any, one: _Option) -> str:
     """A default as it would be typed."""
     if isinstance(value, tuple):
-        return (" " if "nargs" in one.arguments else ",").join(map(str, value))
+        return (" " if "nargs" in one.arguments else ",").join(
+            _as_typed(item, one) for item in value
+        )
     if isinstance(value, Path):
         return os.path.relpath(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -157,8 +159,9 @@ class Options:
 def rows_file(name: str) -> Any:
     """The option `--out` with a default in bench/results."""
     return option(
-        "rows are appended", default=RESULTS / name, group="rows", type=Path, metavar="FILE.jsonl"
-    )
+        "file to which rows are appended", default=RESULTS / name, group="rows", type=Path,
+        metavar="FILE.jsonl",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +170,8 @@ class RowFileOptions(Options):
 
     out: Path = rows_file("rows.jsonl")
     sha: str | None = option(
-        "commit for the rows, where git is not at hand (or PEAGLE_SHA)", default=None, group="rows"
-    )
+        "commit to write into rows; PEAGLE_SHA or the checkout's own without it", default=None, group="rows"
+    )  # fmt: skip
 
     @property
     def commit(self) -> str | None:
@@ -195,21 +198,21 @@ class RowOptions(RowFileOptions):
 
 def methods_option(default: tuple[str, ...]) -> Any:
     return option(
-        "methods, of none, eagle3, peagle", default=default, group="model", type=_methods,
+        "methods to run: none (plain decoding), eagle3, peagle", default=default, group="model", type=_methods,
         metavar="M,M",
     )  # fmt: skip
 
 
 def k_option(default: tuple[int, ...]) -> Any:
     return option(
-        "drafts per round", default=default, short="-K", group="model", type=list_of_positive,
+        "numbers of drafts per round", default=default, short="-K", group="model", type=list_of_positive,
         metavar="K,K",
     )  # fmt: skip
 
 
 def dtype_option(group: str = "") -> Any:
     return option(
-        "of weights and activations", default="auto", group=group,
+        "type of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU", default="auto", group=group,
         choices=("auto", "float32", "bfloat16"),
     )  # fmt: skip
 
@@ -223,10 +226,11 @@ class ModelOptions(RowOptions):
         group="model", metavar="DIR",
     )  # fmt: skip
     drafter: tuple[str, ...] = option(
-        "a head; repeatable", default=(), group="model", action="append", metavar="DIR"
-    )
+        "folder of a draft head; repeatable, those of the embedded model without it", default=(), group="model",
+        action="append", metavar="DIR",
+    )  # fmt: skip
     model_name: str | None = option(
-        "name of the model in rows; its folder's without it", default=None, group="model",
+        "name of the model in rows; the name of its folder without it", default=None, group="model",
         metavar="NAME",
     )  # fmt: skip
     methods: tuple[str, ...] = methods_option(METHODS)
@@ -240,7 +244,7 @@ class ModelOptions(RowOptions):
     )
     max_tokens: int = option("new tokens per prompt", default=128, type=positive, metavar="N")
     prompt_tokens: int = option(
-        "of prompts that are cut from text", default=128, type=positive, metavar="N"
+        "length of prompts that are cut from plain text", default=128, type=positive, metavar="N"
     )
 
     def check(self) -> None:
@@ -253,8 +257,10 @@ class ModelOptions(RowOptions):
 class SweepOptions(ModelOptions):
     """Of a command that decodes prompt sets with the loaded models."""
 
-    max_model_len: int = option("prompt and output", default=2048, type=positive, metavar="N")
-    temperature: float = option("0: greedy", default=0.0, type=float, metavar="T")
+    max_model_len: int = option(
+        "most tokens of a prompt and its output together", default=2048, type=positive, metavar="N"
+    )
+    temperature: float = option("temperature; 0: greedy", default=0.0, type=float, metavar="T")
     ignore_eos: bool = option("go on after the end-of-text token", default=False)
 
 
@@ -277,10 +283,11 @@ class Command:
 
     Args:
       summary: one line of `peagle-bench --help`.
-      examples: command lines, without `peagle-bench`; the list of commands shows the first.
+      examples: command lines without `peagle-bench`; `peagle-bench --help` shows the first.
       description: text of `peagle-bench NAME --help`.
       options: its class of options.
-      run: measures, and returns the exit code.
+      run: runs the command and returns the exit code.
+
     """
 
     name: str

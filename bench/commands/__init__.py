@@ -39,6 +39,14 @@ COMMANDS = {command.name: command for commands in GROUPS.values() for command in
 _ABOUT = """\
 Measures speed, acceptance and correctness. Every measurement appends a row (a JSON line with device, versions,
 commit and command) to a file in bench/results; `report` draws tables and plots from the rows.
+
+A round is one pass of the target, which checks the drafts, and one draft of the head. K is the number of drafts
+per round, AL (acceptance length) the number of tokens per round, concurrency the number of requests at once. The
+floor is the least time of a round: its bytes over the memory's bandwidth, or its operations over the peak.
+docs/algorithm.md has a glossary. A first try, on any CPU:
+
+  peagle-bench acceptance --sets HumanEval --num-prompts 4 -K 7 --max-tokens 64 --out /tmp/rows.jsonl
+
 """
 
 

@@ -14,7 +14,7 @@ from bench.command import (
     show,
 )
 
-SETS_HELP = "HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py)"
+SETS_HELP = "prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +64,10 @@ COMMAND = Command(
     summary="acceptance length and acceptance rate per drafted position, by head, K and prompt set",
     examples=("acceptance --sets HumanEval --num-prompts 20 -K 3,7",),
     description="""
-Decodes prompt sets with each head and each K. A row has the acceptance length (AL, tokens per round)
-and the share of rounds that accept each drafted position. Acceptance depends on the text, not on the
-device, so a CPU is enough.
+Decodes prompt sets with each head and each K (drafts per round). A row has the acceptance length (AL, tokens
+per round) and, for each drafted position, the share of rounds in which the draft became output. Acceptance
+depends on the text, not on the device, so a CPU is enough.
+
 """,
     options=Options,
     run=run,

@@ -28,14 +28,15 @@ class ChooseOptions(Options):
         default=(RESULTS / "h200.jsonl",), type=Path, nargs="+", metavar="FILE.jsonl",
     )  # fmt: skip
     model: str = option("name of the model in the rows", default="embedded", metavar="NAME")
-    method: str = option("that drafts", default="peagle", choices=("peagle", "eagle3"))
+    method: str = option("method that drafts", default="peagle", choices=("peagle", "eagle3"))
     acceptance: tuple[float, ...] | None = option(
         "share of rounds in which draft 1, 2, ... becomes output; from the rows without it",
         default=None, type=_rates, metavar="A,A",
     )  # fmt: skip
     least_gain: float = option(
-        "share that a larger K must gain", default=0.03, type=_share, metavar="X"
-    )
+        "share of tokens per second by which a larger K must be faster to be chosen", default=0.03, type=_share,
+        metavar="X",
+    )  # fmt: skip
 
 
 def run(options: ChooseOptions) -> int:
@@ -53,13 +54,14 @@ def run(options: ChooseOptions) -> int:
 
 COMMAND = Command(
     name="choose-k",
-    summary="number of drafts with the most tokens per second by batch size, from measured rows",
+    summary="K with the most tokens per second for each batch size, from measured rows",
     examples=("choose-k --model embedded", "choose-k --acceptance 0.85,0.7,0.55,0.4"),
     description="""
-Prints tokens per second by concurrency and K, computed from the times of rounds and the acceptance by position
-of measured rows, and the option --num-speculative-tokens-per-batch-size with the best K of each
-concurrency. Nothing is measured. Times of plain decoding stand for K = 0; a server that also drafts then
-runs its head over one more row.
+Computes tokens per second by concurrency and K (drafts per round) from measured rows: the time of a round and
+the acceptance of each drafted position. Prints the table, and the option of peagle-serve with the best K of each
+concurrency, --num-speculative-tokens-per-batch-size (docs/adaptive.md). Nothing is measured. The time for K = 0
+is that of plain decoding; a server with a head takes a little longer, because the head still runs over one row.
+
 """,
     options=ChooseOptions,
     run=run,

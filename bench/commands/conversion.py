@@ -9,7 +9,7 @@ from bench.command import Command, RowFileOptions, check_preset, option, positiv
 @dataclass(frozen=True, kw_only=True)
 class Options(RowFileOptions):
     folder: Path = option(
-        "new folder on the disk to measure", positional=True, type=Path, metavar="DIR"
+        "new folder, on the disk to measure", positional=True, type=Path, metavar="DIR"
     )
     preset: str = option("model to imitate", default="gpt-oss-20b", metavar="NAME")
     quantization: str = option(
@@ -35,7 +35,9 @@ COMMAND = Command(
     examples=("conversion /data/new --preset gpt-oss-20b --layers 4",),
     description="""
 Writes a checkpoint with a real model's names, shapes and dtypes and random bytes, copies it, converts it and
-verifies the result. Both read from disk and end with fsync. The folder is deleted at the end.
+verifies the result. Copy and conversion both read from disk, not from the page cache, and end with fsync. The
+folder is deleted at the end.
+
 """,
     options=Options,
     run=run,

@@ -21,45 +21,51 @@ from peagle_jax.presets import PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RowOptions):
-    preset: str = option("model; NAME-fp8: in FP8 blocks", metavar="NAME")
-    weights: str = option("where weights come from", default="random", choices=("random",))
+    preset: str = option("model, of those above; NAME-fp8: in FP8 blocks", metavar="NAME")
+    weights: str = option("source of the weights", default="random", choices=("random",))
     layers: int | None = option("the first N layers only", default=None, type=positive, metavar="N")
     method: tuple[str, ...] = option(
         "methods to time", default=METHODS, nargs="+", choices=METHODS, metavar="METHOD"
     )
     k: tuple[int, ...] = option(
-        "drafts per round; 7 without it", default=(), short="-K", nargs="+", type=positive,
+        "numbers of drafts per round; 7 without it", default=(), short="-K", nargs="+", type=positive,
         metavar="K",
     )  # fmt: skip
     concurrency: tuple[int, ...] = option(
         "requests at once", default=(1, 8, 32), nargs="+", type=positive, metavar="N"
     )
     synthetic_acceptance_length: float | None = option(
-        "mean tokens per round, 1 to K+1; random heads are hardly ever right without it",
+        "accept as many drafts as give A tokens per round on average, 1 to K+1; without it a head with random "
+        "weights decides, whose drafts are hardly ever accepted",
         default=None, type=float, metavar="A",
     )  # fmt: skip
     prompt_tokens: int = option("tokens per prompt", default=512, type=positive, metavar="N")
     max_tokens: int = option("new tokens per prompt", default=512, type=positive, metavar="N")
     temperature: float = option(
-        "0: greedy; 1 routes tokens to diverse experts", default=1.0, type=float, metavar="T"
+        "temperature; 0: greedy, 1 spreads the tokens over many experts",
+        default=1.0,
+        type=float,
+        metavar="T",
     )
     draft_sampling: str = option(
         "how the head chooses drafts", default="argmax", choices=("argmax", "sample")
     )
     dtype: str = dtype_option()
-    kv_cache_dtype: str = option("auto: as --dtype", default="auto", choices=("auto", "fp8"))
+    kv_cache_dtype: str = option(
+        "type of keys and values; auto: as --dtype", default="auto", choices=("auto", "fp8")
+    )
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     prefill_chunk: int = option("tokens per prefill call", default=512, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
-    seed: int = option("of weights and prompts", default=0, type=int, metavar="N")
+    seed: int = option("seed of weights and prompts", default=0, type=int, metavar="N")
     profile: str | None = option(
-        "trace some rounds after timing and list their kernels; keep the traces in DIR",
+        "trace some rounds after timing and list their kernels; with DIR, keep the traces there",
         default=None, nargs="?", const="", metavar="DIR",
     )  # fmt: skip
     profile_rounds: int = option("rounds to trace", default=4, type=positive, metavar="N")
     cold_start: bool = option(
-        "instead of rounds: seconds from process start to first token, with a cold and a warm cache of "
-        "compiled programs", default=False,
+        "measure seconds from process start to first token instead of rounds, with an empty and a filled "
+        "cache of compiled programs", default=False,
     )  # fmt: skip
     out: Path = rows_file("decode_step.jsonl")
 
@@ -127,10 +133,13 @@ COMMAND = Command(
         "decode-step --preset qwen3-coder-30b-a3b-fp8 --method none eagle3 peagle -K 3 7 \\\n      --synthetic-acceptance-length 3.1 --concurrency 1 8 32",
     ),
     description=f"""
-Times draft-and-verify rounds of a real model's shape, with random weights that are made on the device, through
-the engine. A cell is a method, a K and a concurrency; each adds a row: milliseconds per round at a full
-batch (host included), tokens per second, prefill, peak memory, and the share of the memory-bound floor.
-The first example below is a short first try.
+Times rounds of the engine with a model of a released shape. Weights are random and made on the device, so no
+checkpoint is needed; a large model needs a GPU. In a round the target checks the drafts and the head makes the
+next ones. A cell is a method, a K (drafts per round) and a concurrency. Each cell adds a row: milliseconds per
+round at a full batch (host included), tokens per second, prefill, peak memory, and the floor (the least time of a
+round, from its bytes and operations). The first example below is a short first try. docs/decode-step.md explains
+the fields of a row.
+
 
 Presets: {textwrap.fill(", ".join(PRESETS), 100, break_on_hyphens=False)};
 with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).

@@ -42,13 +42,18 @@ def run(options: Options) -> int:
 
 COMMAND = Command(
     name="headroom",
-    summary="upper bounds of a head: fresh text, recall, oracle, calibration, n-gram drafts",
+    summary="how good a head could become: its AL on text that does not repeat, and upper bounds of its AL",
     examples=("headroom --sets HumanEval own=peagle_jax --texts run/greedy",),
     description="""
 Runs target and head once over greedy texts and simulates the engine's rounds on the result. A row has
-the acceptance length of all rounds and of rounds whose text is no repeat (fresh), the recall of the
-right token among the head's top 1 to 16, the acceptance length of an oracle that chooses among them,
-the calibration of the head's probability, and the gain of n-gram drafts copied from the text.
+
+- the acceptance length (AL, tokens per round) of all rounds;
+- the fresh AL, of rounds whose last 8 tokens did not occur earlier in the text;
+- the recall: how often the target's token is among the head's top 1, 2, 4, 8 and 16;
+- the AL of an oracle that always chooses the target's token if it is among them;
+- the calibration: the head's probability of its draft beside the share of drafts that are right;
+- the AL with n-gram drafts, which are copied from an earlier occurrence in the text.
+
 """,
     options=Options,
     run=run,

@@ -10,25 +10,36 @@ from bench.command import Command, RowOptions, option, positive, rows_file, show
 @dataclass(frozen=True, kw_only=True)
 class Options(RowOptions):
     only: tuple[str, ...] = option(
-        "attacks whose name contains TEXT; repeatable", default=(), action="append", metavar="TEXT"
+        "run attacks whose name contains TEXT; repeatable",
+        default=(),
+        action="append",
+        metavar="TEXT",
     )
-    seconds: float = option("length of an attack", default=10.0, type=float, metavar="S")
-    hold: float = option("longest hold of a connection", default=75.0, type=float, metavar="S")
+    seconds: float = option("seconds of an attack", default=10.0, type=float, metavar="S")
+    hold: float = option(
+        "most seconds that an attack holds a silent connection",
+        default=75.0,
+        type=float,
+        metavar="S",
+    )
     quiet: float = option(
-        "watched without an attack before each", default=5.0, type=float, metavar="S"
-    )
+        "seconds without an attack that are measured before each attack", default=5.0, type=float,
+        metavar="S",
+    )  # fmt: skip
     scale: float = option(
-        "share of the hostile requests to send", default=1.0, type=float, metavar="X"
+        "factor on the number of hostile requests", default=1.0, type=float, metavar="X"
     )
     descriptors: int = option(
         "file descriptors that the server may open", default=300, type=positive, metavar="N"
     )
     together: bool = option(
-        "at the end, all attacks at once", default=True, action=argparse.BooleanOptionalAction
+        "run all attacks at once at the end (default: yes)",
+        default=True,
+        action=argparse.BooleanOptionalAction,
     )
     repeats: int = option(
-        "repeats of a measurement while other work delays the probing process", default=2, type=int,
-        metavar="N",
+        "most repeats of a measurement in which other work delayed the measuring process", default=2,
+        type=int, metavar="N",
     )  # fmt: skip
     serve_options: tuple[str, ...] = option(
         "options of peagle-serve", default=(), positional=True, nargs="*", metavar="-- OPTION"
@@ -73,9 +84,14 @@ COMMAND = Command(
     examples=('hostile --only "prompt ids" --only "silent" -- --max-num-seqs 4',),
     description="""
 Starts a peagle-serve (options after -- are its options), runs each attack and then all together, and
-reports the effect on honest clients. Exit code 1 if a target is missed: right statuses, p99 of health
-within 100 ms, the p99 gap of a stream within 1.5 times the quiet one, memory back within 200 MB, less than
-1 MB of log a minute.
+reports the effect on honest clients. Exit code 1 if a target is missed:
+
+- every attack gets the right status;
+- the p99 of health probes is at most 100 ms;
+- the p99 of the gap between two messages of a stream is at most 1.5 times that without an attack;
+- memory returns to within 200 MB of its value before the attack;
+- the log grows by less than 1 MB a minute.
+
 """,
     options=Options,
     run=run,

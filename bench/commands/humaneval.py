@@ -20,17 +20,22 @@ from peagle_jax.config import ConfigError
 class Options(SweepOptions):
     methods: tuple[str, ...] = methods_option(("peagle",))
     k: tuple[int, ...] = k_option((7,))
-    samples: int = option("of each problem", default=20, type=positive, metavar="N")
+    samples: int = option("samples of each problem", default=20, type=positive, metavar="N")
     num_prompts: int | None = option(
-        "problems; all 164 without it", default=None, type=positive, metavar="N"
+        "number of problems; all 164 without it", default=None, type=positive, metavar="N"
     )
     concurrency: int = option("requests at once", default=16, type=positive, metavar="N")
     max_tokens: int = option("new tokens per sample", default=256, type=positive, metavar="N")
-    temperature: float = option("0: greedy, one sample", default=0.2, type=float, metavar="T")
-    top_p: float = option(
-        "keep the most likely tokens up to P", default=0.95, type=float, metavar="P"
+    temperature: float = option(
+        "temperature; 0: greedy, one sample", default=0.2, type=float, metavar="T"
     )
-    seed: int = option("of the first sample", default=0, type=int, metavar="N")
+    top_p: float = option(
+        "sample from the most likely tokens, up to probability P together",
+        default=0.95,
+        type=float,
+        metavar="P",
+    )
+    seed: int = option("seed of the first sample", default=0, type=int, metavar="N")
     out: Path = rows_file("humaneval.jsonl")
 
     def check(self) -> None:
@@ -70,8 +75,10 @@ COMMAND = Command(
     description="""
 Completes the functions of HumanEval and runs their tests, each in a process without network, files or
 other processes, and with limited time and memory (Linux on x86-64 or aarch64). Drafts do not change the
-law of the text, so one method is enough. A row has pass@1 and pass@10, how programs ended, the share of
-completions without text, and the share of repeated 8-grams of tokens.
+distribution of the text, so one method is enough. A row has pass@1 and pass@10 (the chance that one, or one
+of ten, samples passes), how programs ended, the share of completions without text, and the share of repeated
+8-grams of tokens.
+
 """,
     options=Options,
     run=run,

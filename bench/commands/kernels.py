@@ -9,13 +9,19 @@ from bench.command import Command, RowOptions, option, rows_file, show
 @dataclass(frozen=True, kw_only=True)
 class Options(RowOptions):
     op: tuple[str, ...] = option(
-        "operation; repeatable, all without it", default=(), action="append", metavar="NAME"
+        "operation, a folder of pallas_kernels; repeatable, all without it",
+        default=(),
+        action="append",
+        metavar="NAME",
     )
     spec: tuple[str, ...] = option(
-        "shape; repeatable, all without it", default=(), action="append", metavar="NAME"
+        "spec, a named shape in the operation's specs.py; repeatable, all without it", default=(),
+        action="append", metavar="NAME",
+    )  # fmt: skip
+    configs: bool = option(
+        "also time the tuning configs that the kernel does not choose", default=False
     )
-    configs: bool = option("also in tuning configs other than the chosen one", default=False)
-    ladder: bool = option("the steps of docs/ladder.md instead", default=False)
+    ladder: bool = option("time the steps of docs/ladder.md instead", default=False)
     out: Path = rows_file("kernels.jsonl")
 
 
@@ -58,8 +64,10 @@ COMMAND = Command(
     summary="each GPU kernel beside its XLA reference: microseconds, bandwidth, error",
     examples=("kernels --op moe --spec qwen3-moe-gate-up-256", "kernels --ladder"),
     description="""
-Times every operation of pallas_kernels on the shapes of real models, with arguments that come from device
-memory and not from the L2 cache, and compares results with the reference. Needs a Hopper or Blackwell GPU.
+Times every operation of pallas_kernels on the shapes of real models (its specs), with arguments that come from
+device memory and not from the L2 cache, and compares results with the jnp reference, compiled by XLA. Needs a
+Hopper or Blackwell GPU.
+
 
 --ladder times the steps of docs/ladder.md, each beside its prediction, and needs a Hopper GPU. Exit code 1
 if a step fails or is wrong.

@@ -31,18 +31,20 @@ class Options(ModelOptions):
     layers: int | None = option(
         "the first N layers of the preset", default=None, type=positive, metavar="N"
     )
-    seed: int = option("of a preset's weights and prompts", default=0, type=int, metavar="N")
+    seed: int = option("seed of a preset's weights and prompts", default=0, type=int, metavar="N")
     set: str = option(f"{SETS_HELP}; not for presets", default="HumanEval", metavar="SET")
     tokens: int = option(
-        "tokens to compare in all cells together", default=20_000, type=positive, metavar="N"
+        "number of tokens to compare, of all cells together",
+        default=20_000,
+        type=positive,
+        metavar="N",
     )
     concurrency: tuple[int, ...] = option(
         "requests at once", default=(1, 32), type=list_of_positive, metavar="N,N"
     )
     max_tokens: int = option("new tokens per prompt", default=256, type=positive, metavar="N")
     min_prompts: int = option(
-        "prompts of a cell, at least; cells of low concurrency get fewer prompts, or they would take "
-        "most of the time", default=4, type=positive, metavar="N",
+        "least prompts of a cell; cells of low concurrency get fewer prompts, because they are slow", default=4, type=positive, metavar="N",
     )  # fmt: skip
     prompt_tokens: int = option(
         "longest prompt of a preset, and length of prompts that are cut from text", default=256,
@@ -92,12 +94,13 @@ COMMAND = Command(
         "lossless --concurrency 1,8,32",
     ),
     description="""
-Decodes the same prompts with every method, K and concurrency, and compares each output with that of
-plain decoding at the largest concurrency. Exit code 1 if a token differs.
+Decodes the same prompts in every cell (a method, a K and a concurrency), and compares each output with the
+reference: plain decoding at the largest concurrency. Exit code 1 if a token differs.
 
 A preset has random weights, made on the device, and prompts of random tokens. Drafts of random heads are
-almost never right, so seven of ten drafts are replaced by the reference's tokens: drafts are then both
+almost never right, so seven of ten drafts are replaced by the reference's tokens. Drafts are then both
 accepted and rejected. Without --preset the embedded model or --model is compared.
+
 """,
     options=Options,
     run=run,

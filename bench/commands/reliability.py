@@ -9,10 +9,13 @@ from bench.command import RESULTS, Command, RowOptions, option, positive, rows_f
 @dataclass(frozen=True, kw_only=True)
 class Options(RowOptions):
     cases: int | None = option(
-        "cases of each test; its own number without it", default=None, type=positive, metavar="N"
+        "number of cases of each test; each test's own number without it",
+        default=None,
+        type=positive,
+        metavar="N",
     )
     only: tuple[str, ...] = option(
-        "kinds of cases whose name contains KIND; repeatable", default=(), action="append",
+        "run kinds of cases whose name contains KIND; repeatable", default=(), action="append",
         metavar="KIND",
     )  # fmt: skip
     page: Path = option(
@@ -20,7 +23,11 @@ class Options(RowOptions):
         type=Path, metavar="FILE",
     )  # fmt: skip
     tests: tuple[str, ...] = option(
-        "files or tests; all without it", default=(), positional=True, nargs="*", metavar="TEST"
+        "test files or tests; all without it",
+        default=(),
+        positional=True,
+        nargs="*",
+        metavar="TEST",
     )
     out: Path = rows_file("reliability.jsonl")
 

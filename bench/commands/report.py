@@ -10,11 +10,14 @@ from bench.command import RESULTS, Command, Options, option
 class ReportOptions(Options):
     results: Path = option("folder of the rows", default=RESULTS, type=Path, metavar="DIR")
     pages: tuple[Path, ...] | None = option(
-        "pages whose bench:NAME blocks are redrawn; README.md and the pages of docs/ that have blocks "
-        "without it, or none with --results", default=None, type=Path, nargs="*", metavar="FILE",
+        "pages whose bench:NAME blocks are redrawn; without it README.md and all pages that have blocks, "
+        "or with --results none", default=None, type=Path, nargs="*", metavar="FILE",
     )  # fmt: skip
     plots: Path | None = option(
-        "folder for plots; that of the rows without it", default=None, type=Path, metavar="DIR"
+        "folder for plots; the folder of the rows without it",
+        default=None,
+        type=Path,
+        metavar="DIR",
     )
 
 

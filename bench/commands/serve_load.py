@@ -34,23 +34,28 @@ def _limit(text: str) -> tuple[str, float]:
 @dataclass(frozen=True, kw_only=True)
 class Options(RowOptions):
     address: str | None = option(
-        "a running server; without it one is started", default=None, metavar="HOST:PORT"
+        "address of a running server; without it one is started", default=None, metavar="HOST:PORT"
     )
     concurrency: tuple[int, ...] = option(
-        "clients, each with one request after the other", default=(1, 8, 32), excludes="load",
+        "numbers of clients, each with one request after the other", default=(1, 8, 32), excludes="load",
         type=list_of_positive, metavar="N,N",
     )  # fmt: skip
     rate: tuple[float, ...] = option(
-        "instead: Poisson arrivals per second", default=(), excludes="load", type=_list_of_rates,
+        "requests per second that arrive at random (Poisson), instead of --concurrency", default=(), excludes="load", type=_list_of_rates,
         metavar="R,R",
     )  # fmt: skip
-    set: str = option(f"{SETS_HELP}, or random: token ids", default="HumanEval", metavar="SET")
+    set: str = option(f"{SETS_HELP}, or random (token ids)", default="HumanEval", metavar="SET")
     num_requests: int | None = option(
-        "requests of a cell; four per client without it", default=None, type=positive, metavar="N"
+        "requests at each concurrency or rate; four per client without it",
+        default=None,
+        type=positive,
+        metavar="N",
     )
     max_tokens: int = option("new tokens per prompt", default=128, type=positive, metavar="N")
-    prompt_tokens: int = option("longest random prompt", default=128, type=positive, metavar="N")
-    temperature: float = option("0: greedy", default=0.0, type=float, metavar="T")
+    prompt_tokens: int = option(
+        "tokens of the longest random prompt", default=128, type=positive, metavar="N"
+    )
+    temperature: float = option("temperature; 0: greedy", default=0.0, type=float, metavar="T")
     ignore_eos: bool = option("go on after the end-of-text token", default=False)
     cancel_share: float = option(
         "share of requests to cancel", default=0.0, type=float, metavar="SHARE"
@@ -59,11 +64,17 @@ class Options(RowOptions):
         "deadline of every request", default=None, type=positive, metavar="MS"
     )
     goodput: tuple[tuple[str, float], ...] = option(
-        "limits: ttft:MS tpot:MS e2e:MS", default=(), nargs="+", type=_limit, metavar="NAME:MS"
+        "also count requests within these limits: ttft:MS (time to first token), tpot:MS (time per output token), "
+        "e2e:MS (whole request)", default=(), nargs="+", type=_limit, metavar="NAME:MS",
+    )  # fmt: skip
+    overhead: bool = option("also measure the engine without the service", default=False)
+    repeats: int = option(
+        "measurements of each of the two with --overhead; rows have medians", default=3, type=positive,
+        metavar="N",
+    )  # fmt: skip
+    seed: int = option(
+        "seed of arrivals, prompts and cancellations", default=0, type=int, metavar="N"
     )
-    overhead: bool = option("measure the bare engine beside the service", default=False)
-    repeats: int = option("turns of --overhead", default=3, type=positive, metavar="N")
-    seed: int = option("of arrivals, prompts, cancellations", default=0, type=int, metavar="N")
     serve_options: tuple[str, ...] = option(
         "options of peagle-serve", default=(), positional=True, nargs="*", metavar="-- OPTION"
     )
@@ -110,11 +121,13 @@ COMMAND = Command(
         "serve-load --concurrency 32 --overhead",
     ),
     description="""
-Loads a peagle-serve through peagle.v1.Generation and reports what clients see. Without --address a
-server is started on a free port; options after -- are that server's.
+Sends requests to a peagle-serve (gRPC, peagle.v1.Generation) and reports what clients see: latencies as
+p50/p90/p99, tokens and requests per second, goodput (requests per second within the limits of --goodput) and
+statuses. Without --address a server is started on a free port; options after -- are that server's.
 
 --overhead also sends the same prompts through an engine in this process, in turns with the service. The
 difference is the cost of the service on this machine, including the work of the clients.
+
 """,
     options=Options,
     run=run,

@@ -14,9 +14,9 @@ class Options(SweepOptions):
         "requests at once", default=(1, 2, 4, 8, 16, 32), type=list_of_positive, metavar="N,N"
     )
     prompts_per_slot: int = option(
-        "prompts of a cell per concurrent request", default=2, type=positive, metavar="N"
+        "prompts of a cell for each concurrent request", default=2, type=positive, metavar="N"
     )
-    min_prompts: int = option("prompts of a cell, at least", default=4, type=positive, metavar="N")
+    min_prompts: int = option("least prompts of a cell", default=4, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=1, type=positive, metavar="N")
     out: Path = rows_file("throughput.jsonl")
 
@@ -32,9 +32,11 @@ COMMAND = Command(
     summary="output tokens per second of plain decoding, EAGLE-3 and P-EAGLE, by K and concurrency",
     examples=("throughput --concurrency 1,8,32 -K 7",),
     description="""
-Decodes the same prompts with every method, K and concurrency, one cell after the other, in one
-process. A row has tokens per second, milliseconds per round, time to first token, the ratio to plain
-decoding, and the share of the memory-bound floor of a round.
+Decodes the same prompts in every cell (a method, a K and a concurrency), one cell after the other, in one
+process. K is the number of drafts per round. A row has tokens per second, milliseconds per round, time to first
+token (TTFT), the ratio to plain decoding, and the floor (the least time of a round, from its bytes and
+operations).
+
 """,
     options=Options,
     run=run,
