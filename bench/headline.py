@@ -52,8 +52,8 @@ def shape_caption(rows: list[dict]) -> str:
     return (
         f"Qwen3-Coder-30B-A3B in FP8 on one {labels.listed(chosen, 'device')}, random weights, temperature "
         f"{chosen[0]['temperature']:g}, 512 prompt tokens, output tokens/s of a full batch. Both heads have a "
-        f"synthetic AL of {SYNTHETIC}, so the plot compares the cost of rounds, not the quality of heads "
-        f"({labels.provenance(chosen)})."
+        f"synthetic AL (tokens per round) of {SYNTHETIC}: as many drafts are accepted as give it. So the plot "
+        f"compares the cost of rounds, not the quality of heads ({labels.provenance(chosen)})."
     )
 
 
