@@ -68,6 +68,7 @@ class BoundedPool:
         try:
             future = self._executor.submit(work)
         except RuntimeError as error:
+            self._free.release()  # for the next caller that waits, which is refused too
             raise ServiceError(
                 Code.UNAVAILABLE, "the server shuts down; use another server"
             ) from error

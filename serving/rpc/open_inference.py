@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -267,7 +266,7 @@ def _deadline(parameters: Mapping[str, pb.InferParameter], deadline: float | Non
         elif kind not in ("int64_param", "uint64_param") or value < 0:
             raise invalid(where, "must be a whole number of microseconds")
         elif value:
-            latest = time.monotonic() + value / 1e6
+            latest = caller.arrival() + value / 1e6
             deadline = latest if deadline is None else min(deadline, latest)
     return deadline
 

@@ -1,6 +1,7 @@
 """Long texts: refused before they are tokenised, tokenised beside others, a few at a time."""
 
 import asyncio
+import queue
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from tests.serving.test_fuzz import METHODS, Client
 from tests.waiting import LIMIT, soon
 
 SECONDS = 60  # limit of every wait
+STREAM = f"/{open_inference.SERVICE}/ModelStreamInfer"
+RESPONSE = open_inference_pb2.ModelStreamInferResponse.FromString
 LONGEST = 96 * 2  # characters: tokens of the model's length, and characters of the longest token
 
 
@@ -228,6 +231,24 @@ def test_work_of_a_client_that_left_occupies_its_thread_only():
     assert (held.ended, held.most) == (2, 1)
 
 
+def test_a_closed_pool_refuses_all_that_wait():
+    held = Held()
+
+    async def close():
+        pool = BoundedPool("test", "texts", num_threads=1, max_waiting=3)
+        tasks = [asyncio.create_task(pool.run(lambda: held.encode("a" * 5000))) for _ in range(4)]
+        await soon(lambda: held.running == 1)
+        pool.close()
+        held.released.set()
+        running, *waiting = await asyncio.wait_for(
+            asyncio.gather(*tasks, return_exceptions=True), LIMIT
+        )
+        assert running == [5000]
+        assert [one.code for one in waiting] == [Code.UNAVAILABLE] * 3
+
+    asyncio.run(close())
+
+
 PROMPTS = {
     "text": dict(text="a" * 5000),
     "chat": dict(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a" * 5000)])),
@@ -264,16 +285,37 @@ def test_time_in_the_tokenizer_counts_towards_the_limit_of_a_request(hurried, ki
     assert answer.status_code == 504
 
 
-def test_the_time_of_a_streams_request_begins_with_its_message(hurried):
-    """Its call may be open for hours."""
+def test_time_in_the_tokenizer_counts_in_a_stream_of_requests(hurried):
     server, _ = hurried
-    request = infer("a" * 5000)
-    request.parameters["timeout"].int64_param = 10**9
     with grpc.insecure_channel(server.address) as channel:
-        call = channel.stream_stream(f"/{open_inference.SERVICE}/ModelStreamInfer")
-        for answer in call(iter([request.SerializeToString()] * 2), timeout=LIMIT):
-            read = open_inference_pb2.ModelStreamInferResponse.FromString(answer)
-            assert read.error_message.startswith("DEADLINE_EXCEEDED: the time was up after 0.3")
+        call = channel.stream_stream(STREAM, response_deserializer=RESPONSE)
+        answers = list(call(iter([infer("a" * 5000).SerializeToString()] * 2), timeout=LIMIT))
+    assert len(answers) == 2
+    for answer in answers:
+        assert answer.error_message.startswith("DEADLINE_EXCEEDED: the time was up after")
+
+
+def test_the_time_of_a_streams_request_begins_with_its_message(server, monkeypatch):
+    """Its call may be open for hours. The client's own `timeout` begins then too."""
+    asks: list[Ask] = []
+    open_ask = server.frontend.open
+    monkeypatch.setattr(server.frontend, "open", lambda ask: asks.append(ask) or open_ask(ask))
+    request = infer("ab")
+    request.parameters["timeout"].int64_param = 100_000_000
+    messages = queue.SimpleQueue()
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(STREAM, response_deserializer=RESPONSE)
+        answers = call(iter(messages.get, None), timeout=LIMIT)
+        try:
+            for _ in range(2):
+                sent = time.monotonic()
+                messages.put(request.SerializeToString())
+                assert next(answers).error_message == ""
+                assert sent <= asks[-1].arrival <= time.monotonic()
+                assert asks[-1].deadline == asks[-1].arrival + 100
+        finally:
+            messages.put(None)
+        assert list(answers) == []
 
 
 def test_the_limit_of_a_request_begins_with_its_arrival(hurried):
