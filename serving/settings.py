@@ -31,9 +31,11 @@ def num_bytes(text: str) -> int:
         for suffix, base in (("b", 1000), ("ib", 1024))
     }
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
-    if not match or match[2] not in units:
+    is_size = match is not None and match[2] in units
+    size = float(match[1]) * units[match[2]] if is_size else math.inf
+    if math.isinf(size):  # no size, or one of more than 308 digits
         raise ConfigError(f"{text!r} is not a size; write one as 8GiB or 500MB")
-    return int(float(match[1]) * units[match[2]])
+    return int(size)
 
 
 def _rule(text: str, holds: Callable[..., bool]) -> AfterValidator:
@@ -60,8 +62,13 @@ def _check_size(text: str) -> str:
 
 
 def _schedule_text(value: object) -> object:
-    # A YAML file may have the ranges as a list.
-    return json.dumps(value) if isinstance(value, list) else value
+    # A YAML file may have the ranges as a list, with types that JSON does not have.
+    if not isinstance(value, list):
+        return value
+    try:
+        return json.dumps(draft_schedule.schedule_of(value))
+    except ConfigError as error:
+        raise ValueError(error.rule) from error
 
 
 def _check_schedule(text: str) -> str:

@@ -202,7 +202,8 @@ def _from_node(name: str, node: Any, place: str) -> object:
             return node.value
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
-    except (ValueError, yaml.YAMLError) as error:
+    # PyYAML raises KeyError for !!bool and AttributeError for !!timestamp if the text is neither.
+    except (ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"{place}: cannot be read as YAML ({_reason(error)})") from error
 
 
@@ -213,6 +214,8 @@ def _reason(error: Exception) -> str:
         return f"line {mark.line + 1}: {error.problem}"
     if isinstance(error, RecursionError):
         return "nested too deeply"
+    if isinstance(error, KeyError | AttributeError):
+        return "the value does not fit its tag"
     return " ".join(str(error).split())
 
 

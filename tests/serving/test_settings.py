@@ -133,6 +133,12 @@ def test_negations_and_words_for_truth(file):
         ("port: 1\n--- \nport: 2", "line 2: but found another document"),
         ("model: a\x07b", "cannot be read as YAML"),
         ("[" * 100_000, "nested too deeply"),
+        ("reflection: !!bool some", "cannot be read as YAML (the value does not fit its tag)"),
+        ("port: !!timestamp some", "cannot be read as YAML (the value does not fit its tag)"),
+        ("num-speculative-tokens-per-batch-size: [[2026-11-22]]", "must be three whole numbers"),
+        ("num-speculative-tokens-per-batch-size: [!!binary aGk=]", "must be three whole numbers"),
+        ("kv-cache-memory: " + "9" * 400, "is not a size"),
+        ("kv-cache-memory: " + "9" * 308 + "tb", "is not a size"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_with_its_place(file, text, word):
