@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from serving import app, frontend
 from serving.client.options import parser as client_parser
 from serving.settings import Settings
 from serving.sources import resolve
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+AFTER_DRAIN = frontend._STOP_SECONDS + frontend._POOL_SECONDS + app._GRACE
 KNOWN = {
     "ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "ONBUILD",
     "RUN", "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
@@ -184,7 +186,7 @@ def test_compose_starts_servers_that_exist(services, stages):
         else:
             assert re.fullmatch(r"[\w./-]+:v[0-9.]+", service["image"])  # a version, not latest
     minutes = services["peagle"]["stop_grace_period"]
-    assert 60 * int(minutes.removesuffix("m")) > found.drain_seconds + 35
+    assert 60 * int(minutes.removesuffix("m")) > found.drain_seconds + AFTER_DRAIN
     mounts = [text.split(":") for text in services["peagle"]["volumes"]]
     assert mounts == [["cache", stages["server"].one("VOLUME")]]
 
@@ -250,7 +252,8 @@ def test_kubernetes_waits_for_the_drain(pod, stages):
     sleep, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert sleep == "sleep"
     drain = in_force(stages, container["args"]).drain_seconds
-    assert pod["terminationGracePeriodSeconds"] >= int(seconds) + drain + 35
+    assert pod["terminationGracePeriodSeconds"] >= int(seconds) + drain + AFTER_DRAIN
+    assert f"the drain, and {AFTER_DRAIN:g} seconds" in (ROOT / "docs/serving.md").read_text()
 
 
 def test_kubernetes_sets_no_variables_of_its_own(pod, objects):
