@@ -52,7 +52,6 @@ CELLS = {
 }
 """Options of `peagle-train drafter`. Heads of cells with "mixed" in their name see sampled texts too, the
 others greedy texts alone."""
-
 _SAME = ("cell", "steps", "seed", "batch", "learning_rate", "texts")
 
 

@@ -287,7 +287,6 @@ class Command:
       description: text of `peagle-bench NAME --help`.
       options: its class of options.
       run: runs the command and returns the exit code.
-
     """
 
     name: str

@@ -46,7 +46,6 @@ floor is the least time of a round: its bytes over the memory's bandwidth, or it
 docs/algorithm.md has a glossary. A first try, on any CPU:
 
   peagle-bench acceptance --sets HumanEval --num-prompts 4 -K 7 --max-tokens 64 --out /tmp/rows.jsonl
-
 """
 
 

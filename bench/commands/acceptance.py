@@ -67,7 +67,6 @@ COMMAND = Command(
 Decodes prompt sets with each head and each K (drafts per round). A row has the acceptance length (AL, tokens
 per round) and, for each drafted position, the share of rounds in which the draft became output. Acceptance
 depends on the text, not on the device, so a CPU is enough.
-
 """,
     options=Options,
     run=run,

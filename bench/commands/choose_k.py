@@ -61,7 +61,6 @@ Computes tokens per second by concurrency and K (drafts per round) from measured
 the acceptance of each drafted position. Prints the table, and the option of peagle-serve with the best K of each
 concurrency, --num-speculative-tokens-per-batch-size (docs/adaptive.md). Nothing is measured. The time for K = 0
 is that of plain decoding; a server with a head takes a little longer, because the head still runs over one row.
-
 """,
     options=ChooseOptions,
     run=run,

@@ -37,7 +37,6 @@ COMMAND = Command(
 Writes a checkpoint with a real model's names, shapes and dtypes and random bytes, copies it, converts it and
 verifies the result. Copy and conversion both read from disk, not from the page cache, and end with fsync. The
 folder is deleted at the end.
-
 """,
     options=Options,
     run=run,

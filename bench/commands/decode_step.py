@@ -140,7 +140,6 @@ round at a full batch (host included), tokens per second, prefill, peak memory, 
 round, from its bytes and operations). The first example below is a short first try. docs/decode-step.md explains
 the fields of a row.
 
-
 Presets: {textwrap.fill(", ".join(PRESETS), 100, break_on_hyphens=False)};
 with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
 """,

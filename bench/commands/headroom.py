@@ -53,7 +53,6 @@ Runs target and head once over greedy texts and simulates the engine's rounds on
 - the AL of an oracle that always chooses the target's token if it is among them;
 - the calibration: the head's probability of its draft beside the share of drafts that are right;
 - the AL with n-gram drafts, which are copied from an earlier occurrence in the text.
-
 """,
     options=Options,
     run=run,

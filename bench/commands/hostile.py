@@ -91,7 +91,6 @@ reports the effect on honest clients. Exit code 1 if a target is missed:
 - the p99 of the gap between two messages of a stream is at most 1.5 times that without an attack;
 - memory returns to within 200 MB of its value before the attack;
 - the log grows by less than 1 MB a minute.
-
 """,
     options=Options,
     run=run,

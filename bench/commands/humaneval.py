@@ -78,7 +78,6 @@ other processes, and with limited time and memory (Linux on x86-64 or aarch64). 
 distribution of the text, so one method is enough. A row has pass@1 and pass@10 (the chance that one, or one
 of ten, samples passes), how programs ended, the share of completions without text, and the share of repeated
 8-grams of tokens.
-
 """,
     options=Options,
     run=run,

@@ -68,7 +68,6 @@ Times every operation of pallas_kernels on the shapes of real models (its specs)
 device memory and not from the L2 cache, and compares results with the jnp reference, compiled by XLA. Needs a
 Hopper or Blackwell GPU.
 
-
 --ladder times the steps of docs/ladder.md, each beside its prediction, and needs a Hopper GPU. Exit code 1
 if a step fails or is wrong.
 """,

@@ -100,7 +100,6 @@ reference: plain decoding at the largest concurrency. Exit code 1 if a token dif
 A preset has random weights, made on the device, and prompts of random tokens. Drafts of random heads are
 almost never right, so seven of ten drafts are replaced by the reference's tokens. Drafts are then both
 accepted and rejected. Without --preset the embedded model or --model is compared.
-
 """,
     options=Options,
     run=run,

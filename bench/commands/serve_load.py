@@ -127,7 +127,6 @@ statuses. Without --address a server is started on a free port; options after --
 
 --overhead also sends the same prompts through an engine in this process, in turns with the service. The
 difference is the cost of the service on this machine, including the work of the clients.
-
 """,
     options=Options,
     run=run,

@@ -36,7 +36,6 @@ Decodes the same prompts in every cell (a method, a K and a concurrency), one ce
 process. K is the number of drafts per round. A row has tokens per second, milliseconds per round, time to first
 token (TTFT), the ratio to plain decoding, and the floor (the least time of a round, from its bytes and
 operations).
-
 """,
     options=Options,
     run=run,
