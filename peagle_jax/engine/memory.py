@@ -85,7 +85,8 @@ def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
     """Lower bound on the temporaries of one call: the larger of a round's float32 logits and one
     layer's prefill activations."""
-    logits = 4 * config.max_num_seqs * (config.num_draft + 1) * target.vocab_size
+    rows = max(size * (config.num_draft_at(size) + 1) for size in config.batch_buckets)
+    logits = 4 * rows * target.vocab_size
     width = 2 * target.hidden_size + target.intermediate_size
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     return max(logits, itemsize * config.prefill_rows * config.prefill_chunk * width)

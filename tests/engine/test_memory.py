@@ -47,6 +47,21 @@ def test_one_longest_request_must_fit(monkeypatch):
         memory.fit_pages(TARGET, HEAD, CONFIG)
 
 
+def test_a_round_without_drafts_needs_one_row_of_logits_for_each_request(monkeypatch):
+    """Every batch bucket counts with its own K."""
+    target = replace(TARGET, vocab_size=10**6)
+    most = replace(CONFIG, num_draft=7, max_num_seqs=64)
+    needed = lambda rows: 4 * rows * target.vocab_size
+    monkeypatch.setattr(memory, "free_bytes", lambda: needed(100))
+    with pytest.raises(ConfigError, match=f"{needed(64 * 8):,} for one call"):
+        memory.fit_pages(target, HEAD, most)
+    few = replace(most, draft_schedule=[(1, 8, 7), (9, 64, 0)])
+    assert memory.fit_pages(target, HEAD, few) == few.total_pages
+    monkeypatch.setattr(memory, "free_bytes", lambda: needed(50))
+    with pytest.raises(ConfigError, match=f"{needed(8 * 8):,} for one call"):
+        memory.fit_pages(target, HEAD, few)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_sizes_that_are_named_fit_and_no_larger_ones(monkeypatch, num_cases, seed):
     rng, num_refused = random.Random(seed), 0
