@@ -217,6 +217,16 @@ def test_rounds_have_the_k_of_their_batch_size():
     assert [request.output for request in requests] == outputs
 
 
+@pytest.mark.parametrize("own", [1, 3])
+def test_every_call_makes_the_drafts_that_the_engine_counts(own):
+    """A drafter made for another K: each draft that the target verifies is a fresh one, and right."""
+    config = walk_config(2, [2], 2, max_model_len=LENGTH)
+    engine = Engine(target("llama"), None, config, drafter=oracle("llama", own))
+    params = [SamplingParams(max_tokens=1 + 3 * 3), SamplingParams(max_tokens=1 + 3 * 2)]
+    done = engine.generate(prompts()[:2], params)
+    assert [(c.rounds, c.drafted, c.accepted) for c in done] == [(3, 6, 6), (2, 4, 4)]
+
+
 def test_a_schedule_holds_for_the_sizes_between_its_ranges():
     schedule = parse("[[2, 8, 5], [16, 32, 9], [33, 33, 0]]")
     sizes = (1, 2, 8, 9, 15, 16, 32, 33, 500)

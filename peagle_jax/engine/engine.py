@@ -71,8 +71,8 @@ class Engine:
       head: the drafter's weights; None means plain decoding (`config.num_draft` becomes 0).
       config: sizes; `max_model_len` is lowered to what the target supports (see `sizes.check_sizes`).
       tokenizer: needed for text prompts and stop strings.
-      drafter: a drafter to use instead of the one built from `head` (notebooks, tests). If `head` is
-        None it receives neither taps nor a cache.
+      drafter: a drafter to use instead of the one built from `head` (notebooks, tests); its `num_draft`
+        is replaced by that of each call. If `head` is None it receives neither taps nor a cache.
       accept: the acceptance rule.
     """
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
+from peagle_jax.drafter import Drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall
 from peagle_jax.engine.memory import carve_holes
 from peagle_jax.engine.transfer import Resident, Result
@@ -45,13 +46,13 @@ class Programs:
         @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True)
         def prefill(weights, state, plan, previous):
             target, drafter = jax.tree.unflatten(structure, weights)
+            drafter = _with_num_draft(drafter, config.num_draft)
             return step.prefill(target, drafter, state, plan, **static)
 
         @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True, static_argnames="num_draft")
         def speculative_step(weights, state, plan, previous, *, num_draft):
             target, drafter = jax.tree.unflatten(structure, weights)
-            if drafter is not None and drafter.num_draft != num_draft:
-                drafter = replace(drafter, num_draft=num_draft)
+            drafter = _with_num_draft(drafter, num_draft)
             return step.speculative_step(target, drafter, state, plan, **static)
 
         self._prefill, self._round = prefill, speculative_step
@@ -131,6 +132,13 @@ class Programs:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
                 on_compiled()
+
+
+def _with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
+    """The drafter with this number of drafts: as many as the host counts for the call."""
+    if drafter is None or drafter.num_draft == num_draft:
+        return drafter
+    return replace(drafter, num_draft=num_draft)
 
 
 def _compiler_options() -> dict[str, bool]:
