@@ -20,8 +20,10 @@ def schedule_of(ranges: Sequence[Sequence[int]]) -> Schedule:
     """The ranges as a `Schedule`.
 
     Raises:
-      ConfigError: they are not [low, high, K] in ascending order without overlap.
+      ConfigError: they are not a list of [low, high, K] in ascending order without overlap.
     """
+    if isinstance(ranges, str) or not isinstance(ranges, Sequence):
+        raise _error(f"{ranges!r} must be a list of [low, high, K]")
     above = 0
     for one in ranges:
         is_triple = isinstance(one, Sequence) and len(one) == 3
@@ -46,10 +48,8 @@ def parse(text: str) -> Schedule:
     """
     try:
         ranges = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _error(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(ranges, list):
-        raise _error(f"{text!r} must be a list of [low, high, K]")
     return schedule_of(ranges)
 
 

@@ -239,6 +239,7 @@ def test_a_schedule_holds_for_the_sizes_between_its_ranges():
     ("text", "message"),
     [
         ("[[1, 8, 7]", "is not JSON"),
+        pytest.param("[" * 10**5, "is not JSON", id="nested too deeply"),
         ("7", "must be a list"),
         ('{"1-8": 7}', "must be a list"),
         ("[7]", "7 must be three whole numbers"),
@@ -256,3 +257,9 @@ def test_a_schedule_that_makes_no_sense_is_refused_in_one_line(text, message):
         parse(text)
     assert "\n" not in str(caught.value)
     assert "num_speculative_tokens_per_batch_size" in str(caught.value)
+
+
+@pytest.mark.parametrize("ranges", [None, 7, "[[1, 8, 7]]"])
+def test_a_configuration_takes_a_list_of_ranges(ranges):
+    with pytest.raises(ConfigError, match="must be a list of"):
+        EngineConfig(draft_schedule=ranges)
