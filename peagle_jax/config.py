@@ -350,7 +350,8 @@ class SamplingParams:
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of tokens whose probability reaches p.
       min_p: drop tokens less likely than min_p times the most likely one.
-      seed: random seed; equal seeds give equal outputs at fixed J. None: the request's number.
+      seed: random seed; equal seeds give equal outputs if each round has the same number of drafts.
+        None: the request's number.
       stop: strings that end the text; the text excludes them.
       stop_ids: token ids that end the text, in addition to the model's end-of-sequence ids.
       ignore_eos: do not stop at the model's end-of-sequence ids.
