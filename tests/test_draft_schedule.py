@@ -13,7 +13,9 @@ from scipy import stats
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
 from peagle_jax.draft_schedule import num_draft_at, parse
 from peagle_jax.drafter import Proposal
+from peagle_jax.engine import transfer
 from peagle_jax.engine.request import Request
+from peagle_jax.plan import DecodePlan, PrefillPlan
 from peagle_jax.sampling import draft_keys, sample_rows
 from tests import tiny
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
@@ -225,6 +227,20 @@ def test_every_call_makes_the_drafts_that_the_engine_counts(own):
     params = [SamplingParams(max_tokens=1 + 3 * 3), SamplingParams(max_tokens=1 + 3 * 2)]
     done = engine.generate(prompts()[:2], params)
     assert [(c.rounds, c.drafted, c.accepted) for c in done] == [(3, 6, 6), (2, 4, 4)]
+
+
+def test_a_plan_is_uploaded_only_when_it_changes(monkeypatch):
+    """All positions are in one page, so the plans of all rounds are equal, whatever made the drafts."""
+    config = walk_config(4, [2], 1, max_model_len=LENGTH, page_size=LENGTH, prefill_chunk=LENGTH)
+    engine = Engine(target("llama"), None, config, drafter=oracle("llama", 4))
+    engine.warm_up()
+    uploaded = []
+    upload = transfer._unpack_into
+    watch = lambda plan, packed: uploaded.append(type(plan)) or upload(plan, packed)
+    monkeypatch.setattr(transfer, "_unpack_into", watch)
+    (done,) = engine.generate(prompts()[:1], SamplingParams(max_tokens=1 + 3 * 5))
+    assert done.rounds == 5
+    assert uploaded == [PrefillPlan, DecodePlan]
 
 
 def test_a_schedule_holds_for_the_sizes_between_its_ranges():
