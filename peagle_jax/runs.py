@@ -59,10 +59,15 @@ def keep_compiled_programs(cache_home: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Result of prompts on one engine. `seconds` is the wall time of generation, without compilation."""
+    """Result of prompts on one engine.
+
+    `num_draft` is the engine's J, and `bucket_drafts` the different K of its batch buckets, ascending.
+    `seconds` is the wall time of generation, without compilation.
+    """
 
     method: str
     num_draft: int
+    bucket_drafts: tuple[int, ...]
     completions: list[Completion]
     seconds: float
 
@@ -73,6 +78,12 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
+
+    @property
+    def drafts_per_round(self) -> str:
+        """K as printed: "7", or "0 to 7" if it changes with the batch size."""
+        least, most = self.bucket_drafts[0], self.bucket_drafts[-1]
+        return str(most) if least == most else f"{least} to {most}"
 
     @property
     def acceptance(self) -> Acceptance:
@@ -111,9 +122,11 @@ def run(
     """Generates and measures. Call `warm_up` first, or the time includes compilation."""
     start = time.perf_counter()
     completions = engine.generate(prompts, params, on_update=on_update)
+    config = engine.config
     return Run(
         method="none" if engine.drafter_config is None else engine.drafter_config.method,
-        num_draft=engine.config.num_draft,
+        num_draft=config.num_draft,
+        bucket_drafts=tuple(sorted({config.num_draft_at(size) for size in config.batch_buckets})),
         completions=completions,
         seconds=time.perf_counter() - start,
     )
@@ -235,7 +248,7 @@ def comparison_table(runs: Sequence[Run], ties: dict[str, int] | None) -> str:
         counts = one.acceptance
         row = [
             METHOD_NAMES[one.method],
-            str(one.num_draft),
+            one.drafts_per_round,
             f"{one.tokens_per_second:.1f}",
             f"{one.tokens_per_second / runs[0].tokens_per_second:.2f}x",
             f"{counts.length:.2f}",
@@ -262,7 +275,7 @@ def summary(one: Run) -> str:
     counts = one.acceptance
     if one.num_draft:
         lines.append(
-            f"{METHOD_NAMES[one.method]} K={one.num_draft}: acceptance length {counts.length:.2f} "
+            f"{METHOD_NAMES[one.method]} K={one.drafts_per_round}: acceptance length {counts.length:.2f} "
             f"over {counts.rounds} rounds; accepted at position 1, 2, ...: {rates(counts)}"
         )
     return "\n".join(lines)
