@@ -82,13 +82,13 @@ class RpcServer:
             *_OPTIONS,
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_allowed_incoming_connections", max_connections),
-            ("grpc.server_handshake_timeout_ms", int(1000 * handshake_seconds)),
-            ("grpc.max_connection_idle_ms", int(1000 * idle_seconds)),
+            ("grpc.server_handshake_timeout_ms", _milliseconds(handshake_seconds)),
+            ("grpc.max_connection_idle_ms", _milliseconds(idle_seconds)),
             # A gateway may send all requests that the queue holds over one connection.
             ("grpc.max_concurrent_streams", max(4096, 2 * frontend.config.max_waiting)),
         ]
         if max_connection_seconds:
-            options.append(("grpc.max_connection_age_ms", int(1000 * max_connection_seconds)))
+            options.append(("grpc.max_connection_age_ms", _milliseconds(max_connection_seconds)))
         limits = MessageLimits(
             max_bytes=max_message_bytes,
             large=_WITH_PROMPTS,
@@ -139,6 +139,11 @@ class RpcServer:
         """Accepts no more calls, ends health watches, and after `grace` seconds cancels the rest."""
         self._health.close()
         await self._server.stop(grace)
+
+
+def _milliseconds(seconds: float) -> int:
+    """A time of gRPC's options, which are 32-bit integers: at most 24.8 days."""
+    return max(1, min(int(1000 * seconds), 2**31 - 1))
 
 
 def _wire_limits(frontend: Frontend) -> WireLimits:

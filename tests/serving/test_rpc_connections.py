@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving.rpc import guard
 from serving.rpc import health as health_service
+from serving.rpc.server import RpcServer
 from tests.serving.live import LiveServer
 from tests.serving.test_http_connections import connect, read_all
 from tests.waiting import LIMIT, eventually
@@ -45,6 +46,24 @@ def test_silent_connections_are_closed_and_make_room(make_engine):
             assert health(server.address) == SERVING
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 30 * 86_400.0, 1e300])
+def test_any_time_limit_of_connections_is_served(server, seconds):
+    """gRPC's options are 32-bit integers of milliseconds, so 30 days do not fit."""
+
+    async def start_and_stop() -> int:
+        another = RpcServer(
+            server.frontend,
+            handshake_seconds=seconds,
+            idle_seconds=seconds,
+            max_connection_seconds=seconds,
+        )
+        port = await another.start("127.0.0.1", 0)
+        await another.stop(0)
+        return port
+
+    assert server.run(start_and_stop()) > 0
 
 
 @pytest.fixture
