@@ -80,5 +80,9 @@ def failure(error: Exception) -> ServiceError:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`, or its first `most` characters."""
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
+    """`text`, or its first `most` characters.
+
+    Halves of surrogate pairs become question marks: a client's JSON may hold them, protobuf and UTF-8 cannot.
+    """
+    short = text if len(text) <= most else f"{text[: most - 4]} ..."
+    return short.encode("utf-8", "replace").decode()

@@ -28,6 +28,8 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
+_LARGEST = 2**31 - 1
+"""Largest value of gRPC's options."""
 _SERVICES = (
     peagle_v1_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
     vllm.SERVICE,
@@ -85,7 +87,10 @@ class RpcServer:
             ("grpc.server_handshake_timeout_ms", _milliseconds(handshake_seconds)),
             ("grpc.max_connection_idle_ms", _milliseconds(idle_seconds)),
             # A gateway may send all requests that the queue holds over one connection.
-            ("grpc.max_concurrent_streams", max(4096, 2 * frontend.config.max_waiting)),
+            (
+                "grpc.max_concurrent_streams",
+                min(max(4096, 2 * frontend.config.max_waiting), _LARGEST),
+            ),
         ]
         if max_connection_seconds:
             options.append(("grpc.max_connection_age_ms", _milliseconds(max_connection_seconds)))
@@ -142,8 +147,8 @@ class RpcServer:
 
 
 def _milliseconds(seconds: float) -> int:
-    """A time of gRPC's options, which are 32-bit integers: at most 24.8 days."""
-    return max(1, min(int(1000 * seconds), 2**31 - 1))
+    """A time of gRPC's options: at most 24.8 days."""
+    return max(1, int(min(1000 * seconds, _LARGEST)))
 
 
 def _wire_limits(frontend: Frontend) -> WireLimits:

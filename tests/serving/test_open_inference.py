@@ -390,5 +390,18 @@ def test_a_message_that_is_refused_ends_itself_only(server, live):
     assert len(finals) == 5
 
 
+def test_an_error_that_quotes_half_a_surrogate_pair_ends_its_request_only(server, stub):
+    """JSON may hold one, protobuf cannot."""
+    bad = typed_request(text_input=PROMPT, sampling_parameters=r'{"\ud800": 1}')
+    good = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG))
+    bad.id, good.id = "bad", "good"
+    with pytest.raises(grpc.RpcError, match=r"sampling_parameters\.\?: is not known") as refused:
+        stub.ModelInfer(bad, timeout=LIMIT)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    answers = stub.ModelStreamInfer(iter([good, bad, good]), timeout=LIMIT)
+    errors = {one.infer_response.id: bool(one.error_message) for one in answers}
+    assert errors == {"bad": True, "good": False}
+
+
 def is_final(response: service_pb2.ModelInferResponse) -> bool:
     return response.parameters["triton_final_response"].bool_param

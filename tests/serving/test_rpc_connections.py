@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -49,8 +50,10 @@ def test_silent_connections_are_closed_and_make_room(make_engine):
 
 
 @pytest.mark.parametrize("seconds", [1e-6, 30 * 86_400.0, 1e300])
-def test_any_time_limit_of_connections_is_served(server, seconds):
-    """gRPC's options are 32-bit integers of milliseconds, so 30 days do not fit."""
+def test_any_time_limit_and_any_queue_are_served(server, seconds, monkeypatch):
+    """gRPC's options are 32-bit integers, so 30 days in milliseconds do not fit."""
+    config = replace(server.frontend.config, max_waiting=2**40)
+    monkeypatch.setattr(server.frontend, "config", config)
 
     async def start_and_stop() -> int:
         another = RpcServer(
