@@ -1,10 +1,11 @@
 """Every name that the kernels take from parts of jax that are not public, with the reason for each.
 
-Kernels are written with `jax.experimental.pallas.mosaic_gpu` (plgpu). The body of a `plgpu.inline_mgpu`
-function is different: it runs once per thread while the kernel is lowered, and emits MLIR operations on the
-registers of that thread. plgpu has no names for those operations and arrays. A new version of jax may
-rename them, so no other file imports from `jax._src`, `jaxlib` or `jax.experimental.mosaic`
-(tests/test_house.py checks it).
+Kernels are written with `jax.experimental.pallas.mosaic_gpu` (plgpu), whose arrays are those of a warpgroup.
+The body of a `plgpu.inline_mgpu` function is different: its Python code runs once, while the kernel is
+lowered, and emits MLIR operations on the registers of one thread, which every thread of the warpgroup
+executes (lane semantics). plgpu has no names for those operations and arrays. A new version of jax may
+rename them, so no other file of pallas_kernels imports from `jax._src`, `jaxlib` or
+`jax.experimental.mosaic` (tests/test_house.py checks it).
 
 | name | what it is | why the public API does not serve |
 |---|---|---|

@@ -23,7 +23,7 @@ def warpgroup_index(groups: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Ring that one warpgroup fills and reads. The number of steps is static.
+    """Ring that one warpgroup fills and reads. The number of steps is known when the kernel is compiled.
 
     With stages = 3:
 
@@ -38,8 +38,8 @@ class Pipeline:
       fetch: `fetch(step, place)` starts the copies of a step to a place in the buffers; they arrive at the
         ready barrier of the place. The place is the slot, unless several warpgroups have rings.
       ready_barrier: [places]; all copies to a place have arrived.
-      fenced: threads read the tiles themselves. Their reads must precede the next TMA write, which takes a
-        fence. Reads of the MMA need none.
+      fenced: threads read the tiles, as they do to unpack weights. A fence then orders these reads before
+        the next TMA write. Reads by the MMA need no fence.
     """
 
     stages: int
@@ -92,9 +92,9 @@ class SharedPipeline(Pipeline):
     """Rings of a block whose warpgroups have their own weight tiles and share the x tiles.
 
     Each warpgroup fills and reads a ring of its own, as in `Pipeline`. Warpgroup 0 also fills the shared
-    ring, one step late: a slot is refilled when all warpgroups have released it, and by the end of the next
-    step they usually have. Without the delay warpgroup 0 would wait for the slowest one in every step, and
-    all of them would unpack weights at the same time, while the tensor cores idle.
+    ring, one step late: a slot is refilled after all warpgroups have released it, and at the end of the next
+    step they usually have. Without the delay warpgroup 0 would wait for the slowest one in every step. All
+    warpgroups would then unpack weights at the same time, and the tensor cores would be idle meanwhile.
 
     With stages = 3:
 
@@ -155,7 +155,7 @@ class SharedPipeline(Pipeline):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedPipeline:
-    """Ring of blocks of a paged cache, of which the number is known at run time only.
+    """Ring of blocks of a paged cache. The number of blocks is known at run time only.
 
     The page ids of step n + stages are read at the beginning of step n, to hide the latency of the page
     table. A barrier says when a slot has been read: on Hopper the warpgroups arrive at it, on Blackwell an
@@ -171,7 +171,7 @@ class PagedPipeline:
 
     Attributes:
       stages: slots of the ring.
-      end: the number after the last step.
+      end: number of the last step, plus 1.
       fetch: `fetch(step, pages)` starts the copies of a step from its pages.
       read_barrier: [stages]; the tiles of a slot have been read. None: the caller has read them.
     """

@@ -1,7 +1,10 @@
 """Tiles of a weight on their way through a GEMM kernel: stored bits, bfloat16 operands, float32 sums.
 
-`format.Format` is a codec times an MMA:
+A `format.Format` joins two parts, so every storage format works on every chip:
 
-- `codecs`: how the stored bits become bfloat16 operands, for each storage format (`mxfp4` has its bits).
-- `mma`: the contract of a chip's tensor cores; `mma_sm90` (wgmma) and `mma_sm100` (tcgen05) fulfil it.
+- a codec (`codecs`): how the stored bits become bfloat16 operands; `mxfp4` has the bit operations of MXFP4.
+- an MMA (matrix multiply-accumulate, `mma`): how a chip's tensor cores multiply; `mma_sm90` (wgmma, Hopper)
+  and `mma_sm100` (tcgen05, Blackwell) implement it.
+
+`warpgroups` is for blocks of several warpgroups. Start with the drawing in `format`.
 """

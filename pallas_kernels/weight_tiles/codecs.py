@@ -1,7 +1,7 @@
 """Codecs: how the stored bits of a weight tile become bfloat16 operands, one class per storage format.
 
 A codec describes the tile of one pipeline step and where its scales apply. It does not depend on the chip;
-`mma` says which registers a chip wants unpacked weights in.
+`mma` says in which registers a chip needs unpacked weights.
 
     codec       tile row in device memory    scales                                applied to
     Plain       128 bfloat16                 none
@@ -79,6 +79,7 @@ class Codec(ABC):
           tile_smem: `dtype` [mma.rows, width].
           scales_smem: staged scales uint8 [mma.rows * K / 32], or None.
           step: number of the tile along K.
+          interpret: parameters of the interpreter, or None on a GPU.
         Returns:
           A function: i -> bfloat16 [mma.rows, mma.part] in `mma`'s operand registers, columns from
           i * mma.part on.
@@ -87,7 +88,7 @@ class Codec(ABC):
 
 
 class Plain(Codec):
-    """bfloat16, no scale."""
+    """bfloat16, no scale. The MMA reads the tile as it is stored."""
 
     dtype = jnp.dtype(jnp.bfloat16)
     unpacked = False

@@ -1,12 +1,15 @@
 """Contract of a chip's matrix multiply-accumulate (MMA): weight tile times x tile, float32 sums.
 
 The weight is the M operand (64 rows on Hopper, 128 on Blackwell) and the tokens are the N operand
-("swap-AB"), so a small batch does not pad M. Operands are bfloat16. There are two ways to multiply, and
-the codec decides:
+("swap-AB"): M is then always full, and N is padded to a multiple of 8 only. Operands are bfloat16. There are
+two ways to multiply, and `Codec.unpacked` decides:
 
-- `stored`: both operands are read from shared memory (plain weights).
-- `unpacked`: threads convert the weights to bfloat16, `part` columns at a time. They are the first operand
+- stored: both operands are read from shared memory (plain weights).
+- unpacked: threads convert the weights to bfloat16, `part` columns at a time. They are the first operand,
   from registers (Hopper) or from tensor memory (Blackwell). x is read from shared memory.
+
+In names and comments a part is a number of columns of a tile, `parts` is the number of weights that share x,
+and `pieces` is the number of token ranges that are multiplied one after the other.
 """
 
 from abc import ABC, abstractmethod
@@ -49,7 +52,7 @@ class Mma(ABC):
 
     Attributes:
       rows: weight rows of one tile (M of the instruction).
-      part: columns of one call of a codec's unpacker.
+      part: columns that one call of a codec's unpacker returns.
       layout: register layout of a product [rows, tokens].
       transposed: register layout for the transposed store to shared memory.
     """
@@ -64,7 +67,7 @@ class Mma(ABC):
         return 1
 
     def pieces(self, codec: Codec, tokens: int, groups: int) -> int:
-        """Number of MMAs that split a token tile, to limit register pressure."""
+        """Number of token ranges of a tile, multiplied one after the other to limit register pressure."""
         return 1
 
     def scratch(self, codec: Codec, parts: int, tokens: int) -> dict[str, Any]:

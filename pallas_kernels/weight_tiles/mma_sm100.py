@@ -1,9 +1,9 @@
 """Blackwell's tensor cores: tcgen05 with 128 weight rows per block.
 
-Each thread of the warpgroup handles one weight row. It unpacks 64 columns ("a piece") and stores them to
-tensor memory, from where they are the first operand of the MMA. Two pieces are double-buffered: one is
-multiplied while the next is unpacked. Products accumulate in tensor memory within one K step and in
-registers across steps.
+Each thread of the warpgroup handles one weight row. It unpacks 64 columns of it and stores them to tensor
+memory (TMEM), from where they are the first operand of the MMA. In this file such 64 columns are a piece;
+the tokens are not divided (`Mma.pieces` is 1). There are two buffers: one piece is multiplied while the next
+is unpacked. Products accumulate in tensor memory within one K step and in registers across steps.
 
     TMEM columns   sums: parts * tokens (float32)   pieces: 2 * 64 bfloat16, packed in 64 columns
 """

@@ -17,7 +17,8 @@ def warpgroup_part(ref: Any, groups: int) -> Any:
 def tile_rows(rows: int, groups: int, block: Any, N: int) -> tuple[Any, Any]:
     """First weight row of this warpgroup's tile of `rows` rows: (row to read, row to store).
 
-    Warpgroups past N re-read the last tile and skip the store.
+    A warpgroup whose tile is past N reads the last tile again, because all warpgroups must take part in the
+    loop (`x_free_barrier` counts them). The caller skips its store.
     """
     row = (block if groups == 1 else block * groups + warpgroup_index(groups)) * rows
     if groups == 1 or N % (groups * rows) == 0:
