@@ -24,6 +24,7 @@ from convert.source import Source
 from peagle_jax.checkpoint import Checkpoint, load_target
 from peagle_jax.checkpoint.layout import FP8
 from peagle_jax.checkpoint.safetensors import write
+from peagle_jax.layers import AttentionRows
 
 SEQUENCES, TOKENS = 2, 24
 TOLERANCE = 1e-3
@@ -134,11 +135,12 @@ def _dequantized(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return weight.astype(np.float32) * spread.astype(np.float32)
 
 
-def _attend(q, k, v, cache: None, *, window: int | None, scale=None, sinks=None):
+def _attend(rows: AttentionRows, cache: None, *, window: int | None, scale: float, sinks):
     """Reference `layers.Attend` over whole sequences without a cache."""
-    T, H = q.shape[1], q.shape[-1]
+    q, k, v = rows.heads()
+    T = q.shape[1]
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (H**-0.5 if scale is None else scale)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
     behind = jnp.arange(T)[:, None] - jnp.arange(T)
     visible = (behind >= 0) & (behind < (T if window is None else window))
     scores = jnp.where(visible, scores, -jnp.inf)

@@ -17,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from peagle_jax import SamplingParams
+from serving.errors import Code
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
@@ -166,7 +167,7 @@ def test_ten_thousand_requests_end_once_each_and_leave_nothing(server, reports):
     assert min(codes.values()) > 100
     assert len({stream.number for stream in reports}) == len(reports) > kept
     assert all(stream.code is not None for stream in reports)
-    assert Counter(stream.code for stream in reports)[Status.OK] >= codes[Status.OK]
+    assert Counter(stream.code for stream in reports)[Code.OK] >= codes[Status.OK]
     reports.clear()
     assert resident_mib() - before < 64
 
@@ -196,7 +197,7 @@ def test_the_death_of_a_client_frees_everything(server, reports, pace):
         client.send_signal(signal.SIGKILL)
         client.wait()
         server.check_freed(pace)
-    assert [stream.code for stream in reports] == [Status.CANCELLED] * 8
+    assert [stream.code for stream in reports] == [Code.CANCELLED] * 8
 
 
 def test_a_client_that_stops_reading_delays_no_other(server):
