@@ -14,7 +14,9 @@ from serving.http.gate import Gate, Slot
 from serving.http.listener import Listener
 from serving.tls import Certificates
 
-_BACKLOG = 2048
+# Connections that wait to be accepted. Where more wait, the kernel drops what clients send, and they
+# repeat it after 0.2 s. The kernel's own limit is net.core.somaxconn, 4096 by default.
+_BACKLOG = 4096
 
 
 class _Uvicorn(uvicorn.Server):
