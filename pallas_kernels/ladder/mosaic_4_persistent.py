@@ -12,6 +12,7 @@ in ascending order: a row has the same bits however many rows are beside it.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,48 @@ def chunks(N: int, K: int, num_sms: int, step: int = STEP) -> int:
     most = max(1, steps // 2)
     wanted = next((n for n in range(1, most) if tiles * n >= 0.9 * num_sms), most)
     return pl.cdiv(steps, pl.cdiv(steps, wanted))  # without chunks that begin past K
+
+
+def declare(
+    body: Callable,
+    out_type: jax.ShapeDtypeStruct,
+    launch: Launch,
+    *,
+    blocks: int,
+    tile: tuple[int, int],
+    weight: jnp.dtype,
+    name: str,
+) -> Callable:
+    """The kernel that runs `body` in `blocks` blocks: a producer and `GROUPS` consumers around a ring.
+
+    Args:
+      body: its last arguments are x_smem [STAGES, *tile] bfloat16, w_smem [STAGES, TILE, tile[1]], out_smem
+        [GROUPS, tile[0], ROWS], ready_barrier (x and the weight are in a slot) and free_barrier (the
+        consumers have read it), each barrier one for each slot.
+      tile: rows and columns of x in a step.
+      weight: dtype of the weight's values.
+    """
+    rows, step = tile
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=dict(
+            x_smem=plgpu.SMEM(
+                (STAGES, rows, step), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)
+            ),
+            w_smem=plgpu.SMEM((STAGES, TILE, step), weight, transforms=swizzled(weight)),
+            out_smem=plgpu.SMEM((GROUPS, rows, ROWS), out_type.dtype),
+            ready_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            free_barrier=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+        interpret=launch.interpret,
+        kernel_name=name,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="launch")
@@ -115,22 +158,14 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
             lax.fori_loop(0, own_units, unit, None)
             plgpu.wait_smem_to_gmem(0)
 
-    kernel = plgpu.kernel(
+    out_type = jax.ShapeDtypeStruct((num_chunks, R, N), out_dtype)
+    kernel = declare(
         body,
-        out_type=jax.ShapeDtypeStruct((num_chunks, R, N), out_dtype),
-        scratch_types=dict(
-            x_smem=plgpu.SMEM((STAGES, R, STEP), x.dtype, transforms=swizzled(x.dtype)),
-            w_smem=plgpu.SMEM((STAGES, TILE, STEP), w.dtype, transforms=swizzled(w.dtype)),
-            out_smem=plgpu.SMEM((GROUPS, R, ROWS), out_dtype),
-            ready_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # w and x
-            free_barrier=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-        ),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=GROUPS + 1,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-        interpret=launch.interpret,
-        kernel_name="ladder_persistent",
+        out_type,
+        launch,
+        blocks=blocks,
+        tile=(R, STEP),
+        weight=w.dtype,
+        name="ladder_persistent",
     )
     return add_in_order(kernel(x, w)).astype(x.dtype)

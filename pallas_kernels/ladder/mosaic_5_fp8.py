@@ -13,6 +13,7 @@ sums of e4m3 products keep fewer bits than float32.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +25,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.ladder.mosaic_4_persistent import PRODUCER, STAGES, TILE, ZEROS, chunks
-from pallas_kernels.ladder.tiles import GROUPS, ROWS, check, store_transposed, swizzled
+from pallas_kernels.ladder.mosaic_4_persistent import (
+    PRODUCER,
+    STAGES,
+    TILE,
+    ZEROS,
+    chunks,
+    declare,
+)
+from pallas_kernels.ladder.tiles import ROWS, check, store_transposed
 
 
 def unpack(tile_smem: Any) -> jax.Array:
@@ -51,6 +59,46 @@ def multiply(tile_smem: Any, x_smem: Any, interpret: Any) -> jax.Array:
         return acc[...]
 
     return pl.run_scoped(run, plgpu.ACC((ROWS, x_smem.shape[0]), jnp.float32))
+
+
+def scaled_product(
+    n: jax.Array,
+    own_units: jax.Array,
+    num_steps: int,
+    block_scale: Callable[[jax.Array | int], jax.Array],
+    group: jax.Array,
+    x_smem: Any,
+    w_smem: Any,
+    ready_barrier: Any,
+    free_barrier: Any,
+    interpret: Any,
+) -> jax.Array:
+    """A consumer's sum over the steps of a unit: float32 [ROWS, R] in registers.
+
+    Args:
+      n: the unit is the block's n-th of `own_units`, each of `num_steps` steps.
+      block_scale: float32 scale of the unit's i-th step; i may be `num_steps`, whose scale is not used.
+      x_smem: [STAGES, R, BLOCK] bfloat16; w_smem [STAGES, TILE, BLOCK] e4m3.
+    """
+
+    def step(i, carry):
+        total, factor = carry
+        next_factor = block_scale(i + 1)  # a step early, to hide the latency
+        slot = lax.rem(n * num_steps + i, STAGES)
+        plgpu.barrier_wait(ready_barrier.at[slot])
+        own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
+        product = multiply(own_rows, x_smem.at[slot], interpret)
+
+        @pl.when(n * num_steps + i + STAGES < own_units * num_steps)
+        def _():
+            plgpu.commit_smem()  # the threads' reads precede the next copy
+            plgpu.barrier_arrive(free_barrier.at[slot])
+
+        return total + product * factor, next_factor
+
+    zeros = jnp.zeros((ROWS, x_smem.shape[1]), jnp.float32)
+    start = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), block_scale(0)
+    return lax.fori_loop(0, num_steps, step, start)[0]
 
 
 @functools.partial(jax.jit, static_argnames="launch")
@@ -109,23 +157,10 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
                 def block_scale(i):
                     return scale_gmem[tile, jnp.minimum(chunk * num_steps + i, K // BLOCK - 1)]
 
-                def step(i, carry):
-                    total, factor = carry
-                    next_factor = block_scale(i + 1)  # a step early, to hide the latency
-                    slot = lax.rem(n * num_steps + i, STAGES)
-                    plgpu.barrier_wait(ready_barrier.at[slot])
-                    own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
-                    product = multiply(own_rows, x_smem.at[slot], launch.interpret)
-
-                    @pl.when(n * num_steps + i + STAGES < own_units * num_steps)
-                    def _():
-                        plgpu.commit_smem()  # the threads' reads precede the next copy
-                        plgpu.barrier_arrive(free_barrier.at[slot])
-
-                    return total + product * factor, next_factor
-
-                zeros = plgpu.layout_cast(jnp.zeros((ROWS, R), jnp.float32), plgpu.Layout.WGMMA)
-                total, _ = lax.fori_loop(0, num_steps, step, (zeros, block_scale(0)))
+                total = scaled_product(
+                    n, own_units, num_steps, block_scale, group,
+                    x_smem, w_smem, ready_barrier, free_barrier, launch.interpret,
+                )  # fmt: skip
                 own = pl.ds(tile * TILE + group * ROWS, ROWS)
                 store_transposed(total, out_smem.at[group], out_gmem.at[chunk, :, own])
                 return carry
@@ -133,24 +168,14 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
             lax.fori_loop(0, own_units, unit, None)
             plgpu.wait_smem_to_gmem(0)
 
-    kernel = plgpu.kernel(
+    out_type = jax.ShapeDtypeStruct((num_chunks, R, N), out_dtype)
+    kernel = declare(
         body,
-        out_type=jax.ShapeDtypeStruct((num_chunks, R, N), out_dtype),
-        scratch_types=dict(
-            x_smem=plgpu.SMEM((STAGES, R, BLOCK), x.dtype, transforms=swizzled(x.dtype)),
-            w_smem=plgpu.SMEM(
-                (STAGES, TILE, BLOCK), values.dtype, transforms=swizzled(values.dtype)
-            ),
-            out_smem=plgpu.SMEM((GROUPS, R, ROWS), out_dtype),
-            ready_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # w and x
-            free_barrier=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-        ),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=GROUPS + 1,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-        interpret=launch.interpret,
-        kernel_name="ladder_fp8",
+        out_type,
+        launch,
+        blocks=blocks,
+        tile=(R, BLOCK),
+        weight=values.dtype,
+        name="ladder_fp8",
     )
     return add_in_order(kernel(x, values, scale)).astype(x.dtype)

@@ -22,9 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.ladder.mosaic_4_persistent import PRODUCER, STAGES, TILE
-from pallas_kernels.ladder.mosaic_5_fp8 import multiply
-from pallas_kernels.ladder.tiles import GROUPS, ROWS, check, store_transposed, swizzled
+from pallas_kernels.ladder.mosaic_4_persistent import PRODUCER, STAGES, TILE, declare
+from pallas_kernels.ladder.mosaic_5_fp8 import scaled_product
+from pallas_kernels.ladder.tiles import ROWS, check, store_transposed
 from pallas_kernels.moe.worklist import Worklist, make_worklist
 
 
@@ -116,24 +116,10 @@ def product(
                 def block_scale(i):
                     return scale_gmem[expert, tile, jnp.minimum(i, num_steps - 1)]
 
-                def step(i, carry):
-                    total, factor = carry
-                    next_factor = block_scale(i + 1)
-                    slot = lax.rem(n * num_steps + i, STAGES)
-                    plgpu.barrier_wait(ready_barrier.at[slot])
-                    own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
-                    product = multiply(own_rows, x_smem.at[slot], launch.interpret)
-
-                    @pl.when(n * num_steps + i + STAGES < own_units * num_steps)
-                    def _():
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(free_barrier.at[slot])
-
-                    return total + product * factor, next_factor
-
-                zeros = jnp.zeros((ROWS, tokens), jnp.float32)
-                start = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), block_scale(0)
-                total, _ = lax.fori_loop(0, num_steps, step, start)
+                total = scaled_product(
+                    n, own_units, num_steps, block_scale, group,
+                    x_smem, w_smem, ready_barrier, free_barrier, launch.interpret,
+                )  # fmt: skip
                 rows, own = pl.ds(item * tokens, tokens), pl.ds(tile * TILE + group * ROWS, ROWS)
                 store_transposed(total, out_smem.at[group], out_gmem.at[rows, own])
                 return carry
@@ -141,24 +127,9 @@ def product(
             lax.fori_loop(0, own_units, unit, None)
             plgpu.wait_smem_to_gmem(0)
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((x.shape[0], N), x.dtype),
-        scratch_types=dict(
-            x_smem=plgpu.SMEM((STAGES, tokens, BLOCK), x.dtype, transforms=swizzled(x.dtype)),
-            w_smem=plgpu.SMEM(
-                (STAGES, TILE, BLOCK), values.dtype, transforms=swizzled(values.dtype)
-            ),
-            out_smem=plgpu.SMEM((GROUPS, tokens, ROWS), x.dtype),
-            ready_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # w and x
-            free_barrier=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-        ),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=GROUPS + 1,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-        interpret=launch.interpret,
-        kernel_name="ladder_grouped",
-    )
+    out_type = jax.ShapeDtypeStruct((x.shape[0], N), x.dtype)
+    kernel = declare(
+        body, out_type, launch, blocks=blocks, tile=(tokens, BLOCK), weight=values.dtype,
+        name="ladder_grouped",
+    )  # fmt: skip
     return kernel(x, values, scale, experts, num_items)
