@@ -1,6 +1,5 @@
 """`peagle-bench humaneval`: problems of HumanEval that a model solves (Chen et al. 2021, arXiv 2107.03374)."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -46,12 +45,10 @@ class Problem:
 
 def problems(file: Path = _FILE, limit: int | None = None) -> list[Problem]:
     """Reads the released file."""
-    found = []
-    for line in file.read_text(encoding="utf-8").splitlines()[:limit]:
-        row = json.loads(line)
-        prompt = row["prompt"].rstrip()
-        found.append(Problem(row["task_id"], prompt, row["test"], row["entry_point"]))
-    return found
+    return [
+        Problem(row["task_id"], row["prompt"].rstrip(), row["test"], row["entry_point"])
+        for row in rows.read([file])[:limit]
+    ]
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
