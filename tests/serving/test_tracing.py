@@ -15,7 +15,7 @@ from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.tracing import Tracer
 from tests.serving.live import LiveServer
-from tests.waiting import LIMIT
+from tests.waiting import LIMIT, eventually
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
@@ -131,13 +131,17 @@ def test_without_a_parent_the_span_is_a_root(server, spans, headers):
 def test_errors_are_recorded_in_the_span(server, spans, monkeypatch, pace):
     monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_seconds=0.5))
 
-    def expire() -> tuple:
-        """Spans of a request that ends at its limit; none if it came to the engine too late."""
+    ended: list = []
+
+    def expire() -> list:
+        """Spans of requests that ended at their limit; one that comes to the engine too late has none."""
         assert post(server, "/v1/completions", dict(prompt="a") | LONG).status_code == 504
         server.check_freed(pace)
-        return spans()
+        ended.extend(spans())
+        return ended
 
-    (span,) = next(filter(None, iter(expire, None)))
+    eventually(expire, "a request that came to the engine in time has a span")
+    (span,) = ended
     assert not span.status.is_ok
     assert "time was up" in span.status.description
     assert span.attributes["error.type"] == "DEADLINE_EXCEEDED"
