@@ -64,7 +64,7 @@ MAY_USE_INTERNALS = {
     "peagle_jax/training/flash.py": "cuDNN attention that returns its log-sum-exp",
     "tests/kernels/conftest.py": "the races that Mosaic's interpreter found",
 }
-"""A new version of jax may rename what is not public; these files are then to be changed."""
+"""A new version of jax may rename names that are not public. Then only these files change."""
 
 FILES = sorted(
     path
