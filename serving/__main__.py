@@ -8,19 +8,19 @@ from functools import partial
 
 from peagle_jax.config import ConfigError
 from serving.settings import check_models
+from serving.signals import exit_while_loading
 from serving.sources import parser, resolve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
+    exit_while_loading()
     # A serving process reads certificates and tokens again at SIGHUP. Until then SIGHUP must not kill it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         settings, sources = resolve(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         parser().exit(2, f"peagle-serve: error: {' '.join(str(error).split())}\n")
-    # Until the server handles SIGTERM: process 1 of a container ignores a signal without a handler.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # By default gRPC writes a line for every handshake that fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
@@ -41,8 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print("peagle-serve: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while it loads; later the server handles the signal and drains
-        return 130
 
 
 if __name__ == "__main__":

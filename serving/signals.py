@@ -6,8 +6,24 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 
 _log = logging.getLogger(__name__)
+
+
+def exit_while_loading() -> None:
+    """SIGTERM and SIGINT end the process at once, with 128 plus the signal's number, until `Signals` runs.
+
+    Process 1 of a container ignores a signal without a handler. The handler raises no exception: an
+    import or a callback may swallow it, and CPython ends the process by SIGINT where a KeyboardInterrupt
+    leaves `exec` of a string (each dataclass runs one), also if it is caught.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit_at_once)
+
+
+def _exit_at_once(number: int, _: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 class Signals:
@@ -38,4 +54,4 @@ class Signals:
             self.exit_code = 128 + number
             self.hurry.set()
         else:
-            os._exit(128 + number)
+            _exit_at_once(number, None)
