@@ -79,7 +79,7 @@ def first_token(request: dict) -> dict:
 
     from bench.decode_step import Models, prompts_of
     from peagle_jax import runs
-    from peagle_jax.config import SamplingParams
+    from peagle_jax.sampling_params import SamplingParams
 
     options, (method, num_draft) = Options.of(request["options"]), request["variant"]
     runs.keep_compiled_programs(request["cache"])

@@ -25,10 +25,11 @@ from bench.random_weights import num_bytes, random_head, random_target
 from bench.synthetic import Scattered, synthetic_acceptance
 from bench.timing import drive
 from peagle_jax import runs
-from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import DraftHead, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.verify import verify
 
 _DEFAULT_K = 7

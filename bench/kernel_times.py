@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from bench.timing import SETTLED, is_full
-from peagle_jax.config import SamplingParams
 from peagle_jax.engine.engine import Engine
+from peagle_jax.sampling_params import SamplingParams
 
 _TOP = 25
 _NUMBER = re.compile(r"([._]\d+)+$")  # loop_add_fusion_12 is another use of loop_add_fusion

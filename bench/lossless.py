@@ -27,11 +27,12 @@ from bench.decode_step import CellsConfig
 from bench.presets import preset
 from bench.timing import drive
 from peagle_jax import runs
-from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, DraftInputs, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.sampling import accept_uniforms
+from peagle_jax.sampling_params import SamplingParams
 
 KNOWN = 0.7
 """Share of drafts that `Oracle` takes from the reference: AL 2.5 with K = 3 and 3.1 with K = 7."""

@@ -10,12 +10,13 @@ from bench.command import ModelOptions, SweepOptions
 from bench.rows import DATA
 from pallas_kernels.formats import kind
 from peagle_jax import runs
-from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.rules import check_request
 from peagle_jax.models import Decoder
 from peagle_jax.prompts import find_runnable, read_jsonl, read_text
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text import Tokenizer
 
 Prompts = list[str | list[int]]

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
         DrafterConfig,
         EngineConfig,
         RopeConfig,
-        SamplingParams,
         TargetConfig,
     )
     from peagle_jax.engine.engine import Completion, Engine
     from peagle_jax.loading import load
+    from peagle_jax.sampling_params import SamplingParams
     from peagle_jax.step import prefill, speculative_step
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
 _HOMES = {
     "Completion": "engine.engine",
     "Engine": "engine.engine",
+    "SamplingParams": "sampling_params",
     "load": "loading",
     "prefill": "step",
     "speculative_step": "step",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.model_folders import check_folders, check_head_is_given
 from peagle_jax.options import parser
 from peagle_jax.prompts import (
@@ -24,6 +24,7 @@ from peagle_jax.prompts import (
     greedy,
     read_jsonl,
 )
+from peagle_jax.sampling_params import SamplingParams
 
 INCOMPLETE = 3
 """Exit code of a run that skipped some prompts."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from peagle_jax.config import ConfigError, SamplingParams
+from peagle_jax.config import ConfigError
+from peagle_jax.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

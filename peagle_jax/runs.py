@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from peagle_jax.checkpoint import Quantization, load_head
-from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Completion, Engine
 from peagle_jax.engine.request import Request
@@ -20,6 +20,7 @@ from peagle_jax.engine.stats import Acceptance
 from peagle_jax.loading import load_weights
 from peagle_jax.model_folders import embedded
 from peagle_jax.models import Decoder
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text import Tokenizer
 
 TIE_NATS = 0.05

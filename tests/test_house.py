@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "tests")
 
 ORDER = [
-    "errors", "plotting", "rope_config", "draft_schedule", "config", "presets", "plan",
+    "errors", "plotting", "rope_config", "draft_schedule", "config", "sampling_params", "presets", "plan",
     "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "drafter", "verify", "step",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",

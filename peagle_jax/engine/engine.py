@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall
 from peagle_jax.engine.memory import fit_pages
@@ -22,6 +22,7 @@ from peagle_jax.engine.scheduler import Scheduler, Update
 from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.engine.transfer import Result
 from peagle_jax.models import Decoder
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.step import AcceptRule, init_state
 from peagle_jax.text import StopChecker, Tokenizer
 from peagle_jax.verify import verify

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from peagle_jax.config import SamplingParams
+from peagle_jax.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.sampling_params import SamplingParams
 
 
 def check_request(

@@ -11,10 +11,11 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from peagle_jax.checkpoint import load_target
-from peagle_jax.config import ConfigError, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.rope_config import DynamicScaling, LinearScaling
+from peagle_jax.sampling_params import SamplingParams
 from tests import tiny
 from tests.programs import one_bucket
 from tests.tiny import causal_attention

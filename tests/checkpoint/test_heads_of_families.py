@@ -11,9 +11,10 @@ from safetensors.numpy import load_file
 
 from bench.presets import preset
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target, save_head
-from peagle_jax.config import EngineConfig, SamplingParams
+from peagle_jax.config import EngineConfig
 from peagle_jax.engine.engine import Engine
 from peagle_jax.rope_config import DynamicScaling, LinearScaling, RopeConfig
+from peagle_jax.sampling_params import SamplingParams
 from tests import tiny
 from tests.programs import one_bucket
 

@@ -3,11 +3,12 @@
 import random
 from collections import Counter
 
-from peagle_jax.config import EngineConfig, SamplingParams
+from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import Calls
 from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.scheduler import Scheduler
 from peagle_jax.engine.stats import Acceptance
+from peagle_jax.sampling_params import SamplingParams
 from tests.engine.fake_device import FakeDevice, true_next
 
 EOS = 59
