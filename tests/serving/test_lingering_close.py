@@ -74,7 +74,9 @@ def test_a_request_that_was_read_to_its_end_keeps_its_connection(server, gate):
         contextlib.closing(http.client.HTTPConnection(address, timeout=LIMIT)) as connection,
     ):
         for _ in range(2):
-            connection.request("POST", "/v1/completions", body)
+            # The content type is checked before the body is read.
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", body, headers)
             mine = connection.sock
             answer = connection.getresponse()
             assert answer.status == 400
