@@ -248,6 +248,7 @@ def _report_gaps(plan) -> int:
 
 
 def _convert(args) -> int:
+    from convert.interruption import ends_at_once
     from convert.plan import GROUP_BYTES, IN_FLIGHT_BYTES, make_plan
     from convert.stream import convert
     from convert.summary import not_finite_text
@@ -260,7 +261,8 @@ def _convert(args) -> int:
     )
     if code := _report_gaps(plan):
         return code
-    with _bar("converting", plan.nbytes) as advance:
+    again = "interrupted; give the same command again to go on"
+    with ends_at_once(again), _bar("converting", plan.nbytes) as advance:
         result = convert(plan, args.folder, progress=advance, restart=args.restart)
     if result.already:
         print(f"{args.folder} holds this conversion already; nothing to do")
@@ -371,8 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         # Orbax leaves unawaited coroutines behind; suppress Python's warning for each.
         warnings.simplefilter("ignore", RuntimeWarning)
-        again = "; give the same command again to go on" if args.command == "convert" else ""
-        print(f"\ninterrupted{again}", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
