@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from peagle_jax import EngineConfig
-from serving.errors import ServiceError
+from serving.errors import Code, ServiceError
 from serving.stream import Stream
 from serving.worker import Event, Load, Tokens
 
@@ -91,8 +91,7 @@ class Metrics:
         """Tokens generated since the start."""
         self._ends: deque[float] = deque(maxlen=_REMEMBERED)
         self._last_tokens: dict[object, float] = {}
-        for reason in ("stop", "length", "abort", "error"):
-            self._count("vllm:request_success", 0, finished_reason=reason)
+        self._begin_counters()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -151,6 +150,18 @@ class Metrics:
             return 1.0
         pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return min(30.0, max(0.1, pace))
+
+    def _begin_counters(self) -> None:
+        """Sets counters to 0: Prometheus sees no increase in a series that begins with another value."""
+        self._count("vllm:prompt_tokens", 0)
+        self._count("vllm:generation_tokens", 0)
+        for reason in ("stop", "length", "abort", "error"):
+            self._count("vllm:request_success", 0, finished_reason=reason)
+        for code in (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE):
+            self._count("vllm:admission_rejections", 0, reason=code.name.lower())
+        for protocol in ("grpc", "http"):
+            for code in Code:
+                self._count("peagle:requests", 0, protocol=protocol, code=code.name)
 
     def _rejected(self, error: ServiceError) -> None:
         if error.retry_after is not None:

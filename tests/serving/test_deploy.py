@@ -184,7 +184,7 @@ def test_compose_starts_servers_that_exist(services, stages):
             assert (ROOT / service["build"]["dockerfile"]).is_file()
             assert service["build"]["target"] in stages
         else:
-            assert re.fullmatch(r"[\w./-]+:v[0-9.]+", service["image"])  # a version, not latest
+            assert re.fullmatch(r"[\w./-]+:v?[0-9.]+", service["image"])  # a version, not latest
     minutes = services["peagle"]["stop_grace_period"]
     assert 60 * int(minutes.removesuffix("m")) > found.drain_seconds + AFTER_DRAIN
     mounts = [text.split(":") for text in services["peagle"]["volumes"]]
@@ -211,8 +211,24 @@ def test_prometheus_scrapes_what_runs(services, stages):
     assert targets == {
         "peagle": [f"peagle:{server.http_port}"], "gateway": [f"gateway:{gateway.prometheus_port}"]
     }  # fmt: skip
-    (mount,) = services["prometheus"]["volumes"]
-    assert (DEPLOY / mount.split(":")[0]).is_file()
+    mounts = [one.split(":") for one in services["prometheus"]["volumes"]]
+    assert content["rule_files"] == [Path(place).name for _, place, _ in mounts[1:]]
+    assert all((DEPLOY / source).is_file() for source, _, _ in mounts)
+
+
+def test_grafana_reads_its_dashboard_from_prometheus(services):
+    mounts = [one.split(":") for one in services["grafana"]["volumes"]]
+    assert all((DEPLOY / source).is_file() for source, _, _ in mounts)
+    places = {Path(source).name: Path(place) for source, place, _ in mounts}
+    (source,) = yaml.safe_load((DEPLOY / "grafana/datasource.yaml").read_text())["datasources"]
+    assert places["datasource.yaml"].parent.name == "datasources"
+    url = urllib.parse.urlsplit(source["url"])
+    assert url.port in published(services[url.hostname])
+    (provider,) = yaml.safe_load((DEPLOY / "grafana/provider.yaml").read_text())["providers"]
+    assert places["provider.yaml"].parent.name == "dashboards"
+    assert places["dashboard.json"].parent == Path(provider["options"]["path"])
+    uid = json.loads((DEPLOY / "grafana/dashboard.json").read_text())["uid"]
+    assert f"localhost:3000/d/{uid}" in (DEPLOY / "compose.yaml").read_text()
 
 
 def test_kubernetes_starts_a_server_that_exists(pod, objects, stages):

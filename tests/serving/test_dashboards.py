@@ -1,0 +1,146 @@
+"""deploy/grafana/dashboard.json and deploy/alerts.yml ask for metrics and labels that `/metrics` has."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import promql_parser as promql
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from peagle_jax import EngineConfig
+from peagle_jax.engine.stats import Acceptance
+from serving.metrics import Metrics
+from serving.worker import Load
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
+RULES = [
+    rule
+    for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+OF_PROMETHEUS = {"up": {"job", "instance"}}
+OF_TARGETS = {"job", "instance"}  # labels that Prometheus adds to every series
+ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+@pytest.fixture(scope="module")
+def series() -> dict[str, set[str]]:
+    """Labels of each series of a server that has had no request: Prometheus must see them begin at 0."""
+    counts = Acceptance(rounds=1, emitted=2, drafted=3, accepted=1, per_position=(1, 0, 0))
+    metrics = Metrics(
+        "tiny",
+        config=EngineConfig(num_draft=3),
+        load=lambda: Load(acceptance=counts),
+        num_open=lambda: 0,
+    )
+    found = dict(OF_PROMETHEUS)
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for ending in ENDINGS[family.type]:
+            labels = {label for sample in family.samples for label in sample.labels}
+            found[family.name + ending] = labels | OF_TARGETS
+    return found
+
+
+def panels() -> list[dict]:
+    return [one for one in DASHBOARD["panels"] if one["type"] != "row"]
+
+
+def expressions() -> list[tuple[str, str]]:
+    """Title and PromQL of each query, with Grafana's variables replaced."""
+    asked = [
+        (panel["title"], target["expr"].replace("$__rate_interval", "5m"))
+        for panel in panels()
+        for target in panel["targets"]
+    ]
+    return asked + [(rule["alert"], rule["expr"]) for rule in RULES]
+
+
+def parts(node: promql.Expr) -> Iterator[promql.Expr]:
+    """A node of a parsed query and all nodes below it."""
+    yield node
+    below = [
+        getattr(node, name, None) for name in ("lhs", "rhs", "expr", "vector_selector", "param")
+    ]
+    for child in [*below, *getattr(node, "args", ())]:
+        if child is not None:
+            yield from parts(child)
+
+
+def used(expression: str) -> dict[str, set[str]]:
+    """Labels that a query matches, by series."""
+    found: dict[str, set[str]] = {}
+    for node in parts(promql.parse(expression)):
+        if isinstance(node, promql.VectorSelector):
+            found.setdefault(node.name, set()).update(one.name for one in node.matchers.matchers)
+    return found
+
+
+def grouped(expression: str) -> set[str]:
+    """Labels that a query groups or joins by."""
+    nodes = list(parts(promql.parse(expression)))
+    modifiers = [getattr(node, "modifier", None) for node in nodes]
+    matchings = [getattr(one, "matching", None) for one in modifiers]
+    return {label for one in [*modifiers, *matchings] for label in getattr(one, "labels", ())}
+
+
+@pytest.mark.parametrize(("title", "expression"), expressions())
+def test_queries_name_series_and_labels_of_the_server(title, expression, series):
+    asked = used(expression)
+    assert asked
+    for name, labels in asked.items():
+        assert name in series, f"{title}: /metrics has no {name}"
+        assert labels <= series[name], f"{title}: {name} has no label {labels - series[name]}"
+    known = set().union(*(series[name] for name in asked))
+    assert grouped(expression) <= known, title
+
+
+def test_the_queries_of_this_test_are_read_whole():
+    """A label or a series that does not exist is found wherever it stands."""
+    wrong = "sum by (a) (rate(b{c='1'}[5m])) / ignoring (d) group_left (e) (1 - f)"
+    assert used(wrong) == {"b": {"c"}, "f": set()}
+    assert grouped(wrong) == {"a", "d"}
+
+
+def test_the_dashboard_shows_each_figure_of_speculation():
+    shown = {name for _, expression in expressions() for name in used(expression)}
+    assert shown >= {
+        "peagle:spec_decode_num_emitted_tokens_total", "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle:num_speculative_tokens",
+        "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total",
+    }  # fmt: skip
+
+
+def test_panels_are_described_and_do_not_overlap():
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    cells = set()
+    for panel in DASHBOARD["panels"]:
+        x, y, width, height = (panel["gridPos"][name] for name in "xywh")
+        own = {(a, b) for a in range(x, x + width) for b in range(y, y + height)}
+        assert x + width <= 24
+        assert not own & cells, panel["title"]
+        cells |= own
+    for panel in panels():
+        assert panel["description"].endswith(".")
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references)
+
+
+def test_variables_of_the_dashboard_are_declared():
+    declared = {one["name"] for one in DASHBOARD["templating"]["list"]}
+    assert declared == {"datasource", "model", "instance"}
+    for _, expression in expressions():
+        for word in ("$model", "$instance"):
+            assert word.removeprefix("$") in declared or word not in expression
+    sources = {panel["datasource"]["uid"] for panel in panels()}
+    assert sources == {"${datasource}"}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_alerts_say_what_happened_and_what_to_do(rule):
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert "$labels.instance" in rule["annotations"]["summary"]
+    assert rule["annotations"]["description"].endswith(".")
