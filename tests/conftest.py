@@ -10,6 +10,8 @@ os.environ.setdefault("NPROC", "12")
 _FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"  # the workers keep the cores busy; parts cost more
+    # XLA's newer code generator lowers each fusion through MLIR: it takes twice the time to compile.
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
