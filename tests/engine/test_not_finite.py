@@ -9,7 +9,8 @@ import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.request import NOT_FINITE
-from tests import tiny
+from tests import programs, tiny
+from tests.programs import one_bucket
 
 MAX_TOKENS = 24
 LENGTHS = (3, 9, 17, 5)
@@ -20,10 +21,22 @@ METHODS = [("none", 0), ("peagle", 3), ("eagle3", 2)]
 FAMILIES = ["llama", "qwen3_moe", "gpt_oss"]
 
 
-def engine_of(target, method: str, num_draft: int, **changes) -> Engine:
-    head = None if method == "none" else tiny.head(method)
-    sizes = dict(max_num_seqs=3, max_model_len=48, page_size=4, prefill_chunk=8, prefill_rows=2)
-    return Engine(target, head, EngineConfig(num_draft=num_draft, **(sizes | changes)))
+SIZES = dict(
+    max_num_seqs=3, max_model_len=48, page_size=4, prefill_chunk=8, prefill_rows=2,
+    num_pages=3 * 12 + 1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    """Engines here differ in their weights alone."""
+    with programs.shared():
+        yield
+
+
+def engine_of(target, method: str, num_draft: int, head=None, **changes) -> Engine:
+    head = head or (None if method == "none" else tiny.head(method))
+    return one_bucket(Engine(target, head, EngineConfig(num_draft=num_draft, **(SIZES | changes))))
 
 
 def poisoned(family: str, dtype: str = "float32"):
@@ -44,6 +57,7 @@ def check_failed(completion, num_tokens: int | None = None) -> None:
         assert completion.emitted == len(completion.tokens) - 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "method", "num_draft"),
     [("llama", *method) for method in METHODS] + [(name, "peagle", 3) for name in FAMILIES[1:]],
@@ -51,7 +65,7 @@ def check_failed(completion, num_tokens: int | None = None) -> None:
 def test_one_bad_token_ends_its_request_alone(family, method, num_draft, caplog):
     """In the prompt and, met in a round, in the text; pages, slots and rings go to the next request."""
     caplog.set_level(logging.ERROR)
-    engine = engine_of(poisoned(family), method, num_draft, num_pages=3 * 12 + 1)
+    engine = engine_of(poisoned(family), method, num_draft)
     sick = [[5, BAD], [BAD, *range(2, 20)], [*range(2, 30), BAD, 7]]
     mixed = [sick[0], PROMPTS[0], sick[1], PROMPTS[1], PROMPTS[2], sick[2], sick[0], PROMPTS[3]]
     counted = lambda c: (c.tokens, c.rounds, c.accepted_per_position)
@@ -77,6 +91,7 @@ def test_one_bad_token_ends_its_request_alone(family, method, num_draft, caplog)
     assert engine.scheduler.pool.num_free == engine.config.total_pages - 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_a_text_fails_at_the_same_token_with_and_without_drafts(family):
     """The token is emitted, as its own logits are good; the next token has none."""
@@ -97,8 +112,9 @@ def test_a_text_fails_at_the_same_token_with_and_without_drafts(family):
     assert (done.tokens, done.finish_reason, done.error) == (text[: at + 1], "stop", None)
 
 
-@pytest.mark.parametrize("number", [jnp.nan, jnp.inf])
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma4"])
+@pytest.mark.parametrize("number", [jnp.nan, jnp.inf])
 def test_one_number_of_any_matrix_is_found(family, number):
     """Each matrix of the target in turn, the projection of values and the router among them.
 
@@ -131,19 +147,15 @@ def test_one_number_of_any_matrix_is_found(family, number):
     assert engine.generate([[5, 6, 7]], params)[0].tokens == clean.tokens  # in the same pages
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
 @pytest.mark.parametrize(("method", "num_draft"), METHODS[1:])
 def test_a_drafter_of_nan_costs_its_drafts_and_nothing_else(method, num_draft, draft_sampling):
-    target, head = tiny.target(), tiny.head(method)
-    plain = engine_of(target, "none", 0)
-    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), head)
-    config = EngineConfig(
-        num_draft=num_draft, max_num_seqs=3, max_model_len=48, page_size=4, prefill_chunk=8,
-        draft_sampling=draft_sampling,
-    )  # fmt: skip
-    engine = Engine(target, broken, config)
+    target = tiny.target()
+    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), tiny.head(method))
+    engine = engine_of(target, method, num_draft, broken, draft_sampling=draft_sampling)
     params = SamplingParams(max_tokens=MAX_TOKENS)
-    want = [c.tokens for c in plain.generate(PROMPTS, params)]
+    want = [c.tokens for c in engine_of(target, "none", 0).generate(PROMPTS, params)]
     done = engine.generate(PROMPTS, params)
     assert [c.tokens for c in done] == want
     sampled = engine.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0))
