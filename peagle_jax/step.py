@@ -49,6 +49,7 @@ class StepOutput:
     """What the host reads back after a call."""
 
     packed: jax.Array  # [B, K+2] int32: tokens [B, K+1] and count [B], see `_signed_count`
+    drafts: jax.Array  # [B, K] int32, proposals for the positions after the emitted tokens
     logprobs: jax.Array  # [B, K+1] float32, of the emitted tokens
     top_ids: jax.Array  # [B, K+1, n] int32
     top_logprobs: jax.Array  # [B, K+1, n] float32
@@ -78,7 +79,9 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
     )
 
 
-def _output(logits, verdict: Verdict, params: RequestParams, max_logprobs: int) -> StepOutput:
+def _output(
+    logits, verdict: Verdict, drafts: jax.Array, params: RequestParams, max_logprobs: int
+) -> StepOutput:
     """Packs the verdict. Computes logprobs and top-n only if some row requests logprobs."""
     T = verdict.tokens.shape[1]
 
@@ -99,7 +102,7 @@ def _output(logits, verdict: Verdict, params: RequestParams, max_logprobs: int) 
     wants_logprobs = jnp.any(params.num_logprobs >= 0)
     chosen, ids, top = jax.lax.cond(wants_logprobs, with_logprobs, zeros)
     packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
-    return StepOutput(packed, chosen, ids, top)
+    return StepOutput(packed, drafts, chosen, ids, top)
 
 
 def _signed_count(verdict: Verdict) -> jax.Array:
@@ -114,18 +117,24 @@ def _signed_count(verdict: Verdict) -> jax.Array:
     return jnp.where(num_finite < verdict.count, -1 - num_finite, verdict.count)
 
 
-def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> State:
-    """Runs the drafter over the rows of a call and stores its drafts in the state."""
+def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> tuple[State, jax.Array]:
+    """Runs the drafter over the rows of a call. Stores its drafts in the state; returns them, [B, K]."""
     K = drafter.num_draft
     if K == 0:
         cache = drafter.absorb(target, inputs, state.drafter_cache)
-        return replace(state, drafter_cache=cache)
+        return replace(state, drafter_cache=cache), _no_drafts(inputs.slots)
     proposal, cache = drafter.propose(target, inputs, state.drafter_cache)
     drafts = state.drafts.at[inputs.slots, :K].set(proposal.tokens)
     probs = state.draft_probs
     if probs is not None:
         probs = probs.at[inputs.slots, :K].set(proposal.probs)
-    return replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs)
+    state = replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs)
+    return state, proposal.tokens
+
+
+def _no_drafts(slots: jax.Array) -> jax.Array:
+    """[B, 0] int32."""
+    return jnp.zeros((slots.shape[0], 0), jnp.int32)
 
 
 def _advance(state: State, slots, length, last_token) -> State:
@@ -187,6 +196,7 @@ def speculative_step(
 
     state = _advance(state, slots, start + verdict.count, last)
     state = replace(state, target_cache=target_cache)
+    proposed = _no_drafts(slots)
     if drafter is not None:
         inputs = DraftInputs(
             # The emitted tokens are the drafter's shifted input: row j holds x_{c+j+1}.
@@ -199,8 +209,8 @@ def speculative_step(
             keys=request_keys(params),
             temperature=params.temperature,
         )
-        state = _draft(target, drafter, state, inputs)
-    return state, _output(logits, verdict, params, max_logprobs)
+        state, proposed = _draft(target, drafter, state, inputs)
+    return state, _output(logits, verdict, proposed, params, max_logprobs)
 
 
 def prefill(
@@ -230,9 +240,9 @@ def prefill(
         plan.tokens, positions, state.target_cache, attend, taps=taps, keep=last_row
     )
     logits = target.unembed(hidden)
-    no_drafts = jnp.zeros((slots.shape[0], 0), jnp.int32)
+    proposed = _no_drafts(slots)
     decided = (plan.start + plan.count)[:, None]  # [R, 1] position of the token after the chunk
-    verdict = accept(logits, no_drafts, None, decided, params)
+    verdict = accept(logits, proposed, None, decided, params)
     ends = plan.next_token < 0
     following = jnp.where(ends, verdict.tokens[:, 0], plan.next_token)
 
@@ -254,6 +264,6 @@ def prefill(
             keys=request_keys(params),
             temperature=params.temperature,
         )
-        state = _draft(target, drafter, state, inputs)
+        state, proposed = _draft(target, drafter, state, inputs)
     count = jnp.where(ends & (plan.count > 0), 1, 0)
-    return state, _output(logits, verdict._replace(count=count), params, max_logprobs)
+    return state, _output(logits, verdict._replace(count=count), proposed, params, max_logprobs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from peagle_jax import SamplingParams
-from peagle_jax.engine.request import Request, TokenLogprob
+from peagle_jax.engine.request import Request, Round, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from serving import caller
 from serving.errors import Code, ServiceError, failure
@@ -72,7 +72,8 @@ class Delta:
     """New output of a sequence since the last delta of the same `index`.
 
     If a stop string ended the text, `tokens` include the token that completed it, and `text` excludes it.
-    `reasoning` is the reasoning of a chat model; `text` does not include it.
+    `reasoning` is the reasoning of a chat model; `text` does not include it. `rounds` are the rounds that
+    made `tokens`; prefill made the first token of a sequence.
     """
 
     index: int
@@ -80,6 +81,7 @@ class Delta:
     text: str
     reasoning: str = ""
     logprobs: list[TokenLogprob] | None
+    rounds: list[Round]
     finish: Finish | None
 
 
@@ -101,6 +103,7 @@ class _Sequence:
     parser: ReplyParser | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    rounds: list[Round] = field(default_factory=list)
     request: Request | None = None
     is_read: bool = False  # the client has read the finish
 
@@ -109,8 +112,8 @@ class _Sequence:
         return not self.is_read and bool(self.tokens or self.request)
 
     def take(self, index: int) -> Delta:
-        tokens, logprobs, request = self.tokens, self.logprobs, self.request
-        self.tokens, self.logprobs = [], None
+        tokens, logprobs, rounds, request = self.tokens, self.logprobs, self.rounds, self.request
+        self.tokens, self.logprobs, self.rounds = [], None, []
         reply = self.parser.add(tokens) if self.parser else ReplyPart()
         finish = None
         if request is not None:
@@ -128,6 +131,7 @@ class _Sequence:
             text=reply.text,
             reasoning=reply.reasoning,
             logprobs=logprobs,
+            rounds=rounds,
             finish=finish,
         )
 
@@ -197,6 +201,8 @@ class Stream:
         """Adds the output of a round to sequence `index`."""
         sequence = self._sequences[index]
         sequence.tokens += event.tokens
+        if event.round is not None:
+            sequence.rounds.append(event.round)
         if event.logprobs is not None:
             sequence.logprobs = (sequence.logprobs or []) + event.logprobs
         if event.tokens and self.first_token is None:

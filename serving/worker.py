@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from peagle_jax import ConfigError, Engine, SamplingParams, runs
-from peagle_jax.engine.request import Request, TokenLogprob
+from peagle_jax.engine.request import Request, Round, TokenLogprob
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.engine.stats import Acceptance
 
@@ -44,6 +44,8 @@ class Tokens:
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None
     request: Request | None = None
+    round: Round | None = None
+    """Drafts of the round; None if prefill sampled the token, or without tokens."""
 
 
 @dataclass(frozen=True)
@@ -260,10 +262,10 @@ class EngineWorker:
         logprobs = None
         if request.logprobs is not None:
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
-        if not request.is_finished:
-            return Tokens(request.id, tokens, logprobs)
-        del self._running[request.id]
-        return Tokens(request.id, tokens, logprobs, request)
+        end = request if request.is_finished else None
+        if end is not None:
+            del self._running[request.id]
+        return Tokens(request.id, tokens, logprobs, end, request.last_round if tokens else None)
 
     def _measure(self) -> Load:
         scheduler = self._engine.scheduler

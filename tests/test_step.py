@@ -72,6 +72,7 @@ def test_drafts_after_rounds_of_any_k_equal_those_of_a_fresh_run(rig, prefilled)
             got, want = (rows_of(s.drafter_cache, rig, slot, length[slot]) for s in (state, fresh))
             np.testing.assert_allclose(got, want, atol=1e-5)
         assert np.array_equal(state.drafts[:B, :K], fresh.drafts[:B, :K])
+        assert np.array_equal(output.drafts, state.drafts[:B, :K]), "not what the host reads"
         np.testing.assert_allclose(state.draft_probs[:B, :K], fresh.draft_probs[:B, :K], atol=2e-5)
 
 

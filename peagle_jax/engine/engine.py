@@ -221,7 +221,7 @@ class Engine:
             logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
         is_prefill = isinstance(call, PrefillCall)
         commit = self.scheduler.commit_prefill if is_prefill else self.scheduler.commit_decode
-        updates = commit(call, tokens, count, logprobs)
+        updates = commit(call, tokens, count, output.drafts, logprobs)
         now = time.monotonic()
         for request, tokens in updates:
             if tokens:

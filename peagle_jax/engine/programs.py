@@ -86,22 +86,23 @@ class Programs:
         """Compiles the program of `key` and the two that copy its plan in and its output out."""
         if key == PREFILL:
             lower, idle = self._prefill.lower, PrefillCall.build([], self._config).plan
-            output = self._blank_output(self._config.prefill_rows, 1)
+            output = self._blank_output(self._config.prefill_rows, 1, self._config.num_draft)
         else:
             num_draft = self._config.num_draft_at(key)
             lower = partial(self._round.lower, num_draft=num_draft)
             idle = DecodeCall.build([], key, num_draft, self._config).plan
-            output = self._blank_output(key, num_draft + 1)
+            output = self._blank_output(key, num_draft + 1, num_draft)
         resident = Resident(idle, output)
         self._compile(key, lower, state, resident.plan, resident.output)
         resident.compile()
         self._resident[key] = resident
 
-    def _blank_output(self, rows: int, T: int) -> step.StepOutput:
-        """Zeroed output buffers for `T` tokens of each of `rows` slots."""
+    def _blank_output(self, rows: int, T: int, num_draft: int) -> step.StepOutput:
+        """Zeroed output buffers for `T` tokens and `num_draft` drafts of each of `rows` slots."""
         n = self._config.max_logprobs
         return step.StepOutput(
             packed=jnp.zeros((rows, T + 1), jnp.int32),
+            drafts=jnp.zeros((rows, num_draft), jnp.int32),
             logprobs=jnp.zeros((rows, T), jnp.float32),
             top_ids=jnp.zeros((rows, T, n), jnp.int32),
             top_logprobs=jnp.zeros((rows, T, n), jnp.float32),

@@ -54,6 +54,15 @@ class BatchLogprobs(NamedTuple):
         ]
 
 
+class Round(NamedTuple):
+    """What one round did for one request: it verified `drafts`, and the first `accepted` became output."""
+
+    drafts: list[int]
+    accepted: int
+    tokens: int
+    """Number of output tokens: `accepted`, and the target's own token unless the text ended before."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Request:
     """A request: parameters, output so far, and resources. Compared by identity; slots are reused.
@@ -95,6 +104,13 @@ class Request:
     """Number of drafts that the call dispatched last makes; the next round verifies at most these."""
     prefill_in_flight: bool = False
     """Whether one of the calls in flight is the final prefill chunk (it yields exactly one token)."""
+    drafts: list[int] = field(default_factory=list)
+    """Drafts of the call committed last: proposals for the tokens after `output`."""
+    unread_drafts: int = 0
+    """Dispatched but uncommitted calls that make drafts: those in flight, and the last chunk of a
+    prefill after a preemption. `drafts` are those that the next round verifies if this is 0."""
+    last_round: Round | None = None
+    """The round that `output` grew by last; None if prefill sampled the newest token."""
 
     rounds: int = 0
     drafted: int = 0
@@ -158,10 +174,11 @@ class Request:
         """Number of output tokens emitted by rounds: all but the first, which prefill samples."""
         return max(0, len(self.output) - 1)
 
-    def record_round(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts one round that verified `num_drafted` drafts, of which `num_accepted` became output."""
+    def record_round(self, drafts: list[int], num_accepted: int, num_tokens: int) -> None:
+        """Counts one round that verified `drafts`, of which the first `num_accepted` became output."""
+        self.last_round = Round(drafts, num_accepted, num_tokens)
         self.rounds += 1
-        self.drafted += num_drafted
+        self.drafted += len(drafts)
         self.accepted += num_accepted
         for position in range(num_accepted):
             self.accepted_per_position[position] += 1

@@ -109,11 +109,16 @@ class Scheduler:
         call: PrefillCall,
         tokens: np.ndarray,  # [R, 1]
         count: np.ndarray,  # [R], 1 where the row ended its prompt, -1 where its logits are not finite
+        drafts: np.ndarray,  # [R, J]
         logprobs: BatchLogprobs | None = None,  # C = 1
     ) -> list[Update]:
         """Commits one prefill call: appends the first token of each prompt that the call completed."""
         updates = []
-        for row, request in enumerate(call.requests):
+        for row, is_last in enumerate(call.last):
+            request = call.requests[row]
+            if is_last:
+                request.unread_drafts -= 1
+                request.drafts = drafts[row].tolist()
             if not call.samples(row):
                 continue
             request.in_flight -= 1
@@ -127,6 +132,7 @@ class Scheduler:
         call: DecodeCall,
         tokens: np.ndarray,  # [B, K+1]
         count: np.ndarray,  # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
+        drafts: np.ndarray,  # [B, K], for the next round
         logprobs: BatchLogprobs | None = None,  # C = K+1
     ) -> list[Update]:
         """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
@@ -135,12 +141,15 @@ class Scheduler:
             if request is None:
                 continue
             request.in_flight -= 1
+            request.unread_drafts -= 1
+            verified = request.drafts[: call.drafted[row]]
+            request.drafts = drafts[row].tolist()
             if not request.is_finished:
                 produced = int(count[row])
                 update = self._receive(request, row, tokens, produced, logprobs)
                 # A failed round emits accepted drafts only, without the target's own token.
                 accepted = produced - 1 if produced > 0 else -1 - produced
-                self._record_round(request, call.drafted[row], accepted, len(update[1]))
+                self._record_round(request, verified, accepted, len(update[1]))
                 updates.append(update)
         return updates
 
@@ -166,6 +175,7 @@ class Scheduler:
             assert len(request.pages) <= self.config.pages_per_seq, f"{request.id} holds too much"
         for request in [*self.waiting, *self.active]:
             assert request.prefill_in_flight <= request.in_flight <= MAX_IN_FLIGHT, request.id
+            assert request.in_flight <= request.unread_drafts, request.id
             assert len(request.output) < request.params.max_tokens, f"{request.id} is complete"
             assert request.num_tokens < self.config.max_model_len, f"{request.id} is complete"
 
@@ -183,6 +193,7 @@ class Scheduler:
         call = DecodeCall.build(rows, size, self.config.num_draft_at(size), self.config)
         for request in rows:
             request.in_flight += 1
+            request.unread_drafts += 1
             request.pending = call.num_draft
         return call
 
@@ -199,20 +210,21 @@ class Scheduler:
             if call.last[row]:
                 request.state = RequestState.RUNNING
                 request.pending = self.config.num_draft
+                request.unread_drafts += 1
                 request.prefill_in_flight = call.samples(row)
                 request.in_flight += request.prefill_in_flight
         return call
 
-    def _record_round(self, request: Request, drafted: int, passed: int, kept: int) -> None:
-        """Counts a round in which `passed` of `drafted` drafts passed and `kept` tokens became output.
+    def _record_round(self, request: Request, drafts: list[int], passed: int, kept: int) -> None:
+        """Counts a round in which `passed` of `drafts` passed and `kept` tokens became output.
 
         If a text ends on a draft, later drafts that passed verification do not become output.
         """
         accepted = min(passed, kept)
-        request.record_round(drafted, accepted)
-        if drafted:
+        request.record_round(drafts, accepted, kept)
+        if drafts:
             self._emitted += kept
-            self._drafted += drafted
+            self._drafted += len(drafts)
             self._rounds_by_accepted[accepted] += 1
 
     def _is_ending(self, request: Request) -> bool:

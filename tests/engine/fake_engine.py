@@ -36,7 +36,7 @@ class FakeEngine:
         self.in_flight: list = []
         self.streams: dict = {}
         self.ends: Counter = Counter()
-        self.num_rows = 0
+        self.num_rows = self.num_refused = 0
         self.num_drafted: Counter = Counter()
 
     def add(self, prompt: list[int], num_draft: int | None = None, **fields) -> Request:
@@ -81,10 +81,23 @@ class FakeEngine:
                 self.num_drafted[request.id] += 0 if request.is_finished else drafted
             updates += self.scheduler.commit_decode(calls.decode, *results["decode"])
         for request, tokens in updates:
+            self.check_round(request, tokens)
             assert not self.ends[request.id], "a finished request received tokens"
             self.streams[request.id] += tokens
             self.ends[request.id] += request.is_finished
         self.scheduler.check_integrity()
+
+    def check_round(self, request: Request, tokens: list[int]) -> None:
+        """The drafts that the host read are those that the device verified: their leading ones are output."""
+        if request.last_round is None:
+            assert len(tokens) == 1
+            return
+        drafts, accepted, num_tokens = request.last_round
+        assert num_tokens == len(tokens)
+        assert drafts[:accepted] == tokens[:accepted]
+        if accepted < min(len(drafts), len(tokens)):
+            assert drafts[accepted] != tokens[accepted]
+            self.num_refused += 1
 
     def step(self) -> None:
         self.dispatch()
@@ -145,6 +158,7 @@ def check_finished(request: Request, engine: FakeEngine) -> None:
     assert ending == wanted
     check_counts(request)
     assert request.drafted == engine.num_drafted[request.id]
+    assert request.unread_drafts == 0
     if not engine.config.draft_schedule:
         assert request.drafted == request.rounds * request.num_draft
     n = request.params.logprobs

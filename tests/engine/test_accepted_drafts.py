@@ -58,11 +58,12 @@ def test_a_round_counts_the_drafts_that_became_output(fields, kept, accepted):
     assert counts == scheduler.acceptance
     assert counts == Acceptance(1, kept, J, accepted, tuple([1] * accepted + [0] * (J - accepted)))
     assert counts.length == kept == len(request.output) - 1
+    assert request.last_round == ([7, 8, EOS, 10], accepted, kept)
 
 
 def commit(scheduler: Scheduler, call, tokens: list, count: list) -> list:
     take = scheduler.commit_prefill if hasattr(call, "last") else scheduler.commit_decode
-    return take(call, np.array(tokens), np.array(count))
+    return take(call, np.array(tokens), np.array(count), np.array([[7, 8, EOS, 10]]))
 
 
 def test_the_models_length_ends_a_text_on_a_draft():

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.request import Request
+from peagle_jax.engine.request import Request, Round
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from tests import tiny
@@ -137,11 +137,14 @@ def test_a_text_ends_where_the_model_length_does(engine):
 
 def test_updates_stream_every_token_once_and_in_order(engine, natural):
     streams: dict[int, list[int]] = {}
-    done = engine.generate(
-        PROMPTS,
-        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
-        on_update=lambda request, tokens: streams.setdefault(request.id, []).extend(tokens),
-    )
+    rounds: dict[int, list[Round]] = {}
+
+    def collect(request: Request, tokens: list[int]) -> None:
+        streams.setdefault(request.id, []).extend(tokens)
+        rounds.setdefault(request.id, []).append(request.last_round)
+
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    done = engine.generate(PROMPTS, params, on_update=collect)
     assert [streams[key] for key in sorted(streams)] == natural == [c.tokens for c in done]
     for c in done:
         assert 0 < c.time_to_first_token <= c.duration
@@ -149,6 +152,15 @@ def test_updates_stream_every_token_once_and_in_order(engine, natural):
         assert c.rounds + c.accepted - c.emitted in (0, 1)
         assert c.emitted == len(c.tokens) - 1
         assert c.drafted == J * c.rounds
+    for c, (prefilled, *made) in zip(done, (rounds[key] for key in sorted(rounds)), strict=True):
+        assert prefilled is None
+        assert (len(made), sum(one.accepted for one in made)) == (c.rounds, c.accepted)
+        left = c.tokens[1:]
+        for drafts, accepted, num_tokens in made:
+            said, left = left[:num_tokens], left[num_tokens:]
+            assert drafts[:accepted] == said[:accepted]
+            assert accepted == min(J, num_tokens) or drafts[accepted] != said[accepted]
+        assert not left
 
 
 def finish(engine: Engine) -> None:

@@ -87,6 +87,7 @@ def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
     assert min(reasons["stop"], reasons["length"], reasons["abort"]) > 0
     if name != "roomy":
         assert engine.scheduler.num_preemptions > 0
+    assert engine.num_refused or not engine.config.num_draft
     drafting = [request for request in requests if request.num_draft]
     wanted = [sum(getattr(r, f) for r in drafting) for f in ("drafted", "accepted")]
     counts = engine.scheduler.acceptance

@@ -14,10 +14,11 @@ from peagle_jax.drafter import Proposal
 from peagle_jax.engine.stats import Acceptance
 from serving.client.answer import as_json, statistics
 from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
+from serving.stream import Ask
 from tests.serving.conftest import SIZES
 from tests.serving.live import LiveServer
 from tests.serving.test_metrics import moved, scrape
-from tests.waiting import LIMIT
+from tests.waiting import LIMIT, eventually
 
 PROMPT = [5, 9, 13]
 J = SIZES["num_draft"]
@@ -169,4 +170,28 @@ def _fields(stats) -> tuple:
         counts.drafted,
         counts.accepted,
         tuple(counts.accepted_per_position),
+    )
+
+
+def test_a_slow_reader_gets_the_drafts_of_every_round(live):
+    """The stream is read only once the engine has finished, so that all its deltas are merged."""
+
+    params = SamplingParams(max_tokens=STOP, ignore_eos=True)
+    stream = live.call(live.frontend.open, Ask(request_id="slow", prompt=PROMPT, params=params))
+    eventually(lambda: live.call(lambda: bool(stream.requests)), "the engine has finished")
+
+    async def read():
+        async with stream:
+            return [delta async for delta in stream]
+
+    (delta,) = live.run(read())
+    assert sum(one.tokens for one in delta.rounds) == len(delta.tokens) - 1 == STOP - 1
+    said = delta.tokens[1:]
+    for drafts, accepted, num_tokens in delta.rounds:
+        assert drafts[:accepted] == said[:accepted]
+        said = said[num_tokens:]
+    accepted = [one.accepted for one in delta.rounds]
+    assert (len(accepted), sum(accepted)) == (
+        delta.finish.acceptance.rounds,
+        delta.finish.acceptance.accepted,
     )
