@@ -31,7 +31,7 @@ from bench.random_weights import random_head, random_target
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
-from peagle_jax.engine.calls import DecodeCall, PrefillCall
+from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.plan import DecodePlan, PrefillPlan
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
@@ -154,7 +154,7 @@ def programs(sizes: Sizes) -> Programs:
         prefill,
         weights,
         state,
-        DecodeCall.build([], sizes.concurrency, sizes.k, config).plan,
+        DecodeCall.build([], RoundShape(sizes.concurrency, sizes.k), config).plan,
         PrefillCall.build([], config).plan,
     )
 

@@ -134,7 +134,7 @@ class EngineWorker:
     @property
     def batch_sizes_pending(self) -> int:
         """Batch sizes that are not compiled yet; until then rounds use the next larger size."""
-        return len(self._engine.config.batch_buckets) - len(self._engine.scheduler.batch_sizes)
+        return len({shape.size for shape in self._engine.programs.missing})
 
     def start(self) -> None:
         """Starts the thread, which compiles first. Call it in the event loop."""
@@ -182,12 +182,10 @@ class EngineWorker:
             self._post(self._on_death, error)
 
     def _compile(self) -> None:
-        """Compiles the other batch sizes, one at a time, while the engine runs."""
+        """Compiles the other programs, one at a time, while the engine runs."""
         try:
-            for size in self._engine.config.batch_buckets[:-1]:
-                if self._is_stopping:
-                    return
-                self._engine.warm_up(sizes=[size])
+            while not self._is_stopping and self._engine.compile_next():
+                pass
         except Exception:
             _log.exception("a smaller batch cannot be compiled; rounds use the next larger one")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -45,20 +45,31 @@ class PrefillCall:
         return self.requests[row] is not None and bool(self.plan.next_token[row] < 0)
 
 
+class RoundShape(NamedTuple):
+    """What the program of a round is compiled for."""
+
+    size: int  # batch bucket: rows of the plan, padding included
+    num_draft: int  # K, drafts that the round makes for each row, and the most that it verifies
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeCall:
     """One speculative round of K = `num_draft`. Padding rows have request None."""
 
     requests: tuple[Request | None, ...]  # B
-    num_draft: int  # drafts that the round makes for each row, and the most that it verifies
+    shape: RoundShape
     drafted: tuple[int, ...]  # per real row: drafts that the round verifies
     plan: DecodePlan
 
+    @property
+    def num_draft(self) -> int:
+        """K, see `RoundShape`."""
+        return self.shape.num_draft
+
     @classmethod
-    def build(
-        cls, rows: Sequence[Request], size: int, num_draft: int, config: EngineConfig
-    ) -> Self:
-        """Plans a round of K = `num_draft` for `rows` in the batch bucket of `size` rows."""
+    def build(cls, rows: Sequence[Request], shape: RoundShape, config: EngineConfig) -> Self:
+        """Plans a round of `shape` for `rows`, at most `shape.size` requests."""
+        size, num_draft = shape
         slots, pending = np.full(size, config.max_num_seqs, np.int32), np.zeros(size, np.int32)
         slots[: len(rows)] = [request.slot for request in rows]
         # At most K: the plan then stays the same from round to round, and is not uploaded again.
@@ -66,7 +77,7 @@ class DecodeCall:
         table = _page_table(rows, size, config.pages_per_seq)
         return cls(
             requests=(*rows, *[None] * (size - len(rows))),
-            num_draft=num_draft,
+            shape=shape,
             drafted=tuple(min(num_draft, r.num_draft, r.pending) for r in rows),
             plan=DecodePlan(slots=slots, page_table=table, pending=pending),
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
-from peagle_jax.engine.calls import DecodeCall, PrefillCall
+from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.memory import fit_pages
 from peagle_jax.engine.programs import Programs
 from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
@@ -124,17 +124,35 @@ class Engine:
     ) -> None:
         """Compiles all programs; afterwards no call compiles. `on_compiled` is called after each one.
 
-        With `sizes`, compiles only these batch buckets; the largest bucket must be among them or already
-        compiled. Batches are padded to the next larger compiled bucket. A later call, from any thread,
-        compiles the others.
+        With `sizes`, compiles only the first round of each of these batch buckets; the largest bucket
+        must be among them or already compiled. Batches are padded to the next larger compiled bucket.
+        `compile_next` compiles the others.
         """
-        self.programs.warm_up(self._state, on_compiled, sizes or self.config.batch_buckets)
+        shapes = self.programs.shapes
+        if sizes is not None:
+            shapes = [shape for shape in shapes if shape.size in sizes]
+        self._compile(shapes, on_compiled)
+
+    def compile_next(self) -> bool:
+        """Compiles one missing program, while another thread may run the engine.
+
+        Returns:
+          Whether one was missing.
+        """
+        missing = self.programs.missing[:1]
+        self._compile(missing)
+        return bool(missing)
+
+    def _compile(
+        self, shapes: Sequence[RoundShape], on_compiled: Callable[[], None] = lambda: None
+    ) -> None:
+        self.programs.warm_up(self._state, on_compiled, shapes)
         self.scheduler.batch_sizes = self.programs.sizes
 
     @property
     def num_programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
-        return 1 + len(self.config.batch_buckets)
+        return 1 + len(self.programs.shapes)
 
     @property
     def has_work(self) -> bool:
@@ -202,8 +220,9 @@ class Engine:
         calls = self.scheduler.schedule()
         dispatched = []
         if calls.decode is not None:
-            self._state, result = self.programs.round(self._state, calls.decode.plan)
-            dispatched.append((calls.decode, result))
+            decode = calls.decode
+            self._state, result = self.programs.round(self._state, decode.plan, decode.num_draft)
+            dispatched.append((decode, result))
         for prefill in calls.prefills:
             now = time.monotonic()
             for request in filter(None, prefill.requests):

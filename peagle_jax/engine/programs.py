@@ -1,6 +1,4 @@
-"""The compiled device programs of an engine: one for prefill, and one per batch bucket for rounds.
-
-The round of a bucket is compiled for the bucket's own K (`EngineConfig.num_draft_at`).
+"""The compiled device programs of an engine: one for prefill, and one per `RoundShape` for rounds.
 
 Each program is compiled ahead of time for fixed shapes. After `warm_up` no call compiles anything.
 
@@ -23,15 +21,24 @@ import jax.numpy as jnp
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
-from peagle_jax.engine.calls import DecodeCall, PrefillCall
+from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.memory import carve_holes
 from peagle_jax.engine.transfer import Resident, Result
 from peagle_jax.plan import DecodePlan, PrefillPlan
 
 PREFILL = "prefill"
-"""Key of the prefill program. The key of a round's program is its batch size."""
+"""Key of the prefill program. The key of a round's program is its `RoundShape`."""
 
-Key = int | str
+Key = RoundShape | str
+
+
+def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
+    """Shapes of all rounds, in the order in which they compile.
+
+    The first one serves any number of requests.
+    """
+    sizes = reversed(config.batch_buckets)
+    return tuple(RoundShape(size, config.num_draft_at(size)) for size in sizes)
 
 
 class Programs:
@@ -39,6 +46,8 @@ class Programs:
 
     def __init__(self, target, drafter, config: EngineConfig, *, taps, accept: step.AcceptRule):
         self._config = config
+        self.shapes = round_shapes(config)
+        """Shapes of the rounds that `warm_up` compiles without a choice of its own."""
         self._weights, structure = jax.tree.flatten((target, drafter))
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
 
@@ -69,9 +78,13 @@ class Programs:
         """Dispatches one prefill call; `state` is consumed. Returns the next state and a `Result`."""
         return self._dispatch(PREFILL, state, plan)
 
-    def round(self, state: step.State, plan: DecodePlan):
-        """Dispatches one round; `state` is consumed. Returns the next state and a `Result`."""
-        return self._dispatch(len(plan.slots), state, plan)
+    def round(self, state: step.State, plan: DecodePlan, num_draft: int):
+        """Dispatches one round of K = `num_draft`; `state` is consumed.
+
+        Returns:
+          The next state and a `Result`.
+        """
+        return self._dispatch(RoundShape(len(plan.slots), num_draft), state, plan)
 
     def _dispatch(self, key: Key, state: step.State, plan: PrefillPlan | DecodePlan):
         if key not in self._resident:
@@ -88,10 +101,9 @@ class Programs:
             lower, idle = self._prefill.lower, PrefillCall.build([], self._config).plan
             output = self._blank_output(self._config.prefill_rows, 1, self._config.num_draft)
         else:
-            num_draft = self._config.num_draft_at(key)
-            lower = partial(self._round.lower, num_draft=num_draft)
-            idle = DecodeCall.build([], key, num_draft, self._config).plan
-            output = self._blank_output(key, num_draft + 1, num_draft)
+            lower = partial(self._round.lower, num_draft=key.num_draft)
+            idle = DecodeCall.build([], key, self._config).plan
+            output = self._blank_output(key.size, key.num_draft + 1, key.num_draft)
         resident = Resident(idle, output)
         self._compile(key, lower, state, resident.plan, resident.output)
         resident.compile()
@@ -116,18 +128,28 @@ class Programs:
                 self._compiled.setdefault(key, program)
 
     @property
+    def compiled(self) -> tuple[RoundShape, ...]:
+        """Shapes whose rounds are compiled, ascending."""
+        return tuple(sorted(key for key in tuple(self._resident) if key != PREFILL))
+
+    @property
+    def missing(self) -> tuple[RoundShape, ...]:
+        """Those of `shapes` that are not compiled yet, in their order."""
+        return tuple(shape for shape in self.shapes if shape not in self._resident)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
-        """Batch buckets whose rounds are compiled, ascending."""
-        return tuple(size for size in self._config.batch_buckets if size in self._resident)
+        """Batch buckets with a compiled round, ascending."""
+        return tuple(sorted({shape.size for shape in self.compiled}))
 
     def warm_up(
-        self, state: step.State, on_compiled: Callable[[], None], sizes: Sequence[int]
+        self, state: step.State, on_compiled: Callable[[], None], shapes: Sequence[RoundShape]
     ) -> None:
-        """Compiles prefill and the rounds of `sizes` where missing, four at a time.
+        """Compiles prefill and the rounds of `shapes` where missing, four at a time.
 
         `on_compiled` is called after each program.
         """
-        missing = {PREFILL, *sizes} - set(self._resident)
+        missing = [key for key in (PREFILL, *shapes) if key not in self._resident]
         jobs = [partial(self._prepare, key, state) for key in missing]
         with ThreadPoolExecutor(max_workers=4) as pool:
             for future in [pool.submit(job) for job in jobs]:

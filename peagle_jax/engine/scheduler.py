@@ -19,7 +19,7 @@ from collections.abc import Collection
 import numpy as np
 
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall
+from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
 from peagle_jax.engine.stats import Acceptance
@@ -190,7 +190,8 @@ class Scheduler:
         if not rows:
             return None
         size = next(size for size in self.batch_sizes if size >= len(rows))
-        call = DecodeCall.build(rows, size, self.config.num_draft_at(size), self.config)
+        shape = RoundShape(size, self.config.num_draft_at(size))
+        call = DecodeCall.build(rows, shape, self.config)
         for request in rows:
             request.in_flight += 1
             request.unread_drafts += 1

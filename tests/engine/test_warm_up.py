@@ -16,6 +16,9 @@ def test_rounds_take_the_next_larger_batch_until_smaller_ones_are_compiled():
     assert engine.programs.sizes == (4,)
     engine.warm_up(sizes=[1])
     assert engine.scheduler.batch_sizes == (1, 4)
+    assert engine.compile_next()
+    assert not engine.programs.missing
+    assert not engine.compile_next()
     engine.warm_up()
     assert engine.scheduler.batch_sizes == config.batch_buckets == (1, 2, 4)
     assert engine.programs.num_compiled == engine.num_programs == 4
