@@ -5,7 +5,7 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -72,16 +72,17 @@ class _Pieces:
         return (self._prefix + token).encode()
 
 
-def _check_settings(path: Path) -> None:
-    """Checks tokenizer_config.json at load time; transformers reads it only at the first chat request."""
+def _read_settings(path: Path) -> dict:
+    """tokenizer_config.json, checked at load time: transformers reads it only at the first chat request."""
     if not path.is_file():
-        return
+        return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: not a JSON object")
+    return settings
 
 
 class Tokenizer:
@@ -100,7 +101,7 @@ class Tokenizer:
             self._backend = _Backend.from_file(str(path))
         except Exception as error:  # the Rust side raises plain Exception
             raise ConfigError(f"{path}: not a tokenizer file ({error})") from error
-        _check_settings(self.folder / "tokenizer_config.json")
+        self._settings = _read_settings(self.folder / "tokenizer_config.json")
         # The file may contain truncation settings from training; prompts must not be truncated.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -112,6 +113,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._hidden = {token for token, one in added.items() if one.special}
         self._bytes: dict[int, bytes] = {}
+        self._compiled_template = None
         self._opening = self._backend.encode("").ids[:1]
 
     @property
@@ -159,6 +161,11 @@ class Tokenizer:
         token = self._backend.token_to_id(name)
         return token if token in self._hidden else None
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of all special tokens, which `decode` leaves out."""
+        return frozenset(self._hidden)
+
     def name_of(self, token: int) -> str:
         """A token as text for reports: its bytes decoded, or a special token's spelling."""
         if token in self._hidden:
@@ -171,7 +178,14 @@ class Tokenizer:
         Equal to the `tokenizers` library except for byte tokens (`<0xE2>`): there one invalid byte
         replaces all adjacent byte tokens, so text that was streamed already could change.
         """
-        detokenizer = Detokenizer(self)
+        return self._decode(tokens, frozenset())
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """`decode` with special tokens as their spelling."""
+        return self._decode(tokens, self._hidden)
+
+    def _decode(self, tokens: Sequence[int], shown: Collection[int]) -> str:
+        detokenizer = Detokenizer(self, shown)
         return detokenizer.add(tokens) + detokenizer.flush()
 
     def chat(self, messages: Sequence[Mapping[str, str]], **variables) -> list[int]:
@@ -205,6 +219,39 @@ class Tokenizer:
             _ = self._chat_template
 
     @cached_property
+    def template_source(self) -> str:
+        """Source of the chat template, or of all of them; empty if there is none, or the file is broken."""
+        given = self._settings.get("chat_template")
+        named = given if isinstance(given, list) else [given]
+        found = [one.get("template") if isinstance(one, dict) else one for one in named]
+        for path in (
+            self.folder / "chat_template.jinja",
+            *self.folder.glob("additional_chat_templates/*"),
+        ):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(path.read_text(encoding="utf-8"))
+        return "\n".join(one for one in found if isinstance(one, str))
+
+    @property
+    def response_template(self) -> dict | None:
+        """The model's own description of its replies, for transformers' ResponseParser; None without one."""
+        given = self._settings.get("response_template")
+        return given if isinstance(given, dict) else None
+
+    def response_parser(self, prompt: str):
+        """Transformers' ResponseParser of the `response_template`, after a prompt.
+
+        Raises:
+          ValueError: the template is not valid.
+        """
+        with _IMPORT_LOCK:
+            from transformers.utils.chat_parsing import ResponseParser
+            from transformers.utils.chat_parsing.response_templates import load_response_template
+        if self._compiled_template is None:
+            self._compiled_template = load_response_template(self.response_template)
+        return ResponseParser(self._compiled_template, prefix=prompt)
+
+    @cached_property
     def _chat_template(self):
         """Transformers' tokenizer, which holds the template and the special tokens for it.
 
@@ -230,20 +277,28 @@ class Detokenizer:
     Buffers up to three bytes of an incomplete character. Invalid bytes become U+FFFD at once. The
     concatenated pieces equal `Tokenizer.decode` of all tokens, independent of how they are split.
     `tokenizers.DecodeStream` emits other text for invalid bytes; docs/log.md has the comparison.
+
+    Args:
+      shown: ids of special tokens that are part of the text, as their spelling.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = frozenset()):
+        self._tokenizer, self._shown = tokenizer, shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_stripped = tokenizer.num_stripped
 
     def add(self, tokens: Sequence[int]) -> str:
         """Appends tokens and returns the new text, without an incomplete last character."""
-        return self._strip(self._utf8.decode(b"".join(map(self._tokenizer.bytes_of, tokens))))
+        return self._strip(self._utf8.decode(b"".join(map(self._bytes_of, tokens))))
 
     def flush(self) -> str:
         """Ends the text: returns U+FFFD for an incomplete last character, else nothing."""
         return self._strip(self._utf8.decode(b"", final=True))
+
+    def _bytes_of(self, token: int) -> bytes:
+        if token in self._shown:
+            return self._tokenizer.name_of(token).encode()
+        return self._tokenizer.bytes_of(token)
 
     def _strip(self, text: str) -> str:
         while text and self._num_stripped:
@@ -274,10 +329,16 @@ class StopChecker:
 
 
 class TextStream:
-    """Streamed text of one request. Holds back stop strings and any suffix that may become one."""
+    """Streamed text of one request. Holds back stop strings and any suffix that may become one.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
-        self._detokenizer = Detokenizer(tokenizer)
+    Args:
+      shown: ids of special tokens that are part of the text, as their spelling.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], shown: Collection[int] = frozenset()
+    ):
+        self._detokenizer = Detokenizer(tokenizer, shown)
         self._stops = tuple(stops)
         self._held = ""
         self._stopped = False

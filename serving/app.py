@@ -131,6 +131,7 @@ async def _serve(
         engine,
         name=served_name(settings),
         limits=_limits(settings),
+        reply_format=settings.reply_format,
         report=report,
         report_refusal=log_refusal,
     )

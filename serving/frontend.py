@@ -25,10 +25,11 @@ from peagle_jax.text import Tokenizer
 from serving import caller
 from serving.admission import Admission, late
 from serving.errors import Code, ServiceError
-from serving.harmony import HarmonyIds, parser_factory
 from serving.limits import Limits
 from serving.memory import MemoryReturn
 from serving.metrics import Metrics
+from serving.replies.parser import Replies, Reply
+from serving.replies.parts import ReplyParser
 from serving.stream import Ask, Stream
 from serving.tokenizing import Encoder
 from serving.worker import EngineWorker, Event, Job, Load, Refused
@@ -55,6 +56,7 @@ class Frontend:
       engine: not yet warm, with or without a tokenizer.
       name: what clients call the model.
       limits: see `Limits`.
+      reply_format: see `Replies`.
       report: called with each stream after its end (logs, traces).
       report_refusal: called with protocol, method and error of each request that is refused.
     """
@@ -65,14 +67,15 @@ class Frontend:
         *,
         name: str,
         limits: Limits | None = None,
+        reply_format: str = "auto",
         report: Callable[[Stream], None] = lambda stream: None,
         report_refusal: Callable[[str, str, ServiceError], None] = lambda *refusal: None,
     ):
         self.name = name
         self.tokenizer: Tokenizer | None = engine.tokenizer
-        self.channels = HarmonyIds.of(self.tokenizer)
         self.config = engine.config
         self.target_config = engine.target_config
+        self.replies = Replies(self.tokenizer, reply_format, self.target_config.eos_ids)
         self.drafter_config = engine.drafter_config
         self.method = "none" if self.drafter_config is None else self.drafter_config.method
         self.limits = limits or Limits()
@@ -169,15 +172,11 @@ class Frontend:
         try:
             self._check_state()
             self.admission.check(ask)
+            new_parser = self._new_parser(ask)
         except ServiceError as error:
             self.refused(ask.protocol, ask.method, error)
             raise
         number = next(self._numbers)
-        new_parser = parser_factory(
-            self.tokenizer if ask.wants_text else None,
-            self.channels if ask.is_chat else None,
-            ask.params.stop,
-        )
         stream = Stream(
             ask,
             number,
@@ -241,6 +240,11 @@ class Frontend:
         if self.state is not State.DEAD:
             self._enter(State.STOPPED)
         return not rest
+
+    def _new_parser(self, ask: Ask) -> Callable[[], ReplyParser | None]:
+        if not ask.wants_text:
+            return lambda: None
+        return self.replies.parsers(Reply(ask.prompt, ask.params.stop, ask.is_chat, ask.tools))
 
     def _check_state(self) -> None:
         if self.state is not State.SERVING:

@@ -1,39 +1,25 @@
-"""Separates the text of a reply from its reasoning, for models that mark both.
-
-GPT-OSS uses the harmony format: a reply is a list of messages, each with a header that names its channel.
+"""Parses replies in the harmony format of GPT-OSS: messages, each with a header that names its channel.
 
     <|channel|>analysis<|message|>They greet me.<|end|><|start|>assistant<|channel|>final<|message|>Hi!<|return|>
+
+A message to `functions.NAME` is a call of that tool:
+
+    <|channel|>commentary to=functions.read <|constrain|>json<|message|>{"path": "a.py"}<|call|>
 
 The prompt ends in `<|start|>assistant`, so a reply begins within a header.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 from peagle_jax.text import TextStream, Tokenizer
+from serving.replies.arguments import NoCall, Tools, read_json
+from serving.replies.parts import ReplyPart
 
-
-@dataclass(frozen=True)
-class ReplyPart:
-    """A piece of a reply: text for the user, and reasoning."""
-
-    text: str = ""
-    reasoning: str = ""
-
-    def __add__(self, later: Self) -> Self:
-        return ReplyPart(self.text + later.text, self.reasoning + later.reasoning)
-
-
-class ReplyParser(Protocol):
-    """Turns the tokens of one sequence into text and reasoning."""
-
-    def add(self, tokens: Sequence[int]) -> ReplyPart:
-        """Appends tokens; returns the new part that later tokens cannot change."""
-
-    def finish(self) -> ReplyPart:
-        """Returns the rest at the end of the sequence."""
+_RECIPIENT = re.compile(r"\bto=functions\.(\S+)")
 
 
 @dataclass(frozen=True)
@@ -55,65 +41,45 @@ class HarmonyIds:
         return None if None in ids else cls(*ids[:3], frozenset(ids[3:]))
 
 
-def parser_factory(
-    tokenizer: Tokenizer | None, ids: HarmonyIds | None, stops: Sequence[str]
-) -> Callable[[], ReplyParser | None]:
-    """A function that returns a new `ReplyParser` for each sequence, or None without a tokenizer.
-
-    Args:
-      ids: of harmony's special tokens; None: all output is text.
-      stops: stop strings, which are not part of the text.
-    """
-    if tokenizer is None:
-        return lambda: None
-    if ids is None:
-        return partial(PlainParser, tokenizer, stops)
-    return partial(HarmonyParser, tokenizer, stops, ids)
-
-
-class PlainParser:
-    """All output is text."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
-        self._text = TextStream(tokenizer, stops)
-
-    def add(self, tokens: Sequence[int]) -> ReplyPart:
-        """See `ReplyParser`."""
-        return ReplyPart(self._text.add(tokens))
-
-    def finish(self) -> ReplyPart:
-        """See `ReplyParser`."""
-        return ReplyPart(self._text.finish())
-
-
 class HarmonyParser:
-    """Messages in the channel "analysis" and messages to a tool are reasoning: neither is meant for the
-    user. Messages in other channels are text. Headers are dropped.
+    """Messages in the channel "analysis" are reasoning, messages in other channels are text. Headers are dropped.
+
+    A complete message to a function is a call. If it is cut off, or no JSON object, it is text. Without tools, and
+    to other recipients, it is reasoning: it is not meant for the user.
 
     Output before the first special token is text, because the prompt may contain the header. An
     incomplete header at the end of the sequence is dropped. The engine searches all output for stop
     strings, headers and reasoning included.
+
+    Args:
+      tools: the request's tools; None: no message is a call.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], ids: HarmonyIds):
-        self._tokenizer, self._ids = tokenizer, ids
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        ids: HarmonyIds,
+        tools: Tools | None = None,
+    ):
+        self._tokenizer, self._ids, self._tools = tokenizer, ids, tools
         self._new_text = partial(TextStream, tokenizer, stops)
         self._text = self._new_text()
         self._is_reasoning = False
+        self._function: str | None = None
+        self._arguments: list[str] = []
         self._role: list[int] = []
         self._channel: list[int] = []
         self._state = self._body
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
         """See `ReplyParser`."""
-        part = ReplyPart()
-        for token in tokens:
-            part += self._state(token)
-        return part
+        return ReplyPart.joined([self._state(token) for token in tokens])
 
     def finish(self) -> ReplyPart:
         """See `ReplyParser`."""
-        return self._part(self._text.finish())
+        rest = self._part(self._text.finish())
+        return rest if self._function is None else ReplyPart("".join(self._arguments))
 
     # Three states, one method each. A special token changes the state.
 
@@ -121,8 +87,8 @@ class HarmonyParser:
         ids = self._ids
         if token not in ids.ends | {ids.start, ids.channel, ids.message}:
             return self._part(self._text.add([token]))
-        rest = self.finish()
-        self._text, self._is_reasoning = self._new_text(), False
+        rest = self._end_of_message()
+        self._text, self._is_reasoning, self._function = self._new_text(), False, None
         if token == ids.start:
             self._role, self._channel, self._state = [], [], self._in_role
         elif token == ids.channel:
@@ -145,14 +111,30 @@ class HarmonyParser:
         """Whether `token` ends the header, with or without a message after it."""
         if token == self._ids.message:
             channel = self._tokenizer.decode(self._channel)
-            header = self._tokenizer.decode(self._role) + channel
+            header = f"{self._tokenizer.decode(self._role)} {channel}"
             # The recipient follows the role or the channel:
             # <|start|>assistant to=functions.f<|channel|>commentary
             self._is_reasoning = channel.split()[:1] == ["analysis"] or " to=" in header
+            recipient = _RECIPIENT.search(header)
+            if recipient is not None and self._tools is not None:
+                self._function, self._arguments = recipient[1], []
         elif token not in self._ids.ends:
             return False
         self._state = self._body
         return True
 
+    def _end_of_message(self) -> ReplyPart:
+        rest = self._part(self._text.finish())
+        if self._function is None:
+            return rest
+        text = "".join(self._arguments)
+        try:
+            return ReplyPart(calls=(self._tools.call(self._function, read_json(text)),))
+        except NoCall:
+            return ReplyPart(text)
+
     def _part(self, text: str) -> ReplyPart:
+        if self._function is not None:
+            self._arguments.append(text)
+            return ReplyPart()
         return ReplyPart(reasoning=text) if self._is_reasoning else ReplyPart(text)

@@ -160,6 +160,12 @@ class Settings(BaseSettings):
     quantization: Literal["fp8"] | None = _option(
         None, "quantise the target's matrices while they are loaded"
     )
+    reply_format: Literal[
+        "auto", "gemma4", "harmony", "llama3", "qwen3", "qwen3-coder", "think", "none"
+    ] = _option(
+        "auto",
+        "how replies of a chat mark reasoning and tool calls (default: as the model's own files say)",
+    )
     host: Text = _option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: Port = _option(50051, "port of gRPC; 0 picks a free one", metavar="N")
     http_port: PortOrNone = _option(

@@ -6,7 +6,7 @@ one delta, so a stream never holds more than its text, and a slow client delays 
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -15,7 +15,7 @@ from peagle_jax.engine.request import Request, Round, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from serving import caller
 from serving.errors import Code, ServiceError, failure
-from serving.harmony import ReplyParser, ReplyPart
+from serving.replies.parts import ReplyParser, ReplyPart, ToolCall
 from serving.worker import Tokens
 
 
@@ -31,6 +31,7 @@ class Ask:
       deadline: `time.monotonic()` by which the client wants the request to end.
       wants_text: whether deltas hold text; they always hold tokens.
       is_chat: whether reasoning is separated from the reply, where the model marks it.
+      tools: tools that the reply may call, as OpenAI's clients send them; none: calls are text.
       protocol: "grpc" or "http"; for logs.
       method: the method or path that the client called; for logs.
       trace: headers of the client's trace (W3C), lower-case.
@@ -46,6 +47,7 @@ class Ask:
     deadline: float | None = None
     wants_text: bool = True
     is_chat: bool = False
+    tools: Sequence[dict] = ()
     protocol: str = "grpc"
     method: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -72,14 +74,15 @@ class Delta:
     """New output of a sequence since the last delta of the same `index`.
 
     If a stop string ended the text, `tokens` include the token that completed it, and `text` excludes it.
-    `reasoning` is the reasoning of a chat model; `text` does not include it. `rounds` are the rounds that
-    made `tokens`; prefill made the first token of a sequence.
+    `reasoning` is the reasoning of a chat model, `calls` are its complete tool calls; `text` includes neither.
+    `rounds` are the rounds that made `tokens`; prefill made the first token of a sequence.
     """
 
     index: int
     tokens: list[int]
     text: str
     reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
     logprobs: list[TokenLogprob] | None
     rounds: list[Round]
     finish: Finish | None
@@ -130,6 +133,7 @@ class _Sequence:
             tokens=tokens,
             text=reply.text,
             reasoning=reply.reasoning,
+            calls=reply.calls,
             logprobs=logprobs,
             rounds=rounds,
             finish=finish,

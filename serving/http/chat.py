@@ -184,7 +184,7 @@ class _Choices:
 
     def __init__(self, frontend: Frontend, options: Options, prompt: list[int]):
         self._tokenizer, self._options, self._prompt = frontend.tokenizer, options, prompt
-        self._has_reasoning = frontend.channels is not None
+        self._has_reasoning = frontend.replies.has_reasoning
         self._started: set[int] = set()
 
     def part(self, index: int, delta: Delta) -> dict:

@@ -19,13 +19,13 @@ from serving import request_ids
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError, failure, invalid
 from serving.frontend import Frontend
-from serving.harmony import ReplyPart
 from serving.http import reports
 from serving.http.body import Body, BodyMemory, Gone
 from serving.http.errors import error_answer
 from serving.http.reply import Reply
 from serving.http.route import Call, Caller, Encode, Route
 from serving.json_input import parse_object
+from serving.replies.parts import ReplyPart
 from serving.stream import Delta, Stream
 
 _log = logging.getLogger(__name__)
@@ -185,9 +185,11 @@ async def _next(stream: Stream) -> Delta | None:
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
     """Joins all deltas of a sequence."""
-    output, logprobs = ReplyPart(), None
+    output = ReplyPart.joined(
+        [ReplyPart(delta.text, delta.reasoning, delta.calls) for delta in deltas]
+    )
+    logprobs = None
     for delta in deltas:
-        output += ReplyPart(delta.text, delta.reasoning)
         if delta.logprobs is not None:
             logprobs = (logprobs or []) + delta.logprobs
     return replace(
@@ -195,6 +197,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         tokens=[token for delta in deltas for token in delta.tokens],
         text=output.text,
         reasoning=output.reasoning,
+        calls=output.calls,
         logprobs=logprobs,
     )
 

@@ -9,11 +9,11 @@ from peagle_jax.engine.stats import Acceptance
 from serving import request_ids
 from serving.errors import invalid
 from serving.frontend import Frontend
-from serving.harmony import ReplyPart
 from serving.json_input import parse_small_object
 from serving.params import prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from serving.replies.parts import ReplyPart
 from serving.rpc import calls
 from serving.stream import Ask, Delta, Finish, Usage
 

@@ -6,12 +6,15 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from peagle_jax import Engine
 from peagle_jax.text import Tokenizer
-from serving.harmony import HarmonyIds, HarmonyParser, ReplyPart, parser_factory
+from serving.harmony import HarmonyIds, HarmonyParser
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from serving.replies.arguments import Tools
+from serving.replies.parser import Replies, Reply
+from serving.replies.parts import ReplyPart, ToolCall
 from tests.serving.live import LiveServer
+from tests.serving.scripted import Script, make_engine
 
 SPECIAL = ("start", "channel", "message", "end", "return", "call", "constrain")
 ANALYSIS = "<|channel|>analysis<|message|>They greet é.<|end|>"
@@ -41,9 +44,9 @@ def harmony(tmp_path_factory) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def parsed(tokenizer: Tokenizer, text: str, *, size: int = 1, stops=()) -> ReplyPart:
+def parsed(tokenizer: Tokenizer, text: str, *, size: int = 1, stops=(), tools=None) -> ReplyPart:
     """A whole reply, parsed `size` tokens at a time."""
-    parser = HarmonyParser(tokenizer, stops, HarmonyIds.of(tokenizer))
+    parser = HarmonyParser(tokenizer, stops, HarmonyIds.of(tokenizer), tools)
     tokens, reply = tokenizer.encode(text), ReplyPart()
     for start in range(0, len(tokens), size):
         reply += parser.add(tokens[start : start + size])
@@ -74,6 +77,28 @@ def test_text_and_reasoning_are_separated(harmony, reply, text, reasoning, size)
     assert parsed(harmony, reply, size=size) == ReplyPart(text, reasoning)
 
 
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    ("reply", "text", "calls"),
+    [
+        (ANALYSIS + TOOL, "", [ToolCall("f", "{}")]),
+        (ANALYSIS + "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>", "",
+         [ToolCall("f", "{}")]),
+        (TOOL + TOOL.replace("{}", '{"a": "é<|x"}'), "", [ToolCall("f", "{}"), ToolCall("f", '{"a": "é<|x"}')]),
+        (TOOL.replace("{}", '{"n": "3"}'), "", [ToolCall("f", '{"n": 3}')]),
+        (TOOL.replace("{}", "{'a'}") + FINAL, "{'a'}Hi é!", []),
+        (TOOL.removesuffix("<|call|>"), "{}", []),  # cut off
+        (TOOL.replace("functions.f", "browser.open"), "", []),
+        (TOOL.removesuffix("<|call|>") + "<|start|>assistant<|channel|>final<|message|>Hi", "Hi", [ToolCall("f", "{}")]),
+    ],
+)  # fmt: skip
+def test_messages_to_functions_are_calls(harmony, reply, text, calls, size):
+    properties = {"n": {"type": "integer"}}
+    tools = Tools([{"function": {"name": "f", "parameters": {"properties": properties}}}])
+    whole = parsed(harmony, reply, size=size, tools=tools)
+    assert (whole.text, whole.calls) == (text, tuple(calls))
+
+
 def test_pieces_come_as_soon_as_they_are_certain(harmony):
     parser = HarmonyParser(harmony, (), HarmonyIds.of(harmony))
     parts = [parser.add([token]) for token in harmony.encode(ANALYSIS + FINAL)]
@@ -93,41 +118,20 @@ def test_stop_strings_end_text_and_reasoning(harmony):
 def test_without_harmony_all_output_is_text(tokenizer, harmony):
     assert HarmonyIds.of(tokenizer) is None
     assert HarmonyIds.of(None) is None
-    assert parser_factory(None, None, ())() is None
+    assert Replies(None).parsers(Reply([1], (), True))() is None
+    assert Replies(harmony).name == Replies(harmony, "harmony").name == "harmony"
     assert tokenizer.special_id("a") is None
     assert harmony.name_of(harmony.special_id("<|end|>")) == "<|end|>"
     assert harmony.name_of(harmony.encode("é")[0]) == "\ufffd"
-    plain = parser_factory(harmony, None, ())()
+    plain = Replies(harmony).parsers(Reply([1], (), False))()
     reply = plain.add(harmony.encode(ANALYSIS)) + plain.finish()
     assert reply == ReplyPart("analysisThey greet é.")
 
 
-class Script:
-    """Makes an engine emit the tokens of one reply to every request."""
-
-    def __init__(self, engine: Engine, reply: list[int]):
-        self._engine, self._reply = engine, reply
-        self._original = engine.scheduler._receive
-        engine.scheduler._receive = self._receive
-
-    def _receive(self, request, row, tokens, count, logprobs):
-        start = len(request.output)
-        tokens = tokens.copy()
-        tokens[row, :count] = self._reply[start : start + count]
-        return self._original(request, row, tokens, count, logprobs)
-
-
 @pytest.fixture(scope="module")
-def scripted(make_engine, harmony):
+def scripted(harmony):
     """A live server whose model emits `ANALYSIS + FINAL`."""
-    from peagle_jax import EngineConfig
-    from tests import tiny
-    from tests.serving.conftest import SIZES
-
-    return_id = harmony.special_id("<|return|>")
-    target = tiny.target(vocab_size=harmony.vocab_size, eos_ids=(return_id,))
-    config = EngineConfig(**(SIZES | dict(max_model_len=192)))
-    engine = Engine(target, None, config, tokenizer=harmony)
+    engine = make_engine(harmony, "<|return|>", max_model_len=192)
     Script(engine, harmony.encode(ANALYSIS + FINAL))
     server = LiveServer(engine, http=True)
     yield server

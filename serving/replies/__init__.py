@@ -1,0 +1,1 @@
+"""Turns the tokens of a reply into text, reasoning and tool calls; `formats` has the formats as data."""

@@ -1,0 +1,183 @@
+"""Chooses the parser of a model's replies, and makes one for each sequence."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from peagle_jax.config import ConfigError
+from peagle_jax.text import TextStream, Tokenizer
+from serving.errors import Code, ServiceError
+from serving.harmony import HarmonyIds, HarmonyParser
+from serving.replies.arguments import Tools
+from serving.replies.formats import FORMATS, Format, detected
+from serving.replies.marked import MarkedText
+from serving.replies.parts import ReplyParser, ReplyPart
+from serving.replies.template import TemplateText
+
+_TAIL = 2048
+"""Tokens of the prompt's end that show where in a reply it ends."""
+
+
+class PlainParser:
+    """All output is text."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+        self._text = TextStream(tokenizer, stops)
+
+    def add(self, tokens: Sequence[int]) -> ReplyPart:
+        """See `ReplyParser`."""
+        return ReplyPart(self._text.add(tokens))
+
+    def finish(self) -> ReplyPart:
+        """See `ReplyParser`."""
+        return ReplyPart(self._text.finish())
+
+
+class TextParser(Protocol):
+    """Parses the text of a reply."""
+
+    def add(self, text: str) -> ReplyPart:
+        """Appends text."""
+
+    def finish(self) -> ReplyPart:
+        """Returns the rest at the end of the reply."""
+
+
+class DecodedParser:
+    """A parser of text, fed with tokens.
+
+    Args:
+      shown: ids of special tokens that are part of the text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], shown: Collection[int], parser: TextParser
+    ):
+        self._text, self._parser = TextStream(tokenizer, stops, shown), parser
+
+    def add(self, tokens: Sequence[int]) -> ReplyPart:
+        """See `ReplyParser`."""
+        return self._parser.add(self._text.add(tokens))
+
+    def finish(self) -> ReplyPart:
+        """See `ReplyParser`."""
+        return self._parser.add(self._text.finish()) + self._parser.finish()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a request says about the replies to it.
+
+    Args:
+      prompt: token ids.
+      stops: stop strings, which are not part of the text.
+      is_chat: whether reasoning and calls are separated from the text.
+      tools: the tools that may be called, as `Tools` takes them; none: calls are text.
+    """
+
+    prompt: Sequence[int]
+    stops: Sequence[str]
+    is_chat: bool
+    tools: Sequence[dict] = ()
+
+
+class Replies:
+    """Makes parsers for the replies of one model.
+
+    Args:
+      tokenizer: None if the model is served without one.
+      choice: name of a format, "harmony", "none", or "auto": the tokenizer's own `response_template`, else the
+        format whose signs the chat template has.
+      end_ids: the model's end-of-sequence ids.
+
+    Attributes:
+      name: the format of the replies; "none": all output is text.
+
+    Raises:
+      ConfigError: the model has no tokens for the format.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, choice: str = "auto", end_ids: Sequence[int] = ()
+    ):
+        self._tokenizer, self._end_ids = tokenizer, end_ids
+        self._format: Format | None = None
+        self._shown: frozenset[int] = frozenset()
+        self._channels: HarmonyIds | None = None
+        self.name = "none"
+        if tokenizer is not None and choice != "none":
+            self._choose(tokenizer, choice)
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether replies may have reasoning."""
+        is_other = self._channels is not None or self.name == "response_template"
+        return is_other or (self._format is not None and self._format.reasoning is not None)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether replies may have tool calls."""
+        is_other = self._channels is not None or self.name == "response_template"
+        return is_other or (self._format is not None and bool(self._format.readers))
+
+    def parsers(self, reply: Reply) -> Callable[[], ReplyParser | None]:
+        """A function that returns a new parser for each sequence; None without a tokenizer.
+
+        Raises:
+          ServiceError: FAILED_PRECONDITION; the tokenizer's own template is not valid.
+        """
+        tokenizer, stops = self._tokenizer, reply.stops
+        if tokenizer is None:
+            return lambda: None
+        if not reply.is_chat or self.name == "none":
+            return partial(PlainParser, tokenizer, stops)
+        tools = Tools(reply.tools) if reply.tools else None
+        if self._channels is not None:
+            return partial(HarmonyParser, tokenizer, stops, self._channels, tools)
+        prompt = tokenizer.spell(reply.prompt[-_TAIL:])
+        if self._format is None:
+            new_text = partial(_template_text, tokenizer, prompt, tools)
+            new_text()  # an error of the template belongs to the request, not to its output
+        else:
+            opening = (self._format.reasoning or ("",))[0].rstrip()
+            is_reasoning = bool(opening) and prompt.rstrip().endswith(opening)
+            new_text = partial(MarkedText, self._format, tools=tools, is_reasoning=is_reasoning)
+        return lambda: DecodedParser(tokenizer, stops, self._shown, new_text())
+
+    def _choose(self, tokenizer: Tokenizer, choice: str) -> None:
+        own = tokenizer.response_template
+        if choice == "auto" and own is not None:
+            self.name = "response_template"
+            # A text ends after its last token, so the parser needs that token only where the template names it.
+            hidden = {one for one in self._end_ids if tokenizer.name_of(one) not in str(own)}
+            self._shown = tokenizer.special_ids - hidden
+            return
+        if choice in ("auto", "harmony"):
+            self._channels = HarmonyIds.of(tokenizer)
+            if self._channels is not None:
+                self.name = "harmony"
+                return
+            if choice == "harmony":
+                raise ConfigError("reply_format='harmony': the model has no harmony tokens")
+            self._format = detected(tokenizer.template_source)
+        else:
+            self._format = next(one for one in FORMATS if one.name == choice)
+        if self._format is not None:
+            self.name = self._format.name
+            ids = map(tokenizer.special_id, self._format.special)
+            self._shown = frozenset(one for one in ids if one is not None)
+
+
+def _template_text(tokenizer: Tokenizer, prompt: str, tools: Tools | None) -> TemplateText:
+    try:
+        tokenizer.response_parser("")
+    except Exception as error:  # a template is a file of the model's author
+        raise ServiceError(
+            Code.FAILED_PRECONDITION,
+            f"the model's response_template cannot be used ({error}); its operator may choose --reply-format",
+        ) from error
+    try:
+        return TemplateText(tokenizer.response_parser, prompt, tools=tools)
+    except Exception:  # the prompt is not what the template expects: parse the reply alone
+        return TemplateText(tokenizer.response_parser, "", tools=tools)

@@ -1,0 +1,71 @@
+"""Servers whose model emits given replies, so that tests know what a reply contains."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from peagle_jax import Engine, EngineConfig
+from peagle_jax.text import Tokenizer
+from tests import tiny
+
+END = "<|im_end|>"
+
+
+def make_tokenizer(
+    folder: Path,
+    template: str,
+    *,
+    special: Sequence[str] = (),
+    tokens: Sequence[str] = (),
+    **settings,
+) -> Tokenizer:
+    """All bytes, special tokens with `END` first, and added tokens that are text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({token: i for i, token in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(one, special=True) for one in (END, *special)])
+    backend.add_tokens([AddedToken(one, special=False) for one in tokens])
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"chat_template": template, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Tokenizer(folder)
+
+
+class Script:
+    """Makes an engine emit given tokens: each new request gets the next reply, and the last one for ever.
+
+    Attributes:
+      replies: the tokens of each reply.
+    """
+
+    def __init__(self, engine: Engine, *replies: Sequence[int]):
+        self.replies = list(replies)
+        self._of_request: dict = {}
+        self._original = engine.scheduler._receive
+        engine.scheduler._receive = self._receive
+
+    def _receive(self, request, row, tokens, count, logprobs):
+        if request not in self._of_request:
+            is_last = len(self.replies) == 1
+            self._of_request[request] = self.replies[0] if is_last else self.replies.pop(0)
+        start = len(request.output)
+        tokens = tokens.copy()
+        reply = self._of_request[request][start : start + count]
+        tokens[row, : len(reply)] = reply
+        return self._original(request, row, tokens, count, logprobs)
+
+
+def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
+    """An engine of the tiny model, without drafts, that ends a text at the special token `end`."""
+    config = dict(
+        num_draft=0, max_num_seqs=4, max_model_len=1024, page_size=16, prefill_chunk=64, max_waiting=64,
+        max_logprobs=3,
+    )  # fmt: skip
+    end_id = tokenizer.special_id(end)
+    target = tiny.target(vocab_size=tokenizer.vocab_size, eos_ids=(end_id,))
+    return Engine(target, None, EngineConfig(**(config | sizes)), tokenizer=tokenizer)

@@ -1,0 +1,372 @@
+"""Parsers of replies: every split of a reply gives one result, and no text is lost."""
+
+import json
+import random
+import time
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPLATES
+from transformers.utils.chat_parsing import ResponseParser
+
+from serving.errors import ServiceError
+from serving.replies.arguments import Tools
+from serving.replies.formats import FORMATS, NAMES, detected
+from serving.replies.lexer import Lexer
+from serving.replies.marked import MarkedText
+from serving.replies.parser import Replies, Reply
+from serving.replies.parts import ReplyPart, ToolCall
+from serving.replies.template import TemplateText
+from serving.settings import Settings
+from tests.serving.scripted import make_tokenizer
+
+BY_NAME = {one.name: one for one in FORMATS}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string"},
+                "lines": {"type": "integer"},
+                "share": {"type": ["number", "null"]},
+                "all": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                "ranges": {"type": "array"},
+                "at": {"$ref": "#/$defs/Point"},
+                "circle": {"$ref": "#/properties/circle"},
+            },
+            "$defs": {"Point": {"type": "object"}},
+        },
+    },
+}
+TOOLS = Tools([TOOL])
+
+
+def joined(parser, pieces) -> ReplyPart:
+    return ReplyPart.joined([*map(parser.add, pieces), parser.finish()])
+
+
+def parse(form: str, pieces, *, tools=TOOLS, **options) -> ReplyPart:
+    return joined(MarkedText(BY_NAME[form], tools=tools, **options), pieces)
+
+
+def hermes(name, arguments, ends="\n") -> str:
+    call = json.dumps(dict(name=name, arguments=arguments), ensure_ascii=False)
+    return f"<tool_call>{ends}{call}{ends}</tool_call>"
+
+
+def coder(name, **arguments) -> str:
+    given = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>"
+
+
+def call(name="read", **arguments) -> ToolCall:
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+CODE = '\n  if a < b:\n    return "}</tool_call>"  # é\n</parameter> and </function>\n'
+CASES = {
+    "text": ("qwen3", " Hi <b>é</b> {1}\n", " Hi <b>é</b> {1}\n", "", []),
+    "reasoning": ("qwen3", "<think>\nHm \n\n</think>\n\nHi\n", "Hi\n", "Hm", []),
+    "reasoning, cut off": ("qwen3", "<think>\nHm \n", "", "Hm", []),
+    "no reasoning": ("qwen3", "<think>\n\n</think>\n\n", "", "", []),
+    "marker in text": ("qwen3", "Hi <think> there</think>", "Hi <think> there</think>", "", []),
+    "reasoning and two calls": (
+        "qwen3",
+        f"<think>a</think>Look:\n\n{hermes('read', dict(path='a'))}\n{hermes('other', {})}\n",
+        "Look:", "a", [call(path="a"), call("other")],
+    ),
+    "markers in strings": (
+        "qwen3", hermes("read", {"path": '</tool_call>"{\\'}), "", "", [call(path='</tool_call>"{\\')],
+    ),
+    "types": (
+        "qwen3",
+        hermes("read", dict(lines="3", share="null", path="3", all="True", x="5")),
+        "", "", [call(lines=3, share=None, path="3", all=True, x="5")],
+    ),
+    "two objects in one call": (
+        "qwen3", '<tool_call>{"name":"a"}\n{"name":"b"}</tool_call>', "", "", [call("a"), call("b")],
+    ),
+    "arguments as text": ("qwen3", hermes("read", '{"lines": 1}'), "", "", [call(lines=1)]),
+    "no end": ("qwen3", hermes("read", {}).removesuffix("</tool_call>"), "", "", [call()]),
+    "cut off by length": ("qwen3", "a \n" + hermes("read", {})[:-14], "a \n" + hermes("read", {})[:-14], "", []),
+    "no JSON": ("qwen3", "\n<tool_call>\n{'name'}\n</tool_call>\nx", "\n<tool_call>\n{'name'}\n</tool_call>\nx", "", []),
+    "a brace is missing": (
+        "qwen3", f'<tool_call>{{"name": "f"</tool_call> {hermes("read", {})}',
+        '<tool_call>{"name": "f"</tool_call>', "", [call()],
+    ),
+    "prose about calls": ("qwen3", "Use <tool_call> tags." + hermes("read", {}), "Use <tool_call> tags.", "", [call()]),
+    "no object": ("qwen3", hermes("read", [1]), hermes("read", [1]), "", []),
+    "no name": ("qwen3", '<tool_call>{"a":1}</tool_call>', '<tool_call>{"a":1}</tool_call>', "", []),
+    "NaN": ("qwen3", '<tool_call>{"name":"f","arguments":{"a":NaN}}</tool_call>',
+            '<tool_call>{"name":"f","arguments":{"a":NaN}}</tool_call>', "", []),
+    "half of a pair": ("qwen3", r'<tool_call>{"name":"f","arguments":{"a":"\ud800"}}</tool_call>', "", "", [call("f", a="?")]),
+    "coder": ("qwen3-coder", "Ok\n" + coder("read", path=" a ", lines=" 3", all="false"), "Ok", "",
+              [call(path=" a ", lines=3, all=False)]),
+    "coder, code": ("qwen3-coder", coder("write", text=CODE), "", "", [call("write", text=CODE)]),
+    "coder, two calls": ("qwen3-coder", coder("a") + "\n" + coder("b", x=""), "", "", [call("a"), call("b", x="")]),
+    "coder, bare": ("qwen3-coder", "Ok <function=a>\n<parameter=x>1</parameter></function> x", "Ok x", "",
+                    [call("a", x="1")]),
+    "coder, start forgotten": ("qwen3-coder", coder("a").removeprefix("<tool_call>\n"), "", "", [call("a")]),
+    "coder, end forgotten": ("qwen3-coder", coder("a").removesuffix("</tool_call>") + coder("b"), "", "",
+                             [call("a"), call("b")]),
+    "coder, cut off": ("qwen3-coder", coder("a", x="1")[:-20], coder("a", x="1")[:-20], "", []),
+    "coder, no name": ("qwen3-coder", "<function=> <function=a b<", "<function=> <function=a b<", "", []),
+    "coder, types": (
+        "qwen3-coder", coder("read", ranges="[1]", at='{"x": 1}', share="1e999", circle="1"), "", "",
+        [call(ranges=[1], at={"x": 1}, share="1e999", circle="1")],
+    ),
+    "llama": ("llama3", '{"name": "read", "parameters": {"lines": "2"}}', "", "", [call(lines=2)]),
+    "llama, two": ("llama3", '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "", "",
+                   [call("a"), call("b")]),
+    "llama, JSON": ("llama3", '{"name": "Bob"} x', '{"name": "Bob"} x', "", []),
+    "llama, later": ("llama3", 'See {"name": "a", "parameters": {}}', 'See {"name": "a", "parameters": {}}', "", []),
+    "llama, code": ("llama3", "<|python_tag|>print(1)", "<|python_tag|>print(1)", "", []),
+    "gemma": (
+        "gemma4",
+        '<|channel>thought\nHm\n<channel|>Ok<|tool_call>call:read{path:<|"|>{a:"b",<tool_call|><|"|>,ranges:[1,{x:true}]}<tool_call|>',
+        "Ok", "Hm", [call(path='{a:"b",<tool_call|>', ranges=[1, {"x": True}])],
+    ),
+    "gemma, two": ("gemma4", "<|tool_call>call:a{}<tool_call|><|tool_call>call:b{x:1}<tool_call|>", "", "",
+                   [call("a"), call("b", x=1)]),
+    "gemma, cut off": ("gemma4", '<|tool_call>call:a{x:<|"|>1', '<|tool_call>call:a{x:<|"|>1', "", []),
+    "thoughts": ("think", "<think>a</think>\nb", "b", "a", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_split_of_a_reply_gives_its_text_reasoning_and_calls(name, num_cases):
+    form, reply, text, reasoning, calls = CASES[name]
+    expected = ReplyPart(text, reasoning, tuple(calls))
+    assert parse(form, [reply]) == expected
+    assert parse(form, list(reply)) == expected
+    for cut in range(len(reply)):
+        assert parse(form, [reply[:cut], reply[cut:]]) == expected
+    rng = random.Random(name)
+    for _ in range(num_cases("splits of replies", 20)):
+        cuts = sorted(rng.choices(range(len(reply) + 1), k=rng.randint(1, 8)))
+        pieces = [reply[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
+        assert parse(form, pieces) == expected
+
+
+@pytest.mark.parametrize("form", [one.name for one in FORMATS])
+def test_random_markers_are_one_result_in_every_split_and_no_text_is_lost(form, num_cases):
+    markers = sorted(BY_NAME[form].all_markers)
+    words = st.sampled_from(
+        [*markers, *(one[:-1] for one in markers), " ", "\n", "a", "f>", ":1", ","]
+    )
+
+    @settings(
+        max_examples=num_cases("replies of random markers", 150), deadline=None, database=None
+    )
+    @given(st.lists(words, max_size=30), st.booleans())
+    def check(words, with_tools):
+        reply, tools = "".join(words), TOOLS if with_tools else None
+        whole = parse(form, [reply], tools=tools)
+        assert parse(form, words, tools=tools) == whole
+        assert parse(form, list(reply), tools=tools) == whole
+        letters = lambda text: sorted(text.replace(" ", "").replace("\n", ""))
+        if not whole.calls and (BY_NAME[form].reasoning or ("\0",))[0] not in reply:
+            assert letters(whole.text) == letters(reply)
+        if not with_tools:
+            assert not whole.calls
+
+    check()
+
+
+FLOODS = [
+    (form, flood)
+    for form, floods in {
+        "qwen3": (
+            "<tool_call>",
+            '<tool_call>{"',
+            '<tool_call>{"name":"\\',
+            " ",
+            "\n<",
+            "</tool_call>",
+            "<think>",
+        ),
+        "qwen3-coder": (
+            "<function=",
+            "<parameter=",
+            "<function=f><parameter=x></parameter> ",
+            "<tool_call> ",
+        ),
+        "llama3": ("{", '{"a":', "; "),
+        "gemma4": ("<|tool_call>call:", '<|"|>', '<|tool_call>call:f{x:<|"|>'),
+    }.items()
+    for flood in floods
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("form", "flood"), FLOODS)
+def test_a_hostile_reply_of_a_megabyte_takes_linear_time(form, flood):
+    """Four times the text takes about four times as long; quadratic time would be sixteen times."""
+
+    def seconds(size: int) -> float:
+        text = flood * (size // len(flood))
+        pieces = [text[start : start + 4] for start in range(0, len(text), 4)]
+        begin = time.process_time()
+        parse(form, pieces)
+        return time.process_time() - begin
+
+    assert seconds(1 << 20) < 9 * seconds(1 << 18) + 0.5
+
+
+def test_the_prompt_may_begin_the_reasoning():
+    assert parse("qwen3", ["\nHm\n</think>\nHi"], is_reasoning=True) == ReplyPart("Hi", "Hm")
+    assert parse("qwen3", ["Hm"], is_reasoning=True) == ReplyPart("", "Hm")
+
+
+def test_without_tools_calls_are_text():
+    reply = "a " + hermes("read", {})
+    assert parse("qwen3", [reply], tools=None) == ReplyPart(reply)
+
+
+def test_text_comes_as_soon_as_it_is_certain():
+    parser = MarkedText(BY_NAME["qwen3"], tools=TOOLS)
+    assert parser.add("Hello <b").text == "Hello <b"
+    assert parser.add(" <tool").text == ""
+    assert parser.add("s>").text == " <tools>"
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "case"),
+    [("qwen3", "qwen3", "reasoning and two calls"), ("qwen3_5_moe", "qwen3-coder", "coder, two calls"),
+     ("gemma4", "gemma4", "gemma, two")],
+)  # fmt: skip
+def test_transformers_own_templates_agree(family, form, case):
+    template = next(one for names, one in TEMPLATES.items() if family in names)
+    _, reply, text, reasoning, calls = CASES[case]
+    new_parser = lambda prompt: ResponseParser(template, prefix=prompt)
+    parsed = joined(TemplateText(new_parser, "", tools=TOOLS), [reply])
+    assert parsed == ReplyPart(text, reasoning, tuple(calls)) == parse(form, [reply])
+
+
+def test_a_template_that_fails_on_a_call_leaves_it_as_text():
+    template = next(one for names, one in TEMPLATES.items() if "qwen3" in names)
+    new_parser = lambda prompt: ResponseParser(template, prefix=prompt)
+    reply = (
+        f"<think>a</think>Hi <tool_call>{{bad}}</tool_call>{hermes('read', dict(lines='1'))} x<y"
+    )
+    expected = ReplyPart("Hi <tool_call>{bad}</tool_call> x<y", "a", (call(lines=1),))
+    for pieces in ([reply], list(reply), [reply[:40], reply[40:]]):
+        parsed = joined(TemplateText(new_parser, "", tools=TOOLS), pieces)
+        assert parsed.calls == expected.calls
+        assert parsed.reasoning == expected.reasoning
+        assert parsed.text.replace(" ", "") == expected.text.replace(" ", "")
+    cut = joined(TemplateText(new_parser, "", tools=TOOLS), ["Hi <tool_call>{"])
+    assert cut == ReplyPart("Hi <tool_call>{")
+    assert joined(TemplateText(new_parser, "", tools=None), [hermes("a", {})]).calls == ()
+
+
+@given(
+    st.lists(st.text("ab<|", max_size=6), max_size=8),
+    st.sets(st.text("ab<|", min_size=1, max_size=4), min_size=1, max_size=4),
+)
+@settings(max_examples=200, deadline=None, database=None)
+def test_the_lexer_finds_the_same_markers_in_every_split(pieces, markers):
+    markers = [
+        one
+        for one in markers
+        if not any(one != other and other.startswith(one) for other in markers)
+    ]
+    pieces_of = lambda split: [piece for part in split for piece in part]
+
+    def found(texts):
+        lexer = Lexer(markers)
+        flat = [*pieces_of([lexer.add(text) for text in texts]), *lexer.finish()]
+        merged = []
+        for piece in flat:
+            is_marker = piece in markers
+            if merged and not is_marker and merged[-1][1] is False:
+                merged[-1] = (merged[-1][0] + piece, False)
+            else:
+                merged.append((piece, is_marker))
+        return merged
+
+    text = "".join(pieces)
+    assert "".join(piece for piece, _ in found(pieces)) == text
+    assert found(pieces) == found([text]) == found(list(text))
+
+
+QWEN = "{%- if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_the_chat_template_or_the_operator_chooses_the_format(tmp_path, tokenizer):
+    assert detected(QWEN).name == "qwen3"
+    assert detected(QWEN + "<function=").name == "qwen3-coder"
+    assert detected("{{ messages }}") is None
+    own = make_tokenizer(tmp_path / "own", QWEN, special=["<|end|>"])
+    assert Replies(own).name == "qwen3"
+    assert Replies(own).has_calls
+    assert Replies(own).has_reasoning
+    assert Replies(own, "none").name == "none"
+    assert Replies(own, "llama3").name == "llama3"
+    assert not Replies(own, "llama3").has_reasoning
+    assert not Replies(own, "think").has_calls
+    assert Replies(tokenizer).name == "none"
+    assert Replies(None).name == "none"
+    with pytest.raises(ValueError, match="no harmony tokens"):
+        Replies(own, "harmony")
+
+
+def test_a_template_in_a_file_of_its_own_is_read(tmp_path):
+    make_tokenizer(tmp_path, "")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text(QWEN)
+    from peagle_jax.text import Tokenizer
+
+    assert Replies(Tokenizer(tmp_path)).name == "qwen3"
+
+
+def test_special_tokens_that_frame_calls_reach_the_parser_and_others_do_not(tmp_path):
+    special = ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<pad>"]
+    own = make_tokenizer(tmp_path, "<|tool_call><|channel>", special=special)
+    reply = (
+        "<|channel>thought\nHm<channel|><pad>Hi"
+        + '<|tool_call>call:a{x:<|"|>é<|"|>}<tool_call|><|im_end|>'
+    )
+    tokens = own.encode(reply)
+    new_parser = Replies(own).parsers(Reply([1], (), True, [TOOL]))
+    for size in (1, 3, 1000):
+        parser = new_parser()
+        parts = [parser.add(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        parsed = ReplyPart.joined([*parts, parser.finish()])
+        assert parsed == ReplyPart("Hi", "Hm", (call("a", x="é"),))
+    plain = Replies(own).parsers(Reply([1], (), False))()
+    assert plain.add(tokens).text == "thought\nHmHicall:a{x:é}"
+
+
+def test_a_tokenizers_own_template_wins(tmp_path):
+    template = {
+        "start_anchor": "|",
+        "fields": {
+            "reasoning_content": {"open": "[[", "close": "]]"},
+            "tool_calls": {"open": "((", "close": "))", "content": "json", "repeats": True},
+            "content": {},
+        },
+    }
+    own = make_tokenizer(tmp_path / "own", QWEN, response_template=template)
+    replies = Replies(own)
+    assert (replies.name, replies.has_calls, replies.has_reasoning) == (
+        "response_template",
+        True,
+        True,
+    )
+    parser = replies.parsers(Reply(own.encode("x|[["), (), True, [TOOL]))()
+    reply = own.encode('Hm]]Hi((  {"name": "read", "arguments": {"lines": "2"}}))<|im_end|>')
+    parsed = ReplyPart.joined([*(parser.add([one]) for one in reply[:-1]), parser.finish()])
+    assert parsed == ReplyPart("Hi", "Hm", (call(lines=2),))
+    broken = make_tokenizer(tmp_path / "broken", QWEN, response_template={"fields": 1})
+    with pytest.raises(ServiceError, match="--reply-format"):
+        Replies(broken).parsers(Reply([1], (), True))
+
+
+def test_the_option_has_the_name_of_every_format():
+    choices = get_args(Settings.model_fields["reply_format"].annotation)
+    assert sorted(choices) == sorted(("auto", *NAMES))
