@@ -25,13 +25,15 @@ import pytest  # noqa: E402 (after the flags)
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Equal programs of different tests and workers compile once, however small: `programs_forgotten`
-    makes each file ask again. JAX_COMPILATION_CACHE_DIR keeps them for the next run."""
+    """Equal programs of different tests, workers and processes that tests start compile once, however
+    small: `programs_forgotten` makes each file ask again. JAX_COMPILATION_CACHE_DIR, where it is set,
+    keeps them for the next run."""
     import jax
 
-    folder = tmp_path_factory.getbasetemp().parent / "jax-cache"
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+    folder = str(tmp_path_factory.getbasetemp().parent / "jax-cache")
+    folder = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

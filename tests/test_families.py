@@ -10,13 +10,19 @@ import pytest
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.cache import PageCache, RingCache
 from peagle_jax.engine import memory
-from tests import tiny
+from tests import programs, tiny
 from tests.programs import one_bucket
 from tests.tiny import causal_attention
 
 MAX_TOKENS = 37
 LENGTHS = (1, 3, 6, 17, 30, 41)  # shorter than a window, and many times longer
 LENGTH = 80
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared():
+        yield
 
 
 def prompts() -> list[list[int]]:
@@ -57,7 +63,7 @@ def run(engine: Engine) -> list[list[int]]:
     return [completion.tokens for completion in done]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize(("method", "num_draft"), [("none", 0), ("peagle", 5), ("eagle3", 3)])
 def test_output_is_that_of_the_target_alone(family, method, num_draft):
@@ -89,7 +95,7 @@ def test_rows_that_are_kept_are_those_of_all(family, tap_last):
     np.testing.assert_allclose(tapped_too, tapped, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4"])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_windows_do_not_see_how_the_prompt_was_cut(family, chunk):
@@ -97,6 +103,7 @@ def test_windows_do_not_see_how_the_prompt_was_cut(family, chunk):
     assert run(Engine(target(family), tiny.head(), config)) == naive(family)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4"])
 def test_windows_survive_preemption(family):
     config = engine_config(num_draft=3, num_pages=34, max_num_seqs=4)

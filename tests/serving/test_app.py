@@ -22,9 +22,12 @@ from peagle_jax.config import ConfigError
 from serving.app import make_engine, served_name
 from serving.client import main
 from serving.settings import Settings
+from tests.cli import conftest
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually
+
+folders = conftest.folders
 
 
 def test_every_size_reaches_the_engine():
@@ -122,17 +125,17 @@ def started(*arguments: str, log: Path):
             process.kill()  # of one that has ended it does nothing
 
 
-def test_the_whole_server_from_start_to_drain(tmp_path, capsys):
+def test_the_whole_server_from_start_to_drain(folders, tmp_path, capsys):
     """TLS and a token on both ports, a file of options, a signal while a request runs."""
     ca = authority(tmp_path, "ca")
     pair = signed(tmp_path, "server", ca)
     token, config, log = (tmp_path / name for name in ("token", "server.yaml", "log"))
     token.write_text("open sesame\n")
     config.write_text(
-        f"max-num-seqs: 1\nmax-model-len: 512\nport: 0\nhttp-port: 0\ndrain-seconds: {LIMIT:g}\n"
+        f"max-num-seqs: 1\nmax-model-len: 256\nport: 0\nhttp-port: 0\ndrain-seconds: {LIMIT:g}\n"
     )
     arguments = ["--config", str(config), "--tls-cert", pair.cert, "--tls-key", pair.key]
-    arguments += ["--auth-token-file", str(token), "--no-reflection"]
+    arguments += ["--auth-token-file", str(token), "--no-reflection", *folders.options()]
     with started(*arguments, log=log) as (process, ports, told):
         client = ["--address", f"localhost:{ports[0]}", "--tls-ca", ca.cert]
         # NOT_SERVING until all is compiled.
@@ -141,8 +144,8 @@ def test_the_whole_server_from_start_to_drain(tmp_path, capsys):
         client += ["--token-file", str(token)]
         asking = [*client, "def f(", "--ignore-eos", "--json", "--max-tokens"]
         assert json.loads(_told(capsys, [*asking, "9"]))["usage"]["completion_tokens"] == 9
-        # Four sequences, one after the other: it runs for seconds.
-        many = [*asking, "400", "--n", "4", "--temperature", "1"]
+        # Eight sequences, one after the other: it runs for seconds.
+        many = [*asking, "200", "--n", "8", "--temperature", "1"]
         late = subprocess.Popen(
             [sys.executable, "-m", "serving.client", *many], stdout=subprocess.PIPE
         )

@@ -1,14 +1,12 @@
 """The whole recipe on the project's own source, tiny; and a run that is killed and started again."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,9 +16,9 @@ from peagle_jax.training.curves import Curves
 from tests.waiting import LIMIT
 
 SOURCE = Path(command.__file__).parents[1]
-STEPS = dict(target=120, peagle=40, eagle3=40)
+STEPS = dict(target=80, peagle=40, eagle3=40)
 RUN = "--warmup 5 --log-every 5 --eval-every 20 --save-every 20 --dtype float32 --loss-chunk 1024"
-SHAPE = "--hidden-size 48 --layers 6 --heads 2 --kv-heads 1 --head-dim 24 --intermediate-size 96"
+SHAPE = "--hidden-size 48 --layers 4 --heads 2 --kv-heads 1 --head-dim 24 --intermediate-size 96"
 
 
 class Recipe(SimpleNamespace):
@@ -29,15 +27,15 @@ class Recipe(SimpleNamespace):
     def command(self, stage: str, out: Path) -> list[str]:
         lines = dict(
             data=f"data {SOURCE / 'training'} {SOURCE / 'engine'} --vocab-size 512",
-            target=f"target --data {self.data} {SHAPE} --sequence 64 --batch 16 "
+            target=f"target --data {self.data} {SHAPE} --sequence 48 --batch 8 "
             f"--eval-sequences 16 --microbatches 2 {RUN}",
-            text=f"continuations --data {self.data} --target {self.target}/final --num 192 "
-            "--num-heldout 16 --length 48 --batch 96 --max-prompt 24 --dtype float32",
+            text=f"continuations --data {self.data} --target {self.target}/final --num 96 "
+            "--num-heldout 16 --length 40 --batch 56 --max-prompt 24 --dtype float32",
         )
         for method in ("peagle", "eagle3"):
             lines[method] = (
                 f"drafter --method {method} --target {self.target}/final --text {self.text} "
-                f"--taps 1 3 5 --depths 3 --num-draft 3 --batch 16 --eval-sequences 16 {RUN}"
+                f"--taps 1 2 3 --depths 3 --num-draft 3 --batch 8 --eval-sequences 16 {RUN}"
             )
         lines["peagle"] += " --layers 2"
         steps = ["--steps", str(STEPS[stage])] if stage in STEPS else []
@@ -70,7 +68,7 @@ def test_the_losses_fall(recipe, stage):
     out = getattr(recipe, stage)
     losses = [row["loss"] for row in rows(out, "train")]
     assert len(losses) == STEPS[stage] // 5
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     heldout = rows(out, "eval")
     assert [row["step"] for row in heldout] == list(range(20, STEPS[stage] + 1, 20))
     assert heldout[-1]["loss"] < heldout[0]["loss"]
@@ -112,7 +110,7 @@ def test_a_head_can_be_trained_further(recipe, tmp_path):
     [
         ("target", "--batch 15", "no multiple of --microbatches"),
         ("target", "--sequence 5000", "tokens; --sequence needs"),
-        ("target", "--hidden-size 24 --steps 130", "another model, optimizer"),
+        ("target", "--hidden-size 24 --steps 90", "another model, optimizer"),
         ("text", "--target /nowhere", "nowhere"),
         ("peagle", "--rate 2", "shares, between 0 and 1"),
         ("peagle", "--taps 9 1 2", "not 3 ascending ids"),
@@ -162,13 +160,8 @@ main(argv)
 def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
     out = tmp_path / stage
     arguments = recipe.command(stage, out)
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(out / "checkpoints" / "20"), *arguments],
-        env=os.environ | cache,
         cwd=Path(__file__).parents[2],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
