@@ -72,6 +72,11 @@ class PagedAttention:
         scale: float,
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, LayerCache]:
+        q, cache = self.write(rows, cache)
+        return self.read(q, cache, window=window, scale=scale, sinks=sinks), cache
+
+    def write(self, rows: AttentionRows, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        """Writes K and V of the rows. Returns their queries [B, T, N, H] and the cache."""
         table, is_ring = self._table(cache)
         projected = rows.projected()
         q, *pages = rope_write(
@@ -84,17 +89,27 @@ class PagedAttention:
             norms=projected.norms,
             bias=projected.bias,
         )
-        cache = type(cache)(*(x.reshape(cache.k.shape) for x in pages))
-        out = verify_attention(
+        return q, type(cache)(*(x.reshape(cache.k.shape) for x in pages))
+
+    def read(
+        self,
+        q: jax.Array,
+        cache: LayerCache,
+        *,
+        window: int | None,
+        scale: float,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        """Attention output [B, T, N, H] of queries q [B, T, N, H] over what is written."""
+        return verify_attention(
             q,
             *_as_pages(cache),
-            page_table=table,
+            page_table=self._table(cache)[0],
             positions=self.positions,
             scale=scale,
             window=window,
             sinks=sinks,
         )
-        return out, cache
 
     def _table(self, cache: LayerCache) -> tuple[jax.Array, bool]:
         """The page table [B, W] of a layer's cache, and whether it is a ring."""

@@ -28,6 +28,7 @@ from peagle_jax.layers import (
     rope_angles,
 )
 from peagle_jax.sampling import draft_keys, probabilities, sample_rows
+from peagle_jax.survival import confidence_of
 
 
 class Buffer(nnx.Variable):
@@ -179,10 +180,18 @@ class DraftInputs:
 
 
 class Proposal(NamedTuple):
-    """Drafts [B, J] int32 as target ids, and their distributions [B, J, V] (None: argmax drafts)."""
+    """Drafts of B sequences.
+
+    Attributes:
+      tokens: [B, J] int32, target ids.
+      probs: [B, J, V] float32, their distributions; None: argmax drafts.
+      confidence: [B, J] float32, the drafter's largest probability at each position, whichever token is
+        drafted; None: 1 at all positions. Only survival reads it (`survival`).
+    """
 
     tokens: jax.Array
     probs: jax.Array | None
+    confidence: jax.Array | None = None
 
 
 class Drafter(Protocol):
@@ -212,15 +221,18 @@ def _choose(
     head: DraftHead, logits, positions, inputs: DraftInputs, sampling: Sampling
 ) -> Proposal:
     """Drafts from logits [B, J, Vd]; `positions` [B, J] are the positions of the drafted tokens."""
+    confidence = confidence_of(logits)
     if sampling == "argmax":
-        return Proposal(head.to_target_ids(jnp.argmax(logits, axis=-1).astype(jnp.int32)), None)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return Proposal(head.to_target_ids(best), None, confidence)
     probs = probabilities(logits, inputs.temperature[:, None])
-    ids = sample_rows(probs, draft_keys(inputs.keys, positions))
+    newest = inputs.start + inputs.num_real
+    ids = sample_rows(probs, draft_keys(inputs.keys, positions, newest))
     if head.d2t is not None:
         target_ids = head.to_target_ids(jnp.arange(logits.shape[-1]))
         wide = jnp.zeros((*probs.shape[:-1], head.config.vocab_size), probs.dtype)
         probs = wide.at[..., target_ids].set(probs)
-    return Proposal(head.to_target_ids(ids), probs)
+    return Proposal(head.to_target_ids(ids), probs, confidence)
 
 
 def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache]):
@@ -298,11 +310,7 @@ class AutoregressiveDrafter:
             attend = PagedAttention(inputs.page_table, inputs.slots, position)
             token = proposals[-1].tokens
             out, cache = self.head(target, token, self.head.feedback(out), position, cache, attend)
-        tokens = jnp.concatenate([p.tokens for p in proposals], axis=1)
-        probs = None
-        if self.sampling == "sample":
-            probs = jnp.concatenate([p.probs for p in proposals], axis=1)
-        return Proposal(tokens, probs), cache
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *proposals), cache
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         return _absorb(self.head, target, inputs, cache)

@@ -24,9 +24,14 @@ def _keys(keys: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
     return jax.vmap(jax.vmap(fold, (None, 0)))(keys, positions)
 
 
-def draft_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
-    """Keys [B, T] for sampling the draft tokens at `positions` [B, T]."""
-    return _keys(keys, positions, _PROPOSE)
+def draft_keys(keys: jax.Array, positions: jax.Array, newest: jax.Array) -> jax.Array:
+    """Keys [B, T] for sampling the draft tokens at `positions` [B, T] after a text.
+
+    `newest` [B] is the position of the text's newest token. A later round that drafts for the same
+    position has another key. So its draft is independent of what was done with the older one.
+    """
+    after = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))
+    return after(_keys(keys, positions, _PROPOSE), newest)
 
 
 def accept_uniforms(keys: jax.Array, positions: jax.Array) -> jax.Array:

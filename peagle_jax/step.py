@@ -15,6 +15,7 @@ proposals for x_{c+1}..x_{c+K}, K of the round before. Later drafts are stale.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,10 @@ import jax.numpy as jnp
 from peagle_jax.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
+from peagle_jax.flat_rows import FlatRows
 from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams
 from peagle_jax.sampling import at_tokens, request_keys
+from peagle_jax.survival import Report, Survival, observe, report, survivals
 from peagle_jax.verify import Verdict, verify
 
 AcceptRule = Callable[..., Verdict]
@@ -41,6 +44,7 @@ class State:
     drafts: jax.Array  # [S, J] int32
     draft_probs: jax.Array | None  # [S, J, V] float32, only when drafts are sampled
     params: RequestParams
+    survival: Survival | None = None  # None: rounds count nothing, and none is ragged
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +57,7 @@ class StepOutput:
     logprobs: jax.Array  # [B, K+1] float32, of the emitted tokens
     top_ids: jax.Array  # [B, K+1, n] int32
     top_logprobs: jax.Array  # [B, K+1, n] float32
+    report: Report | None = None  # of a round, if the state has `survival`
 
 
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
@@ -79,20 +84,31 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
     )
 
 
-def _output(
-    logits, verdict: Verdict, drafts: jax.Array, params: RequestParams, max_logprobs: int
+def pack_output(
+    logits: jax.Array,
+    verdict: Verdict,
+    drafts: jax.Array,
+    params: RequestParams,
+    max_logprobs: int,
+    *,
+    rows: FlatRows | None = None,
+    report: Report | None = None,
 ) -> StepOutput:
-    """Packs the verdict. Computes logprobs and top-n only if some row requests logprobs."""
-    T = verdict.tokens.shape[1]
+    """Packs the verdict over logits [B, T, V], with `rows` [F, V], and the next drafts [B, K].
+
+    Computes logprobs and top-n only if some row requests logprobs.
+    """
 
     def with_logprobs():
         logprobs = jax.nn.log_softmax(logits, axis=-1)
-        chosen = at_tokens(logprobs, verdict.tokens)
         top, ids = jax.lax.top_k(logprobs, max_logprobs)
-        return chosen, ids.astype(jnp.int32), top
+        if rows is None:
+            return at_tokens(logprobs, verdict.tokens), ids.astype(jnp.int32), top
+        chosen = logprobs[rows.at, verdict.tokens]
+        return chosen, rows.batched(ids.astype(jnp.int32)), rows.batched(top)
 
     def zeros():
-        shape = (logits.shape[0], T)
+        shape = verdict.tokens.shape
         return (
             jnp.zeros(shape, jnp.float32),
             jnp.zeros((*shape, max_logprobs), jnp.int32),
@@ -102,7 +118,7 @@ def _output(
     wants_logprobs = jnp.any(params.num_logprobs >= 0)
     chosen, ids, top = jax.lax.cond(wants_logprobs, with_logprobs, zeros)
     packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
-    return StepOutput(packed, drafts, chosen, ids, top)
+    return StepOutput(packed, drafts, chosen, ids, top, report)
 
 
 def _signed_count(verdict: Verdict) -> jax.Array:
@@ -125,10 +141,14 @@ def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> tuple
         return replace(state, drafter_cache=cache), _no_drafts(inputs.slots)
     proposal, cache = drafter.propose(target, inputs, state.drafter_cache)
     drafts = state.drafts.at[inputs.slots, :K].set(proposal.tokens)
-    probs = state.draft_probs
+    probs, survival = state.draft_probs, state.survival
     if probs is not None:
         probs = probs.at[inputs.slots, :K].set(proposal.probs)
-    state = replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs)
+    if survival is not None:
+        new = 1.0 if proposal.confidence is None else proposal.confidence
+        confidence = survival.confidence.at[inputs.slots, :K].set(new)
+        survival = survival._replace(confidence=confidence)
+    state = replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs, survival=survival)
     return state, proposal.tokens
 
 
@@ -148,6 +168,72 @@ def _advance(state: State, slots, length, last_token) -> State:
     )
 
 
+class RoundInputs(NamedTuple):
+    """What the state holds for the B sequences of a round of K drafts."""
+
+    params: RequestParams  # `num_draft`: drafts that may be verified, at most K
+    start: jax.Array  # [B] int32, length of each sequence
+    drafts: jax.Array  # [B, K] int32
+    draft_probs: jax.Array | None  # [B, K, V] float32
+    tokens: jax.Array  # [B, K+1] int32, the newest token and the drafts
+    positions: jax.Array  # [B, K+1] int32
+
+    @classmethod
+    def of(cls, state: State, plan: DecodePlan, num_draft: int) -> Self:
+        """Gathers the rows of `plan`, for K = `num_draft`."""
+        slots, K = plan.slots, num_draft
+        params = jax.tree.map(lambda x: x[slots], state.params)
+        may_verify = jnp.minimum(params.num_draft, jnp.minimum(plan.pending, K))
+        start = state.length[slots]
+        drafts = state.drafts[slots, :K]
+        tokens = jnp.concatenate([state.last_token[slots][:, None], drafts], axis=1)
+        return cls(
+            params=params._replace(num_draft=may_verify),
+            start=start,
+            drafts=drafts,
+            draft_probs=None if state.draft_probs is None else state.draft_probs[slots, :K],
+            tokens=tokens,
+            positions=start[:, None] + jnp.arange(K + 1),
+        )
+
+
+class Verified(NamedTuple):
+    """What the target's pass of a round gives."""
+
+    verdict: Verdict
+    taps: jax.Array | None  # [B, K+1, A*D]
+    cache: list[LayerCache]
+
+
+def finish_round(
+    target,
+    drafter: Drafter | None,
+    state: State,
+    plan: DecodePlan,
+    inputs: RoundInputs,
+    verified: Verified,
+) -> tuple[State, jax.Array]:
+    """Advances the sequences by the emitted tokens. Returns the state and the next drafts [B, K]."""
+    verdict = verified.verdict
+    last = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)[:, 0]
+    state = _advance(state, plan.slots, inputs.start + verdict.count, last)
+    state = replace(state, target_cache=verified.cache)
+    if drafter is None:
+        return state, _no_drafts(plan.slots)
+    draft_inputs = DraftInputs(
+        # The emitted tokens are the drafter's shifted input: row j holds x_{c+j+1}.
+        tokens=verdict.tokens,
+        taps=verified.taps,
+        num_real=verdict.count,
+        start=inputs.start,
+        page_table=plan.page_table,
+        slots=plan.slots,
+        keys=request_keys(inputs.params),
+        temperature=inputs.params.temperature,
+    )
+    return _draft(target, drafter, state, draft_inputs)
+
+
 def speculative_step(
     target,
     drafter: Drafter | None,
@@ -164,9 +250,9 @@ def speculative_step(
     c..c+3; the verdict is [d1, d2, n, .] with count 3; the drafter's input is
     [d1, d2, n, mask, mask, pad] at slots c..c+5, and its rows 2, 3, 4 predict the next three drafts.
 
-    Stale drafts (`plan.pending`) are not verified. A stale argmax draft would only be useless. A stale
-    sampled draft would change the law: a later draft for its position, which the text may have taken, was
-    drawn with the same random key, so the two are not independent.
+    Stale drafts (`plan.pending`) are not verified. They follow an older text, so they are rarely right. A
+    drafter that draws all drafts of a position with one random key would even change the law: the text may
+    have taken a later draft for the position of a stale one, and the two are not independent.
 
     Args:
       target: model with the signature of `models.Decoder`.
@@ -178,39 +264,33 @@ def speculative_step(
       accept: acceptance rule with the signature of `verify.verify`.
     """
     K = 0 if drafter is None else drafter.num_draft
-    slots, page_table = plan.slots, plan.page_table
-    params = jax.tree.map(lambda x: x[slots], state.params)
-    num_draft = jnp.minimum(params.num_draft, jnp.minimum(plan.pending, K))
-    params = params._replace(num_draft=num_draft)
-    start = state.length[slots]
-    drafts = state.drafts[slots, :K]  # [B, K]
-    draft_probs = None if state.draft_probs is None else state.draft_probs[slots, :K]
-    tokens = jnp.concatenate([state.last_token[slots][:, None], drafts], axis=1)
-    positions = start[:, None] + jnp.arange(tokens.shape[1])
-
-    attend = PagedAttention(page_table, slots, positions)
-    hidden, tapped, target_cache = target(tokens, positions, state.target_cache, attend, taps=taps)
+    inputs = RoundInputs.of(state, plan, K)
+    params, positions = inputs.params, inputs.positions
+    attend = PagedAttention(plan.page_table, plan.slots, positions)
+    hidden, tapped, cache = target(inputs.tokens, positions, state.target_cache, attend, taps=taps)
     logits = target.unembed(hidden)  # [B, K+1, V]
-    verdict = accept(logits, drafts, draft_probs, positions + 1, params)
-    last = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)[:, 0]
+    verdict = accept(logits, inputs.drafts, inputs.draft_probs, positions + 1, params)
+    state, found = observed(state, plan, params.num_draft, params.num_draft, verdict, K)
+    verified = Verified(verdict, tapped, cache)
+    state, proposed = finish_round(target, drafter, state, plan, inputs, verified)
+    return state, pack_output(logits, verdict, proposed, params, max_logprobs, report=found)
 
-    state = _advance(state, slots, start + verdict.count, last)
-    state = replace(state, target_cache=target_cache)
-    proposed = _no_drafts(slots)
-    if drafter is not None:
-        inputs = DraftInputs(
-            # The emitted tokens are the drafter's shifted input: row j holds x_{c+j+1}.
-            tokens=verdict.tokens,
-            taps=tapped,
-            num_real=verdict.count,
-            start=start,
-            page_table=page_table,
-            slots=slots,
-            keys=request_keys(params),
-            temperature=params.temperature,
-        )
-        state, proposed = _draft(target, drafter, state, inputs)
-    return state, _output(logits, verdict, proposed, params, max_logprobs)
+
+def observed(
+    state: State, plan: DecodePlan, may_verify, verified, verdict: Verdict, num_draft: int
+) -> tuple[State, Report | None]:
+    """Counts the outcome of a round in the state's `survival`, if any, and reports it.
+
+    Args:
+      may_verify, verified: [B] int32, drafts of each sequence that might be and that were verified.
+      num_draft: K.
+    """
+    if state.survival is None:
+        return state, None
+    survival = survivals(state.survival, plan.slots, num_draft)
+    counts = (verified, verdict.count - 1)
+    counted = observe(state.survival, plan.slots, counts, num_draft)
+    return replace(state, survival=counted), report(survival, may_verify, verified)
 
 
 def prefill(
@@ -266,4 +346,4 @@ def prefill(
         )
         state, proposed = _draft(target, drafter, state, inputs)
     count = jnp.where(ends & (plan.count > 0), 1, 0)
-    return state, _output(logits, verdict._replace(count=count), proposed, params, max_logprobs)
+    return state, pack_output(logits, verdict._replace(count=count), proposed, params, max_logprobs)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from peagle_jax.flat_rows import FlatRows
 from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import (
     accept_uniforms,
@@ -135,12 +136,43 @@ def verify_sampled(
     return Verdict(tokens, n + 1)
 
 
+class _Layout(NamedTuple):
+    """Rows of logits, [B, J+1, V] or with `rows` [F, V], and values of each row without the last axis."""
+
+    logits: jax.Array
+    rows: FlatRows | None
+
+    def batched(self, x: jax.Array) -> jax.Array:
+        """Values of the rows -> [B, J+1]."""
+        return x if self.rows is None else self.rows.batched(x)
+
+    def per_row(self, x: jax.Array) -> jax.Array:
+        """x [B], broadcastable to values of the rows."""
+        return x[:, None] if self.rows is None else x[self.rows.sequence]
+
+    def row(self, x: jax.Array, n: jax.Array) -> jax.Array:
+        """Row n [B] of each sequence from x, which has a value or a vector for each row -> [B, ...]."""
+        if self.rows is None:
+            return _row(x, n)
+        return x[jnp.take_along_axis(self.rows.at, n[:, None], axis=1)[:, 0]]
+
+    def probability_of(self, drafts: jax.Array, temperature: jax.Array, cutoff: jax.Array):
+        """The target's probability [B, J] of each draft [B, J]; `cutoff` has a value for each row."""
+        if self.rows is None:
+            return probability_of(self.logits[:, :-1], drafts, temperature[:, None], cutoff[:, :-1])
+        after = self.rows.flat(jnp.pad(drafts, ((0, 0), (0, 1))))  # [F], the draft after each row
+        found = probability_of(self.logits, after, self.per_row(temperature), cutoff)
+        return self.batched(found)[:, :-1]
+
+
 def verify(
     logits: jax.Array,
     drafts: jax.Array,
     draft_probs: jax.Array | None,
     positions: jax.Array,
     params: RequestParams,
+    *,
+    rows: FlatRows | None = None,
 ) -> Verdict:
     """The engine's acceptance rule, for batches that mix greedy and sampled rows.
 
@@ -148,22 +180,26 @@ def verify(
     row with a temperature also has top-k, top-p or min-p.
 
     Args:
-      logits: [B, J+1, V] target logits; row j predicts the token at `positions[:, j]`.
+      logits: [B, J+1, V] target logits; row j predicts the token at `positions[:, j]`. With `rows` flat,
+        [F, V].
       drafts: [B, J] int32.
       draft_probs: [B, J, V] float32, or None for argmax drafts.
       positions: [B, J+1] int32, positions of the predicted tokens.
       params: one row per sequence.
+      rows: the rows of a ragged round. A draft whose row is absent must be above `params.num_draft`.
     """
-
-    best, value = largest(logits)
+    layout = _Layout(logits, rows)
+    best, value = map(layout.batched, largest(logits))
 
     def greedy():
         return _greedy(best, drafts, params.num_draft)
 
     def mixed(cutoff):
         drawn = verify_sampled(
-            probability_of(logits[:, :-1], drafts, params.temperature[:, None], cutoff[:, :-1]),
-            lambda n: probabilities(_row(logits, n), params.temperature, _row(cutoff, n)),
+            layout.probability_of(drafts, params.temperature, cutoff),
+            lambda n: probabilities(
+                layout.row(logits, n), params.temperature, layout.row(cutoff, n)
+            ),
             drafts,
             draft_probs,
             params.num_draft,
@@ -185,7 +221,7 @@ def verify(
     def filtered():
         rules = (params.temperature, params.top_k, params.top_p, params.min_p)
         own = lax.optimization_barrier(logits)
-        return mixed(lax.optimization_barrier(cutoffs(own, *(rule[:, None] for rule in rules))))
+        return mixed(lax.optimization_barrier(cutoffs(own, *map(layout.per_row, rules))))
 
     samples = params.temperature > 0
     filters = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0)

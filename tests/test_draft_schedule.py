@@ -132,7 +132,8 @@ class UniformDrafter:
     def propose(self, target, inputs, cache):
         positions = (inputs.start + inputs.num_real)[:, None] + 1 + jnp.arange(self.num_draft)
         q = jnp.full((*positions.shape, target.config.vocab_size), 1 / target.config.vocab_size)
-        return Proposal(sample_rows(q, draft_keys(inputs.keys, positions)), q), cache
+        keys = draft_keys(inputs.keys, positions, jnp.zeros_like(inputs.start))
+        return Proposal(sample_rows(q, keys), q), cache
 
     def absorb(self, target, inputs, cache):
         return cache

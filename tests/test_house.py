@@ -21,7 +21,7 @@ PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "test
 ORDER = [
     "errors", "plotting", "rope_config", "draft_schedule", "config", "sampling_params", "presets", "plan",
     "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
-    "cache", "sampling", "drafter", "verify", "step",
+    "cache", "sampling", "survival", "drafter", "flat_rows", "verify", "step", "ragged",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
     "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",

@@ -1,6 +1,7 @@
 """Probabilities against plain NumPy, draws against their weights, keys against each other."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -124,11 +125,12 @@ def request_params(seeds) -> RequestParams:
 def test_keys_differ_by_request_position_and_purpose():
     keys = request_keys(request_params([0, 1, 2**32, 2**32 + 1, 2**63 - 1]))
     positions = jnp.broadcast_to(jnp.arange(100), (5, 100))
-    data = [jax.random.key_data(f(keys, positions)) for f in (draft_keys, emit_keys)]
-    assert len(np.unique(np.concatenate(data).reshape(-1, 2), axis=0)) == 2 * 5 * 100
+    after = [partial(draft_keys, newest=jnp.full(5, newest)) for newest in (7, 8)]
+    data = [jax.random.key_data(f(keys, positions)) for f in (*after, emit_keys)]
+    assert len(np.unique(np.concatenate(data).reshape(-1, 2), axis=0)) == 3 * 5 * 100
     uniforms = np.asarray(accept_uniforms(keys, positions))
     assert len(np.unique(uniforms)) > 490  # of 2**23 values, two of 500 may well meet
-    for f in (draft_keys, emit_keys):
+    for f in (*after, emit_keys):
         others = jax.vmap(jax.vmap(jax.random.uniform))(f(keys, positions))
         assert not (np.asarray(others) == uniforms).any()
 
