@@ -188,17 +188,18 @@ class Tokenizer:
         detokenizer = Detokenizer(self, shown)
         return detokenizer.add(tokens) + detokenizer.flush()
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **variables) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, object]], **variables) -> list[int]:
         """Token ids of `chat_text`; takes and raises the same."""
         # The template already contains the BOS token if the model needs one.
         return self.encode(self.chat_text(messages, **variables), special=False)
 
-    def chat_text(self, messages: Sequence[Mapping[str, str]], **variables) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, object]], **variables) -> str:
         """Text of a conversation through the model's chat template, ready for the reply.
 
         Args:
-          messages: `{"role": "system", "user" or "assistant", "content": text}`, oldest first.
-          variables: further template variables, such as `reasoning_effort="low"` (GPT-OSS) or
+          messages: `{"role": "system", "user" or "assistant", "content": text}`, oldest first; also
+            "tool_calls" of the assistant, and the role "tool", where the template knows them.
+          variables: further template variables, such as `tools`, `reasoning_effort="low"` (GPT-OSS) or
             `enable_thinking=False` (Qwen3, Gemma 4); templates ignore unknown ones.
 
         Raises:

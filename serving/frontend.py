@@ -156,11 +156,16 @@ class Frontend:
             return await self._encoder.encode(text, field=field)
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, object], *, field: str
+        self,
+        messages: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object],
+        *,
+        tools: Sequence[Mapping] = (),
+        field: str,
     ) -> list[int]:
         """See `Encoder.chat`; raises as `encode` does."""
         async with self._limit_time():
-            return await self._encoder.chat(messages, variables, field=field)
+            return await self._encoder.chat(messages, variables, tools=tools, field=field)
 
     def open(self, ask: Ask) -> Stream:
         """Accepts a request; a refusal by the engine's queue is raised when the stream is read.

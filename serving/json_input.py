@@ -33,8 +33,7 @@ def parse_object(content: bytes, *, field: str, limits: Limits, max_ids: int = 0
       ServiceError: INVALID_ARGUMENT if the text is no JSON object, has too many values or too much
         nesting, or has an object with duplicate keys.
     """
-    for size in sizes(content):
-        _check_size(size, field, limits, MAX_VALUES + max_ids)
+    check_sizes(content, field=field, limits=limits, max_ids=max_ids)
     try:
         # From bytes json.loads would also accept UTF-16 and UTF-32, which `sizes` cannot count.
         value = json.loads(
@@ -47,6 +46,26 @@ def parse_object(content: bytes, *, field: str, limits: Limits, max_ids: int = 0
     if not isinstance(value, dict):
         raise invalid(field, "must be a JSON object")
     return value
+
+
+def check_sizes(
+    content: bytes, *, field: str, limits: Limits, max_ids: int = 0, num_before: int = 0
+) -> int:
+    """Checks the size of a JSON text before it is parsed.
+
+    Args:
+      num_before: values of other texts that count towards the same limit.
+
+    Returns:
+      The number of values, those before included.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT; the text has too many values or too much nesting.
+    """
+    size = Size(0, 0, 0)
+    for size in sizes(content):
+        _check_size(size, field, limits, MAX_VALUES + max_ids - num_before)
+    return num_before + size.num_values
 
 
 def parse_small_object(content: bytes, *, field: str, limits: Limits) -> dict:

@@ -12,6 +12,7 @@ class Limits:
       max_n: most sequences of one request.
       max_prompt_chars: most characters of a prompt; fewer where `max_model_len` tokens cannot hold them.
       max_messages: most messages of a chat, and most parts of a message.
+      max_tools: most tools of a chat.
       max_stops, max_stop_chars: most stop strings, and most characters of each.
       max_stop_ids: most stop ids.
       max_json_depth: deepest nesting of objects and lists.
@@ -22,6 +23,7 @@ class Limits:
     max_n: int = 16
     max_prompt_chars: int = 1_000_000
     max_messages: int = 2048
+    max_tools: int = 128
     max_stops: int = 16
     max_stop_chars: int = 512
     max_stop_ids: int = 256

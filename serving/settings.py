@@ -217,6 +217,7 @@ class Settings(BaseSettings):
     max_messages: Count = _option(
         2048, "most messages of a chat and most parts of a message", metavar="N"
     )
+    max_tools: Count = _option(128, "most tools of a chat", metavar="N")
     max_stops: Count = _option(16, "most stop strings of a request", metavar="N")
     max_stop_chars: Count = _option(512, "most characters of a stop string", metavar="N")
     max_stop_ids: Count = _option(256, "most stop ids of a request", metavar="N")

@@ -1,7 +1,6 @@
 """Converts prompts to token ids: too long prompts are refused first, long ones are tokenised in threads."""
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 
 from peagle_jax.config import ConfigError
@@ -14,12 +13,13 @@ from serving.memory import MemoryReturn
 _SHORT = 4096
 """Most characters that are tokenised in the event loop, in about 2 ms; longer texts get a thread."""
 _SHORT_CHAT = 64  # messages
+_CHARS_OF_OTHERS = 8  # of a number, true, false or null
 _MAX_WAITING = 64  # long prompts
 _MAX_WAITING_CHATS = 1024  # short ones
 _NO_VARIABLES = {
     *("self", "messages", "conversation", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
-    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tools"),
     "tokenizer_kwargs",
 }
 """Arguments of transformers' functions that apply a chat template. Clients may not set them."""
@@ -74,20 +74,25 @@ class Encoder:
         return encode() if len(text) <= _SHORT else await self._run_long(encode, len(text))
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, object], *, field: str
+        self,
+        messages: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object],
+        *,
+        tools: Sequence[Mapping] = (),
+        field: str,
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template; raises as `encode` does."""
         tokenizer = self._required(field)
         if taken := sorted(variables.keys() & _NO_VARIABLES):
             raise invalid(field, f"{taken[0]!r} is no variable of a chat template; leave it out")
-        size = len(json.dumps(variables))
-        size += sum(len(value) for message in messages for value in message.values())
+        size = _num_chars([variables, messages, tools])
         # The template may leave text out, so the limit of the model is checked after it.
         if size > self._limits.max_prompt_chars:
             raise _too_long(field, size, self._limits.max_prompt_chars)
 
         def encode() -> list[int]:
-            text = tokenizer.chat_text(messages, **variables)
+            given = {"tools": list(tools)} if tools else {}
+            text = tokenizer.chat_text(messages, **variables, **given)
             self._check_size(len(text), field)
             return tokenizer.encode(
                 text, special=False
@@ -129,6 +134,21 @@ class Encoder:
     def _check_size(self, size: int, field: str) -> None:
         if size > self.max_chars:
             raise _too_long(field, size, self.max_chars)
+
+
+def _num_chars(value: object) -> int:
+    """Characters of all texts within a JSON value; other values count as a few."""
+    num_chars, found = 0, [value]
+    while found:
+        one = found.pop()
+        if isinstance(one, Mapping):
+            num_chars += sum(map(len, one))
+            found += one.values()
+        elif isinstance(one, list | tuple):
+            found += one
+        else:
+            num_chars += len(one) if isinstance(one, str) else _CHARS_OF_OTHERS
+    return num_chars
 
 
 def _naming(field: str, encode: Callable[[], list[int]]) -> Callable[[], list[int]]:

@@ -1,5 +1,6 @@
 """`/v1/chat/completions`: OpenAI's route for conversations."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated
 
@@ -11,7 +12,9 @@ from serving.http.fields import Fields, neutral
 from serving.http.options import Options, SharedFields, check_model, read_options, read_params
 from serving.http.reports import chat_logprobs
 from serving.http.route import Call, Caller, Encode, one_ask_each
+from serving.http.tools import MessageCall, ToolFields
 from serving.stream import Ask, Delta
+from serving.tools import Arguments, call_id
 
 
 def _check_length(value: object, info: ValidationInfo) -> object:
@@ -40,7 +43,7 @@ def _text(content: object, validate_parts: Callable[[object], list], info: Valid
         return content
     if content is None:
         if info.data.get("role") == "assistant":
-            return ""  # an answer with reasoning only
+            return ""  # an answer with reasoning or calls only
         raise ValueError("is missing")
     if not isinstance(content, list):
         raise ValueError("must be a string or a list of parts")
@@ -64,21 +67,31 @@ class Message(Fields):
     # Templates may use these.
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: Annotated[list[MessageCall], FailFast(), BeforeValidator(_check_length)] = ()
+    tool_call_id: str | None = None
     # Clients send received answers back unchanged, with these fields empty.
-    tool_calls: neutral([]) = None
     function_call: neutral() = None
     refusal: neutral() = None
     audio: neutral() = None
     annotations: neutral([]) = None
 
-    def variables(self) -> dict[str, str]:
-        """The message as chat templates take it."""
-        given = (("name", self.name), ("reasoning_content", self.reasoning_content))
-        optional = {name: value for name, value in given if value is not None}
-        return {"role": self.role, "content": self.content, **optional}
+    def variables(self, arguments: Arguments, field: str) -> dict[str, object]:
+        """The message as chat templates take it.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT; a call has no JSON object as its arguments.
+        """
+        names = ("name", "reasoning_content", "tool_call_id")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.tool_calls:
+            given["tool_calls"] = [
+                call.as_dict(arguments, f"{field}.tool_calls[{place}]")
+                for place, call in enumerate(self.tool_calls)
+            ]
+        return {"role": self.role, "content": self.content, **given}
 
 
-class ChatFields(SharedFields):
+class ChatFields(SharedFields, ToolFields):
     """Fields of a request."""
 
     messages: Annotated[
@@ -91,9 +104,6 @@ class ChatFields(SharedFields):
     chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: str | None = None
 
-    tools: neutral([]) = None
-    tool_choice: neutral("none") = None
-    parallel_tool_calls: neutral(True, False) = None  # has no effect without tools
     functions: neutral([]) = None
     function_call: neutral("none") = None
     modalities: neutral(["text"]) = None
@@ -140,7 +150,13 @@ class Chat:
             spelling=spelling,
             logprobs=_num_logprobs(fields),
         )
-        messages = [message.variables() for message in fields.messages]
+        tools, arguments = fields.allowed_tools(frontend), Arguments(frontend.limits)
+        messages = [
+            message.variables(arguments, f"messages[{place}]")
+            for place, message in enumerate(fields.messages)
+        ]
+        if frontend.replies.name == "harmony":
+            messages = [_with_thinking(message) for message in messages]
         variables = dict(fields.chat_template_kwargs or {})
         if fields.reasoning_effort is not None:
             variables["reasoning_effort"] = fields.reasoning_effort
@@ -150,6 +166,7 @@ class Chat:
             params=params,
             n=options.n,
             is_chat=True,
+            tools=tools,
             protocol="http",
             method=self.path,
             trace=caller.trace,
@@ -157,11 +174,19 @@ class Chat:
         )
 
         async def encode() -> Call:
-            prompt = await frontend.chat(messages, variables, field="messages")
-            choices = _Choices(frontend, options, prompt)
+            prompt = await frontend.chat(messages, variables, tools=tools, field="messages")
+            choices = _Choices(frontend, options, prompt, is_parallel=fields.parallel_tool_calls)
             return Call(asks=one_ask_each(ask, [prompt]), options=options, choices=choices)
 
         return encode
+
+
+def _with_thinking(message: dict[str, object]) -> dict[str, object]:
+    """A message for GPT-OSS's template, which has its own name for reasoning before a call, and refuses content there."""
+    reasoning = message.get("reasoning_content")
+    if not (reasoning and "tool_calls" in message and not message["content"]):
+        return message
+    return message | {"thinking": reasoning}
 
 
 def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
@@ -182,10 +207,14 @@ def _num_logprobs(fields: ChatFields) -> int | None:
 class _Choices:
     """See `Choices`."""
 
-    def __init__(self, frontend: Frontend, options: Options, prompt: list[int]):
+    def __init__(
+        self, frontend: Frontend, options: Options, prompt: list[int], *, is_parallel: bool
+    ):
         self._tokenizer, self._options, self._prompt = frontend.tokenizer, options, prompt
         self._has_reasoning = frontend.replies.has_reasoning
+        self._max_calls = None if is_parallel else 1
         self._started: set[int] = set()
+        self._num_calls: Counter[int] = Counter()
 
     def part(self, index: int, delta: Delta) -> dict:
         message: dict[str, object] = {}
@@ -193,7 +222,13 @@ class _Choices:
             message["role"] = "assistant"
         if delta.reasoning:
             message["reasoning_content"] = delta.reasoning
-        if delta.text or not self._has_reasoning:
+        first = self._num_calls[index]
+        calls = self._calls(index, delta)
+        if calls:
+            message["tool_calls"] = [
+                {"index": place, **call} for place, call in enumerate(calls, start=first)
+            ]
+        if delta.text or not (self._has_reasoning or calls):
             message["content"] = delta.text
         return self._choice(index, delta, "delta", message)
 
@@ -201,18 +236,39 @@ class _Choices:
         message: dict[str, object] = {"role": "assistant", "content": delta.text}
         if self._has_reasoning:
             message["reasoning_content"] = delta.reasoning or None
+        calls = self._calls(index, delta)
+        if calls:
+            message |= {"content": delta.text or None, "tool_calls": calls}
         return self._choice(index, delta, "message", message)
+
+    def _calls(self, index: int, delta: Delta) -> list[dict]:
+        """New calls of a choice; further ones are left out if the client wants one."""
+        calls = delta.calls
+        if self._max_calls is not None:
+            calls = calls[: self._max_calls - self._num_calls[index]]
+        self._num_calls[index] += len(calls)
+        return [
+            {
+                "id": call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
 
     def _choice(self, index: int, delta: Delta, name: str, message: dict[str, object]) -> dict:
         logprobs = None
         if delta.logprobs is not None:
             logprobs = chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs)
         finish = delta.finish
+        reason = finish and finish.reason
+        if reason == "stop" and self._num_calls[index]:
+            reason = "tool_calls"
         choice = {
             "index": index,
             name: message,
             "logprobs": logprobs,
-            "finish_reason": finish and finish.reason,
+            "finish_reason": reason,
             "stop_reason": finish and finish.stop_reason,
         }
         if self._options.with_ids:

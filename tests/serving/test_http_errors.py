@@ -69,6 +69,13 @@ SAMPLING = {
     "tempratur": [1],
     "_": [0],
 }
+A_TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def a_call(arguments: object) -> dict:
+    return {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 COMPLETION = SAMPLING | {
     "prompt": ["", [], [[]], ["a", 5], [5, "a"], [128], [-1], [True], 5, {}, [5] * 96, ["a"] * 17],
     "max_tokens": [0, -1, 1.5, "16", True],
@@ -88,14 +95,27 @@ CHAT = SAMPLING | {
     "messages[0].content[0].extra": [
         [{"role": "user", "content": [{"type": "text", "text": "a", "extra": 1}]}]
     ],
-    "messages[0].tool_calls": [[{"role": "assistant", "content": "a", "tool_calls": [{}]}]],
+    "messages[0].tool_calls[0].id": [[{"role": "assistant", "tool_calls": [{"type": "function"}]}]],
+    "messages[0].tool_calls[0].type": [[{"role": "assistant", "tool_calls": [{"id": "a"}]}]],
+    "messages[0].tool_calls[1].function.arguments": [
+        [{"role": "assistant", "tool_calls": [a_call("{}"), a_call(wrong)]}]
+        for wrong in ("[]", "{", "5", '{"a": 1, "a": 2}', 5)
+    ],
     "messages[0].extra": [[{"role": "user", "content": "a", "extra": 1}]],
     "max_tokens": [0, "5"],
     "max_completion_tokens": [0, 2.5],
     "logprobs": [5, "yes"],
     "top_logprobs": [4, -1, "x"],
-    "tools": [[{"type": "function"}]],
-    "tool_choice": ["auto", "required"],
+    "tools": [5, [A_TOOL], [A_TOOL, A_TOOL], [5] * 129],
+    "tools[0].type": [[{"function": {"name": "f"}}], [A_TOOL | {"type": "code_interpreter"}]],
+    "tools[0].function": [[{"type": "function"}]],
+    "tools[0]": [[{"type": "function", "function": {"name": "a b"}}]],
+    "tools[0].function.strict": [[{"type": "function", "function": {"name": "f", "strict": True}}]],
+    "tools[0].function.parameters": [
+        [{"type": "function", "function": {"name": "f", "parameters": 5}}]
+    ],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}, 5],
+    "parallel_tool_calls": ["no"],
     "reasoning_effort": [5],
     "chat_template_kwargs": [5],
 }

@@ -12,6 +12,7 @@ from serving.http.chat import ChatFields
 from serving.http.completions import CompletionFields
 from serving.http.fields import Fields
 from serving.limits import Limits
+from serving.tools import Arguments
 
 LIMITS = Limits(max_messages=4)
 HELLO = {"role": "user", "content": "a"}
@@ -92,7 +93,7 @@ def test_an_integer_above_the_largest_float_is_too_large():
 def test_only_the_assistant_may_leave_out_content():
     answer = {"role": "assistant", "reasoning_content": "hm"}
     (message,) = ChatFields.read({"messages": [answer]}, LIMITS).messages
-    assert message.variables() == answer | {"content": ""}
+    assert message.variables(Arguments(LIMITS), "messages[0]") == answer | {"content": ""}
     for role in ("user", "system"):
         assert refusal(ChatFields, messages=[HELLO, {"role": role}]).field == "messages[1].content"
 

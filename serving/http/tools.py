@@ -1,0 +1,106 @@
+"""Fields of chats about tools: those that the model may call, and calls in earlier messages."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
+
+from serving.errors import invalid
+from serving.frontend import Frontend
+from serving.http.fields import Fields, neutral
+from serving.tools import Arguments, refuse_equal_names, tool
+
+
+def _check_type(value: object) -> object:
+    if value != "function":
+        raise ValueError("must be function: this server runs no tools of its own")
+    return value
+
+
+_Kind = Annotated[str | None, BeforeValidator(_check_type)]
+
+
+def _check_number(value: object, info: ValidationInfo) -> object:
+    """Refuses a list that is too long before pydantic validates its items."""
+    most = info.context.max_tools
+    if isinstance(value, list) and len(value) > most:
+        raise ValueError(f"{len(value)} are more than the {most} that this server takes")
+    return value
+
+
+class Function(Fields):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: neutral(False) = None
+
+
+class Tool(Fields):
+    """A tool that the model may call."""
+
+    type: _Kind = Field(None, validate_default=True)
+    function: Function
+
+    @model_validator(mode="after")
+    def _check_name(self):
+        self.as_dict()
+        return self
+
+    def as_dict(self) -> dict:
+        """The tool as templates take it."""
+        function = self.function
+        return tool(function.name, function.description, function.parameters)
+
+
+class CalledFunction(Fields):
+    """Name and arguments of a call."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(Fields):
+    """A call in a message of the assistant."""
+
+    id: str
+    type: _Kind = Field(None, validate_default=True)
+    function: CalledFunction
+    index: Any = None  # clients that add up a stream keep it
+
+    def as_dict(self, arguments: Arguments, field: str) -> dict:
+        """The call as templates take it.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT; the arguments are no JSON object.
+        """
+        function, field = self.function, f"{field}.function.arguments"
+        return arguments.call(self.id, function.name, function.arguments, field=field)
+
+
+class ToolFields(Fields):
+    """Fields of a request about tools."""
+
+    tools: Annotated[list[Tool], FailFast(), BeforeValidator(_check_number)] = ()
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    def allowed_tools(self, frontend: Frontend) -> list[dict]:
+        """The tools that the model may call; none if the client wants no call.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT; the model has no format for calls, or the choice is not supported.
+        """
+        tools = [one.as_dict() for one in self.tools]
+        refuse_equal_names(tools, field="tools")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise invalid("tool_choice", "must be auto or none: this server cannot force a call")
+        if not tools or self.tool_choice == "none":
+            return []
+        if not frontend.replies.has_calls:
+            raise invalid(
+                "tools",
+                "this model's chat template has no known format of calls; the server's operator may "
+                "choose one with --reply-format",
+            )
+        return tools

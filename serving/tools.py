@@ -1,0 +1,67 @@
+"""Tools of a request, and calls within its messages, as chat templates take them."""
+
+import re
+import uuid
+from collections.abc import Iterable
+
+from serving.errors import invalid
+from serving.json_input import check_sizes, parse_object
+from serving.limits import Limits
+
+_NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+def call_id() -> str:
+    """A new id of a call."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def tool(name: str, description: str | None, parameters: dict | None) -> dict:
+    """A tool as OpenAI's clients send it, without fields that are left out.
+
+    Raises:
+      ValueError: the name is none.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise ValueError("must be 1 to 128 letters, digits, or _ - . :")
+    optional = (("description", description), ("parameters", parameters))
+    given = {key: value for key, value in optional if value is not None}
+    return {"type": "function", "function": {"name": name, **given}}
+
+
+def refuse_equal_names(tools: Iterable[dict], *, field: str) -> None:
+    """Refuses two tools of one name.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT.
+    """
+    seen: set[str] = set()
+    for one in tools:
+        name = one["function"]["name"]
+        if name in seen:
+            raise invalid(field, f"the name {name!r} stands there twice")
+        seen.add(name)
+
+
+class Arguments:
+    """Parses the arguments of calls in a conversation. Chat templates take objects, not JSON texts.
+
+    All arguments of a request together are bounded as one JSON text is.
+    """
+
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._num_values = 0
+
+    def call(self, call_id: str, name: str, arguments: str, *, field: str) -> dict:
+        """A call as templates take it; empty arguments are none.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT; the arguments are no JSON object, or too many.
+        """
+        content = (arguments.strip() or "{}").encode("utf-8", "replace")
+        self._num_values = check_sizes(
+            content, field=field, limits=self._limits, num_before=self._num_values
+        )
+        value = parse_object(content, field=field, limits=self._limits)
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}

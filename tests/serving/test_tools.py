@@ -1,0 +1,180 @@
+"""Tool calls over OpenAI's chat route: OpenAI's client and a model whose replies are given."""
+
+import json
+
+import openai
+import pytest
+
+from tests.serving.live import LiveServer
+from tests.serving.scripted import Script, make_engine, make_tokenizer
+
+TEMPLATE = """
+{%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.path }}</tool_call>{% endfor %}
+{%- endfor %}<|assistant|>"""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read",
+        "description": "Reads a file.",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}},
+    },
+}  # fmt: skip
+CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "é.py", "line": "3"}}\n</tool_call>'
+READ = {"path": "é.py", "line": 3}
+CHAT = dict(
+    model="tiny", temperature=0, tools=[TOOL], messages=[{"role": "user", "content": "Read!"}]
+)
+
+
+class Scripted:
+    """A server and the script of its model."""
+
+    def __init__(self, folder, **options):
+        self.tokenizer = make_tokenizer(folder, TEMPLATE)
+        engine = make_engine(self.tokenizer)
+        self._script = Script(engine, [])
+        self.live = LiveServer(engine, http=True, **options)
+
+    def say(self, *replies: str) -> None:
+        """The next requests get these replies, further ones the last."""
+        self._script.prompts.clear()
+        self._script.replies[:] = [self.tokenizer.encode(f"{one}<|im_end|>") for one in replies]
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts since the last call of `say`, as texts."""
+        return [self.tokenizer.spell(one) for one in self._script.prompts]
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    server = Scripted(tmp_path_factory.mktemp("tools"))
+    yield server
+    server.live.close()
+
+
+@pytest.fixture
+def client(scripted):
+    url = f"http://{scripted.live.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+    scripted.live.check_empty()
+
+
+def streamed(chunks) -> dict:
+    """Choice 0 of a stream, added up as OpenAI documents it."""
+    whole = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            delta = choice.delta
+            whole["content"] += delta.content or ""
+            whole["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
+            for call in delta.tool_calls or ():
+                if call.id is not None:
+                    assert call.index == len(whole["tool_calls"])
+                    assert call.type == "function"
+                    whole["tool_calls"].append([call.id, call.function.name, ""])
+                whole["tool_calls"][call.index][2] += call.function.arguments
+            whole["finish_reason"] = choice.finish_reason or whole["finish_reason"]
+    return whole
+
+
+def test_a_client_runs_a_loop_of_tools(scripted, client):
+    scripted.say(f"<think>\nLook.\n</think>\n\nI read it.\n\n{CALL}", "It says 1.")
+    first = client.chat.completions.create(**CHAT).choices[0]
+    assert first.finish_reason == "tool_calls"
+    assert (first.message.content, first.message.reasoning_content) == ("I read it.", "Look.")
+    (call,) = first.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function",
+        "read",
+        READ,
+    )
+    result = {"role": "tool", "tool_call_id": call.id, "content": "1"}
+    messages = [*CHAT["messages"], first.message.model_dump(), result]
+    second = client.chat.completions.create(**CHAT | dict(messages=messages)).choices[0]
+    assert (second.finish_reason, second.message.content) == ("stop", "It says 1.")
+    assert second.message.tool_calls is None
+    tools = f"<tools>{json.dumps([TOOL])}</tools>"
+    assert scripted.prompts == [
+        f"{tools}<|user|>Read!<|assistant|>",
+        f"{tools}<|user|>Read!<|assistant|>I read it.<tool_call>é.py</tool_call><|tool|>1<|assistant|>",
+    ]
+
+
+def test_a_stream_has_the_same_calls(scripted, client):
+    scripted.say(f"<think>Look.</think>Now: {CALL}\n{CALL.replace('read', 'other')}")
+    with scripted.live.unmerged():
+        whole = streamed(client.chat.completions.create(stream=True, **CHAT))
+    ids = [one[0] for one in whole["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert [one[1] for one in whole["tool_calls"]] == ["read", "other"]
+    assert json.loads(whole["tool_calls"][0][2]) == READ
+    assert json.loads(whole["tool_calls"][1][2]) == READ | {
+        "line": "3"
+    }  # no schema of an unknown tool
+    rest = (whole["content"], whole["reasoning_content"], whole["finish_reason"])
+    assert rest == ("Now:", "Look.", "tool_calls")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_only_one_call_where_the_client_wants_one(scripted, client, is_stream):
+    scripted.say(CALL + CALL)
+    options = CHAT | dict(parallel_tool_calls=False, stream=is_stream)
+    answer = client.chat.completions.create(**options)
+    calls = streamed(answer)["tool_calls"] if is_stream else answer.choices[0].message.tool_calls
+    assert len(calls) == 1
+
+
+def test_without_a_choice_of_tools_the_model_sees_none_and_its_text_is_text(scripted, client):
+    scripted.say(CALL)
+    for options in ({"tool_choice": "none"}, {"tools": []}):
+        choice = client.chat.completions.create(**CHAT | options).choices[0]
+        assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+        assert choice.message.tool_calls is None
+        assert scripted.prompts[-1] == "<|user|>Read!<|assistant|>"
+
+
+def test_a_call_that_is_cut_off_or_broken_stays_content(scripted, client):
+    scripted.say(CALL)
+    cut = client.chat.completions.create(max_tokens=40, **CHAT).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (
+        scripted.tokenizer.decode(scripted.tokenizer.encode(CALL)[:40]),
+        "length",
+    )
+    broken = CALL.replace('"read"', "read")
+    scripted.say(broken)
+    choice = client.chat.completions.create(**CHAT).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (broken, "stop")
+
+
+def test_each_of_several_sequences_has_its_calls(scripted, client):
+    scripted.say(CALL)
+    choices = client.chat.completions.create(n=2, **CHAT | dict(temperature=1)).choices
+    assert [one.message.tool_calls[0].function.name for one in choices] == ["read", "read"]
+    assert len({one.message.tool_calls[0].id for one in choices}) == 2
+
+
+def test_tools_count_as_the_characters_of_the_prompt(scripted, client):
+    much = json.loads(json.dumps(TOOL))
+    much["function"]["description"] = "a" * scripted.live.frontend.limits.max_prompt_chars
+    with pytest.raises(openai.BadRequestError, match="characters are more than"):
+        client.chat.completions.create(**CHAT | dict(tools=[much]))
+    with pytest.raises(openai.BadRequestError, match="'tools' is no variable"):
+        client.chat.completions.create(**CHAT, extra_body=dict(chat_template_kwargs=dict(tools=[])))
+
+
+def test_all_arguments_of_a_conversation_are_bounded_together(scripted, client):
+    call = lambda arguments: {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "f", "arguments": arguments},
+    }
+    many = json.dumps({"a": [0] * 30_000})
+    message = {"role": "assistant", "tool_calls": [call(many), call(many), call(many)]}
+    with pytest.raises(
+        openai.BadRequestError, match=r"tool_calls\[2\].function.arguments: .* values"
+    ):
+        client.chat.completions.create(**CHAT | dict(messages=[message]))
