@@ -173,6 +173,7 @@ class Settings(BaseSettings):
         "port of HTTP: metrics and OpenAI's routes; 0 picks a free one, -1 turns HTTP off",
         metavar="N",
     )
+    page: bool = _option(True, "a page for people at / of the HTTP port")
     tls_cert: Text | None = _option(None, "certificate chain, PEM", metavar="FILE")
     tls_key: Text | None = _option(None, "private key of the certificate, PEM", metavar="FILE")
     tls_client_ca: Text | None = _option(

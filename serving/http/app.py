@@ -20,9 +20,10 @@ from serving.http.connection import RESERVED
 from serving.http.errors import answer, content_of, error_answer
 from serving.http.generation import Generation, Reader
 from serving.http.hosts import is_allowed, name_of
+from serving.http.page import page_routes
 from serving.version import NAME, VERSION
 
-_OPEN = ("/health", "/ready")  # probes have no tokens
+_PROBES = ("/health", "/ready")
 
 
 def make_app(
@@ -31,6 +32,7 @@ def make_app(
     tokens: Sequence[bytes],
     max_bytes: int,
     allowed_hosts: Collection[str] | None = None,
+    with_page: bool = True,
 ) -> ASGIApp:
     """The application.
 
@@ -38,6 +40,7 @@ def make_app(
       tokens: bearer tokens, read again for every request; if empty, no token is needed.
       max_bytes: most bytes of a request's body.
       allowed_hosts: allowed names in the Host header, in addition to those of this machine; None allows all.
+      with_page: whether `/` leads to the page.
     """
     pages = _Pages(frontend)
     reader = Reader(max_bytes=max_bytes, on_free=frontend.memory.schedule)
@@ -53,8 +56,15 @@ def make_app(
             for one in (Completions(frontend), Chat(frontend))
         ),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_page})
-    return _Guard(app, tokens, allowed_hosts, frontend)
+    static = page_routes() if with_page else []
+    app = Starlette(routes=routes + static, exception_handlers={HTTPException: _no_such_page})
+    return _Guard(
+        app,
+        tokens,
+        allowed_hosts,
+        frontend,
+        without_token=frozenset(route.path for route in static),
+    )
 
 
 class _Guard:
@@ -66,12 +76,14 @@ class _Guard:
         tokens: Sequence[bytes],
         allowed_hosts: Collection[str] | None,
         frontend: Frontend,
+        *,
+        without_token: Collection[str],
     ):
-        self._app, self._frontend = app, frontend
+        self._app, self._frontend, self._without_token = app, frontend, without_token
         self._tokens, self._allowed_hosts = tokens, allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = None if scope["path"] in _OPEN else self._refusal(scope)
+        error = None if scope["path"] in _PROBES else self._refusal(scope)
         if error is None:
             await self._app(scope, receive, send)
             return
@@ -93,6 +105,8 @@ class _Guard:
                 f"Host: {name_of(host)!r} is no name of this server; its operator may allow it with "
                 "--allowed-hosts",
             )
+        if scope["path"] in self._without_token:
+            return None
         token = token_of(headers.get(b"authorization"), self._tokens)
         if self._tokens and token is None:
             return ServiceError(

@@ -10,7 +10,7 @@ from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.fields import Fields, neutral
 from serving.http.options import Options, SharedFields, check_model, read_options, read_params
-from serving.http.reports import chat_logprobs
+from serving.http.reports import Rounds, chat_logprobs
 from serving.http.route import Call, Caller, Encode, one_ask_each
 from serving.http.tools import MessageCall, ToolFields
 from serving.stream import Ask, Delta
@@ -213,6 +213,7 @@ class _Choices:
         self._tokenizer, self._options, self._prompt = frontend.tokenizer, options, prompt
         self._has_reasoning = frontend.replies.has_reasoning
         self._max_calls = None if is_parallel else 1
+        self._rounds = Rounds(frontend.tokenizer)
         self._started: set[int] = set()
         self._num_calls: Counter[int] = Counter()
 
@@ -271,6 +272,8 @@ class _Choices:
             "finish_reason": reason,
             "stop_reason": finish and finish.stop_reason,
         }
+        if self._options.with_rounds:
+            choice["rounds"] = self._rounds.of(index, delta)
         if self._options.with_ids:
             choice["token_ids"] = delta.tokens
             if index not in self._started:

@@ -8,7 +8,7 @@ from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.fields import described, neutral
 from serving.http.options import Options, SharedFields, check_model, read_options, read_params
-from serving.http.reports import CompletionLogprobs
+from serving.http.reports import CompletionLogprobs, Rounds
 from serving.http.route import Call, Caller, Encode, one_ask_each
 from serving.stream import Ask, Delta
 
@@ -97,6 +97,7 @@ class _Choices:
     def __init__(self, frontend: Frontend, options: Options, prompts: list[list[int]]):
         self._tokenizer, self._options, self._prompts = frontend.tokenizer, options, prompts
         self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._rounds = Rounds(frontend.tokenizer)
 
     def part(self, index: int, delta: Delta) -> dict:
         is_first = index not in self._logprobs
@@ -113,6 +114,8 @@ class _Choices:
             "finish_reason": finish and finish.reason,
             "stop_reason": finish and finish.stop_reason,
         }
+        if self._options.with_rounds:
+            choice["rounds"] = self._rounds.of(index, delta)
         if self._options.with_ids:
             choice["token_ids"] = delta.tokens
             if is_first:

@@ -199,6 +199,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         reasoning=output.reasoning,
         calls=output.calls,
         logprobs=logprobs,
+        rounds=[one for delta in deltas for one in delta.rounds],
     )
 
 

@@ -26,6 +26,7 @@ class SharedFields(Fields):
     stream_options: StreamOptions | None = None
     n: int = 1
     return_token_ids: bool = False
+    return_rounds: bool = False
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -82,6 +83,7 @@ class Options:
       with_usage: whether a stream ends with its usage.
       with_running_usage: whether every chunk has the usage so far.
       with_ids: whether token ids are reported beside text.
+      with_rounds: whether the rounds behind the text are reported, with their drafts.
     """
 
     n: int
@@ -89,6 +91,7 @@ class Options:
     with_usage: bool
     with_running_usage: bool
     with_ids: bool
+    with_rounds: bool
 
 
 def check_model(content: dict[str, object], model: str) -> None:
@@ -121,6 +124,7 @@ def read_options(fields: SharedFields) -> Options:
         with_usage=stream_options.include_usage,
         with_running_usage=stream_options.continuous_usage_stats,
         with_ids=fields.return_token_ids,
+        with_rounds=fields.return_rounds,
     )
 
 

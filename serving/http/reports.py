@@ -6,14 +6,10 @@ from itertools import pairwise
 from peagle_jax.engine.request import Request, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.text import Detokenizer, Tokenizer
-from serving.stream import Stream
+from serving.rounds import RoundReports, token_name
+from serving.stream import Delta, Stream
 
 _LOWEST = -9999.0  # in place of minus infinity, which JSON does not have; vLLM uses the same number
-
-
-def token_name(tokenizer: Tokenizer | None, token: int) -> str:
-    """The name of a token in a report."""
-    return f"token_id:{token}" if tokenizer is None else tokenizer.name_of(token)
 
 
 class CompletionLogprobs:
@@ -49,6 +45,28 @@ class CompletionLogprobs:
         if self._text is not None:
             self._offset += len(self._text.add([token]))
         return before
+
+
+class Rounds:
+    """Makes `rounds` of choices. One object per request."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._reports: dict[int, RoundReports] = {}
+
+    def of(self, index: int, delta: Delta) -> list[dict]:
+        """The rounds of the next delta of choice `index`."""
+        if index not in self._reports:
+            self._reports[index] = RoundReports(self._tokenizer)
+        return [
+            {
+                "tokens": len(one.texts),
+                "accepted": one.accepted,
+                "drafts": one.drafts,
+                "texts": one.texts,
+            }
+            for one in self._reports[index].of(delta)
+        ]
 
 
 def chat_logprobs(

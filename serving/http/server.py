@@ -63,6 +63,7 @@ class HttpServer:
       certificates: None serves without TLS.
       max_message_bytes: most bytes of a request's body.
       allowed_hosts: allowed names in the Host header; None allows all.
+      with_page: whether `/` leads to the page.
       idle_seconds: how long a connection without requests stays open.
       gate: limits of connections.
       time_limits: time limits of a client.
@@ -76,13 +77,18 @@ class HttpServer:
         certificates: Certificates | None = None,
         max_message_bytes: int = 8 << 20,
         allowed_hosts: Sequence[str] | None = None,
+        with_page: bool = True,
         idle_seconds: float = 300.0,
         gate: Gate | None = None,
         time_limits: TimeLimits | None = None,
     ):
         self._config = uvicorn.Config(
             make_app(
-                frontend, tokens=tokens, max_bytes=max_message_bytes, allowed_hosts=allowed_hosts
+                frontend,
+                tokens=tokens,
+                max_bytes=max_message_bytes,
+                allowed_hosts=allowed_hosts,
+                with_page=with_page,
             ),
             http=Connection,
             ws="none",

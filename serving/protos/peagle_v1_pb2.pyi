@@ -95,15 +95,17 @@ class Speculation(_message.Message):
     def __init__(self, num_speculative_tokens: _Optional[int] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("logprobs", "tokens_only")
+    __slots__ = ("logprobs", "tokens_only", "return_rounds")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     logprobs: int
     tokens_only: bool
-    def __init__(self, logprobs: _Optional[int] = ..., tokens_only: _Optional[bool] = ...) -> None: ...
+    return_rounds: bool
+    def __init__(self, logprobs: _Optional[int] = ..., tokens_only: _Optional[bool] = ..., return_rounds: _Optional[bool] = ...) -> None: ...
 
 class GenerateDelta(_message.Message):
-    __slots__ = ("index", "text", "token_ids", "logprobs", "finish", "usage", "reasoning")
+    __slots__ = ("index", "text", "token_ids", "logprobs", "finish", "usage", "reasoning", "rounds")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +113,7 @@ class GenerateDelta(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -118,7 +121,22 @@ class GenerateDelta(_message.Message):
     finish: Finish
     usage: Usage
     reasoning: str
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., reasoning: _Optional[str] = ...) -> None: ...
+    rounds: _containers.RepeatedCompositeFieldContainer[Round]
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., reasoning: _Optional[str] = ..., rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ...) -> None: ...
+
+class Round(_message.Message):
+    __slots__ = ("tokens", "accepted", "draft_ids", "drafts", "texts")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    accepted: int
+    draft_ids: _containers.RepeatedScalarFieldContainer[int]
+    drafts: _containers.RepeatedScalarFieldContainer[str]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tokens: _Optional[int] = ..., accepted: _Optional[int] = ..., draft_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "sequences", "usage")
@@ -131,18 +149,20 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[Sequence, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("text", "token_ids", "logprobs", "finish", "reasoning")
+    __slots__ = ("text", "token_ids", "logprobs", "finish", "reasoning", "rounds")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     finish: Finish
     reasoning: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., reasoning: _Optional[str] = ...) -> None: ...
+    rounds: _containers.RepeatedCompositeFieldContainer[Round]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., reasoning: _Optional[str] = ..., rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("logprob", "alternatives")

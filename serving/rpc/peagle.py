@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from peagle_jax import SamplingParams
 from peagle_jax.engine.request import TokenLogprob
 from peagle_jax.engine.stats import Acceptance
+from peagle_jax.text import Tokenizer
 from serving import request_ids
 from serving.errors import invalid
 from serving.frontend import Frontend
@@ -14,6 +15,7 @@ from serving.params import prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.replies.parts import ReplyPart
+from serving.rounds import RoundReport, RoundReports
 from serving.rpc import calls
 from serving.stream import Ask, Delta, Finish, Usage
 
@@ -33,9 +35,10 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         ask = await self._ask(request, context, "Generate")
         async with self._frontend.open(ask) as stream:
             await calls.accepted(context, ask.request_id)
-            left = stream.n
+            left, rounds = stream.n, _Rounds(request.output, self._frontend.tokenizer)
             async for delta in stream:
                 message = _delta(delta)
+                message.rounds.extend(rounds.of(delta))
                 if delta.finish is not None:
                     left -= 1
                     if left == 0:
@@ -50,8 +53,10 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             await calls.accepted(context, ask.request_id)
             response.sequences.extend(pb.Sequence() for _ in range(stream.n))
             replies = [ReplyPart()] * stream.n
+            rounds = _Rounds(request.output, self._frontend.tokenizer)
             async for delta in stream:
                 sequence = response.sequences[delta.index]
+                sequence.rounds.extend(rounds.of(delta))
                 replies[delta.index] += ReplyPart(delta.text, delta.reasoning)
                 sequence.token_ids.extend(delta.tokens)
                 sequence.logprobs.extend(_logprobs(delta.logprobs))
@@ -161,6 +166,30 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             logprobs=optional(request.output, "logprobs"),
             num_speculative_tokens=optional(request.speculation, "num_speculative_tokens"),
         )
+
+
+class _Rounds:
+    """Makes the messages about rounds, if a request asks for them. One object per request."""
+
+    def __init__(self, output: pb.Output, tokenizer: Tokenizer | None):
+        self._is_wanted, self._with_text = output.return_rounds, not output.tokens_only
+        self._tokenizer = tokenizer if self._with_text else None
+        self._reports: dict[int, RoundReports] = {}
+
+    def of(self, delta: Delta) -> list[pb.Round]:
+        """The rounds of the next delta of its sequence."""
+        if not self._is_wanted:
+            return []
+        if delta.index not in self._reports:
+            self._reports[delta.index] = RoundReports(self._tokenizer)
+        return [self._message(one) for one in self._reports[delta.index].of(delta)]
+
+    def _message(self, one: RoundReport) -> pb.Round:
+        message = pb.Round(tokens=len(one.texts), accepted=one.accepted, draft_ids=one.draft_ids)
+        if self._with_text:
+            message.drafts.extend(one.drafts)
+            message.texts.extend(one.texts)
+        return message
 
 
 _SPELLING = {

@@ -11,6 +11,7 @@ import pytest
 from bench.commands import parser as bench_parser
 from serving.client.options import parser as client_parser
 from serving.settings import Settings
+from serving.sources import parser as server_parser
 from serving.sources import resolve
 from tests.serving.test_deploy import smg_options
 
@@ -93,11 +94,11 @@ def test_its_gateway_can_be_started():
 
 
 def test_every_option_that_is_named_exists():
-    options = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+    options = {option for action in server_parser()._actions for option in action.option_strings}
     options |= {option for action in client_parser()._actions for option in action.option_strings}
     serve_load = bench_parser()._subparsers._group_actions[0].choices["serve-load"]
     options |= {option for action in serve_load._actions for option in action.option_strings}
-    options |= {"--config", "--help", "--port", "--worker-urls", "--build"}
+    options |= {"--worker-urls", "--build"}
     ours = re.sub(r"```\nvllm bench serve .*?```", "", TEXT, flags=re.DOTALL)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours))
     assert named - options == set()

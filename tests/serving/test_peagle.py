@@ -177,7 +177,7 @@ def test_every_call_is_reported_once(server, stub):
         sample.labels["code"]: sample.value
         for family in server.frontend.metrics.registry.collect()
         for sample in family.samples
-        if sample.name == "peagle:requests_total"
+        if sample.name == "peagle:requests_total" and sample.labels["protocol"] == "grpc"
     }
     before = server.call(counted)
     stub.GenerateOnce(pb.GenerateRequest(text="a", stopping=pb.Stopping(max_tokens=2)))

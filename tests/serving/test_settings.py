@@ -59,6 +59,7 @@ def test_every_option_exists_in_all_three_places(file):
     special = dict(
         method="eagle3", dtype="float32", quantization="fp8", log_level="debug",
         kv_cache_memory="1GiB", kv_cache_dtype="fp8", reflection=True, no_cache=True, reply_format="none",
+        page=False,
         max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
         num_speculative_tokens_per_batch_size="[[1,8,7],[9,64,0]]",
     )  # fmt: skip
@@ -67,9 +68,11 @@ def test_every_option_exists_in_all_three_places(file):
         default = getattr(Settings(), name)
         value = special.get(name, default + 1 if isinstance(default, int | float) else "text")
         given = {name: value} | (together if name in together else {})
+        words = {key.replace("_", "-"): value for key, value in given.items()}
+        switches = {True: "--{}", False: "--no-{}"}
         flags = [
-            f"--{key.replace('_', '-')}" if text is True else f"--{key.replace('_', '-')}={text}"
-            for key, text in given.items()
+            switches[value].format(word) if isinstance(value, bool) else f"--{word}={value}"
+            for word, value in words.items()
         ]
         environment = {PREFIX + key.upper(): str(text) for key, text in given.items()}
         yaml = "".join(f"{key.replace('_', '-')}: {text}\n" for key, text in given.items())

@@ -1,0 +1,28 @@
+"""Drafters of known texts, so that a test knows which drafts pass the target."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.drafter import Proposal
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KnownTextDrafter:
+    """Drafts what follows in the one text there is; at every fifth and seventh position another token.
+
+    So rounds with every number of accepted drafts occur, from none to all.
+    """
+
+    text: jax.Array  # [n] int32, prompt and output
+    num_draft: int = field(metadata=dict(static=True))
+
+    def propose(self, target, inputs, cache):
+        """See `Drafter.propose`."""
+        newest = (inputs.start + inputs.num_real)[:, None]
+        places = newest + 1 + jnp.arange(self.num_draft)
+        right = jnp.take(self.text, places, mode="clip")
+        is_wrong = (places % 5 == 0) | (places % 7 == 0)
+        return Proposal(jnp.where(is_wrong, right // 2, right), None), cache

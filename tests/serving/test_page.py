@@ -1,0 +1,205 @@
+"""The page's files as a browser gets them: headers, redirects, nothing else, no token, allowed hosts."""
+
+import re
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving.http.page import HEADERS
+from serving.settings import Settings
+from tests.serving.live import LiveServer
+from tests.serving.test_http_errors import refusal
+from tests.waiting import LIMIT
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "serving" / "http" / "page_files"
+FILES = {path.name: path.read_text() for path in sorted(FOLDER.iterdir())}
+SCRIPTS = [name for name in FILES if name.endswith(".js")]
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+
+@pytest.fixture(scope="module")
+def live(make_engine):
+    server = LiveServer(make_engine(), http=True)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as client:
+        yield client
+
+
+def place_of(name: str) -> str:
+    return "/page/" if name == "index.html" else f"/page/{name}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_served_with_strict_headers(http, name):
+    answer = http.get(place_of(name))
+    assert answer.status_code == 200
+    assert answer.text == FILES[name]
+    assert answer.headers["content-type"] == f"{KINDS[name.rpartition('.')[2]]}; charset=utf-8"
+    assert HEADERS.items() <= dict(answer.headers).items()
+
+
+def test_the_policy_allows_this_server_only():
+    policy = dict(
+        part.strip().split(" ", 1) for part in HEADERS["content-security-policy"].split(";")
+    )
+    assert policy == {
+        "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "connect-src": "'self'",
+        "img-src": "'self' data:", "base-uri": "'none'", "form-action": "'none'",
+        "frame-ancestors": "'none'", "require-trusted-types-for": "'script'", "trusted-types": "'none'",
+    }  # fmt: skip
+    assert HEADERS["x-content-type-options"] == "nosniff"
+    assert HEADERS["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize("path", ["/", "/page"])
+def test_the_root_redirects_to_the_page(http, path):
+    answer = http.get(path)
+    assert (answer.status_code, answer.headers["location"]) == (307, "page/")
+    assert HEADERS.items() <= dict(answer.headers).items()
+    assert http.get(path, follow_redirects=True).text == FILES["index.html"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "index.html",
+        "page.py",
+        "__init__.py",
+        "../app.py",
+        "%2e%2e/app.py",
+        "..%2fapp.py",
+        "page.js/x",
+    ],
+)
+def test_no_other_file_is_served(http, path):
+    assert http.get(f"/page/{path}").status_code == 404
+
+
+def test_the_page_takes_no_posts(http):
+    assert http.post("/page/", json={}).status_code == 405
+
+
+def test_files_need_no_token_and_data_does(server):
+    with (
+        server.another_http(tokens=[b"open sesame"]) as address,
+        httpx.Client(base_url=f"http://{address}", timeout=LIMIT) as http,
+    ):
+        for name in FILES:
+            assert http.get(place_of(name)).status_code == 200
+        assert http.get("/").status_code == 307
+        for path in ("/metrics", "/v1/models", "/page/x", "/page/page.js/"):
+            refusal(http.get(path), 401)
+
+
+def test_files_are_refused_for_a_foreign_host(server):
+    with (
+        server.another_http(allowed_hosts=[]) as address,
+        httpx.Client(base_url=f"http://{address}", timeout=LIMIT) as http,
+    ):
+        for path in ("/", *map(place_of, FILES)):
+            refusal(http.get(path, headers={"host": "evil.example"}), 403)
+            assert http.get(path).status_code in (200, 307)
+
+
+def test_the_page_can_be_left_out(server):
+    with (
+        server.another_http(with_page=False) as address,
+        httpx.Client(base_url=f"http://{address}", timeout=LIMIT) as http,
+    ):
+        for path in ("/", "/page", *map(place_of, FILES)):
+            assert http.get(path).status_code == 404
+        assert http.get("/health").status_code == 200
+    assert Settings().page
+    assert not Settings(page=False).page
+
+
+def test_a_wheel_contains_the_files():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = settings["package-data"]["serving"]
+    packed = {path for pattern in patterns for path in (ROOT / "serving").glob(pattern)}
+    assert set(FOLDER.iterdir()) <= packed
+
+
+class References(HTMLParser):
+    """Files that a page loads, and attributes that the policy forbids."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.files: set[str] = set()
+        self.forbidden: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name in ("src", "href") and not value.startswith("data:"):
+                self.files.add(value)
+            if name == "style" or name.startswith("on"):
+                self.forbidden.append(f"{tag} {name}")
+
+
+def test_files_refer_to_each_other_only():
+    page = References(FILES["index.html"])
+    assert page.files == {"page.css", "page.js"}
+    assert page.forbidden == []
+    for name in SCRIPTS:
+        imported = re.findall(r'^import .* from "\./(.+)";$', FILES[name], re.MULTILINE)
+        assert len(imported) == len(re.findall(r"^import ", FILES[name], re.MULTILINE))
+        assert set(imported) <= FILES.keys()
+    for name, text in FILES.items():
+        allowed = {"http://www.w3.org/2000/svg"}  # a namespace, which is never loaded
+        assert set(re.findall(r"https?://[\w./-]+", text)) <= allowed, name
+
+
+def test_scripts_make_no_html_from_text():
+    sinks = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function"
+    )
+    for name in SCRIPTS:
+        assert not sinks.search(FILES[name]), name
+        assert len(FILES[name].splitlines()) <= 400
+
+
+def colours(block: str) -> dict[str, tuple[float, ...]]:
+    """The colours of a block of custom properties, as sRGB between 0 and 1."""
+    found = re.findall(r"--([a-z-]+): #([0-9a-f]{6});", block)
+    return {name: tuple(int(code[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, code in found}
+
+
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Contrast ratio of WCAG 2."""
+
+    def luminance(colour: tuple[float, ...]) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["light", "dark"])
+def test_colours_have_enough_contrast(place):
+    blocks = re.findall(r":root \{(.*?)\}", FILES["page.css"], re.DOTALL)
+    assert len(blocks) == 2
+    named = colours(blocks[place])
+    grounds = {name: named[name] for name in ("ground", "surface")}
+    tints = {name: value for name, value in named.items() if name.endswith("-tint")}
+    assert len(tints) == 3
+    for name, ground in grounds.items():
+        for text in ("ink", "muted", "action"):
+            assert contrast(named[text], ground) >= 4.5, (text, name)
+        for mark in ("accepted", "correction", "bonus", "plain", "refused", "field"):
+            assert contrast(named[mark], ground) >= 3, (mark, name)
+    for name, tint in tints.items():
+        assert contrast(named["ink"], tint) >= 4.5, name
+        assert contrast(named[name.removesuffix("-tint")], tint) >= 3, name
+        assert contrast(named["muted"], tint) >= 4.5, name
+    assert contrast(named["action-ink"], named["action"]) >= 4.5

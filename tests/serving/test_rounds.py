@@ -1,0 +1,167 @@
+"""`return_rounds`: every interface reports which round made which tokens, and what it drafted."""
+
+import grpc
+import httpx
+import jax.numpy as jnp
+import pytest
+
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine.request import Round
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos.peagle_v1_pb2_grpc import GenerationStub
+from serving.rounds import RoundReports
+from serving.stream import Ask, Delta
+from tests.serving.conftest import SIZES
+from tests.serving.drafters import KnownTextDrafter
+from tests.serving.live import LiveServer
+from tests.serving.test_http import events
+from tests.waiting import LIMIT, soon
+
+PROMPT = "hello there"
+NUM_TOKENS = 40
+BODY = dict(prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+J = SIZES["num_draft"]
+
+
+@pytest.fixture(scope="module")
+def live(target, tokenizer, make_engine):
+    params = SamplingParams(max_tokens=80, ignore_eos=True)
+    plain = make_engine(head=False).generate([PROMPT], params)[0]
+    drafter = KnownTextDrafter(jnp.array([*plain.prompt, *plain.tokens], jnp.int32), J)
+    engine = Engine(target, None, EngineConfig(**SIZES), tokenizer=tokenizer, drafter=drafter)
+    server = LiveServer(engine, http=True)
+    yield server
+    server.close()
+
+
+def post(server: LiveServer, path: str = "/v1/completions", **changes) -> dict:
+    url = f"http://{server.http_address}{path}"
+    return httpx.post(url, json=BODY | {"return_rounds": True} | changes, timeout=LIMIT).json()
+
+
+def check(rounds: list[dict], text: str, usage: dict) -> None:
+    """Rounds are complete, agree with text and usage, and each is possible."""
+    assert "".join(piece for one in rounds for piece in one["texts"]) == text
+    assert sum(one["tokens"] for one in rounds) == usage["completion_tokens"]
+    details = usage["completion_tokens_details"]
+    accepted = sum(one["accepted"] for one in rounds)
+    assert accepted == details["accepted_prediction_tokens"]
+    drafted = sum(len(one["drafts"]) for one in rounds)
+    assert drafted - accepted == details["rejected_prediction_tokens"]
+    first, *others = rounds
+    assert (first["tokens"], first["accepted"], first["drafts"]) == (1, 0, [])
+    for one in others:
+        assert len(one["texts"]) == one["tokens"] >= 1
+        assert one["accepted"] <= one["tokens"] <= one["accepted"] + 1
+        assert one["drafts"][: one["accepted"]] == one["texts"][: one["accepted"]]
+        if one["accepted"] < min(one["tokens"], len(one["drafts"])):  # the target corrected a draft
+            assert one["drafts"][one["accepted"]] != one["texts"][one["accepted"]]
+
+
+def test_rounds_of_a_whole_answer(server):
+    answer = post(server)
+    (choice,) = answer["choices"]
+    check(choice["rounds"], choice["text"], answer["usage"])
+    kinds = {one["accepted"] for one in choice["rounds"][1:]}
+    assert kinds == {*range(J + 1)}  # every number of accepted drafts occurs
+
+
+def test_rounds_of_a_stream(server):
+    whole = post(server)["choices"][0]["rounds"]
+    body = BODY | dict(return_rounds=True, stream=True, stream_options=dict(include_usage=True))
+    url = f"http://{server.http_address}/v1/completions"
+    found = events(httpx.post(url, json=body, timeout=LIMIT))
+    choices = [one["choices"][0] for one in found if one["choices"]]
+    rounds = [one for choice in choices for one in choice["rounds"]]
+    assert rounds == whole
+    check(rounds, "".join(choice["text"] for choice in choices), found[-1]["usage"])
+
+
+def test_a_slow_reader_gets_all_rounds(server, tokenizer):
+    """A client that reads nothing until the end gets one delta with the rounds of all."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    ask = Ask(request_id="slow", prompt=tokenizer.encode(PROMPT), params=params)
+
+    async def read_late() -> list[Delta]:
+        async with server.frontend.open(ask) as stream:
+            await soon(lambda: stream.requests)
+            return [delta async for delta in stream]
+
+    (delta,) = server.run(read_late())
+    reports = RoundReports(tokenizer).of(delta)
+    found = [(one.texts, one.accepted, one.drafts) for one in reports]
+    wanted = post(server)["choices"][0]["rounds"]
+    assert found == [(one["texts"], one["accepted"], one["drafts"]) for one in wanted]
+
+
+def test_rounds_of_a_chat_and_of_several_sequences(server):
+    messages = [dict(role="user", content="hello")]
+    body = dict(messages=messages, max_tokens=12, temperature=1, seed=3, n=3, return_rounds=True)
+    answer = httpx.post(
+        f"http://{server.http_address}/v1/chat/completions", json=body, timeout=LIMIT
+    ).json()
+    assert len(answer["choices"]) == 3
+    for choice in answer["choices"]:
+        text = "".join(piece for one in choice["rounds"] for piece in one["texts"])
+        assert text == choice["message"]["content"]
+
+
+def test_requests_without_drafts_have_rounds_of_one_token(server):
+    rounds = post(server, num_speculative_tokens=0)["choices"][0]["rounds"]
+    assert len(rounds) == NUM_TOKENS
+    assert all((one["tokens"], one["accepted"], one["drafts"]) == (1, 0, []) for one in rounds)
+
+
+def test_rounds_are_not_reported_unless_asked_for(server):
+    assert "rounds" not in post(server, return_rounds=False)["choices"][0]
+    refused = post(server, return_rounds=1)
+    assert refused["error"]["param"] == "return_rounds"
+
+
+def test_rounds_over_grpc_are_those_over_http(server):
+    wanted = post(server)["choices"][0]["rounds"]
+    request = pb.GenerateRequest(
+        text=PROMPT,
+        stopping=pb.Stopping(max_tokens=NUM_TOKENS, ignore_eos=True),
+        output=pb.Output(return_rounds=True),
+    )
+    with grpc.insecure_channel(server.address) as channel:
+        stub = GenerationStub(channel)
+        streamed = [one for delta in stub.Generate(request, timeout=LIMIT) for one in delta.rounds]
+        whole = list(stub.GenerateOnce(request, timeout=LIMIT).sequences[0].rounds)
+        request.output.tokens_only = True
+        bare = stub.GenerateOnce(request, timeout=LIMIT).sequences[0].rounds
+        request.output.return_rounds = False
+        assert not stub.GenerateOnce(request, timeout=LIMIT).sequences[0].rounds
+    as_http = [
+        dict(tokens=one.tokens, accepted=one.accepted, drafts=[*one.drafts], texts=[*one.texts])
+        for one in streamed
+    ]
+    assert streamed == whole
+    assert as_http == wanted
+    assert [one.draft_ids for one in bare] == [one.draft_ids for one in whole]
+    assert not any(one.drafts or one.texts for one in bare)
+
+
+def test_a_character_belongs_to_the_token_that_completes_it():
+    """Tokens may end within a character; what is incomplete at the end becomes U+FFFD, as in the text."""
+
+    class Bytes:
+        num_stripped = 0
+        name_of = staticmethod(str)
+
+        def bytes_of(self, token):
+            return bytes([token])
+
+    euro = "€".encode()
+    delta = Delta(
+        index=0,
+        tokens=[65, *euro, euro[0]],
+        text="",
+        logprobs=None,
+        rounds=[Round([euro[0], 9], 1, 2), Round([], 0, 1), Round([8], 0, 1)],
+        finish=object(),
+    )
+    reports = RoundReports(Bytes()).of(delta)
+    assert [one.texts for one in reports] == [["A"], ["", ""], ["€"], ["\ufffd"]]
+    assert [one.drafts for one in reports] == [[], [str(euro[0]), "9"], [], ["8"]]
