@@ -333,23 +333,36 @@ def test_the_limit_of_a_request_begins_with_its_arrival(hurried):
 
 def test_closing_waits_for_the_thread_that_loads_the_chat_template(make_engine, monkeypatch):
     """It logs, and the log may be closed after the server."""
-    started, released = threading.Event(), threading.Event()
+    started, released, ended = (threading.Event() for _ in range(3))
+    waits = []
 
     def prepare(tokenizer):
         started.set()
         assert released.wait(LIMIT)
+        ended.set()
+
+    real = Encoder.wait_closed
+
+    async def wait_closed(encoder, seconds):
+        """Lets the template be loaded only once the server waits for it."""
+        wait = asyncio.ensure_future(real(encoder, seconds))
+        for _ in range(100):  # turns of the event loop: a wait for nothing would be over
+            await asyncio.sleep(0)
+        waits.append("waits" if not wait.done() else "is over at once")
+        released.set()
+        await wait
+        waits.append("template loaded" if ended.is_set() else "template not loaded")
 
     engine = make_engine()
     monkeypatch.setattr(type(engine.tokenizer), "prepare_chat", prepare)
+    monkeypatch.setattr(Encoder, "wait_closed", wait_closed)
     server = LiveServer(engine)
     assert started.wait(LIMIT)
-    closing = threading.Thread(target=server.close)
-    closing.start()
-    closing.join(0.5)
-    assert closing.is_alive()
-    released.set()
-    closing.join(LIMIT)
-    assert not closing.is_alive()
+    try:
+        server.close()
+    finally:
+        released.set()
+    assert waits == ["waits", "template loaded"]
 
 
 def test_the_event_loop_goes_on_while_long_texts_are_tokenised(server, monkeypatch):
