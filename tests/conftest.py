@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections import defaultdict
+from pathlib import Path
 
 # Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight.
 os.environ.setdefault("NPROC", "12")
@@ -26,8 +27,7 @@ import pytest  # noqa: E402 (after the flags)
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
     """Equal programs of different tests, workers and processes that tests start compile once, however
-    small: `programs_forgotten` makes each file ask again. JAX_COMPILATION_CACHE_DIR, where it is set,
-    keeps them for the next run."""
+    small. JAX_COMPILATION_CACHE_DIR keeps them for the next run."""
     import jax
 
     folder = str(tmp_path_factory.getbasetemp().parent / "jax-cache")
@@ -37,16 +37,31 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+MOST_MAPS = 7000
+"""Most memory maps of a process with which its compiled programs stay for the next file of tests. Those
+of a tiny engine take about 400 maps and 80 MB."""
+
+
+def num_maps() -> int:
+    """Memory maps of this process; where the system does not say, more than `MOST_MAPS`."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return MOST_MAPS + 1
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs_forgotten():
-    """Drops what a file compiled: a process may hold 65,530 memory maps, and every small kernel of a
-    compiled program takes some. Past that bound LLVM crashes. What is freed goes back to the system."""
+    """Drops compiled programs once there are many: a process may hold 65,530 memory maps, and every
+    small kernel of a program takes some. Past that bound LLVM crashes. What is freed goes back to the
+    system."""
     import jax
 
     from serving.memory import c_library_trim
 
     yield
-    jax.clear_caches()
+    if num_maps() > MOST_MAPS:
+        jax.clear_caches()
     gc.collect()
     c_library_trim()
 

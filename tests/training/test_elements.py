@@ -97,7 +97,7 @@ def test_element_attention_equals_the_masked_definition(elements, window, chunk)
         attend_to(ElementAttention(e, "xla", chunk), *a, window=window) * weight
     ).sum()
     dense = lambda *a: (_dense_attention(e, *a, window) * weight).sum()
-    got, want = (jax.value_and_grad(f, (0, 1, 2))(q, k, v) for f in (ours, dense))
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v) for f in (ours, dense))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4)
 
@@ -165,25 +165,34 @@ def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
 def test_training_rows_are_what_serving_computes(method):
     target, head = _models(method)
     text, options = _text(), _options()
-    valid = passes.slot_is_trained(text)
-    run = passes.run_target(target, text, target.config.default_taps, "xla")
-    if method == "peagle":
-        elements = cod.all_elements(valid, 4)
-        rows = passes.parallel_rows(head, target, run, elements, options)
-    else:
-        rows = passes.unrolled_rows(head, target, run, valid, options)
-    outcome = passes.compare(head, target, run, options, rows)
+    taps = target.config.default_taps
+
+    @jax.jit
+    def trained_on(target, head):
+        valid = passes.slot_is_trained(text)
+        run = passes.run_target(target, text, taps, "xla")
+        if method == "peagle":
+            elements = cod.all_elements(valid, 4)
+            rows = passes.parallel_rows(head, target, run, elements, options)
+        else:
+            rows = passes.unrolled_rows(head, target, run, valid, options)
+        return passes.compare(head, target, run, options, rows)
+
+    @jax.jit
+    def served(target, head):
+        positions = jnp.broadcast_to(jnp.arange(12), text.tokens.shape)
+        hidden, tapped, _ = target(text.tokens, positions, [None] * 8, causal, taps=taps)
+        return jax.nn.log_softmax(target.unembed(hidden)), head.fuse(tapped)
+
+    outcome = trained_on(target, head)
     kl, used = (np.asarray(x).reshape(3, 4, 12) for x in (outcome.kl, outcome.used))
-    positions = jnp.broadcast_to(jnp.arange(12), text.tokens.shape)
-    hidden, taps, _ = target(
-        text.tokens, positions, [None] * 8, causal, taps=target.config.default_taps
-    )
-    full, fused = np.asarray(target.unembed(hidden)), head.fuse(taps)
-    for a in range(10):
-        rows = lambda tokens, fused, a=a: _naive_rows(
-            target, head, tokens, fused, a, 4, method == "eagle3"
+    full, fused = served(target, head)
+    full = np.asarray(full)
+    for a in (0, 1, 5, 9):  # the first, one before a prompt ends, one within, the last
+        rows = lambda tokens, fused, a=a: jax.nn.log_softmax(
+            _naive_rows(target, head, tokens, fused, a, 4, method == "eagle3")
         )
-        for b, logits in enumerate(jax.jit(jax.vmap(rows))(text.tokens, fused)):
+        for b, logits in enumerate(np.asarray(jax.jit(jax.vmap(rows))(text.tokens, fused))):
             for d in range(min(4, len(logits))):
                 P, L = int(text.prompt[b]), int(text.length[b])
                 trained = P - 1 <= a + d <= L - 3
@@ -191,8 +200,8 @@ def test_training_rows_are_what_serving_computes(method):
                     trained &= a >= P - 1
                 assert used[b, d, a] == trained
                 if trained:
-                    p = jax.nn.log_softmax(full[b, a + d + 1])
-                    want = (jnp.exp(p) * (p - jax.nn.log_softmax(logits[d]))).sum()
+                    p = full[b, a + d + 1]
+                    want = (np.exp(p) * (p - logits[d])).sum()
                     np.testing.assert_allclose(kl[b, d, a], want, rtol=2e-3, atol=2e-5)
 
 

@@ -15,6 +15,7 @@ from peagle_jax.training.trainer import split_model
 from tests import tiny
 
 
+@jax.jit
 def _run(target, text):
     return passes.run_target(target, text, tiny.HEAD.taps, "xla")
 
@@ -42,8 +43,13 @@ def outcome_of():
 
     def outcome(head, **fields):
         options = _options(**fields)
-        rows = passes.parallel_rows(head, target, run, elements, options)
-        return passes.compare(head, target, run, options, rows)
+
+        @jax.jit
+        def compare(head):
+            rows = passes.parallel_rows(head, target, run, elements, options)
+            return passes.compare(head, target, run, options, rows)
+
+        return compare(head)
 
     return outcome
 
@@ -53,11 +59,17 @@ def test_a_target_is_run_for_training_as_it_is_served(family):
     target, text = tiny.target(**tiny.TARGETS[family]), _text()
     run = _run(target, text)
     positions = jnp.broadcast_to(jnp.arange(12), text.tokens.shape)
-    hidden, taps, _ = target(
-        text.tokens, positions, [None] * 3, tiny.causal_attention, taps=tiny.HEAD.taps
-    )
+
+    @jax.jit
+    def served(target):
+        hidden, taps, _ = target(
+            text.tokens, positions, [None] * 3, tiny.causal_attention, taps=tiny.HEAD.taps
+        )
+        return taps, target.norm(hidden)
+
+    taps, normed = served(target)
     np.testing.assert_allclose(run.taps, taps, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(run.normed, target.norm(hidden), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(run.normed, normed, rtol=1e-4, atol=1e-4)
 
 
 def test_a_widened_head_computes_what_it_computed(outcome_of):

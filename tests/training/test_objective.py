@@ -45,6 +45,7 @@ def _definition(loss: str, p, z):
     return dict(kl=kl, tv=1 - acceptance, lk=mixed)[loss]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["labels", "distribution", "sharpened", "table"])
 @pytest.mark.parametrize("loss", ["kl", "tv", "lk"])
 def test_chunked_loss_and_gradient_equal_the_plain_ones(kind, loss):

@@ -16,8 +16,9 @@ from tests import tiny
 from tests.training.test_heads import _options, _text
 
 
-def _sample(valid, key=2):
-    return cod.sample_elements(jax.random.key(key), valid, num_depths=5, rate=0.7, min_rate=0.4)
+@jax.jit
+def _sample(valid):
+    return cod.sample_elements(jax.random.key(2), valid, num_depths=5, rate=0.7, min_rate=0.4)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 7])
@@ -58,6 +59,7 @@ def _loss_and_gradients(segments: int, fields=()):
     return jax.device_get(step(params, target, text, jax.random.key(3)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("segments", [2, 4])
 @pytest.mark.parametrize("fields", [(), (("step_decay", 1.3), ("loss", "lk"), ("query_chunk", 5))])
 def test_pieces_give_the_loss_and_the_gradients_of_the_whole(segments, fields):

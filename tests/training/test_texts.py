@@ -70,6 +70,7 @@ def _text(S=12):
     return passes.Text(tokens, jnp.array([2, 4, 5]), jnp.array([S, S - 2, S - 1]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fields", [
     dict(), dict(loss="ce"), dict(loss="tv", step_decay=0.7, sharpen=0.6),
 ])  # fmt: skip
@@ -115,8 +116,14 @@ def test_pace_weights_come_from_the_probability_of_the_texts_tokens():
     valid, run = passes.slot_is_trained(text), _run(target, text)
     options = _options(elements="texts", weights="dpace")
     whole = Blocks((3, 3, 3, 3))
-    rows = passes.text_rows(head, target, run, valid, whole, options)
-    probs = np.asarray(jax.nn.softmax(head.logits(target, rows.out))).reshape(4, 3, 12, -1)
+
+    @jax.jit
+    def made(head):
+        rows = passes.text_rows(head, target, run, valid, whole, options)
+        return rows, jax.nn.softmax(head.logits(target, rows.out))
+
+    rows, probs = made(head)
+    probs = np.asarray(probs).reshape(4, 3, 12, -1)
     used, got = (np.asarray(x).reshape(4, 3, 12) for x in (rows.used, rows.importance))
     tokens = np.asarray(text.tokens)
     for b in range(3):
@@ -135,19 +142,21 @@ def test_repeats_weigh_less_whatever_the_elements(kind):
     text = passes.Text(jnp.tile(jnp.arange(3, 15), (2, 2)), jnp.array([2, 4]), jnp.array([24, 24]))
     target, head = tiny.target(), tiny.head("eagle3" if kind == "eagle3" else "peagle")
     valid, run = passes.slot_is_trained(text), _run(target, text)
-    weights = []
-    for repeat_weight in (1.0, 0.25):
+
+    @partial(jax.jit, static_argnames="repeat_weight")
+    def importance(head, repeat_weight):
         options = _options(repeat_weight=repeat_weight, num_depths=2)
         if kind == "texts":
             rows = passes.text_rows(head, target, run, valid, Blocks((2, 2)), options)
-            rows = rows._replace(importance=rows.importance.reshape(2, 2, 24).swapaxes(0, 1))
-        elif kind == "anchors":
+            return rows.importance.reshape(2, 2, 24).swapaxes(0, 1)
+        if kind == "anchors":
             elements = cod.all_elements(valid, 2)
             rows = passes.parallel_rows(head, target, run, elements, options)
         else:
             rows = passes.unrolled_rows(head, target, run, valid, options)
-        weights.append(np.asarray(rows.importance).reshape(2, 2, 24))
-    plain, less = weights
+        return rows.importance.reshape(2, 2, 24)
+
+    plain, less = (np.asarray(importance(head, weight)) for weight in (1.0, 0.25))
     # x_19 is the first token that ends eight which occurred before; slot 18 knows it.
     repeat = np.arange(24) >= 18
     assert plain[..., repeat].any()
