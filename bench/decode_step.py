@@ -42,9 +42,10 @@ Variant = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class CellsConfig(EngineConfig):
-    """Engine sizes with one batch bucket per measured concurrency."""
+    """Engine sizes with one batch bucket per measured concurrency; prompts are computed anew."""
 
     concurrencies: tuple[int, ...]
+    prefix_caching: bool = False
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:

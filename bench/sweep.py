@@ -91,7 +91,8 @@ class Models:
         return leave_out(name, found, lambda one: check_request(one, params, config, **limits))
 
     def engine(self, method: str, num_draft: int, config: EngineConfig) -> Engine:
-        config = replace(config, num_draft=num_draft, dtype=self.dtype)
+        # Prompts repeat from run to run; cached ones would be measured without their prefill.
+        config = replace(config, num_draft=num_draft, dtype=self.dtype, prefix_caching=False)
         head = self.heads.get(method)
         return Engine(self.target, head, config, tokenizer=self.tokenizer)
 

@@ -89,6 +89,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
         draft_schedule=args.num_speculative_tokens_per_batch_size,
         max_num_seqs=min(args.concurrency, len(prompts)),
         max_model_len=args.max_model_len,
+        prefix_caching=args.prefix_caching and not args.compare,
         max_logprobs=max(5, most),
         kv_cache_dtype=args.kv_cache_dtype,
     )

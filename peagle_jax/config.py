@@ -260,6 +260,7 @@ class EngineConfig:
       prefill_calls: maximum number of prefill calls between two rounds.
       max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
+      prefix_caching: keep the pages of earlier prompts and outputs, and prefill only what follows them.
       max_logprobs: maximum number of alternatives per token for requests with logprobs.
       dtype: dtype of weights and activations.
       kv_cache_dtype: "auto" stores K and V as `dtype`, "fp8" as e4m3 with scale 1.
@@ -276,6 +277,7 @@ class EngineConfig:
     prefill_calls: int = 4
     max_waiting: int = 4096
     draft_sampling: Literal["argmax", "sample"] = "argmax"
+    prefix_caching: bool = True
     max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"

@@ -111,6 +111,10 @@ def parser() -> argparse.ArgumentParser:
         "--taps", type=_layer_ids, metavar="I,J,K",
         help="layers whose inputs the head reads, where its config.json says otherwise",
     )  # fmt: skip
+    add(
+        "--prefix-caching", action=argparse.BooleanOptionalAction, default=True,
+        help="prefill once what several prompts begin with (default; --compare never does)",
+    )  # fmt: skip
     add("--concurrency", type=int, default=1, metavar="N", help="prompts decoded at once")
     add("--max-model-len", type=int, default=2048, metavar="N", help="prompt and output tokens")
 

@@ -27,7 +27,8 @@ ORDER = [
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
     "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.loader", "checkpoint",
     "text", "options",
-    "engine", "engine.rules", "engine.pages", "engine.request", "engine.calls", "engine.stats",
+    "engine", "engine.rules", "engine.pages", "engine.slots", "engine.request",
+    "engine.prefixes", "engine.calls", "engine.stats",
     "engine.scheduler",
     "engine.sizes", "engine.memory", "engine.transfer", "engine.programs", "engine.engine",
     "model_folders", "loading", "prompts", "runs",
@@ -174,7 +175,17 @@ def test_serving_has_no_import_circles():
 def test_the_host_side_of_the_engine_needs_no_jax():
     modules = [
         f"peagle_jax.engine.{x}"
-        for x in ("request", "rules", "pages", "calls", "scheduler", "sizes", "stats")
+        for x in (
+            "request",
+            "rules",
+            "pages",
+            "slots",
+            "prefixes",
+            "calls",
+            "scheduler",
+            "sizes",
+            "stats",
+        )
     ]
     code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

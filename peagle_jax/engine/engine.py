@@ -15,6 +15,7 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.memory import fit_pages
+from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.programs import Programs
 from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
 from peagle_jax.engine.rules import check_request
@@ -41,6 +42,8 @@ class Completion:
     `accepted_per_position[i]` the rounds in which draft i+1 became output. The number of `tokens` is
     1 + `rounds` + `accepted`, or one less if the text ends on a draft.
 
+    `cached` is the number of prompt tokens that the prefix cache had.
+
     `time_to_first_token` and `duration` are in seconds from arrival, time in the queue included.
     """
 
@@ -54,6 +57,7 @@ class Completion:
     drafted: int
     accepted: int
     accepted_per_position: list[int]
+    cached: int
     time_to_first_token: float
     duration: float
     error: str | None = None
@@ -110,7 +114,10 @@ class Engine:
                     config.num_draft,
                     trained,
                 )
-        self.scheduler = Scheduler(self.config, eos_ids=target.config.eos_ids)
+        models = [target.config] if head_config is None else [target.config, head_config]
+        layers = (model.attention(i) for model in models for i in range(model.num_layers))
+        windows = {layer.window for layer in layers} - {None}
+        self.scheduler = Scheduler(self.config, eos_ids=target.config.eos_ids, windows=windows)
         self.programs = Programs(target, drafter, self.config, taps=taps, accept=accept)
         self._state = init_state(target.config, head_config, self.config)
         self._in_flight: list[tuple[PrefillCall | DecodeCall, Result]] = []
@@ -164,8 +171,11 @@ class Engine:
         params: SamplingParams,
         *,
         request_id: str | int | None = None,
+        salt: Salt = (),
     ) -> Request:
         """Queues a request; `step` returns its tokens.
+
+        Requests with different `salt` share no cached prefix.
 
         Raises:
           ConfigError: as in `validate`.
@@ -180,6 +190,7 @@ class Engine:
             num_draft=self.config.num_draft if num_draft is None else num_draft,
             seed=number if params.seed is None else params.seed,
             stop_checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
+            salt=salt,
         )
         request.arrival_time = time.monotonic()
         self.scheduler.add(request)
@@ -205,6 +216,13 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
         )
         return [int(token) for token in prompt]
+
+    def flush_prefix_cache(self, salt: Salt = ()) -> int:
+        """Forgets the cached pages that no request holds and whose salt begins with `salt`.
+
+        Returns the number of pages.
+        """
+        return self.scheduler.pool.flush(salt)
 
     def abort(self, request: Request) -> None:
         """Ends a request and frees its slot and pages at once. No effect on a finished request."""
@@ -306,6 +324,7 @@ class Engine:
             drafted=request.drafted,
             accepted=request.accepted,
             accepted_per_position=request.accepted_per_position,
+            cached=request.num_cached,
             # A request aborted before its first token has no first_token_time.
             time_to_first_token=(request.first_token_time or request.finish_time)
             - request.arrival_time,

@@ -4,12 +4,14 @@ The scheduler changes its state and assigns its slot and pages. `append` applies
 """
 
 import enum
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from peagle_jax.engine.pages import Salt
 from peagle_jax.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -75,6 +77,8 @@ class Request:
       seed: 63-bit seed of its random key.
       stop_checker: called with the output after each token; returns the stop string that the text
         contains, or None.
+      salt: requests with different salts share no cached prefix.
+      reads_prefix_cache: False computes the whole prompt, even if a prefix of it is cached.
     """
 
     id: str | int
@@ -83,6 +87,8 @@ class Request:
     num_draft: int
     seed: int
     stop_checker: Callable[[list[int]], str | None] | None = None
+    salt: Salt = ()
+    reads_prefix_cache: bool = True
 
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
@@ -96,8 +102,14 @@ class Request:
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    chain: list[int] = field(default_factory=list)
+    """Numbers of its first pages, as far as the prefix cache knows them; see `PagePool`."""
+    written: int = 0
+    """No dispatched call wrote this position of the text, or a later one, to the rings of its slot."""
+    num_cached: int = 0
+    """Number of prompt tokens that the prefix cache had at the first admission."""
     num_prefilled: int = 0
-    """Number of `tokens` dispatched in prefill calls since the last admission."""
+    """Number of `tokens` cached, or dispatched in prefill calls, since the last admission."""
     in_flight: int = 0
     """Dispatched but uncommitted calls that yield tokens: rounds, and the final prefill chunk."""
     pending: int = 0
@@ -128,6 +140,7 @@ class Request:
 
     def __post_init__(self):
         self.accepted_per_position = [0] * self.num_draft
+        self._page_keys: list[bytes] = []
         if self.params.logprobs is not None:
             self.logprobs = []
 
@@ -164,6 +177,21 @@ class Request:
             return self.num_prefilled
         return self.num_tokens - (0 if self.prefill_in_flight else 1)
 
+    def page_keys(self, page_size: int, count: int) -> list[bytes]:
+        """Of each of the first `count` pages the tokens and the one after them; all must be known.
+
+        Example: tokens 5 6 7 8 9 with pages of 2 have the keys 5 6 7 and 7 8 9.
+        """
+        for page in range(len(self._page_keys), count):
+            start, stop = page * page_size, (page + 1) * page_size + 1
+            size = len(self.prompt)
+            tokens = self.prompt[start:stop]
+            if stop > size:
+                tokens = tokens + self.output[max(0, start - size) : stop - size]
+            assert len(tokens) == stop - start, f"request {self.id} has no page {page} yet"
+            self._page_keys.append(array("i", tokens).tobytes())
+        return self._page_keys[:count]
+
     @property
     def rounds_in_flight(self) -> int:
         """Number of rounds in flight; each commits between 1 and K+1 positions, K at most J."""
@@ -173,6 +201,10 @@ class Request:
     def emitted(self) -> int:
         """Number of output tokens emitted by rounds: all but the first, which prefill samples."""
         return max(0, len(self.output) - 1)
+
+    def writes_below(self, position: int) -> None:
+        """Records a dispatched call that writes positions below `position`."""
+        self.written = max(self.written, position)
 
     def record_round(self, drafts: list[int], num_accepted: int, num_tokens: int) -> None:
         """Counts one round that verified `drafts`, of which the first `num_accepted` became output."""

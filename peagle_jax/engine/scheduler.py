@@ -21,7 +21,9 @@ import numpy as np
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.pages import PagePool
+from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
+from peagle_jax.engine.slots import FreeSlots
 from peagle_jax.engine.stats import Acceptance
 
 MAX_IN_FLIGHT = 2  # the round being dispatched, and the one before it
@@ -40,16 +42,22 @@ class Scheduler:
     Args:
       config: sizes of the engine.
       eos_ids: the target's end-of-sequence ids.
+      windows: sizes of the sliding windows in the layers of target and drafter.
     """
 
-    def __init__(self, config: EngineConfig, *, eos_ids: Collection[int]):
+    def __init__(
+        self, config: EngineConfig, *, eos_ids: Collection[int], windows: Collection[int] = ()
+    ):
         self.config = config
         self.eos_ids = frozenset(eos_ids)
         self.pool = PagePool(config.total_pages, config.page_size)
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []  # PREFILL and RUNNING, in order of admission
-        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.free_slots = FreeSlots(config, windows)
+        self.prefixes = PrefixCache(config, self.pool, self.free_slots)
         self.num_preemptions = 0
+        self._refused: tuple[Request, int] | None = None
+        """The head of the queue that did not fit, and `num_changes` of the pool at that time."""
         self.num_not_finite = 0
         """Requests that ended because their logits were not finite."""
         self.batch_sizes = config.batch_buckets
@@ -156,7 +164,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises `AssertionError` on a leak, a double owner or an impossible request."""
         self.pool.check_integrity(request.pages for request in self.active)
-        slots = [request.slot for request in self.active] + self.free_slots
+        slots = [*(request.slot for request in self.active), *self.free_slots]
         if sorted(slots) != list(range(self.config.max_num_seqs)):
             raise AssertionError(f"slots are shared or lost: {slots}")
         for request in self.waiting:
@@ -173,6 +181,8 @@ class Scheduler:
             held = len(request.pages) * self.pool.page_size
             assert request.committed <= held, f"{request.id} has KV outside of its pages"
             assert len(request.pages) <= self.config.pages_per_seq, f"{request.id} holds too much"
+            published = len(request.chain) * self.pool.page_size
+            assert published <= request.committed, f"{request.id} published what is not final"
         for request in [*self.waiting, *self.active]:
             assert request.prefill_in_flight <= request.in_flight <= MAX_IN_FLIGHT, request.id
             assert request.in_flight <= request.unread_drafts, request.id
@@ -207,7 +217,13 @@ class Scheduler:
             return None
         call = PrefillCall.build(rows, self.config)
         for row, request in enumerate(rows):
+            # Padding rows and drafts are written too.
+            request.writes_below(
+                request.num_prefilled + self.config.prefill_chunk + self.config.lookahead
+            )
             request.num_prefilled += int(call.plan.count[row])
+            # Not before the call is built: rows of one call cannot read each other's pages.
+            self.prefixes.publish(request, request.num_prefilled)
             if call.last[row]:
                 request.state = RequestState.RUNNING
                 request.pending = self.config.num_draft
@@ -239,9 +255,12 @@ class Scheduler:
         reserved = min(positions + self.config.lookahead, self.config.max_model_len)
         return self.pool.pages_for(reserved)
 
+    def _upper_bound(self, request: Request) -> int:
+        """Most positions that are final after the calls in flight."""
+        return request.committed + request.rounds_in_flight * (self.config.num_draft + 1)
+
     def _num_pages_running(self, request: Request) -> int:
-        upper = request.committed + request.rounds_in_flight * (self.config.num_draft + 1)
-        return self._num_pages(upper)
+        return self._num_pages(self._upper_bound(request))
 
     def _reserve(self, request: Request) -> bool:
         """Allocates the pages of one more round, preempting the youngest requests if the pool is short.
@@ -256,6 +275,7 @@ class Scheduler:
             if victim is request:
                 return False
         request.pages += self.pool.allocate(missing)
+        request.writes_below(self._upper_bound(request) + self.config.lookahead)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -275,13 +295,22 @@ class Scheduler:
         if not self.waiting or not self.free_slots:
             return False
         request = self.waiting[0]
-        num_pages = self._num_pages(request.num_tokens)
         # A preempted request with calls in flight cannot be prefilled: some of its tokens are unknown.
-        if request.in_flight or num_pages > self.pool.num_free:
+        if request.in_flight or self._refused == (request, self.pool.num_changes):
+            return False
+        hit = self.prefixes.find(request)
+        missing = self._num_pages(request.num_tokens) - len(hit.pages)
+        if missing > self.pool.num_free:
+            self.pool.release(hit.pages)
+            self._refused = request, self.pool.num_changes
             return False
         self.waiting.popleft()
-        request.slot = self.free_slots.pop()
-        request.pages = self.pool.allocate(num_pages)
+        written = self.free_slots.take(hit.slot)
+        request.written = written if hit.pages else 0
+        request.slot, request.chain = hit.slot, hit.chain
+        request.pages = hit.pages + self.pool.allocate(missing)
+        request.num_prefilled = len(hit.pages) * self.pool.page_size
+        self.prefixes.count(request)
         request.state = RequestState.PREFILL
         self.active.append(request)
         return True
@@ -292,10 +321,10 @@ class Scheduler:
             self.waiting.remove(request)
             return
         self.active.remove(request)
-        self.free_slots.append(request.slot)
+        self.free_slots.release(request.slot, request.chain, request.written)
         self.pool.release(request.pages)
         request.slot = None
-        request.pages = []
+        request.pages, request.chain = [], []
 
     def _receive(
         self,
@@ -326,6 +355,8 @@ class Scheduler:
         if not (is_finite or request.is_finished):
             self.num_not_finite += 1
             request.fail(NOT_FINITE)
+        if request.slot is not None:  # a preempted request has given its pages up
+            self.prefixes.publish(request, request.num_tokens - 1)
         if request.is_finished:
             self._remove(request)
         elif request.state is RequestState.RUNNING:

@@ -1,21 +1,24 @@
 """A model of the device in plain Python.
 
-`FakeDevice` keeps a real KV cache of token ids behind the page tables, and every token it emits is a
-function of what it reads there. A page lost, shared, or remapped too early changes the output.
+`FakeDevice` keeps the caches of target and drafter as token ids behind the page tables, and rings for
+layers with sliding windows. Every token it emits is a function of what it reads there. A page lost,
+shared, or remapped too early changes the output.
 """
 
 import itertools
 import random
 import zlib
+from collections.abc import Collection
 
 import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall
+from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.request import BatchLogprobs, Request
 
 VOCAB = 60
-JUNK = -1  # what rejected drafts, mask rows and padding leave behind in the cache
+JUNK = -1  # what rejected drafts, mask rows and padding leave behind in the caches
 
 
 def true_next(tokens: list[int]) -> int:
@@ -23,13 +26,89 @@ def true_next(tokens: list[int]) -> int:
     return zlib.crc32(bytes(tokens)) % VOCAB
 
 
-class FakeDevice:
-    """Runs plans at dispatch. Per slot [length, last token, num_draft, drafts of the last call]."""
+class Row:
+    """One real row of a call: the caches of target and drafter as its request sees them.
 
-    def __init__(self, config: EngineConfig, rng: random.Random):
-        self.config, self.rng = config, rng
-        self.kv = np.full((config.total_pages, config.page_size), JUNK)
+    Position p of the target's cache holds x_p, position p of the drafter's x_{p+1}.
+    """
+
+    def __init__(self, device: "FakeDevice", request: Request, slot: int, pages: np.ndarray):
+        self.device, self.request, self.slot, self.pages = device, request, slot, pages
+        self.size = device.config.page_size
+
+    def write(self, position: int, token: int, following: int) -> None:
+        """Writes x_p and x_{p+1} to the caches, or junk."""
+        for window, ring in self.device.rings.items():
+            ring[self.slot, position % self.device.capacity(window)] = token, following
+        if position >= self.device.config.max_model_len:
+            return
+        page = self.pages[position // self.size]
+        if token == JUNK and not page:  # padding beyond the pages of the request
+            return
+        name = self.request.id
+        assert page in self.request.pages, f"{name} writes position {position} to {page}"
+        assert position >= self.device.first[self.slot], f"{name} writes to what it found"
+        if page in self.device.found:
+            number = self.device.pool.numbers.get(page)
+            assert self.device.found.pop(page) != number, f"{name} writes to what others found"
+        self.device.kv[page, position % self.size] = token, following
+
+    def read(self, length: int) -> list[int]:
+        """Tokens 0 .. length-1 as the row at position length-1 sees them."""
+        length = min(length, self.device.config.max_model_len)
+        tokens = self.device.kv[self.pages].reshape(-1, 2)[:length, 0].tolist()
+        assert JUNK not in tokens, "a committed position was overwritten"
+        for window, ring in self.device.rings.items():
+            visible = range(max(0, length - window), length)
+            found = [ring[self.slot, p % self.device.capacity(window), 0] for p in visible]
+            assert found == tokens[visible.start :], "a window was overwritten"
+        return tokens
+
+    def check(self, tokens: list[int], length: int) -> None:
+        """Positions 0 .. length-1 hold `tokens`, of the drafter the tokens after them."""
+        length = min(length, self.device.config.max_model_len)
+        assert self.read(length) == tokens[:length], "keys of other tokens"
+        drafters = self.device.kv[self.pages].reshape(-1, 2)[:length, 1].tolist()
+        assert drafters == tokens[1 : length + 1], "the drafter's keys are of other tokens"
+        for window, ring in self.device.rings.items():
+            visible = range(max(0, length - window), length)
+            found = [ring[self.slot, p % self.device.capacity(window), 1] for p in visible]
+            assert found == drafters[visible.start :], "a window of the drafter was overwritten"
+
+
+class FakeDevice:
+    """Runs plans at dispatch. Per slot [length, last token, num_draft, drafts of the last call].
+
+    Args:
+      config: sizes of the engine.
+      pool: the scheduler's.
+      rng: decides how many drafts are accepted, and the order of independent calls.
+      windows: sizes of sliding windows, in layers of the target and of the drafter.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: PagePool,
+        rng: random.Random,
+        windows: Collection[int] = (),
+    ):
+        self.config, self.pool, self.rng = config, pool, rng
+        self.kv = np.full((config.total_pages, config.page_size, 2), JUNK)
         self.slots = [[0, 0, 0, []] for _ in range(config.max_num_seqs)]
+        self.first = [0] * config.max_num_seqs
+        """Per slot the first position that its request wrote: the length of its hit."""
+        self.found: dict[int, int] = {}
+        """Pages that a request found, with their numbers: nobody writes them while they are known."""
+        self.num_found = 0
+        self.owners: list = [None] * config.max_num_seqs
+        self.rings = {
+            window: np.full((config.max_num_seqs, self.capacity(window), 2), JUNK)
+            for window in windows
+        }
+
+    def capacity(self, window: int) -> int:
+        return self.config.ring_pages(window) * self.config.page_size
 
     def run(self, calls: Calls) -> dict:
         prefill = lambda: [self.prefill(call) for call in calls.prefills]
@@ -45,18 +124,8 @@ class FakeDevice:
                 assert plan.slots[row] == self.config.max_num_seqs
                 assert not plan.page_table[row].any()
             else:
-                yield row, plan.slots[row], request, plan.page_table[row]
-
-    def write(self, request: Request, pages: np.ndarray, position: int, token: int) -> None:
-        if position < self.config.max_model_len:
-            page = pages[position // self.config.page_size]
-            assert page in request.pages, f"{request.id} writes position {position} to {page}"
-            self.kv[page, position % self.config.page_size] = token
-
-    def read(self, pages: np.ndarray, length: int) -> list[int]:
-        tokens = self.kv[pages].ravel()[: min(length, self.config.max_model_len)].tolist()
-        assert JUNK not in tokens, "a committed position was overwritten"
-        return tokens
+                slot = plan.slots[row]
+                yield row, slot, Row(self, request, slot, plan.page_table[row])
 
     def draft(self, tokens: list[int], number: int) -> list[int]:
         """The true continuation of `tokens`, with one mistake at a random place or none."""
@@ -70,22 +139,37 @@ class FakeDevice:
         plan = call.plan
         tokens = np.full((len(call.requests), 1), JUNK)
         drafts = np.full((len(call.requests), self.config.num_draft), JUNK)
-        for row, slot, request, pages in self.rows(call):
-            start, end = plan.start[row], plan.start[row] + plan.count[row]
-            assert start == 0 or self.slots[slot][0] == start
+        starts = {}
+        for row, slot, view in self.rows(call):  # all rows of a call read what was there before it
+            start, request = int(plan.start[row]), view.request
+            if self.owners[slot] != (request, request.preemptions):
+                self.owners[slot] = request, request.preemptions
+                self.first[slot] = self.slots[slot][0] = start
+                self.num_found += start
+                hit = start // self.config.page_size
+                self.found |= dict(zip(view.pages[:hit].tolist(), request.chain, strict=False))
+            assert self.slots[slot][0] == start
+            view.check(request.tokens, start)
+            starts[row] = start
+        for row, slot, view in self.rows(call):
+            start, end = starts[row], starts[row] + int(plan.count[row])
+            assert end > start, "a row without tokens"
+            following = [*plan.tokens[row, 1 : end - start].tolist(), int(plan.next_token[row])]
             for position in range(start, end):
-                self.write(request, pages, position, plan.tokens[row, position - start])
+                token = int(plan.tokens[row, position - start])
+                view.write(position, token, following[position - start])
+            # Padding rows, and those that the drafter adds.
+            for position in range(end, start + self.config.prefill_chunk + self.config.num_draft):
+                view.write(position, JUNK, JUNK)
             num_draft = plan.params.num_draft[row]
             self.slots[slot] = [end, int(plan.next_token[row]), num_draft, []]
-            if call.last[row]:
-                for position in range(end, end + self.config.num_draft):  # the drafter's mask rows
-                    self.write(request, pages, position, JUNK)
             if plan.next_token[row] >= 0:
-                assert plan.next_token[row] == request.tokens[end]
+                assert plan.next_token[row] == view.request.tokens[end]
             else:
-                tokens[row] = self.slots[slot][1] = true_next(self.read(pages, end))
+                tokens[row] = self.slots[slot][1] = true_next(view.read(end))
+                view.write(end - 1, view.request.tokens[end - 1], int(tokens[row, 0]))
             if call.last[row]:
-                text = [*self.read(pages, end), self.slots[slot][1]]
+                text = [*view.read(end), self.slots[slot][1]]
                 drafts[row] = self.slots[slot][3] = self.draft(text, self.config.num_draft)
         return tokens, (tokens[:, 0] != JUNK).astype(int), drafts, fake_logprobs(tokens)
 
@@ -94,20 +178,23 @@ class FakeDevice:
         assert call.num_draft == K
         tokens = np.full((len(call.requests), K + 1), JUNK)
         drafts = np.full((len(call.requests), K), JUNK)
-        for row, slot, request, pages in self.rows(call):
+        for row, slot, view in self.rows(call):
             length, last, num_draft, made = self.slots[slot]
             assert call.plan.pending[row] == min(len(made), K), (
                 "not the number of drafts that was made"
             )
             assert call.drafted[row] == min(K, num_draft, len(made))
-            text = [*self.read(pages, length), last]
+            text = [*view.read(length), last]
+            view.check(text, length)
             end = length + 1 + num_right(text, made[: call.drafted[row]])
             for position in range(length, end):
-                self.write(request, pages, position, last)
-                last = tokens[row, position - length] = true_next(self.read(pages, position + 1))
+                view.write(position, last, JUNK)
+                following = true_next(view.read(position + 1))
+                view.write(position, last, following)
+                last = tokens[row, position - length] = following
             for position in range(end, length + max(1, 2 * K)):
-                self.write(request, pages, position, JUNK)
-            drafts[row] = made = self.draft([*self.read(pages, end), last], K)
+                view.write(position, JUNK, JUNK)
+            drafts[row] = made = self.draft([*view.read(end), last], K)
             self.slots[slot] = [end, last, num_draft, made]
         return tokens, (tokens != JUNK).sum(axis=1), drafts, fake_logprobs(tokens)
 

@@ -9,7 +9,7 @@ from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.scheduler import Scheduler
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.sampling_params import SamplingParams
-from tests.engine.fake_device import FakeDevice, true_next
+from tests.engine.fake_device import VOCAB, FakeDevice, true_next
 
 EOS = 59
 
@@ -29,19 +29,20 @@ def make_request(id: int, prompt: list[int], num_draft: int, *, seed=0, **fields
 class FakeEngine:
     """The loop of the real engine: dispatch, then commit what was dispatched `lag` steps before."""
 
-    def __init__(self, config: EngineConfig, *, lag: int = 1, seed: int = 0):
+    def __init__(self, config: EngineConfig, *, lag: int = 1, seed: int = 0, windows=()):
         self.config, self.lag = config, lag
-        self.scheduler = Scheduler(config, eos_ids=[EOS])
-        self.device = FakeDevice(config, random.Random(seed))
+        self.scheduler = Scheduler(config, eos_ids=[EOS], windows=windows)
+        self.device = FakeDevice(config, self.scheduler.pool, random.Random(seed), windows)
         self.in_flight: list = []
         self.streams: dict = {}
         self.ends: Counter = Counter()
         self.num_rows = self.num_refused = 0
         self.num_drafted: Counter = Counter()
 
-    def add(self, prompt: list[int], num_draft: int | None = None, **fields) -> Request:
+    def add(self, prompt: list[int], num_draft: int | None = None, salt=(), **fields) -> Request:
         num_draft = self.config.num_draft if num_draft is None else num_draft
         request = make_request(len(self.streams), prompt, num_draft, **fields)
+        request.salt = salt
         self.scheduler.add(request)
         self.streams[request.id] = []
         return request
@@ -53,15 +54,14 @@ class FakeEngine:
         assert not request.pages
 
     def dispatch(self) -> Calls:
-        preemptions = self.scheduler.num_preemptions
+        preemptions, before = self.scheduler.num_preemptions, list(self.scheduler.active)
         calls = self.scheduler.schedule()
         self.scheduler.check_integrity()
         order = [request.id for request in [*self.scheduler.active, *self.scheduler.waiting]]
         assert order == sorted(order), "a request overtook an older one"
         if self.scheduler.num_preemptions > preemptions:
-            for call in calls.prefills:
-                starts = call.plan.start[[r is not None for r in call.requests]]
-                assert starts.all(), "admitted beside a preemption"
+            rows = {request for call in calls.prefills for request in call.requests}
+            assert rows <= {None, *before}, "admitted beside a preemption"
         assert len(calls.prefills) <= self.config.prefill_calls
         if calls.decode is not None:
             num_rows = sum(request is not None for request in calls.decode.requests)
@@ -167,6 +167,21 @@ def check_finished(request: Request, engine: FakeEngine) -> None:
         return
     wanted = [(-t / 4, [(t + i, -(t + i) / 4) for i in range(n)]) for t in request.output]
     assert request.logprobs == wanted
+
+
+def random_prompt(rng: random.Random, most: int, earlier: list[Request]) -> list[int]:
+    """1 to `most` tokens: random, the start of one of three texts, or of an earlier request's text."""
+    kind = rng.random()
+    if kind < 0.4:
+        length = rng.choice([rng.randint(1, 8), rng.randint(1, most)])
+        return [rng.randrange(VOCAB) for _ in range(length)]
+    if kind < 0.7 or not earlier:
+        which = rng.randint(1, 3)
+        text = [(which * i * i + i) % VOCAB for i in range(most)]
+    else:
+        text = rng.choice(earlier[-20:]).tokens
+    tail = [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, rng.randint(0, 9)]))]
+    return [*text[: rng.randint(1, most)], *tail][:most]
 
 
 def make_config(J, B, max_len, Z, P, T, R, N=1, schedule=()) -> EngineConfig:

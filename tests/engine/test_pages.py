@@ -51,15 +51,105 @@ def test_releasing_what_is_not_handed_out_is_an_error():
 def test_check_integrity_sees_each_kind_of_damage():
     pool = PagePool(num_pages=6, page_size=4)
     a, b = pool.allocate(2), pool.allocate(2)
-    with pytest.raises(AssertionError, match="more than one owner"):
+    with pytest.raises(AssertionError, match="has 2 owners and counts 1"):
         pool.check_integrity([a, b, a[:1]])
-    with pytest.raises(AssertionError, match="neither free nor owned"):
+    with pytest.raises(AssertionError, match="holds a page twice"):
+        pool.check_integrity([a, b + b])
+    with pytest.raises(AssertionError, match="neither free, idle nor owned"):
         pool.check_integrity([a])
     with pytest.raises(AssertionError, match="dummy"):
         pool.check_integrity([a, b, [DUMMY_PAGE]])
-    with pytest.raises(AssertionError, match="in a pool of"):
+    with pytest.raises(AssertionError, match="not in a pool of"):
         pool.check_integrity([a, b, [99]])
     pool.check_integrity([a, b])
+
+
+KEYS = [b"page 0", b"page 1", b"page 2"]
+
+
+def published(pool: PagePool, keys=KEYS, salt=("salt",)) -> list[int]:
+    """Allocates and publishes one page for each key."""
+    pages, chain = pool.allocate(len(keys)), []
+    for page, key in zip(pages, keys, strict=True):
+        pool.publish(page, key, chain, salt)
+    return pages
+
+
+def test_a_published_page_is_found_while_held_and_after():
+    pool = PagePool(num_pages=9, page_size=4)
+    first = published(pool)
+    second, chain = pool.find(KEYS, ("salt",))
+    assert (second, len(set(chain))) == (first, 3)
+    assert pool.find(["page 1"], ("salt",)) == ([], []), "a page is known after those before it"
+    assert pool.find(KEYS, ("other",)) == ([], [])
+    assert pool.find([KEYS[0], b"another", KEYS[2]], ("salt",)) == (first[:1], chain[:1])
+    pool.check_integrity([first, second, first[:1]])
+    for held, num_free in ((first, 5), (second, 5), (first[:1], 7)):
+        assert pool.num_free == num_free
+        pool.release(held)
+    assert pool.num_free == 8
+    assert pool.find(KEYS, ("salt",)) == (first, chain)
+    assert pool.num_free == 5
+    pool.check_integrity([first])
+
+
+def test_the_page_that_is_idle_the_longest_is_forgotten_first_and_a_text_from_its_end():
+    pool = PagePool(num_pages=8, page_size=4)
+    old, new = published(pool), published(pool, [b"x", b"y"])
+    pool.release(old)
+    pool.release(new)
+    held = pool.allocate(2)  # these are free
+    assert not set(held) & {*old, *new}
+    held += pool.allocate(2)
+    assert set(held[2:]) == {old[2], old[1]}
+    assert pool.find(KEYS, ("salt",))[0] == old[:1]
+    held += pool.allocate(2)
+    assert set(held[4:]) == {new[1], new[0]}
+    assert pool.find([b"x"], ("salt",)) == ([], [])
+    pool.check_integrity([held, old[:1]])
+
+
+def test_a_forgotten_page_takes_those_after_it_along():
+    """The number of a page that is computed again is new, so no key reaches its old successors."""
+    pool = PagePool(num_pages=9, page_size=4)
+    first = published(pool)
+    pages, chain = pool.find(KEYS[:2], ("salt",))
+    (twin,) = pool.allocate(1)
+    pool.publish(twin, b"page 2 of another text", chain, ("salt",))
+    pool.release(first)
+    pool.release([*pages, twin])
+    assert pool.flush() == 4
+    again = published(pool, KEYS[:1])
+    assert pool.find(KEYS, ("salt",))[0] == again
+    assert pool.num_free == 7
+
+
+def test_a_text_that_was_computed_twice_is_known_once():
+    pool = PagePool(num_pages=9, page_size=4)
+    first, second = published(pool), published(pool)
+    pages, _ = pool.find(KEYS, ("salt",))
+    assert pages == first
+    pool.check_integrity([first, second, first])
+    for held in (second, first, first):
+        pool.release(held)
+    assert (len(pool.numbers), pool.num_free) == (3, 8)
+    pool.check_integrity([])
+
+
+def test_a_flush_forgets_idle_pages_of_a_salt():
+    pool = PagePool(num_pages=19, page_size=4)
+    texts = {
+        salt: published(pool, salt=salt)
+        for salt in [("a", None), ("a", "x"), ("b", None), ("b", "y")]
+    }
+    for salt in (("a", None), ("a", "x"), ("b", None)):
+        pool.release(texts[salt])
+    assert pool.flush(("b",)) == 3  # the other text of b is held
+    assert pool.find(KEYS, ("b", None)) == ([], [])
+    assert pool.flush(("c",)) == pool.flush(("b",)) == 0
+    assert pool.find(KEYS, ("a", "x"))[0] == texts["a", "x"]
+    assert pool.flush() == 3
+    pool.check_integrity([texts["b", "y"], texts["a", "x"]])
 
 
 @pytest.mark.parametrize("seed", range(5))

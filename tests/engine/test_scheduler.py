@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import peagle_jax
+from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.scheduler import QueueFull, Scheduler
-from tests.engine.fake_device import VOCAB
+from peagle_jax.engine.slots import FreeSlots
 from tests.engine.fake_engine import (
     EOS,
     FakeEngine,
@@ -22,6 +23,7 @@ from tests.engine.fake_engine import (
     expected,
     make_config,
     make_request,
+    random_prompt,
 )
 
 CONFIGS = {
@@ -42,14 +44,18 @@ CONFIGS = {
         schedule=[[1, 1, 5], [2, 2, 0], [3, 4, 3], [5, 6, 1]],
     ),
     "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=4),
+    "windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=2, N=2),
+    "plain with a window": make_config(J=0, B=3, max_len=48, Z=4, P=20, T=5, R=1, N=2),
 }
+WINDOWS = {"windows": (5, 11, 100), "plain with a window": (7,)}
+SALTS = [(None, None), (None, None), (None, "a"), ("a", None)]
 
 
-def add_random(engine: FakeEngine, rng: random.Random) -> Request | None:
-    length = rng.choice([rng.randint(1, 8), rng.randint(1, engine.config.max_model_len - 1)])
+def add_random(engine: FakeEngine, rng: random.Random, earlier: list[Request]) -> Request | None:
     try:
         return engine.add(
-            [rng.randrange(VOCAB) for _ in range(length)],
+            random_prompt(rng, engine.config.max_model_len - 1, earlier),
+            salt=rng.choice(SALTS),
             num_draft=rng.randint(0, engine.config.num_draft),
             max_tokens=rng.choice([1, 2, rng.randint(1, 70)]),
             stop_ids=rng.choice([(), (), (3,), (EOS, 5)]),
@@ -66,12 +72,16 @@ def add_random(engine: FakeEngine, rng: random.Random) -> Request | None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
+    run_random(name, seed, lag, num_cases("rounds of random requests in the scheduler", 600))
+
+
+def run_random(name: str, seed: int, lag: int, num_rounds: int) -> None:
     rng = random.Random(seed)
-    engine = FakeEngine(CONFIGS[name], lag=lag, seed=seed)
+    engine = FakeEngine(CONFIGS[name], lag=lag, seed=seed, windows=WINDOWS.get(name, ()))
     requests: list[Request] = []
-    for _ in range(num_cases("rounds of random requests in the scheduler", 600)):
+    for _ in range(num_rounds):
         while rng.random() < 0.4:
-            request = add_random(engine, rng)
+            request = add_random(engine, rng, requests)
             requests += [request] if request else []
         engine.dispatch()
         if requests and rng.random() < 0.03:  # between dispatch and commit
@@ -83,6 +93,7 @@ def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
     engine.drain()
     for request in requests:
         check_finished(request, engine)
+    assert engine.device.num_found >= engine.scheduler.prefixes.num_found > 0
     reasons = Counter(request.finish_reason for request in requests)
     assert min(reasons["stop"], reasons["length"], reasons["abort"]) > 0
     if name != "roomy":
@@ -92,6 +103,40 @@ def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
     wanted = [sum(getattr(r, f) for r in drafting) for f in ("drafted", "accepted")]
     counts = engine.scheduler.acceptance
     assert [counts.drafted, counts.accepted, sum(counts.per_position)] == [*wanted, wanted[1]]
+
+
+def without_the_next_token(patch: pytest.MonkeyPatch):
+    keys = Request.page_keys
+    cut = lambda request, size, count: [key[:-4] for key in keys(request, size, count)]
+    patch.setattr(Request, "page_keys", cut)
+
+
+def one_page_too_early(patch: pytest.MonkeyPatch):
+    publish = PrefixCache.publish
+    early = lambda cache, request, final: publish(cache, request, final + request.num_draft + 4)
+    patch.setattr(PrefixCache, "publish", early)
+
+
+def rings_of_any_reach(patch: pytest.MonkeyPatch):
+    reusable = FreeSlots._reusable
+    written = lambda slots, content, chain: reusable(slots, content._replace(written=0), chain)
+    patch.setattr(FreeSlots, "_reusable", written)
+
+
+@pytest.mark.parametrize(
+    ("name", "break_it", "message"),
+    [
+        ("plain", without_the_next_token, "the drafter's keys are of other tokens"),
+        ("tiny pool", without_the_next_token, "the drafter's keys are of other tokens"),
+        ("long drafts", one_page_too_early, "published what is not final"),
+        ("windows", rings_of_any_reach, "a window"),
+        ("plain with a window", rings_of_any_reach, "a window"),
+    ],
+)
+def test_a_broken_prefix_cache_is_noticed(monkeypatch, name, break_it, message):
+    break_it(monkeypatch)
+    with pytest.raises(AssertionError, match=message):
+        run_random(name, seed=0, lag=1, num_rounds=2000)
 
 
 def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
@@ -216,7 +261,8 @@ def test_a_preempted_request_takes_in_its_results_before_it_returns():
     (prefill,) = plan.prefills
     assert prefill.requests[0] is young
     # All but the newest token, which rides along: the next round goes on where the last one ended.
-    assert prefill.plan.count[0] == len(young.prompt) + before
+    assert prefill.plan.start[0] + prefill.plan.count[0] == len(young.prompt) + before
+    assert 0 < prefill.plan.count[0] <= 3, "its pages were still known"
     assert prefill.plan.next_token[0] == young.output[-1]
     assert (prefill.last, prefill.samples(0)) == ((True,), False)
     assert (young.in_flight, young.rounds) == (0, before)
@@ -283,7 +329,9 @@ def test_text_keeps_the_token_that_ends_it(fields, kept, reason, stop):
     assert (request.output, request.finish_reason, request.stop_reason) == (kept, reason, stop)
 
 
-@pytest.mark.parametrize("name", ["__init__", "request", "pages", "calls", "scheduler", "../plan"])
+@pytest.mark.parametrize(
+    "name", ["__init__", "request", "pages", "slots", "prefixes", "calls", "scheduler", "../plan"]
+)
 def test_the_host_side_imports_no_jax(name):
     path = Path(peagle_jax.__file__).parent / "engine" / f"{name}.py"
     modules = set()
@@ -292,6 +340,8 @@ def test_the_host_side_imports_no_jax(name):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module)
-    engine = {f"peagle_jax.engine.{name}" for name in ("pages", "calls", "request", "stats")}
+    names = ("pages", "slots", "prefixes", "calls", "request", "stats")
+    engine = {f"peagle_jax.engine.{name}" for name in names}
     foreign = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names}
-    assert foreign <= engine | {"peagle_jax.config", "peagle_jax.plan", "numpy"}
+    others = {f"peagle_jax.{name}" for name in ("config", "plan", "sampling_params")}
+    assert foreign <= engine | others | {"numpy"}
