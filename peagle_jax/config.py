@@ -254,7 +254,7 @@ class EngineConfig:
       max_model_len: maximum number of tokens of prompt plus output.
       page_size: tokens per KV page.
       num_pages: KV pages including the dummy page 0; None: enough for `max_num_seqs` sequences of
-        `max_model_len`, as far as memory allows (`engine.memory.fit_pages`).
+        `max_model_len`, and with `prefix_caching` more, as far as memory allows (`memory.fit_pages`).
       prefill_chunk: prompt tokens per prefill row and call.
       prefill_rows: prompts per prefill call.
       prefill_calls: maximum number of prefill calls between two rounds.

@@ -109,8 +109,28 @@ def _has_room(needs: dict[str, int], free: int) -> bool:
     return pages + rings <= int(free * _SHARE) and pages + rings + call <= free
 
 
+_MOST_ON_CPU = 4
+"""On a CPU the prefix cache leaves memory to other programs: most pages, in worst cases of the slots."""
+
+_INDICES = 2**31
+"""Elements of the cache of one layer: XLA and the kernels count them in int32."""
+
+
+def _most_pages(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
+    """Number of pages that an engine can use, if memory is no limit."""
+    if config.num_pages is not None or not config.prefix_caching:
+        return config.total_pages
+    if jax.devices()[0].platform == "cpu":
+        return _MOST_ON_CPU * (config.total_pages - 1) + 1
+    layers = [layer for layer in _layers(target, drafter) if layer.window is None]
+    widest = max(layer.num_kv_heads * layer.head_dim for layer in layers)
+    return max(config.total_pages, (_INDICES - 1) // (config.page_size * widest))
+
+
 def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
-    """Number of pages to allocate: `num_pages` of the config, else as many as all slots can use or fit.
+    """Number of pages to allocate: `num_pages` of the config, else what fits and is of use.
+
+    All slots can use `total_pages`. The prefix cache uses more: on a GPU all that fits.
 
     Raises:
       ConfigError: memory is too small for `num_pages` (by default: the pages of one request of
@@ -124,8 +144,9 @@ def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
     if _has_room(needs, free):
         if size == 0:  # every layer has a sliding window
             return config.total_pages
-        rings = ring_bytes(target, drafter, config)
-        return min(config.total_pages, (int(free * _SHARE) - rings) // size)
+        room = min(int(free * _SHARE), free - needs["one call"])
+        room -= needs["layers with a sliding window"]
+        return min(_most_pages(target, drafter, config), room // size)
     parts = ", ".join(f"{nbytes:,} for {what}" for what, nbytes in needs.items() if nbytes)
     raise ConfigError(
         f"not enough memory: of {free:,} free bytes are needed {parts}; "

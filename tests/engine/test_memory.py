@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -22,10 +23,32 @@ def test_a_page_counts_target_and_drafter():
     assert memory.page_bytes(TARGET, HEAD, replace(CONFIG, kv_cache_dtype="fp8")) == PAGE // 4
 
 
-@pytest.mark.parametrize(("free_pages", "expected"), [(1000, 17), (10, 10), (5, 5)])
-def test_the_pool_is_the_worst_case_or_what_fits(monkeypatch, free_pages, expected):
+@pytest.mark.parametrize(
+    ("free_pages", "without", "on_a_cpu", "on_a_gpu"),
+    [(1000, 17, 4 * 16 + 1, 1000), (60, 17, 60, 60), (10, 10, 10, 10), (5, 5, 5, 5)],
+)
+def test_the_pool_is_the_worst_case_or_what_fits(
+    monkeypatch, free_pages, without, on_a_cpu, on_a_gpu
+):
+    """The prefix cache takes what the slots leave."""
     monkeypatch.setattr(memory, "free_bytes", lambda: int(free_pages * PAGE / 0.85) + PAGE // 2)
-    assert memory.fit_pages(TARGET, HEAD, CONFIG) == expected
+    assert memory.fit_pages(TARGET, HEAD, replace(CONFIG, prefix_caching=False)) == without
+    assert memory.fit_pages(TARGET, HEAD, CONFIG) == on_a_cpu
+    assert memory.fit_pages(TARGET, HEAD, replace(CONFIG, num_pages=5)) == 5
+    gpu = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    assert memory.fit_pages(TARGET, HEAD, CONFIG) == on_a_gpu
+
+
+def test_the_prefix_cache_leaves_room_for_one_call_and_stays_within_int32(monkeypatch):
+    target, gpu = replace(TARGET, vocab_size=10**6), SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    needed = 4 * 8 * target.vocab_size  # four rows of two logits
+    monkeypatch.setattr(memory, "free_bytes", lambda: needed + 50 * PAGE)
+    assert memory.fit_pages(target, HEAD, CONFIG) == 50
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2**50)
+    pages = memory.fit_pages(target, HEAD, CONFIG)
+    assert 0.9 < pages * 16 * 2 * 8 / 2**31 < 1
 
 
 def test_rings_must_fit_where_no_layer_has_pages(monkeypatch):
@@ -55,7 +78,7 @@ def test_a_round_without_drafts_needs_one_row_of_logits_for_each_request(monkeyp
     monkeypatch.setattr(memory, "free_bytes", lambda: needed(100))
     with pytest.raises(ConfigError, match=f"{needed(64 * 8):,} for one call"):
         memory.fit_pages(target, HEAD, most)
-    few = replace(most, draft_schedule=[(1, 8, 7), (9, 64, 0)])
+    few = replace(most, draft_schedule=[(1, 8, 7), (9, 64, 0)], prefix_caching=False)
     assert memory.fit_pages(target, HEAD, few) == few.total_pages
     monkeypatch.setattr(memory, "free_bytes", lambda: needed(50))
     with pytest.raises(ConfigError, match=f"{needed(8 * 8):,} for one call"):
@@ -81,7 +104,7 @@ def test_the_sizes_that_are_named_fit_and_no_larger_ones(monkeypatch, num_cases,
         except ConfigError as error:
             message = str(error)
         else:
-            assert config.pages_per_seq + 1 <= pages <= config.total_pages
+            assert config.pages_per_seq + 1 <= pages <= 4 * config.total_pages
             continue
         num_refused += 1
         for flag, value in re.findall(r"--([a-z-]+) (\d+)", message):
