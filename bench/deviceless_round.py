@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from bench import deviceless
 from bench.command import Options, add_options, option, positive
@@ -32,7 +33,7 @@ from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
-from peagle_jax.plan import DecodePlan, PrefillPlan
+from peagle_jax.plan import DecodePlan, PrefillPlan, mask_words
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (copy|copy-start)\(")
@@ -91,15 +92,15 @@ class Programs(NamedTuple):
       round, prefill: functions of (weights, state, plan) that return the next state and an output.
       weights: leaves of target and drafter.
       state: `step.State`, which the programs are to consume.
-      round_plan, prefill_plan: idle plans.
+      round_plan, prefill_plan: idle plans, each with its mask.
     """
 
     round: Callable
     prefill: Callable
     weights: list
     state: step.State
-    round_plan: DecodePlan
-    prefill_plan: PrefillPlan
+    round_plan: tuple[DecodePlan, np.ndarray]
+    prefill_plan: tuple[PrefillPlan, np.ndarray]
 
     @property
     def caches(self) -> list:
@@ -143,19 +144,25 @@ def programs(sizes: Sizes) -> Programs:
 
     def decode_round(weights, state, plan):
         target, drafter = jax.tree.unflatten(structure, weights)
-        return step.speculative_step(target, drafter, state, plan, taps=taps)
+        return step.speculative_step(target, drafter, state, *plan, taps=taps)
 
     def prefill(weights, state, plan):
         target, drafter = jax.tree.unflatten(structure, weights)
-        return step.prefill(target, drafter, state, plan, taps=taps)
+        return step.prefill(target, drafter, state, *plan, taps=taps)
+
+    words = mask_words(chosen.target.vocab_size)
+    mask = lambda rows, T: np.zeros((rows, T, words), np.int32)
 
     return Programs(
         decode_round,
         prefill,
         weights,
         state,
-        DecodeCall.build([], RoundShape(sizes.concurrency, sizes.k), config).plan,
-        PrefillCall.build([], config).plan,
+        (
+            DecodeCall.build([], RoundShape(sizes.concurrency, sizes.k), config).plan,
+            mask(sizes.concurrency, sizes.k + 1),
+        ),
+        (PrefillCall.build([], config).plan, mask(config.prefill_rows, 1)),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.adjust import Adjustments
 from peagle_jax.config import ConfigError
 from peagle_jax.drafter import Drafter, DraftInputs
 from peagle_jax.plan import RequestParams
@@ -46,8 +47,9 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
         draft_probs: jax.Array | None,
         positions: jax.Array,  # [B, J+1]
         params: RequestParams,
+        adjustments: Adjustments | None = None,
     ) -> Verdict:
-        verdict = verify(logits, drafts, draft_probs, positions, params)
+        verdict = verify(logits, drafts, draft_probs, positions, params, adjustments)
         drawn = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)  # [B, 1]
         uniform = accept_uniforms(request_keys(params), positions[:, :1])[:, 0]
         wanted = certain + (uniform < share)

@@ -152,7 +152,9 @@ class _Printer:
         self._names = [prompt.name for prompt in prompts]
         self._streams = []
         if engine.tokenizer is not None and not args.json:
-            self._streams = [TextStream(engine.tokenizer, one.stop) for one in params]
+            self._streams = [
+                TextStream(engine.tokenizer, one.stop, min_tokens=one.min_tokens) for one in params
+            ]
         self._quiet = args.json
         self._single = len(prompts) == 1
         end = "\n" if args.chat else ""  # a reply is not the rest of the prompt's line

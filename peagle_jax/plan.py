@@ -4,6 +4,14 @@ The scheduler fills a plan with numpy arrays, `engine.transfer` copies it to the
 reads the same fields there. A NamedTuple is a pytree without being registered, so this file serves both
 sides. Padding rows have the dummy slot `max_num_seqs`, the dummy page 0 and count 0. Axis letters are
 defined in docs/architecture.md.
+
+A call may also have a mask: int32 [B, K+1, mask_words(V)] for a round and [R, 1, mask_words(V)] for prefill,
+a numpy array beside the plan. Bit t % 32 (the least significant first) of word t // 32 allows token t, the
+layout of llguidance and xgrammar. Row j of a round constrains the token after drafts d_1..d_j. A mask holds
+for the rows whose `constrained` is 1. There every word must be set, all ones (-1) where anything is allowed,
+also behind a draft that the row before forbids: such rows are computed and never used. A row of zeros that is
+used fails its request. Masks lie in device memory between calls, and only a call with a constrained row
+sends one.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +30,7 @@ class RequestParams(NamedTuple):
     min_p: Array  # [B] float32
     num_draft: Array  # [B] int32
     num_logprobs: Array  # [B] int32, -1 for none
+    adjusts: Array  # [B] int32, 1: the controls of the slot hold, see `ControlsPlan`
 
 
 class PrefillPlan(NamedTuple):
@@ -33,6 +42,7 @@ class PrefillPlan(NamedTuple):
     count: Array  # [R] int32, real tokens in the row
     next_token: Array  # [R] int32, the token after the chunk; -1: the device samples it
     page_table: Array  # [R, W] int32, 0 (the dummy page) where no page is mapped
+    constrained: Array  # [R] int32, 1: the row's mask holds
     params: RequestParams
 
 
@@ -42,3 +52,29 @@ class DecodePlan(NamedTuple):
     slots: Array  # [B] int32
     page_table: Array  # [B, W] int32
     pending: Array  # [B] int32, drafts that the call before made, at most K; later ones are stale
+    constrained: Array  # [B] int32, 1: the row's mask holds
+    forced: (
+        Array  # [B, K] int32, drafts to verify in place of the drafter's; -1 keeps the drafter's
+    )
+
+
+class ControlsPlan(NamedTuple):
+    """Sampling controls of one request, for `adjust.fill`: sent when a request that has some is admitted."""
+
+    slot: Array  # [] int32
+    tokens: Array  # [max_model_len] int32, prompt and output
+    num_prompt: Array  # [] int32
+    num_tokens: Array  # [] int32
+    bias_ids: Array  # [MAX_BIAS] int32, this and the rest: see `adjust.Controls`
+    bias: Array  # [MAX_BIAS] float32
+    base: Array  # [] float32
+    end_ids: Array  # [MAX_END_IDS] int32
+    min_end: Array  # [] int32
+    repetition: Array  # [] float32
+    frequency: Array  # [] float32
+    presence: Array  # [] float32
+
+
+def mask_words(vocab_size: int) -> int:
+    """Number of int32 words of a mask over the vocabulary, one bit per token."""
+    return -(-vocab_size // 32)

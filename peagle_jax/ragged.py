@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.adjust import Adjustments
 from peagle_jax.cache import LayerCache, PagedAttention
 from peagle_jax.drafter import Drafter
 from peagle_jax.flat_rows import FlatRows
@@ -79,6 +80,7 @@ def ragged_step(
     drafter: Drafter,
     state: State,
     plan: DecodePlan,
+    mask: jax.Array | None = None,
     *,
     num_rows: int,
     taps: tuple[int, ...] = (),
@@ -94,7 +96,7 @@ def ragged_step(
     may_verify = RoundInputs.of(state, plan, K).params.num_draft
     chosen = select(survivals(state.survival, plan.slots, K), may_verify, num_rows)
     rules = dict(taps=taps, max_logprobs=max_logprobs, accept=accept)
-    return verify_chosen(target, drafter, state, plan, chosen, num_rows=num_rows, **rules)
+    return verify_chosen(target, drafter, state, plan, chosen, mask, num_rows=num_rows, **rules)
 
 
 def verify_chosen(
@@ -103,6 +105,7 @@ def verify_chosen(
     state: State,
     plan: DecodePlan,
     chosen: jax.Array,
+    mask: jax.Array | None = None,
     *,
     num_rows: int,
     taps: tuple[int, ...] = (),
@@ -128,9 +131,9 @@ def verify_chosen(
         taps=taps,
     )
     logits = target.unembed(hidden[:, 0])  # [F, V]
-    verdict = accept(
-        logits, inputs.drafts, inputs.draft_probs, inputs.positions + 1, params, rows=rows
-    )
+    given = (logits, inputs.drafts, inputs.draft_probs, inputs.positions + 1, params)
+    adjustments = Adjustments(state.controls, plan.slots, plan.constrained, mask)
+    verdict = accept(*given, adjustments, rows=rows)
     state, found = observed(state, plan, may_verify, chosen, verdict, K)
     tapped = None if tapped is None else rows.batched(tapped[:, 0])
     inputs, verified = inputs._replace(params=params), Verified(verdict, tapped, cache)

@@ -1,8 +1,15 @@
 """Sampling parameters of one request."""
 
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from peagle_jax.errors import ConfigError
+
+MAX_BIAS = 1024
+"""Most tokens with a bias of their own: `logit_bias`, or `allowed_token_ids`, each with the bad words."""
+MAX_END_IDS = 288
+"""Most tokens that end the text of a request with `min_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +29,16 @@ class SamplingParams:
       ignore_eos: do not stop at the model's end-of-sequence ids.
       logprobs: number of most likely alternatives to return per token (0: only the token); None: none.
       num_speculative_tokens: drafts per round for this request, at most the engine's; 0: plain decoding.
+      logit_bias: numbers to add to the logits of some tokens; pairs or a mapping of token id to bias.
+      allowed_token_ids: the only tokens that may be generated; None: all.
+      bad_words: words of one token each that are never generated.
+      min_tokens: tokens before which nothing ends the text: neither end-of-sequence nor stop ids may be
+        generated, and stop strings are not looked for.
+      repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
+      frequency_penalty: subtracted from a token's logit for each time that it was generated.
+      presence_penalty: subtracted from the logit of each generated token.
+
+    docs/serving.md ("Sampling controls") has the definitions and their order.
     """
 
     max_tokens: int = 256
@@ -35,12 +52,27 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     num_speculative_tokens: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] | Mapping[int, float] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        given = self.logit_bias
+        pairs = given.items() if isinstance(given, Mapping) else given
+        object.__setattr__(self, "logit_bias", tuple(dict(pairs).items()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(
+                self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids))
+            )
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
         checks = (
             (self.max_tokens >= 1, "max_tokens", "at least 1"),
             (0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100"),
@@ -55,8 +87,51 @@ class SamplingParams:
                 "num_speculative_tokens",
                 "None or not negative",
             ),
+            *self._control_checks(),
         )
         for ok, name, rule in checks:
             if not ok:
                 rule = f"{getattr(self, name)!r} must be {rule}"
                 raise ConfigError(f"{name}={rule}", field=name, rule=rule)
+
+    def _control_checks(self) -> tuple[tuple[bool, str, str], ...]:
+        """(is valid, field, rule) for the fields that change logits."""
+        biases = [bias for _, bias in self.logit_bias]
+        allowed = self.allowed_token_ids
+        return (
+            (len(biases) <= MAX_BIAS, "logit_bias", f"of at most {MAX_BIAS} tokens"),
+            (all(-100.0 <= bias <= 100.0 for bias in biases), "logit_bias", "between -100 and 100"),
+            (
+                allowed is None or 1 <= len(allowed) <= MAX_BIAS,
+                "allowed_token_ids",
+                f"None, or 1 to {MAX_BIAS} tokens",
+            ),
+            (all(word.strip() for word in self.bad_words), "bad_words", "without empty words"),
+            (self.min_tokens >= 0, "min_tokens", "not negative"),
+            (
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                f"at most max_tokens, which is {self.max_tokens}",
+            ),
+            (0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]"),
+            (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2"),
+            (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2"),
+        )
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether a field changes the target's logits."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        lists = self.logit_bias or self.allowed_token_ids or self.bad_words
+        return bool(lists or self.min_tokens) or penalties != (1.0, 0.0, 0.0)
+
+    def biases(self, banned: Collection[int] = ()) -> dict[int, float]:
+        """Bias of the tokens that have one, or of all allowed tokens; -inf for the ids of bad words."""
+        biased = dict(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            biased = {token: biased.get(token, 0.0) for token in self.allowed_token_ids}
+        return biased | dict.fromkeys(banned, -math.inf)
+
+    def end_ids(self, eos_ids: Collection[int]) -> set[int]:
+        """Tokens that end the text, given the model's end-of-sequence ids."""
+        return {*self.stop_ids, *(() if self.ignore_eos else eos_ids)}

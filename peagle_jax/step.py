@@ -20,6 +20,7 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.adjust import Adjustments, Controls, count_tokens, init_controls
 from peagle_jax.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
@@ -44,6 +45,7 @@ class State:
     drafts: jax.Array  # [S, J] int32
     draft_probs: jax.Array | None  # [S, J, V] float32, only when drafts are sampled
     params: RequestParams
+    controls: Controls
     survival: Survival | None = None  # None: rounds count nothing, and none is ragged
 
 
@@ -80,7 +82,9 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
             min_p=jnp.zeros(S, jnp.float32),
             num_draft=jnp.zeros(S, jnp.int32),
             num_logprobs=jnp.full(S, -1, jnp.int32),
+            adjusts=jnp.zeros(S, jnp.int32),
         ),
+        controls=init_controls(S, target.vocab_size),
     )
 
 
@@ -157,6 +161,21 @@ def _no_drafts(slots: jax.Array) -> jax.Array:
     return jnp.zeros((slots.shape[0], 0), jnp.int32)
 
 
+def _stored_drafts(
+    state: State, plan: DecodePlan, num_draft: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Drafts [B, K] of a round with the plan's forced ones, and the law [B, K, V] that sampled ones have."""
+    drafts = state.drafts[plan.slots, :num_draft]
+    forced = plan.forced[:, :num_draft]
+    is_forced = forced >= 0
+    drafts = jnp.where(is_forced, forced, drafts)
+    if state.draft_probs is None:
+        return drafts, None
+    probs = state.draft_probs[plan.slots, :num_draft]
+    certain = jax.nn.one_hot(drafts, probs.shape[-1], dtype=probs.dtype)
+    return drafts, jnp.where(is_forced[..., None], certain, probs)
+
+
 def _advance(state: State, slots, length, last_token) -> State:
     """Stores the new lengths and last tokens; the dummy slot stays at length 0."""
     dummy = state.length.shape[0] - 1
@@ -185,13 +204,13 @@ class RoundInputs(NamedTuple):
         params = jax.tree.map(lambda x: x[slots], state.params)
         may_verify = jnp.minimum(params.num_draft, jnp.minimum(plan.pending, K))
         start = state.length[slots]
-        drafts = state.drafts[slots, :K]
+        drafts, draft_probs = _stored_drafts(state, plan, K)
         tokens = jnp.concatenate([state.last_token[slots][:, None], drafts], axis=1)
         return cls(
             params=params._replace(num_draft=may_verify),
             start=start,
             drafts=drafts,
-            draft_probs=None if state.draft_probs is None else state.draft_probs[slots, :K],
+            draft_probs=draft_probs,
             tokens=tokens,
             positions=start[:, None] + jnp.arange(K + 1),
         )
@@ -217,7 +236,9 @@ def finish_round(
     verdict = verified.verdict
     last = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)[:, 0]
     state = _advance(state, plan.slots, inputs.start + verdict.count, last)
-    state = replace(state, target_cache=verified.cache)
+    emitted = (verdict.tokens, verdict.count)
+    counted = count_tokens(state.controls, plan.slots, *emitted, inputs.params.adjusts)
+    state = replace(state, target_cache=verified.cache, controls=counted)
     if drafter is None:
         return state, _no_drafts(plan.slots)
     draft_inputs = DraftInputs(
@@ -239,6 +260,7 @@ def speculative_step(
     drafter: Drafter | None,
     state: State,
     plan: DecodePlan,
+    mask: jax.Array | None = None,
     *,
     taps: tuple[int, ...] = (),
     max_logprobs: int = 0,
@@ -259,6 +281,8 @@ def speculative_step(
       drafter: see `drafter.Drafter`; its `num_draft` is K. None is plain decoding.
       state: donated by the engine.
       plan: B slots; padding rows have the dummy slot and the dummy page.
+      mask: [B, K+1, mask_words(V)] int32, allowed tokens of the constrained rows (see `plan`); None if no
+        plan has a constrained row.
       taps: the drafter's tap ids.
       max_logprobs: n, alternatives per token.
       accept: acceptance rule with the signature of `verify.verify`.
@@ -269,7 +293,8 @@ def speculative_step(
     attend = PagedAttention(plan.page_table, plan.slots, positions)
     hidden, tapped, cache = target(inputs.tokens, positions, state.target_cache, attend, taps=taps)
     logits = target.unembed(hidden)  # [B, K+1, V]
-    verdict = accept(logits, inputs.drafts, inputs.draft_probs, positions + 1, params)
+    adjustments = Adjustments(state.controls, plan.slots, plan.constrained, mask)
+    verdict = accept(logits, inputs.drafts, inputs.draft_probs, positions + 1, params, adjustments)
     state, found = observed(state, plan, params.num_draft, params.num_draft, verdict, K)
     verified = Verified(verdict, tapped, cache)
     state, proposed = finish_round(target, drafter, state, plan, inputs, verified)
@@ -298,6 +323,7 @@ def prefill(
     drafter: Drafter | None,
     state: State,
     plan: PrefillPlan,
+    mask: jax.Array | None = None,
     *,
     taps: tuple[int, ...] = (),
     max_logprobs: int = 0,
@@ -322,14 +348,17 @@ def prefill(
     logits = target.unembed(hidden)
     proposed = _no_drafts(slots)
     decided = (plan.start + plan.count)[:, None]  # [R, 1] position of the token after the chunk
-    verdict = accept(logits, proposed, None, decided, params)
+    adjustments = Adjustments(state.controls, slots, plan.constrained, mask)
+    verdict = accept(logits, proposed, None, decided, params, adjustments)
     ends = plan.next_token < 0
+    count = jnp.where(ends & (plan.count > 0), 1, 0)
     following = jnp.where(ends, verdict.tokens[:, 0], plan.next_token)
 
     state = _advance(state, slots, plan.start + plan.count, following)
     state = replace(
         state,
         target_cache=target_cache,
+        controls=count_tokens(state.controls, slots, verdict.tokens, count, params.adjusts),
         params=jax.tree.map(lambda all_, new: all_.at[slots].set(new), state.params, params),
     )
     if drafter is not None:
@@ -345,5 +374,4 @@ def prefill(
             temperature=params.temperature,
         )
         state, proposed = _draft(target, drafter, state, inputs)
-    count = jnp.where(ends & (plan.count > 0), 1, 0)
     return state, pack_output(logits, verdict._replace(count=count), proposed, params, max_logprobs)

@@ -320,13 +320,19 @@ class StopChecker:
         self._tail = ""
 
     def __call__(self, output: Sequence[int]) -> str | None:
-        """The first stop string in the new text of `output`, or None. `output` must only grow."""
+        """The first stop string that ends in the new text of `output`, or None. `output` must only grow."""
         fresh = self._detokenizer.add(output[self._seen :])
         self._seen = len(output)
         text = self._tail + fresh
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        found = _stops_in(text, self._stops, len(self._tail))
         self._tail = text[-(self._longest - 1) :] if self._longest > 1 else ""
         return min(found)[1] if found else None
+
+
+def _stops_in(text: str, stops: Sequence[str], old: int) -> list[tuple[int, str]]:
+    """(place, stop string) of each stop string of `text` that ends after its first `old` characters."""
+    found = [(text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in stops]
+    return [(place, stop) for place, stop in found if place >= 0]
 
 
 class TextStream:
@@ -334,34 +340,43 @@ class TextStream:
 
     Args:
       shown: ids of special tokens that are part of the text, as their spelling.
+      min_tokens: a stop string within the text of the first `min_tokens` tokens does not end the text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], shown: Collection[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        shown: Collection[int] = frozenset(),
+        min_tokens: int = 0,
     ):
         self._detokenizer = Detokenizer(tokenizer, shown)
         self._stops = tuple(stops)
+        self._num_early = min_tokens
         self._held = ""
         self._stopped = False
 
     def add(self, tokens: Sequence[int]) -> str:
         """Appends tokens and returns the new text that is final."""
-        text = self._cut(self._held + self._detokenizer.add(tokens))
+        early, self._num_early = self._num_early, max(0, self._num_early - len(tokens))
+        old = self._held + self._detokenizer.add(tokens[:early])
+        text = self._cut(old + self._detokenizer.add(tokens[early:]), len(old))
         self._held = "" if self._stopped else self._start_of_stop(text)
         return text[: len(text) - len(self._held)]
 
     def finish(self) -> str:
         """Ends the text: returns the rest, up to a stop string."""
-        text = self._cut(self._held + self._detokenizer.flush())
+        text = self._cut(self._held + self._detokenizer.flush(), len(self._held))
         self._held = ""
         return text
 
-    def _cut(self, text: str) -> str:
+    def _cut(self, text: str, old: int) -> str:
+        """`text` before the first stop string that ends after its first `old` characters."""
         if self._stopped:
             return ""
-        found = [text.find(stop) for stop in self._stops if stop in text]
+        found = _stops_in(text, self._stops, old)
         self._stopped = bool(found)
-        return text[: min(found)] if found else text
+        return text[: min(found)[0]] if found else text
 
     def _start_of_stop(self, text: str) -> str:
         """Longest suffix of `text` that is a prefix of a stop string."""

@@ -8,12 +8,14 @@ exactly the target's distribution.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from peagle_jax.adjust import Adjustments, adjusted
 from peagle_jax.flat_rows import FlatRows
 from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import (
@@ -171,13 +173,15 @@ def verify(
     draft_probs: jax.Array | None,
     positions: jax.Array,
     params: RequestParams,
+    adjustments: Adjustments | None = None,
     *,
     rows: FlatRows | None = None,
 ) -> Verdict:
     """The engine's acceptance rule, for batches that mix greedy and sampled rows.
 
     The general rule runs only if some row has a temperature above 0. The vocabulary is sorted only if a
-    row with a temperature also has top-k, top-p or min-p.
+    row with a temperature also has top-k, top-p or min-p. Logits are adjusted only if some row asks for
+    it; the other rows of such a batch keep their logits and their bits.
 
     Args:
       logits: [B, J+1, V] target logits; row j predicts the token at `positions[:, j]`. With `rows` flat,
@@ -186,10 +190,45 @@ def verify(
       draft_probs: [B, J, V] float32, or None for argmax drafts.
       positions: [B, J+1] int32, positions of the predicted tokens.
       params: one row per sequence.
+      adjustments: controls and masks of the sequences; None: no sequence has any.
       rows: the rows of a ragged round. A draft whose row is absent must be above `params.num_draft`.
     """
-    layout = _Layout(logits, rows)
-    best, value = map(layout.batched, largest(logits))
+    largest_of = lambda logits: map(_Layout(logits, rows).batched, largest(logits))
+    best, value = largest_of(logits)
+    is_finite = jnp.isfinite(value)
+    given = dict(drafts=drafts, draft_probs=draft_probs, positions=positions, params=params)
+    plain = _laws(_Layout(logits, rows), best, **given)
+    branches = [lambda law=law: law()._replace(finite=is_finite) for law in plain]
+    samples = params.temperature > 0
+    filters = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0)
+    branch = jnp.any(samples).astype(jnp.int32) + jnp.any(samples & filters)
+    if adjustments is not None:
+
+        def of_adjusted(law: int) -> Verdict:
+            own = adjusted(logits, drafts, positions, params, adjustments, rows=rows)
+            own = lax.optimization_barrier(own)  # the rest compiles as in the plain branch
+            best, value = largest_of(own)
+            verdict = _laws(_Layout(own, rows), best, **given)[law]()
+            # A row whose mask allows no token has no finite logit left.
+            return verdict._replace(finite=is_finite & jnp.isfinite(value))
+
+        branches += [partial(of_adjusted, law) for law in range(len(branches))]
+        branch += len(plain) * jnp.any(adjustments.wanted(params))
+    # One switch: a nested conditional in a CUDA graph costs 14 microseconds a round.
+    return lax.switch(branch, branches)
+
+
+def _laws(
+    layout: _Layout,
+    best: jax.Array,
+    *,
+    drafts: jax.Array,
+    draft_probs: jax.Array | None,
+    positions: jax.Array,
+    params: RequestParams,
+) -> tuple[Callable[[], Verdict], ...]:
+    """The three branches of `verify` over logits with argmax `best` [B, J+1]: greedy, unfiltered, filtered."""
+    logits = layout.logits
 
     def greedy():
         return _greedy(best, drafts, params.num_draft)
@@ -223,9 +262,4 @@ def verify(
         own = lax.optimization_barrier(logits)
         return mixed(lax.optimization_barrier(cutoffs(own, *map(layout.per_row, rules))))
 
-    samples = params.temperature > 0
-    filters = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0)
-    # One three-way switch: a nested conditional in a CUDA graph costs 14 microseconds a round.
-    branch = jnp.any(samples).astype(jnp.int32) + jnp.any(samples & filters)
-    verdict = lax.switch(branch, (greedy, unfiltered, filtered))
-    return verdict._replace(finite=jnp.isfinite(value))
+    return greedy, unfiltered, filtered

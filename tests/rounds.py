@@ -22,7 +22,9 @@ from peagle_jax.verify import Verdict, verify
 def accept_text(text: jax.Array):
     """Rule that emits `text[seed, position]`; `num_draft` of the row is how many drafts survive."""
 
-    def accept(logits, drafts, draft_probs, positions, params: RequestParams) -> Verdict:
+    def accept(
+        logits, drafts, draft_probs, positions, params: RequestParams, adjustments
+    ) -> Verdict:
         tokens = text[params.seed[:, 1][:, None], positions]
         return Verdict(tokens, jnp.minimum(params.num_draft + 1, positions.shape[1]))
 
@@ -79,6 +81,7 @@ class Rig:
             min_p=fill(0, np.float32),
             num_draft=np.asarray(accepted, np.int32),
             num_logprobs=fill(-1, np.int32),
+            adjusts=fill(0, np.int32),
         )
 
     def _only(self, rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -104,6 +107,7 @@ class Rig:
             count=count,
             next_token=np.full(B, -1, np.int32) if final else self.padded[np.arange(B), end],
             page_table=page_table,
+            constrained=np.zeros(B, np.int32),
             params=self._params(np.full(B, self.config.num_draft)),
         )
         return self._jitted[0](self.target, self.drafter, state, plan)
@@ -133,5 +137,11 @@ class Rig:
             params=jax.tree.map(put, state.params, self._params(accepted)),
         )
         pending = np.full(B, J if pending is None else pending, np.int32)
-        plan = DecodePlan(slots=slots, page_table=page_table, pending=pending)
+        plan = DecodePlan(
+            slots=slots,
+            page_table=page_table,
+            pending=pending,
+            constrained=np.zeros(B, np.int32),
+            forced=np.full((B, drafter.num_draft), -1, np.int32),
+        )
         return self._jitted[1](self.target, drafter, state, plan)

@@ -54,16 +54,21 @@ class Rounds:
             min_p=np.zeros(B, np.float32),
             num_draft=np.array([K, K, K, 1, 0], np.int32),
             num_logprobs=np.array([2, -1, 3, -1, 0], np.int32),
+            adjusts=np.array([1, 0, 0, 1, 1], np.int32),
         )
         new = replace(self.rig.new_state(), survival=init_survival(B + 2, K))
         state, _ = self.rig.prefill(new, 0, PROMPTS)
         put = lambda all_, new: all_.at[:B].set(new)
-        self.start = replace(state, params=jax.tree.map(put, state.params, params))
+        penalties = state.controls._replace(presence=state.controls.presence.at[:B].set(3.0))
+        new_params = jax.tree.map(put, state.params, params)
+        self.start = replace(state, params=new_params, controls=penalties)
         # One slot is padding, as in a batch bucket that is not full.
         self.plan = DecodePlan(
             slots=np.array([*range(B), B + 1], np.int32),
             page_table=np.pad(self.rig.page_table, ((0, 1), (0, 0))),
             pending=np.array([K] * B + [0], np.int32),
+            constrained=np.zeros(B + 1, np.int32),
+            forced=np.full((B + 1, K), -1, np.int32),
         )
 
     def may_verify(self) -> np.ndarray:
@@ -106,6 +111,7 @@ def check_same(got, want) -> None:
     assert np.array_equal(state.length, other.length)
     assert np.array_equal(state.last_token[:B], other.last_token[:B])
     assert np.array_equal(state.drafts[:B], other.drafts[:B])
+    assert np.array_equal(state.controls.counts, other.controls.counts)
     if state.draft_probs is not None:
         np.testing.assert_allclose(state.draft_probs[:B], other.draft_probs[:B], atol=1e-4)
     np.testing.assert_allclose(
@@ -127,7 +133,7 @@ def check_same(got, want) -> None:
     ],
 )
 def test_any_selection_decides_as_the_dense_round(family, method, draft_sampling):
-    """Rounds with windows, experts, sampling, filters, logprobs, a request without drafts, and padding."""
+    """Rounds with windows, experts, sampling, filters, penalties, logprobs, a request without drafts, and padding."""
     rounds, rng = rounds_of(family, method, draft_sampling), np.random.default_rng(3)
     state, most = rounds.start, rounds.may_verify()
     lengths = np.asarray(state.length)[:B]

@@ -119,7 +119,7 @@ def request_params(seeds) -> RequestParams:
     seeds = np.asarray(seeds, np.uint64)
     words = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1)
     none = jnp.zeros(len(seeds))
-    return RequestParams(jnp.asarray(words, jnp.uint32), none, none, none, none, none, none)
+    return RequestParams(jnp.asarray(words, jnp.uint32), none, none, none, none, none, none, none)
 
 
 def test_keys_differ_by_request_position_and_purpose():

@@ -171,18 +171,21 @@ class Law:
         params = RequestParams(
             seed=seeds, temperature=fill(TEMPERATURE, jnp.float32), top_k=fill(0, jnp.int32),
             top_p=fill(1, jnp.float32), min_p=fill(0, jnp.float32), num_draft=fill(K, jnp.int32),
-            num_logprobs=fill(-1, jnp.int32),
+            num_logprobs=fill(-1, jnp.int32), adjusts=fill(0, jnp.int32),
         )  # fmt: skip
         state = step.init_state(target.config, drafter.head.config, self.config)
         state = replace(state, survival=init_survival(S + 1, K))
         plan = PrefillPlan(
             slots=self.slots, tokens=self.tokens, start=fill(0, jnp.int32),
             count=fill(TEXTS.shape[1] - 1, jnp.int32), next_token=TEXTS[self.text, -1],
-            page_table=self.table, params=params,
+            page_table=self.table, constrained=fill(0, jnp.int32), params=params,
         )  # fmt: skip
         state, _ = step.prefill(target, drafter, state, plan, taps=self.taps)
         chosen = select(score(state, self.slots), params.num_draft, num_rows)
-        plan = DecodePlan(*map(jnp.asarray, (self.slots, self.table)), fill(K, jnp.int32))
+        plan = DecodePlan(
+            slots=jnp.asarray(self.slots), page_table=jnp.asarray(self.table), pending=fill(K, jnp.int32),
+            constrained=fill(0, jnp.int32), forced=jnp.full((S, K), -1),
+        )  # fmt: skip
         _, output = verify_chosen(
             target, drafter, state, plan, chosen, num_rows=num_rows, taps=self.taps
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.request import Request
-from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams
+from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, RequestParams
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,9 +18,18 @@ class PrefillCall:
     requests: tuple[Request | None, ...]  # R
     last: tuple[bool, ...]  # per real row: this is the request's last chunk, it decodes next
     plan: PrefillPlan
+    controls: tuple[
+        ControlsPlan, ...
+    ] = ()  # of newly admitted requests: dispatched before the call
+    mask: np.ndarray | None = None  # [R, 1, mask_words(V)] int32 for constrained rows, see `plan`
 
     @classmethod
-    def build(cls, rows: Sequence[Request], config: EngineConfig) -> Self:
+    def build(
+        cls,
+        rows: Sequence[Request],
+        config: EngineConfig,
+        controls: tuple[ControlsPlan, ...] = (),
+    ) -> Self:
         """Plans the next chunk of each request in `rows` (at most R)."""
         R, T = config.prefill_rows, config.prefill_chunk
         plan = _idle_prefill(config)._replace(page_table=_page_table(rows, R, config.pages_per_seq))
@@ -38,6 +47,7 @@ class PrefillCall:
             requests=(*rows, *[None] * (R - len(rows))),
             last=tuple(end == r.num_to_prefill for r, end in zip(rows, ends, strict=True)),
             plan=plan,
+            controls=controls,
         )
 
     def samples(self, row: int) -> bool:
@@ -60,6 +70,7 @@ class DecodeCall:
     shape: RoundShape
     drafted: tuple[int, ...]  # per real row: drafts that the round verifies
     plan: DecodePlan
+    mask: np.ndarray | None = None  # [B, K+1, mask_words(V)] int32 for constrained rows, see `plan`
 
     @property
     def num_draft(self) -> int:
@@ -79,7 +90,13 @@ class DecodeCall:
             requests=(*rows, *[None] * (size - len(rows))),
             shape=shape,
             drafted=tuple(min(num_draft, r.num_draft, r.pending) for r in rows),
-            plan=DecodePlan(slots=slots, page_table=table, pending=pending),
+            plan=DecodePlan(
+                slots=slots,
+                page_table=table,
+                pending=pending,
+                constrained=np.zeros(size, np.int32),
+                forced=np.full((size, num_draft), -1, np.int32),
+            ),
         )
 
 
@@ -107,6 +124,7 @@ def _idle_prefill(config: EngineConfig) -> PrefillPlan:
         count=ints(),
         next_token=ints(-1),
         page_table=_page_table([], R, config.pages_per_seq),
+        constrained=ints(),
         params=RequestParams(
             seed=np.zeros((R, 2), np.uint32),
             temperature=floats(),
@@ -115,6 +133,7 @@ def _idle_prefill(config: EngineConfig) -> PrefillPlan:
             min_p=floats(),
             num_draft=ints(),
             num_logprobs=ints(-1),
+            adjusts=ints(),
         ),
     )
 
@@ -125,7 +144,7 @@ def _write_params(params: RequestParams, row: int, request: Request) -> None:
     params.temperature[row], params.top_k[row] = asked.temperature, asked.top_k
     params.top_p[row], params.min_p[row] = asked.top_p, asked.min_p
     params.seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
-    params.num_draft[row] = request.num_draft
+    params.num_draft[row], params.adjusts[row] = request.num_draft, asked.is_adjusted
     if asked.logprobs is not None:
         params.num_logprobs[row] = asked.logprobs
 

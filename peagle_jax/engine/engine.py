@@ -25,7 +25,7 @@ from peagle_jax.engine.transfer import Result
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.step import AcceptRule, init_state
-from peagle_jax.text import StopChecker, Tokenizer
+from peagle_jax.text import StopChecker, TextStream, Tokenizer
 from peagle_jax.verify import verify
 
 _log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class Engine:
     @property
     def num_programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
-        return 1 + len(self.programs.shapes)
+        return 2 + len(self.programs.shapes)
 
     @property
     def has_work(self) -> bool:
@@ -239,13 +239,17 @@ class Engine:
         dispatched = []
         if calls.decode is not None:
             decode = calls.decode
-            self._state, result = self.programs.round(self._state, decode.plan, decode.num_draft)
+            self._state, result = self.programs.round(
+                self._state, decode.plan, decode.num_draft, decode.mask
+            )
             dispatched.append((decode, result))
         for prefill in calls.prefills:
             now = time.monotonic()
             for request in filter(None, prefill.requests):
                 request.start_time = request.start_time or now
-            self._state, result = self.programs.prefill(self._state, prefill.plan)
+            for controls in prefill.controls:
+                self._state = self.programs.control(self._state, controls)
+            self._state, result = self.programs.prefill(self._state, prefill.plan, prefill.mask)
             dispatched.append((prefill, result))
         previous, self._in_flight = self._in_flight, dispatched
         return [update for call in previous for update in self._commit(*call)]
@@ -310,9 +314,10 @@ class Engine:
     def _completion(self, request: Request) -> Completion:
         text = None
         if self.tokenizer is not None:
-            text = self.tokenizer.decode(request.output)
-            if isinstance(request.stop_reason, str):
-                text = text[: text.find(request.stop_reason)]
+            params = request.params
+            stops = params.stop if isinstance(request.stop_reason, str) else ()
+            stream = TextStream(self.tokenizer, stops, min_tokens=params.min_tokens)
+            text = stream.add(request.output) + stream.finish()
         return Completion(
             prompt=request.prompt,
             tokens=request.output,

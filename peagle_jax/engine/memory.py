@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from peagle_jax.adjust import slot_bytes
 from peagle_jax.config import (
     AttentionConfig,
     ConfigError,
@@ -14,6 +15,7 @@ from peagle_jax.config import (
     EngineConfig,
     TargetConfig,
 )
+from peagle_jax.plan import mask_words
 
 _SHARE = 0.85  # of free memory goes to KV caches; the rest is for activations and programs
 
@@ -62,6 +64,14 @@ def ring_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
     return sum(tokens(layer.window) * _token_bytes(layer, config) for layer in layers)
 
 
+def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
+    """Bytes of the sampling controls of all slots, and of the masks of all programs."""
+    slot = slot_bytes(target.vocab_size)
+    rounds = sum(size * (config.num_draft_at(size) + 1) for size in config.batch_buckets)
+    masks = 4 * (rounds + config.prefill_rows) * mask_words(target.vocab_size)
+    return (config.max_num_seqs + 1) * slot + masks
+
+
 def free_bytes() -> int | None:
     """Free memory of the default device in bytes; None when the platform does not report it."""
     device = jax.devices()[0]
@@ -100,13 +110,14 @@ def _needs(
     return {
         "KV pages": pages * page_bytes(target, drafter, config),
         "layers with a sliding window": ring_bytes(target, drafter, config),
+        "sampling controls": control_bytes(target, config),
         "one call": _call_bytes(target, config),
     }
 
 
 def _has_room(needs: dict[str, int], free: int) -> bool:
-    pages, rings, call = needs.values()
-    return pages + rings <= int(free * _SHARE) and pages + rings + call <= free
+    *kept, call = needs.values()
+    return sum(kept) <= int(free * _SHARE) and sum(kept) + call <= free
 
 
 _MOST_ON_CPU = 4
@@ -144,8 +155,9 @@ def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
     if _has_room(needs, free):
         if size == 0:  # every layer has a sliding window
             return config.total_pages
-        room = min(int(free * _SHARE), free - needs["one call"])
-        room -= needs["layers with a sliding window"]
+        *_, call = needs.values()
+        room = min(int(free * _SHARE), free - call)
+        room -= ring_bytes(target, drafter, config) + control_bytes(target, config)
         return min(_most_pages(target, drafter, config), room // size)
     parts = ", ".join(f"{nbytes:,} for {what}" for what, nbytes in needs.items() if nbytes)
     raise ConfigError(

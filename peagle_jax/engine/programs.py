@@ -1,4 +1,5 @@
-"""The compiled device programs of an engine: one for prefill, and one per `RoundShape` for rounds.
+"""The compiled device programs of an engine: one for prefill, one per `RoundShape` for rounds, and one
+that writes the sampling controls of a request.
 
 Each program is compiled ahead of time for fixed shapes. After `warm_up` no call compiles anything.
 
@@ -17,17 +18,19 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from peagle_jax import step
+from peagle_jax import adjust, step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.memory import carve_holes
-from peagle_jax.engine.transfer import Resident, Result
-from peagle_jax.plan import DecodePlan, PrefillPlan
+from peagle_jax.engine.transfer import Resident, Result, pack, unpack
+from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, mask_words
 
-PREFILL = "prefill"
-"""Key of the prefill program. The key of a round's program is its `RoundShape`."""
+PREFILL, CONTROLS = "prefill", "controls"
+"""Keys of the programs besides the rounds. The key of a round's program is its `RoundShape`."""
 
 Key = RoundShape | str
 
@@ -52,19 +55,23 @@ class Programs:
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
 
         # Donated buffers: the state (caches are updated in place) and the previous call's output.
-        @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True)
-        def prefill(weights, state, plan, previous):
+        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True)
+        def prefill(weights, state, plan, mask, previous):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, config.num_draft)
-            return step.prefill(target, drafter, state, plan, **static)
+            return step.prefill(target, drafter, state, plan, mask, **static)
 
-        @partial(jax.jit, donate_argnums=(1, 3), keep_unused=True, static_argnames="num_draft")
-        def speculative_step(weights, state, plan, previous, *, num_draft):
+        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="num_draft")
+        def speculative_step(weights, state, plan, mask, previous, *, num_draft):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, num_draft)
-            return step.speculative_step(target, drafter, state, plan, **static)
+            return step.speculative_step(target, drafter, state, plan, mask, **static)
 
-        self._prefill, self._round = prefill, speculative_step
+        @partial(jax.jit, donate_argnums=0)
+        def controls(all_controls, packed):
+            return adjust.fill(all_controls, unpack(packed, idle_controls(config)))
+
+        self._prefill, self._round, self._controls = prefill, speculative_step, controls
         self._compiled: dict[Key, Callable] = {}
         self._resident: dict[Key, Resident] = {}
         self._lock = threading.Lock()
@@ -74,29 +81,54 @@ class Programs:
     def num_compiled(self) -> int:
         return len(self._compiled)
 
-    def prefill(self, state: step.State, plan: PrefillPlan):
+    def prefill(self, state: step.State, plan: PrefillPlan, mask: np.ndarray | None = None):
         """Dispatches one prefill call; `state` is consumed. Returns the next state and a `Result`."""
-        return self._dispatch(PREFILL, state, plan)
+        return self._dispatch(PREFILL, state, plan, mask)
 
-    def round(self, state: step.State, plan: DecodePlan, num_draft: int):
+    def round(
+        self,
+        state: step.State,
+        plan: DecodePlan,
+        num_draft: int,
+        mask: np.ndarray | None = None,
+    ):
         """Dispatches one round of K = `num_draft`; `state` is consumed.
 
         Returns:
           The next state and a `Result`.
         """
-        return self._dispatch(RoundShape(len(plan.slots), num_draft), state, plan)
+        return self._dispatch(RoundShape(len(plan.slots), num_draft), state, plan, mask)
 
-    def _dispatch(self, key: Key, state: step.State, plan: PrefillPlan | DecodePlan):
+    def control(self, state: step.State, plan: ControlsPlan) -> step.State:
+        """Dispatches the write of a request's sampling controls; `state` is consumed."""
+        if CONTROLS not in self._compiled:
+            self._prepare(CONTROLS, state)
+        return replace(state, controls=self._compiled[CONTROLS](state.controls, pack(plan)))
+
+    def _dispatch(
+        self,
+        key: Key,
+        state: step.State,
+        plan: PrefillPlan | DecodePlan,
+        mask: np.ndarray | None,
+    ):
         if key not in self._resident:
             self._prepare(key, state)
         resident = self._resident[key]
-        resident.update(plan)
+        resident.update(plan, mask)
         program = self._compiled[key]
-        state, resident.output = program(self._weights, state, resident.plan, resident.output)
+        state, resident.output = program(
+            self._weights, state, resident.plan, resident.mask, resident.output
+        )
         return state, Result(resident.output)
 
     def _prepare(self, key: Key, state: step.State) -> None:
-        """Compiles the program of `key` and the two that copy its plan in and its output out."""
+        """Compiles the program of `key`, and those that copy its plan and mask in and its output out."""
+        if key == CONTROLS:
+            self._compile(
+                key, self._controls.lower, state.controls, pack(idle_controls(self._config))
+            )
+            return
         if key == PREFILL:
             lower, idle = self._prefill.lower, PrefillCall.build([], self._config).plan
             output = self._blank_output(self._config.prefill_rows, 1, self._config.num_draft)
@@ -104,8 +136,10 @@ class Programs:
             lower = partial(self._round.lower, num_draft=key.num_draft)
             idle = DecodeCall.build([], key, self._config).plan
             output = self._blank_output(key.size, key.num_draft + 1, key.num_draft)
-        resident = Resident(idle, output)
-        self._compile(key, lower, state, resident.plan, resident.output)
+        words = mask_words(state.controls.counts.shape[1])
+        resident = Resident(idle, (*output.logprobs.shape, words), output)
+        call = (self._weights, state, resident.plan, resident.mask, resident.output)
+        self._compile(key, lower, *call)
         resident.compile()
         self._resident[key] = resident
 
@@ -122,7 +156,7 @@ class Programs:
 
     def _compile(self, key: Key, lower: Callable, *operands) -> None:
         if key not in self._compiled:
-            lowered = lower(*jax.tree.map(_spec, (self._weights, *operands)))
+            lowered = lower(*jax.tree.map(_spec, operands))
             program = lowered.compile(compiler_options=_compiler_options())
             with self._lock:
                 self._compiled.setdefault(key, program)
@@ -145,11 +179,12 @@ class Programs:
     def warm_up(
         self, state: step.State, on_compiled: Callable[[], None], shapes: Sequence[RoundShape]
     ) -> None:
-        """Compiles prefill and the rounds of `shapes` where missing, four at a time.
+        """Compiles prefill, the controls and the rounds of `shapes` where missing, four at a time.
 
         `on_compiled` is called after each program.
         """
         missing = [key for key in (PREFILL, *shapes) if key not in self._resident]
+        missing += [CONTROLS] * (CONTROLS not in self._compiled)
         jobs = [partial(self._prepare, key, state) for key in missing]
         with ThreadPoolExecutor(max_workers=4) as pool:
             for future in [pool.submit(job) for job in jobs]:

@@ -89,6 +89,8 @@ class Request:
     stop_checker: Callable[[list[int]], str | None] | None = None
     salt: Salt = ()
     reads_prefix_cache: bool = True
+    banned_ids: tuple[int, ...] = ()
+    """Token ids of `params.bad_words`."""
 
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
@@ -264,10 +266,11 @@ class Request:
         # If one token satisfies both, "stop" takes precedence over "length".
         is_eos = token in eos_ids and not self.params.ignore_eos
         if is_eos or token in self.params.stop_ids:
+            # Before `min_tokens` the device forbids these, unless a mask leaves nothing else.
             self.finish("stop", token)
             return
         stop_string = self.stop_checker(self.output) if self.stop_checker is not None else None
-        if stop_string is not None:
+        if stop_string is not None and len(self.output) > self.params.min_tokens:
             self.finish("stop", stop_string)
         elif len(self.output) >= self.params.max_tokens or self.num_tokens >= max_model_len:
             self.finish("length")

@@ -1,9 +1,10 @@
 """Request validation: one list of rules, used by the engine, the servers and the command lines."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.sampling_params import SamplingParams
+from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS, SamplingParams
 
 
 def check_request(
@@ -13,6 +14,8 @@ def check_request(
     *,
     vocab_size: int,
     has_tokenizer: bool,
+    eos_ids: Collection[int] = (),
+    banned_ids: Collection[int] = (),
 ) -> None:
     """Checks a request against the sizes of an engine.
 
@@ -21,10 +24,16 @@ def check_request(
       config: the engine's.
       vocab_size: the target's.
       has_tokenizer: whether the engine can match stop strings.
+      eos_ids: the target's end-of-sequence ids.
+      banned_ids: token ids of the bad words.
     Raises:
       ConfigError: the request can never run; `field` is "prompt" or a field of `SamplingParams`.
     """
-    for field, broken, rule in _rules(prompt, params, config, vocab_size, has_tokenizer):
+    rules = (
+        _rules(prompt, params, config, vocab_size, has_tokenizer),
+        _control_rules(params, vocab_size, eos_ids, banned_ids),
+    )
+    for field, broken, rule in itertools.chain(*rules):
         if broken:
             raise ConfigError.of(field, rule)
 
@@ -65,4 +74,36 @@ def _rules(
         "stop",
         bool(params.stop) and not has_tokenizer,
         "strings need a model with a tokenizer; use ids of tokens",
+    )
+
+
+def _control_rules(
+    params: SamplingParams, vocab_size: int, eos_ids: Collection[int], banned_ids: Collection[int]
+) -> Iterator[tuple[str, bool, str]]:
+    """Rules of the fields that change logits, as `_rules`."""
+    known = range(vocab_size)
+    outside = f"token ids must lie between 0 and {vocab_size - 1}"
+    allowed = known if params.allowed_token_ids is None else params.allowed_token_ids
+    biased = [token for token, _ in params.logit_bias]
+    yield "logit_bias", any(token not in known for token in biased), outside
+    listed = params.allowed_token_ids or ()
+    yield "allowed_token_ids", any(token not in known for token in listed), outside
+    num_biased = len(params.biases(banned_ids))
+    yield (
+        "bad_words",
+        num_biased > MAX_BIAS,
+        f"with logit_bias or allowed_token_ids they concern {num_biased} tokens; at most {MAX_BIAS} may be",
+    )
+    banned = set(banned_ids)
+    yield "bad_words", banned.issuperset(allowed), "forbid every token that is allowed"
+    ends = params.end_ids(eos_ids)
+    yield (
+        "min_tokens",
+        params.min_tokens > 0 and len(ends) > MAX_END_IDS,
+        f"works with at most {MAX_END_IDS} tokens that end the text, and there are {len(ends)}",
+    )
+    yield (
+        "min_tokens",
+        params.min_tokens > 0 and (banned | ends).issuperset(allowed),
+        "every token that is allowed ends the text",
     )

@@ -20,6 +20,7 @@ import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.controls import controls_of
 from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
@@ -211,11 +212,13 @@ class Scheduler:
     def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
         size = self.config.prefill_rows
         rows = [request for request in self.active if request.state is RequestState.PREFILL][:size]
+        num_begun = len(rows)
         while may_admit and len(rows) < size and self._admit_next():
             rows.append(self.active[-1])
         if not rows:
             return None
-        call = PrefillCall.build(rows, self.config)
+        admitted = (controls_of(r, self.config, self.eos_ids) for r in rows[num_begun:])
+        call = PrefillCall.build(rows, self.config, tuple(filter(None, admitted)))
         for row, request in enumerate(rows):
             # Padding rows and drafts are written too.
             request.writes_below(

@@ -18,28 +18,35 @@ from peagle_jax.step import StepOutput
 
 
 class Resident:
-    """Device buffers of one program that keep their addresses over all calls: plan and output.
+    """Device buffers of one program that keep their addresses over all calls: plan, mask and output.
 
     Args:
       idle: a host plan of padding rows, for the shapes.
+      mask_shape: of the mask, see `plan`.
       output: device arrays that the first call overwrites.
     """
 
-    def __init__(self, idle: PrefillPlan | DecodePlan, output: StepOutput):
+    def __init__(
+        self, idle: PrefillPlan | DecodePlan, mask_shape: tuple[int, ...], output: StepOutput
+    ):
         self.output = output
         self.plan = jax.tree.map(jnp.array, idle)  # copies, because the plan is donated
-        self._uploaded = _pack(idle)
+        self.mask = jnp.zeros(mask_shape, jnp.int32)
+        self._uploaded = pack(idle)
 
     def compile(self) -> None:
-        """Compiles the two programs of the transfers: `jax.jit` does so on their first call."""
+        """Compiles the programs of the transfers: `jax.jit` does so on their first call."""
         self.plan = _unpack_into(self.plan, self._uploaded)
+        self.mask = _unpack_into(self.mask, np.zeros(self.mask.size, np.int32))
         _pack_on_device(self.output)
 
-    def update(self, plan: PrefillPlan | DecodePlan) -> None:
-        """Uploads a host plan, unless it equals the uploaded one."""
-        new = _pack(plan)
+    def update(self, plan: PrefillPlan | DecodePlan, mask: np.ndarray | None = None) -> None:
+        """Uploads a host plan, unless it equals the uploaded one, and the mask of a constrained row."""
+        new = pack(plan)
         if not np.array_equal(new, self._uploaded):
             self.plan, self._uploaded = _unpack_into(self.plan, new), new
+        if mask is not None:
+            self.mask = _unpack_into(self.mask, pack(mask))
 
 
 class Result:
@@ -56,16 +63,22 @@ class Result:
         return jax.tree.map(read, self._output, _split_like(np.asarray(self._bits), self._output))
 
 
-def _pack(plan: PrefillPlan | DecodePlan) -> np.ndarray:
+def pack(plan) -> np.ndarray:
     """[n] int32: the bits of all leaves of a host plan."""
     return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(plan)])
 
 
 @partial(jax.jit, donate_argnums=0)
 def _unpack_into(plan, packed: jax.Array):
-    """Overwrites the leaves of `plan` (donated) with the values that `_pack` packed, [n] int32."""
-    write = lambda leaf, bits: leaf.at[...].set(lax.bitcast_convert_type(bits, leaf.dtype))
-    return jax.tree.map(write, plan, _split_like(packed, plan))
+    """Overwrites the leaves of `plan` (donated) with the values that `pack` packed, [n] int32."""
+    write = lambda leaf, value: leaf.at[...].set(value)
+    return jax.tree.map(write, plan, unpack(packed, plan))
+
+
+def unpack(packed: jax.Array, like):
+    """The tree that `pack` packed, [n] int32, with the structure, shapes and dtypes of `like`."""
+    read = lambda leaf, bits: lax.bitcast_convert_type(bits, leaf.dtype)
+    return jax.tree.map(read, like, _split_like(packed, like))
 
 
 @jax.jit

@@ -61,9 +61,9 @@ def test_every_k_and_concurrency_is_compared(tiny_preset, tmp_path, capsys):
     assert "differ" in text
 
 
-def accept_one_too_many(logits, drafts, draft_probs, positions, params) -> Verdict:
+def accept_one_too_many(logits, drafts, draft_probs, positions, *rest) -> Verdict:
     """The engine's rule, but for a wrong draft that gets through now and then."""
-    verdict = verify(logits, drafts, draft_probs, positions, params)
+    verdict = verify(logits, drafts, draft_probs, positions, *rest)
     J = drafts.shape[1]
     wrong = (verdict.count <= J) & (positions[:, 0] % 5 == 0)
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))

@@ -350,6 +350,7 @@ def mixed_workload(engine: Engine) -> None:
             logprobs=[None, 0, 3][i % 3],
             num_speculative_tokens=[None, 0, min(2, engine.config.num_draft)][i % 3],
             stop=("zz",),
+            presence_penalty=[0.0, 0.5][i % 2],
         )
         requests.append(engine.add_request(PROMPTS[i % 8], params))
         for _ in range(rng.integers(0, 4) if engine.scheduler.num_waiting < 5 else 8):
@@ -369,11 +370,11 @@ def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
     engine = Engine(target, head, config, tokenizer=tokenizer)
     progress = []
     engine.warm_up(lambda: progress.append(engine.programs.num_compiled))
-    assert len(progress) == engine.num_programs == engine.programs.num_compiled == 3
+    assert len(progress) == engine.num_programs == engine.programs.num_compiled == 4
     assert COMPILED, "compilations are not reported under this name any more"
     COMPILED.clear()
     mixed_workload(engine)
-    assert engine.programs.num_compiled == 3
+    assert engine.programs.num_compiled == 4
     assert COMPILED == []
 
 

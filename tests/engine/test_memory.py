@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from peagle_jax.adjust import init_controls
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine import memory
 from tests.tiny import FAMILIES, HEAD, TARGET
@@ -15,6 +16,7 @@ from tests.tiny import FAMILIES, HEAD, TARGET
 CONFIG = EngineConfig(num_draft=1, prefill_chunk=8, max_num_seqs=4, max_model_len=64, page_size=16)
 # 3 target and 2 draft layers of 2 heads of 8, keys and values, 16 tokens, float32.
 PAGE = 5 * 2 * 8 * 2 * 16 * 4
+CONTROLS = memory.control_bytes(TARGET, CONFIG)
 
 
 def test_a_page_counts_target_and_drafter():
@@ -31,7 +33,9 @@ def test_the_pool_is_the_worst_case_or_what_fits(
     monkeypatch, free_pages, without, on_a_cpu, on_a_gpu
 ):
     """The prefix cache takes what the slots leave."""
-    monkeypatch.setattr(memory, "free_bytes", lambda: int(free_pages * PAGE / 0.85) + PAGE // 2)
+    monkeypatch.setattr(
+        memory, "free_bytes", lambda: int((CONTROLS + (free_pages + 0.4) * PAGE) / 0.85)
+    )
     assert memory.fit_pages(TARGET, HEAD, replace(CONFIG, prefix_caching=False)) == without
     assert memory.fit_pages(TARGET, HEAD, CONFIG) == on_a_cpu
     assert memory.fit_pages(TARGET, HEAD, replace(CONFIG, num_pages=5)) == 5
@@ -44,7 +48,8 @@ def test_the_prefix_cache_leaves_room_for_one_call_and_stays_within_int32(monkey
     target, gpu = replace(TARGET, vocab_size=10**6), SimpleNamespace(platform="gpu")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     needed = 4 * 8 * target.vocab_size  # four rows of two logits
-    monkeypatch.setattr(memory, "free_bytes", lambda: needed + 50 * PAGE)
+    controls = memory.control_bytes(target, CONFIG)
+    monkeypatch.setattr(memory, "free_bytes", lambda: needed + controls + 50 * PAGE)
     assert memory.fit_pages(target, HEAD, CONFIG) == 50
     monkeypatch.setattr(memory, "free_bytes", lambda: 2**50)
     pages = memory.fit_pages(target, HEAD, CONFIG)
@@ -56,8 +61,9 @@ def test_rings_must_fit_where_no_layer_has_pages(monkeypatch):
     target = replace(TARGET, **FAMILIES["mistral"])
     config = replace(CONFIG, num_draft=0)
     needed = memory.ring_bytes(target, None, config)
+    controls = memory.control_bytes(target, config)
     assert memory.page_bytes(target, None, config) == 0
-    monkeypatch.setattr(memory, "free_bytes", lambda: 2 * needed)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2 * needed + 2 * controls)
     assert memory.fit_pages(target, None, config) == config.total_pages
     monkeypatch.setattr(memory, "free_bytes", lambda: needed)
     with pytest.raises(ConfigError, match=f"{needed:,} for layers with a sliding window"):
@@ -65,7 +71,7 @@ def test_rings_must_fit_where_no_layer_has_pages(monkeypatch):
 
 
 def test_one_longest_request_must_fit(monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda: int(4.5 * PAGE / 0.85))
+    monkeypatch.setattr(memory, "free_bytes", lambda: int((CONTROLS + 4.5 * PAGE) / 0.85))
     with pytest.raises(ConfigError, match="what fits is --max-model-len 48"):
         memory.fit_pages(TARGET, HEAD, CONFIG)
 
@@ -75,6 +81,7 @@ def test_a_round_without_drafts_needs_one_row_of_logits_for_each_request(monkeyp
     target = replace(TARGET, vocab_size=10**6)
     most = replace(CONFIG, num_draft=7, max_num_seqs=64)
     needed = lambda rows: 4 * rows * target.vocab_size
+    monkeypatch.setattr(memory, "control_bytes", lambda *_: 0)
     monkeypatch.setattr(memory, "free_bytes", lambda: needed(100))
     with pytest.raises(ConfigError, match=f"{needed(64 * 8):,} for one call"):
         memory.fit_pages(target, HEAD, most)
@@ -83,6 +90,13 @@ def test_a_round_without_drafts_needs_one_row_of_logits_for_each_request(monkeyp
     monkeypatch.setattr(memory, "free_bytes", lambda: needed(50))
     with pytest.raises(ConfigError, match=f"{needed(8 * 8):,} for one call"):
         memory.fit_pages(target, HEAD, few)
+
+
+def test_the_controls_of_all_slots_and_the_masks_of_all_programs_count():
+    controls = jax.eval_shape(lambda: init_controls(CONFIG.max_num_seqs + 1, TARGET.vocab_size))
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(controls))
+    rows = 1 + (1 + 2 + 4) * (CONFIG.num_draft + 1)  # prefill, and a round of each batch bucket
+    assert state + rows * TARGET.vocab_size // 8 == CONTROLS
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -330,7 +330,18 @@ def test_text_keeps_the_token_that_ends_it(fields, kept, reason, stop):
 
 
 @pytest.mark.parametrize(
-    "name", ["__init__", "request", "pages", "slots", "prefixes", "calls", "scheduler", "../plan"]
+    "name",
+    [
+        "__init__",
+        "request",
+        "pages",
+        "slots",
+        "prefixes",
+        "controls",
+        "calls",
+        "scheduler",
+        "../plan",
+    ],
 )
 def test_the_host_side_imports_no_jax(name):
     path = Path(peagle_jax.__file__).parent / "engine" / f"{name}.py"
@@ -340,7 +351,7 @@ def test_the_host_side_imports_no_jax(name):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module)
-    names = ("pages", "slots", "prefixes", "calls", "request", "stats")
+    names = ("pages", "slots", "prefixes", "calls", "controls", "request", "stats")
     engine = {f"peagle_jax.engine.{name}" for name in names}
     foreign = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names}
     others = {f"peagle_jax.{name}" for name in ("config", "plan", "sampling_params")}

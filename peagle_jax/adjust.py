@@ -1,0 +1,200 @@
+"""Sampling controls that change the target's logits: masks, bias, minimum length and penalties.
+
+They are part of the target's law, so speculative decoding stays lossless: row j of a round is adjusted for
+the text that ends in its drafts d_1..d_j, and a forbidden draft has probability 0. The controls
+of a slot are device state, filled once at admission by `fill`, because only the device knows the tokens of
+the calls in flight. docs/serving.md has the definitions and their order.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.flat_rows import FlatRows
+from peagle_jax.plan import ControlsPlan, RequestParams
+from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS
+
+_MOST = 2**15 - 256
+"""Counts of a token stop here: int16 has no room for more, and no penalty needs it."""
+
+
+class Controls(NamedTuple):
+    """Controls of each of S slots. They hold where `RequestParams.adjusts` is set; other slots may be stale."""
+
+    bias_ids: (
+        jax.Array
+    )  # [S, MAX_BIAS] int32, tokens with a bias of their own; out of range: no entry
+    bias: jax.Array  # [S, MAX_BIAS] float32, -inf forbids the token
+    base: (
+        jax.Array
+    )  # [S] float32, bias of all other tokens: 0, or -inf where only the listed are allowed
+    end_ids: jax.Array  # [S, MAX_END_IDS] int32, tokens that end the text; out of range: no entry
+    min_end: jax.Array  # [S] int32, first position at which they are allowed
+    repetition: jax.Array  # [S] float32, 1 for none
+    frequency: jax.Array  # [S] float32, 0 for none
+    presence: jax.Array  # [S] float32, 0 for none
+    counts: jax.Array  # [S, V] int16, how often each token was generated
+    in_prompt: jax.Array  # [S, V] bool
+
+
+class Adjustments(NamedTuple):
+    """What `verify` needs to adjust the logits of one call."""
+
+    controls: Controls  # of all slots
+    slots: jax.Array  # [B] int32
+    constrained: jax.Array  # [B] int32, 1: the row's mask holds
+    mask: jax.Array | None  # [B, T, mask_words(V)] int32, see `plan`; None if no row is constrained
+
+    def wanted(self, params: RequestParams) -> jax.Array:
+        """[B] bool: whether a row's logits are adjusted."""
+        return (params.adjusts > 0) | (self.constrained > 0)
+
+
+def init_controls(num_slots: int, vocab_size: int) -> Controls:
+    """Controls without effect."""
+    S = num_slots
+    full = lambda value, dtype, *shape: jnp.full((S, *shape), value, dtype)
+    return Controls(
+        bias_ids=full(vocab_size, jnp.int32, MAX_BIAS),
+        bias=full(0, jnp.float32, MAX_BIAS),
+        base=full(0, jnp.float32),
+        end_ids=full(vocab_size, jnp.int32, MAX_END_IDS),
+        min_end=full(0, jnp.int32),
+        repetition=full(1, jnp.float32),
+        frequency=full(0, jnp.float32),
+        presence=full(0, jnp.float32),
+        counts=full(0, jnp.int16, vocab_size),
+        in_prompt=full(False, jnp.bool, vocab_size),
+    )
+
+
+def slot_bytes(vocab_size: int) -> int:
+    """Bytes of the controls of one slot."""
+    return 3 * vocab_size + 8 * MAX_BIAS + 4 * MAX_END_IDS + 5 * 4
+
+
+def fill(controls: Controls, plan: ControlsPlan) -> Controls:
+    """Writes the controls of one slot and counts its tokens anew, at each admission of a request that has some."""
+    place, V = jnp.arange(plan.tokens.shape[0]), controls.counts.shape[1]
+    at = lambda chosen: jnp.where(chosen, plan.tokens, V)  # V is out of range: dropped
+    output = at((place >= plan.num_prompt) & (place < plan.num_tokens))
+    counts = jnp.zeros(V, jnp.int32).at[output].add(1, mode="drop")
+    new = Controls(
+        **{name: getattr(plan, name) for name in Controls._fields if name in plan._fields},
+        counts=jnp.minimum(counts, _MOST).astype(jnp.int16),
+        in_prompt=jnp.zeros(V, jnp.bool).at[at(place < plan.num_prompt)].set(True, mode="drop"),
+    )
+    return jax.tree.map(lambda all_, one: all_.at[plan.slot].set(one), controls, new)
+
+
+def count_tokens(
+    controls: Controls, slots: jax.Array, tokens: jax.Array, count: jax.Array, adjusts: jax.Array
+) -> Controls:
+    """Counts the first `count` [B] of the emitted `tokens` [B, T] in rows whose `adjusts` [B] is set."""
+    T, num_slots = tokens.shape[1], controls.counts.shape[0]
+    real = (jnp.arange(T) < count[:, None]) & (adjusts > 0)[:, None]
+    real &= controls.counts[slots[:, None], tokens] < _MOST
+    rows = jnp.where(real, slots[:, None], num_slots)  # out of range: dropped
+    return controls._replace(counts=controls.counts.at[rows, tokens].add(1, mode="drop"))
+
+
+def adjusted(
+    logits: jax.Array,
+    drafts: jax.Array,
+    positions: jax.Array,
+    params: RequestParams,
+    given: Adjustments,
+    *,
+    rows: FlatRows | None = None,
+) -> jax.Array:
+    """Logits under the controls of their rows; rows without any keep their bits.
+
+    The order: bias, repetition, frequency and presence penalty. Forbidden tokens do not depend on it: those
+    outside of the mask, those with a bias of -inf, and ends before the minimum length. A bias or a minimum
+    length that leaves a row no token of its mask is ignored in that row.
+
+    Args:
+      logits: [B, J+1, V] float32; with `rows` flat, [F, V].
+      drafts: [B, J] int32; row j comes after drafts d_1..d_j.
+      positions: [B, J+1] int32, positions of the predicted tokens.
+    Returns:
+      Logits of the same shape, -inf for forbidden tokens.
+    """
+    V = logits.shape[-1]
+    spread = _Spread(positions.shape[1], rows)
+    own = jax.tree.map(lambda leaf: leaf[given.slots], given.controls)
+    is_adjusted = spread.values(params.adjusts) > 0
+    bias = spread.vectors(_bias(own))
+    penalised = _penalised(logits + jnp.where(bias > -jnp.inf, bias, 0.0), drafts, own, spread)
+    kept = jnp.ones(logits.shape, jnp.bool)
+    if given.mask is not None:
+        kept = (spread.values(given.constrained) == 0) | _allowed(spread.rows(given.mask), V)
+    kept = _narrowed(kept, ~is_adjusted | (bias > -jnp.inf))
+    early = spread.rows(positions)[..., None] < spread.values(own.min_end)
+    kept = _narrowed(kept, ~(is_adjusted & early & spread.vectors(_is_end(own))))
+    return jnp.where(kept, jnp.where(is_adjusted, penalised, logits), -jnp.inf)
+
+
+class _Spread(NamedTuple):
+    """Values of B sequences for their rows, T each or the flat rows of a ragged round."""
+
+    num_rows: int  # T
+    flat: FlatRows | None
+
+    @property
+    def index(self) -> jax.Array:
+        """Number of each row in its sequence, with an axis for the vocabulary."""
+        index = jnp.arange(self.num_rows) if self.flat is None else self.flat.row
+        return index[:, None]
+
+    def vectors(self, x: jax.Array) -> jax.Array:
+        """x [B, n] -> [B, 1, n], or [F, n]."""
+        return x[:, None] if self.flat is None else x[self.flat.sequence]
+
+    def values(self, x: jax.Array) -> jax.Array:
+        """x [B] -> [B, 1, 1], or [F, 1]."""
+        return self.vectors(x[:, None])
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """x [B, T, ...] -> itself, or [F, ...]."""
+        return x if self.flat is None else self.flat.flat(x)
+
+
+def _narrowed(kept: jax.Array, allowed: jax.Array) -> jax.Array:
+    """`kept & allowed` [..., V], or `kept` in rows where that would leave no token."""
+    both = kept & allowed
+    return jnp.where(both.any(-1, keepdims=True), both, kept)
+
+
+def _bias(own: Controls) -> jax.Array:
+    """[B, V] float32: bias of every token."""
+    B, V = own.counts.shape
+    dense = jnp.broadcast_to(own.base[:, None], (B, V))
+    return dense.at[jnp.arange(B)[:, None], own.bias_ids].set(own.bias, mode="drop")
+
+
+def _is_end(own: Controls) -> jax.Array:
+    """[B, V] bool: whether a token ends the text."""
+    B, V = own.counts.shape
+    none = jnp.zeros((B, V), jnp.bool)
+    return none.at[jnp.arange(B)[:, None], own.end_ids].set(True, mode="drop")
+
+
+def _allowed(mask: jax.Array, vocab_size: int) -> jax.Array:
+    """[..., V] bool from the bits of `mask` [..., mask_words(V)] int32."""
+    bits = (mask[..., None] >> jnp.arange(32)) & 1
+    return bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size] > 0
+
+
+def _penalised(logits: jax.Array, drafts: jax.Array, own: Controls, spread: _Spread) -> jax.Array:
+    """Logits under the penalties of their rows."""
+    rule, V = spread.values, logits.shape[-1]
+    counts = spread.vectors(own.counts).astype(jnp.int32)
+    for i in range(drafts.shape[1]):
+        counts += (rule(drafts[:, i]) == jnp.arange(V)) & (spread.index > i)
+    seen = spread.vectors(own.in_prompt) | (counts > 0)
+    ratio = jnp.where(seen, rule(own.repetition), 1.0)
+    logits = jnp.where(logits > 0, logits / ratio, logits * ratio)
+    logits -= rule(own.frequency) * counts
+    return logits - rule(own.presence) * (counts > 0)
