@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.draft_schedule import adaptive_or_default
 from peagle_jax.model_folders import check_folders, check_head_is_given
 from peagle_jax.options import parser
 from peagle_jax.prompts import (
@@ -84,9 +85,15 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     if args.concurrency < 1:
         raise ConfigError(f"--concurrency {args.concurrency} must be at least 1")
     most = max((one.logprobs or 0) for one in params)
+    schedule, adaptive = args.num_speculative_tokens_per_batch_size, args.adaptive
+    if adaptive is None and (args.compare or args.concurrency == 1):
+        adaptive = (
+            "off"  # methods are compared at one K; one prompt at a time is always the same load
+        )
     return EngineConfig(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
-        draft_schedule=args.num_speculative_tokens_per_batch_size,
+        draft_schedule=schedule,
+        adaptive=adaptive_or_default(adaptive, schedule),
         max_num_seqs=min(args.concurrency, len(prompts)),
         max_model_len=args.max_model_len,
         prefix_caching=args.prefix_caching and not args.compare,
@@ -212,14 +219,17 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     numbers, left_out = _leave_out(prompts, texts, params, [engine])
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     loaded = time.perf_counter()
-    with tqdm(total=engine.num_programs, desc="compiling", leave=False, disable=None) as bar:
-        engine.warm_up(bar.update)
+    sizes = engine.config.batch_buckets
+    total = engine.num_programs - len(engine.programs.shapes) + len(sizes)
+    with tqdm(total=total, desc="compiling", leave=False, disable=None) as bar:
+        engine.warm_up(bar.update, sizes=sizes)
     logging.getLogger(__name__).info(
         "weights in %.2f s, programs in %.2f s", loaded - start, time.perf_counter() - loaded
     )
     printer = _Printer(prompts, params, engine, args)
     try:
-        result = runs.run(engine, texts, params, on_update=printer.update)
+        with runs.compiling(engine):
+            result = runs.run(engine, texts, params, on_update=printer.update)
     finally:
         printer.close()
     if args.json:

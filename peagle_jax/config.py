@@ -7,7 +7,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle_jax.draft_schedule import Schedule, num_draft_at, schedule_of
+from peagle_jax.draft_schedule import Adaptive, Schedule, check_adaptive, num_draft_at, schedule_of
 from peagle_jax.errors import ConfigError
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
@@ -250,6 +250,7 @@ class EngineConfig:
     Args:
       num_draft: J, most draft tokens per round (the papers' K); 0 is plain decoding.
       draft_schedule: drafts per round by batch size, see `draft_schedule`; empty: J for all sizes.
+      adaptive: "load" chooses the drafts of each round at run time, see `engine.adaptive`.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
       max_model_len: maximum number of tokens of prompt plus output.
       page_size: tokens per KV page.
@@ -268,6 +269,7 @@ class EngineConfig:
 
     num_draft: int = 7
     draft_schedule: Schedule = ()
+    adaptive: Adaptive = "off"
     max_num_seqs: int = 8
     max_model_len: int = 2048
     page_size: int = 16
@@ -292,6 +294,7 @@ class EngineConfig:
                 f"num_speculative_tokens={self.num_draft} must lie between 0 and {MAX_NUM_DRAFT}"
             )
         object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
+        check_adaptive(self.adaptive, self.draft_schedule)
         if self.max_logprobs < 0:
             raise ConfigError(f"{self.max_logprobs=} must not be negative")
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:

@@ -6,6 +6,7 @@ range have the most drafts per round (`num_speculative_tokens`), and no K exceed
 
 import json
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from peagle_jax.errors import ConfigError
 
@@ -14,6 +15,11 @@ OPTION = "num_speculative_tokens_per_batch_size"
 
 Schedule = tuple[tuple[int, int, int], ...]
 """(low, high, K) in ascending order; empty: the most drafts for all sizes."""
+
+Adaptive = Literal["off", "load"]
+"""Who chooses K at run time: nobody, or the load (`engine.adaptive`)."""
+
+ADAPTIVE: tuple[Adaptive, ...] = get_args(Adaptive)
 
 
 def schedule_of(ranges: Sequence[Sequence[int]]) -> Schedule:
@@ -63,6 +69,25 @@ def num_draft_at(schedule: Schedule, batch_size: int, most: int) -> int:
         if low <= batch_size:
             num_draft = min(scheduled, most)
     return num_draft
+
+
+def check_adaptive(adaptive: str, schedule: Schedule) -> None:
+    """Raises `ConfigError` for an unknown value, and for a choice at run time beside a schedule."""
+    if adaptive not in ADAPTIVE:
+        raise ConfigError.of("adaptive", f"{adaptive!r} must be {' or '.join(ADAPTIVE)}")
+    if adaptive != "off" and schedule:
+        raise ConfigError.of(
+            "adaptive",
+            f"{adaptive!r} chooses the number of drafts at run time, and {OPTION} fixes it: "
+            "leave one of the two out",
+        )
+
+
+def adaptive_or_default(adaptive: Adaptive | None, schedule: Schedule) -> Adaptive:
+    """A command's `--adaptive`; without it "load", or "off" where a schedule fixes K."""
+    if adaptive is not None:
+        return adaptive
+    return "off" if schedule else "load"
 
 
 def _error(what: str) -> ConfigError:

@@ -3,8 +3,9 @@
 import argparse
 import contextlib
 import json
+from collections.abc import Callable
 
-from peagle_jax.draft_schedule import OPTION, Schedule, parse
+from peagle_jax.draft_schedule import ADAPTIVE, OPTION, Schedule, parse
 from peagle_jax.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -58,28 +59,7 @@ def _schedule(text: str) -> Schedule:
         raise argparse.ArgumentTypeError(error.rule) from error
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = Parser(
-        prog="peagle-generate",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = made.add_argument
-    add("prompt", nargs="*", metavar="PROMPT", help="text to continue")
-    add("--prompts", metavar="FILE.jsonl", help="file of prompts, see below")
-    add("--limit", type=int, metavar="N", help="use the first N prompts only")
-    add("--compare", nargs="+", metavar="FILE_OR_PROMPT", help="compare methods on these prompts")
-    add("--chat", action="store_true", help="send each prompt through the model's chat template")
-    add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
-    add(
-        "--chat-option", type=_named_value, action="append", default=[], metavar="NAME=VALUE",
-        help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
-    )  # fmt: skip
-
-    group = made.add_argument_group("model")
-    add = group.add_argument
+def _add_model_options(add: Callable) -> None:
     add("--model", metavar="DIR", help="Hugging Face folder of the target (default: embedded)")
     add(
         "--drafter", metavar="DIR", action="append", default=[],
@@ -97,6 +77,11 @@ def parser() -> argparse.ArgumentParser:
         f"--{OPTION.replace('_', '-')}", type=_schedule, default=(), metavar="RANGES",
         help="drafts by batch size, as [[1,8,7],[9,64,3]]: 7 up to 8 prompts at once, 3 from 9 on; "
         "0 decodes plainly",
+    )  # fmt: skip
+    add(
+        "--adaptive", choices=ADAPTIVE,
+        help="load: choose the drafts of each round by load and acceptance, at most K; off: K is fixed "
+        "(default: load with --concurrency above 1, but off with --compare and with RANGES)",
     )  # fmt: skip
     add(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
@@ -117,6 +102,29 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--concurrency", type=int, default=1, metavar="N", help="prompts decoded at once")
     add("--max-model-len", type=int, default=2048, metavar="N", help="prompt and output tokens")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = Parser(
+        prog="peagle-generate",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("prompt", nargs="*", metavar="PROMPT", help="text to continue")
+    add("--prompts", metavar="FILE.jsonl", help="file of prompts, see below")
+    add("--limit", type=int, metavar="N", help="use the first N prompts only")
+    add("--compare", nargs="+", metavar="FILE_OR_PROMPT", help="compare methods on these prompts")
+    add("--chat", action="store_true", help="send each prompt through the model's chat template")
+    add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
+    add(
+        "--chat-option", type=_named_value, action="append", default=[], metavar="NAME=VALUE",
+        help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
+    )  # fmt: skip
+
+    _add_model_options(made.add_argument_group("model").add_argument)
 
     group = made.add_argument_group("sampling")
     add = group.add_argument

@@ -3,9 +3,12 @@
 `peagle-generate` and the benches share this module, so that all report the same quantities.
 """
 
+import contextlib
+import logging
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,8 @@ from peagle_jax.model_folders import embedded
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 TIE_NATS = 0.05
 """bfloat16 only: tokens within this log-probability (nats) of the most likely one count as ties."""
@@ -62,7 +67,7 @@ def keep_compiled_programs(cache_home: str | None) -> None:
 class Run:
     """Result of prompts on one engine.
 
-    `num_draft` is the engine's J, and `bucket_drafts` the different K of its batch buckets, ascending.
+    `num_draft` is the engine's J, and `bucket_drafts` the different K of its rounds, ascending.
     `seconds` is the wall time of generation, without compilation.
     """
 
@@ -127,7 +132,7 @@ def run(
     return Run(
         method="none" if engine.drafter_config is None else engine.drafter_config.method,
         num_draft=config.num_draft,
-        bucket_drafts=tuple(sorted({config.num_draft_at(size) for size in config.batch_buckets})),
+        bucket_drafts=tuple(sorted({shape.num_draft for shape in engine.programs.shapes})),
         completions=completions,
         seconds=time.perf_counter() - start,
     )
@@ -139,6 +144,30 @@ def warm_up(engine: Engine, *, sizes: Sequence[int] | None = None) -> None:
     if engine.config.max_model_len > 1:
         params = SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
         engine.generate([[0]] * engine.config.max_num_seqs, params)
+
+
+@contextlib.contextmanager
+def compiling(engine: Engine) -> Iterator[None]:
+    """Within the block a thread compiles the programs that the engine lacks, one at a time.
+
+    The end of the block waits for the one that compiles.
+    """
+    ends = threading.Event()
+
+    def compile_all() -> None:
+        try:
+            while not ends.is_set() and engine.compile_next():
+                pass
+        except Exception:
+            _log.exception("a program cannot be compiled; rounds use those that are compiled")
+
+    thread = threading.Thread(target=compile_all, name="compiler", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
 
 
 def load_methods(

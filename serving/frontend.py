@@ -114,7 +114,7 @@ class Frontend:
 
     @property
     def batch_sizes_pending(self) -> int:
-        """Batch sizes that still compile; until then rounds use the next larger size."""
+        """Batch sizes with a program that still compiles; rounds use those that are compiled."""
         return self._worker.batch_sizes_pending
 
     @property

@@ -231,9 +231,19 @@ class _EngineCollector(Collector):
             "Drafts per round (K) by compiled batch size.",
             labels=[*self._names, "batch_size"],
         )
-        for size in self._config.batch_buckets:
-            drafts.add_metric([*self._values, str(size)], self._config.num_draft_at(size))
+        for size, num_draft in load.num_draft.items():
+            drafts.add_metric([*self._values, str(size)], num_draft)
         yield drafts
+        yield self._counter(
+            "peagle:num_speculative_tokens_changes",
+            "Changes of a batch size's drafts per round at run time.",
+            load.num_draft_changes,
+        )
+        yield self._gauge(
+            "peagle:predicted_tokens_per_second",
+            "Tokens per second that the last choice of drafts per round predicts.",
+            load.predicted_rate,
+        )
         yield self._gauge("peagle:open_requests", "Requests not yet ended.", self._num_open())
         yield self._counter("peagle:rounds", "Rounds of the engine.", load.rounds)
         info = GaugeMetricFamily(

@@ -137,6 +137,12 @@ class Settings(BaseSettings):
         "0 decodes without drafts (default: num-speculative-tokens for all sizes)",
         metavar="RANGES",
     )
+    adaptive: Literal["off", "load", None] = _option(
+        None,
+        "load: the server chooses the drafts per round by load and acceptance, at most "
+        "num-speculative-tokens; off: they are fixed "
+        "(default: load, off with num-speculative-tokens-per-batch-size)",
+    )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
     max_waiting: Int = _option(
@@ -339,9 +345,11 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
       ConfigError: sizes that no engine can have.
     """
     ranges = settings.num_speculative_tokens_per_batch_size
+    schedule = () if ranges is None else draft_schedule.parse(ranges)
     return EngineConfig(
         num_draft=settings.num_speculative_tokens,
-        draft_schedule=() if ranges is None else draft_schedule.parse(ranges),
+        draft_schedule=schedule,
+        adaptive=draft_schedule.adaptive_or_default(settings.adaptive, schedule),
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,

@@ -133,9 +133,10 @@ def _merge(layers: Iterable[dict[str, object]]) -> Settings:
 
 
 def _refuse_ineffective(settings: Settings, sources: Mapping[str, str]) -> None:
-    for name in ("num_speculative_tokens", "num_speculative_tokens_per_batch_size"):
+    for name in ("num_speculative_tokens", "num_speculative_tokens_per_batch_size", "adaptive"):
         value = getattr(settings, name)
-        if settings.method == "none" and value and sources[name] != "default":
+        is_off = value in (0, None, "off")
+        if settings.method == "none" and not is_off and sources[name] != "default":
             option = f"{name.replace('_', '-')}={value} ({sources[name]})"
             raise ConfigError(f"{option} has no effect: method none drafts nothing; leave it out")
 

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peagle_jax import ConfigError, Engine, SamplingParams, runs
@@ -74,6 +74,12 @@ class Load:
     """Calls of `Engine.step` so far."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Counts of all rounds so far that had drafts."""
+    num_draft: Mapping[int, int] = field(default_factory=dict)
+    """K, drafts per round, by batch size."""
+    num_draft_changes: int = 0
+    """How often the K of a batch size was replaced at run time."""
+    predicted_rate: float = 0.0
+    """Tokens per second that the last choice of K predicts; 0 before the first."""
 
     @property
     def kv_usage(self) -> float:
@@ -94,6 +100,11 @@ class _Abort:
 @dataclass(frozen=True)
 class _Stop:
     done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True)
+class _TimeIdle:
+    """Another round is compiled: its time may be missing."""
 
 
 class EngineWorker:
@@ -126,14 +137,14 @@ class EngineWorker:
         self._num_vacated = 0  # slots that became free in the last round
         self._patience = 0.0  # seconds to wait for requests that fill them
         self._before = Acceptance()  # counts of the warm-up, which are not reported
-        self.load = Load(pages_total=engine.scheduler.config.total_pages - 1)
+        self.load = self._measure()
         """State after the last round. It is replaced as a whole, so any thread may read it."""
         self.busy_since: float | None = None
         """`time.monotonic()` at which the round in progress began; None between rounds."""
 
     @property
     def batch_sizes_pending(self) -> int:
-        """Batch sizes that are not compiled yet; until then rounds use the next larger size."""
+        """Batch sizes with a program that is not compiled yet."""
         return len({shape.size for shape in self._engine.programs.missing})
 
     def start(self) -> None:
@@ -185,9 +196,9 @@ class EngineWorker:
         """Compiles the other programs, one at a time, while the engine runs."""
         try:
             while not self._is_stopping and self._engine.compile_next():
-                pass
+                self._mail.put(_TimeIdle())
         except Exception:
-            _log.exception("a smaller batch cannot be compiled; rounds use the next larger one")
+            _log.exception("a program cannot be compiled; rounds use those that are compiled")
 
     def _step(self) -> bool:
         """Reads the mail, then runs a round if there is work. Returns False after `stop`."""
@@ -198,6 +209,8 @@ class EngineWorker:
                     events += self._add(jobs)
                 case _Abort(key):
                     events += self._end(key)
+                case _TimeIdle() if not self._engine.has_work and self._engine.time_idle_round():
+                    self._mail.put(_TimeIdle())  # one run at a time: requests come first
                 case _Stop(done):
                     done.set()
                     return False
@@ -266,7 +279,7 @@ class EngineWorker:
         return Tokens(request.id, tokens, logprobs, end, request.last_round if tokens else None)
 
     def _measure(self) -> Load:
-        scheduler = self._engine.scheduler
+        scheduler, policy = self._engine.scheduler, self._engine.policy
         total = scheduler.config.total_pages - 1
         return Load(
             num_running=scheduler.num_running,
@@ -277,4 +290,9 @@ class EngineWorker:
             num_not_finite=scheduler.num_not_finite,
             rounds=self._rounds,
             acceptance=scheduler.acceptance - self._before,
+            num_draft={
+                size: scheduler.num_draft_at(size) for size in scheduler.config.batch_buckets
+            },
+            num_draft_changes=0 if policy is None else policy.num_changes,
+            predicted_rate=0.0 if policy is None else policy.rate,
         )

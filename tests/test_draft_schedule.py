@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -42,16 +43,25 @@ def walk_config(most: int, drafts: list[int], rows: int, **sizes) -> WalkConfig:
     )
 
 
+def only(engine: Engine, size: int) -> None:
+    """The next round runs in this bucket."""
+    engine.scheduler.rounds = {size: (engine.config.num_draft_at(size),)}
+
+
 def step_with_any_k(engine: Engine, rng: random.Random) -> int:
     """One step in a random bucket. Returns the bucket's K."""
     size = rng.choice(engine.config.batch_buckets)
-    engine.scheduler.batch_sizes = (size,)
+    only(engine, size)
     engine.step()
     return engine.config.num_draft_at(size)
 
 
-def walk(engine: Engine, rng: random.Random) -> tuple[list[Request], set[tuple[int, int]]]:
+def walk(
+    engine: Engine, rng: random.Random, step: Callable[[Engine, random.Random], int]
+) -> tuple[list[Request], set[tuple[int, int]]]:
     """Requests of mixed lengths that come, end and are aborted while K changes in every round.
+
+    `step` runs a step of the engine and returns the K of its round.
 
     Returns the requests, whose ids are (prompt, number), and the pairs of K that followed each other.
     """
@@ -70,7 +80,7 @@ def walk(engine: Engine, rng: random.Random) -> tuple[list[Request], set[tuple[i
             )
             request = engine.add_request(texts[prompt], params, request_id=(prompt, number))
             requests.append(request)
-        num_draft = step_with_any_k(engine, rng)
+        num_draft = step(engine, rng)
         pairs.add((before, num_draft))
         before = num_draft
         if rng.random() < 0.04 and requests:
@@ -103,10 +113,20 @@ def test_output_is_unchanged_by_any_sequence_of_k(family, method, num_cases):
     else:
         engine = Engine(target(family), tiny.head(method), config)
     engine.warm_up()
+    assert engine.num_programs == 5
+    check_walks(engine, family, step_with_any_k, num_cases("walks over K", 3))
+    counts = engine.scheduler.acceptance
+    assert counts.accepted > 0.3 * counts.drafted if method == "oracle" else counts.drafted > 0
+
+
+def check_walks(
+    engine: Engine, family: str, step: Callable[[Engine, random.Random], int], count: int
+) -> None:
+    """Runs `count` walks over K = 0, 2 and 4; fails unless all texts are those of plain decoding."""
     num_programs, pairs = engine.programs.num_compiled, set()
-    assert num_programs == engine.num_programs == 5
-    for seed in range(num_cases("walks over K", 3)):
-        requests, some = walk(engine, random.Random(seed))
+    assert num_programs == engine.num_programs
+    for seed in range(count):
+        requests, some = walk(engine, random.Random(seed), step)
         pairs |= some
         for request in requests:
             text = naive(family)[request.id[0]]
@@ -117,8 +137,6 @@ def test_output_is_unchanged_by_any_sequence_of_k(family, method, num_cases):
             assert request.accepted <= request.drafted <= request.rounds * request.num_draft
     assert {(a, b) for a in (0, 2, 4) for b in (0, 2, 4)} <= pairs
     assert engine.scheduler.num_preemptions > 0
-    counts = engine.scheduler.acceptance
-    assert counts.accepted > 0.3 * counts.drafted if method == "oracle" else counts.drafted > 0
     assert engine.programs.num_compiled == num_programs
 
 
@@ -168,24 +186,45 @@ def test_sampled_output_has_the_targets_law_while_k_changes(method, draft_sampli
     emitted one token. With `UniformDrafter` the two are equal: a text that takes both repeats tokens more
     often than the target does, which the law of the last two tokens shows.
     """
+    config = walk_config(2, [2, 0, 1], 64, draft_sampling=draft_sampling, **TINY_TEXTS)
+    count = num_cases("sampled texts under changing K", 6000, least=6000)
+    # K = 1, 2, 1, 2, 0; for UniformDrafter 1, 2: half of the texts begin with what it is to find.
+    sizes = itertools.cycle((66, 64) if method == "uniform" else (66, 64, 66, 64, 65))
+
+    def step(engine: Engine) -> None:
+        only(engine, next(sizes))
+        engine.step()
+
+    check_sampled_law(method, config, step, count)
+
+
+TINY_TEXTS = dict(
+    max_model_len=16, page_size=4, prefill_chunk=8, prefill_rows=16, max_logprobs=0,
+    max_waiting=10**6,
+)  # fmt: skip
+
+
+def check_sampled_law(
+    method: str, config: EngineConfig, step: Callable[[Engine], None], count: int, **options
+) -> Engine:
+    """Fails unless `count` texts of four tokens have the joint law of the target, vocabulary 4.
+
+    Args:
+      method: of the head, or "uniform" for `UniformDrafter`.
+      step: runs a step of the engine.
+      options: of the engine.
+    """
     small, prompt, V, T = dict(vocab_size=4), [2, 3, 3, 0, 1], 4, 4
     temperature = 1.0 if method == "uniform" else 4.0  # so that many uniform drafts are rejected
     model = tiny.target(seed=3, **small)
     heads = [tiny.head(method, seed=5, draft_vocab_size=V, **small)] if method != "uniform" else []
     drafter = None if heads else UniformDrafter(2)
-    count = num_cases("sampled texts under changing K", 6000, least=6000)
-    config = walk_config(
-        2, [2, 0, 1], 64, max_model_len=16, page_size=4, prefill_chunk=8, prefill_rows=16,
-        draft_sampling=draft_sampling, max_logprobs=0, max_waiting=count,
-    )  # fmt: skip
-    engine = Engine(model, *heads or [None], config, drafter=drafter)
-    # K = 1, 2, 1, 2, 0; for UniformDrafter 1, 2: half of the texts begin with what it is to find.
-    sizes = itertools.cycle((66, 64, 66, 64, 65) if heads else (66, 64))
-    params = [SamplingParams(max_tokens=T, temperature=temperature, seed=s) for s in range(count)]
-    requests = [engine.add_request(prompt, one) for one in params]
+    engine = Engine(model, *heads or [None], config, drafter=drafter, **options)
+    engine.warm_up()
+    params = SamplingParams(max_tokens=T, temperature=temperature)  # the number is the seed
+    requests = [engine.add_request(prompt, params) for _ in range(count)]
     while engine.has_work:
-        engine.scheduler.batch_sizes = (next(sizes),)
-        engine.step()
+        step(engine)
     assert 0.1 < engine.scheduler.acceptance.rates[0] < 0.95
 
     texts = np.stack(np.meshgrid(*[np.arange(V)] * T, indexing="ij"), -1).reshape(-1, T)
@@ -200,6 +239,7 @@ def test_sampled_output_has_the_targets_law_while_k_changes(method, draft_sampli
     check_law(observed, expected)
     pairs = [x.reshape(V ** (T - 2), V**2).sum(axis=0) for x in (observed, expected)]
     check_law(*pairs)
+    return engine
 
 
 def test_rounds_have_the_k_of_their_batch_size():

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
+from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.memory import fit_pages
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.programs import Programs
 from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
+from peagle_jax.engine.round_timer import RoundTimer
+from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.engine.rules import check_request
 from peagle_jax.engine.scheduler import Scheduler, Update
 from peagle_jax.engine.sizes import check_sizes
@@ -79,6 +82,7 @@ class Engine:
       drafter: a drafter to use instead of the one built from `head` (notebooks, tests); its `num_draft`
         is replaced by that of each call. If `head` is None it receives neither taps nor a cache.
       accept: the acceptance rule.
+      times: what rounds take, for `config.adaptive`; None: they are measured.
     """
 
     def __init__(
@@ -90,10 +94,11 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
         accept: AcceptRule = verify,
+        times: RoundTimes | None = None,
     ):
         if config.num_draft == 0 or (head is None and drafter is None):
             head, drafter = None, None
-            config = replace(config, num_draft=0)
+            config = replace(config, num_draft=0, adaptive="off")
         check_sizes(target.config, config)
         limit = min(config.max_model_len, target.config.max_position)
         config = replace(config, max_model_len=limit)
@@ -117,8 +122,17 @@ class Engine:
         models = [target.config] if head_config is None else [target.config, head_config]
         layers = (model.attention(i) for model in models for i in range(model.num_layers))
         windows = {layer.window for layer in layers} - {None}
-        self.scheduler = Scheduler(self.config, eos_ids=target.config.eos_ids, windows=windows)
         self.programs = Programs(target, drafter, self.config, taps=taps, accept=accept)
+        self._timer = None
+        self.policy: LoadPolicy | None = None
+        """Chooses K with `config.adaptive`; None: K is fixed."""
+        if self.config.adaptive != "off":
+            self._timer = RoundTimer(self.programs, times)
+            self.policy = LoadPolicy(self.config.num_draft, self._timer.times)
+        eos_ids = target.config.eos_ids
+        self.scheduler = Scheduler(
+            self.config, eos_ids=eos_ids, windows=windows, policy=self.policy
+        )
         self._state = init_state(target.config, head_config, self.config)
         self._in_flight: list[tuple[PrefillCall | DecodeCall, Result]] = []
         self._numbers = itertools.count()
@@ -131,14 +145,17 @@ class Engine:
     ) -> None:
         """Compiles all programs; afterwards no call compiles. `on_compiled` is called after each one.
 
-        With `sizes`, compiles only the first round of each of these batch buckets; the largest bucket
-        must be among them or already compiled. Batches are padded to the next larger compiled bucket.
-        `compile_next` compiles the others.
+        With `sizes`, compiles only the first round of each of these batch buckets, that of
+        `config.num_draft_at`; the largest bucket must be among them or already compiled. Batches are
+        padded to the next larger compiled bucket. `compile_next` compiles the others.
         """
-        shapes = self.programs.shapes
-        if sizes is not None:
-            shapes = [shape for shape in shapes if shape.size in sizes]
-        self._compile(shapes, on_compiled)
+        if sizes is None:
+            self._compile(self.programs.shapes, on_compiled)
+            while self.time_idle_round():
+                pass
+        else:
+            first = [RoundShape(size, self.config.num_draft_at(size)) for size in sizes]
+            self._compile(first, on_compiled)
 
     def compile_next(self) -> bool:
         """Compiles one missing program, while another thread may run the engine.
@@ -154,7 +171,20 @@ class Engine:
         self, shapes: Sequence[RoundShape], on_compiled: Callable[[], None] = lambda: None
     ) -> None:
         self.programs.warm_up(self._state, on_compiled, shapes)
-        self.scheduler.batch_sizes = self.programs.sizes
+        self.scheduler.rounds = self.programs.rounds
+
+    def time_idle_round(self) -> bool:
+        """Runs a compiled round over idle slots if its time is not known yet, for `config.adaptive`.
+
+        `step` does so too, once per step, so that no request waits for all of them.
+
+        Returns:
+          Whether there was one.
+        """
+        if self._timer is None or not self._timer.has_idle_run():
+            return False
+        self._state = self._timer.idle_run(self._state)
+        return True
 
     @property
     def num_programs(self) -> int:
@@ -235,6 +265,8 @@ class Engine:
         Returns:
           (request, new tokens) for every request in the committed calls; see `request.is_finished`.
         """
+        if not self.time_idle_round() and not self._in_flight and self._timer is not None:
+            self._timer.interrupt()
         calls = self.scheduler.schedule()
         dispatched = []
         if calls.decode is not None:
@@ -256,6 +288,8 @@ class Engine:
 
     def _commit(self, call: PrefillCall | DecodeCall, result: Result) -> list[Update]:
         output = result.fetch()
+        if self._timer is not None:
+            self._timer.fetched(call)
         tokens, count = output.packed[:, :-1], output.packed[:, -1]
         logprobs = None
         if any(r is not None and r.params.logprobs is not None for r in call.requests):

@@ -10,7 +10,9 @@ the call before, and the host reads a copy. (`memory.carve_holes` fixes the addr
 temporary buffer.)
 """
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,9 +25,11 @@ import numpy as np
 from peagle_jax import adjust, step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
+from peagle_jax.engine.adaptive import candidates
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.memory import carve_holes
+from peagle_jax.engine.stored_times import StoredTimes
 from peagle_jax.engine.transfer import Resident, Result, pack, unpack
 from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, mask_words
 
@@ -36,12 +40,14 @@ Key = RoundShape | str
 
 
 def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
-    """Shapes of all rounds, in the order in which they compile.
-
-    The first one serves any number of requests.
-    """
-    sizes = reversed(config.batch_buckets)
-    return tuple(RoundShape(size, config.num_draft_at(size)) for size in sizes)
+    """Shapes of all rounds, in the order in which they compile: first one round of each batch bucket, the
+    largest bucket in front, because its round serves any number of requests."""
+    sizes = config.batch_buckets[::-1]
+    shapes = [RoundShape(size, config.num_draft_at(size)) for size in sizes]
+    if config.adaptive != "off":
+        drafts = partial(candidates, config.num_draft, platform=jax.default_backend())
+        shapes += [RoundShape(size, k) for size in sizes for k in drafts(size=size)]
+    return tuple(dict.fromkeys(shapes))
 
 
 class Programs:
@@ -52,6 +58,7 @@ class Programs:
         self.shapes = round_shapes(config)
         """Shapes of the rounds that `warm_up` compiles without a choice of its own."""
         self._weights, structure = jax.tree.flatten((target, drafter))
+        self.stored_times = StoredTimes(self._weights, structure, config)
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
 
         # Donated buffers: the state (caches are updated in place) and the previous call's output.
@@ -80,6 +87,11 @@ class Programs:
     @property
     def num_compiled(self) -> int:
         return len(self._compiled)
+
+    @property
+    def num_ready(self) -> int:
+        """Compiled programs whose buffers exist."""
+        return len(self._resident)
 
     def prefill(self, state: step.State, plan: PrefillPlan, mask: np.ndarray | None = None):
         """Dispatches one prefill call; `state` is consumed. Returns the next state and a `Result`."""
@@ -172,9 +184,23 @@ class Programs:
         return tuple(shape for shape in self.shapes if shape not in self._resident)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Batch buckets with a compiled round, ascending."""
-        return tuple(sorted({shape.size for shape in self.compiled}))
+    def rounds(self) -> dict[int, tuple[int, ...]]:
+        """Values of K whose rounds are compiled, by batch bucket; both ascending."""
+        by_size = itertools.groupby(self.compiled, key=lambda shape: shape.size)
+        return {size: tuple(shape.num_draft for shape in shapes) for size, shapes in by_size}
+
+    def time_idle(self, state: step.State, shape: RoundShape) -> tuple[step.State, float]:
+        """Runs a compiled round over idle slots; `state` is consumed. Waits for the device before and after.
+
+        Returns:
+          The next state, and the seconds of the round.
+        """
+        plan = DecodeCall.build([], shape, self._config).plan
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, result = self._dispatch(shape, state, plan, None)
+        result.fetch()
+        return state, time.perf_counter() - start
 
     def warm_up(
         self, state: step.State, on_compiled: Callable[[], None], shapes: Sequence[RoundShape]

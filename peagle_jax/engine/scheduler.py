@@ -14,11 +14,12 @@ them: device calls run in order, so the stale write comes before the first write
 
 import itertools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from peagle_jax.config import EngineConfig
+from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.controls import controls_of
 from peagle_jax.engine.pages import PagePool
@@ -44,12 +45,19 @@ class Scheduler:
       config: sizes of the engine.
       eos_ids: the target's end-of-sequence ids.
       windows: sizes of the sliding windows in the layers of target and drafter.
+      policy: chooses K of each round; None: the K of its batch bucket.
     """
 
     def __init__(
-        self, config: EngineConfig, *, eos_ids: Collection[int], windows: Collection[int] = ()
+        self,
+        config: EngineConfig,
+        *,
+        eos_ids: Collection[int],
+        windows: Collection[int] = (),
+        policy: LoadPolicy | None = None,
     ):
         self.config = config
+        self.policy = policy
         self.eos_ids = frozenset(eos_ids)
         self.pool = PagePool(config.total_pages, config.page_size)
         self.waiting: deque[Request] = deque()
@@ -61,8 +69,11 @@ class Scheduler:
         """The head of the queue that did not fit, and `num_changes` of the pool at that time."""
         self.num_not_finite = 0
         """Requests that ended because their logits were not finite."""
-        self.batch_sizes = config.batch_buckets
-        """Batch buckets: sizes to which a round is padded, ascending; the last is `max_num_seqs`."""
+        self.rounds: Mapping[int, Sequence[int]] = {
+            size: (config.num_draft_at(size),) for size in config.batch_buckets
+        }
+        """Rounds that may run: values of K by batch bucket (the size to which a round is padded), both
+        ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any thread."""
         self._drafted = self._emitted = 0
         self._rounds_by_accepted = [0] * (config.num_draft + 1)
 
@@ -85,6 +96,10 @@ class Scheduler:
         rounds = self._rounds_by_accepted
         reached = tuple(sum(rounds[i + 1 :]) for i in range(self.config.num_draft))
         return Acceptance(sum(rounds), self._emitted, self._drafted, sum(reached), reached)
+
+    def num_draft_at(self, size: int) -> int:
+        """K of the next rounds of the batch bucket `size`."""
+        return self.config.num_draft_at(size) if self.policy is None else self.policy.present(size)
 
     def add(self, request: Request) -> None:
         """Queues a request that passed `rules.check_request`; raises `QueueFull` at `max_waiting`."""
@@ -145,7 +160,7 @@ class Scheduler:
         logprobs: BatchLogprobs | None = None,  # C = K+1
     ) -> list[Update]:
         """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
-        updates = []
+        updates, counts = [], []
         for row, request in enumerate(call.requests):
             if request is None:
                 continue
@@ -159,7 +174,10 @@ class Scheduler:
                 # A failed round emits accepted drafts only, without the target's own token.
                 accepted = produced - 1 if produced > 0 else -1 - produced
                 self._record_round(request, verified, accepted, len(update[1]))
+                counts.append((request, call.drafted[row], accepted))
                 updates.append(update)
+        if self.policy is not None:
+            self.policy.record(counts)
         return updates
 
     def check_integrity(self) -> None:
@@ -200,14 +218,20 @@ class Scheduler:
                 rows.append(request)
         if not rows:
             return None
-        size = next(size for size in self.batch_sizes if size >= len(rows))
-        shape = RoundShape(size, self.config.num_draft_at(size))
-        call = DecodeCall.build(rows, shape, self.config)
+        call = DecodeCall.build(rows, self._shape(rows), self.config)
         for request in rows:
             request.in_flight += 1
             request.unread_drafts += 1
             request.pending = call.num_draft
         return call
+
+    def _shape(self, rows: Sequence[Request]) -> RoundShape:
+        rounds = self.rounds
+        size = next(size for size in rounds if size >= len(rows))
+        drafts = rounds[size]
+        if self.policy is None:
+            return RoundShape(size, drafts[-1])
+        return RoundShape(size, self.policy.choose(size, rows, drafts))
 
     def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
         size = self.config.prefill_rows

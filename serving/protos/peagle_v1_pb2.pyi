@@ -265,7 +265,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending", "num_speculative_tokens_per_batch_size")
+    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending", "num_speculative_tokens_per_batch_size", "num_speculative_tokens_changes", "predicted_tokens_per_second")
     class NumSpeculativeTokensPerBatchSizeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +283,8 @@ class GetStatsResponse(_message.Message):
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZES_PENDING_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_PER_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_TOKENS_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     state: str
     num_running: int
     num_waiting: int
@@ -293,4 +295,6 @@ class GetStatsResponse(_message.Message):
     acceptance: Acceptance
     batch_sizes_pending: int
     num_speculative_tokens_per_batch_size: _containers.ScalarMap[int, int]
-    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    num_speculative_tokens_changes: int
+    predicted_tokens_per_second: float
+    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ..., num_speculative_tokens_changes: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ...) -> None: ...

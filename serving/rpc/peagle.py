@@ -94,7 +94,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context) -> pb.GetStatsResponse:
         """The state and the load of the engine."""
-        load, config = self._frontend.load, self._frontend.config
+        load = self._frontend.load
         return pb.GetStatsResponse(
             state=self._frontend.state.value,
             num_running=load.num_running,
@@ -105,9 +105,9 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             uptime_seconds=time.time() - self._frontend.started,
             acceptance=_acceptance(load.acceptance),
             batch_sizes_pending=self._frontend.batch_sizes_pending,
-            num_speculative_tokens_per_batch_size={
-                size: config.num_draft_at(size) for size in config.batch_buckets
-            },
+            num_speculative_tokens_per_batch_size=load.num_draft,
+            num_speculative_tokens_changes=load.num_draft_changes,
+            predicted_tokens_per_second=load.predicted_rate,
         )
 
     async def _ask(self, request: pb.GenerateRequest, context, method: str) -> Ask:

@@ -55,6 +55,19 @@ def test_drafts_by_batch_size_do_not_change_the_text(generate, folders):
     assert "P-EAGLE K=0 to 2: acceptance length" in err
 
 
+def test_a_choice_of_drafts_by_load_does_not_change_the_text(generate, folders):
+    prompts = (PROMPT, PROMPT, *SHORT)
+    _, expected, _ = generate(*prompts, *folders.options("none"), "--concurrency", "2")
+    for words, drafts in (
+        (["--concurrency", "2"], "0 to 3"),
+        (["--concurrency", "2", "--adaptive", "off"], "3"),
+        ([], "3"),
+    ):
+        code, out, err = generate(*prompts, *folders.options(), *words)
+        assert (code, sorted(out.split("==="))) == (0, sorted(expected.split("===")))
+        assert f"P-EAGLE K={drafts}: acceptance length" in err
+
+
 def test_streamed_text_is_the_completion_text(generate, folders):
     _, out, _ = generate(PROMPT, *folders.options(), *SHORT)
     code, text, _ = generate(PROMPT, *folders.options(), *SHORT, "--json")

@@ -67,6 +67,8 @@ class FakeEngine:
             num_rows = sum(request is not None for request in calls.decode.requests)
             sizes = [size for size in self.config.batch_buckets if size >= num_rows]
             assert len(calls.decode.requests) == min(sizes)
+            if self.scheduler.policy is None:
+                assert calls.decode.num_draft == self.config.num_draft_at(min(sizes))
             self.num_rows += num_rows
         self.in_flight.append((calls, self.device.run(calls)))
         return calls
@@ -159,7 +161,7 @@ def check_finished(request: Request, engine: FakeEngine) -> None:
     check_counts(request)
     assert request.drafted == engine.num_drafted[request.id]
     assert request.unread_drafts == 0
-    if not engine.config.draft_schedule:
+    if not engine.config.draft_schedule and engine.scheduler.policy is None:
         assert request.drafted == request.rounds * request.num_draft
     n = request.params.logprobs
     if n is None:

@@ -47,10 +47,11 @@ def target():
 def make_engine(target, tokenizer):
     """Makes engines of the tiny model; keyword arguments override sizes."""
 
-    def make(*, head=True, with_tokenizer=True, **sizes) -> Engine:
+    def make(*, head=True, with_tokenizer=True, times=None, **sizes) -> Engine:
         config = EngineConfig(**(SIZES | sizes))
         drafter = tiny.head() if head else None
-        return Engine(target, drafter, config, tokenizer=tokenizer if with_tokenizer else None)
+        tokens = tokenizer if with_tokenizer else None
+        return Engine(target, drafter, config, tokenizer=tokens, times=times)
 
     return make
 

@@ -8,6 +8,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from peagle_jax.engine import adaptive
+from peagle_jax.engine.round_times import RoundTimes
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
@@ -32,6 +34,7 @@ COUNTERS = {
     "peagle:rounds": (),
     "peagle:spec_decode_num_emitted_tokens": (),
     "peagle:requests_not_finite": (),
+    "peagle:num_speculative_tokens_changes": (),
 }
 GAUGES = {
     "vllm:num_requests_running": (),
@@ -42,6 +45,7 @@ GAUGES = {
     "peagle:acceptance_length": (),
     "peagle:open_requests": (),
     "peagle:num_speculative_tokens": ("batch_size",),
+    "peagle:predicted_tokens_per_second": (),
 }
 HISTOGRAMS = (
     "vllm:time_to_first_token_seconds",
@@ -118,6 +122,39 @@ def test_metrics_and_stats_say_k_by_batch_size(make_engine):
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
         stats = stub.GetStats(pb.GetStatsRequest(), timeout=LIMIT)
     assert dict(stats.num_speculative_tokens_per_batch_size) == wanted
+    server.close()
+
+
+class ZeroIsFastest(RoundTimes):
+    """Rounds without drafts take no time."""
+
+    def untimed(self, shapes):
+        return []
+
+    def seconds(self, size, drafts, present):
+        return {k: 1e-3 * (1 + 99 * k) for k in drafts}
+
+
+def test_metrics_and_stats_say_what_was_chosen_at_run_time(make_engine, monkeypatch):
+    monkeypatch.setattr(adaptive, "DECIDE_EVERY", 1)
+    engine = make_engine(adaptive="load", max_num_seqs=1, max_waiting=1, times=ZeroIsFastest())
+    server = LiveServer(engine, http=True)
+    found = scrape(server)
+    assert found["peagle:num_speculative_tokens{1}"] == 3
+    assert found["peagle:num_speculative_tokens_changes_total"] == 0
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        stats = lambda: stub.GetStats(pb.GetStatsRequest(), timeout=LIMIT)
+        eventually(lambda: not stats().batch_sizes_pending, "all programs are compiled")
+        for _ in range(3):
+            post(server, max_tokens=60, ignore_eos=True)
+        eventually(lambda: stats().num_speculative_tokens_changes == 1)
+        assert dict(stats().num_speculative_tokens_per_batch_size) == {1: 0}
+        assert stats().predicted_tokens_per_second == pytest.approx(1000)
+    found = scrape(server)
+    assert found["peagle:num_speculative_tokens{1}"] == 0
+    assert found["peagle:num_speculative_tokens_changes_total"] == 1
+    assert found["peagle:predicted_tokens_per_second"] == pytest.approx(1000)
     server.close()
 
 

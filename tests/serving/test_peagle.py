@@ -298,7 +298,7 @@ def test_smaller_batches_compile_while_it_serves(make_engine):
             pending.append(stub.GetStats(pb.GetStatsRequest()).batch_sizes_pending)
         assert pending == sorted(pending, reverse=True)
         assert stub.GenerateOnce(request).sequences == first.sequences
-        assert server.engine.programs.sizes == server.engine.config.batch_buckets
+        assert tuple(server.engine.programs.rounds) == server.engine.config.batch_buckets
     server.close()
 
 

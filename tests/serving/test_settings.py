@@ -61,7 +61,7 @@ def test_every_option_exists_in_all_three_places(file):
         kv_cache_memory="1GiB", kv_cache_dtype="fp8", reflection=True, no_cache=True, reply_format="none",
         page=False,
         max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
-        num_speculative_tokens_per_batch_size="[[1,8,7],[9,64,0]]",
+        num_speculative_tokens_per_batch_size="[[1,8,7],[9,64,0]]", adaptive="off",
     )  # fmt: skip
     together = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     for name in NAMES:
@@ -93,6 +93,22 @@ def test_k_by_batch_size_reaches_the_engine(file):
         settings(PEAGLE_NUM_SPECULATIVE_TOKENS_PER_BATCH_SIZE="[[9, 8, 3]]")
     with pytest.raises(ConfigError, match="has no effect"):
         settings("--method", "none", f"--{name}", ranges)
+
+
+def test_the_load_chooses_k_unless_k_is_fixed():
+    ranges = ("--num-speculative-tokens-per-batch-size", "[[1, 8, 3]]")
+    adaptive = lambda *words: engine_config(settings(*words)).adaptive
+    assert adaptive() == adaptive("--adaptive", "load") == "load"
+    assert adaptive("--adaptive", "off") == adaptive(*ranges) == "off"
+    assert adaptive("--adaptive", "off", *ranges) == "off"
+    with pytest.raises(ConfigError, match="leave one of the two out") as caught:
+        adaptive("--adaptive", "load", *ranges)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="ADAPTIVE"):
+        settings(PEAGLE_ADAPTIVE="fast")
+    with pytest.raises(ConfigError, match="has no effect"):
+        settings("--method", "none", "--adaptive", "load")
+    assert settings("--method", "none", "--adaptive", "off").adaptive == "off"
 
 
 def test_negations_and_words_for_truth(file):

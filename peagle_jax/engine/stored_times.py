@@ -1,0 +1,102 @@
+"""Files of round times beside jax's persistent compilation cache, so that a warm start has them at once.
+
+A file belongs to one device, one set of versions and one set of programs. What else it holds is ignored.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.calls import RoundShape
+
+FOLDER = "round-times"
+"""Folder in the cache of compiled programs."""
+
+_log = logging.getLogger(__name__)
+
+
+class StoredTimes:
+    """The file of one engine's times; every method has no effect without a persistent cache.
+
+    Args:
+      weights: all weights of the programs.
+      structure: their tree structure.
+      config: sizes of the engine.
+    """
+
+    def __init__(self, weights, structure, config: EngineConfig):
+        folder = jax.config.jax_compilation_cache_dir
+        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in weights]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        model = hashlib.sha256(repr((shapes, str(structure), config)).encode()).hexdigest()
+        self._key = {
+            "device": jax.devices()[0].device_kind,
+            "host cores": cores,
+            **{name: version(name) for name in ("jax", "jaxlib", "peagle-jax")},
+            "model": model,
+        }
+        name = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:32]
+        self.path = Path(folder) / FOLDER / f"{name}.json" if folder else None
+
+    def load(self) -> dict[RoundShape, float]:
+        """Seconds by shape; empty where there is no file, or none that can be used."""
+        if self.path is None:
+            return {}
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            _log.warning("%s: round times cannot be read (%s)", self.path, error.strerror)
+            return {}
+        try:
+            return read_times(text, self._key)
+        except ValueError as error:
+            _log.warning("%s: round times are ignored: %s", self.path, error)
+            return {}
+
+    def save(self, seconds: Mapping[RoundShape, float]) -> None:
+        """Writes the file; a failure is a log line."""
+        if self.path is None:
+            return
+        rows = [[*shape, seconds[shape]] for shape in sorted(seconds)]
+        part = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"key": self._key, "seconds": rows}), encoding="utf-8")
+            part.replace(self.path)
+        except OSError as error:
+            _log.warning("%s: round times cannot be kept (%s)", self.path, error.strerror)
+
+
+def read_times(text: str, key: Mapping | None = None) -> dict[RoundShape, float]:
+    """Seconds by shape from the text of a file.
+
+    Args:
+      key: what the file must belong to; None accepts any.
+
+    Raises:
+      ValueError: the text is no such file, or belongs to something else.
+    """
+    try:
+        content = json.loads(text)
+        rows = content["seconds"]
+        if key is not None and content["key"] != key:
+            raise ValueError("they belong to another device, version or model")
+        times = {RoundShape(size, num_draft): seconds for size, num_draft, seconds in rows}
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError("this is no file of round times") from error
+    for (size, num_draft), seconds in times.items():
+        is_count = type(size) is int and type(num_draft) is int and size > 0 <= num_draft
+        is_time = type(seconds) is float and 0 < seconds < math.inf
+        if not is_count or not is_time:
+            raise ValueError(f"[{size}, {num_draft}, {seconds}] is no time of a round")
+    return times

@@ -1,0 +1,149 @@
+"""Times of rounds: over idle slots, of real rounds, and in files."""
+
+import json
+import logging
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle_jax import EngineConfig
+from peagle_jax.engine import round_times
+from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.round_times import IDLE_RUNS, RoundTimes, monotone
+from peagle_jax.engine.stored_times import FOLDER, StoredTimes, read_times
+
+SHAPES = st.tuples(st.integers(1, 64), st.integers(0, 8))
+SECONDS = st.floats(1e-6, 10)
+IDLE = {(1, 0): 1.0, (1, 3): 2.0, (1, 7): 4.0, (8, 0): 3.0, (8, 7): 6.0}
+
+
+def test_times_are_monotone_and_none_falls(num_cases):
+    @settings(max_examples=num_cases("tables of round times", 200), deadline=None)
+    @given(st.dictionaries(SHAPES, SECONDS, max_size=12))
+    def check(seconds):
+        table = monotone(seconds)
+        assert table.keys() == seconds.keys()
+        for (b, k), value in table.items():
+            assert value >= seconds[b, k]
+            assert value in seconds.values()
+            assert all(value >= table[c, j] for c, j in table if c <= b and j <= k)
+
+    check()
+
+
+def test_an_idle_time_is_the_median_of_runs_after_the_first():
+    times, shape = RoundTimes(), RoundShape(4, 3)
+    for number, seconds in enumerate([9.0e-3, 5.0e-3, 1.0e-3, 2.0e-3, 4.0e-3, 3.0e-3]):
+        assert times.untimed([shape]) == [shape], number
+        times.add_idle_run(shape, seconds)
+    assert times.untimed([shape]) == []
+    assert times.idle == {shape: 3.0e-3}
+
+
+def test_slow_rounds_are_run_less_often():
+    times, shape = RoundTimes(), RoundShape(4, 3)
+    for seconds in (2.0, 1.0):
+        times.add_idle_run(shape, seconds)
+    assert times.idle == {shape: 1.0}
+    assert IDLE_RUNS > 1
+
+
+def test_real_rounds_replace_idle_ones_and_scale_the_others():
+    times = RoundTimes(IDLE)
+    assert times.seconds(1, (0, 3, 7), 7) == {0: 1.0, 3: 2.0, 7: 4.0}
+    for _ in range(5):
+        times.add_round(RoundShape(1, 7), 6.0)
+    assert times.seconds(1, (0, 3, 7), 7) == {0: 1.5, 3: 3.0, 7: 6.0}
+    for _ in range(5):
+        times.add_round(RoundShape(1, 3), 5.0)
+    assert times.seconds(1, (0, 3, 7), 7) == {0: 1.5, 3: 5.0, 7: 6.0}
+    assert times.seconds(1, (0, 3, 7), 3) == {0: 2.5, 3: 5.0, 7: 6.0}
+    assert times.seconds(8, (0, 3, 7), 7) == {0: 3.0, 7: 6.0}  # K = 3 has no time there
+    times.forget_rounds(RoundShape(1, 7))
+    assert times.seconds(1, (7,), 3) == {7: 10.0}
+
+
+def test_one_slow_round_changes_nothing():
+    times = RoundTimes(IDLE)
+    for seconds in (4.0, 4.0, 4.0, 400.0, 4.0):
+        times.add_round(RoundShape(1, 7), seconds)
+    assert times.seconds(1, (0, 7), 7) == {0: 1.0, 7: 4.0}
+
+
+def test_times_of_rounds_long_ago_are_forgotten(monkeypatch):
+    monkeypatch.setattr(round_times, "_VALID_ROUNDS", 20)
+    times = RoundTimes(IDLE)
+    for _ in range(5):
+        times.add_round(RoundShape(1, 7), 40.0)
+    for _ in range(20):
+        times.add_round(RoundShape(1, 0), 1.0)
+    assert times.seconds(1, (0, 7), 0) == {0: 1.0, 7: 40.0}
+    times.add_round(RoundShape(1, 0), 1.0)
+    assert times.seconds(1, (0, 7), 0) == {0: 1.0, 7: 4.0}
+    times.add_round(RoundShape(1, 7), 5.0)  # the old ones do not come back
+    assert times.seconds(1, (0, 7), 0) == {0: 1.0, 7: 4.0}
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch) -> StoredTimes:
+    monkeypatch.setattr(
+        type(jax.config), "jax_compilation_cache_dir", property(lambda self: str(tmp_path))
+    )
+    made = StoredTimes([], None, EngineConfig())
+    assert made.path.parent == tmp_path / FOLDER
+    return made
+
+
+def test_a_file_gives_back_what_was_stored(stored):
+    assert stored.load() == {}
+    stored.save(RoundTimes(IDLE).idle)
+    assert stored.load() == IDLE
+    assert read_times(stored.path.read_text()) == IDLE
+    assert [path.name for path in stored.path.parent.iterdir()] == [stored.path.name]
+    assert StoredTimes([], None, EngineConfig(max_num_seqs=9)).load() == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "ignored"),
+        ("[" * 10**5, "no file of round times"),
+        ("[]", "no file of round times"),
+        ('{"seconds": []}', "no file of round times"),
+        ('{"key": {}, "seconds": [[1, 0, 1.0]]}', "another device, version or model"),
+        ([[1, 0]], "ignored"),
+        ([[1, 0, "x"]], "no time of a round"),
+        ([[1, 0, -1.0]], "no time of a round"),
+        ([[1, 0, float("inf")]], "no time of a round"),
+        ([[0, 0, 1.0]], "no time of a round"),
+        ([[1, -1, 1.0]], "no time of a round"),
+        ([[[1], 0, 1.0]], "ignored"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_a_log_line(stored, text, reason, caplog):
+    if not isinstance(text, str):
+        text = json.dumps({"key": stored._key, "seconds": text})
+    stored.path.parent.mkdir()
+    stored.path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert stored.load() == {}
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_a_folder_that_cannot_be_written_costs_a_log_line(stored, caplog):
+    stored.path.parent.write_text("a file where the folder should be")
+    stored.save({RoundShape(1, 0): 1.0})
+    assert "cannot be kept" in caplog.text
+    assert stored.load() == {}
+
+
+def test_without_a_cache_nothing_is_stored(monkeypatch):
+    monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", property(lambda self: None))
+    stored = StoredTimes([], None, EngineConfig())
+    stored.save({RoundShape(1, 0): 1.0})
+    assert stored.path is None
+    assert stored.load() == {}
