@@ -46,6 +46,18 @@ class PrefillPlan(NamedTuple):
     params: RequestParams
 
 
+SURVIVAL_BINS = 20
+"""Bins of `SurvivalReport.histogram`."""
+
+
+class SurvivalReport(NamedTuple):
+    """What a round tells the host about the drafts that it found: K for each of B sequences."""
+
+    verified: Array  # [B] int32, number of verified drafts
+    expected: Array  # [] float32, sum of the survival of all verified drafts
+    histogram: Array  # [SURVIVAL_BINS] int32, number of drafts by survival in equal bins of 0..1
+
+
 class DecodePlan(NamedTuple):
     """One round over a batch bucket of B rows."""
 

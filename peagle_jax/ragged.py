@@ -33,7 +33,7 @@ from peagle_jax.step import (
     observed,
     pack_output,
 )
-from peagle_jax.survival import select, survivals
+from peagle_jax.survival import confidences, select, survivals
 from peagle_jax.verify import verify
 
 
@@ -94,7 +94,8 @@ def ragged_step(
     """
     K = drafter.num_draft
     may_verify = RoundInputs.of(state, plan, K).params.num_draft
-    chosen = select(survivals(state.survival, plan.slots, K), may_verify, num_rows)
+    survival = survivals(state.survival, confidences(state.survival, plan, K))
+    chosen = select(survival, may_verify, num_rows)
     rules = dict(taps=taps, max_logprobs=max_logprobs, accept=accept)
     return verify_chosen(target, drafter, state, plan, chosen, mask, num_rows=num_rows, **rules)
 

@@ -25,9 +25,9 @@ from peagle_jax.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
 from peagle_jax.flat_rows import FlatRows
-from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams
+from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams, SurvivalReport
 from peagle_jax.sampling import at_tokens, request_keys
-from peagle_jax.survival import Report, Survival, observe, report, survivals
+from peagle_jax.survival import Survival, confidences, observe, report, survivals
 from peagle_jax.verify import Verdict, verify
 
 AcceptRule = Callable[..., Verdict]
@@ -59,7 +59,7 @@ class StepOutput:
     logprobs: jax.Array  # [B, K+1] float32, of the emitted tokens
     top_ids: jax.Array  # [B, K+1, n] int32
     top_logprobs: jax.Array  # [B, K+1, n] float32
-    report: Report | None = None  # of a round, if the state has `survival`
+    report: SurvivalReport | None = None  # of a round, if the state has `survival`
 
 
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
@@ -96,7 +96,7 @@ def pack_output(
     max_logprobs: int,
     *,
     rows: FlatRows | None = None,
-    report: Report | None = None,
+    report: SurvivalReport | None = None,
 ) -> StepOutput:
     """Packs the verdict over logits [B, T, V], with `rows` [F, V], and the next drafts [B, K].
 
@@ -303,7 +303,7 @@ def speculative_step(
 
 def observed(
     state: State, plan: DecodePlan, may_verify, verified, verdict: Verdict, num_draft: int
-) -> tuple[State, Report | None]:
+) -> tuple[State, SurvivalReport | None]:
     """Counts the outcome of a round in the state's `survival`, if any, and reports it.
 
     Args:
@@ -312,9 +312,10 @@ def observed(
     """
     if state.survival is None:
         return state, None
-    survival = survivals(state.survival, plan.slots, num_draft)
+    confidence = confidences(state.survival, plan, num_draft)
     counts = (verified, verdict.count - 1)
-    counted = observe(state.survival, plan.slots, counts, num_draft)
+    counted = observe(state.survival, confidence, plan.slots, counts)
+    survival = survivals(state.survival, confidence)
     return replace(state, survival=counted), report(survival, may_verify, verified)
 
 

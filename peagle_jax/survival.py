@@ -14,8 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.plan import SURVIVAL_BINS, DecodePlan, SurvivalReport
+
 BINS = 20
-"""Bins of a confidence's logit, and bins of the survival in a report."""
+"""Bins of a confidence's logit."""
 _LEAST, _WIDTH = (
     -5.0,
     0.75,
@@ -30,14 +32,6 @@ class Survival(NamedTuple):
     confidence: jax.Array  # [S, J] float32, of the drafts in the state
     reached: jax.Array  # [J, BINS] float32, decayed number of drafts that were tested
     accepted: jax.Array  # [J, BINS] float32, decayed number of those that were accepted
-
-
-class Report(NamedTuple):
-    """What a round tells the host about the drafts that it found, with B sequences and K drafts each."""
-
-    verified: jax.Array  # [B] int32, number of verified drafts
-    expected: jax.Array  # [] float32, sum of the survival of all verified drafts
-    histogram: jax.Array  # [BINS] int32, number of drafts by survival in equal bins of 0..1
 
 
 def init_survival(num_slots: int, num_draft: int) -> Survival:
@@ -59,13 +53,19 @@ def bin_of(confidence: jax.Array) -> jax.Array:
     return jnp.clip((logit - _LEAST) / _WIDTH, 0, BINS - 1).astype(jnp.int32)
 
 
-def survivals(survival: Survival, slots: jax.Array, num_draft: int) -> jax.Array:
-    """[B, K] float32, s_j of the first K = `num_draft` drafts of `slots` [B]; never rises with j."""
+def confidences(survival: Survival, plan: DecodePlan, num_draft: int) -> jax.Array:
+    """[B, K] float32, confidence of the first K = `num_draft` drafts of a round; 1 for forced drafts."""
+    is_forced = plan.forced[:, :num_draft] >= 0
+    return jnp.where(is_forced, 1.0, survival.confidence[plan.slots, :num_draft])
+
+
+def survivals(survival: Survival, confidence: jax.Array) -> jax.Array:
+    """[B, K] float32, s_j of drafts with `confidence` [B, K]; never rises with j."""
+    num_draft = confidence.shape[1]
     prior = jax.nn.sigmoid(_LEAST + _WIDTH * (jnp.arange(BINS) + 0.5))
     rates = (survival.accepted + _PRIOR * prior) / (survival.reached + _PRIOR)
-    bins = bin_of(survival.confidence[slots, :num_draft])
-    chances = jnp.minimum(rates[jnp.arange(num_draft), bins], 1.0)
-    product, found = jnp.ones(slots.shape, jnp.float32), []
+    chances = jnp.minimum(rates[jnp.arange(num_draft), bin_of(confidence)], 1.0)
+    product, found = jnp.ones(len(confidence), jnp.float32), []
     for j in range(num_draft):  # not cumprod: a parallel scan rounds in another order and may rise
         product = product * chances[:, j]
         found.append(product)
@@ -99,9 +99,9 @@ def select(survival: jax.Array, num_draft: jax.Array, num_rows: int) -> jax.Arra
 
 def observe(
     survival: Survival,
+    confidence: jax.Array,
     slots: jax.Array,
     num_drafts: tuple[jax.Array, jax.Array],
-    num_draft: int,
 ) -> Survival:
     """Counts a round's outcome, for drafts that were tested: the accepted ones and the first rejected one.
 
@@ -109,15 +109,16 @@ def observe(
     texts only.
 
     Args:
+      confidence: [B, K] float32.
       slots: [B] int32; the dummy slot is not counted.
       num_drafts: numbers of verified and of accepted drafts, each [B] int32.
-      num_draft: K.
     """
+    num_draft = confidence.shape[1]
     verified, accepted = (count[:, None] for count in num_drafts)
     dummy = survival.confidence.shape[0] - 1
     place = jnp.arange(num_draft)
     reached = (place < verified) & (place <= accepted) & (slots != dummy)[:, None]
-    in_bin = bin_of(survival.confidence[slots, :num_draft])[..., None] == jnp.arange(BINS)
+    in_bin = bin_of(confidence)[..., None] == jnp.arange(BINS)
     count = lambda which: (which[..., None] & in_bin).sum(axis=0, dtype=jnp.float32)
     decayed = lambda old, new: old.at[:num_draft].set(_DECAY * old[:num_draft] + new)
     return survival._replace(
@@ -126,7 +127,7 @@ def observe(
     )
 
 
-def report(survival: jax.Array, num_draft: jax.Array, verified: jax.Array) -> Report:
+def report(survival: jax.Array, num_draft: jax.Array, verified: jax.Array) -> SurvivalReport:
     """The report of a round.
 
     Args:
@@ -136,7 +137,7 @@ def report(survival: jax.Array, num_draft: jax.Array, verified: jax.Array) -> Re
     """
     place = jnp.arange(survival.shape[1])
     expected = jnp.where(place < verified[:, None], survival, 0.0).sum()
-    bins = jnp.minimum((survival * BINS).astype(jnp.int32), BINS - 1)
+    bins = jnp.minimum((survival * SURVIVAL_BINS).astype(jnp.int32), SURVIVAL_BINS - 1)
     is_draft = (place < num_draft[:, None])[..., None]
-    histogram = (is_draft & (bins[..., None] == jnp.arange(BINS))).sum((0, 1), dtype=jnp.int32)
-    return Report(verified, expected, histogram)
+    in_bin = is_draft & (bins[..., None] == jnp.arange(SURVIVAL_BINS))
+    return SurvivalReport(verified, expected, in_bin.sum((0, 1), dtype=jnp.int32))
