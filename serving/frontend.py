@@ -191,8 +191,11 @@ class Frontend:
             deadline=self.admission.deadline(ask.arrival, ask.deadline),
         )
         self.admission.add(stream)
+        # A caller cannot measure by time what others have asked for.
+        salt = ask.caller, ask.cache_salt
         jobs = [
-            Job((number, index), ask.prompt, _numbered(ask.params, index)) for index in range(ask.n)
+            Job((number, index), ask.prompt, _numbered(ask.params, index), salt)
+            for index in range(ask.n)
         ]
         self._worker.submit(jobs)
         return stream
@@ -207,6 +210,26 @@ class Frontend:
         if stream is not None:
             stream.abort()
         return stream is not None
+
+    async def flush_prefix_cache(self) -> int:
+        """Forgets the prefixes of the current caller that no request holds; returns the number of pages.
+
+        Raises:
+          ServiceError: UNAVAILABLE; the engine does not serve, or stopped serving meanwhile.
+        """
+        self._check_state()
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        answer = lambda num_pages: done.done() or done.set_result(num_pages)
+        self._worker.flush_prefix_cache((caller.current(),), answer)
+        changed = asyncio.create_task(self.change(self.state))
+        try:
+            await asyncio.wait({done, changed}, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                self._check_state()
+            return await done
+        finally:
+            changed.cancel()
+            done.cancel()
 
     def refused(self, protocol: str, method: str, error: ServiceError) -> None:
         """Reports a request that was refused, unless its error has been reported."""

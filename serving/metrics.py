@@ -40,6 +40,7 @@ _LATENCIES = {
 }
 _COUNTERS = {
     "vllm:prompt_tokens": ("Prompt tokens of requests that ended.", ()),
+    "vllm:prompt_tokens_cached": ("Those of them that the prefix cache had.", ()),
     "vllm:generation_tokens": ("Tokens generated.", ()),
     "vllm:request_success": ("Sequences that ended, by reason.", ("finished_reason",)),
     "vllm:admission_rejections": ("Requests refused for load: full queue, draining.", ("reason",)),
@@ -126,6 +127,7 @@ class Metrics:
             self._rejected(stream.error)
         self._ends.append(stream.end)
         self._count("vllm:prompt_tokens", len(stream.ask.prompt))
+        self._count("vllm:prompt_tokens_cached", stream.cached_tokens)
         for request in stream.requests:
             self._count("vllm:request_success", 1, finished_reason=request.finish_reason)
         if stream.first_token is None:
@@ -154,6 +156,7 @@ class Metrics:
     def _begin_counters(self) -> None:
         """Sets counters to 0: Prometheus sees no increase in a series that begins with another value."""
         self._count("vllm:prompt_tokens", 0)
+        self._count("vllm:prompt_tokens_cached", 0)
         self._count("vllm:generation_tokens", 0)
         for reason in ("stop", "length", "abort", "error"):
             self._count("vllm:request_success", 0, finished_reason=reason)
@@ -201,9 +204,13 @@ class _EngineCollector(Collector):
         yield waiting
         yield self._gauge("vllm:kv_cache_usage_perc", "KV pages in use, 0 to 1.", load.kv_usage)
         yield self._counter("vllm:num_preemptions", "Preemptions.", load.num_preemptions)
-        # Always 0: there is no prefix cache. Dashboards for vLLM expect both.
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", 0)
-        yield self._counter("vllm:prefix_cache_hits", "Tokens found.", 0)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up.", load.prefix_queried
+        )
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", load.prefix_found)
+        yield self._gauge(
+            "peagle:prefix_cache_idle_pages", "KV pages kept for later prompts.", load.pages_idle
+        )
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds with drafts.", counts.rounds)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", counts.drafted)
         yield self._counter(

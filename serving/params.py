@@ -6,6 +6,8 @@ from peagle_jax import ConfigError, SamplingParams
 from serving.errors import invalid
 from serving.limits import Limits
 
+_MAX_SALT = 256  # characters
+
 
 def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> SamplingParams:
     """`SamplingParams(**values)`.
@@ -34,6 +36,17 @@ def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> Sa
         return SamplingParams(**values)
     except ConfigError as error:
         raise invalid(named(error.field), str(error)) from error
+
+
+def cache_salt(given: str, *, field: str) -> str:
+    """A client's salt of the prefix cache: requests with other salts share no cached prefix with it.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT; it is empty or too long.
+    """
+    if not 1 <= len(given) <= _MAX_SALT:
+        raise invalid(field, f"{len(given)} characters; it must have 1 to {_MAX_SALT}")
+    return given
 
 
 def prompt_ids(given: Sequence[int], *, field: str, max_model_len: int) -> list[int]:

@@ -150,8 +150,12 @@ class Settings(BaseSettings):
     )
     kv_cache_memory: Size | None = _option(
         None,
-        "memory of the KV cache, as 8GiB or 500MB (default: enough for all slots)",
+        "memory of the KV cache, as 8GiB or 500MB (default: what is left; without prefix-caching, "
+        "and four times that on a CPU, at most enough for all slots)",
         metavar="SIZE",
+    )
+    prefix_caching: bool = _option(
+        True, "prefill a prompt only from where it differs from earlier texts (default: on)"
     )
     kv_cache_dtype: Literal["auto", "fp8"] = _option(
         "auto", "dtype of the KV cache: that of --dtype, or fp8"
@@ -353,6 +357,7 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,
+        prefix_caching=settings.prefix_caching,
         prefill_chunk=settings.prefill_chunk,
         prefill_rows=settings.prefill_rows,
         prefill_calls=settings.prefill_calls,

@@ -77,7 +77,7 @@ def _argument(name: str, field: Any) -> dict[str, Any]:
     if field.default is False:
         return dict(action="store_true", help=field.description)
     text = field.description
-    if field.default is not None:
+    if field.default is not None and field.default is not True:
         shown = f"{field.default:g}" if isinstance(field.default, float) else field.default
         text += f" (default: {shown})"
     if _kind(name) is bool:

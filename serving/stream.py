@@ -29,6 +29,7 @@ class Ask:
       params: sampling parameters.
       n: sequences to generate. Untrusted: `Frontend.open` checks it, and `Stream.n` is the checked value.
       deadline: `time.monotonic()` by which the client wants the request to end.
+      cache_salt: the client's salt of the prefix cache; requests of other callers never share a prefix.
       wants_text: whether deltas hold text; they always hold tokens.
       is_chat: whether reasoning is separated from the reply, where the model marks it.
       tools: tools that the reply may call, as OpenAI's clients send them; none: calls are text.
@@ -45,6 +46,7 @@ class Ask:
     params: SamplingParams
     n: int = 1
     deadline: float | None = None
+    cache_salt: str | None = None
     wants_text: bool = True
     is_chat: bool = False
     tools: Sequence[dict] = ()
@@ -90,9 +92,13 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Counts over all sequences of a request that have ended; times in seconds from its arrival."""
+    """Counts over all sequences of a request that have ended; times in seconds from its arrival.
+
+    `cached_tokens` are the prompt tokens that the prefix cache had for the first sequence.
+    """
 
     prompt_tokens: int
+    cached_tokens: int
     completion_tokens: int
     acceptance: Acceptance
     time_to_first_token: float
@@ -167,6 +173,8 @@ class Stream:
         self.arrival = ask.arrival
         self.first_token: float | None = None
         self.end: float | None = None
+        self.cached_tokens = 0
+        """Prompt tokens that the prefix cache had for the first sequence; known with its first token."""
         self.requests: list[Request] = []
         """Requests of the engine whose sequences have ended."""
         self._end, self._on_close = end, on_close
@@ -205,6 +213,8 @@ class Stream:
         """Adds the output of a round to sequence `index`."""
         sequence = self._sequences[index]
         sequence.tokens += event.tokens
+        if index == 0:
+            self.cached_tokens = event.cached_tokens
         if event.round is not None:
             sequence.rounds.append(event.round)
         if event.logprobs is not None:
@@ -232,6 +242,7 @@ class Stream:
         first, now = self.first_token, self.end or time.monotonic()
         return Usage(
             prompt_tokens=len(self.ask.prompt),
+            cached_tokens=self.cached_tokens,
             completion_tokens=sum(len(request.output) for request in self.requests),
             acceptance=Acceptance.of(self.requests),
             time_to_first_token=0.0 if first is None else first - self.arrival,

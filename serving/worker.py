@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peagle_jax import ConfigError, Engine, SamplingParams, runs
+from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import Request, Round, TokenLogprob
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.engine.stats import Acceptance
@@ -29,11 +30,15 @@ _PATIENCE = 0.25
 
 @dataclass(frozen=True)
 class Job:
-    """One sequence to generate. The submitter chooses `key`; it is unique among the jobs that run."""
+    """One sequence to generate. The submitter chooses `key`; it is unique among the jobs that run.
+
+    Jobs with different `salt` share no cached prefix.
+    """
 
     key: Hashable
     prompt: list[int]
     params: SamplingParams
+    salt: Salt = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Tokens:
     request: Request | None = None
     round: Round | None = None
     """Drafts of the round; None if prefill sampled the token, or without tokens."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,12 @@ class Load:
     num_waiting: int = 0
     pages_used: int = 0
     pages_total: int = 0
+    pages_idle: int = 0
+    """Pages of the prefix cache that no request holds; they count as free."""
+    prefix_queried: int = 0
+    """Prompt tokens looked up in the prefix cache so far."""
+    prefix_found: int = 0
+    """Prompt tokens found there."""
     num_preemptions: int = 0
     num_not_finite: int = 0
     """Requests that ended because their logits were not finite."""
@@ -95,6 +108,12 @@ class _Submit:
 @dataclass(frozen=True)
 class _Abort:
     key: Hashable
+
+
+@dataclass(frozen=True)
+class _Flush:
+    salt: Salt
+    on_done: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -136,7 +155,9 @@ class EngineWorker:
         self._rounds = 0
         self._num_vacated = 0  # slots that became free in the last round
         self._patience = 0.0  # seconds to wait for requests that fill them
-        self._before = Acceptance()  # counts of the warm-up, which are not reported
+        # Counts of the warm-up, which are not reported.
+        self._before = Acceptance()
+        self._prefix_before = 0, 0
         self.load = self._measure()
         """State after the last round. It is replaced as a whole, so any thread may read it."""
         self.busy_since: float | None = None
@@ -159,6 +180,14 @@ class EngineWorker:
     def abort(self, key: Hashable) -> None:
         """Ends a job. Unless it has ended already, its last event has the finish reason "abort"."""
         self._mail.put(_Abort(key))
+
+    def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
+        """Forgets idle pages as `Engine.flush_prefix_cache` does, between two rounds.
+
+        Args:
+          on_done: called in the event loop with the number of pages; not after `stop` or a death.
+        """
+        self._mail.put(_Flush(salt, on_done))
 
     def stop(self, timeout: float) -> bool:
         """Ends the thread after its round.
@@ -183,6 +212,8 @@ class EngineWorker:
             # The largest batch serves any number of requests, so clients do not wait for the others.
             runs.warm_up(self._engine, sizes=self._engine.config.batch_buckets[-1:])
             self._before = self._engine.scheduler.acceptance
+            prefixes = self._engine.scheduler.prefixes
+            self._prefix_before = prefixes.num_queried, prefixes.num_found
             self._compiler.start()
             self._post(self._on_ready)
             while self._step():
@@ -209,6 +240,8 @@ class EngineWorker:
                     events += self._add(jobs)
                 case _Abort(key):
                     events += self._end(key)
+                case _Flush(salt, on_done):
+                    self._post(on_done, self._engine.flush_prefix_cache(salt))
                 case _TimeIdle() if not self._engine.has_work and self._engine.time_idle_round():
                     self._mail.put(_TimeIdle())  # one run at a time: requests come first
                 case _Stop(done):
@@ -253,7 +286,10 @@ class EngineWorker:
             if scheduler.num_waiting + len(jobs) > self._engine.config.max_waiting:
                 raise QueueFull(f"{scheduler.num_waiting} requests are waiting")
             for job in jobs:
-                added.append(self._engine.add_request(job.prompt, job.params, request_id=job.key))
+                request = self._engine.add_request(
+                    job.prompt, job.params, request_id=job.key, salt=job.salt
+                )
+                added.append(request)
         except (ConfigError, QueueFull) as error:
             for request in added:
                 self._engine.abort(request)
@@ -267,7 +303,7 @@ class EngineWorker:
         if request is None:
             return []
         self._engine.abort(request)
-        return [Tokens(key, [], None, request)]
+        return [Tokens(key, [], None, request, None, request.num_cached)]
 
     def _event(self, request: Request, tokens: list[int]) -> Tokens:
         logprobs = None
@@ -276,7 +312,8 @@ class EngineWorker:
         end = request if request.is_finished else None
         if end is not None:
             del self._running[request.id]
-        return Tokens(request.id, tokens, logprobs, end, request.last_round if tokens else None)
+        last_round = request.last_round if tokens else None
+        return Tokens(request.id, tokens, logprobs, end, last_round, request.num_cached)
 
     def _measure(self) -> Load:
         scheduler, policy = self._engine.scheduler, self._engine.policy
@@ -286,6 +323,9 @@ class EngineWorker:
             num_waiting=scheduler.num_waiting,
             pages_used=total - scheduler.pool.num_free,
             pages_total=total,
+            pages_idle=scheduler.pool.num_idle,
+            prefix_queried=scheduler.prefixes.num_queried - self._prefix_before[0],
+            prefix_found=scheduler.prefixes.num_found - self._prefix_before[1],
             num_preemptions=scheduler.num_preemptions,
             num_not_finite=scheduler.num_not_finite,
             rounds=self._rounds,

@@ -53,6 +53,11 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     @property
+    def num_idle(self) -> int:
+        """Number of known pages that nobody holds."""
+        return len(self._idle)
+
+    @property
     def numbers(self) -> dict[int, int]:
         """The number of each page in the prefix cache, held or idle."""
         return {page: number for page, (_, number, _) in self._records.items()}

@@ -44,6 +44,7 @@ def as_json(whole: pb.GenerateResponse) -> dict:
         "sequences": [_sequence(sequence) for sequence in whole.sequences],
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
             "completion_tokens": usage.completion_tokens,
             "time_to_first_token": usage.time_to_first_token,
             "duration": usage.duration,

@@ -49,6 +49,7 @@ def make_app(
         Route("/ready", pages.health),
         Route("/metrics", pages.metrics),
         Route("/version", pages.version),
+        Route("/reset_prefix_cache", pages.reset_prefix_cache, methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
         *(
@@ -133,6 +134,16 @@ class _Pages:
 
     async def version(self, request: Request) -> Response:
         return answer({"version": VERSION})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        try:
+            if "origin" in request.headers:
+                # A browser sends a POST without a body from any site, and says so here.
+                raise ServiceError(Code.PERMISSION_DENIED, "not for pages in a browser")
+            return answer({"pages": await self._frontend.flush_prefix_cache()})
+        except ServiceError as error:
+            self._frontend.refused("http", request.url.path, error)
+            return error_answer(error)
 
     async def models(self, request: Request) -> Response:
         return answer({"object": "list", "data": [self._model()]})

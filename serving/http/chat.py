@@ -165,6 +165,7 @@ class Chat:
             prompt=[],
             params=params,
             n=options.n,
+            cache_salt=fields.cache_salt,
             is_chat=True,
             tools=tools,
             protocol="http",

@@ -65,6 +65,7 @@ class Completions:
             prompt=[],
             params=params,
             n=options.n,
+            cache_salt=fields.cache_salt,
             protocol="http",
             method=self.path,
             trace=caller.trace,

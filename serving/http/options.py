@@ -1,13 +1,19 @@
 """Fields that completions and chats share: sampling, streaming, and what the answer reports."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from peagle_jax import SamplingParams
 from serving.errors import Code, ServiceError, invalid
 from serving.http.fields import Fields, Integers, Texts, neutral
 from serving.limits import Limits
-from serving.params import sampling_params
+from serving.params import cache_salt, sampling_params
+
+
+def _salt(value: str) -> str:
+    return cache_salt(value, field="cache_salt")
 
 
 class StreamOptions(Fields):
@@ -37,6 +43,7 @@ class SharedFields(Fields):
     stop_token_ids: Integers = ()
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
+    cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
 
     # A client's own labels are accepted and not used.
     user: Any = None

@@ -102,6 +102,7 @@ def final_usage(streams: Sequence[Stream]) -> dict:
     usage = running_usage(
         sum(one.prompt_tokens for one in usages), sum(one.completion_tokens for one in usages)
     )
+    usage["prompt_tokens_details"] = {"cached_tokens": sum(one.cached_tokens for one in usages)}
     usage["completion_tokens_details"] = {
         "accepted_prediction_tokens": counts.accepted,
         "rejected_prediction_tokens": counts.drafted - counts.accepted,

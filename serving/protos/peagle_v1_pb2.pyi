@@ -19,7 +19,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "tokens", "chat", "sampling", "stopping", "speculation", "output", "n")
+    __slots__ = ("request_id", "text", "tokens", "chat", "sampling", "stopping", "speculation", "output", "n", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     tokens: TokenIds
@@ -38,7 +39,8 @@ class GenerateRequest(_message.Message):
     speculation: Speculation
     output: Output
     n: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., n: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -191,18 +193,20 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "acceptance", "time_to_first_token", "duration")
+    __slots__ = ("prompt_tokens", "completion_tokens", "acceptance", "time_to_first_token", "duration", "cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DURATION_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     acceptance: Acceptance
     time_to_first_token: float
     duration: float
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., time_to_first_token: _Optional[float] = ..., duration: _Optional[float] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., time_to_first_token: _Optional[float] = ..., duration: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Acceptance(_message.Message):
     __slots__ = ("rounds", "drafted", "accepted", "accepted_per_position", "acceptance_length", "emitted")
@@ -231,6 +235,16 @@ class AbortResponse(_message.Message):
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     aborted: int
     def __init__(self, aborted: _Optional[int] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
@@ -265,7 +279,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending", "num_speculative_tokens_per_batch_size", "num_speculative_tokens_changes", "predicted_tokens_per_second")
+    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending", "num_speculative_tokens_per_batch_size", "num_speculative_tokens_changes", "predicted_tokens_per_second", "prefix_tokens_queried", "prefix_tokens_found", "kv_pages_idle")
     class NumSpeculativeTokensPerBatchSizeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +299,9 @@ class GetStatsResponse(_message.Message):
     NUM_SPECULATIVE_TOKENS_PER_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_CHANGES_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_QUERIED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_FOUND_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_IDLE_FIELD_NUMBER: _ClassVar[int]
     state: str
     num_running: int
     num_waiting: int
@@ -297,4 +314,7 @@ class GetStatsResponse(_message.Message):
     num_speculative_tokens_per_batch_size: _containers.ScalarMap[int, int]
     num_speculative_tokens_changes: int
     predicted_tokens_per_second: float
-    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ..., num_speculative_tokens_changes: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ...) -> None: ...
+    prefix_tokens_queried: int
+    prefix_tokens_found: int
+    kv_pages_idle: int
+    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ..., num_speculative_tokens_changes: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_found: _Optional[int] = ..., kv_pages_idle: _Optional[int] = ...) -> None: ...

@@ -54,6 +54,11 @@ class GenerationStub:
                 request_serializer=serving_dot_protos_dot_peagle__v1__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=serving_dot_protos_dot_peagle__v1__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/peagle.v1.Generation/FlushCache',
+                request_serializer=serving_dot_protos_dot_peagle__v1__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=serving_dot_protos_dot_peagle__v1__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/peagle.v1.Generation/GetStats',
                 request_serializer=serving_dot_protos_dot_peagle__v1__pb2.GetStatsRequest.SerializeToString,
@@ -92,6 +97,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushCache(self, request, context):
+        """Forgets what the prefix cache keeps for the caller, except what requests use now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """What the engine holds now, and how well it has speculated since it started.
         """
@@ -121,6 +133,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=serving_dot_protos_dot_peagle__v1__pb2.GetModelInfoRequest.FromString,
                     response_serializer=serving_dot_protos_dot_peagle__v1__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=serving_dot_protos_dot_peagle__v1__pb2.FlushCacheRequest.FromString,
+                    response_serializer=serving_dot_protos_dot_peagle__v1__pb2.FlushCacheResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -236,6 +253,33 @@ class Generation:
             '/peagle.v1.Generation/GetModelInfo',
             serving_dot_protos_dot_peagle__v1__pb2.GetModelInfoRequest.SerializeToString,
             serving_dot_protos_dot_peagle__v1__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/peagle.v1.Generation/FlushCache',
+            serving_dot_protos_dot_peagle__v1__pb2.FlushCacheRequest.SerializeToString,
+            serving_dot_protos_dot_peagle__v1__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

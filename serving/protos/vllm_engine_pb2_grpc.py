@@ -49,6 +49,11 @@ class VllmEngineStub:
                 request_serializer=serving_dot_protos_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
                 response_deserializer=serving_dot_protos_dot_vllm__engine__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/peagle.compat.vllm.VllmEngine/FlushCache',
+                request_serializer=serving_dot_protos_dot_vllm__engine__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=serving_dot_protos_dot_vllm__engine__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/peagle.compat.vllm.VllmEngine/GetModelInfo',
                 request_serializer=serving_dot_protos_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
@@ -90,6 +95,13 @@ class VllmEngineServicer:
     def Abort(self, request, context):
         """Ends requests by id: their streams end with finish_reason "abort". Unknown ids, and those of
         requests opened with another bearer token, are no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Forgets what the prefix cache keeps for the caller, except what requests use now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,6 +149,11 @@ def add_VllmEngineServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=serving_dot_protos_dot_vllm__engine__pb2.AbortRequest.FromString,
                     response_serializer=serving_dot_protos_dot_vllm__engine__pb2.AbortResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=serving_dot_protos_dot_vllm__engine__pb2.FlushCacheRequest.FromString,
+                    response_serializer=serving_dot_protos_dot_vllm__engine__pb2.FlushCacheResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -240,6 +257,33 @@ class VllmEngine:
             '/peagle.compat.vllm.VllmEngine/Abort',
             serving_dot_protos_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
             serving_dot_protos_dot_vllm__engine__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/peagle.compat.vllm.VllmEngine/FlushCache',
+            serving_dot_protos_dot_vllm__engine__pb2.FlushCacheRequest.SerializeToString,
+            serving_dot_protos_dot_vllm__engine__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

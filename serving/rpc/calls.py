@@ -5,7 +5,11 @@ import time
 
 import grpc
 
+from serving import params
 from serving.request_ids import trace_headers
+
+SALT = "x-cache-salt"
+"""Metadata key: requests with different salts share no cached prefix."""
 
 
 def deadline(context: grpc.aio.ServicerContext) -> float | None:
@@ -17,6 +21,16 @@ def deadline(context: grpc.aio.ServicerContext) -> float | None:
 def trace(context: grpc.aio.ServicerContext) -> dict[str, str]:
     """Headers of the client's trace."""
     return trace_headers(context.invocation_metadata() or ())
+
+
+def cache_salt(context: grpc.aio.ServicerContext) -> str | None:
+    """The client's salt of the prefix cache, in protocols that have no field for it.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT; it is empty or too long.
+    """
+    salt = dict(context.invocation_metadata() or ()).get(SALT)
+    return None if salt is None else params.cache_salt(salt, field=SALT)
 
 
 async def accepted(context: grpc.aio.ServicerContext, request_id: str) -> None:

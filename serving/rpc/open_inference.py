@@ -229,6 +229,7 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             params=sampling.params,
             n=sampling.n,
             deadline=deadline,
+            cache_salt=calls.cache_salt(context),
             method=f"{SERVICE}/{method}",
             trace=calls.trace(context),
             spelling=json_params.SPELLING | {"prompt": where},

@@ -11,7 +11,7 @@ from serving import request_ids
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.json_input import parse_small_object
-from serving.params import prompt_ids, sampling_params
+from serving.params import cache_salt, prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.replies.parts import ReplyPart
@@ -73,6 +73,10 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
         return pb.AbortResponse(aborted=sum(map(self._frontend.abort, request.request_ids)))
 
+    async def FlushCache(self, request: pb.FlushCacheRequest, context) -> pb.FlushCacheResponse:
+        """Forgets cached prefixes of the caller."""
+        return pb.FlushCacheResponse(pages=await self._frontend.flush_prefix_cache())
+
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context
     ) -> pb.GetModelInfoResponse:
@@ -101,6 +105,9 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             num_waiting=load.num_waiting,
             kv_pages_used=load.pages_used,
             kv_pages_total=load.pages_total,
+            kv_pages_idle=load.pages_idle,
+            prefix_tokens_queried=load.prefix_queried,
+            prefix_tokens_found=load.prefix_found,
             preemptions=load.num_preemptions,
             uptime_seconds=time.time() - self._frontend.started,
             acceptance=_acceptance(load.acceptance),
@@ -113,6 +120,9 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
     async def _ask(self, request: pb.GenerateRequest, context, method: str) -> Ask:
         request_id = request_ids.request_id(request.request_id)
         params = self._params(request)
+        salt = None
+        if request.HasField("cache_salt"):
+            salt = cache_salt(request.cache_salt, field="cache_salt")
         prompt = await self._prompt(request)
         return Ask(
             request_id=request_id,
@@ -120,6 +130,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             params=params,
             n=request.n or 1,
             deadline=calls.deadline(context),
+            cache_salt=salt,
             wants_text=not request.output.tokens_only,
             is_chat=request.WhichOneof("prompt") == "chat",
             method=f"peagle.v1.Generation/{method}",
@@ -215,6 +226,7 @@ _REASONS = {
 def _usage(usage: Usage) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         acceptance=_acceptance(usage.acceptance),
         time_to_first_token=usage.time_to_first_token,

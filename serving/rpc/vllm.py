@@ -59,6 +59,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             wholes = [pb.GenerateComplete(index=index) for index in range(stream.n)]
             async for delta in stream:
                 whole = wholes[delta.index]
+                whole.cached_tokens = stream.cached_tokens
                 _extend(whole, delta, prompt_tokens=len(ask.prompt))
                 if request.stream and delta.tokens:
                     yield pb.GenerateResponse(chunk=_chunk(whole, delta))
@@ -78,6 +79,11 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         for request_id in request.request_ids:
             self._frontend.abort(request_id)
         return pb.AbortResponse()
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context) -> pb.FlushCacheResponse:
+        """Forgets cached prefixes of the caller."""
+        pages = await self._frontend.flush_prefix_cache()
+        return pb.FlushCacheResponse(success=True, message=f"{pages} pages forgotten")
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context
@@ -126,6 +132,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             num_used_tokens=load.pages_used * config.page_size,
             max_total_num_tokens=load.pages_total * config.page_size,
             token_usage=load.kv_usage,
+            cache_hit_rate=load.prefix_found / max(1, load.prefix_queried),
             gen_throughput=self._pace.measure(),
             utilization=load.num_running / config.max_num_seqs,
             max_running_requests=config.max_num_seqs,
@@ -168,6 +175,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             params=params,
             n=request.sampling_params.n or 1,
             deadline=calls.deadline(context),
+            cache_salt=calls.cache_salt(context),
             wants_text=False,
             method=f"{SERVICE}/Generate",
             trace=calls.trace(context),
@@ -297,6 +305,7 @@ def _chunk(whole: pb.GenerateComplete, delta: Delta) -> pb.GenerateStreamChunk:
     chunk = pb.GenerateStreamChunk(
         token_ids=delta.tokens,
         prompt_tokens=whole.prompt_tokens,
+        cached_tokens=whole.cached_tokens,
         completion_tokens=whole.completion_tokens,
         index=whole.index,
     )

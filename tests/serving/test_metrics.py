@@ -26,6 +26,7 @@ COUNTERS = {
     "vllm:prefix_cache_queries": (),
     "vllm:prefix_cache_hits": (),
     "vllm:prompt_tokens": (),
+    "vllm:prompt_tokens_cached": (),
     "vllm:generation_tokens": (),
     "vllm:request_success": ("finished_reason",),
     "vllm:num_preemptions": (),
@@ -44,6 +45,7 @@ GAUGES = {
     "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
     "peagle:acceptance_length": (),
     "peagle:open_requests": (),
+    "peagle:prefix_cache_idle_pages": (),
     "peagle:num_speculative_tokens": ("batch_size",),
     "peagle:predicted_tokens_per_second": (),
 }

@@ -211,6 +211,7 @@ def every_call(over: grpc.Channel, metadata) -> dict[str, grpc.StatusCode]:
         "Generate": lambda: list(generation.Generate(SHORT, metadata=metadata)),
         "GenerateOnce": lambda: generation.GenerateOnce(SHORT, metadata=metadata),
         "Abort": lambda: generation.Abort(pb.AbortRequest(), metadata=metadata),
+        "FlushCache": lambda: generation.FlushCache(pb.FlushCacheRequest(), metadata=metadata),
         "GetModelInfo": lambda: generation.GetModelInfo(
             pb.GetModelInfoRequest(), metadata=metadata
         ),
