@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.drafter import Proposal
+from tests.serving.conftest import SIZES
 
 
 @jax.tree_util.register_dataclass
@@ -26,3 +28,13 @@ class KnownTextDrafter:
         right = jnp.take(self.text, places, mode="clip")
         is_wrong = (places % 5 == 0) | (places % 7 == 0)
         return Proposal(jnp.where(is_wrong, right // 2, right), None), cache
+
+
+def known_text_engine(target, tokenizer, prompt: str) -> Engine:
+    """An engine that drafts as `KnownTextDrafter` what the target writes after `prompt`."""
+    config = EngineConfig(**SIZES)
+    params = SamplingParams(max_tokens=80, ignore_eos=True)
+    plain = Engine(target, None, config, tokenizer=tokenizer).generate([prompt], params)[0]
+    text = jnp.array([*plain.prompt, *plain.tokens], jnp.int32)
+    drafter = KnownTextDrafter(text, config.num_draft)
+    return Engine(target, None, config, tokenizer=tokenizer, drafter=drafter)

@@ -2,17 +2,16 @@
 
 import grpc
 import httpx
-import jax.numpy as jnp
 import pytest
 
-from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax import SamplingParams
 from peagle_jax.engine.request import Round
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from serving.rounds import RoundReports
 from serving.stream import Ask, Delta
 from tests.serving.conftest import SIZES
-from tests.serving.drafters import KnownTextDrafter
+from tests.serving.drafters import known_text_engine
 from tests.serving.live import LiveServer
 from tests.serving.test_http import events
 from tests.waiting import LIMIT, soon
@@ -24,12 +23,8 @@ J = SIZES["num_draft"]
 
 
 @pytest.fixture(scope="module")
-def live(target, tokenizer, make_engine):
-    params = SamplingParams(max_tokens=80, ignore_eos=True)
-    plain = make_engine(head=False).generate([PROMPT], params)[0]
-    drafter = KnownTextDrafter(jnp.array([*plain.prompt, *plain.tokens], jnp.int32), J)
-    engine = Engine(target, None, EngineConfig(**SIZES), tokenizer=tokenizer, drafter=drafter)
-    server = LiveServer(engine, http=True)
+def live(target, tokenizer):
+    server = LiveServer(known_text_engine(target, tokenizer, PROMPT), http=True)
     yield server
     server.close()
 

@@ -1,6 +1,7 @@
 // Requests to the server: bearer token, errors in plain words, streams of server-sent events.
 
 const KEY = "peagle-token";
+const NEEDS_TOKEN = "This server needs a token that it knows.";
 
 export class Refusal extends Error {
   // status: the HTTP status, or 0 if there was no answer.
@@ -15,6 +16,7 @@ export class Api {
   constructor(askToken) {
     this._askToken = askToken;
     this._asking = null;
+    this._refused = undefined; // the token, or null, with which the server last answered 401
   }
 
   async json(path) {
@@ -51,10 +53,12 @@ export class Api {
   async _send(path, options = {}, isQuiet = false) {
     for (;;) {
       const token = sessionStorage.getItem(KEY);
+      if (isQuiet && token === this._refused) throw new Refusal(401, NEEDS_TOKEN);
       const own = token === null ? {} : { authorization: `Bearer ${token}` };
       const headers = { ...options.headers, ...own };
       const response = await connect(path, { ...options, headers });
       if (response.ok) return response;
+      if (response.status === 401) this._refused = token;
       if (response.status === 401 && !isQuiet && (await this._renew(token))) continue;
       throw new Refusal(response.status, await reason(response));
     }
@@ -81,7 +85,7 @@ async function connect(path, options) {
 }
 
 async function reason(response) {
-  if (response.status === 401) return "This server needs a token that it knows.";
+  if (response.status === 401) return NEEDS_TOKEN;
   const text = await response.text();
   let message = text;
   try {

@@ -52,12 +52,15 @@ async function meet() {
   model = models.data[0];
   const most = mostDrafts(parse(await api.textQuietly("../metrics")));
   find("#model").textContent = `${model.id}, up to ${model.max_model_len} tokens`;
-  find("#max-tokens").max = model.max_model_len;
-  const drafts = find("#drafts");
-  drafts.max = most;
-  drafts.value = Math.min(drafts.value, most);
-  drafts.disabled = most === 0;
+  limit(find("#max-tokens"), model.max_model_len);
+  limit(find("#drafts"), most);
+  find("#drafts").disabled = most === 0;
   find("#race").hidden = most === 0;
+}
+
+function limit(field, most) {
+  field.max = most;
+  field.value = Math.min(field.value, most);
 }
 
 function readForm() {
@@ -202,6 +205,7 @@ function listen() {
   find("#race").addEventListener("click", () => {
     if (find("#ask").reportValidity()) busy(race);
   });
+  find("#token-cancel").addEventListener("click", () => find("#token-dialog").close(""));
   find("#stop").addEventListener("click", () => stopper.abort());
   find("#prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) find("#ask").requestSubmit();
