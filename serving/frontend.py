@@ -194,7 +194,7 @@ class Frontend:
         # A caller cannot measure by time what others have asked for.
         salt = ask.caller, ask.cache_salt
         jobs = [
-            Job((number, index), ask.prompt, _numbered(ask.params, index), salt)
+            Job((number, index), ask.prompt, _numbered(ask.params, index), salt, ask.priority)
             for index in range(ask.n)
         ]
         self._worker.submit(jobs)

@@ -28,6 +28,7 @@ class Ask:
       prompt: token ids.
       params: sampling parameters.
       n: sequences to generate. Untrusted: `Frontend.open` checks it, and `Stream.n` is the checked value.
+      priority: requests with a lower number leave the queue first.
       deadline: `time.monotonic()` by which the client wants the request to end.
       cache_salt: the client's salt of the prefix cache; requests of other callers never share a prefix.
       wants_text: whether deltas hold text; they always hold tokens.
@@ -45,6 +46,7 @@ class Ask:
     prompt: list[int]
     params: SamplingParams
     n: int = 1
+    priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
     wants_text: bool = True

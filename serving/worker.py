@@ -39,6 +39,7 @@ class Job:
     prompt: list[int]
     params: SamplingParams
     salt: Salt = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ class EngineWorker:
                 raise QueueFull(f"{scheduler.num_waiting} requests are waiting")
             for job in jobs:
                 request = self._engine.add_request(
-                    job.prompt, job.params, request_id=job.key, salt=job.salt
+                    job.prompt, job.params, request_id=job.key, salt=job.salt, priority=job.priority
                 )
                 added.append(request)
         except (ConfigError, QueueFull) as error:

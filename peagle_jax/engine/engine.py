@@ -202,8 +202,9 @@ class Engine:
         *,
         request_id: str | int | None = None,
         salt: Salt = (),
+        priority: int = 0,
     ) -> Request:
-        """Queues a request; `step` returns its tokens.
+        """Queues a request; `step` returns its tokens. Requests with a lower priority come first.
 
         Requests with different `salt` share no cached prefix.
 
@@ -219,6 +220,7 @@ class Engine:
             params=params,
             num_draft=self.config.num_draft if num_draft is None else num_draft,
             seed=number if params.seed is None else params.seed,
+            priority=priority,
             stop_checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
             salt=salt,
         )

@@ -75,6 +75,7 @@ class Request:
       params: sampling parameters.
       num_draft: most drafts per round for this request, at most the engine's J.
       seed: 63-bit seed of its random key.
+      priority: requests with a lower number come first, as in vLLM.
       stop_checker: called with the output after each token; returns the stop string that the text
         contains, or None.
       salt: requests with different salts share no cached prefix.
@@ -86,6 +87,7 @@ class Request:
     params: SamplingParams
     num_draft: int
     seed: int
+    priority: int = 0
     stop_checker: Callable[[list[int]], str | None] | None = None
     salt: Salt = ()
     reads_prefix_cache: bool = True
@@ -95,6 +97,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     """One entry per output token when `params.logprobs` asks for them."""
+    number: int = 0
+    """Position in the order of arrival; the scheduler sets it."""
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -145,6 +149,11 @@ class Request:
         self._page_keys: list[bytes] = []
         if self.params.logprobs is not None:
             self.logprobs = []
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order among requests, the most urgent first: by priority, then by arrival."""
+        return self.priority, self.number
 
     @property
     def tokens(self) -> list[int]:

@@ -12,8 +12,8 @@ frees the surplus pages. Freed pages and slots can be reused at once, even while
 them: device calls run in order, so the stale write comes before the first write of the new owner.
 """
 
+import bisect
 import itertools
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -22,13 +22,12 @@ from peagle_jax.config import EngineConfig
 from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.controls import controls_of
+from peagle_jax.engine.integrity import check_requests
 from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
 from peagle_jax.engine.slots import FreeSlots
 from peagle_jax.engine.stats import Acceptance
-
-MAX_IN_FLIGHT = 2  # the round being dispatched, and the one before it
 
 Update = tuple[Request, list[int]]
 """A request and the tokens a commit added to its output, for streaming."""
@@ -60,8 +59,9 @@ class Scheduler:
         self.policy = policy
         self.eos_ids = frozenset(eos_ids)
         self.pool = PagePool(config.total_pages, config.page_size)
-        self.waiting: deque[Request] = deque()
-        self.active: list[Request] = []  # PREFILL and RUNNING, in order of admission
+        self.waiting: list[Request] = []  # by rank
+        self.active: list[Request] = []  # PREFILL and RUNNING, by rank
+        self._numbers = itertools.count()
         self.free_slots = FreeSlots(config, windows)
         self.prefixes = PrefixCache(config, self.pool, self.free_slots)
         self.num_preemptions = 0
@@ -107,7 +107,8 @@ class Scheduler:
             raise ValueError(f"request {request.id} was added before; make a new Request")
         if len(self.waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self.waiting)} requests are waiting; retry later")
-        self.waiting.append(request)
+        request.number = next(self._numbers)
+        _insert(self.waiting, request)
 
     def abort(self, request: Request) -> None:
         """Ends a request in any state and frees its slot and pages. No effect on a finished request."""
@@ -186,27 +187,7 @@ class Scheduler:
         slots = [*(request.slot for request in self.active), *self.free_slots]
         if sorted(slots) != list(range(self.config.max_num_seqs)):
             raise AssertionError(f"slots are shared or lost: {slots}")
-        for request in self.waiting:
-            assert request.state is RequestState.WAITING, f"{request.id} waits as {request.state}"
-            assert request.slot is None, f"{request.id} waits and holds a slot"
-            assert not request.pages, f"{request.id} waits and holds pages"
-            assert request.num_prefilled == 0, f"{request.id} waits and is prefilled"
-        for request in self.active:
-            is_running = request.state is RequestState.RUNNING
-            assert is_running or request.state is RequestState.PREFILL, (
-                f"{request.id} {request.state}"
-            )
-            assert is_running or request.in_flight == 0, f"{request.id} decodes before its prefill"
-            held = len(request.pages) * self.pool.page_size
-            assert request.committed <= held, f"{request.id} has KV outside of its pages"
-            assert len(request.pages) <= self.config.pages_per_seq, f"{request.id} holds too much"
-            published = len(request.chain) * self.pool.page_size
-            assert published <= request.committed, f"{request.id} published what is not final"
-        for request in [*self.waiting, *self.active]:
-            assert request.prefill_in_flight <= request.in_flight <= MAX_IN_FLIGHT, request.id
-            assert request.in_flight <= request.unread_drafts, request.id
-            assert len(request.output) < request.params.max_tokens, f"{request.id} is complete"
-            assert request.num_tokens < self.config.max_model_len, f"{request.id} is complete"
+        check_requests(self.waiting, self.active, self.config)
 
     def _plan_decode(self) -> DecodeCall | None:
         rows = []
@@ -235,14 +216,14 @@ class Scheduler:
 
     def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
         size = self.config.prefill_rows
-        rows = [request for request in self.active if request.state is RequestState.PREFILL][:size]
-        num_begun = len(rows)
-        while may_admit and len(rows) < size and self._admit_next():
-            rows.append(self.active[-1])
+        begun = rows = self._in_prefill(size)
+        while may_admit and self._comes_before(rows[size - 1 :]) and self._admit_next():
+            rows = self._in_prefill(size)  # has all that were admitted: they come in order of rank
         if not rows:
             return None
-        admitted = (controls_of(r, self.config, self.eos_ids) for r in rows[num_begun:])
-        call = PrefillCall.build(rows, self.config, tuple(filter(None, admitted)))
+        admitted = [request for request in rows if request not in begun]
+        controls = (controls_of(request, self.config, self.eos_ids) for request in admitted)
+        call = PrefillCall.build(rows, self.config, tuple(filter(None, controls)))
         for row, request in enumerate(rows):
             # Padding rows and drafts are written too.
             request.writes_below(
@@ -258,6 +239,14 @@ class Scheduler:
                 request.prefill_in_flight = call.samples(row)
                 request.in_flight += request.prefill_in_flight
         return call
+
+    def _in_prefill(self, size: int) -> list[Request]:
+        """The first requests in prefill."""
+        return [request for request in self.active if request.state is RequestState.PREFILL][:size]
+
+    def _comes_before(self, rows: list[Request]) -> bool:
+        """Whether the head of the queue comes before the only one of `rows`; always, if there is none."""
+        return bool(self.waiting) and (not rows or self.waiting[0].rank < rows[0].rank)
 
     def _record_round(self, request: Request, drafts: list[int], passed: int, kept: int) -> None:
         """Counts a round in which `passed` of `drafts` passed and `kept` tokens became output.
@@ -290,9 +279,9 @@ class Scheduler:
         return self._num_pages(self._upper_bound(request))
 
     def _reserve(self, request: Request) -> bool:
-        """Allocates the pages of one more round, preempting the youngest requests if the pool is short.
+        """Allocates the pages of one more round, preempting the last requests by rank if the pool is short.
 
-        Returns False if `request` itself was the youngest and is preempted. The oldest request always
+        Returns False if `request` itself was the last and is preempted. The first request always
         succeeds, because the pool holds at least one request of `max_model_len` tokens.
         """
         missing = max(0, self._num_pages_running(request) - len(request.pages))
@@ -306,7 +295,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Moves a request to the head of the queue. On readmission prefill recomputes its KV.
+        """Moves a request back to the queue. On readmission prefill recomputes its KV.
 
         Its results in flight stay valid: commit appends them before the request can be readmitted.
         """
@@ -315,10 +304,10 @@ class Scheduler:
         request.num_prefilled = 0
         request.preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        _insert(self.waiting, request)
 
     def _admit_next(self) -> bool:
-        """Admits the head of the queue if a slot and enough pages are free. Strict FIFO."""
+        """Admits the head of the queue if a slot and enough pages are free; no other may pass it."""
         if not self.waiting or not self.free_slots:
             return False
         request = self.waiting[0]
@@ -331,7 +320,7 @@ class Scheduler:
             self.pool.release(hit.pages)
             self._refused = request, self.pool.num_changes
             return False
-        self.waiting.popleft()
+        del self.waiting[0]
         written = self.free_slots.take(hit.slot)
         request.written = written if hit.pages else 0
         request.slot, request.chain = hit.slot, hit.chain
@@ -339,7 +328,7 @@ class Scheduler:
         request.num_prefilled = len(hit.pages) * self.pool.page_size
         self.prefixes.count(request)
         request.state = RequestState.PREFILL
-        self.active.append(request)
+        _insert(self.active, request)
         return True
 
     def _remove(self, request: Request) -> None:
@@ -391,3 +380,7 @@ class Scheduler:
             self.pool.release(request.pages[needed:])
             del request.pages[needed:]
         return request, kept
+
+
+def _insert(requests: list[Request], request: Request) -> None:
+    bisect.insort(requests, request, key=lambda one: one.rank)

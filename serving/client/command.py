@@ -152,7 +152,7 @@ def _request(
             request.chat.variables_json = json.dumps(dict(args.chat_option))
         else:
             request.text = text
-        request.n = args.n
+        request.n, request.priority = args.n, args.priority
         sampling.temperature, sampling.min_p = args.temperature, args.min_p
         sampling.top_k, sampling.top_p = args.top_k, args.top_p
         if args.seed is not None:

@@ -72,6 +72,10 @@ def parser() -> argparse.ArgumentParser:
     add("--token-file", metavar="FILE", help="file whose first line is the bearer token")
     add("--timeout", type=float, metavar="S", help="time limit in seconds (default: none)")
     add(
+        "--priority", type=int, default=0, metavar="N",
+        help="requests with a lower number leave the queue first (default: 0)",
+    )  # fmt: skip
+    add(
         "--request-id",
         default="",
         metavar="ID",

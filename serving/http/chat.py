@@ -166,6 +166,7 @@ class Chat:
             params=params,
             n=options.n,
             cache_salt=fields.cache_salt,
+            priority=fields.priority,
             is_chat=True,
             tools=tools,
             protocol="http",

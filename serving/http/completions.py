@@ -66,6 +66,7 @@ class Completions:
             params=params,
             n=options.n,
             cache_salt=fields.cache_salt,
+            priority=fields.priority,
             protocol="http",
             method=self.path,
             trace=caller.trace,

@@ -24,6 +24,12 @@ class StreamOptions(Fields):
     include_obfuscation: neutral(False) = None
 
 
+def _check_priority(value: int) -> int:
+    if not -(2**31) <= value < 2**31:
+        raise ValueError("must be between -2147483648 and 2147483647")
+    return value
+
+
 class SharedFields(Fields):
     """Fields of both routes, with OpenAI's defaults."""
 
@@ -44,6 +50,7 @@ class SharedFields(Fields):
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
     cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
+    priority: Annotated[int, AfterValidator(_check_priority)] = 0
 
     # A client's own labels are accepted and not used.
     user: Any = None
@@ -74,7 +81,6 @@ class SharedFields(Fields):
     guided_choice: neutral() = None
     guided_grammar: neutral() = None
     response_format: neutral({"type": "text"}) = None
-    priority: neutral(0) = None
     store: neutral(False) = None
     service_tier: neutral("auto", "default") = None
     kv_transfer_params: neutral() = None

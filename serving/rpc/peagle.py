@@ -129,6 +129,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             prompt=prompt,
             params=params,
             n=request.n or 1,
+            priority=request.priority,
             deadline=calls.deadline(context),
             cache_salt=salt,
             wants_text=not request.output.tokens_only,

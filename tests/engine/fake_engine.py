@@ -19,11 +19,12 @@ def ends_in_seventeen(output: list[int]) -> str | None:
 
 
 def make_request(id: int, prompt: list[int], num_draft: int, *, seed=0, **fields) -> Request:
-    checker = fields.pop("stop_checker", None)
+    checker, priority = fields.pop("stop_checker", None), fields.pop("priority", 0)
     params = SamplingParams(**fields)
     return Request(
-        id=id, prompt=prompt, params=params, num_draft=num_draft, seed=seed, stop_checker=checker
-    )
+        id=id, prompt=prompt, params=params, num_draft=num_draft, seed=seed, stop_checker=checker,
+        priority=priority,
+    )  # fmt: skip
 
 
 class FakeEngine:
@@ -57,8 +58,7 @@ class FakeEngine:
         preemptions, before = self.scheduler.num_preemptions, list(self.scheduler.active)
         calls = self.scheduler.schedule()
         self.scheduler.check_integrity()
-        order = [request.id for request in [*self.scheduler.active, *self.scheduler.waiting]]
-        assert order == sorted(order), "a request overtook an older one"
+        self.check_order()
         if self.scheduler.num_preemptions > preemptions:
             rows = {request for call in calls.prefills for request in call.requests}
             assert rows <= {None, *before}, "admitted beside a preemption"
@@ -72,6 +72,13 @@ class FakeEngine:
             self.num_rows += num_rows
         self.in_flight.append((calls, self.device.run(calls)))
         return calls
+
+    def check_order(self) -> None:
+        """Fails if a request has overtaken an older one of its priority."""
+        active, waiting = self.scheduler.active, self.scheduler.waiting
+        for priority in {request.priority for request in active}:
+            order = [one.id for one in [*active, *waiting] if one.priority == priority]
+            assert order == sorted(order), "a request overtook an older one"
 
     def commit(self) -> None:
         calls, results = self.in_flight.pop(0)

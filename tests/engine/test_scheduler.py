@@ -48,6 +48,7 @@ CONFIGS = {
     "plain with a window": make_config(J=0, B=3, max_len=48, Z=4, P=20, T=5, R=1, N=2),
 }
 WINDOWS = {"windows": (5, 11, 100), "plain with a window": (7,)}
+PRIORITIES = (0, 0, 0, 0, -1, 0, 0, 2**31 - 1)
 SALTS = [(None, None), (None, None), (None, "a"), ("a", None)]
 
 
@@ -61,6 +62,7 @@ def add_random(engine: FakeEngine, rng: random.Random, earlier: list[Request]) -
             stop_ids=rng.choice([(), (), (3,), (EOS, 5)]),
             ignore_eos=rng.random() < 0.5,
             logprobs=rng.choice([None, 0, 2]),
+            priority=PRIORITIES[len(engine.streams) % len(PRIORITIES)],
             stop_checker=rng.choice([None, None, ends_in_seventeen]),
         )
     except QueueFull:
@@ -331,6 +333,7 @@ def test_text_keeps_the_token_that_ends_it(fields, kept, reason, stop):
 
 HOST_SIDE = {
     "__init__",
+    "integrity",
     "request",
     "pages",
     "calls",

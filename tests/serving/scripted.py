@@ -41,19 +41,19 @@ class Script:
 
     Attributes:
       replies: the tokens of each reply.
-      prompts: the tokens of each prompt that has got a token.
+      requests: the requests that have got a token.
     """
 
     def __init__(self, engine: Engine, *replies: Sequence[int]):
         self.replies = list(replies)
-        self.prompts: list[list[int]] = []
+        self.requests: list = []
         self._of_request: dict = {}
         self._original = engine.scheduler._receive
         engine.scheduler._receive = self._receive
 
     def _receive(self, request, row, tokens, count, logprobs):
         if request not in self._of_request:
-            self.prompts.append(request.prompt)
+            self.requests.append(request)
             is_last = len(self.replies) == 1
             self._of_request[request] = self.replies[0] if is_last else self.replies.pop(0)
         start = len(request.output)

@@ -48,6 +48,7 @@ SAMPLING = {
     "stop": [[""], 5, [5], ["x"] * 17, {}],
     "stop_token_ids": [5, ["a"], [True], list(range(257))],
     "num_speculative_tokens": [4, -1, "all"],
+    "priority": [2**31, "high", True, 0.5],
     "ignore_eos": [1, "yes"],
     "stream": ["true", 1],
     "return_token_ids": [1],

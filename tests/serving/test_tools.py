@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 
+from serving.client import main
 from tests.serving.live import LiveServer
 from tests.serving.scripted import Script, make_engine, make_tokenizer
 
@@ -34,18 +35,18 @@ class Scripted:
     def __init__(self, folder, **options):
         self.tokenizer = make_tokenizer(folder, TEMPLATE)
         engine = make_engine(self.tokenizer)
-        self._script = Script(engine, [])
+        self.script = Script(engine, [])
         self.live = LiveServer(engine, http=True, **options)
 
     def say(self, *replies: str) -> None:
         """The next requests get these replies, further ones the last."""
-        self._script.prompts.clear()
-        self._script.replies[:] = [self.tokenizer.encode(f"{one}<|im_end|>") for one in replies]
+        self.script.requests.clear()
+        self.script.replies[:] = [self.tokenizer.encode(f"{one}<|im_end|>") for one in replies]
 
     @property
     def prompts(self) -> list[str]:
         """The prompts since the last call of `say`, as texts."""
-        return [self.tokenizer.spell(one) for one in self._script.prompts]
+        return [self.tokenizer.spell(one.prompt) for one in self.script.requests]
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +179,14 @@ def test_all_arguments_of_a_conversation_are_bounded_together(scripted, client):
         openai.BadRequestError, match=r"tool_calls\[2\].function.arguments: .* values"
     ):
         client.chat.completions.create(**CHAT | dict(messages=[message]))
+
+
+def test_the_priority_of_a_request_reaches_the_queue(scripted, client, capsys):
+    scripted.say("Hi")
+    extra = dict(extra_body=dict(priority=-3))
+    client.chat.completions.create(**CHAT, **extra)
+    client.completions.create(model="tiny", prompt="a", **extra)
+    client.completions.create(model="tiny", prompt="a")
+    assert main(["--address", scripted.live.address, "--priority", "7", "a"]) == 0
+    capsys.readouterr()
+    assert [one.priority for one in scripted.script.requests] == [-3, -3, 0, 7]
