@@ -9,9 +9,12 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
+from peagle_jax.engine.round_times import monotone
+from peagle_jax.engine.stored_times import read_times
 
 Times = Mapping[tuple[int, int], float]
 """Milliseconds per round by (concurrency, K)."""
@@ -46,6 +49,23 @@ def times_of(rows: Sequence[dict], model: str, method: str) -> dict[tuple[int, i
     return times
 
 
+def stored_times(path: Path) -> dict[tuple[int, int], float]:
+    """Milliseconds per round by (batch bucket, K) from a file that an engine keeps (docs/adaptive.md).
+
+    Raises:
+      ConfigError: it cannot be read, or has no time of a round with drafts.
+    """
+    try:
+        times = read_times(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not any(k for _, k in times):
+        raise ConfigError(f"{path}: has no time of a round with drafts")
+    return {tuple(shape): 1e3 * seconds for shape, seconds in times.items()}
+
+
 def acceptance_of(rows: Sequence[dict], model: str, method: str) -> list[float]:
     """Acceptance by position from the row with the most drafts per round, of these with the most rounds.
 
@@ -73,9 +93,9 @@ def choose(times: Times, acceptance: Sequence[float], *, least_gain: float) -> C
     Times are made monotone first: a round with more sequences or more drafts takes no less. Of two K whose
     rates differ by less than the share `least_gain`, the smaller is chosen.
     """
-    known = {cell: ms for cell, ms in times.items() if cell[1] <= len(acceptance)}
-    no_less = lambda b, k: max(ms for (c, j), ms in known.items() if c <= b and j <= k)
-    rates = {(b, k): 1e3 * b * (1 + sum(acceptance[:k])) / no_less(b, k) for b, k in sorted(known)}
+    known = monotone({cell: ms for cell, ms in times.items() if cell[1] <= len(acceptance)})
+    rates = {(b, k): 1e3 * b * (1 + sum(acceptance[:k])) / ms for (b, k), ms in known.items()}
+    rates = dict(sorted(rates.items()))
     schedule, low = [], 1
     for b, cells in itertools.groupby(rates, key=lambda cell: cell[0]):
         best = None

@@ -90,7 +90,8 @@ def first_token(request: dict) -> dict:
     chosen = preset(options.preset, options.layers)
     models = Models.make(chosen, [method], dtype=dtype, seed=options.seed)
     times.append(time.time())
-    engine = models.engine(options, (method, num_draft), (min(options.concurrency),))
+    variant = method, num_draft, "off"
+    engine = models.engine(options, variant, (min(options.concurrency),))
     engine.warm_up()
     times.append(time.time())
     prompt = prompts_of(options, 1, chosen.target.vocab_size)[0]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
+from peagle_jax.draft_schedule import ADAPTIVE
 from peagle_jax.model_folders import check_folders
 from peagle_jax.presets import PRESETS
 
@@ -207,6 +208,20 @@ def k_option(default: tuple[int, ...]) -> Any:
     return option(
         "numbers of drafts per round", default=default, short="-K", group="model", type=list_of_positive,
         metavar="K,K",
+    )  # fmt: skip
+
+
+def _adaptive(text: str) -> tuple[str, ...]:
+    values = tuple(dict.fromkeys(text.split(",")))
+    if unknown := set(values) - set(ADAPTIVE):
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} must be {' or '.join(ADAPTIVE)}")
+    return values
+
+
+def adaptive_option() -> Any:
+    return option(
+        "off: K is fixed; load: the engine chooses K of each round; off,load compares both", default=("off",),
+        type=_adaptive, metavar="A,A",
     )  # fmt: skip
 
 

@@ -22,7 +22,12 @@ from bench.commands.decode_step import Options
 from bench.kernel_times import profile_rounds
 from bench.presets import Preset, preset
 from bench.random_weights import num_bytes, random_head, random_target
-from bench.synthetic import Scattered, synthetic_acceptance
+from bench.synthetic import (
+    Scattered,
+    accepted_by_text,
+    drawn_acceptance,
+    synthetic_acceptance,
+)
 from bench.timing import drive
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
@@ -30,6 +35,7 @@ from peagle_jax.drafter import DraftHead, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
+from peagle_jax.step import AcceptRule
 from peagle_jax.verify import verify
 
 _DEFAULT_K = 7
@@ -37,7 +43,8 @@ _WARM_UP_TOKENS = 24
 _PREFILLS = 3  # repeats; the row has their median
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
-Variant = tuple[str, int]
+Variant = tuple[str, int, str]
+"""Method, most drafts per round, and "load" where the engine chooses K of each round, else "off"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +90,13 @@ class Models:
         Raises:
           ConfigError: their caches do not fit beside the weights.
         """
-        method, num_draft = variant
+        method, num_draft, adaptive = variant
         most = max(concurrencies)
         tokens = options.prompt_tokens + options.max_tokens + 2 * num_draft + 1
         config = CellsConfig(
             concurrencies=concurrencies,
             num_draft=num_draft,
+            adaptive=adaptive,
             max_num_seqs=most,
             max_model_len=-(-tokens // options.page_size) * options.page_size,
             page_size=options.page_size,
@@ -102,13 +110,26 @@ class Models:
         if head is not None:
             made = make_drafter(head, num_draft, options.draft_sampling)
             drafter = Scattered(made, self.preset.target.vocab_size, num_draft)
-            if options.synthetic_acceptance_length is not None:
-                accept = synthetic_acceptance(options.synthetic_acceptance_length, num_draft)
+            accept = _accept_rule(options, num_draft)
         return Engine(self.target, head, config, drafter=drafter, accept=accept)
 
 
+def _accept_rule(options: Options, num_draft: int) -> AcceptRule:
+    """The acceptance rule of the options.
+
+    Raises:
+      ConfigError: no rule over `num_draft` drafts can be as asked.
+    """
+    if options.synthetic_acceptance_rows is not None:
+        measured = rows.read([options.synthetic_acceptance_rows])
+        return drawn_acceptance(accepted_by_text(measured, num_draft), num_draft)
+    if options.synthetic_acceptance_length is not None:
+        return synthetic_acceptance(options.synthetic_acceptance_length, num_draft)
+    return verify
+
+
 def variants(options: Options) -> list[Variant]:
-    """(method, K) to measure, plain decoding first.
+    """What to measure, plain decoding first.
 
     Raises:
       ConfigError: K or an acceptance length without a drafter, or one that the other excludes.
@@ -119,14 +140,16 @@ def variants(options: Options) -> list[Variant]:
         for name, is_given in (
             ("-K", bool(options.k)),
             ("--synthetic-acceptance-length", length is not None),
+            ("--synthetic-acceptance-rows", options.synthetic_acceptance_rows is not None),
+            ("--adaptive load", "load" in options.adaptive),
         ):
             if is_given:
                 raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
-    drafting = [(method, k) for method in methods for k in sorted(set(options.k or [_DEFAULT_K]))]
-    for _, k in drafting:
-        if length is not None:
-            synthetic_acceptance(length, k)
-    return ([("none", 0)] if "none" in options.method else []) + drafting
+    drafts = sorted(set(options.k or [_DEFAULT_K]))
+    drafting = [(m, k, adaptive) for m in methods for k in drafts for adaptive in options.adaptive]
+    for _, k, _ in drafting:
+        _accept_rule(options, k)
+    return ([("none", 0, "off")] if "none" in options.method else []) + drafting
 
 
 def decode_step(options: Options, environment: dict) -> list[dict]:
@@ -151,8 +174,9 @@ def decode_step(options: Options, environment: dict) -> list[dict]:
             for group in _groups(options):
                 for row in _measure(options, models, variant, group, bar):
                     row |= environment
-                    config = None if variant[0] == "none" else chosen.head(variant[0])
-                    row |= roofline.fraction(row, chosen.target, config)
+                    if variant[2] == "off":
+                        config = None if variant[0] == "none" else chosen.head(variant[0])
+                        row |= roofline.fraction(row, chosen.target, config)
                     done.append(rows.rounded(row))
                     rows.append(options.out, done[-1])
                     _say(bar, _progress(done[-1]))
@@ -183,7 +207,7 @@ def _measure(
     options: Options, models: Models, variant: Variant, group: tuple[int, ...], bar: tqdm
 ) -> Iterator[dict]:
     """Rows of one engine, without their environment. Cells that do not fit into memory are skipped."""
-    name = f"{variant[0]} K={variant[1]}"
+    name = f"{variant[0]} K={variant[1]}{' by load' if variant[2] == 'load' else ''}"
     while group:
         try:
             bar.set_description(f"{name}: compiling for {', '.join(map(str, group))}")
@@ -224,10 +248,11 @@ def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
 
 def _identity(options: Options, models: Models, variant: Variant, engine: Engine) -> dict:
     """Row fields that identify the measurement."""
-    method, num_draft = variant
+    method, num_draft, adaptive = variant
     head = models.heads.get(method)
+    is_drawn = num_draft and options.synthetic_acceptance_rows is not None
     return {
-        "kind": "decode-step",
+        "kind": "adaptive-step" if "load" in options.adaptive else "decode-step",
         "model": models.preset.name,
         "dtype": models.dtype,
         "weights": models.preset.weights,
@@ -237,6 +262,12 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         "method": method,
         "num_speculative_tokens": num_draft,
         "synthetic_acceptance_length": options.synthetic_acceptance_length if num_draft else None,
+        **(
+            {"synthetic_acceptance_rows": options.synthetic_acceptance_rows.name}
+            if is_drawn
+            else {}
+        ),
+        **({"adaptive": adaptive} if "load" in options.adaptive else {}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -273,6 +304,8 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     prompts = prompts_of(options, concurrency, engine.target_config.vocab_size)
     run = lambda params: drive(engine, prompts, params, concurrency=concurrency)
     run(with_tokens(min(_WARM_UP_TOKENS, options.max_tokens)))
+    if engine.policy is not None:
+        run(params)  # the choice of K settles
     prefills = [run(with_tokens(1)).as_row() for _ in range(_PREFILLS)]
     prefill = sorted(prefills, key=lambda row: row["seconds"])[_PREFILLS // 2]
     before = engine.scheduler.num_preemptions
@@ -286,6 +319,11 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
         "ttft_ms_max": prefill["ttft_ms_max"],
         "prefill_ms": 1e3 * prefill["seconds"],
         "prefill_tokens_per_second": prefill["prompt_tokens"] / prefill["seconds"],
+        **(
+            {}
+            if engine.policy is None
+            else {"chosen_num_draft": engine.scheduler.num_draft_at(concurrency)}
+        ),
         "preemptions": engine.scheduler.num_preemptions - before,
         "peak_memory_bytes": peak_memory(),
     }

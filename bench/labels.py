@@ -15,7 +15,10 @@ def settings(rows: list[dict]) -> list[tuple[tuple, list[dict]]]:
 
 def label(row: dict) -> str:
     name = METHOD_NAMES[row["method"]]
-    return name if row["method"] == "none" else f"{name} K={row['num_speculative_tokens']}"
+    if row["method"] == "none":
+        return name
+    k = f"K={row['num_speculative_tokens']}"
+    return f"{name} {'K by load' if row.get('adaptive') == 'load' else k}"
 
 
 def number_formats(dtype: str, weights: str, cache: str) -> str:

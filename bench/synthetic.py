@@ -2,13 +2,18 @@
 
 `synthetic_acceptance_length` has vLLM's name and meaning: the mean number of tokens that a round emits,
 in 1..J+1. Length 3.1 accepts two drafts in every round and a third in one of ten, independent of the drafts.
+
+`drawn_acceptance` draws the number from what `peagle-bench headroom` measured on real texts. Each sequence has
+the histogram of one text, because texts differ much more than the rounds of one text do.
 """
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peagle_jax.adjust import Adjustments
 from peagle_jax.config import ConfigError
@@ -40,6 +45,57 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
         )
     certain = math.floor(length) - 1
     share = length - math.floor(length)
+    return _rule(lambda uniform, params: certain + (uniform < share))
+
+
+def drawn_acceptance(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> AcceptRule:
+    """An acceptance rule: a round accepts as many drafts as a random round of the sequence's text did.
+
+    The seed of a request chooses its text.
+
+    Args:
+      rounds_of_texts: for each text, the number of accepted drafts of each round.
+      num_draft: J of the engine; larger numbers count as J.
+    Raises:
+      ConfigError: no text has rounds.
+    """
+    counts = [
+        np.bincount(np.minimum(rounds, num_draft), minlength=num_draft + 1)
+        for rounds in rounds_of_texts
+        if len(rounds)
+    ]
+    if not counts:
+        raise ConfigError("no text has rounds to draw acceptance from")
+    shares = np.cumsum(np.stack(counts), axis=1) / np.sum(counts, axis=1, keepdims=True)
+    below = jnp.asarray(shares[:, :-1], jnp.float32)  # [texts, J]: at most 0, 1, .. J-1 accepted
+
+    def wanted(uniform: jax.Array, params: RequestParams) -> jax.Array:
+        text = params.seed[:, 1] % len(counts)
+        return (uniform[:, None] >= below[text]).sum(axis=1)
+
+    return _rule(wanted)
+
+
+def accepted_by_text(rows: Iterable[dict], num_draft: int) -> list[list[int]]:
+    """Accepted drafts of each round, by text, of the rows of `peagle-bench headroom` with P-EAGLE.
+
+    Raises:
+      ConfigError: no row measured at least `num_draft` drafts.
+    """
+    found = [
+        text
+        for row in rows
+        if row.get("kind") == "headroom" and row["method"] == "peagle"
+        if row["num_speculative_tokens"] >= num_draft
+        for text in row["accepted_by_text"]
+    ]
+    if not found:
+        raise ConfigError(f"no row of headroom measured P-EAGLE with at least {num_draft} drafts")
+    return found
+
+
+def _rule(wanted: Callable[[jax.Array, RequestParams], jax.Array]) -> AcceptRule:
+    """The rule that accepts `wanted(uniform [B], params)` drafts, [B], as far as a row has them."""
 
     def accept(
         logits: jax.Array,  # [B, J+1, V]
@@ -52,9 +108,8 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
         verdict = verify(logits, drafts, draft_probs, positions, params, adjustments)
         drawn = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)  # [B, 1]
         uniform = accept_uniforms(request_keys(params), positions[:, :1])[:, 0]
-        wanted = certain + (uniform < share)
         J = drafts.shape[1]
-        n = jnp.minimum(wanted, jnp.minimum(params.num_draft, J))
+        n = jnp.minimum(wanted(uniform, params), jnp.minimum(params.num_draft, J))
         padded = jnp.pad(drafts, ((0, 0), (0, 1)))
         tokens = jnp.where(jnp.arange(J + 1) == n[:, None], drawn, padded)
         return Verdict(tokens, (n + 1).astype(jnp.int32), verdict.finite)

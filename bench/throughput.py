@@ -1,15 +1,18 @@
 """`peagle-bench throughput`: tokens per second of the three methods, over concurrency and K, in one run."""
 
+import gc
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
 from bench import roofline, rows
 from bench.commands.throughput import Options
-from bench.sweep import Models, engines, prompt_set, sampling
-from bench.timing import drive
+from bench.sweep import Models, prompt_set, sampling
+from bench.timing import Measurement, drive
+from peagle_jax import runs
 from peagle_jax.config import EngineConfig
+from peagle_jax.engine.engine import Engine
 
 _WARM_UP_TOKENS = 16
 
@@ -19,54 +22,143 @@ def _num_prompts(options: Options, concurrency: int) -> int:
     return max(options.min_prompts, options.prompts_per_slot * concurrency)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What is compared: a method, its drafts per round, and whether the load chooses them."""
+
+    method: str
+    num_draft: int
+    adaptive: str = "off"
+
+    def __str__(self) -> str:
+        by_load = " by load" if self.adaptive == "load" else ""
+        return f"{self.method} K={self.num_draft}{by_load}"
+
+
+def variants(models: Models, options: Options) -> list[Variant]:
+    """Variants to measure; plain decoding, if asked for, is first."""
+    return [
+        Variant(method, num_draft, adaptive)
+        for method, num_draft in models.variants(options)
+        for adaptive in (options.adaptive if num_draft else ("off",))
+    ]
+
+
 def throughput(options: Options, environment: dict) -> list[dict]:
-    """Measures, appends a row each to `options.out`, and returns the rows."""
+    """Measures, appends a row each to `options.out`, and returns the rows.
+
+    With repeats all engines exist at once, and the runs of a concurrency alternate between them.
+    """
     models = Models.load(options)
-    name, pool = prompt_set(
-        options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
-    )
-    params = sampling(options)
-    short = replace(params, max_tokens=min(_WARM_UP_TOKENS, params.max_tokens))
-    config = EngineConfig(
-        max_num_seqs=max(options.concurrency),
-        max_model_len=options.max_model_len,
-        prefill_rows=options.prefill_rows,
-    )
-    pool, left_out = models.runnable(name, pool, params, config)
-    plain: dict[int, tuple[float, list]] = {}  # concurrency -> tokens/s and outputs
+    sweep = _Sweep.of(models, options)
+    chosen = variants(models, options)
+    groups = [[variant] for variant in chosen] if options.repeats == 1 else [chosen]
     done = []
-    total = sum(_num_prompts(options, c) for c in options.concurrency) * len(
-        models.variants(options)
+    total = (
+        options.repeats * len(chosen) * sum(_num_prompts(options, c) for c in options.concurrency)
     )
     with tqdm(total=total, unit="prompt", disable=None) as bar:
-        for method, num_draft, engine in engines(models, options, config):
+        for group in groups:
+            engines = {variant: sweep.engine(variant) for variant in group}
             for concurrency in options.concurrency:
-                bar.set_description(f"{method} K={num_draft} x{concurrency}")
-                count = _num_prompts(options, concurrency)
-                prompts = list(itertools.islice(itertools.cycle(pool), count))
-                # The first rounds of a batch size pay for what later ones find in place.
-                drive(engine, prompts[:concurrency], short, concurrency=concurrency)
-                measured = drive(
-                    engine, prompts, params, concurrency=concurrency, on_finished=bar.update
-                )
-                row = {
-                    "kind": "throughput",
-                    **models.identity(
-                        options, prompts=name, variant=(method, num_draft), concurrency=concurrency
-                    ),
-                    **measured.as_row(),
-                    "prompts_left_out": left_out,
-                }
-                speed = row["tokens_per_second"]
-                if method == "none":
-                    plain[concurrency] = speed, measured.outputs
-                if concurrency in plain:
-                    base, outputs = plain[concurrency]
-                    pairs = zip(outputs, measured.outputs, strict=True)
-                    row["ratio_to_plain"] = speed / base
-                    row["outputs_equal_to_plain"] = sum(a == b for a, b in pairs)
-                row |= environment
-                row |= roofline.fraction(row, engine.target_config, engine.drafter_config)
-                done.append(rows.rounded(row))
-                rows.append(options.out, done[-1])
+                measured = sweep.alternate(engines, concurrency, bar)
+                for variant, some in measured.items():
+                    row = sweep.row(variant, concurrency, some, engines[variant]) | environment
+                    if variant.adaptive == "off":
+                        of = engines[variant]
+                        row |= roofline.fraction(row, of.target_config, of.drafter_config)
+                    done.append(rows.rounded(row))
+                    rows.append(options.out, done[-1])
+            del engines
+            gc.collect()  # the caches, before the next engine makes its own
     return done
+
+
+@dataclass
+class _Sweep:
+    """What all cells share, and the plain runs that others are compared with."""
+
+    models: Models
+    options: Options
+    config: EngineConfig
+    name: str
+    pool: list[list[int]]
+    left_out: int
+    plain: dict[int, tuple[float, list]]  # concurrency -> tokens/s and outputs
+
+    @classmethod
+    def of(cls, models: Models, options: Options) -> "_Sweep":
+        name, pool = prompt_set(
+            options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
+        )
+        config = EngineConfig(
+            max_num_seqs=max(options.concurrency),
+            max_model_len=options.max_model_len,
+            prefill_rows=options.prefill_rows,
+        )
+        pool, left_out = models.runnable(name, pool, sampling(options), config)
+        return cls(models, options, config, name, pool, left_out, {})
+
+    def engine(self, variant: Variant) -> Engine:
+        config = replace(self.config, adaptive=variant.adaptive)
+        engine = self.models.engine(variant.method, variant.num_draft, config)
+        runs.warm_up(engine)
+        return engine
+
+    def alternate(
+        self, engines: dict[Variant, Engine], concurrency: int, bar: tqdm
+    ) -> dict[Variant, list[Measurement]]:
+        """`options.repeats` runs of each engine, in turn."""
+        count = _num_prompts(self.options, concurrency)
+        prompts = list(itertools.islice(itertools.cycle(self.pool), count))
+        params = sampling(self.options)
+        short = replace(params, max_tokens=min(_WARM_UP_TOKENS, params.max_tokens))
+        for variant, engine in engines.items():
+            # The first rounds of a batch size pay for what later ones find in place. A choice by load
+            # needs as much text as a run before it has settled.
+            bar.set_description(f"{variant} x{concurrency}: warm-up")
+            if variant.adaptive == "off":
+                drive(engine, prompts[:concurrency], short, concurrency=concurrency)
+            else:
+                drive(engine, prompts, params, concurrency=concurrency)
+        measured = {variant: [] for variant in engines}
+        for _ in range(self.options.repeats):
+            for variant, engine in engines.items():
+                bar.set_description(f"{variant} x{concurrency}")
+                measured[variant].append(
+                    drive(engine, prompts, params, concurrency=concurrency, on_finished=bar.update)
+                )
+        return measured
+
+    def row(
+        self, variant: Variant, concurrency: int, measured: list[Measurement], engine: Engine
+    ) -> dict:
+        """The row of the run with the median speed."""
+        by_speed = sorted(measured, key=lambda one: one.seconds)
+        median = by_speed[len(by_speed) // 2]
+        cell = (variant.method, variant.num_draft)
+        row = {
+            "kind": "adaptive" if "load" in self.options.adaptive else "throughput",
+            **self.models.identity(
+                self.options, prompts=self.name, variant=cell, concurrency=concurrency
+            ),
+            **median.as_row(),
+            "prompts_left_out": self.left_out,
+        }
+        speed = row["tokens_per_second"]
+        if len(measured) > 1:
+            tokens = row["tokens"]
+            row["tokens_per_second_of_repeats"] = [tokens / one.seconds for one in measured]
+        if row["kind"] == "adaptive":
+            row["adaptive"] = variant.adaptive
+        if variant.adaptive == "load":
+            sizes = engine.config.batch_buckets
+            row["drafts_by_batch_size"] = {n: engine.scheduler.num_draft_at(n) for n in sizes}
+        if variant.method == "none":
+            self.plain[concurrency] = speed, median.outputs
+        if concurrency in self.plain:
+            base, outputs = self.plain[concurrency]
+            pairs = zip(outputs, median.outputs, strict=True)
+            row["ratio_to_plain"] = speed / base
+            row["outputs_equal_to_plain"] = sum(a == b for a, b in pairs)
+        return row

@@ -8,6 +8,7 @@ from bench.command import (
     METHODS,
     Command,
     RowOptions,
+    adaptive_option,
     check_num_drafts,
     check_preset,
     dtype_option,
@@ -16,6 +17,7 @@ from bench.command import (
     rows_file,
     show,
 )
+from peagle_jax.errors import ConfigError
 from peagle_jax.presets import PRESETS
 
 
@@ -39,6 +41,12 @@ class Options(RowOptions):
         "weights decides, whose drafts are hardly ever accepted",
         default=None, type=float, metavar="A",
     )  # fmt: skip
+    synthetic_acceptance_rows: Path | None = option(
+        "instead accept as many drafts as in rounds of real texts, from rows of headroom: each request draws from "
+        "one text",
+        default=None, type=Path, metavar="FILE.jsonl",
+    )  # fmt: skip
+    adaptive: tuple[str, ...] = adaptive_option()
     prompt_tokens: int = option("tokens per prompt", default=512, type=positive, metavar="N")
     max_tokens: int = option("new tokens per prompt", default=512, type=positive, metavar="N")
     temperature: float = option(
@@ -72,6 +80,17 @@ class Options(RowOptions):
     def check(self) -> None:
         check_num_drafts(self.k)
         check_preset(self.preset)
+        if None not in (self.synthetic_acceptance_length, self.synthetic_acceptance_rows):
+            raise ConfigError(
+                "--synthetic-acceptance-length and --synthetic-acceptance-rows exclude each other"
+            )
+
+
+def row_drafts(row: dict) -> str:
+    """K of a row, as printed."""
+    if row.get("adaptive") == "load":
+        return f"{row['chosen_num_draft']} of {row['num_speculative_tokens']}"
+    return str(row["num_speculative_tokens"])
 
 
 def run(options: Options) -> int:
@@ -91,12 +110,12 @@ def _decode_step(options: Options) -> None:
     lines = [
         [
             runs.METHOD_NAMES[row["method"]],
-            str(row["num_speculative_tokens"]),
+            row_drafts(row),
             str(row["concurrency"]),
             f"{row['ms_per_round']:.2f}",
             f"{row['tokens_per_second']:.1f}",
-            "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
-            "" if row["floor_ms"] is None else f"{100 * row['fraction_of_floor']:.0f} %",
+            "" if row.get("floor_ms") is None else f"{row['floor_ms']:.2f}",
+            "" if row.get("floor_ms") is None else f"{100 * row['fraction_of_floor']:.0f} %",
             f"{row['prefill_ms']:.0f}",
         ]
         for row in decode_step(options, options.environment())
@@ -120,7 +139,7 @@ def _cold_start(options: Options) -> None:
                 for seconds in (row[key], row[key] - row[part]["weights"])
             ),
         ]
-        for row in cold_start(options, variants(options))
+        for row in cold_start(options, [variant[:2] for variant in variants(options)])
     ]
     show(header, lines, options.out)
 
@@ -131,13 +150,15 @@ COMMAND = Command(
     examples=(
         "decode-step --preset gpt-oss-20b --layers 4 --max-tokens 64 --profile",
         "decode-step --preset qwen3-coder-30b-a3b-fp8 --method none eagle3 peagle -K 3 7 \\\n      --synthetic-acceptance-length 3.1 --concurrency 1 8 32",
+        "decode-step --preset qwen3-coder-30b-a3b-fp8 --method none peagle --adaptive off,load \\\n      --synthetic-acceptance-rows bench/results/headroom.jsonl --concurrency 8 32 128 256",
     ),
     description=f"""
 Times rounds of the engine with a model of a released shape. Weights are random and made on the device, so no
 checkpoint is needed; a large model needs a GPU. In a round the target checks the drafts and the head makes the
 next ones. A cell is a method, a K (drafts per round) and a concurrency. Each cell adds a row: milliseconds per
 round at a full batch (host included), tokens per second, prefill, peak memory, and the floor (the least time of a
-round, from its bytes and operations). The first example below is a short first try. docs/decode-step.md explains
+round, from its bytes and operations). With --adaptive load the engine chooses K of each round, at most the given
+one (docs/adaptive.md); the rows of such a comparison have the kind "adaptive-step". The first example below is a short first try. docs/decode-step.md explains
 the fields of a row.
 
 Presets: {textwrap.fill(", ".join(PRESETS), 100, break_on_hyphens=False)};

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.command import Command, SweepOptions, list_of_positive, option, positive, rows_file
+from bench.command import (
+    Command,
+    SweepOptions,
+    adaptive_option,
+    list_of_positive,
+    option,
+    positive,
+    rows_file,
+)
 from bench.commands.acceptance import SETS_HELP, sweep_table
 
 
@@ -18,6 +26,11 @@ class Options(SweepOptions):
     )
     min_prompts: int = option("least prompts of a cell", default=4, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=1, type=positive, metavar="N")
+    adaptive: tuple[str, ...] = adaptive_option()
+    repeats: int = option(
+        "runs of a cell, of which the row has the median; the runs of a concurrency then alternate between all methods",
+        default=1, type=positive, metavar="N",
+    )  # fmt: skip
     out: Path = rows_file("throughput.jsonl")
 
 
@@ -30,12 +43,16 @@ def run(options: Options) -> int:
 COMMAND = Command(
     name="throughput",
     summary="output tokens per second of plain decoding, EAGLE-3 and P-EAGLE, by K and concurrency",
-    examples=("throughput --concurrency 1,8,32 -K 7",),
+    examples=(
+        "throughput --concurrency 1,8,32 -K 7",
+        "throughput --methods none,peagle -K 7 --adaptive off,load --repeats 5",
+    ),
     description="""
 Decodes the same prompts in every cell (a method, a K and a concurrency), one cell after the other, in one
 process. K is the number of drafts per round. A row has tokens per second, milliseconds per round, time to first
 token (TTFT), the ratio to plain decoding, and the floor (the least time of a round, from its bytes and
-operations).
+operations). With --adaptive load the engine chooses K of each round, at most the given one (docs/adaptive.md); the
+rows of such a comparison have the kind "adaptive".
 """,
     options=Options,
     run=run,

@@ -85,3 +85,23 @@ def test_the_command_prints_a_table_and_an_option_that_the_server_takes(tmp_path
     assert parse(ranges) == ((1, 1, 3), (2, 8, 1), (9, 32, 0))
     with pytest.raises(SystemExit):
         main([*argv[:-1], "0.4,0.6"])
+
+
+def test_the_table_of_an_engine_is_that_of_its_stored_times(tmp_path, capsys):
+    path = tmp_path / "times.json"
+    stored = [[b, k, ms / 1e3] for (b, k), ms in TIMES.items()]
+    path.write_text(json.dumps({"key": {}, "seconds": stored}))
+    argv = ["choose-k", "--times", str(path), "--acceptance", "0.8,0.6,0.4"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[2].split() == ["1", "250", "450", "636*"]
+    assert parse(out[-1].split("'")[1]) == ((1, 1, 3), (2, 8, 1), (9, 32, 0))
+    for text, message in (
+        ("[]", "no file of round times"),
+        ('{"seconds": [[1, 0, 1.0]]}', "no time of a round with drafts"),
+    ):
+        path.write_text(text)
+        assert main(argv) == 2
+        assert message in capsys.readouterr().err
+    assert main(["choose-k", "--times", str(tmp_path / "none.json"), *argv[3:]]) == 2
+    assert "cannot be read" in capsys.readouterr().err

@@ -10,20 +10,26 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench import presets
+from bench import presets, rows
 from bench.__main__ import main
 from bench.cold_start import first_token
 from bench.commands.decode_step import Options
-from bench.decode_step import CellsConfig, Models, _groups
+from bench.decode_step import CellsConfig, Models, _groups, variants
 from bench.presets import preset
 from bench.random_weights import num_bytes, random_head, random_target
-from bench.synthetic import Scattered, synthetic_acceptance
+from bench.synthetic import (
+    Scattered,
+    accepted_by_text,
+    drawn_acceptance,
+    synthetic_acceptance,
+)
 from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.layers import INIT_STD
+from peagle_jax.plan import RequestParams
 from tests import tiny
 
 MOE = replace(
@@ -166,6 +172,63 @@ def test_synthetic_acceptance_must_be_possible():
         synthetic_acceptance(4.5, 3)
     with pytest.raises(ConfigError, match="1 to 8"):
         synthetic_acceptance(0.5, 7)
+
+
+def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
+    """Drafts that a rule accepts in `count` rounds of a request."""
+    row = lambda value, dtype: jnp.full(count, value, dtype)
+    params = RequestParams(
+        seed=jnp.tile(jnp.array([[0, seed]], jnp.uint32), (count, 1)),
+        temperature=row(0, jnp.float32), top_k=row(0, jnp.int32), top_p=row(1, jnp.float32),
+        min_p=row(0, jnp.float32), num_draft=row(num_draft, jnp.int32),
+        num_logprobs=row(-1, jnp.int32), adjusts=row(0, jnp.int32),
+    )  # fmt: skip
+    positions = 10 * jnp.arange(count)[:, None] + jnp.arange(num_draft + 1)
+    drafts = jnp.zeros((count, num_draft), jnp.int32)
+    verdict = rule(jnp.zeros((count, num_draft + 1, 4)), drafts, None, positions, params)
+    return (verdict.count - 1).tolist()
+
+
+def test_drawn_acceptance_repeats_the_histogram_of_a_text():
+    texts = [[0, 0, 0, 3], [], [2, 7]]  # a text without rounds does not count
+    rule = drawn_acceptance(texts, 3)
+    counts = np.bincount(accepted_of(rule, 0, 3, 2000), minlength=4) / 2000
+    assert counts == pytest.approx([0.75, 0, 0, 0.25], abs=0.05)
+    counts = np.bincount(accepted_of(rule, 5, 3, 2000), minlength=4) / 2000
+    assert counts == pytest.approx([0, 0, 0.5, 0.5], abs=0.05)
+    assert set(accepted_of(rule, 5, 1, 100)) == {1}  # a round of K = 1
+    with pytest.raises(ConfigError, match="no text has rounds"):
+        drawn_acceptance([[]], 3)
+
+
+def test_acceptance_is_drawn_from_rows_with_enough_drafts():
+    measured = [
+        dict(
+            kind="headroom", method="peagle", num_speculative_tokens=7, accepted_by_text=[[1], [2]]
+        ),
+        dict(kind="headroom", method="peagle", num_speculative_tokens=3, accepted_by_text=[[3]]),
+        dict(kind="headroom", method="eagle3", num_speculative_tokens=7, accepted_by_text=[[4]]),
+        dict(kind="throughput"),
+    ]
+    assert accepted_by_text(measured, 7) == [[1], [2]]
+    assert accepted_by_text(measured, 3) == [[1], [2], [3]]
+    with pytest.raises(ConfigError, match="at least 8 drafts"):
+        accepted_by_text(measured, 8)
+    shipped = accepted_by_text(rows.read([rows.RESULTS / "headroom.jsonl"]), 7)
+    assert all(0 <= n <= 7 for text in shipped for n in text)
+
+
+def test_a_choice_by_load_is_a_variant_of_its_own(capsys):
+    of = lambda **fields: variants(Options(preset="tiny", k=(3, 7), **fields))
+    assert of(method=("none", "peagle"), adaptive=("off", "load")) == [
+        ("none", 0, "off"),
+        *(("peagle", k, adaptive) for k in (3, 7) for adaptive in ("off", "load")),
+    ]
+    with pytest.raises(ConfigError, match="--adaptive load needs a method"):
+        variants(Options(preset="tiny", method=("none",), adaptive=("load",)))
+    argv = ["decode-step", "--preset", "gpt-oss-20b", "--synthetic-acceptance-length", "2"]
+    assert main([*argv, "--synthetic-acceptance-rows", "x.jsonl"]) == 2
+    assert "exclude each other" in capsys.readouterr().err
 
 
 @pytest.fixture

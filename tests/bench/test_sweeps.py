@@ -7,6 +7,7 @@ import pytest
 
 from bench import rows
 from bench.__main__ import main
+from bench.labels import label
 from bench.sweep import prompt_set
 from bench.timing import drive
 from peagle_jax import Engine, EngineConfig, SamplingParams
@@ -53,6 +54,24 @@ def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few
         assert row["ms_per_round"] > 0
         assert row["ratio_to_plain"] > 0
     assert measured[0]["ratio_to_plain"] == 1
+
+
+def test_throughput_compares_fixed_k_with_a_choice_by_load(folders, tmp_path, few_prompts):
+    out = tmp_path / "rows.jsonl"
+    argv = [*options(folders, out), "-K", "2", "--concurrency", "2", "--set", few_prompts]
+    argv += ["--methods", "none,peagle", "--adaptive", "off,load", "--repeats", "3"]
+    assert main(["throughput", *argv]) == 0
+    measured = read(out)
+    cells = [(row["method"], row["num_speculative_tokens"], row["adaptive"]) for row in measured]
+    assert cells == [("none", 0, "off"), ("peagle", 2, "off"), ("peagle", 2, "load")]
+    assert [label(row) for row in measured] == ["plain", "P-EAGLE K=2", "P-EAGLE K by load"]
+    for row in measured:
+        assert row["kind"] == "adaptive"
+        assert row["outputs_equal_to_plain"] == row["prompts"]
+        speeds = row["tokens_per_second_of_repeats"]
+        assert sorted(speeds)[1] == pytest.approx(row["tokens_per_second"], rel=1e-3)
+    assert [*map(int, measured[2]["drafts_by_batch_size"])] == [1, 2]
+    assert "drafts_by_batch_size" not in measured[1]
 
 
 def test_a_row_says_what_the_weights_are(folders, tmp_path, few_prompts):
