@@ -165,6 +165,8 @@ class _Pages:
             "root": frontend.name,
             "parent": None,
             "max_model_len": frontend.config.max_model_len,
+            "method": frontend.method,
+            "num_speculative_tokens": frontend.config.num_draft,
         }
 
 

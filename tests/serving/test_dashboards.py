@@ -33,7 +33,7 @@ def series() -> dict[str, set[str]]:
     metrics = Metrics(
         "tiny",
         config=EngineConfig(num_draft=3),
-        load=lambda: Load(acceptance=counts),
+        load=lambda: Load(acceptance=counts, num_draft={1: 3}),
         num_open=lambda: 0,
     )
     found = dict(OF_PROMETHEUS)

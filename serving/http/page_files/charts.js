@@ -148,9 +148,3 @@ function draftsNote(samples) {
   }
   return values[0] ? `K = ${values[0]} at every batch size.` : "The server decodes without drafts.";
 }
-
-// The most drafts of a round.
-export function mostDrafts(samples) {
-  const sizes = samples.get("peagle:num_speculative_tokens") ?? [];
-  return Math.max(0, ...sizes.map(({ value }) => value));
-}

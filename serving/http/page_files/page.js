@@ -1,9 +1,8 @@
 // The page: reads the form, streams answers, and runs the race.
 
 import { Api } from "./api.js";
-import { Charts, mostDrafts } from "./charts.js";
+import { Charts } from "./charts.js";
 import { find, make, say } from "./dom.js";
-import { parse } from "./metrics.js";
 import { Run } from "./run.js";
 
 const REPLAY_MS = 90; // of a round in the replay
@@ -17,6 +16,7 @@ const STATES = {
 };
 const ROUNDS_NOTE =
   "A round is one pass of the target. Times would mislead: here a request with K = 0 runs in rounds made for drafts.";
+const METHODS = { peagle: "P-EAGLE", eagle3: "EAGLE-3" };
 const ENDS = {
   stop: "ended by the model",
   length: "reached its limit of tokens",
@@ -50,7 +50,7 @@ function showState(state) {
 async function meet() {
   const models = await api.json("../v1/models");
   model = models.data[0];
-  const most = mostDrafts(parse(await api.textQuietly("../metrics")));
+  const most = model.num_speculative_tokens;
   find("#model").textContent = `${model.id}, up to ${model.max_model_len} tokens`;
   limit(find("#max-tokens"), model.max_model_len);
   limit(find("#drafts"), most);
@@ -139,9 +139,13 @@ function showRuns(...runs) {
   place.replaceChildren(...runs.map((run) => run.element));
 }
 
+// What decodes with K drafts per round, as a title.
+function nameOf(drafts) {
+  return drafts ? `${METHODS[model.method] ?? "Drafts"}, K = ${drafts}` : "Plain, K = 0";
+}
+
 async function generate(asked) {
-  const title = asked.drafts ? `With drafts (K = ${asked.drafts})` : "Without drafts (K = 0)";
-  const run = new Run(title, asked.isChat ? "" : asked.prompt);
+  const run = new Run(nameOf(asked.drafts), asked.isChat ? "" : asked.prompt);
   showRuns(run);
   await stream(run, asked);
 }
@@ -150,8 +154,8 @@ async function generate(asked) {
 async function race(asked) {
   const drafts = asked.drafts || Number(find("#drafts").max);
   const shown = asked.isChat ? "" : asked.prompt;
-  const plain = new Run("Without drafts (K = 0)", shown, { isTimed: false });
-  const drafted = new Run(`With drafts (K = ${drafts})`, shown, { isTimed: false });
+  const plain = new Run(nameOf(0), shown, { isTimed: false });
+  const drafted = new Run(nameOf(drafts), shown, { isTimed: false });
   drafted.say("waits for the other one");
   showRuns(plain, drafted);
   await stream(plain, asked, { temperature: 0, num_speculative_tokens: 0 });
