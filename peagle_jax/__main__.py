@@ -16,7 +16,7 @@ from pathlib import Path
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_schedule import adaptive_or_default
 from peagle_jax.model_folders import check_folders, check_head_is_given
-from peagle_jax.options import parser
+from peagle_jax.options import parser, read_structured
 from peagle_jax.prompts import (
     Prompt,
     find_runnable,
@@ -74,6 +74,7 @@ def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
         min_p=args.min_p,
         stop=tuple(args.stop),
         logprobs=args.logprobs,
+        structured=read_structured(args),
     )
     params = [prompt.params(replace(base, seed=args.seed + i)) for i, prompt in enumerate(prompts)]
     if args.compare:
@@ -118,6 +119,13 @@ def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:
     return [
         tokenizer.chat([*first, {"role": "user", "content": p.text}], **options) for p in prompts
     ]
+
+
+def _after_reasoning(engine, text: list[int], params: SamplingParams) -> SamplingParams:
+    """Parameters of a chat: its constraint holds for the answer, not for the reasoning before it."""
+    if params.structured is None:
+        return params
+    return replace(params, structured=engine.grammars.located(params.structured, text))
 
 
 @contextlib.contextmanager
@@ -216,6 +224,8 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
         weights = dict(quantization=args.quantization, taps=args.taps)
         engine = load(args.model, drafter, method=args.method, config=config, **weights)
         texts = _texts(prompts, engine.tokenizer, args)
+    if args.chat:
+        params = [_after_reasoning(engine, *one) for one in zip(texts, params, strict=True)]
     numbers, left_out = _leave_out(prompts, texts, params, [engine])
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     loaded = time.perf_counter()

@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 from peagle_jax.draft_schedule import ADAPTIVE, OPTION, Schedule, parse
 from peagle_jax.errors import ConfigError
+from peagle_jax.structured import Structured
 
 _DESCRIPTION = """\
 Writes text with P-EAGLE parallel speculative decoding: a small head drafts K tokens in one pass, the
@@ -57,6 +59,44 @@ def _schedule(text: str) -> Schedule:
         return parse(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(error.rule) from error
+
+
+def _add_structured(add: Callable) -> None:
+    add("--json-object", action="store_true", help="write a JSON object")
+    add("--json-schema", metavar="FILE", help="write JSON that satisfies the JSON schema in FILE")
+    add("--regex", metavar="PATTERN", help="write text that PATTERN matches as a whole")
+    add("--choice", action="append", metavar="TEXT", help="write one of the TEXTs; repeatable")
+    add("--grammar", metavar="FILE", help="write text of the grammar in FILE: Lark or GBNF")
+
+
+def read_structured(args: argparse.Namespace) -> Structured | None:
+    """The constraint of a command line.
+
+    Raises:
+      ConfigError: more than one constraint, or a file that cannot be read or is no constraint.
+    """
+    options = (
+        ("--json-object", args.json_object or None, lambda _: Structured.json_object()),
+        ("--json-schema", args.json_schema, lambda path: Structured.json_schema(_text_of(path))),
+        ("--regex", args.regex, Structured.regex),
+        ("--choice", args.choice, Structured.choice),
+        ("--grammar", args.grammar, lambda path: Structured.grammar(_text_of(path))),
+    )
+    given = [(name, value, make) for name, value, make in options if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0][0]} and {given[1][0]} exclude each other; give one of them")
+    for name, value, make in given:
+        try:
+            return make(value)
+        except OSError as error:
+            raise ConfigError(f"{name} {value}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{name}: {getattr(error, 'rule', None) or error}") from error
+    return None
+
+
+def _text_of(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")
 
 
 def _add_model_options(add: Callable) -> None:
@@ -135,9 +175,13 @@ def parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, default=0.0, metavar="P")
     add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
+    _add_structured(made.add_argument_group("structured output").add_argument)
 
-    group = made.add_argument_group("output")
-    add = group.add_argument
+    _add_output(made.add_argument_group("output").add_argument)
+    return made
+
+
+def _add_output(add: Callable) -> None:
     add("--json", action="store_true", help="one JSON object per prompt, then a summary object")
     add(
         "--logprobs", type=int, metavar="N",
@@ -145,4 +189,3 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--verbose", "-v", action="store_true", help="log what runs where and how long it takes")
     add("--no-cache", action="store_true", help="do not keep compiled programs on disk")
-    return made

@@ -59,7 +59,7 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def _options(row: dict, where: str) -> dict:
-    known = {field.name for field in fields(SamplingParams)}
+    known = {field.name for field in fields(SamplingParams)} - {"structured"}
     options = {key: value for key, value in row.items() if key != "prompt"}
     unknown = sorted(options.keys() - known)
     if unknown:

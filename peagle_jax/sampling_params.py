@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from peagle_jax.errors import ConfigError
+from peagle_jax.structured import Structured
 
 MAX_BIAS = 1024
 """Most tokens with a bias of their own: `logit_bias`, or `allowed_token_ids`, each with the bad words."""
@@ -37,6 +38,7 @@ class SamplingParams:
       repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
       frequency_penalty: subtracted from a token's logit for each time that it was generated.
       presence_penalty: subtracted from the logit of each generated token.
+      structured: what the text must match. `logprobs` stay those of the unconstrained model.
 
     docs/serving.md ("Sampling controls") has the definitions and their order.
     """
@@ -59,6 +61,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    structured: Structured | None = None
 
     def __post_init__(self):
         if isinstance(self.stop, str):

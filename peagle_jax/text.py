@@ -166,6 +166,16 @@ class Tokenizer:
         """Ids of all special tokens, which `decode` leaves out."""
         return frozenset(self._hidden)
 
+    @cached_property
+    def added(self) -> dict[str, int]:
+        """Ids of the tokens outside the tokenizer's model, special or not, by spelling ("</think>")."""
+        added = self._backend.get_added_tokens_decoder()
+        return {one.content: token for token, one in added.items()}
+
+    def to_json(self) -> str:
+        """The tokenizer as the content of a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def name_of(self, token: int) -> str:
         """A token as text for reports: its bytes decoded, or a special token's spelling."""
         if token in self._hidden:

@@ -20,10 +20,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from peagle_jax import Engine, SamplingParams
+from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from serving import caller
 from serving.admission import Admission, late
+from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
 from serving.limits import Limits
 from serving.memory import MemoryReturn
@@ -87,6 +89,7 @@ class Frontend:
             max_model_len=self.config.max_model_len,
             memory=self.memory,
         )
+        self._constraints = Constraints(engine)
         self.started = time.time()
         self._report, self._report_refusal = report, report_refusal
         self._worker = EngineWorker(
@@ -167,6 +170,26 @@ class Frontend:
         async with self._limit_time():
             return await self._encoder.chat(messages, variables, tools=tools, field=field)
 
+    async def constrain(self, ask: Ask, *, is_chat: bool | None = None) -> Ask:
+        """The request with its constraint compiled, if it has one.
+
+        Args:
+          is_chat: whether the prompt ends where a chat model answers; None: as `ask` says.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED; DEADLINE_EXCEEDED.
+        """
+        if ask.params.structured is None:
+            return ask
+        is_chat = ask.is_chat if is_chat is None else is_chat
+        async with self._limit_time(ask.deadline):
+            matcher = await self._constraints.compile(
+                ask.params.structured,
+                field=ask.spelling.get("structured", "structured"),
+                chat=ask.prompt if is_chat else None,
+            )
+        return replace(ask, matcher=matcher)
+
     def open(self, ask: Ask) -> Stream:
         """Accepts a request; a refusal by the engine's queue is raised when the stream is read.
 
@@ -193,11 +216,7 @@ class Frontend:
         self.admission.add(stream)
         # A caller cannot measure by time what others have asked for.
         salt = ask.caller, ask.cache_salt
-        jobs = [
-            Job((number, index), ask.prompt, _numbered(ask.params, index), salt, ask.priority)
-            for index in range(ask.n)
-        ]
-        self._worker.submit(jobs)
+        self._worker.submit([_job(ask, (number, index), salt) for index in range(ask.n)])
         return stream
 
     def abort(self, request_id: str) -> bool:
@@ -261,10 +280,12 @@ class Frontend:
                 )
             )
         self._encoder.close()
+        self._constraints.close()
         self.memory.close()
         self.is_stuck = not await asyncio.to_thread(self._worker.stop, patience)
         # A thread that outlives the server could still write to its log.
         await self._encoder.wait_closed(_POOL_SECONDS)
+        await self._constraints.wait_closed(_POOL_SECONDS)
         if self.state is not State.DEAD:
             self._enter(State.STOPPED)
         return not rest
@@ -343,6 +364,13 @@ class Frontend:
         self.state = state
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _job(ask: Ask, key: tuple[int, int], salt: Salt) -> Job:
+    """One sequence of a request."""
+    matcher = None if ask.matcher is None else ask.matcher.copy()
+    params = _numbered(ask.params, key[1])
+    return Job(key, ask.prompt, params, salt, ask.priority, matcher)
 
 
 def _numbered(params: SamplingParams, index: int) -> SamplingParams:

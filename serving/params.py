@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from peagle_jax import ConfigError, SamplingParams
+from peagle_jax.structured import Structured
 from serving.errors import invalid
 from serving.limits import Limits
 
@@ -47,6 +48,28 @@ def cache_salt(given: str, *, field: str) -> str:
     if not 1 <= len(given) <= _MAX_SALT:
         raise invalid(field, f"{len(given)} characters; it must have 1 to {_MAX_SALT}")
     return given
+
+
+def constraint(field: str, kind: str | None, value: object) -> Structured | None:
+    """The constraint of a message.
+
+    Args:
+      field: the client's name of it.
+      kind: name of a class method of `Structured`; None: there is none.
+      value: its argument; for json_object whether it holds.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT that names the field.
+    """
+    try:
+        match kind:
+            case None:
+                return None
+            case "json_object":
+                return Structured.json_object() if value else None
+        return getattr(Structured, kind)(value)
+    except ConfigError as error:
+        raise invalid(field, error.rule) from error
 
 
 def prompt_ids(given: Sequence[int], *, field: str, max_model_len: int) -> list[int]:

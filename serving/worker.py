@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peagle_jax import ConfigError, Engine, SamplingParams, runs
+from peagle_jax.engine.grammar import Matcher
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import Request, Round, TokenLogprob
 from peagle_jax.engine.scheduler import QueueFull
@@ -40,6 +41,8 @@ class Job:
     params: SamplingParams
     salt: Salt = ()
     priority: int = 0
+    matcher: Matcher | None = None
+    """The constraint of `params`, for this sequence alone."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +291,12 @@ class EngineWorker:
                 raise QueueFull(f"{scheduler.num_waiting} requests are waiting")
             for job in jobs:
                 request = self._engine.add_request(
-                    job.prompt, job.params, request_id=job.key, salt=job.salt, priority=job.priority
+                    job.prompt,
+                    job.params,
+                    request_id=job.key,
+                    salt=job.salt,
+                    priority=job.priority,
+                    matcher=job.matcher,
                 )
                 added.append(request)
         except (ConfigError, QueueFull) as error:

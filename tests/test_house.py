@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "tests")
 
 ORDER = [
-    "errors", "plotting", "rope_config", "draft_schedule", "config", "sampling_params", "presets", "plan",
+    "errors", "structured", "plotting", "rope_config", "draft_schedule", "config", "sampling_params", "presets", "plan",
     "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "survival", "drafter", "flat_rows", "adjust", "verify", "step", "ragged",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
@@ -27,7 +27,7 @@ ORDER = [
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
     "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.loader", "checkpoint",
     "text", "options",
-    "engine", "engine.rules", "engine.pages", "engine.slots", "engine.request",
+    "engine", "engine.rules", "engine.pages", "engine.slots", "engine.grammar", "engine.request",
     "engine.prefixes", "engine.controls", "engine.calls", "engine.stats",
     "engine.round_times", "engine.adaptive", "engine.integrity", "engine.scheduler",
     "engine.sizes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.programs",

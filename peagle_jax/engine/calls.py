@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from peagle_jax.config import EngineConfig
+from peagle_jax.engine.grammar import Matcher, masks_of
 from peagle_jax.engine.request import Request
 from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, RequestParams
 
@@ -43,11 +44,14 @@ class PrefillCall:
             if len(chunk) > count:
                 plan.next_token[row] = chunk[count]
             _write_params(plan.params, row, request)
+            plan.constrained[row] = request.matcher is not None and plan.next_token[row] < 0
+        matchers = (r.matcher if plan.constrained[row] else None for row, r in enumerate(rows))
         return cls(
             requests=(*rows, *[None] * (R - len(rows))),
             last=tuple(end == r.num_to_prefill for r, end in zip(rows, ends, strict=True)),
             plan=plan,
             controls=controls,
+            mask=masks_of([(matcher, ()) for matcher in matchers], size=R, height=1),
         )
 
     def samples(self, row: int) -> bool:
@@ -85,18 +89,26 @@ class DecodeCall:
         slots[: len(rows)] = [request.slot for request in rows]
         # At most K: the plan then stays the same from round to round, and is not uploaded again.
         pending[: len(rows)] = [min(request.pending, num_draft) for request in rows]
-        table = _page_table(rows, size, config.pages_per_seq)
+        plan = DecodePlan(
+            slots=slots,
+            page_table=_page_table(rows, size, config.pages_per_seq),
+            pending=pending,
+            constrained=np.zeros(size, np.int32),
+            forced=np.full((size, num_draft), -1, np.int32),
+        )
+        drafted = tuple(min(num_draft, r.num_draft, r.pending) for r in rows)
+        windows: list[tuple[Matcher | None, Sequence[int]]] = []
+        for row, (request, count) in enumerate(zip(rows, drafted, strict=True)):
+            if request.matcher is not None:
+                forced = request.force_drafts(count)
+                plan.constrained[row], plan.forced[row, : len(forced)] = 1, forced
+            windows.append((request.matcher, request.drafts[:count]))
         return cls(
             requests=(*rows, *[None] * (size - len(rows))),
             shape=shape,
-            drafted=tuple(min(num_draft, r.num_draft, r.pending) for r in rows),
-            plan=DecodePlan(
-                slots=slots,
-                page_table=table,
-                pending=pending,
-                constrained=np.zeros(size, np.int32),
-                forced=np.full((size, num_draft), -1, np.int32),
-            ),
+            drafted=drafted,
+            plan=plan,
+            mask=masks_of(windows, size=size, height=num_draft + 1),
         )
 
 

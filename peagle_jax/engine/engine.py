@@ -15,6 +15,7 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
 from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.engine.memory import fit_pages
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.programs import Programs
@@ -122,6 +123,10 @@ class Engine:
         models = [target.config] if head_config is None else [target.config, head_config]
         layers = (model.attention(i) for model in models for i in range(model.num_layers))
         windows = {layer.window for layer in layers} - {None}
+        self.grammars: Grammars | None = None
+        if tokenizer is not None:
+            vocab_size, eos_ids = target.config.vocab_size, target.config.eos_ids
+            self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self.programs = Programs(target, drafter, self.config, taps=taps, accept=accept)
         self._timer = None
         self.policy: LoadPolicy | None = None
@@ -203,10 +208,13 @@ class Engine:
         request_id: str | int | None = None,
         salt: Salt = (),
         priority: int = 0,
+        matcher: Matcher | None = None,
     ) -> Request:
         """Queues a request; `step` returns its tokens. Requests with a lower priority come first.
 
-        Requests with different `salt` share no cached prefix.
+        Args:
+          salt: requests with different salts share no cached prefix.
+          matcher: `params.structured`, compiled by `grammars` for this request alone; None: compiled here.
 
         Raises:
           ConfigError: as in `validate`.
@@ -214,6 +222,8 @@ class Engine:
         """
         tokens, number = self.validate(prompt, params), next(self._numbers)
         num_draft = params.num_speculative_tokens
+        if params.structured is not None and matcher is None:
+            matcher = self.grammars.compile(params.structured)
         request = Request(
             id=number if request_id is None else request_id,
             prompt=tokens,
@@ -223,6 +233,7 @@ class Engine:
             priority=priority,
             stop_checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
             salt=salt,
+            matcher=matcher,
         )
         request.arrival_time = time.monotonic()
         self.scheduler.add(request)

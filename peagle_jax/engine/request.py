@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from peagle_jax.engine.grammar import Matcher
 from peagle_jax.engine.pages import Salt
 from peagle_jax.sampling_params import SamplingParams
 
@@ -80,6 +81,7 @@ class Request:
         contains, or None.
       salt: requests with different salts share no cached prefix.
       reads_prefix_cache: False computes the whole prompt, even if a prefix of it is cached.
+      matcher: where the text stands in its grammar, if `params.structured` constrains it.
     """
 
     id: str | int
@@ -93,6 +95,7 @@ class Request:
     reads_prefix_cache: bool = True
     banned_ids: tuple[int, ...] = ()
     """Token ids of `params.bad_words`."""
+    matcher: Matcher | None = None
 
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
@@ -226,6 +229,16 @@ class Request:
         for position in range(num_accepted):
             self.accepted_per_position[position] += 1
 
+    def force_drafts(self, most: int) -> list[int]:
+        """Replaces the first `drafts`, at most `most`, by the tokens that the constraint forces.
+
+        Returns:
+          These tokens.
+        """
+        forced = self.matcher.forced(most)
+        self.drafts[: len(forced)] = forced
+        return forced
+
     def append(
         self,
         tokens: Sequence[int],
@@ -236,7 +249,7 @@ class Request:
     ) -> list[int]:
         """Appends tokens until one ends the text; the ending token is kept, later ones are dropped.
 
-        With stop id 9 and `tokens` [4, 9, 7] the output grows by [4, 9] and the request is FINISHED.
+        The request fails if its matcher has exceeded its limits. With stop id 9 and `tokens` [4, 9, 7] the output grows by [4, 9] and the request is FINISHED.
 
         Args:
           tokens: what one call produced, in order.
@@ -248,6 +261,9 @@ class Request:
           The tokens that were kept.
         """
         assert not self.is_finished, f"request {self.id} is finished and was given tokens"
+        if self.matcher is not None and self.matcher.error is not None:
+            self.fail(self.matcher.error)  # the masks of the call are not complete
+            return []
         kept = []
         for index, token in enumerate(tokens):
             self.output.append(token)
@@ -256,7 +272,11 @@ class Request:
                 self.logprobs.append(logprobs[index])
             self._finish_if_ended(token, eos_ids, max_model_len)
             if self.is_finished:
-                break
+                return kept
+        if self.matcher is not None:
+            self.matcher.consume(kept)
+            if self.matcher.error is not None:
+                self.fail(self.matcher.error)
         return kept
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:

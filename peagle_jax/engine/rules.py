@@ -75,6 +75,17 @@ def _rules(
         bool(params.stop) and not has_tokenizer,
         "strings need a model with a tokenizer; use ids of tokens",
     )
+    yield (
+        "structured",
+        params.structured is not None and not has_tokenizer,
+        "needs a model with a tokenizer",
+    )
+    for field in ("allowed_token_ids", "bad_words", "min_tokens"):
+        yield (
+            field,
+            params.structured is not None and bool(getattr(params, field)),
+            "may forbid the only tokens that a structured output allows; leave one of the two out",
+        )
 
 
 def _control_rules(

@@ -190,10 +190,12 @@ class Scheduler:
         check_requests(self.waiting, self.active, self.config)
 
     def _plan_decode(self) -> DecodeCall | None:
-        rows = []
+        rows, holds = [], self._holds_constrained()
         for request in list(self.active):
             # Skip requests of this snapshot that `_reserve` has just preempted: they are WAITING.
             if request.state is not RequestState.RUNNING or self._is_ending(request):
+                continue
+            if request.matcher is not None and (holds or request.unread_drafts):
                 continue
             if self._reserve(request):
                 rows.append(request)
@@ -213,6 +215,15 @@ class Scheduler:
         if self.policy is None:
             return RoundShape(size, drafts[-1])
         return RoundShape(size, self.policy.choose(size, rows, drafts))
+
+    def _holds_constrained(self) -> bool:
+        """Whether constrained requests wait in this step, because a round of one of them is in flight.
+
+        The masks of a round need the text and the drafts that the calls before it made. So a constrained
+        request has at most one call in flight. All of them go in the same round: each would otherwise have
+        its rounds at its own steps, in smaller batches.
+        """
+        return any(r.matcher is not None and r.rounds_in_flight for r in self.active)
 
     def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
         size = self.config.prefill_rows

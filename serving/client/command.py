@@ -163,9 +163,23 @@ def _request(
             request.output.logprobs = args.logprobs
         if args.num_speculative_tokens is not None:
             request.speculation.num_speculative_tokens = args.num_speculative_tokens
+        _constrain(request.structured, args)
     except ValueError as error:  # protobuf cannot represent it: a negative seed, a lone surrogate
         raise ClientError(f"cannot be sent: {error}") from error
     return request
+
+
+def _constrain(message: pb.Structured, args: argparse.Namespace) -> None:
+    """Sets the constraint, which the server checks."""
+    if args.json_object:
+        message.json_object = True
+    for name, path in (("json_schema", args.json_schema), ("grammar", args.grammar)):
+        if path is not None:
+            setattr(message, name, _read(path).decode("utf-8", "replace"))
+    if args.regex is not None:
+        message.regex = args.regex
+    if args.choice is not None:
+        message.choice.texts.extend(args.choice)
 
 
 def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.GenerateRequest) -> str:

@@ -102,6 +102,12 @@ def parser() -> argparse.ArgumentParser:
         "--num-speculative-tokens", "-K", type=int, metavar="K",
         help="drafts per round; 0 decodes without drafts (default: the server's own)",
     )  # fmt: skip
+    add = command_line.add_argument_group("structured output").add_argument
+    add("--json-object", action="store_true", help="write a JSON object")
+    add("--json-schema", metavar="FILE", help="write JSON that satisfies the JSON schema in FILE")
+    add("--regex", metavar="PATTERN", help="write text that PATTERN matches as a whole")
+    add("--choice", action="append", metavar="TEXT", help="write one of the TEXTs; repeatable")
+    add("--grammar", metavar="FILE", help="write text of the grammar in FILE: Lark or GBNF")
     return command_line
 
 
@@ -121,6 +127,13 @@ def check(args: argparse.Namespace) -> None:
     Raises:
       ClientError: options that contradict each other, or a value out of range.
     """
+    constraints = (
+        args.json_object or None,
+        args.json_schema,
+        args.regex,
+        args.choice,
+        args.grammar,
+    )
     rules = (
         ((args.system is not None or args.chat_option) and not args.chat, "--system and --chat-option need --chat"),
         (args.info and args.health, "give one of --info and --health"),
@@ -129,6 +142,7 @@ def check(args: argparse.Namespace) -> None:
         ((args.tls_cert is None) != (args.tls_key is None), "--tls-cert and --tls-key belong together"),
         (args.tls_cert and not (args.tls or args.tls_ca), "--tls-cert needs --tls or --tls-ca"),
         (args.timeout is not None and not args.timeout > 0, "--timeout must be above 0"),
+        (sum(one is not None for one in constraints) > 1, "a text has one constraint: give one of --json-object, --json-schema, --regex, --choice and --grammar"),
         (args.max_tokens < 1, "--max-tokens must be at least 1"),
         (args.n < 1, "--n must be at least 1"),
         (not 0 < args.top_p <= 1, "--top-p must lie above 0 and not above 1"),

@@ -52,11 +52,12 @@ class Completions:
         check_model(content, frontend.name)
         fields = CompletionFields.read(content, frontend.limits)
         options = read_options(fields)
+        spelling = dict(_SPELLING)
         params = read_params(
             fields,
             frontend.limits,
             max_tokens=fields.max_tokens,
-            spelling=_SPELLING,
+            spelling=spelling,
             logprobs=fields.logprobs,
         )
         unencoded = _prompts(fields.prompt, frontend.limits.max_n // max(1, options.n))
@@ -70,7 +71,7 @@ class Completions:
             protocol="http",
             method=self.path,
             trace=caller.trace,
-            spelling=_SPELLING,
+            spelling=spelling,
         )
 
         async def encode() -> Call:

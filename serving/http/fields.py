@@ -56,7 +56,7 @@ class Fields(BaseModel):
             return content
         if None in content.values():
             content = {name: value for name, value in content.items() if value is not None}
-        known = cls.__pydantic_fields__.keys()
+        known = {field.alias or name for name, field in cls.__pydantic_fields__.items()}
         if not content.keys() <= known:
             # Keep one unknown field, which pydantic refuses: errors for 65,000 of them take 0.2 s.
             first = min(content.keys() - known)

@@ -91,7 +91,8 @@ class Generation:
             body.free()
             call = await encode()
             del encode  # frees the texts of the prompts: generation may take minutes
-            await self._answer(call, reply)
+            asks = [await self._frontend.constrain(ask) for ask in call.asks]
+            await self._answer(replace(call, asks=asks), reply)
         except ServiceError as error:
             self._frontend.refused("http", self._route.path, error)
             await reply.fail(error)

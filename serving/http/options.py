@@ -8,6 +8,7 @@ from pydantic import AfterValidator
 from peagle_jax import SamplingParams
 from serving.errors import Code, ServiceError, invalid
 from serving.http.fields import Fields, Integers, Texts, neutral
+from serving.http.structured import ResponseFormat, StructuredOutputs, guided, read_structured
 from serving.limits import Limits
 from serving.params import cache_salt, sampling_params
 
@@ -51,6 +52,8 @@ class SharedFields(Fields):
     num_speculative_tokens: int | None = None
     cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
     priority: Annotated[int, AfterValidator(_check_priority)] = 0
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # A client's own labels are accepted and not used.
     user: Any = None
@@ -75,12 +78,10 @@ class SharedFields(Fields):
     truncate_prompt_tokens: neutral() = None
     prompt_logprobs: neutral() = None
     return_tokens_as_token_ids: neutral(False) = None
-    structured_outputs: neutral() = None
-    guided_json: neutral() = None
-    guided_regex: neutral() = None
-    guided_choice: neutral() = None
-    guided_grammar: neutral() = None
-    response_format: neutral({"type": "text"}) = None
+    guided_json: guided("json") = None
+    guided_regex: guided("regex") = None
+    guided_choice: guided("choice") = None
+    guided_grammar: guided("grammar") = None
     store: neutral(False) = None
     service_tier: neutral("auto", "default") = None
     kv_transfer_params: neutral() = None
@@ -152,11 +153,14 @@ def read_params(
     """Sampling parameters.
 
     Args:
-      spelling: the route's names of our parameters, where they differ.
+      spelling: the route's names of our parameters, where they differ; gets the name of the constraint.
 
     Raises:
       ServiceError: INVALID_ARGUMENT names a field.
     """
+    structured, spelling["structured"] = read_structured(
+        fields.response_format, fields.structured_outputs
+    )
     return sampling_params(
         spelling,
         limits,
@@ -171,4 +175,5 @@ def read_params(
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
         num_speculative_tokens=fields.num_speculative_tokens,
+        structured=structured,
     )

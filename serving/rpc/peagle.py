@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from peagle_jax import SamplingParams
 from peagle_jax.engine.request import TokenLogprob
 from peagle_jax.engine.stats import Acceptance
+from peagle_jax.structured import Structured
 from peagle_jax.text import Tokenizer
 from serving import request_ids
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.json_input import parse_small_object
-from serving.params import cache_salt, prompt_ids, sampling_params
+from serving.params import cache_salt, constraint, prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.replies.parts import ReplyPart
@@ -124,7 +125,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         if request.HasField("cache_salt"):
             salt = cache_salt(request.cache_salt, field="cache_salt")
         prompt = await self._prompt(request)
-        return Ask(
+        ask = Ask(
             request_id=request_id,
             prompt=prompt,
             params=params,
@@ -136,8 +137,13 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             is_chat=request.WhichOneof("prompt") == "chat",
             method=f"peagle.v1.Generation/{method}",
             trace=calls.trace(context),
-            spelling=_SPELLING | {"prompt": request.WhichOneof("prompt")},
+            spelling=_SPELLING
+            | {
+                "prompt": request.WhichOneof("prompt"),
+                "structured": f"structured.{request.structured.WhichOneof('constraint')}",
+            },
         )
+        return await self._frontend.constrain(ask)
 
     async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
         match request.WhichOneof("prompt"):
@@ -177,6 +183,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             ignore_eos=stopping.ignore_eos,
             logprobs=optional(request.output, "logprobs"),
             num_speculative_tokens=optional(request.speculation, "num_speculative_tokens"),
+            structured=_structured(request.structured),
         )
 
 
@@ -202,6 +209,15 @@ class _Rounds:
             message.drafts.extend(one.drafts)
             message.texts.extend(one.texts)
         return message
+
+
+def _structured(given: pb.Structured) -> Structured | None:
+    kind = given.WhichOneof("constraint")
+    return constraint(
+        f"structured.{kind}",
+        kind,
+        given.choice.texts if kind == "choice" else kind and getattr(given, kind),
+    )
 
 
 _SPELLING = {

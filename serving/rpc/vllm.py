@@ -10,10 +10,11 @@ from peagle_jax import SamplingParams
 from peagle_jax.checkpoint.target_writer import ARCHITECTURES
 from peagle_jax.engine.request import TokenLogprob
 from peagle_jax.engine.stats import Acceptance
+from peagle_jax.structured import Structured
 from serving import request_ids
 from serving.errors import Code, ServiceError, invalid
 from serving.frontend import Frontend, State
-from serving.params import prompt_ids, refuse_unless_neutral, sampling_params
+from serving.params import constraint, prompt_ids, refuse_unless_neutral, sampling_params
 from serving.protos import vllm_engine_pb2 as pb
 from serving.protos import vllm_engine_pb2_grpc
 from serving.rpc import calls
@@ -169,7 +170,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         else:
             ids, most = request.tokenized.input_ids, self._frontend.config.max_model_len
             prompt = prompt_ids(ids, field="tokenized.input_ids", max_model_len=most)
-        return Ask(
+        ask = Ask(
             request_id=request_id,
             prompt=prompt,
             params=params,
@@ -179,8 +180,15 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             wants_text=False,
             method=f"{SERVICE}/Generate",
             trace=calls.trace(context),
-            spelling=_SPELLING | {"prompt": "text" if kind == "text" else "tokenized.input_ids"},
+            spelling=_SPELLING
+            | {
+                "prompt": "text" if kind == "text" else "tokenized.input_ids",
+                "structured": _constraint_field(request.sampling_params),
+            },
         )
+        # A gateway has put chats into the template.
+        is_chat = kind == "tokenized" and not request.sampling_params.grammar_from_first_token
+        return await self._frontend.constrain(ask, is_chat=is_chat)
 
     def _params(self, given: pb.SamplingParams, drafts: int | None) -> SamplingParams:
         optional = lambda name: getattr(given, name) if given.HasField(name) else None
@@ -199,6 +207,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             ignore_eos=given.ignore_eos,
             logprobs=optional("logprobs"),
             num_speculative_tokens=drafts,
+            structured=_structured(given),
         )
 
 
@@ -264,12 +273,18 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     refuse_unless_neutral(
         "sampling_params.logit_bias", any(given.logit_bias.values()), (False,), "a logit bias"
     )
-    constraint = given.WhichOneof("constraint")
-    if constraint is not None:
-        value = getattr(given, constraint)
-        refuse_unless_neutral(
-            f"sampling_params.{constraint}", value, (False,), "constrained output"
-        )
+    tag = given.HasField("structural_tag")
+    refuse_unless_neutral("sampling_params.structural_tag", tag, (False,), "a structural tag")
+
+
+def _constraint_field(given: pb.SamplingParams) -> str:
+    return f"sampling_params.{given.WhichOneof('constraint')}"
+
+
+def _structured(given: pb.SamplingParams) -> Structured | None:
+    kind = given.WhichOneof("constraint")
+    value = given.choice.choices if kind == "choice" else kind and getattr(given, kind)
+    return constraint(_constraint_field(given), kind, value)
 
 
 def _drafts(context) -> int | None:

@@ -166,7 +166,8 @@ class FakeDevice:
             if plan.next_token[row] >= 0:
                 assert plan.next_token[row] == view.request.tokens[end]
             else:
-                tokens[row] = self.slots[slot][1] = true_next(view.read(end))
+                allowed = mask_of(call, row, 0)
+                tokens[row] = self.slots[slot][1] = allowed_next(view.read(end), allowed)
                 view.write(end - 1, view.request.tokens[end - 1], int(tokens[row, 0]))
             if call.last[row]:
                 text = [*view.read(end), self.slots[slot][1]]
@@ -185,10 +186,20 @@ class FakeDevice:
             assert call.drafted[row] == min(K, num_draft, len(made))
             text = [*view.read(length), last]
             view.check(text, length)
-            end = length + 1 + num_right(text, made[: call.drafted[row]])
+            forced = call.plan.forced[row]
+            assert call.plan.constrained[row] or (forced == -1).all()
+            made = [
+                mine if mine >= 0 else own for own, mine in zip(made, forced.tolist(), strict=False)
+            ]
+            right = (
+                allowed_next(text + made[:i], mask_of(call, row, i)) == made[i]
+                for i in range(call.drafted[row])
+            )
+            end = length + 1 + sum(itertools.takewhile(bool, right))
             for position in range(length, end):
                 view.write(position, last, JUNK)
-                following = true_next(view.read(position + 1))
+                allowed = mask_of(call, row, position - length)
+                following = allowed_next(view.read(position + 1), allowed)
                 view.write(position, last, following)
                 last = tokens[row, position - length] = following
             for position in range(end, length + max(1, 2 * K)):
@@ -198,10 +209,18 @@ class FakeDevice:
         return tokens, (tokens != JUNK).sum(axis=1), drafts, fake_logprobs(tokens)
 
 
-def num_right(tokens: list[int], drafts: list[int]) -> int:
-    """How many leading drafts are the true continuation of `tokens`."""
-    right = (true_next(tokens + drafts[:i]) == draft for i, draft in enumerate(drafts))
-    return sum(itertools.takewhile(bool, right))
+def mask_of(call: PrefillCall | DecodeCall, row: int, place: int) -> np.ndarray | None:
+    """[VOCAB] bool: tokens that the call allows after `place` drafts; None: all."""
+    if not call.plan.constrained[row]:
+        return None
+    bits = np.unpackbits(call.mask[row, place].view(np.uint8), bitorder="little")
+    return bits[:VOCAB].astype(bool)
+
+
+def allowed_next(tokens: list[int], allowed: np.ndarray | None) -> int:
+    """The law of the fake model under a mask: the first allowed token from `true_next` on."""
+    token = true_next(tokens)
+    return token if allowed is None else (token + int(np.argmax(np.roll(allowed, -token)))) % VOCAB
 
 
 def fake_logprobs(tokens: np.ndarray) -> BatchLogprobs:

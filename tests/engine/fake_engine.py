@@ -3,13 +3,16 @@
 import random
 from collections import Counter
 
+import numpy as np
+
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import Calls
+from peagle_jax.engine.grammar import Matcher, masks_of
 from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.scheduler import Scheduler
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.sampling_params import SamplingParams
-from tests.engine.fake_device import VOCAB, FakeDevice, true_next
+from tests.engine.fake_device import VOCAB, FakeDevice, allowed_next
 
 EOS = 59
 
@@ -19,12 +22,10 @@ def ends_in_seventeen(output: list[int]) -> str | None:
 
 
 def make_request(id: int, prompt: list[int], num_draft: int, *, seed=0, **fields) -> Request:
-    checker, priority = fields.pop("stop_checker", None), fields.pop("priority", 0)
+    names = {"stop_checker", "matcher", "priority"} & fields.keys()
+    own = {name: fields.pop(name) for name in names}
     params = SamplingParams(**fields)
-    return Request(
-        id=id, prompt=prompt, params=params, num_draft=num_draft, seed=seed, stop_checker=checker,
-        priority=priority,
-    )  # fmt: skip
+    return Request(id=id, prompt=prompt, params=params, num_draft=num_draft, seed=seed, **own)
 
 
 class FakeEngine:
@@ -99,7 +100,7 @@ class FakeEngine:
     def check_round(self, request: Request, tokens: list[int]) -> None:
         """The drafts that the host read are those that the device verified: their leading ones are output."""
         if request.last_round is None:
-            assert len(tokens) == 1
+            assert len(tokens) == 1, request.error
             return
         drafts, accepted, num_tokens = request.last_round
         assert num_tokens == len(tokens)
@@ -124,12 +125,23 @@ class FakeEngine:
         assert len(self.scheduler.free_slots) == self.config.max_num_seqs
 
 
-def expected(request: Request, max_model_len: int) -> tuple[list[int], str, int | str | None]:
-    """Output, finish reason and stop reason of a request served alone, without drafts."""
+def expected(
+    request: Request, max_model_len: int, matcher: Matcher | None = None
+) -> tuple[list[int], str, int | str | None]:
+    """Output, finish reason and stop reason of a request served alone, without drafts.
+
+    `matcher` is a new one of the request's constraint.
+    """
     output, params = [], request.params
     while True:
-        token = true_next(request.prompt + output)
+        allowed = None
+        if matcher is not None:
+            words = masks_of([(matcher, ())], size=1, height=1)[0, 0]
+            allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+        token = allowed_next(request.prompt + output, allowed)
         output.append(token)
+        if matcher is not None:
+            matcher.consume([token])
         if token in params.stop_ids or (token == EOS and not params.ignore_eos):
             return output, "stop", token
         if request.stop_checker and request.stop_checker(output):
@@ -156,12 +168,12 @@ def check_counts(request: Request) -> None:
     assert 1 <= counts.length <= 1 + request.num_draft
 
 
-def check_finished(request: Request, engine: FakeEngine) -> None:
+def check_finished(request: Request, engine: FakeEngine, matcher: Matcher | None = None) -> None:
     assert engine.ends[request.id] == 1
     assert request.state is RequestState.FINISHED
     assert engine.streams[request.id] == request.output
     ending = (request.output, request.finish_reason, request.stop_reason)
-    wanted = expected(request, engine.config.max_model_len)
+    wanted = expected(request, engine.config.max_model_len, matcher)
     if request.finish_reason == "abort":
         wanted = (wanted[0][: len(request.output)], "abort", None)
     assert ending == wanted

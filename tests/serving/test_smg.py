@@ -175,11 +175,16 @@ def test_sampling_and_stop_strings_reach_the_engine(server, client, expected):
     assert len(set(first.values())) == 2
 
 
+def bad_schema() -> dict:
+    schema = dict(name="x", schema={"type": "array", "uniqueItems": True})
+    return dict(response_format=dict(type="json_schema", json_schema=schema))
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
         (dict(presence_penalty=0.5), "sampling_params.presence_penalty"),
-        (dict(response_format=dict(type="json_object")), "sampling_params.json_schema"),
+        (bad_schema(), "sampling_params.json_schema"),
         (dict(n=2), "sampling_params.n"),
     ],
 )

@@ -212,12 +212,11 @@ WRONG = {
     "sampling_params.min_tokens": ask(min_tokens=1),
     "sampling_params.logit_bias": ask(logit_bias={5: 1.0}),
     "sampling_params.truncate_prompt_tokens": ask(truncate_prompt_tokens=-1),
-    "sampling_params.json_schema": ask(json_schema="{}"),
-    "sampling_params.regex": ask(regex="a"),
+    "sampling_params.json_schema": ask(json_schema="{"),
+    "sampling_params.regex": ask(regex="(a"),
     "sampling_params.grammar": ask(grammar="a"),
     "sampling_params.structural_tag": ask(structural_tag="a"),
-    "sampling_params.json_object": ask(json_object=True),
-    "sampling_params.choice": ask(choice=pb.ChoiceConstraint(choices=["a"])),
+    "sampling_params.choice": ask(choice=pb.ChoiceConstraint(choices=["a", ""])),
     "sampling_params.99": with_unknown(99),
 }
 

@@ -1,0 +1,304 @@
+"""Structured output: masks of the tokens that a grammar allows, by llguidance. Host code, no jax here.
+
+A round verifies drafts, so it needs one mask for each draft and one for the token after them. Row j is the
+mask after drafts 1..j. A draft that its row forbids has probability 0 in the masked target, so verification
+rejects it there, and the rows behind it are not used. Matchers consume committed tokens only: nothing is
+rolled back, and a preempted request keeps its matcher.
+"""
+
+import json
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import llguidance
+import numpy as np
+from llguidance import gbnf_to_lark
+from llguidance.numpy import (
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+
+from peagle_jax.errors import ConfigError
+from peagle_jax.plan import mask_words
+from peagle_jax.structured import Reasoning, Structured
+from peagle_jax.text import Tokenizer
+
+ALL = -1
+"""A mask word that allows 32 tokens."""
+MAX_CHARS = 256 << 10
+"""Most characters of a schema or a grammar."""
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,  # 20 ms
+    step_lexer_fuel=100_000,  # 7 ms a mask
+    step_max_items=20_000,  # 1 ms a mask
+    max_lexer_states=16_384,  # 30 MB a request
+    max_grammar_size=250_000,
+    verbose_errors=False,
+)
+"""Work and memory of one grammar. A request that exceeds them fails; at run time it gets no further token."""
+_MARKERS = (("<think>", "</think>"), ("<|channel>", "<channel|>"), ("[THINK]", "[/THINK]"))
+"""Before and after reasoning: Qwen3 and others, Gemma 4, Mistral."""
+_HARMONY = tuple(f"<|{name}|>" for name in ("channel", "message", "start", "end"))
+
+
+def masks_of(
+    rows: Sequence[tuple["Matcher | None", Sequence[int]]], *, size: int, height: int
+) -> np.ndarray | None:
+    """The masks of a call, [size, height, mask_words(V)] int32 (see `plan`); None without a constrained row.
+
+    Args:
+      rows: for each row a matcher, or None without a constraint, and the drafts that the call verifies, fewer
+        than `height`.
+      size: rows of the call, padding included.
+    """
+    matchers = [matcher for matcher, _ in rows if matcher is not None]
+    if not matchers:
+        return None
+    # llguidance leaves the masks behind a forbidden draft unwritten.
+    masks = np.full((size, height, matchers[0].num_words), ALL, np.int32)
+    flat = masks.reshape(size * height, -1)
+    windows, plain = [], []
+    for row, (matcher, drafts) in enumerate(rows):
+        if matcher is not None and drafts:
+            windows.append((matcher.matcher, row * height, list(drafts)))
+        elif matcher is not None:
+            plain.append((matcher.matcher, row * height))
+    if windows:
+        fill_next_token_bitmask_par_with_draft_tokens(matchers[0].executor, windows, flat)
+    if plain:
+        fill_next_token_bitmask_par(matchers[0].executor, plain, flat)
+    for row, (matcher, drafts) in enumerate(rows):
+        if matcher is not None:
+            matcher.close(drafts, masks[row])
+    return masks
+
+
+class Matcher:
+    """Where the text of one request stands in its grammar. Made by `Grammars`."""
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        executor: llguidance.LLExecutor,
+        eos_ids: Collection[int],
+        num_words: int,
+    ):
+        self.matcher, self.executor, self._eos_ids = matcher, executor, eos_ids
+        self.num_words = num_words
+        """Words of a mask."""
+
+    @property
+    def error(self) -> str | None:
+        """One sentence, if the matcher exceeded `LIMITS` or met a token that its masks forbid. It is final."""
+        if not self.matcher.is_error():
+            return None
+        return f"the constraint cannot be continued: {_first_line(self.matcher.get_error())}"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text may end here."""
+        return self.matcher.is_accepting()
+
+    def consume(self, tokens: Iterable[int]) -> None:
+        """Takes committed tokens; see `error`. After the end of the text it takes further ends."""
+        for token in tokens:
+            if not (self.matcher.is_stopped() and token in self._eos_ids):
+                self.matcher.consume_token(token)
+
+    def close(self, drafts: Sequence[int], masks: np.ndarray) -> None:
+        """Behind a draft that ends the text, allows further ends only: llguidance leaves these rows out."""
+        end = next((place for place, draft in enumerate(drafts) if draft in self._eos_ids), None)
+        if end is not None:
+            ends = np.zeros(32 * self.num_words, np.uint8)
+            ends[list(self._eos_ids)] = 1
+            masks[end + 1 :] = np.packbits(ends, bitorder="little").view(np.int32)
+
+    def copy(self) -> "Matcher":
+        """A matcher at the same place for another sequence of the same request. The two share `LIMITS`."""
+        return Matcher(self.matcher.deep_copy(), self.executor, self._eos_ids, self.num_words)
+
+    def forced(self, most: int) -> list[int]:
+        """Up to `most` next tokens that are the only continuation in the tokenizer's own splitting."""
+        return self.matcher.compute_ff_tokens()[:most] if most else []
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Ids of a vocabulary's tokens around reasoning. None: the vocabulary does not have them."""
+
+    block: tuple[int, int] | None  # begin and end of a block of reasoning
+    harmony: tuple[int, ...] | None  # channel, message, start, end
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Markers":
+        """The markers in a vocabulary."""
+        ids = lambda names: tuple(map(tokenizer.added.get, names))
+        blocks = (ids(names) for names in _MARKERS)
+        block = next((pair for pair in blocks if None not in pair), None)
+        harmony = ids(_HARMONY)
+        return cls(block, None if None in harmony else harmony)
+
+    def frame(self, reasoning: Reasoning | None) -> str | None:
+        """A Lark grammar that puts reasoning before `@answer`; None if there is none."""
+        match reasoning:
+            case "optional" | "open" if self.block:
+                begin, end = self.block
+                rules = [
+                    "start: rest @answer"
+                    if reasoning == "open"
+                    else f"start: (<[{begin}]> rest)? @answer",
+                    # Qwen3 writes an empty line between its reasoning and its answer.
+                    rf'rest: text <[{end}]> ("\n\n" | "\n")?',
+                ]
+            case "harmony" if self.harmony:
+                channel, message, start, end = self.harmony
+                rules = [
+                    "start: thought* final",
+                    f'thought: <[{channel}]> "analysis" <[{message}]> text <[{end}]> <[{start}]> "assistant"',
+                    f'final: <[{channel}]> "final" <[{message}]> @answer',
+                ]
+            case _:
+                return None
+        return "\n".join([*rules, r"text: /(.|\n)*/"])
+
+
+def definition(structured: Structured, frame: str | None) -> str:
+    """The constraint as llguidance reads it.
+
+    Args:
+      frame: see `Markers.frame`.
+
+    Raises:
+      ConfigError: the text is too long, or not a grammar.
+    """
+    if len(structured.text) > MAX_CHARS:
+        rule = f"{len(structured.text)} characters are more than the {MAX_CHARS} that are allowed"
+        raise ConfigError.of("structured", rule)
+    answer = _answer(structured) | {"name": "answer"}
+    framed = [answer] if frame is None else [{"lark_grammar": frame}, answer]
+    return json.dumps({"grammars": framed})
+
+
+def _answer(structured: Structured) -> dict:
+    text = structured.text
+    match structured.kind:
+        case "json_object":
+            return {"json_schema": {"type": "object"}}
+        case "json_schema":
+            return {"json_schema": json.loads(text)}
+        case "regex":
+            return json.loads(llguidance.LLMatcher.grammar_from_regex(text))["grammars"][0]
+        case "choice":
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+            return {"lark_grammar": "start: " + " | ".join(choices)}
+    try:
+        return {"lark_grammar": gbnf_to_lark.any_to_lark(text)}
+    except (gbnf_to_lark.GbnfToLarkError, ValueError, RecursionError) as error:
+        raise ConfigError.of("structured", f"not a grammar ({_first_line(str(error))})") from None
+
+
+class Grammars:
+    """Compiles constraints for one vocabulary. Thread-safe.
+
+    Args:
+      tokenizer: the model's.
+      vocab_size: the target's; at least the tokenizer's.
+      eos_ids: tokens that may end a text, and only where its grammar allows an end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]):
+        self.markers = Markers.of(tokenizer)
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._executor: llguidance.LLExecutor | None = None
+
+    def prepare(self) -> None:
+        """Reads the vocabulary, which takes a second or two for 150 thousand tokens. `matcher` needs it.
+
+        Raises:
+          ConfigError: the vocabulary cannot be used for constraints.
+        """
+        with self._lock:
+            if self._vocabulary is not None:
+                return
+            if not self._eos_ids:
+                rule = "the model has no end-of-sequence token, so a constrained text could not end"
+                raise ConfigError.of("structured", rule)
+            try:
+                self._vocabulary = llguidance.LLTokenizer(
+                    self._tokenizer.to_json(),
+                    n_vocab=self._vocab_size,
+                    eos_token=sorted(self._eos_ids),
+                )
+            except ValueError as error:
+                rule = f"the model's tokenizer cannot be used ({_first_line(str(error))})"
+                raise ConfigError.of("structured", rule) from error
+            self._executor = llguidance.LLExecutor()
+
+    def located(self, structured: Structured, prompt: Sequence[int]) -> Structured:
+        """The constraint of a chat's answer, with the reasoning that may come before it."""
+        if structured.reasoning is not None:
+            return structured
+        return replace(structured, reasoning=self.reasoning_after(prompt))
+
+    def reasoning_after(self, prompt: Sequence[int]) -> Reasoning:
+        """What the model may write before its answer, after the prompt of a chat."""
+        marker, text = self._end(prompt)
+        match self.markers:
+            case Markers(harmony=(_, _, start, _)):
+                return "harmony" if marker == start and text == "assistant" else "none"
+            case Markers(block=(begin, end)):
+                if marker == begin:
+                    return "open"
+                return "none" if marker == end and not text else "optional"
+        return "none"
+
+    def _end(self, prompt: Sequence[int]) -> tuple[int | None, str]:
+        """The last marker in a prompt, and the stripped text after it."""
+        ids = {*(self.markers.harmony or ()), *(self.markers.block or ())}
+        place = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
+        if place is None:
+            return None, ""
+        return prompt[place], self._tokenizer.decode(prompt[place + 1 :]).strip()
+
+    def compile(self, structured: Structured) -> Matcher:
+        """A matcher at the beginning of the constrained text.
+
+        A hostile constraint can exhaust time, memory or stack of the process: `LIMITS` do not hold while
+        schemas are read. `serving.constraints` checks what clients send in a process of its own.
+
+        Raises:
+          ConfigError: the constraint is not valid, not supported, or too complex; `field` is "structured".
+        """
+        return self.matcher(definition(structured, self.markers.frame(structured.reasoning)))
+
+    def matcher(self, definition: str) -> Matcher:
+        """`compile` of a constraint that `definition` has translated."""
+        self.prepare()
+        matcher = new_matcher(self._vocabulary, definition)
+        return Matcher(matcher, self._executor, self._eos_ids, mask_words(self._vocab_size))
+
+
+def new_matcher(vocabulary: llguidance.LLTokenizer, definition: str) -> llguidance.LLMatcher:
+    """Compiles what `definition` returned.
+
+    Raises:
+      ConfigError: the constraint is not valid, not supported, or too complex; `field` is "structured".
+    """
+    matcher = llguidance.LLMatcher(vocabulary, definition, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # finds grammars without any text
+    if matcher.is_error():
+        reason = _first_line(matcher.get_error())
+        if reason.startswith("NoExtension"):
+            reason = "no text can satisfy it"
+        raise ConfigError.of("structured", reason)
+    return matcher
+
+
+def _first_line(text: str) -> str:
+    """The first line of llguidance's message, at most 200 characters."""
+    return (text.strip().splitlines() or ["no reason given"])[0][:200]

@@ -1,0 +1,77 @@
+"""Structured output of a request: what its text must match. `engine.grammar` enforces it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from peagle_jax.errors import ConfigError
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+Reasoning = Literal["none", "optional", "open", "harmony"]
+
+
+@dataclass(frozen=True)
+class Structured:
+    """A constraint on the text of one request. Use the class methods to make one.
+
+    Args:
+      kind: how `text` is read.
+      text: a JSON schema, a regular expression, a JSON list of strings, or a grammar; empty for json_object.
+      reasoning: what may come before the constrained text. "none": nothing. "optional": at most one block of
+        reasoning in the model's markers. "open": the rest of a block that the prompt has opened, and its end.
+        "harmony": messages to the channel analysis, then one to the channel final, which is constrained
+        (GPT-OSS). None: nothing, and in chats what `Grammars.reasoning_after` says of the prompt.
+    """
+
+    kind: Kind
+    text: str = ""
+    reasoning: Reasoning | None = None
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def json_schema(cls, schema: str | bool | Mapping[str, object]) -> Self:
+        """JSON that satisfies a JSON schema, given as an object or as JSON text.
+
+        Raises:
+          ConfigError: `schema` is not JSON, or not a schema.
+        """
+        try:
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError) as error:
+            raise _refused(f"the schema is not JSON ({error})") from None
+        except RecursionError:
+            raise _refused("the schema is nested too deeply") from None
+        if not isinstance(schema, Mapping | bool):
+            raise _refused("the schema must be a JSON object")
+        return cls("json_schema", text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that a regular expression matches as a whole (syntax of Rust's regex crate)."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Self:
+        """One of several strings.
+
+        Raises:
+          ConfigError: no strings, or an empty one.
+        """
+        if isinstance(choices, str) or not choices or not all(choices):
+            raise _refused("choice needs at least one string, and none may be empty")
+        return cls("choice", json.dumps(list(choices), ensure_ascii=False))
+
+    @classmethod
+    def grammar(cls, text: str) -> Self:
+        """Text of a context-free grammar in llguidance's dialect of Lark, or in GBNF (`root ::= ...`)."""
+        return cls("grammar", text)
+
+
+def _refused(rule: str) -> ConfigError:
+    return ConfigError.of("structured", rule)

@@ -1,0 +1,178 @@
+"""Compiles the constraints of requests, outside of the event loop and of the engine's thread.
+
+    constraint -> `grammar_process`, which may die of it -> compiled in a thread -> a matcher for the engine
+
+What one process has checked passes at once when it comes again.
+"""
+
+import contextlib
+import json
+import logging
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from peagle_jax import ConfigError, Engine
+from peagle_jax.engine.grammar import MAX_CHARS, Grammars, Matcher
+from peagle_jax.structured import Structured
+from serving.bounded_pool import BoundedPool
+from serving.errors import invalid
+from serving.grammar_process import CPU_SECONDS, Vocabulary
+
+_log = logging.getLogger(__name__)
+_NUM_PROCESSES = 2
+_MAX_WAITING = 256
+_MAX_SECONDS = 30.0
+"""Longest wait for one check, on a busy machine; `grammar_process` limits the time of its processor."""
+_NUM_REMEMBERED = 256
+_MAX_REMEMBERED = 16 << 10  # characters of a definition
+_TOO_COMPLEX = f"is too complex: the check of it took more than {CPU_SECONDS} s, too much memory or too much stack"
+
+
+class Constraints:
+    """Compiles constraints for one engine. Its threads and processes start with the first constraint.
+
+    Args:
+      engine: with or without a tokenizer.
+    """
+
+    def __init__(self, engine: Engine):
+        self._grammars: Grammars | None = engine.grammars
+        self._pool = BoundedPool(
+            "grammar", "constraints", num_threads=_NUM_PROCESSES, max_waiting=_MAX_WAITING
+        )
+        self._processes = [_Process(self._vocabulary(engine)) for _ in range(_NUM_PROCESSES)]
+        self._idle = list(self._processes)
+        self._known: OrderedDict[tuple, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def _vocabulary(engine: Engine) -> Callable[[], Vocabulary]:
+        target = engine.target_config
+        return lambda: Vocabulary.of(engine.tokenizer, target.vocab_size, target.eos_ids)
+
+    async def compile(
+        self, structured: Structured, *, field: str, chat: Sequence[int] | None = None
+    ) -> Matcher:
+        """A matcher at the beginning of the constrained text.
+
+        Args:
+          field: the client's name of the constraint, for errors.
+          chat: the prompt, if the text is the answer of a chat and reasoning may come before it.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED if too many wait.
+        """
+        if self._grammars is None:
+            raise invalid(field, "needs a model with a tokenizer")
+        if len(structured.text) > MAX_CHARS:
+            raise invalid(field, f"{len(structured.text)} characters are more than {MAX_CHARS}")
+        if chat is not None:
+            structured = self._grammars.located(structured, chat)
+        try:
+            return await self._pool.run(lambda: self._compile(structured))
+        except ConfigError as error:
+            raise invalid(field, error.rule) from error
+
+    def _compile(self, structured: Structured) -> Matcher:
+        self._grammars.prepare()
+        frame = self._grammars.markers.frame(structured.reasoning)
+        key = structured.kind, structured.text, frame
+        with self._lock:
+            definition = self._known.pop(key, None)
+        if definition is None:
+            definition = self._check(structured, frame)
+        with self._lock:
+            if len(definition) <= _MAX_REMEMBERED:
+                self._known[key] = definition
+            while len(self._known) > _NUM_REMEMBERED:
+                self._known.popitem(last=False)
+        return self._grammars.matcher(definition)
+
+    def _check(self, structured: Structured, frame: str | None) -> str:
+        process = self._idle.pop()  # as many as threads
+        try:
+            answer = process.ask(dict(kind=structured.kind, text=structured.text, frame=frame))
+        finally:
+            self._idle.append(process)
+        if answer is None:
+            _log.warning(
+                "a constraint of kind %s exceeded the limits of its check", structured.kind
+            )
+            raise ConfigError.of("structured", _TOO_COMPLEX)
+        if "error" in answer:
+            raise ConfigError.of("structured", answer["error"])
+        return answer["definition"]
+
+    def close(self) -> None:
+        """Takes no more constraints and ends the processes."""
+        self._pool.close()
+        for process in self._processes:
+            process.end()
+
+    async def wait_closed(self, seconds: float) -> None:
+        """Waits until no constraint is compiled, for at most `seconds`."""
+        await self._pool.wait_closed(seconds)
+
+
+class _Process:
+    """A `grammar_process`, started at the first question and again after its death."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]):
+        self._vocabulary = vocabulary
+        self._process: subprocess.Popen | None = None
+        self._is_ended = False
+
+    def ask(self, constraint: dict) -> dict | None:
+        """The answer to a constraint; None if the process died of it or took too long."""
+        if self._process is None:
+            self._start()
+        try:
+            answer = self._exchange(constraint)
+        except OSError:  # it died before it had read everything
+            answer = None
+        if answer is None:
+            self._kill()
+        return answer
+
+    def end(self) -> None:
+        """Ends the process; later questions have no answer."""
+        self._is_ended = True
+        self._kill()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "serving.grammar_process"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        self._send(asdict(self._vocabulary()))
+
+    def _send(self, content: dict) -> None:
+        self._process.stdin.write(json.dumps(content).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _exchange(self, constraint: dict) -> dict | None:
+        process, deadline = self._process, time.monotonic() + _MAX_SECONDS
+        self._send(constraint)
+        answer = bytearray()
+        while not answer.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+                return None
+            part = process.stdout.read1(1 << 16)
+            if not part:
+                return None
+            answer += part
+        return json.loads(answer)
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(OSError):
+                process.communicate()

@@ -1,0 +1,115 @@
+"""Checks constraints of clients in a process of its own: a hostile one may exhaust time, memory or stack.
+
+    python -m serving.grammar_process
+    stdin:  one JSON object per line: a `Vocabulary`, then constraints {"kind": ..., "text": ..., "frame": ...}
+    stdout: one JSON object per constraint: {"definition": ...} or {"error": ...}
+
+The process dies of a constraint that exceeds a limit; its parent starts another. A constraint that passes
+is compiled again by the server, with the same work.
+"""
+
+import json
+import resource
+import sys
+import threading
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from peagle_jax import ConfigError
+from peagle_jax.engine.grammar import definition, new_matcher
+from peagle_jax.structured import Structured
+from peagle_jax.text import Tokenizer
+
+CPU_SECONDS = 2
+MEMORY = 512 << 20
+"""Bytes of address space beyond those of the idle process."""
+STACK = 1 << 20
+"""Bytes of stack, an eighth of what a thread of the server has."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a check needs of a vocabulary: its size, and the tokens outside the text.
+
+    All other tokens of the check are single bytes, because the texts that a grammar allows do not depend on
+    how they are split.
+    """
+
+    size: int
+    eos_ids: list[int]
+    special: dict[str, int]  # ids by spelling
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, size: int, eos_ids: Collection[int]) -> Self:
+        """The vocabulary of a model."""
+        return cls(size, sorted(eos_ids), tokenizer.added)
+
+    def tokenizer(self) -> LLTokenizer:
+        """The vocabulary as llguidance reads it."""
+        return LLTokenizer(TokenizerWrapper(_Bytes(self)), eos_token=self.eos_ids)
+
+
+class _Bytes:
+    """A tokenizer of single bytes beside the special tokens, in the form of `TokenizerWrapper`."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        special = {token: name for name, token in vocabulary.special.items()}
+        free = (token for token in range(vocabulary.size + 256) if token not in special)
+        self._of_byte = [next(free) for _ in range(256)]
+        self.eos_token_id, self.bos_token_id = vocabulary.eos_ids[0], None
+        self.special_token_ids = sorted(special)
+        self.tokens = [b""] * max(vocabulary.size, *(token + 1 for token in self._of_byte))
+        for byte, token in enumerate(self._of_byte):
+            self.tokens[token] = bytes([byte])
+        for token, name in special.items():
+            self.tokens[token] = name.encode()
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._of_byte[byte] for byte in text]
+
+
+def _check(given: Mapping[str, str | None], vocabulary: LLTokenizer) -> dict[str, str]:
+    try:
+        text = definition(Structured(given["kind"], given["text"]), given["frame"])
+        new_matcher(vocabulary, text)
+    except ConfigError as error:
+        return {"error": error.rule}
+    return {"definition": text}
+
+
+def _limit_memory() -> None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except FileNotFoundError:  # not Linux
+        return
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _limit_time() -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+
+
+def main() -> None:
+    """Reads the vocabulary and constraints from stdin until its end."""
+    vocabulary = Vocabulary(**json.loads(sys.stdin.readline())).tokenizer()
+    threading.stack_size(STACK)
+    _limit_memory()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with ThreadPoolExecutor(1) as small_stack:
+        for line in sys.stdin:
+            _limit_time()
+            answer = small_stack.submit(_check, json.loads(line), vocabulary).result()
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Constraints in requests: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, FailFast, Field
+
+from peagle_jax import ConfigError
+from peagle_jax.structured import Structured
+from serving.errors import invalid
+from serving.http.fields import Fields, described, neutral
+
+
+def _check_schema(value: object) -> object:
+    if not isinstance(value, dict | bool | str):
+        raise ValueError("must be a JSON schema: an object, or its text")
+    return value
+
+
+Schema = Annotated[Any, BeforeValidator(_check_schema)]
+Choices = Annotated[list[str], FailFast(), described("must be a list of strings")]
+
+
+class JsonSchema(Fields):
+    """`response_format.json_schema`. `strict` makes no difference: the schema always holds."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Schema = Field(None, alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Fields):
+    """`response_format` of a request."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Fields):
+    """`structured_outputs` of a request, as in vLLM."""
+
+    json_: Schema = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Choices = None
+    grammar: str | None = None
+    structural_tag: neutral() = None
+    disable_any_whitespace: neutral(False) = None
+    disable_additional_properties: neutral(False) = None
+    whitespace_pattern: neutral() = None
+    disable_fallback: Any = None  # there is one backend
+
+
+def guided(key: str) -> Any:
+    """Type of one of vLLM's old fields, which `structured_outputs` has replaced."""
+
+    def check(value: object) -> object:
+        raise ValueError(f'is no longer used; send structured_outputs with "{key}"')
+
+    return Annotated[Any, BeforeValidator(check)]
+
+
+def read_structured(
+    response_format: ResponseFormat | None, outputs: StructuredOutputs | None
+) -> tuple[Structured | None, str]:
+    """The constraint of a request, and the field it comes from.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT names a field.
+    """
+    found = [*_of_format(response_format), *_of_outputs(outputs)]
+    if len(found) > 1:
+        raise invalid(found[1][0], f"a text has one constraint, and {found[0][0]} is set too")
+    for field, make in found:
+        try:
+            return make(), field
+        except ConfigError as error:
+            raise invalid(field, error.rule) from error
+    return None, "structured_outputs"
+
+
+_Found = list[tuple[str, Callable[[], Structured]]]
+
+
+def _of_format(given: ResponseFormat | None) -> _Found:
+    if given is None or given.type == "text":
+        return []
+    if given.type == "json_object":
+        return [("response_format", Structured.json_object)]
+    if given.type != "json_schema":
+        rule = f"{given.type!r} must be text, json_object or json_schema"
+        raise invalid("response_format.type", rule)
+    if given.json_schema is None or given.json_schema.schema_ is None:
+        raise invalid("response_format.json_schema", "needs a schema")
+    schema = given.json_schema.schema_
+    return [("response_format.json_schema.schema", lambda: Structured.json_schema(schema))]
+
+
+def _of_outputs(given: StructuredOutputs | None) -> _Found:
+    if given is None:
+        return []
+    makers = (
+        ("json", given.json_, Structured.json_schema),
+        ("regex", given.regex, Structured.regex),
+        ("choice", given.choice, Structured.choice),
+        ("grammar", given.grammar, Structured.grammar),
+    )
+    found: _Found = [
+        (f"structured_outputs.{name}", lambda make=make, value=value: make(value))
+        for name, value, make in makers
+        if value is not None
+    ]
+    if given.json_object:
+        found.append(("structured_outputs.json_object", Structured.json_object))
+    return found

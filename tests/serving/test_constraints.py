@@ -1,0 +1,171 @@
+"""Constraints of clients are checked in a process of their own: hostile ones end there, in bounded time."""
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from peagle_jax.engine.grammar import Grammars
+from peagle_jax.model_folders import ASSETS
+from peagle_jax.structured import Structured
+from peagle_jax.text import Tokenizer
+from serving import constraints
+from serving.constraints import Constraints
+from serving.errors import Code, ServiceError
+
+SECONDS = 40.0  # of one check, with the start of a process, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def engine() -> SimpleNamespace:
+    """What `Constraints` reads of an engine."""
+    tokenizer = Tokenizer(ASSETS / "target")
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [0])
+    config = SimpleNamespace(vocab_size=tokenizer.vocab_size, eos_ids=(0,))
+    return SimpleNamespace(grammars=grammars, tokenizer=tokenizer, target_config=config)
+
+
+def run(engine, work):
+    """Runs `work(constraints)` in an event loop, with constraints that are closed afterwards."""
+
+    async def main():
+        made = Constraints(engine)
+        try:
+            return await asyncio.wait_for(work(made), 4 * SECONDS)
+        finally:
+            made.close()
+            await made.wait_closed(SECONDS)
+
+    return asyncio.run(main())
+
+
+def nested(depth: int) -> dict:
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def chain(rule: str, length: int) -> Structured:
+    """A grammar whose rules, or terminals, each name the next."""
+    rules = "\n".join(f"{rule}{i}: {rule}{i + 1}" for i in range(length))
+    return Structured.grammar(f'start: {rule}0\n{rules}\n{rule}{length}: "a"')
+
+
+def doubling(length: int) -> Structured:
+    rules = "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(length))
+    return Structured.grammar(f'start: R0\n{rules}\nR{length}: "a"')
+
+
+FATAL = {
+    "a multiple that takes minutes": Structured.json_schema({"type": "integer", "multipleOf": 12345678}),
+    "rules without end": chain("r", 15_000),
+    "terminals without end": chain("R", 15_000),
+    "a text of 2^900 letters": doubling(900),
+}  # fmt: skip
+REFUSED = {
+    "depth": Structured.json_schema(nested(100)),
+    "size": Structured.json_schema({"enum": [f"value {i}" for i in range(30_000)]}),
+    "combinations": Structured.json_schema(
+        {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(3)]} for i in range(20)]}
+    ),
+    "feature": Structured.json_schema({"type": "array", "uniqueItems": True}),
+    "parentheses of a regex": Structured.regex("(" * 1000 + "a" + ")" * 1000),
+    "parentheses of GBNF": Structured.grammar("root ::= " + "(" * 9000 + '"a"' + ")" * 9000),
+    "loop": Structured.json_schema({"$ref": "#"}),
+}
+
+
+@pytest.mark.parametrize("name", [*FATAL, *REFUSED])
+def test_a_hostile_constraint_is_refused_in_bounded_time_and_the_next_one_is_not(engine, name):
+    structured = (FATAL | REFUSED)[name]
+
+    async def work(made):
+        begin = time.monotonic()
+        with pytest.raises(ServiceError) as caught:
+            await made.compile(structured, field="response_format")
+        took = time.monotonic() - begin
+        assert await made.compile(Structured.json_object(), field="response_format")
+        return caught.value, took
+
+    error, took = run(engine, work)
+    assert took < SECONDS
+    assert (error.code, error.field) == (Code.INVALID_ARGUMENT, "response_format")
+    assert ("too complex" in error.message) == (name in FATAL), error.message
+    assert "\n" not in error.message
+
+
+def test_hostile_constraints_stall_neither_the_loop_nor_other_constraints(engine):
+    """While one process is busy with it, the loop runs and the other process checks constraints."""
+
+    async def work(made):
+        hostile = asyncio.create_task(
+            made.compile(FATAL["a multiple that takes minutes"], field="structured")
+        )
+        delays, others = [], 0
+        while not hostile.done():
+            begin = time.monotonic()
+            await asyncio.wait([hostile], timeout=0.01)
+            delays.append(time.monotonic() - begin)
+            if others < 20:
+                await made.compile(Structured.regex(f"a{{{others}}}b"), field="structured")
+                others += 1
+        with pytest.raises(ServiceError, match="too complex"):
+            await hostile
+        return delays, others
+
+    delays, others = run(engine, work)
+    assert others == 20
+    assert sorted(delays)[len(delays) // 2] < 0.2
+
+
+def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
+    async def work(made):
+        for structured in (Structured.json_object(), Structured.choice(["a"])):
+            await made.compile(structured, field="structured")
+        monkeypatch.setattr(constraints._Process, "ask", lambda *_: pytest.fail("checked again"))
+        first = await made.compile(Structured.json_object(), field="structured")
+        second = await made.compile(Structured.json_object(), field="structured")
+        assert first.matcher is not second.matcher
+        first.consume([5])
+        assert first.error
+        assert not second.error
+
+    run(engine, work)
+
+
+def test_a_model_without_a_tokenizer_refuses_constraints_by_name():
+    engine = SimpleNamespace(grammars=None, tokenizer=None, target_config=None)
+
+    async def work(made):
+        with pytest.raises(
+            ServiceError, match=r"structured_outputs\.regex: needs a model with a tok"
+        ):
+            await made.compile(Structured.regex("a"), field="structured_outputs.regex")
+
+    run(engine, work)
+
+
+def test_the_check_knows_the_special_tokens_of_the_vocabulary(engine):
+    async def work(made):
+        named = Structured.grammar('start: <|reserved_0|> <[4]> "x"')
+        matcher = await made.compile(named, field="structured")
+        matcher.consume([engine.tokenizer.added["<|reserved_0|>"], 4])
+        assert matcher.error is None
+        with pytest.raises(ServiceError):
+            await made.compile(Structured.grammar("start: <|nowhere|>"), field="structured")
+
+    run(engine, work)
+
+
+def test_all_processes_end_with_their_server(engine):
+    async def work(made):
+        await made.compile(Structured.json_object(), field="structured")
+        return [one._process for one in made._processes if one._process is not None]
+
+    running = run(engine, work)
+    assert running
+    assert all(process.returncode is not None for process in running)
+    assert json.dumps([process.args[-1] for process in running]).count("grammar_process")
