@@ -98,7 +98,7 @@ def oracle(family: str, num_draft: int) -> OracleDrafter:
     return OracleDrafter(jnp.asarray(table), jnp.asarray(0), num_draft)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "method"),
     [("llama", "oracle"), *itertools.product(tiny.FAMILIES, ("peagle", "eagle3"))],

@@ -118,6 +118,7 @@ def parallel(request):
     return request.param, served(request.param)
 
 
+@pytest.mark.sampled(3)
 def test_the_engine_drafts_with_the_golden_logits(parallel):
     name, seen = parallel
     golden = zip(expected(name)["chain_anchor"], expected(name)["chain_logits"], strict=True)
@@ -173,6 +174,7 @@ def teacher(name: str):
     return SimpleNamespace(embed=target().embed, lm_head=SimpleNamespace(weight=rows))
 
 
+@pytest.mark.sampled(3)
 def test_the_trainer_computes_what_the_engine_computes(parallel):
     """Elements (a, 0) .. (a, K-1) of the trainer are slots a .. a+K-1 of a serving round."""
     name, seen = parallel

@@ -247,23 +247,15 @@ TINY = ["--layers", "1", "--page-size", "8", "--prefill-chunk", "16", "--prompt-
 def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     argv = [
-        "--preset",
-        "tiny-fp8",
-        *TINY,
-        "--out",
-        str(out),
-        "--no-cache",
-        "--sha",
-        "abc",
-        "-K",
-        "3",
+        *("--preset", "tiny-fp8", *TINY, "--out", str(out), "--no-cache", "--sha", "abc"),
+        *("-K", "3", "--method", "none", "peagle"),
     ]
     argv += ["--concurrency", "1", "3", "--max-tokens", "24"]
     argv += ["--synthetic-acceptance-length", "2.5", "--prefill-rows", "1", "--profile"]
     assert main(["decode-step", *argv]) == 0
     measured = [json.loads(line) for line in out.read_text().splitlines()]
     cells = [(row["method"], row["num_speculative_tokens"], row["concurrency"]) for row in measured]
-    methods = (("none", 0), ("eagle3", 3), ("peagle", 3))
+    methods = (("none", 0), ("peagle", 3))
     assert cells == [(method, k, c) for method, k in methods for c in (1, 3)]
     for row in measured:
         assert row["kind"] == "decode-step"

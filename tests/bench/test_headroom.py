@@ -12,6 +12,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.training.acceptance import earlier
 from peagle_jax.training.passes import Text
 from tests import tiny
+from tests.programs import one_bucket
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_right_drafts_are_those_that_the_engine_accepts(method):
     config = EngineConfig(num_draft=3, max_num_seqs=4, max_model_len=128, max_logprobs=8)
     prompts = [[2 + i, 7, 3, 4 + i % 2] for i in range(4)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    done = Engine(target, head, config).generate(prompts, params)
+    done = one_bucket(Engine(target, head, config)).generate(prompts, params)
     tokens = np.array([[*one.prompt, *one.tokens] for one in done])
     text = Text(tokens, np.full(4, 4, np.int32), np.full(4, 44, np.int32))
     found = headroom.measure(target, head, text, num_draft=3, dtype="float32", bucket=16)

@@ -28,7 +28,7 @@ def left_out(err: str) -> list[str]:
 
 def test_bad_prompts_are_named_and_the_others_run(generate, folders, file_of):
     path = file_of(GOOD, LONG, FOREIGN, ALSO, GREEDY)
-    argv = [*folders.options(), "-K", "3", "--max-model-len", "64", "--concurrency", "2"]
+    argv = [*folders.options(), "-K", "3", "--concurrency", "2"]
     code, out, err = generate("--prompts", path, *argv, "--json")
     assert code == 3
     lines = left_out(err)
@@ -37,7 +37,7 @@ def test_bad_prompts_are_named_and_the_others_run(generate, folders, file_of):
         [f"{path}:3", "prompt"],
         [f"{path}:5", "num_speculative_tokens"],
     ]
-    assert "leave no room for output: prompt and output may have 64" in lines[0]
+    assert "leave no room for output: prompt and output may have 256" in lines[0]
     *done, summary = [json.loads(line) for line in out.splitlines()]
     assert [one["name"] for one in done] == [f"{path}:1", f"{path}:4"]
     assert [len(one["tokens"]) for one in done] == [4, 4]
@@ -57,7 +57,7 @@ def test_the_text_of_each_prompt_is_its_own(generate, folders, file_of):
 def test_methods_are_compared_on_the_others(generate, folders, file_of):
     path = file_of(GOOD, LONG, ALSO)
     argv = ["--model", str(folders.target), "--drafter", str(folders.peagle), "--no-cache"]
-    code, out, err = generate("--compare", path, *argv, "-K", "2")
+    code, out, err = generate("--compare", path, *argv, "-K", "3")
     assert code == 3
     assert [line.split(": ")[0] for line in left_out(err)] == [f"{path}:2"]
     assert "2 outputs are those of plain decoding" in out

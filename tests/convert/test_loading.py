@@ -9,6 +9,7 @@ from convert.__main__ import main
 from peagle_jax.__main__ import main as generate
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target, target_config
 from peagle_jax.model_folders import embedded
+from tests import programs
 from tests.convert.conftest import GOLDEN, target_of
 
 TARGETS = ("gemma4", "gpt_oss-bf16", "gpt_oss-mxfp4", "llama-fp8-tensor", "qwen3_moe-fp8")
@@ -58,8 +59,9 @@ def test_text_is_generated_from_converted_folders(tmp_path, capsys):
     capsys.readouterr()
     options = ["def add(a, b):", "--max-tokens", "12", "-K", "3", "--no-cache"]
     texts = []
-    for where in ([], ["--model", target, "--drafter", head]):
-        assert generate([*options, *where]) == 0
-        texts.append(capsys.readouterr().out)
+    with programs.shared():
+        for where in ([], ["--model", target, "--drafter", head]):
+            assert generate([*options, *where]) == 0
+            texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("def add(a, b):")

@@ -66,6 +66,7 @@ def test_the_kernel_multiplies_any_number_of_rows(form, R):
     assert_sums(kernel(x, *weight, out_dtype=jnp.float32), x, *weight)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("K", [64, 384, 1024])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.usefixtures("race_free")
@@ -116,6 +117,7 @@ def test_blocks_of_their_own_give_the_bits_of_one_block(form, chunks, K):
     assert np.array_equal(add_in_order(parts), whole[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS)
 @both_chips
 def test_a_row_has_the_same_bits_in_any_company(form):
@@ -138,6 +140,7 @@ def test_a_row_has_the_same_bits_in_any_company(form):
             assert np.array_equal(alone, whole[rows]), (R, start)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS)
 def test_partial_products_add_up_to_the_layer(form):
     x, values, scale = operands(form, 6, N_WIDE, 384)

@@ -106,6 +106,7 @@ def test_kernel_equals_the_definition_however_the_work_is_cut(chip, case):
     np.testing.assert_array_equal(shared, alone)
 
 
+@pytest.mark.sampled(1)
 @interpreted
 @on_each_chip
 def test_an_odd_group_of_narrow_heads_is_one_walk(chip):
@@ -136,6 +137,7 @@ def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
         run()
 
 
+@pytest.mark.sampled(1)
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize(
@@ -183,6 +185,7 @@ def test_a_row_does_not_depend_on_its_company(chip, window, fp8):
     np.testing.assert_array_equal(attend(chip, case, *row, walks=3), together[:1, 2:])
 
 
+@pytest.mark.sampled(1)
 @interpreted
 @on_each_chip
 def test_a_row_does_not_depend_on_the_length_of_its_table(chip):
@@ -195,6 +198,7 @@ def test_a_row_does_not_depend_on_the_length_of_its_table(chip):
         np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.sampled(1)
 @interpreted
 @on_each_chip
 def test_a_row_does_not_depend_on_the_size_of_its_ring(chip):
@@ -208,6 +212,7 @@ def test_a_row_does_not_depend_on_the_size_of_its_ring(chip):
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.sampled(1)
 @interpreted
 @on_each_chip
 def test_padding_sequences_and_positions_past_the_table_are_harmless(chip):

@@ -18,8 +18,8 @@ from tests.waiting import LIMIT, eventually
 folders = conftest.folders
 Status = grpc.StatusCode
 STATUSES = health_pb2.HealthCheckResponse
-LONG = pb.Stopping(max_tokens=200, ignore_eos=True)
-NUM_STREAMS = 60  # on four slots: most of them wait when the signal comes
+LONG = pb.Stopping(max_tokens=150, ignore_eos=True)
+NUM_STREAMS = 40  # on four slots: most of them wait when the signal comes
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_signal_loses_no_request(serve):
         assert "draining" in refusal.details()
         assert len(readers.found) < NUM_STREAMS  # or it was no drain
         readers.wait()
-    assert readers.found == [(Status.OK, 200)] * NUM_STREAMS
+    assert readers.found == [(Status.OK, 150)] * NUM_STREAMS
     assert server.process.wait(LIMIT) == 0
 
 
@@ -125,17 +125,18 @@ def test_requests_beyond_the_drain_limit_get_a_status(serve):
     codes = {code for code, _ in readers.found}
     assert codes <= {Status.OK, Status.UNAVAILABLE}
     assert Status.UNAVAILABLE in codes
-    assert all(count == 200 for code, count in readers.found if code is Status.OK)
+    assert all(count == 150 for code, count in readers.found if code is Status.OK)
     assert server.process.wait(LIMIT) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_the_drain(serve, second, code):
     server = serve("--drain-seconds", "3600")
     with grpc.insecure_channel(server.wait()) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        readers = Readers(stub, 60)
-        wait_until_open(stub, 30)
+        readers = Readers(stub, NUM_STREAMS)
+        wait_until_open(stub, NUM_STREAMS // 2)
         server.process.terminate()
         assert refused(stub).code() is Status.UNAVAILABLE
         server.process.send_signal(second)
