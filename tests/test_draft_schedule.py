@@ -167,7 +167,7 @@ def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
     assert stats.chisquare(f_obs[some], f_exp).pvalue > 1e-3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("method", "draft_sampling"),
     [

@@ -50,7 +50,7 @@ def test_every_k_and_concurrency_is_compared(tiny_preset, tmp_path, capsys):
         assert row["texts_equal"] == row["texts"]
         assert (row["tokens_differing"], row["parted_at"]) == (0, [])
         assert row["texts"] < row["prompt_tokens"] < 40 * row["texts"]
-        assert row["distinct_tokens"] > 20
+        assert row["distinct_tokens"] > 10
     # Drafts are accepted and rejected, as often as the oracle knows: 2.2 and 2.9 without an end.
     for row in found[1:]:
         assert row["oracle"] == 0.7
