@@ -32,7 +32,7 @@ class AnyTimes(RoundTimes):
     def untimed(self, shapes):
         return []
 
-    def seconds(self, size, drafts, present):
+    def seconds(self, size, drafts):
         return {k: self._rng.random() for k in drafts}
 
 
@@ -43,7 +43,7 @@ class GivenTimes(AnyTimes):
         super().__init__()
         self.given, self.rounds = given, []
 
-    def seconds(self, size, drafts, present):
+    def seconds(self, size, drafts):
         return {k: self.given[k] for k in drafts}
 
     def add_round(self, shape, seconds):

@@ -162,7 +162,7 @@ class LoadPolicy:
 
     def _decide(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> None:
         present = self.present(size)
-        seconds = self.times.seconds(size, drafts, present)
+        seconds = self.times.seconds(size, drafts)
         tokens = self._tokens(rows, drafts)
         if tokens is None or present not in seconds:
             return
@@ -174,7 +174,6 @@ class LoadPolicy:
             return
         self._present[size] = chosen
         self.num_changes += 1
-        self.times.forget_rounds((size, chosen))
         _log.info(
             "batch size %d: %d drafts per round, predicted %.0f tokens/s; %d drafts gave %.0f",
             size,

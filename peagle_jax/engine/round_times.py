@@ -1,24 +1,25 @@
 """Seconds per round by `RoundShape`: measured over idle slots first, then over real rounds. No jax here.
 
 A real round takes longer than one over idle slots, because it reads the keys of whole texts and the host
-takes part. So times of real rounds replace the first ones where there are some. A shape without any is
-taken to be slower by the same factor as the shape in use.
+takes part; and a device may be slower at some times than at others. So two values of K are compared only by
+their ratio: first that over idle slots, then that of the real rounds just before and just after K changed.
+A ratio that was measured in a bad moment would keep a K out of use for ever, so it is forgotten after a while.
 """
 
 import statistics
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from peagle_jax.engine.calls import RoundShape
 
 IDLE_RUNS = 5
 """Timed runs over idle slots, after one that is not timed; the median counts."""
 _IDLE_SECONDS = 0.5  # no further idle run of a shape that took as long in all
-_WINDOW = 15  # real rounds of a shape whose median is its time
-_LEAST = 5  # real rounds of a shape before their median counts
-_VALID_ROUNDS = (
-    2048  # rounds of the batch bucket after which the median of an unused shape is forgotten
-)
+_WINDOW = 15  # real rounds whose median is the present time
+_LEAST = 8  # real rounds of a shape, without another one between them, before their median counts
+_WEIGHT = 0.5  # of a new ratio against the known one
+_VALID_ROUNDS = 4096  # rounds of a batch bucket after which an unused shape has its idle time again
 
 
 def monotone(seconds: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
@@ -32,6 +33,19 @@ def monotone(seconds: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
     }
 
 
+@dataclass
+class _Run:
+    """Real rounds of one shape in a row, the newest at the end."""
+
+    shape: RoundShape
+    rounds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float | None:
+        """Median of the last rounds; None if there are too few."""
+        return statistics.median(self.rounds[-_WINDOW:]) if len(self.rounds) >= _LEAST else None
+
+
 class RoundTimes:
     """What rounds take on this device.
 
@@ -42,10 +56,12 @@ class RoundTimes:
     def __init__(self, idle: Mapping[RoundShape, float] | None = None):
         self._idle = {RoundShape(*shape): s for shape, s in (idle or {}).items()}
         self._level = monotone(self._idle)
-        self._runs: dict[RoundShape, list[float]] = {}
-        self._rounds: dict[RoundShape, deque[float]] = {}
-        self._counts: dict[int, int] = {}  # real rounds by batch bucket
+        self._learned: dict[RoundShape, float] = {}  # of real rounds; only the ratios count
+        self._counts: Counter[int] = Counter()  # real rounds by batch bucket
         self._last: dict[RoundShape, int] = {}  # the count of its bucket at a shape's last round
+        self._runs: dict[RoundShape, list[float]] = {}  # over idle slots
+        self._present: dict[int, _Run] = {}  # by batch bucket
+        self._before: dict[int, _Run] = {}  # the run before it with enough rounds
 
     @property
     def idle(self) -> dict[RoundShape, float]:
@@ -67,41 +83,51 @@ class RoundTimes:
 
     def add_round(self, shape: RoundShape, seconds: float) -> None:
         """Counts a real round."""
-        count = self._counts[shape.size] = self._counts.get(shape.size, 0) + 1
-        rounds = self._rounds.setdefault(shape, deque(maxlen=_WINDOW))
-        if count - self._last.get(shape, count) > _VALID_ROUNDS:
-            rounds.clear()
-        self._last[shape] = count
-        rounds.append(seconds)
+        self._counts[shape.size] += 1
+        self._last[shape] = self._counts[shape.size]
+        run = self._present.get(shape.size)
+        if run is None or run.shape != shape:
+            if run is not None and run.median is not None:
+                self._before[shape.size] = run
+            run = self._present[shape.size] = _Run(shape)
+        run.rounds.append(seconds)
+        del run.rounds[:-_WINDOW]
+        if len(run.rounds) == _LEAST:
+            self._learn(self._before.pop(shape.size, None), run)
 
-    def forget_rounds(self, shape: RoundShape) -> None:
-        """Forgets the real rounds of a shape, because it comes into use again after a pause."""
-        self._rounds.pop(shape, None)
+    def seconds(self, size: int, drafts: Collection[int]) -> dict[int, float]:
+        """Seconds per round of the batch bucket `size` by K, for those of `drafts` that have a time.
 
-    def seconds(self, size: int, drafts: Collection[int], present: int) -> dict[int, float]:
-        """Seconds per round by K, for those of `drafts` that have a time. They never fall as K grows.
-
-        Args:
-          size: batch bucket.
-          drafts: values of K.
-          present: the K in use.
+        They never fall as K grows.
         """
-        factor, now = 1.0, RoundShape(size, present)
-        if (real := self._median(now)) is not None and now in self._level:
-            factor = real / self._level[now]
+        factor, run = 1.0, self._present.get(size)
+        if run is not None and run.median is not None and (cost := self._cost(run.shape)):
+            factor = run.median / cost
         found: dict[int, float] = {}
         for num_draft in sorted(drafts):
-            shape = RoundShape(size, num_draft)
-            real = self._median(shape)
-            if real is None and shape in self._level:
-                real = factor * self._level[shape]
-            if real is not None:
-                found[num_draft] = max(real, *found.values()) if found else real
+            if cost := self._cost(RoundShape(size, num_draft)):
+                found[num_draft] = max(factor * cost, *found.values()) if found else factor * cost
         return found
 
-    def _median(self, shape: RoundShape) -> float | None:
-        rounds: Sequence[float] = self._rounds.get(shape, ())
-        age = self._counts.get(shape.size, 0) - self._last.get(shape, 0)
-        if len(rounds) < _LEAST or age > _VALID_ROUNDS:
-            return None
-        return statistics.median(rounds)
+    def _cost(self, shape: RoundShape) -> float | None:
+        """Seconds of a round up to a factor that all shapes of its bucket share; None if not known."""
+        level = self._level.get(shape)
+        if level is None or shape not in self._learned:
+            return level
+        run = self._present[shape.size]
+        if (
+            self._counts[shape.size] - self._last[shape] > _VALID_ROUNDS
+            and run.shape in self._level
+        ):
+            now = self._level[run.shape]
+            return level * self._learned.get(run.shape, now) / now
+        return self._learned[shape]
+
+    def _learn(self, before: _Run | None, after: _Run) -> None:
+        """Corrects the cost of a shape by the rounds before and after it came into use."""
+        if before is None or before.shape == after.shape:
+            return
+        base, known = self._cost(before.shape), self._cost(after.shape)
+        if base and known:
+            found = base * after.median / before.median
+            self._learned[after.shape] = known * (found / known) ** _WEIGHT

@@ -50,40 +50,76 @@ def test_slow_rounds_are_run_less_often():
     assert IDLE_RUNS > 1
 
 
-def test_real_rounds_replace_idle_ones_and_scale_the_others():
+def rounds(times: RoundTimes, shape: tuple[int, int], seconds: float, count: int = 15) -> None:
+    for _ in range(count):
+        times.add_round(RoundShape(*shape), seconds)
+
+
+def test_real_rounds_scale_all_times_of_their_batch_bucket():
     times = RoundTimes(IDLE)
-    assert times.seconds(1, (0, 3, 7), 7) == {0: 1.0, 3: 2.0, 7: 4.0}
-    for _ in range(5):
-        times.add_round(RoundShape(1, 7), 6.0)
-    assert times.seconds(1, (0, 3, 7), 7) == {0: 1.5, 3: 3.0, 7: 6.0}
-    for _ in range(5):
-        times.add_round(RoundShape(1, 3), 5.0)
-    assert times.seconds(1, (0, 3, 7), 7) == {0: 1.5, 3: 5.0, 7: 6.0}
-    assert times.seconds(1, (0, 3, 7), 3) == {0: 2.5, 3: 5.0, 7: 6.0}
-    assert times.seconds(8, (0, 3, 7), 7) == {0: 3.0, 7: 6.0}  # K = 3 has no time there
-    times.forget_rounds(RoundShape(1, 7))
-    assert times.seconds(1, (7,), 3) == {7: 10.0}
+    assert times.seconds(1, (0, 3, 7)) == {0: 1.0, 3: 2.0, 7: 4.0}
+    rounds(times, (1, 7), 6.0, 7)
+    assert times.seconds(1, (0, 3, 7)) == {0: 1.0, 3: 2.0, 7: 4.0}  # too few of them
+    rounds(times, (1, 7), 6.0, 1)
+    assert times.seconds(1, (0, 3, 7)) == {0: 1.5, 3: 3.0, 7: 6.0}
+    assert times.seconds(8, (0, 3, 7)) == {0: 3.0, 7: 6.0}  # K = 3 has no time there
+    rounds(times, (1, 7), 600.0, 1)  # one slow round
+    assert times.seconds(1, (0, 3, 7)) == {0: 1.5, 3: 3.0, 7: 6.0}
 
 
-def test_one_slow_round_changes_nothing():
+def test_the_ratio_of_two_k_is_learned_where_one_follows_the_other():
+    """Over idle slots K = 7 takes twice as long as K = 3; in real rounds it takes as long."""
     times = RoundTimes(IDLE)
-    for seconds in (4.0, 4.0, 4.0, 400.0, 4.0):
-        times.add_round(RoundShape(1, 7), seconds)
-    assert times.seconds(1, (0, 7), 7) == {0: 1.0, 7: 4.0}
+    for _ in range(6):
+        rounds(times, (1, 7), 10.0)
+        rounds(times, (1, 3), 10.0)
+    found = times.seconds(1, (3, 7))
+    assert found[3] == pytest.approx(10.0)
+    assert found[7] == pytest.approx(10.0, rel=0.1)
 
 
-def test_times_of_rounds_long_ago_are_forgotten(monkeypatch):
-    monkeypatch.setattr(round_times, "_VALID_ROUNDS", 20)
+def test_a_device_that_slows_down_changes_no_ratio():
+    times, before = RoundTimes(IDLE), 1.0
+    for seconds in (1.0, 30.0, 2.0, 0.1):
+        rounds(times, (1, 7), 4 * before)
+        rounds(times, (1, 7), 4 * seconds)
+        rounds(times, (1, 3), 2 * seconds)
+        found = times.seconds(1, (0, 3, 7))
+        assert found == pytest.approx({0: seconds, 3: 2 * seconds, 7: 4 * seconds})
+        before = seconds
+
+
+def test_a_ratio_of_a_bad_moment_is_forgotten_after_a_while(monkeypatch):
+    monkeypatch.setattr(round_times, "_VALID_ROUNDS", 100)
     times = RoundTimes(IDLE)
-    for _ in range(5):
-        times.add_round(RoundShape(1, 7), 40.0)
+    rounds(times, (1, 7), 4.0)
+    rounds(times, (1, 3), 2000.0)
+    rounds(times, (1, 7), 4.0, 100)
+    assert times.seconds(1, (3, 7))[3] > 4.0 - 1e-6
+    rounds(times, (1, 7), 4.0, 1)
+    assert times.seconds(1, (3, 7))[3] < times.seconds(1, (3, 7))[7]
+
+
+def test_two_rounds_of_an_exploration_teach_nothing():
+    times = RoundTimes(IDLE)
+    rounds(times, (1, 3), 2.0)
     for _ in range(20):
-        times.add_round(RoundShape(1, 0), 1.0)
-    assert times.seconds(1, (0, 7), 0) == {0: 1.0, 7: 40.0}
-    times.add_round(RoundShape(1, 0), 1.0)
-    assert times.seconds(1, (0, 7), 0) == {0: 1.0, 7: 4.0}
-    times.add_round(RoundShape(1, 7), 5.0)  # the old ones do not come back
-    assert times.seconds(1, (0, 7), 0) == {0: 1.0, 7: 4.0}
+        rounds(times, (1, 7), 1000.0, 2)
+        rounds(times, (1, 3), 2.0)
+    assert times.seconds(1, (0, 3, 7)) == {0: 1.0, 3: 2.0, 7: 4.0}
+
+
+def test_times_that_are_measured_later_leave_what_was_learned():
+    times = RoundTimes({(1, 0): 1.0, (1, 7): 4.0})
+    for _ in range(9):
+        rounds(times, (1, 7), 3.0)
+        rounds(times, (1, 0), 3.0)
+    learned = times.seconds(1, (0, 7))
+    assert learned == pytest.approx({0: 3.0, 7: 3.0}, rel=0.05)
+    for _ in range(6):
+        times.add_idle_run(RoundShape(1, 3), 2.0)
+    assert times.seconds(1, (0, 7)) == learned
+    assert 3 in times.seconds(1, (0, 3, 7))
 
 
 @pytest.fixture
