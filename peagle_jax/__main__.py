@@ -75,6 +75,12 @@ def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
         stop=tuple(args.stop),
         logprobs=args.logprobs,
         structured=read_structured(args),
+        min_tokens=args.min_tokens,
+        repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty,
+        presence_penalty=args.presence_penalty,
+        logit_bias=tuple(args.logit_bias),
+        bad_words=tuple(args.bad_word),
     )
     params = [prompt.params(replace(base, seed=args.seed + i)) for i, prompt in enumerate(prompts)]
     if args.compare:

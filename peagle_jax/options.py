@@ -99,6 +99,45 @@ def _text_of(path: str) -> str:
     return Path(path).read_text(encoding="utf-8")
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, as 42=-5") from error
+
+
+def _add_controls(add: Callable) -> None:
+    """Adds the options that change the target's logits."""
+    add(
+        "--min-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="nothing ends the text before N tokens",
+    )
+    add(
+        "--repetition-penalty", type=float, default=1.0, metavar="R",
+        help="divide the logits of tokens in prompt and output by R (negative ones: multiply)",
+    )  # fmt: skip
+    add(
+        "--frequency-penalty", type=float, default=0.0, metavar="F",
+        help="subtract F from a token's logit for each time it was generated",
+    )  # fmt: skip
+    add(
+        "--presence-penalty", type=float, default=0.0, metavar="F",
+        help="subtract F from the logits of tokens that were generated",
+    )  # fmt: skip
+    add(
+        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS",
+        help="add BIAS to the logit of token ID; repeatable",
+    )  # fmt: skip
+    add(
+        "--bad-word", action="append", default=[], metavar="WORD",
+        help="never generate WORD, which must be one token; repeatable",
+    )  # fmt: skip
+
+
 def _add_model_options(add: Callable) -> None:
     add("--model", metavar="DIR", help="Hugging Face folder of the target (default: embedded)")
     add(
@@ -175,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, default=0.0, metavar="P")
     add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
+    _add_controls(add)
     _add_structured(made.add_argument_group("structured output").add_argument)
 
     _add_output(made.add_argument_group("output").add_argument)

@@ -45,6 +45,12 @@ def _is_list_of(kind: type, value) -> bool:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
+def _is_biases(value) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return all(key.isdecimal() and _is_number(bias) for key, bias in value.items())
+
+
 _is_int = lambda value: type(value) is int
 _is_number = lambda value: type(value) in (int, float)
 _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
@@ -54,6 +60,12 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "stop": (lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
     "stop_ids": (lambda v: _is_list_of(int, v), "a list of token ids"),
     "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
+    "logit_bias": (lambda v: _is_biases(v), "an object of token ids and numbers"),
+    "allowed_token_ids": (lambda v: _is_list_of(int, v), "a list of token ids"),
+    "bad_words": (lambda v: _is_list_of(str, v), "a list of strings"),
+    "repetition_penalty": (_is_number, "a number"),
+    "frequency_penalty": (_is_number, "a number"),
+    "presence_penalty": (_is_number, "a number"),
 }
 """What a JSON value must be; every other option is a whole number."""
 
@@ -70,6 +82,9 @@ def _options(row: dict, where: str) -> dict:
         fits, what = _CHECKS.get(key, (_is_int, "a whole number"))
         if not fits(value):
             raise ConfigError(f"{where}: {key}={value!r} must be {what}")
+    if "logit_bias" in options:
+        biases = options["logit_bias"].items()
+        options["logit_bias"] = {int(token): bias for token, bias in biases}
     return options
 
 

@@ -12,6 +12,10 @@ MAX_BIAS = 1024
 MAX_END_IDS = 288
 """Most tokens that end the text of a request with `min_tokens`."""
 
+_MAX_BAD_WORDS = 128
+_SHOWN = 80
+"""Most characters of a value in an error."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -70,12 +74,13 @@ class SamplingParams:
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         given = self.logit_bias
         pairs = given.items() if isinstance(given, Mapping) else given
-        object.__setattr__(self, "logit_bias", tuple(dict(pairs).items()))
+        object.__setattr__(self, "logit_bias", tuple(sorted(dict(pairs).items())))
         if self.allowed_token_ids is not None:
             object.__setattr__(
                 self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids))
             )
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
+        object.__setattr__(self, "bad_words", words)
         checks = (
             (self.max_tokens >= 1, "max_tokens", "at least 1"),
             (0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100"),
@@ -94,7 +99,9 @@ class SamplingParams:
         )
         for ok, name, rule in checks:
             if not ok:
-                rule = f"{getattr(self, name)!r} must be {rule}"
+                value = repr(getattr(self, name))
+                value = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+                rule = f"{value} must be {rule}"
                 raise ConfigError(f"{name}={rule}", field=name, rule=rule)
 
     def _control_checks(self) -> tuple[tuple[bool, str, str], ...]:
@@ -109,6 +116,7 @@ class SamplingParams:
                 "allowed_token_ids",
                 f"None, or 1 to {MAX_BIAS} tokens",
             ),
+            (len(self.bad_words) <= _MAX_BAD_WORDS, "bad_words", f"at most {_MAX_BAD_WORDS} words"),
             (all(word.strip() for word in self.bad_words), "bad_words", "without empty words"),
             (self.min_tokens >= 0, "min_tokens", "not negative"),
             (

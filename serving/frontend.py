@@ -293,7 +293,8 @@ class Frontend:
     def _new_parser(self, ask: Ask) -> Callable[[], ReplyParser | None]:
         if not ask.wants_text:
             return lambda: None
-        return self.replies.parsers(Reply(ask.prompt, ask.params.stop, ask.is_chat, ask.tools))
+        given = (ask.prompt, ask.params.stop, ask.is_chat, ask.tools, ask.params.min_tokens)
+        return self.replies.parsers(Reply(*given))
 
     def _check_state(self) -> None:
         if self.state is not State.SERVING:

@@ -12,7 +12,6 @@ The prompt ends in `<|start|>assistant`, so a reply begins within a header.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Self
 
 from peagle_jax.text import TextStream, Tokenizer
@@ -53,6 +52,7 @@ class HarmonyParser:
 
     Args:
       tools: the request's tools; None: no message is a call.
+      min_tokens: output tokens before which no stop string ends the text.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class HarmonyParser:
         stops: Sequence[str],
         ids: HarmonyIds,
         tools: Tools | None = None,
+        min_tokens: int = 0,
     ):
         self._tokenizer, self._ids, self._tools = tokenizer, ids, tools
-        self._new_text = partial(TextStream, tokenizer, stops)
+        self._stops, self._num_early = stops, min_tokens
         self._text = self._new_text()
         self._is_reasoning = False
         self._function: str | None = None
@@ -74,12 +75,19 @@ class HarmonyParser:
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
         """See `ReplyParser`."""
-        return ReplyPart.joined([self._state(token) for token in tokens])
+        return ReplyPart.joined([self._next(token) for token in tokens])
 
     def finish(self) -> ReplyPart:
         """See `ReplyParser`."""
         rest = self._part(self._text.finish())
         return rest if self._function is None else ReplyPart("".join(self._arguments))
+
+    def _next(self, token: int) -> ReplyPart:
+        self._num_early = max(0, self._num_early - 1)
+        return self._state(token)
+
+    def _new_text(self) -> TextStream:
+        return TextStream(self._tokenizer, self._stops, min_tokens=self._num_early)
 
     # Three states, one method each. A special token changes the state.
 

@@ -8,6 +8,16 @@ from serving.errors import invalid
 from serving.limits import Limits
 
 _MAX_SALT = 256  # characters
+CONTROLS = (
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+"""Fields of `SamplingParams` that adjust logits; most clients spell them as we do."""
 
 
 def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> SamplingParams:
@@ -15,7 +25,7 @@ def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> Sa
 
     Args:
       spelling: the client's names of the fields, where they differ from ours.
-      limits: limits of stop strings and stop ids.
+      limits: limits of stop strings and stop ids; those of strings hold for bad words too.
       values: fields of `SamplingParams`; `stop` and `stop_ids` may be sequences of any type.
 
     Raises:
@@ -27,12 +37,13 @@ def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> Sa
         if len(given) > most:
             raise invalid(named(name), f"{len(given)} are more than {most}")
         values[name] = tuple(given)
-    for stop in values["stop"]:
-        if len(stop) > limits.max_stop_chars:
-            rule = (
-                f"{len(stop)} characters are more than the {limits.max_stop_chars} of a stop string"
-            )
-            raise invalid(named("stop"), rule)
+    for name, what in (("stop", "stop string"), ("bad_words", "bad word")):
+        for text in values.get(name, ()):
+            if len(text) > limits.max_stop_chars:
+                rule = (
+                    f"{len(text)} characters are more than the {limits.max_stop_chars} of a {what}"
+                )
+                raise invalid(named(name), rule)
     try:
         return SamplingParams(**values)
     except ConfigError as error:

@@ -7,6 +7,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from peagle_jax.config import ConfigError
+from peagle_jax.engine.request import Request
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text import Detokenizer, StopChecker, TextStream, Tokenizer
 
 SAMPLE = "def größe(ключ: str) -> int:\n    return 值 * 2  # naïve 😀 👩‍👩‍👧 ½ … “quoted”\n" * 8
@@ -111,6 +113,30 @@ def test_a_stream_shows_exactly_the_text_before_the_stop_string(tokenizer, seed)
         shown += stream.add(piece)
         assert expected.startswith(shown)
     assert shown + stream.finish() == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stop_string_ends_the_text_only_after_the_least_tokens(tokenizer, seed):
+    """The stream, and a request that checks each token, agree on the first that ends late enough."""
+    rng = random.Random(seed)
+    tokens = tokenizer.encode(SAMPLE)
+    start = rng.randrange(40)
+    stops = (SAMPLE[start : start + rng.randint(1, 6)], SAMPLE[start : start + 1], "not there")
+    least = rng.randrange(len(tokens) // 2)
+    early = len(tokenizer.decode(tokens[:least]).rstrip("\ufffd"))
+    places = [(SAMPLE.find(stop, max(0, early - len(stop) + 1)), stop) for stop in stops[:2]]
+    end, stop = min(places)
+    stream, shown = TextStream(tokenizer, stops, min_tokens=least), ""
+    for piece in in_pieces(tokens, rng):
+        shown += stream.add(piece)
+    assert shown + stream.finish() == SAMPLE[:end]
+    request = Request(
+        id=0, prompt=[1], num_draft=0, seed=0, stop_checker=StopChecker(tokenizer, stops),
+        params=SamplingParams(max_tokens=len(tokens), stop=stops, min_tokens=least),
+    )  # fmt: skip
+    request.append(tokens, eos_ids=(), max_model_len=10**6)
+    assert request.stop_reason == stop
+    assert least < len(request.output) <= len(tokenizer.encode(SAMPLE[: end + len(stop)])) + 2
 
 
 def test_a_stream_gives_back_what_only_looked_like_a_stop_string(tokenizer):

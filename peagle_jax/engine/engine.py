@@ -22,7 +22,7 @@ from peagle_jax.engine.programs import Programs
 from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
 from peagle_jax.engine.round_timer import RoundTimer
 from peagle_jax.engine.round_times import RoundTimes
-from peagle_jax.engine.rules import check_request
+from peagle_jax.engine.rules import banned_ids, check_request
 from peagle_jax.engine.scheduler import Scheduler, Update
 from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.engine.transfer import Result
@@ -234,6 +234,7 @@ class Engine:
             stop_checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
             salt=salt,
             matcher=matcher,
+            banned_ids=banned_ids(params.bad_words, self.tokenizer),
         )
         request.arrival_time = time.monotonic()
         self.scheduler.add(request)
@@ -257,6 +258,8 @@ class Engine:
             self.config,
             vocab_size=self.target_config.vocab_size,
             has_tokenizer=self.tokenizer is not None,
+            eos_ids=self.target_config.eos_ids,
+            banned_ids=banned_ids(params.bad_words, self.tokenizer),
         )
         return [int(token) for token in prompt]
 

@@ -5,6 +5,27 @@ from collections.abc import Collection, Iterator, Sequence
 
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS, SamplingParams
+from peagle_jax.text import Tokenizer
+
+
+def banned_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Token ids of bad words, each as it is and after a space.
+
+    Raises:
+      ConfigError: there is no tokenizer, or a word is not one token; `field` is "bad_words".
+    """
+    found = set()
+    for word in words:
+        if tokenizer is None:
+            raise ConfigError.of("bad_words", "need a model with a tokenizer; use logit_bias")
+        plain, spaced = (
+            tokenizer.encode(space + word.lstrip(), special=False) for space in ("", " ")
+        )
+        if len(plain) > 1:
+            rule = f"{word!r} is {len(plain)} tokens; words of one token are supported"
+            raise ConfigError.of("bad_words", rule)
+        found.update(*(ids for ids in (plain, spaced) if len(ids) == 1))
+    return tuple(found)
 
 
 def check_request(

@@ -159,6 +159,12 @@ def _request(
             sampling.seed = args.seed
         stopping.max_tokens, stopping.ignore_eos = args.max_tokens, args.ignore_eos
         stopping.stop.extend(args.stop)
+        sampling.repetition_penalty = args.repetition_penalty
+        sampling.frequency_penalty = args.frequency_penalty
+        sampling.presence_penalty = args.presence_penalty
+        sampling.bad_words.extend(args.bad_word)
+        sampling.logit_bias.update(args.logit_bias)
+        stopping.min_tokens = args.min_tokens
         if args.logprobs is not None:
             request.output.logprobs = args.logprobs
         if args.num_speculative_tokens is not None:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+from collections.abc import Callable
 
 _EPILOG = """\
 The text streams to stdout. Statistics go to stderr: tokens per second, the acceptance length (AL, tokens per
@@ -91,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, metavar="N", help="makes sampling repeatable")
     add("--n", type=int, default=1, metavar="N", help="sequences; above 1 set a temperature")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT; repeatable")
+    _add_controls(add)
     add("--ignore-eos", action="store_true", help="continue after the model's end-of-text token")
     add(
         "--logprobs",
@@ -109,6 +111,45 @@ def parser() -> argparse.ArgumentParser:
     add("--choice", action="append", metavar="TEXT", help="write one of the TEXTs; repeatable")
     add("--grammar", metavar="FILE", help="write text of the grammar in FILE: Lark or GBNF")
     return command_line
+
+
+def _add_controls(add: Callable) -> None:
+    """Adds the options that change the model's logits."""
+    add(
+        "--min-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="nothing ends the text before N tokens",
+    )
+    add(
+        "--repetition-penalty", type=float, default=1.0, metavar="R",
+        help="divide the logits of tokens in prompt and output by R (negative ones: multiply)",
+    )  # fmt: skip
+    add(
+        "--frequency-penalty", type=float, default=0.0, metavar="F",
+        help="subtract F from a token's logit for each time it was generated",
+    )  # fmt: skip
+    add(
+        "--presence-penalty", type=float, default=0.0, metavar="F",
+        help="subtract F from the logits of tokens that were generated",
+    )  # fmt: skip
+    add(
+        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS",
+        help="add BIAS to the logit of token ID; repeatable",
+    )  # fmt: skip
+    add(
+        "--bad-word", action="append", default=[], metavar="WORD",
+        help="never generate WORD, which must be one token; repeatable",
+    )  # fmt: skip
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, as 42=-5") from error
 
 
 def _named_value(text: str) -> tuple[str, object]:
@@ -146,6 +187,7 @@ def check(args: argparse.Namespace) -> None:
         (args.max_tokens < 1, "--max-tokens must be at least 1"),
         (args.n < 1, "--n must be at least 1"),
         (not 0 < args.top_p <= 1, "--top-p must lie above 0 and not above 1"),
+        (not args.repetition_penalty > 0, "--repetition-penalty must be above 0"),
     )  # fmt: skip
     for broken, rule in rules:
         if broken:

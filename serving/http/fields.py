@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from peagle_jax.sampling_params import MAX_BIAS
 from serving.errors import ServiceError, invalid
 from serving.limits import Limits
 
@@ -106,6 +107,24 @@ def neutral(*values: object) -> Any:
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
+
+def _biases(value: object) -> dict[int, float]:
+    """JSON's {"id": bias}."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    if len(value) > MAX_BIAS:
+        raise ValueError(f"{len(value)} tokens are more than {MAX_BIAS}")
+    found = {}
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise ValueError(f"{token[:20]!r} must be a token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError(f"the bias of token {token} must be a number")
+        found[int(token)] = bias
+    return found
+
+
+Biases = Annotated[Any, AfterValidator(_biases)]
 
 # FailFast stops at the first wrong item. Otherwise each of 60,000 wrong items has an error object.
 Integers = Annotated[list[int], FailFast(), described("must be a list of integers")]

@@ -7,10 +7,10 @@ from pydantic import AfterValidator
 
 from peagle_jax import SamplingParams
 from serving.errors import Code, ServiceError, invalid
-from serving.http.fields import Fields, Integers, Texts, neutral
+from serving.http.fields import Biases, Fields, Integers, Texts, neutral
 from serving.http.structured import ResponseFormat, StructuredOutputs, guided, read_structured
 from serving.limits import Limits
-from serving.params import cache_salt, sampling_params
+from serving.params import CONTROLS, cache_salt, sampling_params
 
 
 def _salt(value: str) -> str:
@@ -54,6 +54,13 @@ class SharedFields(Fields):
     priority: Annotated[int, AfterValidator(_check_priority)] = 0
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    logit_bias: Biases = ()
+    allowed_token_ids: Integers = None
+    bad_words: Texts = ()
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     # A client's own labels are accepted and not used.
     user: Any = None
@@ -62,16 +69,9 @@ class SharedFields(Fields):
     prompt_cache_key: Any = None
 
     # Fields of OpenAI and vLLM that this server does not support.
-    frequency_penalty: neutral(0) = None
-    presence_penalty: neutral(0) = None
-    repetition_penalty: neutral(1) = None
     length_penalty: neutral(1) = None
-    logit_bias: neutral({}) = None
     best_of: neutral(1) = None
     use_beam_search: neutral(False) = None
-    min_tokens: neutral(0) = None
-    bad_words: neutral([]) = None
-    allowed_token_ids: neutral() = None
     include_stop_str_in_output: neutral(False) = None
     skip_special_tokens: neutral(True) = None
     spaces_between_special_tokens: neutral(True, False) = None  # has no effect on fast tokenizers
@@ -176,4 +176,5 @@ def read_params(
         logprobs=logprobs,
         num_speculative_tokens=fields.num_speculative_tokens,
         structured=structured,
+        **{name: getattr(fields, name) for name in CONTROLS},
     )

@@ -22,8 +22,8 @@ _TAIL = 2048
 class PlainParser:
     """All output is text."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
-        self._text = TextStream(tokenizer, stops)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int = 0):
+        self._text = TextStream(tokenizer, stops, min_tokens=min_tokens)
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
         """See `ReplyParser`."""
@@ -52,9 +52,15 @@ class DecodedParser:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], shown: Collection[int], parser: TextParser
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        shown: Collection[int],
+        parser: TextParser,
+        min_tokens: int = 0,
     ):
-        self._text, self._parser = TextStream(tokenizer, stops, shown), parser
+        self._text = TextStream(tokenizer, stops, shown, min_tokens=min_tokens)
+        self._parser = parser
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
         """See `ReplyParser`."""
@@ -74,12 +80,14 @@ class Reply:
       stops: stop strings, which are not part of the text.
       is_chat: whether reasoning and calls are separated from the text.
       tools: the tools that may be called, as `Tools` takes them; none: calls are text.
+      min_tokens: tokens before which no stop string ends the text.
     """
 
     prompt: Sequence[int]
     stops: Sequence[str]
     is_chat: bool
     tools: Sequence[dict] = ()
+    min_tokens: int = 0
 
 
 class Replies:
@@ -127,14 +135,14 @@ class Replies:
         Raises:
           ServiceError: FAILED_PRECONDITION; the tokenizer's own template is not valid.
         """
-        tokenizer, stops = self._tokenizer, reply.stops
+        tokenizer, stops, least = self._tokenizer, reply.stops, reply.min_tokens
         if tokenizer is None:
             return lambda: None
         if not reply.is_chat or self.name == "none":
-            return partial(PlainParser, tokenizer, stops)
+            return partial(PlainParser, tokenizer, stops, least)
         tools = Tools(reply.tools) if reply.tools else None
         if self._channels is not None:
-            return partial(HarmonyParser, tokenizer, stops, self._channels, tools)
+            return partial(HarmonyParser, tokenizer, stops, self._channels, tools, least)
         prompt = tokenizer.spell(reply.prompt[-_TAIL:])
         if self._format is None:
             new_text = partial(_template_text, tokenizer, prompt, tools)
@@ -143,7 +151,7 @@ class Replies:
             opening = (self._format.reasoning or ("",))[0].rstrip()
             is_reasoning = bool(opening) and prompt.rstrip().endswith(opening)
             new_text = partial(MarkedText, self._format, tools=tools, is_reasoning=is_reasoning)
-        return lambda: DecodedParser(tokenizer, stops, self._shown, new_text())
+        return lambda: DecodedParser(tokenizer, stops, self._shown, new_text(), least)
 
     def _choose(self, tokenizer: Tokenizer, choice: str) -> None:
         own = tokenizer.response_template

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from peagle_jax import SamplingParams
+from peagle_jax.sampling_params import MAX_BIAS
 from serving.errors import invalid
 from serving.json_input import parse_small_object
 from serving.limits import Limits
@@ -94,6 +95,14 @@ def _ints(field: str, value: object) -> tuple[int, ...]:
     return tuple(_int(field, one) for one in value)
 
 
+def _biases(field: str, value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise invalid(field, "must be an object of token ids and numbers")
+    if len(value) > MAX_BIAS:
+        raise invalid(field, f"{len(value)} tokens are more than {MAX_BIAS}")
+    return {_int(field, token): _float(field, bias) for token, bias in value.items()}
+
+
 def _plain(value: object) -> object:
     """A value for comparison: strings of numbers and truth values are converted, lists become tuples."""
     if isinstance(value, list | dict):
@@ -121,24 +130,25 @@ _READERS: dict[str, Callable] = {
     "ignore_eos": _bool,
     "n": _int,
     "num_speculative_tokens": _int,
+    "logit_bias": _biases,
+    "allowed_token_ids": _ints,
+    "bad_words": _strings,
+    "min_tokens": _int,
+    "repetition_penalty": _float,
+    "frequency_penalty": _float,
+    "presence_penalty": _float,
 }
 _OURS = {"stop_token_ids": "stop_ids"}
 SPELLING = {_OURS.get(key, key): f"{FIELD}.{key}" for key in _READERS}
 """The client's names of the fields."""
 
 _NEUTRAL = {
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "repetition_penalty": (1, None),
-    "min_tokens": (0, None),
     "best_of": (1, None),
     "use_beam_search": (False, None),
     "length_penalty": (1, None),
     "early_stopping": (False, None),
     "logprobs": (None,),
     "prompt_logprobs": (None,),
-    "logit_bias": ((), None),
-    "bad_words": ((), None),
     "guided_decoding": (None,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),

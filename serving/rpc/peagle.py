@@ -12,7 +12,7 @@ from serving import request_ids
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.json_input import parse_small_object
-from serving.params import cache_salt, constraint, prompt_ids, sampling_params
+from serving.params import CONTROLS, cache_salt, constraint, prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.replies.parts import ReplyPart
@@ -184,6 +184,15 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             logprobs=optional(request.output, "logprobs"),
             num_speculative_tokens=optional(request.speculation, "num_speculative_tokens"),
             structured=_structured(request.structured),
+            logit_bias=dict(sampling.logit_bias),
+            allowed_token_ids=sampling.allowed_token_ids.ids
+            if sampling.HasField("allowed_token_ids")
+            else None,
+            bad_words=sampling.bad_words,
+            min_tokens=stopping.min_tokens,
+            repetition_penalty=sampling.repetition_penalty or 1.0,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
         )
 
 
@@ -231,7 +240,8 @@ _SPELLING = {
     "stop_ids": "stopping.stop_token_ids",
     "logprobs": "output.logprobs",
     "num_speculative_tokens": "speculation.num_speculative_tokens",
-}
+} | {name: f"sampling.{name}" for name in CONTROLS}
+_SPELLING["min_tokens"] = "stopping.min_tokens"
 
 _REASONS = {
     "stop": pb.FINISH_REASON_STOP,

@@ -7,6 +7,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from peagle_jax.sampling_params import MAX_BIAS
 from serving.frontend import Frontend, State
 from serving.protos import open_inference_pb2, peagle_v1_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
 from serving.rpc import foreign, open_inference, vllm
@@ -160,5 +161,6 @@ def _wire_limits(frontend: Frontend) -> WireLimits:
             "tokenized.input_ids": prompt,
             "stopping.stop_token_ids": stops,
             "sampling_params.stop_token_ids": stops,
+            "sampling.allowed_token_ids.ids": MAX_BIAS,
         },
     )

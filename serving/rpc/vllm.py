@@ -14,7 +14,13 @@ from peagle_jax.structured import Structured
 from serving import request_ids
 from serving.errors import Code, ServiceError, invalid
 from serving.frontend import Frontend, State
-from serving.params import constraint, prompt_ids, refuse_unless_neutral, sampling_params
+from serving.params import (
+    CONTROLS,
+    constraint,
+    prompt_ids,
+    refuse_unless_neutral,
+    sampling_params,
+)
 from serving.protos import vllm_engine_pb2 as pb
 from serving.protos import vllm_engine_pb2_grpc
 from serving.rpc import calls
@@ -208,6 +214,11 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             logprobs=optional("logprobs"),
             num_speculative_tokens=drafts,
             structured=_structured(given),
+            logit_bias=dict(given.logit_bias),
+            min_tokens=given.min_tokens,
+            repetition_penalty=given.repetition_penalty or 1.0,
+            frequency_penalty=given.frequency_penalty,
+            presence_penalty=given.presence_penalty,
         )
 
 
@@ -229,7 +240,10 @@ class _Pace:
 
 _SPELLING = {
     name: f"sampling_params.{name}"
-    for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs")
+    for name in (
+        *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs"),
+        *CONTROLS,
+    )
 } | {
     "n": "sampling_params.n",
     "stop_ids": "sampling_params.stop_token_ids",
@@ -244,14 +258,6 @@ _UNSUPPORTED = {
 }
 """Optional fields of a request that are not supported."""
 
-_NEUTRAL = {
-    "frequency_penalty": ((0.0,), "a penalty"),
-    "presence_penalty": ((0.0,), "a penalty"),
-    "repetition_penalty": ((0.0, 1.0), "a penalty"),
-    "min_tokens": ((0,), "a least number of tokens"),
-}
-"""Sampling parameters that are not supported: the values that have no effect, and what others ask for."""
-
 
 def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     given = request.sampling_params
@@ -262,17 +268,12 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     refuse_unless_neutral("extra_mm_inputs", len(request.extra_mm_inputs), (0,), "multimodal input")
     if request.data_parallel_rank != 0:
         raise invalid("data_parallel_rank", f"{request.data_parallel_rank}: there is only rank 0")
-    for name, (neutral, what) in _NEUTRAL.items():
-        refuse_unless_neutral(f"sampling_params.{name}", getattr(given, name), neutral, what)
     for name, what in (
         ("prompt_logprobs", "the prompt's logprobs"),
         ("truncate_prompt_tokens", "cutting prompts"),
     ):
         field = f"sampling_params.{name}"
         refuse_unless_neutral(field, given.HasField(name), (False,), what)
-    refuse_unless_neutral(
-        "sampling_params.logit_bias", any(given.logit_bias.values()), (False,), "a logit bias"
-    )
     tag = given.HasField("structural_tag")
     refuse_unless_neutral("sampling_params.structural_tag", tag, (False,), "a structural tag")
 

@@ -1,21 +1,31 @@
 """Sampling controls in the engine: with drafts the text is the one without, whatever else happens."""
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax import Engine, EngineConfig, SamplingParams, step
+from peagle_jax.engine.calls import DecodeCall, RoundShape
+from peagle_jax.engine.request import RequestState
+from peagle_jax.plan import mask_words
 from tests import tiny
-from tests.programs import one_bucket
+from tests.programs import one_bucket, shared
+from tests.test_losslessness import OracleDrafter
 
-J, EOS, STOP = 3, 5, 17
+J, EOS, STOP, V = 3, 5, 17, tiny.TARGET.vocab_size
 CONFIG = EngineConfig(
     num_draft=J, max_num_seqs=4, max_model_len=96, page_size=8, prefill_chunk=16, prefill_rows=2
 )
 PROMPTS = [[7, 9, 11, 60], [3, 4, 7], [80, 81, 82, 83, 84], [21]]
+ALLOWED = tuple(range(30, 60))
 CONTROLS = {
     "bias": dict(logit_bias={3: 4.0, 9: -100.0, 40: 6.0, 41: 6.0}),
-    "allowed": dict(allowed_token_ids=tuple(range(30, 60)), logit_bias={31: 2.0}),
+    "allowed": dict(allowed_token_ids=ALLOWED),
     "min_tokens": dict(logit_bias={EOS: 60.0, STOP: 60.0}, stop_ids=(STOP,), min_tokens=12),
-    "repetition": dict(repetition_penalty=1.8),
+    "repetition": dict(repetition_penalty=3.0),
     "frequency": dict(frequency_penalty=1.5),
     "presence": dict(presence_penalty=-2.0),
     "together": dict(
@@ -29,8 +39,14 @@ CONTROLS = {
 }
 
 
-def params(name: str | None, **more) -> SamplingParams:
-    return SamplingParams(max_tokens=32, **(CONTROLS[name] if name else {}), **more)
+def params(name: str | None) -> SamplingParams:
+    return SamplingParams(max_tokens=32, **(CONTROLS[name] if name else {}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with shared():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +62,106 @@ def plain(target) -> Engine:
 @pytest.fixture(scope="module")
 def texts(plain) -> dict[str | None, list[list[int]]]:
     """Greedy texts of plain decoding by controls."""
-    return {
-        name: [c.tokens for c in plain.generate(PROMPTS, params(name))]
-        for name in (None, *CONTROLS)
-    }
+    run = lambda name: [done.tokens for done in plain.generate(PROMPTS, params(name))]
+    return {name: run(name) for name in (None, *CONTROLS)}
+
+
+@pytest.fixture(scope="module")
+def drafting(target, texts):
+    """Engines whose drafter knows the texts of some controls, but for every fifth position."""
+
+    def make(name: str | None) -> Engine:
+        table = np.zeros((len(PROMPTS), 160), np.int32)
+        for row, (prompt, output) in enumerate(zip(PROMPTS, texts[name], strict=True)):
+            table[row, : len(prompt + output)] = prompt + output
+        table[:, 4::5] += 1
+        drafter = OracleDrafter(jnp.asarray(table % V), jnp.asarray(0), J)
+        return one_bucket(Engine(target, None, CONFIG, drafter=drafter))
+
+    return make
+
+
+def test_controls_change_texts(texts):
+    for name in CONTROLS:
+        assert all(text != other for text, other in zip(texts[name], texts[None], strict=True))
+    assert all(set(text) <= set(ALLOWED) for text in texts["allowed"])
+    for text in texts["min_tokens"]:
+        assert len(text) == 13
+        assert not {EOS, STOP} & set(text[:12])
+        assert text[12] in (EOS, STOP)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_drafts_do_not_change_a_text_with_controls(drafting, texts, name):
+    done = drafting(name).generate(PROMPTS, params(name))
+    assert [one.tokens for one in done] == texts[name]
+    assert sum(one.accepted for one in done) > sum(one.rounds for one in done) / 2
+
+
+def test_preempted_requests_and_neighbours_keep_their_texts(drafting, texts):
+    """Slots change hands between requests with and without controls, and with other ones."""
+    engine = drafting("together")
+    names = ["together", None, "repetition", None, "frequency", "together", None, "presence"]
+    requests = [engine.add_request(PROMPTS[i % 4], params(name)) for i, name in enumerate(names)]
+    scheduler, num_steps = engine.scheduler, 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+        active = scheduler.active
+        if num_steps % 4 == 0 and active and active[-1].state is RequestState.RUNNING:
+            scheduler._preempt(active[-1])
+    assert scheduler.num_preemptions > 5
+    for i, (name, request) in enumerate(zip(names, requests, strict=True)):
+        assert request.output == texts[name][i % 4]
+
+
+def test_a_mask_is_what_allowed_tokens_are(drafting, texts, monkeypatch):
+    """Masks of every row of every call, as a grammar of one set of tokens would send them."""
+    engine = drafting("allowed")
+    words = np.zeros(mask_words(V), np.uint32)
+    for token in ALLOWED:
+        words[token // 32] |= np.uint32(1) << (token % 32)
+    healthy = engine.scheduler.schedule
+
+    def constrained(call, T: int):
+        rows = len(call.plan.slots)
+        mask = np.broadcast_to(words.view(np.int32), (rows, T, len(words)))
+        return replace(
+            call, plan=call.plan._replace(constrained=np.ones(rows, np.int32)), mask=mask
+        )
+
+    def schedule():
+        calls = healthy()
+        decode = None if calls.decode is None else constrained(calls.decode, J + 1)
+        return replace(
+            calls, prefills=tuple(constrained(c, 1) for c in calls.prefills), decode=decode
+        )
+
+    monkeypatch.setattr(engine.scheduler, "schedule", schedule)
+    done = engine.generate(PROMPTS, params(None))
+    assert [one.tokens for one in done] == texts["allowed"]
+    monkeypatch.undo()
+    done = engine.generate(PROMPTS, params(None))  # the mask still lies there, and holds for no row
+    assert [one.tokens for one in done] == texts[None]
+
+
+@pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
+def test_forced_drafts_replace_the_drafters_and_are_certain(draft_sampling):
+    config = replace(CONFIG, draft_sampling=draft_sampling)
+    state = step.init_state(tiny.TARGET, tiny.HEAD, config)
+    stored = np.arange(4 * J).reshape(4, J).astype(np.int32)
+    state = replace(state, drafts=state.drafts.at[:4].set(stored))
+    if draft_sampling == "sample":
+        state = replace(state, draft_probs=state.draft_probs + 1 / V)
+    plan = DecodeCall.build([], RoundShape(4, J), config).plan
+    forced = plan.forced.copy()
+    forced[1, 0], forced[2, 1] = 99, 98
+    plan = jax.tree.map(jnp.asarray, plan._replace(slots=np.arange(4), forced=forced))
+    inputs = step.RoundInputs.of(state, plan, J)
+    want = np.where(forced >= 0, forced, stored)
+    np.testing.assert_array_equal(inputs.drafts, want)
+    np.testing.assert_array_equal(inputs.tokens[:, 1:], want)
+    if draft_sampling == "sample":
+        assert inputs.draft_probs[1, 0, 99] == inputs.draft_probs[2, 1, 98] == 1
+        np.testing.assert_allclose(inputs.draft_probs.sum(-1), 1, rtol=1e-5)
+        assert (inputs.draft_probs[0] < 0.5).all()

@@ -8,6 +8,7 @@ from peagle_jax.engine.rules import check_request
 from peagle_jax.loading import load
 
 J = 3
+X = 95  # token "x" of the embedded model
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,48 @@ REFUSED = {
         dict(logprobs=4),
         "logprobs",
         "4 is more than the 3 that the engine was compiled for",
+    ),
+    "bias of an unknown token": (
+        [5],
+        dict(logit_bias={2**20: 1}),
+        "logit_bias",
+        "token ids must lie between 0 and",
+    ),
+    "unknown allowed token": (
+        [5],
+        dict(allowed_token_ids=(5, -1)),
+        "allowed_token_ids",
+        "token ids must lie between 0 and",
+    ),
+    "bad word of several tokens": (
+        [5],
+        dict(bad_words=("zqxj antidisestablishment",)),
+        "bad_words",
+        "'zqxj antidisestablishment' is [0-9]+ tokens",
+    ),
+    "only bad words allowed": (
+        [5],
+        dict(bad_words=("x",), allowed_token_ids=(X,)),
+        "bad_words",
+        "forbid every token that is allowed",
+    ),
+    "only ends allowed at first": (
+        [5],
+        dict(allowed_token_ids=(7, 8), stop_ids=(8, 7), min_tokens=1),
+        "min_tokens",
+        "every token that is allowed ends the text",
+    ),
+    "too many ends": (
+        [5],
+        dict(stop_ids=tuple(range(289)), min_tokens=1),
+        "min_tokens",
+        "works with at most 288 tokens that end the text, and there are",
+    ),
+    "too many biases": (
+        [5],
+        dict(bad_words=("x",), logit_bias=dict.fromkeys(range(200, 1224), 1.0)),
+        "bad_words",
+        "they concern 1025 tokens; at most 1024 may be",
     ),
 }
 
@@ -73,6 +116,25 @@ def test_twenty_logprobs_are_allowed_by_default():
         (dict(temperature=float("nan")), "temperature", "nan must be between 0 and 100"),
         (dict(stop=("a", "")), "stop", "('a', '') must be without empty strings"),
         (dict(seed=-1), "seed", "-1 must be between 0 and 2**63 - 1"),
+        (
+            dict(logit_bias={5: float("nan")}),
+            "logit_bias",
+            "((5, nan),) must be between -100 and 100",
+        ),
+        (dict(allowed_token_ids=()), "allowed_token_ids", "() must be None, or 1 to 1024 tokens"),
+        (dict(bad_words="  "), "bad_words", "('  ',) must be without empty words"),
+        (
+            dict(min_tokens=9, max_tokens=8),
+            "min_tokens",
+            "9 must be at most max_tokens, which is 8",
+        ),
+        (dict(repetition_penalty=0.0), "repetition_penalty", "0.0 must be in (0, 100]"),
+        (dict(frequency_penalty=2.5), "frequency_penalty", "2.5 must be between -2 and 2"),
+        (
+            dict(presence_penalty=float("nan")),
+            "presence_penalty",
+            "nan must be between -2 and 2",
+        ),
     ],
 )
 def test_a_parameter_out_of_range_is_named_for_code_too(fields, field, rule):

@@ -276,8 +276,8 @@ WRONG = {
     "sampling_parameters.stop_token_ids: must be a list": inputs(dict(stop_token_ids=5)),
     "sampling_parameters.n: 17 must lie": inputs(dict(n=17)),
     "sampling_parameters.num_speculative_tokens: 4 is": inputs(dict(num_speculative_tokens=4)),
-    "sampling_parameters.presence_penalty: ": inputs(dict(presence_penalty="0.5")),
-    "sampling_parameters.logit_bias: ": inputs(dict(logit_bias={"5": 1})),
+    "sampling_parameters.presence_penalty: ": inputs(dict(presence_penalty="2.5")),
+    "sampling_parameters.logit_bias: ": inputs(dict(logit_bias={"5": 101})),
     "sampling_parameters.logprobs: ": inputs(dict(logprobs=1)),
 }
 

@@ -152,6 +152,14 @@ WRONG = {
     "sampling.top_p": pb.GenerateRequest(text="a", sampling=pb.Sampling(top_p=float("nan"))),
     "sampling.min_p": pb.GenerateRequest(text="a", sampling=pb.Sampling(min_p=2)),
     "sampling.seed": pb.GenerateRequest(text="a", sampling=pb.Sampling(seed=2**63)),
+    "sampling.logit_bias": pb.GenerateRequest(text="a", sampling=pb.Sampling(logit_bias={128: 1})),
+    "sampling.allowed_token_ids": pb.GenerateRequest(
+        text="a", sampling=pb.Sampling(allowed_token_ids=pb.TokenIds())
+    ),
+    "sampling.bad_words": pb.GenerateRequest(text="a", sampling=pb.Sampling(bad_words=["xyz"])),
+    "stopping.min_tokens": pb.GenerateRequest(
+        text="a", stopping=pb.Stopping(min_tokens=5, max_tokens=4)
+    ),
     "stopping.stop": pb.GenerateRequest(text="a", stopping=pb.Stopping(stop=[""])),
     "stopping.stop_token_ids": pb.GenerateRequest(
         text="a", stopping=pb.Stopping(stop_token_ids=range(257))

@@ -183,7 +183,6 @@ def bad_schema() -> dict:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        (dict(presence_penalty=0.5), "sampling_params.presence_penalty"),
         (bad_schema(), "sampling_params.json_schema"),
         (dict(n=2), "sampling_params.n"),
     ],

@@ -1,0 +1,137 @@
+"""Sampling controls on every API: each field reaches the engine's parameters as it was sent."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from peagle_jax import EngineConfig, SamplingParams
+from peagle_jax.prompts import read_jsonl
+from serving.errors import ServiceError
+from serving.http.chat import ChatFields
+from serving.http.completions import CompletionFields
+from serving.http.options import read_params
+from serving.limits import Limits
+from serving.protos import peagle_v1_pb2, vllm_engine_pb2
+from serving.rpc import json_params
+from serving.rpc.peagle import Generation
+from serving.rpc.vllm import VllmEngine
+
+FRONTEND = SimpleNamespace(limits=Limits(), config=EngineConfig(), tokenizer=None)
+FIELDS = {
+    "logit_bias": {5: -3.5, 9: 100.0},
+    "allowed_token_ids": (7, 5, 9),
+    "bad_words": ("no", " never"),
+    "min_tokens": 7,
+    "repetition_penalty": 1.25,
+    "frequency_penalty": -0.5,
+    "presence_penalty": 2.0,
+    "ignore_eos": True,
+    "stop_ids": (5, 6),
+}
+
+
+def as_json(name: str, value: object) -> object:
+    if isinstance(value, dict):
+        return {str(token): bias for token, bias in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def json_name(name: str) -> str:
+    return {"stop_ids": "stop_token_ids"}.get(name, name)
+
+
+def over_http(kind: type, **others):
+    def read(name: str, value: object) -> SamplingParams:
+        content = others | {json_name(name): as_json(name, value)}
+        fields = kind.read(content, Limits())
+        return read_params(fields, Limits(), max_tokens=99, spelling={}, logprobs=None)
+
+    return read
+
+
+def over_peagle(name: str, value: object) -> SamplingParams:
+    request = peagle_v1_pb2.GenerateRequest(text="a")
+    part = (
+        request.stopping if name in ("min_tokens", "ignore_eos", "stop_ids") else request.sampling
+    )
+    field = getattr(part, json_name(name))
+    if isinstance(value, dict):
+        field.update(value)
+    elif name == "allowed_token_ids":
+        field.ids.extend(value)
+    elif isinstance(value, tuple):
+        field.extend(value)
+    else:
+        setattr(part, name, value)
+    return Generation(FRONTEND)._params(request)
+
+
+def over_vllm(name: str, value: object) -> SamplingParams:
+    params = vllm_engine_pb2.SamplingParams(**{json_name(name): value})
+    return VllmEngine(FRONTEND)._params(params, None)
+
+
+def over_open_inference(name: str, value: object) -> SamplingParams:
+    text = json.dumps({json_name(name): as_json(name, value)}).encode()
+    return json_params.read_sampling(text, Limits(), max_tokens=99).params
+
+
+APIS = {
+    "completions": over_http(CompletionFields, prompt="a"),
+    "chats": over_http(ChatFields, messages=[{"role": "user", "content": "a"}]),
+    "peagle.v1": over_peagle,
+    "VllmEngine": over_vllm,
+    "Open Inference": over_open_inference,
+}
+ABSENT = {("VllmEngine", "allowed_token_ids"), ("VllmEngine", "bad_words")}
+"""The protocol has no such field; unknown fields of its messages are refused by number."""
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("api", APIS)
+def test_a_field_reaches_the_parameters(api, name):
+    value = FIELDS[name]
+    if (api, name) in ABSENT:
+        assert name not in vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+        return
+    got = getattr(APIS[api](name, value), name)
+    want = getattr(SamplingParams(**{name: value}), name)
+    assert got == want
+    assert got != getattr(SamplingParams(), name)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_no_field_means_no_control(api):
+    params = APIS[api]("ignore_eos", False)
+    assert not params.is_adjusted
+    assert params.allowed_token_ids is None
+
+
+def test_prompt_files_take_the_fields(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    row = {"prompt": "a"} | {name: as_json(name, value) for name, value in FIELDS.items()}
+    file.write_text(json.dumps(row))
+    (prompt,) = read_jsonl(file)
+    assert prompt.params(SamplingParams()) == SamplingParams(**FIELDS)
+
+
+WRONG = {
+    "logit_bias": [{5: 101.0}, dict.fromkeys(range(1025), 1.0)],
+    "allowed_token_ids": [tuple(range(1025))],
+    "bad_words": [(" ",), ("x" * 513,), ("x",) * 129],
+    "min_tokens": [2**31 - 1],
+    "repetition_penalty": [-1.0, 101.0],
+    "frequency_penalty": [2.5],
+    "presence_penalty": [-2.5],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("api", APIS)
+def test_a_value_out_of_range_is_refused_in_a_short_message_that_names_the_field(api, name):
+    for value in WRONG[name] if (api, name) not in ABSENT else ():
+        with pytest.raises(ServiceError) as caught:
+            APIS[api](name, value)
+        assert caught.value.field.endswith(name)
+        assert len(str(caught.value)) < 300
