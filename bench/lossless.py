@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from bench.commands.lossless import Options
 from bench.decode_step import CellsConfig
 from bench.presets import preset
 from bench.timing import drive
+from bench.warm import WARM, warm_run
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, DraftInputs, make_drafter
@@ -173,7 +175,7 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
         for variant in dict.fromkeys([_PLAIN, *cells]):
             todo = cells.get(variant, ())
             if variant == _PLAIN:
-                todo = (most, *todo)
+                todo = tuple(dict.fromkeys((most, *todo)))
             bar.set_description(f"{variant[0]} K={variant[1]}: compiling")
             start = time.perf_counter()
             engine = subject.engine(variant, _config(options, prompts, todo), texts)
@@ -182,11 +184,20 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
             for concurrency in todo:
                 bar.set_description(f"{variant[0]} K={variant[1]} x{concurrency}")
                 some = prompts[: _share(options, len(prompts), concurrency)]
-                run = drive(engine, some, params, concurrency=concurrency, on_finished=bar.update)
+                decode = partial(
+                    drive, engine, some, params, concurrency=concurrency, on_finished=bar.update,
+                    reads_prefix_cache=False,
+                )  # fmt: skip
                 if not reference:
-                    reference = run.outputs
+                    reference = decode().outputs
                     texts = _table(prompts, reference, engine.config)
-                    continue
+                    if not options.warm:
+                        continue
+                if options.warm:
+                    run = warm_run(engine, some, reference, concurrency=concurrency)
+                    bar.update(len(some))
+                else:
+                    run = decode()
                 row = _row(options, subject, variant, concurrency, reference, run)
                 row |= {"compile_seconds": compiled} | environment
                 rows.append(options.out, rows.rounded(row))
@@ -200,8 +211,9 @@ def _cells(options: Options, subject: Subject) -> dict[Variant, tuple[int, ...]]
     """Concurrencies to compare by method and K; the reference is plain decoding at the largest one."""
     across = tuple(sorted(set(options.concurrency), reverse=True))
     cells = {(method, k): across for method in subject.heads for k in options.k}
-    if "none" in options.methods and across[1:]:
-        cells = {_PLAIN: across[1:]} | cells
+    plain = across if options.warm else across[1:]
+    if "none" in options.methods and plain:
+        cells = {_PLAIN: plain} | cells
     if not cells:
         raise ConfigError("nothing to compare: no head to draft, and one concurrency only")
     return cells
@@ -232,6 +244,7 @@ def _config(
         page_size=options.page_size,
         prefill_chunk=options.prefill_chunk,
         prefill_rows=min(options.prefill_rows, most),
+        prefix_caching=options.warm,
     )
 
 
@@ -260,7 +273,7 @@ def _row(
         end - place for end, place in zip(ends, differences, strict=True) if place is not None
     ]
     return {
-        "kind": "lossless",
+        "kind": "lossless-warm" if options.warm else "lossless",
         "model": subject.name,
         "dtype": subject.dtype,
         "weights": subject.weights,
@@ -282,7 +295,7 @@ def _row(
         "parted_at": [[text, place] for text, place in enumerate(differences) if place is not None][
             :_LISTED
         ],
-        **{name: row[name] for name in _COUNTED},
+        **{name: row[name] for name in (*_COUNTED, *(WARM if options.warm else ()))},
     }
 
 

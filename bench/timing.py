@@ -69,8 +69,11 @@ def drive(
     *,
     concurrency: int,
     on_finished: Callable[[], object] = lambda: None,
+    reads_prefix_cache: bool = True,
 ) -> Measurement:
     """Keeps `concurrency` requests in a warm engine until all prompts are done.
+
+    With `reads_prefix_cache` False every prompt is computed as a whole, and cached for later runs.
 
     Raises:
       ConfigError: the model's logits are not finite, so there is nothing to measure.
@@ -82,6 +85,7 @@ def drive(
     while True:
         while running < concurrency and (prompt := next(todo, None)) is not None:
             requests.append(engine.add_request(prompt, params))
+            requests[-1].reads_prefix_cache = reads_prefix_cache
             running += 1
         if not engine.has_work:
             break

@@ -118,7 +118,7 @@ def test_trained_heads_are_as_good_after_a_hit(method, sampling):
     assert min(num_cached for _, num_cached in found) >= 16
     if method != "none" and sampling == "greedy":
         accepted = sum(sum(answer.accepted) for answer in answers)
-        assert accepted > sum(answer.rounds for answer in answers)
+        assert 2 * accepted > sum(answer.rounds for answer in answers)
 
 
 def test_requests_with_other_salts_share_nothing_and_a_flush_takes_one_salt(engine):

@@ -1,5 +1,6 @@
 """`peagle-bench lossless`: its options, and the table of its rows."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,10 @@ class Options(ModelOptions):
         "longest prompt of a preset, and length of prompts that are cut from text", default=256,
         type=positive, metavar="N",
     )  # fmt: skip
+    warm: bool = option(
+        "cache each text up to the middle of its output, and compare the rest with a cold engine's",
+        default=False,
+    )
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     prefill_chunk: int = option("tokens per prefill call", default=128, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
@@ -81,7 +86,10 @@ def run(options: Options) -> int:
         for row in done
     ]
     show(header, lines, options.out)
-    if any(row["tokens_differing"] for row in done):
+    if any(row["tokens_differing"] or row.get("acceptance_differing") for row in done):
+        return 1
+    if options.warm and not all(row["cached_tokens"] for row in done):
+        print("peagle-bench: error: no prompt was found in the prefix cache", file=sys.stderr)
         return 1
     return exit_code(max(row["prompts_left_out"] for row in done))
 
@@ -92,6 +100,7 @@ COMMAND = Command(
     examples=(
         "lossless --preset qwen3-coder-30b-a3b-fp8 -K 3,7 --tokens 100000",
         "lossless --concurrency 1,8,32",
+        "lossless --warm -K 7 --page-size 16",
     ),
     description="""
 Decodes the same prompts in every cell (a method, a K and a concurrency), and compares each output with the
@@ -100,6 +109,10 @@ reference: plain decoding at the largest concurrency. Exit code 1 if a token dif
 A preset has random weights, made on the device, and prompts of random tokens. Drafts of random heads are
 almost never right, so seven of ten drafts are replaced by the reference's tokens. Drafts are then both
 accepted and rejected. Without --preset the embedded model or --model is compared.
+
+With --warm every cell decodes the first half of each output, and continues prompt and first half twice: with
+what the prefix cache has of them, and computed as a whole. The tokens must be the reference's, and both must
+accept the same drafts. Exit code 1 if a token or an acceptance differs, or if nothing was cached.
 """,
     options=Options,
     run=run,
