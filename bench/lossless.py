@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import decode_step, rows, sweep
-from bench.commands.lossless import Options
+from bench.commands.lossless import Options, SubjectOptions
 from bench.decode_step import CellsConfig
 from bench.presets import preset
 from bench.timing import drive
@@ -105,7 +105,16 @@ class Subject:
         return Engine(self.target, head, config, drafter=drafter)
 
 
-def _preset_subject(options: Options) -> Subject:
+def subject_of(options: SubjectOptions) -> Subject:
+    """The preset, or the loaded model.
+
+    Raises:
+      ConfigError: options that exclude each other, or a model without a tokenizer.
+    """
+    return _model_subject(options) if options.preset is None else _preset_subject(options)
+
+
+def _preset_subject(options: SubjectOptions) -> Subject:
     """A preset with random weights, and prompts of 1 to `--prompt-tokens` random tokens."""
     chosen, dtype = preset(options.preset, options.layers), runs.choose_dtype(options.dtype)
     if options.model is not None or options.drafter or options.quantization is not None:
@@ -134,7 +143,7 @@ def _preset_subject(options: Options) -> Subject:
     )
 
 
-def _model_subject(options: Options) -> Subject:
+def _model_subject(options: SubjectOptions) -> Subject:
     """The embedded model or `--model`, and prompts of `--set`, repeated if they are too few."""
     models = sweep.Models.load(options)
     name, found = sweep.prompt_set(
@@ -164,7 +173,7 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
     Raises:
       ConfigError: there is nothing to compare, or it does not fit.
     """
-    subject = _model_subject(options) if options.preset is None else _preset_subject(options)
+    subject = subject_of(options)
     cells, most = _cells(options, subject), max(options.concurrency)
     prompts = subject.prompts(_num_prompts(options, cells))
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)

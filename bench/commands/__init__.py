@@ -14,6 +14,7 @@ from bench.commands import (
     humaneval,
     kernels,
     lossless,
+    prefix_cache,
     reliability,
     report,
     serve_load,
@@ -23,7 +24,7 @@ from bench.commands import (
 
 GROUPS: dict[str, tuple[Command, ...]] = {
     "Speed of a model and its heads": (
-        acceptance.COMMAND, throughput.COMMAND, choose_k.COMMAND,
+        acceptance.COMMAND, throughput.COMMAND, choose_k.COMMAND, prefix_cache.COMMAND,
     ),
     "Full-size models without their weights, on a GPU": (
         decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND,

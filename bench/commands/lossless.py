@@ -23,7 +23,9 @@ from bench.commands.acceptance import SETS_HELP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class SubjectOptions(ModelOptions):
+    """Of a command that runs a loaded model, or a preset with random weights."""
+
     methods: tuple[str, ...] = methods_option(METHODS)
     k: tuple[int, ...] = k_option((3, 7))
     preset: str | None = option(
@@ -34,6 +36,23 @@ class Options(ModelOptions):
     )
     seed: int = option("seed of a preset's weights and prompts", default=0, type=int, metavar="N")
     set: str = option(f"{SETS_HELP}; not for presets", default="HumanEval", metavar="SET")
+    prompt_tokens: int = option(
+        "longest prompt of a preset, and length of prompts that are cut from text", default=256,
+        type=positive, metavar="N",
+    )  # fmt: skip
+    prefill_chunk: int = option("tokens per prefill call", default=128, type=positive, metavar="N")
+    prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
+
+    def check(self) -> None:
+        if self.preset is None:
+            super().check()
+        else:
+            check_num_drafts(self.k)
+            check_preset(self.preset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SubjectOptions):
     tokens: int = option(
         "number of tokens to compare, of all cells together",
         default=20_000,
@@ -47,25 +66,12 @@ class Options(ModelOptions):
     min_prompts: int = option(
         "least prompts of a cell; cells of low concurrency get fewer prompts, because they are slow", default=4, type=positive, metavar="N",
     )  # fmt: skip
-    prompt_tokens: int = option(
-        "longest prompt of a preset, and length of prompts that are cut from text", default=256,
-        type=positive, metavar="N",
-    )  # fmt: skip
     warm: bool = option(
         "cache each text up to the middle of its output, and compare the rest with a cold engine's",
         default=False,
     )
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
-    prefill_chunk: int = option("tokens per prefill call", default=128, type=positive, metavar="N")
-    prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
     out: Path = rows_file("lossless.jsonl")
-
-    def check(self) -> None:
-        if self.preset is None:
-            super().check()
-        else:
-            check_num_drafts(self.k)
-            check_preset(self.preset)
 
 
 def run(options: Options) -> int:

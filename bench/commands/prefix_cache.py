@@ -1,0 +1,71 @@
+"""`peagle-bench prefix-cache`: its options, and the table of its rows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.command import Command, k_option, methods_option, option, positive, rows_file, show
+from bench.commands.lossless import SubjectOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SubjectOptions):
+    methods: tuple[str, ...] = methods_option(("peagle",))
+    k: tuple[int, ...] = k_option((7,))
+    chats: int = option("chats, and requests with the same beginning", default=16, type=positive)
+    chat_tokens: int = option(
+        "tokens of the first turn, and of the beginning that requests share", default=1536,
+        type=positive, metavar="N",
+    )  # fmt: skip
+    turn_tokens: int = option(
+        "tokens of the second turn, and of a request's own part", default=32, type=positive, metavar="N"
+    )  # fmt: skip
+    concurrency: int = option(
+        "requests with the same beginning at once", default=8, type=positive, metavar="N"
+    )
+    max_tokens: int = option("new tokens per request", default=64, type=positive, metavar="N")
+    page_size: int = option("tokens per page", default=16, type=positive, metavar="N")
+    out: Path = rows_file("prefix_cache.jsonl")
+
+
+def run(options: Options) -> int:
+    from bench.prefix_cache import prefix_cache
+    from peagle_jax import runs
+
+    header = ["method", "K", "turn 2: TTFT ms, cold", "warm", "cached"]
+    header += ["shared beginning: tokens/s, cold", "warm", "cached"]
+    lines = [
+        [
+            runs.METHOD_NAMES[row["method"]],
+            str(row["num_speculative_tokens"]),
+            f"{row['turn_ttft_ms_cold']:.1f}",
+            f"{row['turn_ttft_ms_warm']:.1f}",
+            f"{row['turn_cached_share']:.0%}",
+            f"{row['shared_tokens_per_second_cold']:.1f}",
+            f"{row['shared_tokens_per_second_warm']:.1f}",
+            f"{row['shared_cached_share']:.0%}",
+        ]
+        for row in prefix_cache(options, options.environment())
+    ]
+    show(header, lines, options.out)
+    return 0
+
+
+COMMAND = Command(
+    name="prefix-cache",
+    summary="time to first token and throughput of prompts that begin alike, cold and warm",
+    examples=(
+        "prefix-cache",
+        "prefix-cache --preset qwen3-coder-30b-a3b-fp8 --chat-tokens 8192 --chats 32 --concurrency 32",
+    ),
+    description="""
+Two measurements on one engine, each with what the prefix cache has (warm) and without (cold).
+
+Turn 2: a chat of --chat-tokens tokens with its answer, and then a second turn. The time to the first token of
+the second turn, one chat at a time; median over the chats.
+
+Shared beginning: requests with the same first --chat-tokens tokens, as a system prompt, and a part of their
+own, --concurrency at once. Tokens per second over all of them.
+""",
+    options=Options,
+    run=run,
+)
