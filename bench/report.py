@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import head_tables, headline, labels, ladder_page, plots, rows, tried
+from bench import head_tables, headline, labels, ladder_page, plots, prefix_page, rows, tried
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
@@ -35,11 +35,14 @@ PAGES = tuple(
 """Pages of this repository that have tables; all are drawn by one call of `peagle-bench report`."""
 _KINDS = ("acceptance", "throughput", "decode-step", "lossless")
 """Kinds that `newest` orders by method. Rows of cold starts have no table."""
+_RUN = ("device", "model", "dtype", "method", "num_speculative_tokens", "concurrency")
 _KEYS = {
     "headroom": ("model", "set", "method", "num_speculative_tokens"),
     "reference": ("engine", "model", "method", "num_speculative_tokens", "concurrency"),
     "ablation": ("cell", "steps", "seed", "batch", "learning_rate", "texts"),
     "conversion": ("model", "weights", "layers"),
+    "prefix-cache": (*_RUN, "chat_tokens", "page_size"),
+    "lossless-warm": (*_RUN, "layers"),
 }
 """Fields that identify a measurement of the other kinds."""
 _METHOD_ORDER = list(METHOD_NAMES)
@@ -227,6 +230,8 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "reference": ("reference", headline.reference_table),
     "lossless-sum": ("lossless", headline.lossless_sum),
     "ladder": ("ladder", ladder_page.table),
+    "prefix": ("prefix-cache", prefix_page.saved_table),
+    "lossless-warm": ("lossless-warm", prefix_page.equal_table),
     "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),
 }
 """Table name -> (kind or kinds of rows, what they look like)."""

@@ -158,10 +158,13 @@ def _check(options: Options) -> None:
 
 
 def _options(options: Options) -> list[str]:
-    """Options of the server that this command starts; by default it has a slot for every request."""
+    """Options of the server that this command starts.
+
+    By default it has a slot for every request, and no prefix cache, because prompts repeat.
+    """
     slots = [] if options.rate else ["--max-num-seqs", str(max(options.concurrency))]
     cache = ["--no-cache"] if options.no_cache else []
-    return [*slots, *cache, *options.serve_options]
+    return [*slots, *cache, "--no-prefix-caching", *options.serve_options]
 
 
 @contextlib.contextmanager

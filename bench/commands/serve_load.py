@@ -123,7 +123,8 @@ COMMAND = Command(
     description="""
 Sends requests to a peagle-serve (gRPC, peagle.v1.Generation) and reports what clients see: latencies as
 p50/p90/p99, tokens and requests per second, goodput (requests per second within the limits of --goodput) and
-statuses. Without --address a server is started on a free port; options after -- are that server's.
+statuses. Without --address a server is started on a free port; options after -- are that server's. It has no
+prefix cache, because prompts repeat; -- --prefix-caching turns it on, and prefix-cache measures it.
 
 --overhead also sends the same prompts through an engine in this process, in turns with the service. The
 difference is the cost of the service on this machine, including the work of the clients.

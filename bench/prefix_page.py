@@ -1,0 +1,43 @@
+"""Tables of the prefix cache: what it saves, and that it changes no text."""
+
+from collections.abc import Sequence
+
+from bench import labels
+
+
+def saved_table(rows: Sequence[dict]) -> str:
+    """One line per device, model and method: a second turn and a shared beginning, cold and warm."""
+    header = [
+        "", "turn 2: time to first token, ms, cold", "warm", "cached", "shared beginning: tokens/s, cold", "warm", "cached",
+    ]  # fmt: skip
+    lines = [
+        [
+            f"{row['model']}, {labels.label(row)}, {row['device']}; {row['chat_tokens']:,} tokens, "
+            f"{row['concurrency']} at once",
+            f"{row['turn_ttft_ms_cold']:,.0f}",
+            f"{row['turn_ttft_ms_warm']:,.0f}",
+            f"{row['turn_cached_share']:.0%}",
+            f"{row['shared_tokens_per_second_cold']:,.0f}",
+            f"{row['shared_tokens_per_second_warm']:,.0f}",
+            f"{row['shared_cached_share']:.0%}",
+        ]
+        for row in rows
+    ]
+    return f"{labels.markdown(header, lines)}\n\n{labels.provenance(list(rows))}"
+
+
+def equal_table(rows: Sequence[dict]) -> str:
+    """One line per device, model, method and concurrency: differences of warm texts, cached tokens, AL."""
+    header = ["", "concurrency", "tokens that differ", "prompt tokens cached", "AL, warm", "cold"]
+    lines = [
+        [
+            f"{row['model']}, {row['dtype']}, {labels.label(row)}, {row['device']}",
+            str(row["concurrency"]),
+            f"{row['tokens_differing']:,} of {row['tokens_compared']:,}",
+            f"{row['cached_tokens'] / row['prompt_tokens']:.0%}",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['acceptance_length_cold']:.2f}",
+        ]
+        for row in rows
+    ]
+    return f"{labels.markdown(header, lines)}\n\n{labels.provenance(list(rows))}"
