@@ -17,9 +17,11 @@ from serving.frontend import Frontend, State
 from serving.http.chat import Chat
 from serving.http.completions import Completions
 from serving.http.connection import RESERVED
+from serving.http.dialect import dialect_of
 from serving.http.errors import answer, content_of, error_answer
 from serving.http.generation import Generation, Reader
 from serving.http.hosts import is_allowed, name_of
+from serving.http.messages import CountTokens, Messages
 from serving.http.page import page_routes
 from serving.version import NAME, VERSION
 
@@ -54,7 +56,12 @@ def make_app(
         Route("/v1/models/{name:path}", pages.model),
         *(
             Route(one.path, Generation(one, frontend, reader), methods=["POST"])
-            for one in (Completions(frontend), Chat(frontend))
+            for one in (
+                Completions(frontend),
+                Chat(frontend),
+                Messages(frontend),
+                CountTokens(frontend),
+            )
         ),
     ]
     static = page_routes() if with_page else []
@@ -89,7 +96,8 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         self._frontend.refused("http", scope["path"], error)
-        await error_answer(error)(scope, receive, send)
+        dialect = dialect_of(scope["path"])
+        await error_answer(error, content=dialect.error)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ServiceError | None:
         headers = dict(scope["headers"])
@@ -108,7 +116,9 @@ class _Guard:
             )
         if scope["path"] in self._without_token:
             return None
-        token = token_of(headers.get(b"authorization"), self._tokens)
+        key = headers.get(b"x-api-key")  # of Anthropic's clients
+        given = headers.get(b"authorization", None if key is None else b"Bearer " + key)
+        token = token_of(given, self._tokens)
         if self._tokens and token is None:
             return ServiceError(
                 Code.UNAUTHENTICATED, "send a known token: Authorization: Bearer TOKEN"

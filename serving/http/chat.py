@@ -1,23 +1,26 @@
 """`/v1/chat/completions`: OpenAI's route for conversations."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
 
 from serving.errors import invalid
 from serving.frontend import Frontend
+from serving.http.dialect import OPENAI
 from serving.http.fields import Fields, neutral
+from serving.http.openai_answer import OpenAiAnswer
 from serving.http.options import Options, SharedFields, check_model, read_options, read_params
 from serving.http.reports import Rounds, chat_logprobs
-from serving.http.route import Call, Caller, Encode, one_ask_each
+from serving.http.route import Call, Caller, Encode
 from serving.http.tools import MessageCall, ToolFields
 from serving.stream import Ask, Delta
 from serving.tools import Arguments, call_id
 
 
-def _check_length(value: object, info: ValidationInfo) -> object:
+def check_length(value: object, info: ValidationInfo) -> object:
     """Refuses a list that is too long before pydantic validates its items."""
     most = info.context.max_messages
     if isinstance(value, list) and len(value) > most:
@@ -25,7 +28,8 @@ def _check_length(value: object, info: ValidationInfo) -> object:
     return value
 
 
-def _check_messages(value: object) -> object:
+def check_messages(value: object) -> object:
+    """Refuses a conversation without a message."""
     if value == []:
         raise ValueError("must not be empty")
     return value
@@ -62,12 +66,12 @@ class Message(Fields):
 
     role: str
     content: Annotated[
-        list[Part], FailFast(), BeforeValidator(_check_length), WrapValidator(_text)
+        list[Part], FailFast(), BeforeValidator(check_length), WrapValidator(_text)
     ] = Field(None, validate_default=True)
     # Templates may use these.
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[MessageCall], FailFast(), BeforeValidator(_check_length)] = ()
+    tool_calls: Annotated[list[MessageCall], FailFast(), BeforeValidator(check_length)] = ()
     tool_call_id: str | None = None
     # Clients send received answers back unchanged, with these fields empty.
     function_call: neutral() = None
@@ -95,7 +99,7 @@ class ChatFields(SharedFields, ToolFields):
     """Fields of a request."""
 
     messages: Annotated[
-        list[Message], FailFast(), BeforeValidator(_check_length), BeforeValidator(_check_messages)
+        list[Message], FailFast(), BeforeValidator(check_length), BeforeValidator(check_messages)
     ]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -120,18 +124,65 @@ class ChatFields(SharedFields, ToolFields):
     echo: neutral(False) = None
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """A chat that was understood.
+
+    Args:
+      encode: tokenises it.
+      is_parallel: whether the client takes several calls.
+    """
+
+    encode: Callable[[], Awaitable[Ask]]
+    options: Options
+    is_parallel: bool
+
+
 class Chat:
     """The route over one frontend; see `Route`."""
 
     path = "/v1/chat/completions"
-    prefix = "chatcmpl-"
-    whole_object, part_object = "chat.completion", "chat.completion.chunk"
+    dialect = OPENAI
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
 
     def read(self, content: dict[str, object], caller: Caller) -> Encode:
         """See `Route`."""
+        frontend, talk = self._frontend, self.understand(content, caller)
+        options, is_parallel = talk.options, talk.is_parallel
+
+        async def encode() -> Call:
+            ask = await talk.encode()
+            answer = OpenAiAnswer(
+                f"chatcmpl-{caller.request_id}",
+                frontend.name,
+                objects=("chat.completion", "chat.completion.chunk"),
+                options=options,
+                choices=_Choices(frontend, options, ask.prompt, is_parallel=is_parallel),
+                num_prompt=len(ask.prompt),
+            )
+            return Call(asks=[ask], answer=answer)
+
+        return encode
+
+    def understand(
+        self,
+        content: dict[str, object],
+        caller: Caller,
+        *,
+        method: str = path,
+        names: Mapping[str, str] | None = None,
+    ) -> Conversation:
+        """Reads a request of this route, or of another that was put into the form of this one.
+
+        Args:
+          method: the path that the client called.
+          names: that route's names of our parameters, where they differ from this one's.
+
+        Raises:
+          ServiceError: see `Route.read`.
+        """
         frontend = self._frontend
         check_model(content, frontend.name)
         fields = ChatFields.read(content, frontend.limits)
@@ -142,6 +193,7 @@ class Chat:
             "logprobs": "top_logprobs",
             "max_tokens": name,
             "prompt": "messages",
+            **(names or {}),
         }
         params = read_params(
             fields,
@@ -170,17 +222,17 @@ class Chat:
             is_chat=True,
             tools=tools,
             protocol="http",
-            method=self.path,
+            method=method,
             trace=caller.trace,
             spelling=spelling,
         )
 
-        async def encode() -> Call:
-            prompt = await frontend.chat(messages, variables, tools=tools, field="messages")
-            choices = _Choices(frontend, options, prompt, is_parallel=fields.parallel_tool_calls)
-            return Call(asks=one_ask_each(ask, [prompt]), options=options, choices=choices)
+        async def encode() -> Ask:
+            field = spelling["prompt"]
+            prompt = await frontend.chat(messages, variables, tools=tools, field=field)
+            return replace(ask, prompt=prompt)
 
-        return encode
+        return Conversation(encode, options, is_parallel=fields.parallel_tool_calls)
 
 
 def _with_thinking(message: dict[str, object]) -> dict[str, object]:

@@ -6,7 +6,9 @@ from pydantic import FailFast, Field
 
 from serving.errors import invalid
 from serving.frontend import Frontend
+from serving.http.dialect import OPENAI
 from serving.http.fields import described, neutral
+from serving.http.openai_answer import OpenAiAnswer
 from serving.http.options import Options, SharedFields, check_model, read_options, read_params
 from serving.http.reports import CompletionLogprobs, Rounds
 from serving.http.route import Call, Caller, Encode, one_ask_each
@@ -40,8 +42,7 @@ class Completions:
     """The route over one frontend; see `Route`."""
 
     path = "/v1/completions"
-    prefix = "cmpl-"
-    whole_object = part_object = "text_completion"
+    dialect = OPENAI
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
@@ -80,7 +81,15 @@ class Completions:
                 for one in unencoded
             ]
             asks = one_ask_each(ask, prompts)
-            return Call(asks=asks, options=options, choices=_Choices(frontend, options, prompts))
+            answer = OpenAiAnswer(
+                f"cmpl-{caller.request_id}",
+                frontend.name,
+                objects=("text_completion", "text_completion"),
+                options=options,
+                choices=_Choices(frontend, options, prompts),
+                num_prompt=sum(map(len, prompts)),
+            )
+            return Call(asks=asks, answer=answer)
 
         return encode
 

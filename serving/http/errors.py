@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 
 from starlette.responses import Response
 
@@ -52,11 +53,15 @@ def error_content(error: ServiceError) -> dict:
     return content_of(status, error.message, field=error.field, code=error.code.name.lower())
 
 
-def error_answer(error: ServiceError, headers: dict[str, str] | None = None) -> Response:
+def error_answer(
+    error: ServiceError,
+    headers: dict[str, str] | None = None,
+    content: Callable[[ServiceError], dict] = error_content,
+) -> Response:
     """An error as a whole response, with Retry-After where a retry makes sense."""
     headers = dict(headers or {})
     if error.retry_after is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after))  # whole seconds, says RFC 9110
     if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
-    return answer(error_content(error), status_of(error), headers)
+    return answer(content(error), status_of(error), headers)

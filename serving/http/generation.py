@@ -1,4 +1,4 @@
-"""Runs OpenAI's two generating routes: reads the body, opens streams of the engine, sends the answer.
+"""Runs the routes that take a JSON object: reads the body, opens streams of the engine, sends the answer.
 
 The response begins with the first delta, so an error before it has its own HTTP status, for streams too.
 A lost connection cancels its requests at once, queued or running.
@@ -7,7 +7,6 @@ A lost connection cancels its requests at once, queued or running.
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,11 +18,9 @@ from serving import request_ids
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError, failure, invalid
 from serving.frontend import Frontend
-from serving.http import reports
 from serving.http.body import Body, BodyMemory, Gone
-from serving.http.errors import error_answer
 from serving.http.reply import Reply
-from serving.http.route import Call, Caller, Encode, Route
+from serving.http.route import Answer, Call, Caller, Encode, Route
 from serving.json_input import parse_object
 from serving.replies.parts import ReplyPart
 from serving.stream import Delta, Stream
@@ -59,7 +56,7 @@ class Generation:
         self._route, self._frontend, self._reader = route, frontend, reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, body = Reply(scope, receive, send), self._reader.body()
+        reply, body = Reply(scope, receive, send, self._route.dialect), self._reader.body()
         try:
             await body.read(Headers(scope=scope), receive, self._reader.max_bytes)
             await self._while_connected(receive, self._work(Headers(scope=scope), body, reply))
@@ -69,7 +66,7 @@ class Generation:
             self._frontend.refused("http", self._route.path, error)
             is_late = error.code is Code.DEADLINE_EXCEEDED
             # Close the connection after a timeout, so that a slow client does not keep it.
-            await reply.whole(error_answer(error, {"connection": "close"} if is_late else None))
+            await reply.error(error, {"connection": "close"} if is_late else None)
         finally:
             body.free()
 
@@ -91,6 +88,9 @@ class Generation:
             body.free()
             call = await encode()
             del encode  # frees the texts of the prompts: generation may take minutes
+            if isinstance(call, dict):
+                await reply.content(call)
+                return
             asks = [await self._frontend.constrain(ask) for ask in call.asks]
             await self._answer(replace(call, asks=asks), reply)
         except ServiceError as error:
@@ -114,50 +114,33 @@ class Generation:
         )
 
     async def _answer(self, call: Call, reply: Reply) -> None:
-        envelope = {
-            "id": f"{self._route.prefix}{reply.headers['x-request-id']}",
-            "object": None,
-            "created": int(time.time()),
-            "model": self._frontend.name,
-        }
         async with contextlib.AsyncExitStack() as stack:
             streams = [
                 await stack.enter_async_context(self._frontend.open(ask)) for ask in call.asks
             ]
-            if call.options.is_stream:
-                envelope["object"] = self._route.part_object
-                await _send_events(call, streams, envelope, reply)
+            if call.answer.is_stream:
+                await _send_events(call.answer, streams, reply)
             else:
-                envelope["object"] = self._route.whole_object
-                await reply.content(await _whole(call, streams, envelope))
+                await reply.content(await _whole(call.answer, streams))
 
 
-async def _whole(call: Call, streams: Sequence[Stream], envelope: dict) -> dict:
+async def _whole(answer: Answer, streams: Sequence[Stream]) -> dict:
     """The complete answer."""
     deltas: dict[int, list[Delta]] = {}
-    async with contextlib.aclosing(_deltas(streams, call.options.n)) as all_deltas:
+    async with contextlib.aclosing(_deltas(streams, answer.n)) as all_deltas:
         async for index, delta in all_deltas:
             deltas.setdefault(index, []).append(delta)
-    choices = [call.choices.whole(index, _joined(deltas[index])) for index in sorted(deltas)]
-    usage = {"usage": reports.final_usage(streams)}
-    return envelope | {"choices": choices} | usage | reports.speculation(streams)
+    return answer.whole({index: _joined(parts) for index, parts in deltas.items()}, streams)
 
 
-async def _send_events(call: Call, streams: Sequence[Stream], envelope: dict, reply: Reply) -> None:
-    """Sends the answer in chunks; the last chunk has the usage and no choices."""
-    options = call.options
-    num_prompt = sum(len(ask.prompt) for ask in call.asks)
-    num_tokens = 0
-    async with contextlib.aclosing(_deltas(streams, options.n)) as all_deltas:
+async def _send_events(answer: Answer, streams: Sequence[Stream], reply: Reply) -> None:
+    """Sends the answer in events."""
+    async with contextlib.aclosing(_deltas(streams, answer.n)) as all_deltas:
         async for index, delta in all_deltas:
-            chunk = envelope | {"choices": [call.choices.part(index, delta)]}
-            num_tokens += len(delta.tokens)
-            if options.with_running_usage:
-                chunk["usage"] = reports.running_usage(num_prompt, num_tokens)
-            await reply.event(chunk)
-    if options.with_usage:
-        usage = {"choices": [], "usage": reports.final_usage(streams)}
-        await reply.event(envelope | usage | reports.speculation(streams))
+            for event in answer.part(index, delta):
+                await reply.event(event)
+    for event in answer.end(streams):
+        await reply.event(event)
     await reply.end_events()
 
 

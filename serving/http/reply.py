@@ -4,7 +4,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServiceError
-from serving.http.errors import answer, dump, error_answer, error_content
+from serving.http.dialect import Dialect
+from serving.http.errors import answer, dump, error_answer
 
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -16,13 +17,16 @@ _EVENT_HEADERS = {
 class Reply:
     """One response. It records whether the response has begun.
 
+    Args:
+      dialect: the API of the route.
+
     Attributes:
       headers: sent with every kind of response.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send):
+    def __init__(self, scope: Scope, receive: Receive, send: Send, dialect: Dialect):
         self._scope, self._receive, self._send = scope, receive, send
-        self._has_begun = False
+        self._dialect, self._has_begun = dialect, False
         self.headers: dict[str, str] = {}
 
     async def whole(self, response: Response) -> None:
@@ -36,19 +40,26 @@ class Reply:
 
     async def event(self, content: dict) -> None:
         """Sends an event; the first begins the response."""
-        await self._data(dump(content))
+        name = f"event: {content['type']}\n".encode() if self._dialect.names_events else b""
+        await self._data(name + b"data: " + dump(content))
 
     async def end_events(self) -> None:
-        """Sends OpenAI's last event and ends the response."""
-        await self._data(b"[DONE]")
+        """Sends the last event of the API, if it has one, and ends the response."""
+        if self._dialect.last_event is not None:
+            await self._data(b"data: " + self._dialect.last_event)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def error(self, error: ServiceError, headers: dict[str, str] | None = None) -> None:
+        """Sends an error as a response with its status; `headers` are additional."""
+        all_headers = self.headers | (headers or {})
+        await self.whole(error_answer(error, all_headers, self._dialect.error))
 
     async def fail(self, error: ServiceError) -> None:
         """Sends an error: as a response with its status, or as an event if the response has begun."""
         if not self._has_begun:
-            await self.whole(error_answer(error, self.headers))
+            await self.error(error)
             return
-        await self.event(error_content(error))
+        await self.event(self._dialect.error_event(error))
         await self.end_events()
 
     async def _data(self, data: bytes) -> None:
@@ -59,5 +70,5 @@ class Reply:
                 for name, value in (_EVENT_HEADERS | self.headers).items()
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        body = b"data: " + data + b"\n\n"
+        body = data + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,11 +1,11 @@
-"""What the two generating routes have in common, seen from `Generation`, which runs them."""
+"""What the routes that take a JSON object have in common, seen from `Generation`, which runs them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from serving.http.options import Options
-from serving.stream import Ask, Delta
+from serving.http.dialect import Dialect
+from serving.stream import Ask, Delta, Stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,14 +16,25 @@ class Caller:
     trace: Mapping[str, str] = field(default_factory=dict)
 
 
-class Choices(Protocol):
-    """Formats `Delta`s as OpenAI's choices. One object per request, because it keeps state."""
+class Answer(Protocol):
+    """Forms the answer to one request. It keeps state, so each request has its own.
 
-    def part(self, index: int, delta: Delta) -> dict:
-        """A choice in a chunk of a stream."""
+    Attributes:
+      n: sequences per prompt.
+      is_stream: whether the answer is a stream of server-sent events.
+    """
 
-    def whole(self, index: int, delta: Delta) -> dict:
-        """A choice of a complete answer; `delta` is all of it."""
+    n: int
+    is_stream: bool
+
+    def part(self, index: int, delta: Delta) -> list[dict]:
+        """Events about the next output of sequence `index`."""
+
+    def end(self, streams: Sequence[Stream]) -> list[dict]:
+        """Events at the end of the stream."""
+
+    def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
+        """The content of an answer that is no stream; a delta has all output of its sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +42,23 @@ class Call:
     """A request that was understood: one ask for each prompt."""
 
     asks: Sequence[Ask]
-    options: Options
-    choices: Choices
+    answer: Answer
 
 
-Encode = Callable[[], Awaitable[Call]]
-"""Tokenises the prompts of a request that was read."""
+Encode = Callable[[], Awaitable[Call | dict]]
+"""Tokenises the prompts of a request that was read. A dict is the content of an answer that needs no generation."""
 
 
 class Route(Protocol):
-    """One of OpenAI's generating routes.
+    """A route that takes a JSON object.
 
     Attributes:
       path: as in the URL.
-      prefix: what ids of answers begin with.
-      whole_object, part_object: the "object" of an answer and of a stream's chunk.
+      dialect: the API it belongs to.
     """
 
     path: str
-    prefix: str
-    whole_object: str
-    part_object: str
+    dialect: Dialect
 
     def read(self, content: dict[str, object], caller: Caller) -> Encode:
         """Understands a request, its prompts as they came; may run in any thread.

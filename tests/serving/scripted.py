@@ -10,8 +10,15 @@ from tokenizers import Tokenizer as Backend
 from peagle_jax import Engine, EngineConfig
 from peagle_jax.text import Tokenizer
 from tests import tiny
+from tests.serving.live import LiveServer
 
 END = "<|im_end|>"
+TEMPLATE = """
+{%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.path }}</tool_call>{% endfor %}
+{%- endfor %}<|assistant|>{{ "<no think>" if enable_thinking is false }}"""
+"""A chat template that shows what it gets, with the signs of Qwen3's format."""
 
 
 def make_tokenizer(
@@ -72,3 +79,23 @@ def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
     end_id = tokenizer.special_id(end)
     target = tiny.target(vocab_size=tokenizer.vocab_size, eos_ids=(end_id,))
     return Engine(target, None, EngineConfig(**(config | sizes)), tokenizer=tokenizer)
+
+
+class Scripted:
+    """A server and the script of its model."""
+
+    def __init__(self, folder, **options):
+        self.tokenizer = make_tokenizer(folder, TEMPLATE)
+        engine = make_engine(self.tokenizer)
+        self.script = Script(engine, [])
+        self.live = LiveServer(engine, http=True, **options)
+
+    def say(self, *replies: str) -> None:
+        """The next requests get these replies, further ones the last."""
+        self.script.requests.clear()
+        self.script.replies[:] = [self.tokenizer.encode(f"{one}<|im_end|>") for one in replies]
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts since the last call of `say`, as texts."""
+        return [self.tokenizer.spell(one.prompt) for one in self.script.requests]

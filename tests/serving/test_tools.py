@@ -6,14 +6,8 @@ import openai
 import pytest
 
 from serving.client import main
-from tests.serving.live import LiveServer
-from tests.serving.scripted import Script, make_engine, make_tokenizer
+from tests.serving.scripted import Scripted
 
-TEMPLATE = """
-{%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
-{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
-{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.path }}</tool_call>{% endfor %}
-{%- endfor %}<|assistant|>"""
 TOOL = {
     "type": "function",
     "function": {
@@ -27,26 +21,6 @@ READ = {"path": "é.py", "line": 3}
 CHAT = dict(
     model="tiny", temperature=0, tools=[TOOL], messages=[{"role": "user", "content": "Read!"}]
 )
-
-
-class Scripted:
-    """A server and the script of its model."""
-
-    def __init__(self, folder, **options):
-        self.tokenizer = make_tokenizer(folder, TEMPLATE)
-        engine = make_engine(self.tokenizer)
-        self.script = Script(engine, [])
-        self.live = LiveServer(engine, http=True, **options)
-
-    def say(self, *replies: str) -> None:
-        """The next requests get these replies, further ones the last."""
-        self.script.requests.clear()
-        self.script.replies[:] = [self.tokenizer.encode(f"{one}<|im_end|>") for one in replies]
-
-    @property
-    def prompts(self) -> list[str]:
-        """The prompts since the last call of `say`, as texts."""
-        return [self.tokenizer.spell(one.prompt) for one in self.script.requests]
 
 
 @pytest.fixture(scope="module")

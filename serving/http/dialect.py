@@ -1,0 +1,55 @@
+"""How the HTTP APIs differ in their errors and in the form of their events."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serving.errors import ServiceError
+from serving.http.errors import error_content, status_of
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """One API.
+
+    Args:
+      error: the content of an answer that is an error.
+      error_event: the content of an event that ends a stream.
+      names_events: whether an event has a line with its name, the "type" of its content.
+      last_event: data of an event that ends every stream; None without one.
+    """
+
+    error: Callable[[ServiceError], dict]
+    error_event: Callable[[ServiceError], dict]
+    names_events: bool = False
+    last_event: bytes | None = None
+
+
+def _anthropic_error(error: ServiceError) -> dict:
+    status = status_of(error)
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _response_error(error: ServiceError) -> dict:
+    found = error_content(error)["error"]
+    return {"type": "error"} | {name: found[name] for name in ("code", "message", "param")}
+
+
+OPENAI = Dialect(error=error_content, error_event=error_content, last_event=b"[DONE]")
+ANTHROPIC = Dialect(error=_anthropic_error, error_event=_anthropic_error, names_events=True)
+RESPONSES = Dialect(error=error_content, error_event=_response_error, names_events=True)
+
+
+def dialect_of(path: str) -> Dialect:
+    """The API that a path belongs to."""
+    return ANTHROPIC if path.startswith("/v1/messages") else OPENAI

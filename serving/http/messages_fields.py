@@ -1,0 +1,236 @@
+"""Fields of `/v1/messages`, Anthropic's route, and how they become those of a chat."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast
+
+from serving.errors import invalid
+from serving.http.chat import check_length, check_messages
+from serving.http.fields import Fields, Texts, described, neutral
+
+_KINDS = "must be text, thinking, tool_use or tool_result"
+
+
+class TextBlock(Fields):
+    """A block of text."""
+
+    type: Annotated[
+        Literal["text"], described("must be text: this server takes no images or files")
+    ]
+    text: str
+    cache_control: Any = None  # without effect: the prefix cache needs no marks
+    citations: neutral([]) = None
+
+
+def _as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+TextBlocks = Annotated[
+    list[TextBlock], FailFast(), BeforeValidator(check_length), BeforeValidator(_as_blocks)
+]
+"""Text, or a list of blocks of text."""
+
+
+class Block(Fields):
+    """A block of a message. Its type decides which fields it has."""
+
+    type: Annotated[Literal["text", "thinking", "tool_use", "tool_result"], described(_KINDS)]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, object] | None = None
+    tool_use_id: str | None = None
+    content: TextBlocks = ()
+    # Without effect.
+    is_error: bool = False
+    signature: Any = None
+    caller: Any = None
+    cache_control: Any = None
+    citations: neutral([]) = None
+
+
+class Message(Fields):
+    """A message of a conversation."""
+
+    role: Annotated[Literal["user", "assistant"], described("must be user or assistant")]
+    content: Annotated[
+        list[Block], FailFast(), BeforeValidator(check_length), BeforeValidator(_as_blocks)
+    ]
+
+
+class Tool(Fields):
+    """A tool that the model may call."""
+
+    type: Annotated[
+        Literal["custom"], described("must be custom: this server runs no tools of its own")
+    ] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, object] | None = None
+    strict: neutral(False) = None
+    cache_control: Any = None
+
+
+class Choice(Fields):
+    """Whether the model may call a tool."""
+
+    type: Annotated[
+        Literal["auto", "none"], described("must be auto or none: this server cannot force a call")
+    ]
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Fields):
+    """Whether the model reasons before it answers; a budget is not enforced."""
+
+    type: Annotated[
+        Literal["enabled", "disabled", "adaptive"],
+        described("must be enabled, disabled or adaptive"),
+    ]
+    budget_tokens: int | None = None
+    display: Any = None
+
+
+class Output(Fields):
+    """Form of the output."""
+
+    effort: str | None = None
+    format: neutral() = None
+
+
+class PromptFields(Fields):
+    """Fields of which the prompt is made."""
+
+    model: str | None = None
+    messages: Annotated[
+        list[Message], FailFast(), BeforeValidator(check_length), BeforeValidator(check_messages)
+    ]
+    system: TextBlocks = ()
+    tools: Annotated[list[Tool], FailFast(), BeforeValidator(check_length)] = ()
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    context_management: neutral() = None
+    mcp_servers: neutral([]) = None
+    output_config: Output | None = None
+    speed: neutral("standard") = None
+    inference_geo: neutral() = None
+    diagnostics: neutral() = None
+    cache_control: Any = None  # without effect, as in blocks
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+    def as_chat(self) -> dict[str, object]:
+        """The content of a chat with the same prompt.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT; a block lacks a field of its type, or has another role's.
+        """
+        chat: dict[str, object] = {"model": self.model, "messages": self._messages()}
+        if self.tools:
+            chat["tools"] = [_function(one) for one in self.tools]
+        if self.tool_choice is not None:
+            chat["tool_choice"] = self.tool_choice.type
+            chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        variables = dict(self.chat_template_kwargs or {})
+        if self.thinking is not None:
+            variables.setdefault("enable_thinking", self.thinking.type != "disabled")
+        if self.output_config is not None:
+            chat["reasoning_effort"] = self.output_config.effort
+        return chat | {"chat_template_kwargs": variables}
+
+    def _messages(self) -> list[dict]:
+        found = []
+        if self.system:
+            found.append({"role": "system", "content": _parts(self.system)})
+        for place, message in enumerate(self.messages):
+            field = f"messages[{place}].content"
+            as_chat = _of_assistant if message.role == "assistant" else _of_user
+            found += as_chat(message.content, field)
+        return found
+
+
+class MessagesFields(PromptFields):
+    """Fields of a request."""
+
+    max_tokens: int
+    stop_sequences: Texts = ()
+    stream: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    # Fields of this server.
+    priority: int = 0
+    num_speculative_tokens: int | None = None
+    cache_salt: str | None = None
+    # A client's own labels are accepted and not used.
+    metadata: Any = None
+    service_tier: neutral("auto", "standard_only") = None
+
+    def as_chat(self) -> dict[str, object]:
+        """See `PromptFields`."""
+        same = (
+            *("max_tokens", "stream", "temperature", "top_p", "top_k", "priority"),
+            *("num_speculative_tokens", "cache_salt"),
+        )
+        given = {name: getattr(self, name) for name in same}
+        return super().as_chat() | given | {"stop": list(self.stop_sequences)}
+
+
+def _parts(blocks: list[TextBlock]) -> list[dict]:
+    return [{"type": "text", "text": block.text} for block in blocks]
+
+
+def _function(one: Tool) -> dict:
+    function = {"name": one.name, "description": one.description, "parameters": one.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _required(block: Block, name: str, field: str) -> Any:
+    value = getattr(block, name)
+    if value is None:
+        raise invalid(f"{field}.{name}", "is missing")
+    return value
+
+
+def _of_user(blocks: list[Block], field: str) -> list[dict]:
+    """Results of tools become messages of their own; texts between them stay together."""
+    found: list[dict] = []
+    for place, block in enumerate(blocks):
+        here = f"{field}[{place}]"
+        if block.type == "tool_result":
+            call = _required(block, "tool_use_id", here)
+            result = {"role": "tool", "tool_call_id": call, "content": _parts(block.content)}
+            found.append(result)
+        elif block.type == "text":
+            part = {"type": "text", "text": _required(block, "text", here)}
+            if not found or found[-1]["role"] != "user":
+                found.append({"role": "user", "content": []})
+            found[-1]["content"].append(part)
+        else:
+            raise invalid(f"{here}.type", f"{block.type} is for the assistant")
+    return found
+
+
+def _of_assistant(blocks: list[Block], field: str) -> list[dict]:
+    texts, thoughts, calls = [], [], []
+    for place, block in enumerate(blocks):
+        here = f"{field}[{place}]"
+        if block.type == "text":
+            texts.append({"type": "text", "text": _required(block, "text", here)})
+        elif block.type == "thinking":
+            thoughts.append(_required(block, "thinking", here))
+        elif block.type == "tool_use":
+            arguments = json.dumps(_required(block, "input", here))
+            function = {"name": _required(block, "name", here), "arguments": arguments}
+            call_id = _required(block, "id", here)
+            calls.append({"id": call_id, "type": "function", "function": function})
+        else:
+            raise invalid(f"{here}.type", "tool_result is for the user")
+    message: dict[str, object] = {"role": "assistant", "content": texts}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return [message | ({"tool_calls": calls} if calls else {})]

@@ -1,0 +1,71 @@
+"""Answers of chats and completions: choices in an envelope."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from serving.http import reports
+from serving.http.options import Options
+from serving.stream import Delta, Stream
+
+
+class Choices(Protocol):
+    """Formats `Delta`s as OpenAI's choices. One object per request, because it keeps state."""
+
+    def part(self, index: int, delta: Delta) -> dict:
+        """A choice in a chunk of a stream."""
+
+    def whole(self, index: int, delta: Delta) -> dict:
+        """A choice of a complete answer; `delta` is all of it."""
+
+
+class OpenAiAnswer:
+    """See `Answer`.
+
+    Args:
+      request_id: the answer's id.
+      model: the name of the model.
+      objects: the "object" of a whole answer, and of a chunk of a stream.
+      num_prompt: tokens of all prompts.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        *,
+        objects: tuple[str, str],
+        options: Options,
+        choices: Choices,
+        num_prompt: int,
+    ):
+        self.n, self.is_stream = options.n, options.is_stream
+        self._options, self._choices = options, choices
+        self._envelope = {
+            "id": request_id,
+            "object": objects[self.is_stream],
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._num_prompt, self._num_tokens = num_prompt, 0
+
+    def part(self, index: int, delta: Delta) -> list[dict]:
+        """See `Answer`."""
+        chunk = self._envelope | {"choices": [self._choices.part(index, delta)]}
+        self._num_tokens += len(delta.tokens)
+        if self._options.with_running_usage:
+            chunk["usage"] = reports.running_usage(self._num_prompt, self._num_tokens)
+        return [chunk]
+
+    def end(self, streams: Sequence[Stream]) -> list[dict]:
+        """See `Answer`: if the client asked for it, the usage, without choices."""
+        if not self._options.with_usage:
+            return []
+        usage = {"choices": [], "usage": reports.final_usage(streams)}
+        return [self._envelope | usage | reports.speculation(streams)]
+
+    def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
+        """See `Answer`."""
+        choices = [self._choices.whole(index, deltas[index]) for index in sorted(deltas)]
+        usage = {"usage": reports.final_usage(streams)}
+        return self._envelope | {"choices": choices} | usage | reports.speculation(streams)

@@ -1,0 +1,182 @@
+"""`/v1/messages`, driven by Anthropic's client against a model whose replies are given."""
+
+import json
+
+import anthropic
+import httpx
+import pytest
+
+from serving.errors import Code, ServiceError
+from tests.serving.scripted import Scripted
+
+TOOL = {
+    "name": "read",
+    "description": "Reads a file.",
+    "input_schema": {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}},
+}  # fmt: skip
+CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "é.py", "line": "3"}}\n</tool_call>'
+READ = {"path": "é.py", "line": 3}
+HELLO = [{"role": "user", "content": "Read!"}]
+ASK = dict(model="tiny", max_tokens=300, messages=HELLO)
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    server = Scripted(tmp_path_factory.mktemp("messages"), tokens=[b"secret"])
+    yield server
+    server.live.close()
+
+
+@pytest.fixture
+def client(scripted):
+    url = f"http://{scripted.live.http_address}"
+    with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0, timeout=60) as client:
+        yield client
+    scripted.live.check_empty()
+
+
+def test_a_client_runs_a_loop_of_tools(scripted, client):
+    scripted.say(f"<think>\nLook.\n</think>\n\nI read it.\n\n{CALL}", "It says 1.")
+    first = client.messages.create(**ASK, system="Be brief.", tools=[TOOL])
+    thought, text, call = first.content
+    assert (first.type, first.role, first.model) == ("message", "assistant", "tiny")
+    assert (thought.thinking, text.text, first.stop_reason) == ("Look.", "I read it.", "tool_use")
+    assert (call.name, call.input) == ("read", READ)
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": "1"}],
+    }
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": [one.model_dump() for one in first.content]},
+        {"role": "user", "content": [result, {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}}]},
+    ]  # fmt: skip
+    second = client.messages.create(
+        **ASK | dict(messages=messages), system="Be brief.", tools=[TOOL]
+    )
+    assert (second.content[0].text, second.stop_reason) == ("It says 1.", "end_turn")
+    as_chat = {"name": "read", "description": "Reads a file.", "parameters": TOOL["input_schema"]}
+    tools = f"<tools>{json.dumps([{'type': 'function', 'function': as_chat}])}</tools><|system|>Be brief."
+    assert scripted.prompts == [
+        f"{tools}<|user|>Read!<|assistant|>",
+        f"{tools}<|user|>Read!<|assistant|>I read it.<tool_call>é.py</tool_call><|tool|>1<|user|>Go on.<|assistant|>",
+    ]
+    num_prompt = len(scripted.script.requests[1].prompt)
+    usage = second.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == num_prompt
+    assert usage.cache_read_input_tokens > 0
+    assert usage.output_tokens == len("It says 1.") + 1
+
+
+def test_a_stream_adds_up_to_the_same_message(scripted, client):
+    scripted.say(f"<think>Look.</think>Now: {CALL}\n{CALL} done")
+    whole = client.messages.create(**ASK, tools=[TOOL])
+    with scripted.live.unmerged(), client.messages.stream(**ASK, tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        added_up = stream.get_final_message()
+    assert [kinds[0], kinds[-1]] == ["message_start", "message_stop"]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 5
+
+    def plain(message) -> list:
+        return [one.model_dump(exclude={"id", "parsed_output"}) for one in message.content]
+
+    kinds = ["thinking", "text", "tool_use", "tool_use", "text"]
+    assert [one.type for one in added_up.content] == kinds
+    assert [one for one in plain(added_up) if one["type"] != "text"] == [
+        one for one in plain(whole) if one["type"] != "text"
+    ]
+    text = lambda message: "".join(one.text for one in message.content if one.type == "text")
+    assert text(added_up) == text(whole) == "Now: done"
+    assert added_up.stop_reason == whole.stop_reason == "tool_use"
+    assert added_up.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_one_call_where_parallel_ones_are_disabled_and_none_where_none_is_chosen(scripted, client):
+    scripted.say(CALL + CALL)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    answer = client.messages.create(**ASK, tools=[TOOL], tool_choice=choice)
+    assert [one.type for one in answer.content] == ["tool_use"]
+    answer = client.messages.create(**ASK, tools=[TOOL], tool_choice={"type": "none"})
+    assert [(one.type, one.text) for one in answer.content] == [("text", CALL + CALL)]
+
+
+def test_the_reasons_to_stop(scripted, client):
+    scripted.say("Hello you")
+    stopped = client.messages.create(**ASK, stop_sequences=["you"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "you")
+    assert stopped.content[0].text == "Hello "
+    cut = client.messages.create(**ASK | dict(max_tokens=3))
+    assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "Hel")
+
+
+def test_tokens_are_counted_without_a_request(scripted, client):
+    scripted.say("Hi")
+    count = client.messages.count_tokens(model="tiny", messages=HELLO, tools=[TOOL]).input_tokens
+    assert scripted.prompts == []
+    client.messages.create(**ASK, tools=[TOOL])
+    assert count == len(scripted.script.requests[0].prompt)
+
+
+def test_thinking_is_a_variable_of_the_template(scripted, client):
+    scripted.say("Hi")
+    client.messages.create(**ASK, thinking={"type": "disabled"})
+    assert scripted.prompts[-1].endswith("<|assistant|><no think>")
+
+
+WRONG = {
+    "max_tokens": {"max_tokens": None},
+    "messages": {"messages": []},
+    "messages[0].role": {"messages": [{"role": "tool", "content": "a"}]},
+    "messages[0].content[0].type": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    "messages[1].content[0].type": {"messages": [*HELLO, {"role": "user", "content": [{"type": "tool_use"}]}]},
+    "messages[0].content[0].text": {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+    "messages[0].content[0].input": {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]},
+    "messages[0].content[0].content[0].type": {"messages": [{"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}]}]},
+    "stop_sequences": {"stop_sequences": [""]},
+    "temperature": {"temperature": -1},
+    "tools[0].type": {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+    "tool_choice.type": {"tools": [TOOL], "tool_choice": {"type": "any"}},
+    "container": {"container": "x"},
+    "output_config.format": {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+    "no_such_field": {"no_such_field": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_mistakes_are_refused_by_field_in_anthropics_form(scripted, field):
+    content = ASK | WRONG[field]
+    headers = {"x-api-key": "secret"}
+    answer = httpx.post(
+        f"http://{scripted.live.http_address}/v1/messages", json=content, headers=headers
+    )
+    assert answer.status_code == 400
+    error = answer.json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert error["error"]["message"].startswith(f"{field}: ")
+
+
+def test_errors_have_anthropics_types(scripted, client):
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**ASK | dict(model="other"))
+    with pytest.raises(anthropic.AuthenticationError):
+        client.with_options(api_key="wrong").messages.create(**ASK)
+
+
+def test_an_error_ends_a_stream_as_an_event(scripted, client):
+    scripted.say("Hi")
+    live = scripted.live
+
+    def fail() -> None:
+        for stream in live.frontend.admission.streams:
+            stream.fail(ServiceError(Code.INTERNAL, "a test"))
+
+    with live.paced() as pace:
+        pace.release(2)
+        with client.messages.stream(**ASK) as stream:
+            iterator = iter(stream)
+            assert next(iterator).type == "message_start"
+            live.call(fail)
+            with pytest.raises(anthropic.APIStatusError, match="a test"):
+                list(iterator)
