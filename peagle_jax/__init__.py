@@ -15,7 +15,8 @@ if TYPE_CHECKING:
         RopeConfig,
         TargetConfig,
     )
-    from peagle_jax.engine.engine import Completion, Engine
+    from peagle_jax.engine.completion import Completion
+    from peagle_jax.engine.engine import Engine
     from peagle_jax.loading import load
     from peagle_jax.sampling_params import SamplingParams
     from peagle_jax.step import prefill, speculative_step
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "engine.engine",
+    "Completion": "engine.completion",
     "Engine": "engine.engine",
     "SamplingParams": "sampling_params",
     "load": "loading",

@@ -17,7 +17,8 @@ import jax
 from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import DraftHead
-from peagle_jax.engine.engine import Completion, Engine
+from peagle_jax.engine.completion import Completion
+from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.loading import load_weights

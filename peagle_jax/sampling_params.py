@@ -33,6 +33,8 @@ class SamplingParams:
       stop_ids: token ids that end the text, in addition to the model's end-of-sequence ids.
       ignore_eos: do not stop at the model's end-of-sequence ids.
       logprobs: number of most likely alternatives to return per token (0: only the token); None: none.
+      prompt_logprobs: number of most likely alternatives to return per token of the prompt; None: none. The
+        engine needs `EngineConfig.prompt_logprobs`.
       num_speculative_tokens: drafts per round for this request, at most the engine's; 0: plain decoding.
       logit_bias: numbers to add to the logits of some tokens; pairs or a mapping of token id to bias.
       allowed_token_ids: the only tokens that may be generated; None: all.
@@ -57,6 +59,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     logit_bias: tuple[tuple[int, float], ...] | Mapping[int, float] = ()
     allowed_token_ids: tuple[int, ...] | None = None
@@ -90,6 +93,11 @@ class SamplingParams:
             (self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1"),
             (all(self.stop), "stop", "without empty strings"),
             (self.logprobs is None or self.logprobs >= 0, "logprobs", "None or not negative"),
+            (
+                self.prompt_logprobs is None or self.prompt_logprobs >= 0,
+                "prompt_logprobs",
+                "None or not negative",
+            ),
             (
                 self.num_speculative_tokens is None or self.num_speculative_tokens >= 0,
                 "num_speculative_tokens",

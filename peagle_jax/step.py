@@ -26,6 +26,7 @@ from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
 from peagle_jax.flat_rows import FlatRows
 from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams, SurvivalReport
+from peagle_jax.prompt_scores import PromptScores, score_prompt
 from peagle_jax.sampling import at_tokens, request_keys
 from peagle_jax.survival import Survival, confidences, observe, report, survivals
 from peagle_jax.verify import Verdict, verify
@@ -60,6 +61,7 @@ class StepOutput:
     top_ids: jax.Array  # [B, K+1, n] int32
     top_logprobs: jax.Array  # [B, K+1, n] float32
     report: SurvivalReport | None = None  # of a round, if the state has `survival`
+    prompt: PromptScores | None = None  # of a prefill call that scores
 
 
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
@@ -329,12 +331,16 @@ def prefill(
     taps: tuple[int, ...] = (),
     max_logprobs: int = 0,
     accept: AcceptRule = verify,
+    scores: bool = False,
 ) -> tuple[State, StepOutput]:
     """Prefills one chunk per row. The last chunk of a prompt also emits the first token, and drafts.
 
     The drafter prefills the same positions. Its slot p needs x_{p+1}: the next token of the chunk, at
     the chunk's end `plan.next_token`, and at the prompt's end the token just sampled.
 
+    Args:
+      scores: whether to report log-probabilities of the prompt's tokens; other arguments as in
+        `speculative_step`.
     Returns:
       The state, and an output with one token per row. `count` is 0 where no token was sampled.
     """
@@ -343,10 +349,12 @@ def prefill(
     positions = plan.start[:, None] + jnp.arange(T)
     attend = PagedAttention(page_table, slots, positions)
     last_row = jnp.maximum(plan.count - 1, 0)[:, None]  # [R, 1]
+    keep = None if scores else last_row
     hidden, tapped, target_cache = target(
-        plan.tokens, positions, state.target_cache, attend, taps=taps, keep=last_row
+        plan.tokens, positions, state.target_cache, attend, taps=taps, keep=keep
     )
-    logits = target.unembed(hidden)
+    last = jnp.take_along_axis(hidden, last_row[..., None], axis=1) if scores else hidden
+    logits = target.unembed(last)
     proposed = _no_drafts(slots)
     decided = (plan.start + plan.count)[:, None]  # [R, 1] position of the token after the chunk
     adjustments = Adjustments(state.controls, slots, plan.constrained, mask)
@@ -362,10 +370,11 @@ def prefill(
         controls=count_tokens(state.controls, slots, verdict.tokens, count, params.adjusts),
         params=jax.tree.map(lambda all_, new: all_.at[slots].set(new), state.params, params),
     )
+    shifted = jnp.pad(plan.tokens[:, 1:], ((0, 0), (0, 1)))
+    shifted = jnp.where(jnp.arange(T) == last_row, following[:, None], shifted)
     if drafter is not None:
-        shifted = jnp.pad(plan.tokens[:, 1:], ((0, 0), (0, 1)))
         inputs = DraftInputs(
-            tokens=jnp.where(jnp.arange(T) == last_row, following[:, None], shifted),
+            tokens=shifted,
             taps=tapped,
             num_real=plan.count,
             start=plan.start,
@@ -375,4 +384,8 @@ def prefill(
             temperature=params.temperature,
         )
         state, proposed = _draft(target, drafter, state, inputs)
-    return state, pack_output(logits, verdict._replace(count=count), proposed, params, max_logprobs)
+    output = pack_output(logits, verdict._replace(count=count), proposed, params, max_logprobs)
+    if scores:
+        prompt = score_prompt(target.unembed, hidden, shifted, max_logprobs)
+        output = replace(output, prompt=prompt)
+    return state, output

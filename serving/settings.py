@@ -157,6 +157,9 @@ class Settings(BaseSettings):
     prefix_caching: bool = _option(
         True, "prefill a prompt only from where it differs from earlier texts (default: on)"
     )
+    prompt_logprobs: bool = _option(
+        False, "compile what prompt_logprobs of requests, and echo with logprobs, need"
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = _option(
         "auto", "dtype of the KV cache: that of --dtype, or fp8"
     )
@@ -358,6 +361,7 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,
         prefix_caching=settings.prefix_caching,
+        prompt_logprobs=settings.prompt_logprobs,
         prefill_chunk=settings.prefill_chunk,
         prefill_rows=settings.prefill_rows,
         prefill_calls=settings.prefill_calls,

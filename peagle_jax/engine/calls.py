@@ -22,6 +22,7 @@ class PrefillCall:
     controls: tuple[
         ControlsPlan, ...
     ] = ()  # of newly admitted requests: dispatched before the call
+    scores: bool = False  # whether the call scores the tokens of prompts
     mask: np.ndarray | None = None  # [R, 1, mask_words(V)] int32 for constrained rows, see `plan`
 
     @classmethod
@@ -51,6 +52,7 @@ class PrefillCall:
             last=tuple(end == r.num_to_prefill for r, end in zip(rows, ends, strict=True)),
             plan=plan,
             controls=controls,
+            scores=any(request.wants_prompt_logprobs for request in rows),
             mask=masks_of([(matcher, ()) for matcher in matchers], size=R, height=1),
         )
 

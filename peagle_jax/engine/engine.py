@@ -9,17 +9,19 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
 from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.completion import Completion, completion_of
 from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.engine.memory import fit_pages
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.programs import Programs
-from peagle_jax.engine.request import BatchLogprobs, Request, TokenLogprob
+from peagle_jax.engine.prompt_logprobs import store_prompt_logprobs
+from peagle_jax.engine.request import BatchLogprobs, Request
 from peagle_jax.engine.round_timer import RoundTimer
 from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.engine.rules import banned_ids, check_request
@@ -29,47 +31,10 @@ from peagle_jax.engine.transfer import Result
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.step import AcceptRule, init_state
-from peagle_jax.text import StopChecker, TextStream, Tokenizer
+from peagle_jax.text import StopChecker, Tokenizer
 from peagle_jax.verify import verify
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One finished request. `text` is None when the engine has no tokenizer.
-
-    `finish_reason` is "stop", "length", "abort" or "error". With "error", `error` describes the failure
-    in one sentence, and the tokens before it are valid.
-
-    `drafted` counts the drafts that the target verified, `accepted` the drafts that became output, and
-    `accepted_per_position[i]` the rounds in which draft i+1 became output. The number of `tokens` is
-    1 + `rounds` + `accepted`, or one less if the text ends on a draft.
-
-    `cached` is the number of prompt tokens that the prefix cache had.
-
-    `time_to_first_token` and `duration` are in seconds from arrival, time in the queue included.
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    text: str | None
-    finish_reason: str
-    stop_reason: int | str | None
-    logprobs: list[TokenLogprob] | None
-    rounds: int
-    drafted: int
-    accepted: int
-    accepted_per_position: list[int]
-    cached: int
-    time_to_first_token: float
-    duration: float
-    error: str | None = None
-
-    @property
-    def emitted(self) -> int:
-        """Number of tokens emitted by rounds: all but the first, which prefill samples."""
-        return max(0, len(self.tokens) - 1)
 
 
 class Engine:
@@ -194,7 +159,7 @@ class Engine:
     @property
     def num_programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
-        return 2 + len(self.programs.shapes)
+        return 2 + self.config.prompt_logprobs + len(self.programs.shapes)
 
     @property
     def has_work(self) -> bool:
@@ -233,6 +198,7 @@ class Engine:
             priority=priority,
             stop_checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
             salt=salt,
+            reads_prefix_cache=params.prompt_logprobs is None,
             matcher=matcher,
             banned_ids=banned_ids(params.bad_words, self.tokenizer),
         )
@@ -297,7 +263,9 @@ class Engine:
                 request.start_time = request.start_time or now
             for controls in prefill.controls:
                 self._state = self.programs.control(self._state, controls)
-            self._state, result = self.programs.prefill(self._state, prefill.plan, prefill.mask)
+            self._state, result = self.programs.prefill(
+                self._state, prefill.plan, prefill.mask, prefill.scores
+            )
             dispatched.append((prefill, result))
         previous, self._in_flight = self._in_flight, dispatched
         return [update for call in previous for update in self._commit(*call)]
@@ -311,6 +279,8 @@ class Engine:
         if any(r is not None and r.params.logprobs is not None for r in call.requests):
             logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
         is_prefill = isinstance(call, PrefillCall)
+        if output.prompt is not None:
+            store_prompt_logprobs(call, output.prompt)
         commit = self.scheduler.commit_prefill if is_prefill else self.scheduler.commit_decode
         updates = commit(call, tokens, count, output.drafts, logprobs)
         now = time.monotonic()
@@ -359,30 +329,4 @@ class Engine:
             for request in requests:
                 self.abort(request)
             raise
-        return [self._completion(request) for request in requests]
-
-    def _completion(self, request: Request) -> Completion:
-        text = None
-        if self.tokenizer is not None:
-            params = request.params
-            stops = params.stop if isinstance(request.stop_reason, str) else ()
-            stream = TextStream(self.tokenizer, stops, min_tokens=params.min_tokens)
-            text = stream.add(request.output) + stream.finish()
-        return Completion(
-            prompt=request.prompt,
-            tokens=request.output,
-            text=text,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            logprobs=request.logprobs,
-            rounds=request.rounds,
-            drafted=request.drafted,
-            accepted=request.accepted,
-            accepted_per_position=request.accepted_per_position,
-            cached=request.num_cached,
-            # A request aborted before its first token has no first_token_time.
-            time_to_first_token=(request.first_token_time or request.finish_time)
-            - request.arrival_time,
-            duration=request.finish_time - request.arrival_time,
-            error=request.error,
-        )
+        return [completion_of(request, self.tokenizer) for request in requests]

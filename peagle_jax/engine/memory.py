@@ -16,6 +16,7 @@ from peagle_jax.config import (
     TargetConfig,
 )
 from peagle_jax.plan import mask_words
+from peagle_jax.prompt_scores import BLOCK
 
 _SHARE = 0.85  # of free memory goes to KV caches; the rest is for activations and programs
 
@@ -96,6 +97,7 @@ def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
     """Lower bound on the temporaries of one call: the larger of a round's float32 logits and one
     layer's prefill activations."""
     rows = max(size * (config.num_draft_at(size) + 1) for size in config.batch_buckets)
+    rows = max(rows, BLOCK if config.prompt_logprobs else 0)
     logits = 4 * rows * target.vocab_size
     width = 2 * target.hidden_size + target.intermediate_size
     itemsize = jax.numpy.dtype(config.dtype).itemsize

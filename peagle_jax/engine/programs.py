@@ -32,8 +32,9 @@ from peagle_jax.engine.memory import carve_holes
 from peagle_jax.engine.stored_times import StoredTimes
 from peagle_jax.engine.transfer import Resident, Result, pack, unpack
 from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, mask_words
+from peagle_jax.prompt_scores import PromptScores
 
-PREFILL, CONTROLS = "prefill", "controls"
+PREFILL, SCORED_PREFILL, CONTROLS = "prefill", "prefill with scores", "controls"
 """Keys of the programs besides the rounds. The key of a round's program is its `RoundShape`."""
 
 Key = RoundShape | str
@@ -62,11 +63,11 @@ class Programs:
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
 
         # Donated buffers: the state (caches are updated in place) and the previous call's output.
-        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True)
-        def prefill(weights, state, plan, mask, previous):
+        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="scores")
+        def prefill(weights, state, plan, mask, previous, *, scores):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, config.num_draft)
-            return step.prefill(target, drafter, state, plan, mask, **static)
+            return step.prefill(target, drafter, state, plan, mask, scores=scores, **static)
 
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="num_draft")
         def speculative_step(weights, state, plan, mask, previous, *, num_draft):
@@ -93,9 +94,15 @@ class Programs:
         """Compiled programs whose buffers exist."""
         return len(self._resident)
 
-    def prefill(self, state: step.State, plan: PrefillPlan, mask: np.ndarray | None = None):
+    def prefill(
+        self,
+        state: step.State,
+        plan: PrefillPlan,
+        mask: np.ndarray | None = None,
+        scores: bool = False,
+    ):
         """Dispatches one prefill call; `state` is consumed. Returns the next state and a `Result`."""
-        return self._dispatch(PREFILL, state, plan, mask)
+        return self._dispatch(SCORED_PREFILL if scores else PREFILL, state, plan, mask)
 
     def round(
         self,
@@ -141,9 +148,13 @@ class Programs:
                 key, self._controls.lower, state.controls, pack(idle_controls(self._config))
             )
             return
-        if key == PREFILL:
-            lower, idle = self._prefill.lower, PrefillCall.build([], self._config).plan
+        if key in (PREFILL, SCORED_PREFILL):
+            scores = key == SCORED_PREFILL
+            lower = partial(self._prefill.lower, scores=scores)
+            idle = PrefillCall.build([], self._config).plan
             output = self._blank_output(self._config.prefill_rows, 1, self._config.num_draft)
+            if scores:
+                output = replace(output, prompt=self._blank_scores())
         else:
             lower = partial(self._round.lower, num_draft=key.num_draft)
             idle = DecodeCall.build([], key, self._config).plan
@@ -166,6 +177,16 @@ class Programs:
             top_logprobs=jnp.zeros((rows, T, n), jnp.float32),
         )
 
+    def _blank_scores(self) -> PromptScores:
+        rows = (self._config.prefill_rows, self._config.prefill_chunk)
+        top = (*rows, self._config.max_logprobs)
+        return PromptScores(
+            logprobs=jnp.zeros(rows, jnp.float32),
+            ranks=jnp.zeros(rows, jnp.int32),
+            top_ids=jnp.zeros(top, jnp.int32),
+            top_logprobs=jnp.zeros(top, jnp.float32),
+        )
+
     def _compile(self, key: Key, lower: Callable, *operands) -> None:
         if key not in self._compiled:
             lowered = lower(*jax.tree.map(_spec, operands))
@@ -176,7 +197,7 @@ class Programs:
     @property
     def compiled(self) -> tuple[RoundShape, ...]:
         """Shapes whose rounds are compiled, ascending."""
-        return tuple(sorted(key for key in tuple(self._resident) if key != PREFILL))
+        return tuple(sorted(key for key in tuple(self._resident) if isinstance(key, RoundShape)))
 
     @property
     def missing(self) -> tuple[RoundShape, ...]:
@@ -209,7 +230,8 @@ class Programs:
 
         `on_compiled` is called after each program.
         """
-        missing = [key for key in (PREFILL, *shapes) if key not in self._resident]
+        prefills = (PREFILL, *[SCORED_PREFILL] * self._config.prompt_logprobs)
+        missing = [key for key in (*prefills, *shapes) if key not in self._resident]
         missing += [CONTROLS] * (CONTROLS not in self._compiled)
         jobs = [partial(self._prepare, key, state) for key in missing]
         with ThreadPoolExecutor(max_workers=4) as pool:

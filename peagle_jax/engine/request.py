@@ -39,6 +39,14 @@ class TokenLogprob(NamedTuple):
     top: list[tuple[int, float]]
 
 
+class PromptLogprob(NamedTuple):
+    """As `TokenLogprob` for a token of the prompt, with its rank: 1 for the most likely token."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    rank: int
+
+
 class BatchLogprobs(NamedTuple):
     """Log-probabilities of the tokens [B, C] of one call, with n alternatives for each token."""
 
@@ -102,6 +110,9 @@ class Request:
     """One entry per output token when `params.logprobs` asks for them."""
     number: int = 0
     """Position in the order of arrival; the scheduler sets it."""
+    prompt_logprobs: list[PromptLogprob | None] | None = None
+    """One entry per token of the prompt when `params.prompt_logprobs` asks for them; the first is None. Complete
+    with the first output token."""
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -152,11 +163,18 @@ class Request:
         self._page_keys: list[bytes] = []
         if self.params.logprobs is not None:
             self.logprobs = []
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt)
 
     @property
     def rank(self) -> tuple[int, int]:
         """Order among requests, the most urgent first: by priority, then by arrival."""
         return self.priority, self.number
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prefill calls of this request score its prompt: until it has output."""
+        return self.prompt_logprobs is not None and not self.output
 
     @property
     def tokens(self) -> list[int]:

@@ -91,6 +91,17 @@ def _rules(
         logprobs > most,
         f"{logprobs} is more than the {most} that the engine was compiled for (max_logprobs)",
     )
+    wanted = params.prompt_logprobs
+    yield (
+        "prompt_logprobs",
+        wanted is not None and not config.prompt_logprobs,
+        "the engine was started without prompt_logprobs (--prompt-logprobs)",
+    )
+    yield (
+        "prompt_logprobs",
+        (wanted or 0) > most,
+        f"{wanted} is more than the {most} that the engine was compiled for (max_logprobs)",
+    )
     yield (
         "stop",
         bool(params.stop) and not has_tokenizer,
