@@ -146,7 +146,9 @@ class Frontend:
             if since is not None and time.monotonic() - since > seconds:
                 self._die(TimeoutError(f"a round has taken more than {seconds:g} s"))
 
-    async def encode(self, text: str, *, field: str, deadline: float | None = None) -> list[int]:
+    async def encode(
+        self, text: str, *, field: str, deadline: float | None = None, special: bool = True
+    ) -> list[int]:
         """See `Encoder.encode`.
 
         Args:
@@ -156,7 +158,12 @@ class Frontend:
           ServiceError: DEADLINE_EXCEEDED too.
         """
         async with self._limit_time(deadline):
-            return await self._encoder.encode(text, field=field)
+            return await self._encoder.encode(text, field=field, special=special)
+
+    async def decode(self, tokens: Sequence[int], *, field: str) -> str:
+        """See `Encoder.decode`; raises as `encode` does."""
+        async with self._limit_time():
+            return await self._encoder.decode(tokens, field=field)
 
     async def chat(
         self,

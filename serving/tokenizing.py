@@ -61,8 +61,8 @@ class Encoder:
         self._chats = BoundedPool("chat", "chats", num_threads=1, max_waiting=_MAX_WAITING_CHATS)
         self._preparing: asyncio.Task | None = None
 
-    async def encode(self, text: str, *, field: str) -> list[int]:
-        """Token ids of a prompt.
+    async def encode(self, text: str, *, field: str, special: bool = True) -> list[int]:
+        """Token ids of a prompt. `special` adds the tokenizer's special tokens.
 
         Raises:
           ServiceError: the model has no tokenizer; the text is too long or not valid; too many long texts
@@ -70,7 +70,7 @@ class Encoder:
         """
         tokenizer = self._required(field)
         self._check_size(len(text), field)
-        encode = _naming(field, lambda: tokenizer.encode(text))
+        encode = _naming(field, lambda: tokenizer.encode(text, special=special))
         return encode() if len(text) <= _SHORT else await self._run_long(encode, len(text))
 
     async def chat(
@@ -102,6 +102,16 @@ class Encoder:
         if is_short:
             return await self._chats.run(_naming(field, encode))
         return await self._run_long(_naming(field, encode), size)
+
+    async def decode(self, tokens: Sequence[int], *, field: str) -> str:
+        """Text of tokens, special ones spelled.
+
+        Raises:
+          ServiceError: the model has no tokenizer.
+        """
+        tokenizer = self._required(field)
+        decode = lambda: tokenizer.spell(tokens)
+        return decode() if len(tokens) <= _SHORT else await self._long.run(decode)
 
     def prepare(self) -> None:
         """Starts to load the chat template, which takes seconds; chats wait for it."""

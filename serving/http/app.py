@@ -23,6 +23,8 @@ from serving.http.generation import Generation, Reader
 from serving.http.hosts import is_allowed, name_of
 from serving.http.messages import CountTokens, Messages
 from serving.http.page import page_routes
+from serving.http.responses import Responses
+from serving.http.tokens import Detokenize, Tokenize
 from serving.version import NAME, VERSION
 
 _PROBES = ("/health", "/ready")
@@ -61,6 +63,9 @@ def make_app(
                 Chat(frontend),
                 Messages(frontend),
                 CountTokens(frontend),
+                Responses(frontend),
+                Tokenize(frontend),
+                Detokenize(frontend),
             )
         ),
     ]

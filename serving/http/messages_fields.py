@@ -98,7 +98,7 @@ class Output(Fields):
     """Form of the output."""
 
     effort: str | None = None
-    format: neutral() = None
+    format: dict[str, object] | None = None
 
 
 class PromptFields(Fields):
@@ -140,6 +140,8 @@ class PromptFields(Fields):
             variables.setdefault("enable_thinking", self.thinking.type != "disabled")
         if self.output_config is not None:
             chat["reasoning_effort"] = self.output_config.effort
+            if self.output_config.format is not None:
+                chat["response_format"] = _response_format(self.output_config.format)
         return chat | {"chat_template_kwargs": variables}
 
     def _messages(self) -> list[dict]:
@@ -178,6 +180,12 @@ class MessagesFields(PromptFields):
         )
         given = {name: getattr(self, name) for name in same}
         return super().as_chat() | given | {"stop": list(self.stop_sequences)}
+
+
+def _response_format(given: dict[str, object]) -> dict[str, object]:
+    if given.get("type") != "json_schema":
+        raise invalid("output_config.format.type", "must be json_schema")
+    return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
 
 def _parts(blocks: list[TextBlock]) -> list[dict]:

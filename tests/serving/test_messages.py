@@ -139,7 +139,8 @@ WRONG = {
     "tools[0].type": {"tools": [{"type": "bash_20250124", "name": "bash"}]},
     "tool_choice.type": {"tools": [TOOL], "tool_choice": {"type": "any"}},
     "container": {"container": "x"},
-    "output_config.format": {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+    "output_config.format.type": {"output_config": {"format": {"type": "xml"}}},
+    "response_format.json_schema": {"output_config": {"format": {"type": "json_schema"}}},
     "no_such_field": {"no_such_field": 1},
 }  # fmt: skip
 

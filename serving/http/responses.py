@@ -1,0 +1,204 @@
+"""`/v1/responses`: OpenAI's newer route, as an adapter over chats. It stores nothing."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from serving.frontend import Frontend
+from serving.http.blocks import Block, Blocks
+from serving.http.chat import Chat
+from serving.http.dialect import RESPONSES
+from serving.http.options import check_model
+from serving.http.responses_fields import ResponsesFields
+from serving.http.route import Call, Caller, Encode
+from serving.stream import Delta, Finish, Stream
+from serving.tools import call_id
+
+_SPELLING = {"max_tokens": "max_output_tokens", "prompt": "input"}
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_TEXT_EVENTS = {
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
+
+
+class Responses:
+    """The route over one frontend; see `Route`."""
+
+    path = "/v1/responses"
+    dialect = RESPONSES
+
+    def __init__(self, frontend: Frontend):
+        self._frontend, self._chat = frontend, Chat(frontend)
+
+    def read(self, content: dict[str, object], caller: Caller) -> Encode:
+        """See `Route`."""
+        check_model(content, self._frontend.name)
+        fields = ResponsesFields.read(content, self._frontend.limits)
+        talk = self._chat.understand(fields.as_chat(), caller, method=self.path, names=_SPELLING)
+        blocks = Blocks(is_parallel=talk.is_parallel)
+        response_id, is_stream = caller.request_id, fields.stream
+        envelope = _envelope(fields, f"resp_{response_id}", self._frontend.name)
+
+        async def encode() -> Call:
+            ask = await talk.encode()
+            answer = _Answer(response_id, envelope, blocks, is_stream=is_stream)
+            return Call(asks=[ask], answer=answer)
+
+        return encode
+
+
+def _envelope(fields: ResponsesFields, response_id: str, model: str) -> dict:
+    """The response without its output; it repeats what the client asked for, the input aside."""
+    tools = [{"type": "function", "strict": False} | one.model_dump() for one in fields.tools]
+    text = {} if fields.text is None else fields.text.model_dump(exclude_none=True)
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "error": None,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": fields.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
+        "store": False,
+        "temperature": fields.temperature,
+        "text": {"format": {"type": "text"}} | text,
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": tools,
+        "top_p": fields.top_p,
+        "truncation": "disabled",
+        "user": fields.user,
+    }
+
+
+class _Answer:
+    """See `Answer`."""
+
+    def __init__(self, request_id: str, envelope: dict, blocks: Blocks, *, is_stream: bool):
+        self.n, self.is_stream = 1, is_stream
+        self._request_id, self._envelope, self._blocks = request_id, envelope, blocks
+        self._call_ids: dict[int, str] = {}
+        self._finish: Finish | None = None
+        self._num_events = 0
+
+    def part(self, index: int, delta: Delta) -> list[dict]:
+        """See `Answer`."""
+        events = []
+        if not self._num_events:
+            for name in ("response.created", "response.in_progress"):
+                events.append(self._event(name, response=self._response("in_progress")))
+        for kind, block, text in self._changes(delta):
+            if kind == "open":
+                events += self._opening(block)
+            elif kind == "text":
+                name = f"{_TEXT_EVENTS[block.kind]}.delta"
+                logprobs = {"logprobs": []} if block.kind == "text" else {}
+                events.append(self._event(name, **self._place(block), delta=text, **logprobs))
+            else:
+                events += self._closing(block)
+        return events
+
+    def end(self, streams: Sequence[Stream]) -> list[dict]:
+        """See `Answer`."""
+        response = self._whole(streams)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
+        """See `Answer`."""
+        for _ in self._changes(deltas[0]):
+            pass
+        return self._whole(streams)
+
+    def _changes(self, delta: Delta) -> Iterator[tuple[str, Block, str]]:
+        yield from self._blocks.add(delta)
+        if delta.finish is not None:
+            self._finish = delta.finish
+            yield from self._blocks.finish()
+
+    def _whole(self, streams: Sequence[Stream]) -> dict:
+        is_cut = self._finish.reason == "length"
+        response = self._response("incomplete" if is_cut else "completed")
+        output = [self._item(block, "completed") for block in self._blocks.all]
+        if is_cut and output:
+            output[-1]["status"] = "incomplete"
+        details = {"reason": "max_output_tokens"} if is_cut else None
+        usage = _usage(streams)
+        return response | {"output": output, "incomplete_details": details, "usage": usage}
+
+    def _response(self, status: str) -> dict:
+        empty = {"output": [], "incomplete_details": None, "usage": None}
+        return self._envelope | {"status": status} | empty
+
+    def _event(self, kind: str, /, **fields) -> dict:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    def _opening(self, block: Block) -> list[dict]:
+        item = self._item(Block(block.index, block.kind, block.call), "in_progress")
+        if block.kind == "call":
+            item["arguments"] = ""
+        else:
+            item["content"] = []
+        name = "response.output_item.added"
+        events = [self._event(name, output_index=block.index, item=item)]
+        if block.kind != "call":
+            part = _part(block.kind, "")
+            events.append(
+                self._event("response.content_part.added", **self._place(block), part=part)
+            )
+        return events
+
+    def _closing(self, block: Block) -> list[dict]:
+        place, name = self._place(block), f"{_TEXT_EVENTS[block.kind]}.done"
+        if block.kind == "call":
+            call = {"name": block.call.name, "arguments": block.text}
+            events = [self._event(name, **place, **call)]
+        else:
+            part = _part(block.kind, block.text)
+            logprobs = {"logprobs": []} if block.kind == "text" else {}
+            events = [
+                self._event(name, **place, text=block.text, **logprobs),
+                self._event("response.content_part.done", **place, part=part),
+            ]
+        item = self._item(block, "completed")
+        done = self._event("response.output_item.done", output_index=block.index, item=item)
+        return [*events, done]
+
+    def _place(self, block: Block) -> dict:
+        place: dict[str, object] = {"item_id": self._id(block), "output_index": block.index}
+        return place if block.kind == "call" else place | {"content_index": 0}
+
+    def _id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._request_id}_{block.index}"
+
+    def _item(self, block: Block, status: str) -> dict:
+        item = {"id": self._id(block), "status": status}
+        if block.kind == "call":
+            known = self._call_ids.setdefault(block.index, call_id())
+            call = {"call_id": known, "name": block.call.name, "arguments": block.text}
+            return item | {"type": "function_call"} | call
+        content = [_part(block.kind, block.text)]
+        if block.kind == "reasoning":
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        return item | {"type": "message", "role": "assistant", "content": content}
+
+
+def _part(kind: str, text: str) -> dict:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(streams: Sequence[Stream]) -> dict:
+    usage = streams[0].usage()
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

@@ -1,0 +1,125 @@
+"""`/tokenize` and `/detokenize`, in vLLM's form."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, FailFast
+
+from serving.errors import invalid
+from serving.frontend import Frontend
+from serving.http.chat import Message, check_length, check_messages
+from serving.http.dialect import OPENAI
+from serving.http.fields import Fields, Integers, neutral
+from serving.http.options import check_model
+from serving.http.route import Caller, Encode
+from serving.http.tools import ToolFields
+from serving.rounds import token_name
+from serving.tools import Arguments
+
+
+class TokenizeFields(ToolFields):
+    """Fields of `/tokenize`: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[
+        list[Message],
+        FailFast(),
+        BeforeValidator(check_length),
+        BeforeValidator(check_messages),
+    ] = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: neutral(True) = None
+    continue_final_message: neutral(False) = None
+    chat_template: neutral() = None
+
+
+class DetokenizeFields(Fields):
+    """Fields of `/detokenize`."""
+
+    model: str | None = None
+    tokens: Integers
+
+
+class Tokenize:
+    """The route over one frontend; see `Route`."""
+
+    path = "/tokenize"
+    dialect = OPENAI
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+
+    def read(self, content: dict[str, object], caller: Caller) -> Encode:
+        """See `Route`."""
+        frontend = self._frontend
+        check_model(content, frontend.name)
+        fields = TokenizeFields.read(content, frontend.limits)
+        encode = self._chat(fields) if fields.prompt is None else self._text(fields)
+
+        async def answer() -> dict:
+            tokens = await encode()
+            names = None
+            if fields.return_token_strs:
+                names = [token_name(frontend.tokenizer, token) for token in tokens]
+            return {
+                "count": len(tokens),
+                "max_model_len": frontend.config.max_model_len,
+                "tokens": tokens,
+                "token_strs": names,
+            }
+
+        return answer
+
+    def _text(self, fields: TokenizeFields):
+        if fields.messages is not None:
+            raise invalid("messages", "and prompt are both given; give one of them")
+        special = fields.add_special_tokens is not False
+        return lambda: self._frontend.encode(fields.prompt, field="prompt", special=special)
+
+    def _chat(self, fields: TokenizeFields):
+        if fields.messages is None:
+            raise invalid("prompt", "is missing; give it or messages")
+        if fields.add_special_tokens:
+            raise invalid("add_special_tokens", "is for a prompt: a chat template has its own")
+        tools = fields.allowed_tools(self._frontend)
+        arguments = Arguments(self._frontend.limits)
+        messages = [
+            message.variables(arguments, f"messages[{place}]")
+            for place, message in enumerate(fields.messages)
+        ]
+        variables = fields.chat_template_kwargs or {}
+        return lambda: self._frontend.chat(messages, variables, tools=tools, field="messages")
+
+
+class Detokenize:
+    """The route over one frontend; see `Route`."""
+
+    path = "/detokenize"
+    dialect = OPENAI
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+
+    def read(self, content: dict[str, object], caller: Caller) -> Encode:
+        """See `Route`."""
+        frontend = self._frontend
+        check_model(content, frontend.name)
+        fields = DetokenizeFields.read(content, frontend.limits)
+        tokens, most = fields.tokens, frontend.config.max_model_len
+        if len(tokens) > most:
+            raise invalid(
+                "tokens", f"{len(tokens)} are more than the {most} of a prompt and its output"
+            )
+        size = frontend.target_config.vocab_size
+        for place, token in enumerate(tokens):
+            if not 0 <= token < size:
+                raise invalid(
+                    "tokens", f"{token} at {place} is no token id: they are 0 to {size - 1}"
+                )
+
+        async def answer() -> dict:
+            return {"prompt": await frontend.decode(tokens, field="tokens")}
+
+        return answer

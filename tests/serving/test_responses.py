@@ -1,0 +1,179 @@
+"""`/v1/responses`, `/tokenize` and `/detokenize`: OpenAI's client, and a model whose replies are given."""
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.scripted import Scripted
+
+TOOL = {
+    "type": "function",
+    "name": "read",
+    "description": "Reads a file.",
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}},
+    "strict": False,
+}  # fmt: skip
+CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "é.py", "line": "3"}}\n</tool_call>'
+READ = {"path": "é.py", "line": 3}
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    server = Scripted(tmp_path_factory.mktemp("responses"))
+    yield server
+    server.live.close()
+
+
+@pytest.fixture
+def client(scripted):
+    url = f"http://{scripted.live.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+    scripted.live.check_empty()
+
+
+def test_a_text_is_a_response(scripted, client):
+    scripted.say("Hello you")
+    response = client.responses.create(model="tiny", input="Hi", instructions="Be brief.")
+    assert (response.output_text, response.status, response.object) == (
+        "Hello you",
+        "completed",
+        "response",
+    )
+    assert scripted.prompts == ["<|system|>Be brief.<|user|>Hi<|assistant|>"]
+    assert response.usage.input_tokens == len(scripted.script.requests[0].prompt)
+    assert response.usage.output_tokens == len("Hello you") + 1
+    cut = client.responses.create(model="tiny", input="Hi", max_output_tokens=3)
+    assert (cut.status, cut.incomplete_details.reason, cut.output_text) == (
+        "incomplete",
+        "max_output_tokens",
+        "Hel",
+    )
+
+
+def test_a_client_runs_a_loop_of_tools(scripted, client):
+    scripted.say(f"<think>\nLook.\n</think>\n\nI read it.\n\n{CALL}", "It says 1.")
+    first = client.responses.create(model="tiny", input="Read!", tools=[TOOL])
+    thought, text, call = first.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "Look.")
+    assert (text.type, text.content[0].text) == ("message", "I read it.")
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "read", READ)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
+    talk = [
+        {"role": "user", "content": "Read!"},
+        *(one.model_dump() for one in first.output),
+        result,
+    ]
+    second = client.responses.create(model="tiny", input=talk, tools=[TOOL])
+    assert second.output_text == "It says 1."
+    function = {name: TOOL[name] for name in ("name", "description", "parameters")}
+    tools = f"<tools>{json.dumps([{'type': 'function', 'function': function}])}</tools>"
+    assert scripted.prompts[1] == (
+        f"{tools}<|user|>Read!<|assistant|>I read it.<tool_call>é.py</tool_call><|tool|>1<|assistant|>"
+    )
+
+
+def test_a_stream_adds_up_to_the_same_response(scripted, client):
+    scripted.say(f"<think>Look.</think>Now: {CALL}\n{CALL}")
+    ask = dict(model="tiny", input="Read!", tools=[TOOL])
+    whole = client.responses.create(**ask)
+    with scripted.live.unmerged():
+        events = list(client.responses.create(stream=True, **ask))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    items = [one.item for one in events if one.type == "response.output_item.done"]
+    assert items == events[-1].response.output
+    plain = lambda output: [one.model_dump(exclude={"id", "call_id"}) for one in output]
+    assert plain(items) == plain(whole.output)
+    for kind, index in (("reasoning_text", 0), ("output_text", 1), ("function_call_arguments", 2)):
+        deltas = [
+            one.delta
+            for one in events
+            if one.type == f"response.{kind}.delta" and one.output_index == index
+        ]
+        item = items[index]
+        assert "".join(deltas) == (item.arguments if index == 2 else item.content[0].text)
+    with client.responses.stream(**ask) as stream:
+        for _ in stream:
+            pass
+        added_up = stream.get_final_response()
+    assert [one.type for one in added_up.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+
+
+WRONG = {
+    "store": {"store": True},
+    "previous_response_id": {"previous_response_id": "resp_1"},
+    "background": {"background": True},
+    "input": {"input": []},
+    "input[0].type": {"input": [{"type": "image_generation_call"}]},
+    "input[0].content[0].type": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+    "input[0].call_id": {"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]},
+    "tools[0].type": {"tools": [{"type": "web_search"}]},
+    "tools[0].strict": {"tools": [TOOL | {"strict": True}]},
+    "max_output_tokens": {"max_output_tokens": 0},
+    "no_such_field": {"no_such_field": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_mistakes_are_refused_by_field(scripted, field):
+    content = {"model": "tiny", "input": "Hi"} | WRONG[field]
+    answer = httpx.post(f"http://{scripted.live.http_address}/v1/responses", json=content)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+@pytest.fixture
+def post(scripted):
+    url = f"http://{scripted.live.http_address}"
+    return lambda path, **content: httpx.post(url + path, json=content)
+
+
+def test_texts_become_tokens_and_back(scripted, post):
+    text = "é <|im_end|>\n"
+    answer = post("/tokenize", prompt=text, return_token_strs=True).json()
+    assert answer["tokens"] == scripted.tokenizer.encode(text)
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["token_strs"][-2:] == ["<|im_end|>", "\n"]
+    assert answer["max_model_len"] == scripted.live.frontend.config.max_model_len
+    assert post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
+
+
+def test_a_chat_becomes_the_tokens_of_its_prompt(scripted, post):
+    scripted.say("Hi")
+    chat = dict(messages=[{"role": "user", "content": "Hi"}])
+    tool = {"type": "function", "function": {"name": "f"}}
+    answer = post("/tokenize", **chat, tools=[tool]).json()
+    assert scripted.prompts == []
+    post("/v1/chat/completions", **chat, tools=[tool])
+    assert answer["tokens"] == scripted.script.requests[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "field"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a" * 1_000_001}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {"tokens": [0] * 1025}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_and_no_tokens_is_refused_by_field(post, path, content, field):
+    answer = post(path, **content)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
