@@ -17,7 +17,7 @@ from peagle_jax.runs import METHOD_NAMES
 
 _KEY = (
     "kind", *labels.SETTING, "set", "method", "num_speculative_tokens", "synthetic_acceptance_length",
-    "concurrency",
+    "synthetic_acceptance_rows", "adaptive", "concurrency",
 )  # fmt: skip
 PAGES = tuple(
     rows.RESULTS.parents[1] / name
@@ -33,7 +33,7 @@ PAGES = tuple(
     )
 )
 """Pages of this repository that have tables; all are drawn by one call of `peagle-bench report`."""
-_KINDS = ("acceptance", "throughput", "decode-step", "lossless")
+_KINDS = ("acceptance", "throughput", "decode-step", "lossless", "adaptive", "adaptive-step")
 """Kinds that `newest` orders by method. Rows of cold starts have no table."""
 _RUN = ("device", "model", "dtype", "method", "num_speculative_tokens", "concurrency")
 _KEYS = {
@@ -200,6 +200,12 @@ def _speed(row: dict) -> str:
     return speed if ratio is None or row["method"] == "none" else f"{speed} ({ratio:.2f}x)"
 
 
+def _spread(row: dict) -> str:
+    """Slowest and fastest run, where a cell was run more than once."""
+    speeds = row.get("tokens_per_second_of_repeats")
+    return f"; {min(speeds):,.0f} to {max(speeds):,.0f}" if speeds else ""
+
+
 def _by_setting(draw: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:
     """A part per device, model, formats and temperature, each with a title."""
     part = lambda setting, group: f"{labels.title(setting, group)}\n\n{draw(group)}\n"
@@ -215,6 +221,7 @@ def _grids(cell: Callable[[dict], str]) -> Callable[[list[dict]], str]:
 TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "acceptance": ("acceptance", _by_setting(acceptance_table)),
     "throughput": ("throughput", _grids(_speed)),
+    "adaptive": ("adaptive", _grids(lambda row: _speed(row) + _spread(row))),
     "rounds": ("throughput", _grids(lambda row: f"{row['ms_per_round']:.2f}")),
     "decode-step": ("decode-step", _by_setting(decode_step_table)),
     "lossless": ("lossless", _by_setting(lossless_table)),

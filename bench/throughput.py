@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import statistics
 from dataclasses import dataclass, replace
 
 from tqdm import tqdm
@@ -84,7 +85,7 @@ class _Sweep:
     name: str
     pool: list[list[int]]
     left_out: int
-    plain: dict[int, tuple[float, list]]  # concurrency -> tokens/s and outputs
+    plain: dict[int, tuple[list[float], list]]  # concurrency -> tokens/s of each run, and outputs
 
     @classmethod
     def of(cls, models: Models, options: Options) -> "_Sweep":
@@ -133,7 +134,8 @@ class _Sweep:
     def row(
         self, variant: Variant, concurrency: int, measured: list[Measurement], engine: Engine
     ) -> dict:
-        """The row of the run with the median speed."""
+        """The row of the run with the median speed; its ratio is the median of ratios to the plain run of the
+        same turn."""
         by_speed = sorted(measured, key=lambda one: one.seconds)
         median = by_speed[len(by_speed) // 2]
         cell = (variant.method, variant.num_draft)
@@ -145,20 +147,20 @@ class _Sweep:
             **median.as_row(),
             "prompts_left_out": self.left_out,
         }
-        speed = row["tokens_per_second"]
+        speeds = [one.as_row()["tokens_per_second"] for one in measured]
         if len(measured) > 1:
-            tokens = row["tokens"]
-            row["tokens_per_second_of_repeats"] = [tokens / one.seconds for one in measured]
+            row["tokens_per_second_of_repeats"] = speeds
         if row["kind"] == "adaptive":
             row["adaptive"] = variant.adaptive
         if variant.adaptive == "load":
             sizes = engine.config.batch_buckets
             row["drafts_by_batch_size"] = {n: engine.scheduler.num_draft_at(n) for n in sizes}
         if variant.method == "none":
-            self.plain[concurrency] = speed, median.outputs
+            self.plain[concurrency] = speeds, median.outputs
         if concurrency in self.plain:
             base, outputs = self.plain[concurrency]
             pairs = zip(outputs, median.outputs, strict=True)
-            row["ratio_to_plain"] = speed / base
+            ratios = [speed / plain for speed, plain in zip(speeds, base, strict=True)]
+            row["ratio_to_plain"] = statistics.median(ratios)
             row["outputs_equal_to_plain"] = sum(a == b for a, b in pairs)
         return row

@@ -64,14 +64,19 @@ class Survival:
 
         A position that no row verified keeps its counts.
         """
-        verified, passed = Counter(), Counter()
+        most = len(self._verified)
+        with_drafted, with_passed = [0] * (most + 1), [0] * (most + 1)
         for drafted, accepted in rows:
-            verified.update(range(drafted))
-            passed.update(range(accepted))
-        for j, new in verified.items():
-            kept = 1 - min(_FASTEST_DECAY, new / _MEMORY)
-            self._verified[j] = kept * self._verified[j] + new
-            self._passed[j] = kept * self._passed[j] + passed[j]
+            with_drafted[drafted] += 1
+            with_passed[accepted] += 1
+        verified = passed = 0  # rows that verified draft j, and rows in which it passed
+        for j in reversed(range(most)):
+            verified += with_drafted[j + 1]
+            passed += with_passed[j + 1]
+            if verified:
+                kept = 1 - min(_FASTEST_DECAY, verified / _MEMORY)
+                self._verified[j] = kept * self._verified[j] + verified
+                self._passed[j] = kept * self._passed[j] + passed
 
     def is_known(self, limit: int) -> bool:
         """Whether enough rounds verified draft `limit`, and with it all before it."""

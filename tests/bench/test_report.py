@@ -67,6 +67,23 @@ def test_throughput_is_a_grid_of_methods_and_concurrencies():
     assert text.count("**Chip**") == 1
 
 
+def test_a_choice_by_load_is_a_line_of_its_own():
+    speeds = [280.0, 300.0, 330.0]
+    some = [
+        row("adaptive", "none", 0, ratio_to_plain=1.0, adaptive="off"),
+        row("adaptive", "peagle", 7, tokens_per_second=200.0, ratio_to_plain=2.0, adaptive="off"),
+        row("adaptive", "peagle", 7, tokens_per_second=300.0, ratio_to_plain=3.0, adaptive="load",
+            tokens_per_second_of_repeats=speeds),
+    ]  # fmt: skip
+    measured = report.newest([*some, *ROWS])
+    text = report.render("adaptive", measured)
+    assert "| plain | 100 |" in text
+    assert "| P-EAGLE K=7 | 200 (2.00x) |" in text
+    assert "| P-EAGLE K by load | 300 (3.00x); 280 to 330 |" in text
+    assert "by load" not in report.render("throughput", measured)
+    assert plots.shown(measured)["adaptive"] == some
+
+
 def test_decode_step_rows_show_their_floor():
     model = {"model": "coder-fp8", "weights": "fp8", "temperature": 1.0}
     some = [
@@ -223,7 +240,8 @@ def test_a_page_without_rows_leaves_the_other_pages_alone(tmp_path):
 
 
 def test_a_plot_holds_the_digest_of_its_rows(tmp_path):
-    some = report.newest([*SHAPES, *ROWS, reference("peagle", 7, 1)])
+    by_load = row("adaptive", "peagle", 7, adaptive="load")
+    some = report.newest([*SHAPES, *ROWS, by_load, reference("peagle", 7, 1)])
     plots.draw(some, tmp_path)
     shown = plots.shown(some)
     assert set(shown) == set(plots.PLOTS)
