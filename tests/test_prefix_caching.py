@@ -132,6 +132,26 @@ def test_requests_with_other_salts_share_nothing_and_a_flush_takes_one_salt(engi
     assert [num_cached("a", None), num_cached("b", None), num_cached("a", "x")] == [0, whole, 0]
 
 
+def test_pages_of_calls_that_were_not_dispatched_are_not_found(engine, monkeypatch):
+    prompt = prompt_of(tiny.TARGET.vocab_size)
+    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+    engine.flush_prefix_cache()
+    wanted = ask(engine, prompt)[0].tokens
+    engine.flush_prefix_cache()
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.programs, "prefill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([prompt], params)
+    (done,) = engine.generate([prompt], params)
+    assert (done.tokens, done.cached) == (wanted, 0)
+    (again,) = engine.generate([prompt], params)
+    assert (again.tokens, again.cached) == (wanted, (PROMPT - 1) // Z * Z)
+
+
 def test_an_engine_without_a_prefix_cache_computes_every_prompt():
     off = Engine(tiny.target(), None, config(num_draft=0, prefix_caching=False))
     prompt = prompt_of(tiny.TARGET.vocab_size)

@@ -24,6 +24,7 @@ class Options(SubjectOptions):
     )
     max_tokens: int = option("new tokens per request", default=64, type=positive, metavar="N")
     page_size: int = option("tokens per page", default=16, type=positive, metavar="N")
+    prefill_rows: int = option("prompts per prefill call", default=1, type=positive, metavar="N")
     out: Path = rows_file("prefix_cache.jsonl")
 
 

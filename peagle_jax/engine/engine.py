@@ -328,5 +328,7 @@ class Engine:
             # After an invalid prompt or an interrupt no request of this call may stay in the engine.
             for request in requests:
                 self.abort(request)
+            # An interrupt may come between plan and dispatch: then known pages have no contents.
+            self.flush_prefix_cache()
             raise
         return [completion_of(request, self.tokenizer) for request in requests]

@@ -125,8 +125,8 @@ def _has_room(needs: dict[str, int], free: int) -> bool:
 _MOST_ON_CPU = 4
 """On a CPU the prefix cache leaves memory to other programs: most pages, in worst cases of the slots."""
 
-_INDICES = 2**31
-"""Elements of the cache of one layer: XLA and the kernels count them in int32."""
+_ARRAY_BYTES = 2**31
+"""Keys, or values, of one layer stay below: XLA and the kernels may count bytes in int32."""
 
 
 def _most_pages(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
@@ -136,8 +136,8 @@ def _most_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Eng
     if jax.devices()[0].platform == "cpu":
         return _MOST_ON_CPU * (config.total_pages - 1) + 1
     layers = [layer for layer in _layers(target, drafter) if layer.window is None]
-    widest = max(layer.num_kv_heads * layer.head_dim for layer in layers)
-    return max(config.total_pages, (_INDICES - 1) // (config.page_size * widest))
+    widest = max(_token_bytes(layer, config) for layer in layers) // 2  # keys and values
+    return max(config.total_pages, (_ARRAY_BYTES - 1) // (config.page_size * widest))
 
 
 def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:

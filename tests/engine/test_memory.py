@@ -53,7 +53,7 @@ def test_the_prefix_cache_leaves_room_for_one_call_and_stays_within_int32(monkey
     assert memory.fit_pages(target, HEAD, CONFIG) == 50
     monkeypatch.setattr(memory, "free_bytes", lambda: 2**50)
     pages = memory.fit_pages(target, HEAD, CONFIG)
-    assert 0.9 < pages * 16 * 2 * 8 / 2**31 < 1
+    assert 0.9 < pages * 16 * 2 * 8 * 4 / 2**31 < 1  # bytes of the keys of one layer
 
 
 def test_rings_must_fit_where_no_layer_has_pages(monkeypatch):
