@@ -41,6 +41,8 @@ def _read_prompts(args) -> list[Prompt]:
         prompts += read_jsonl(Path(args.prompts)) if args.prompts else []
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit {args.limit} must be at least 1")
+    if args.show_drafts and (args.compare or args.json):
+        raise ConfigError("--show-drafts marks texts; it has no effect on --compare and --json")
     if (args.system is not None or args.chat_option) and not args.chat:
         raise ConfigError("--system and --chat-option need --chat")
     if not prompts:
@@ -168,14 +170,13 @@ class _Printer:
     def __init__(self, prompts: list[Prompt], params: list[SamplingParams], engine, args):
         from tqdm import tqdm
 
-        from peagle_jax.text import TextStream
+        from peagle_jax.draft_marks import MarkedText, mark_for
 
+        mark = mark_for(sys.stdout, os.environ) if args.show_drafts else None
         self._names = [prompt.name for prompt in prompts]
-        self._streams = []
-        if engine.tokenizer is not None and not args.json:
-            self._streams = [
-                TextStream(engine.tokenizer, one.stop, min_tokens=one.min_tokens) for one in params
-            ]
+        self._texts = [
+            MarkedText(engine.tokenizer, mark, one.stop, one.min_tokens) for one in params
+        ]
         self._quiet = args.json
         self._single = len(prompts) == 1
         end = "\n" if args.chat else ""  # a reply is not the rest of the prompt's line
@@ -193,7 +194,8 @@ class _Printer:
             self._bar.update()
         if self._quiet:
             return
-        fresh = self._fresh(number, tokens, request.is_finished)
+        made_by = request.last_round if tokens else None
+        fresh = self._texts[number].add(tokens, made_by, is_last=request.is_finished)
         if self._single:
             print(fresh, end="\n" if request.is_finished else "", flush=True)
             return
@@ -202,14 +204,14 @@ class _Printer:
             block = f"=== {self._names[number]}\n{self._text[number]}\n"
             self._bar.write(block, file=sys.stdout)
 
-    def _fresh(self, number: int, tokens: list[int], is_last: bool) -> str:
-        if not self._streams:
-            return "".join(f" {token}" for token in tokens)
-        stream = self._streams[number]
-        return stream.add(tokens) + (stream.finish() if is_last else "")
-
     def close(self) -> None:
         self._bar.close()
+
+
+def _legend() -> str:
+    from peagle_jax.draft_marks import legend
+
+    return legend(sys.stdout, os.environ)
 
 
 def _completion_json(prompt: Prompt, completion) -> dict:
@@ -256,6 +258,8 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     else:
         sys.stdout.flush()
         print("-" * 40, runs.summary(result), sep="\n", file=sys.stderr)
+        if args.show_drafts:
+            print(_legend(), file=sys.stderr)
     failed = _report_failures(prompts, result)
     return INCOMPLETE if left_out or failed else 0
 
@@ -272,6 +276,7 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     from tqdm import tqdm
 
     from peagle_jax import runs
+    from peagle_jax.live_table import LiveComparison
 
     with _loading(args):
         target, heads, tokenizer = runs.load_methods(
@@ -286,11 +291,21 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     numbers, left_out = _leave_out(prompts, texts, params, engines.values())
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     results, failures, ties = [], [], {}
+    shown_ties = ties if config.dtype == "bfloat16" else None
+    live = LiveComparison(sys.stdout, os.environ, shown_ties, is_on=not args.json)
     for method, engine in engines.items():
-        with tqdm(total=len(prompts), desc=runs.METHOD_NAMES[method], disable=None) as bar:
+        # The table shows the progress where it is live; else a bar does, if stderr is a terminal.
+        hides_bar = True if live.is_live else None
+        with tqdm(total=len(prompts), desc=runs.METHOD_NAMES[method], disable=hides_bar) as bar:
+            live.begin(engine, len(prompts))
             runs.warm_up(engine)
-            advance = lambda request, tokens, bar=bar: bar.update(request.is_finished)
+
+            def advance(request, tokens, bar=bar):
+                bar.update(request.is_finished)
+                live.update(request, tokens)
+
             results.append(runs.run(engine, texts, params, on_update=advance))
+            live.end(results[-1])
         differences = runs.find_differences(engines["none"], results[0], results[-1])
         ties[method] = sum(one.is_tie for one in differences)
         failures += [(method, one) for one in differences if not one.is_tie]
@@ -300,7 +315,7 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
         found = {"dtype": config.dtype, "identical": not failures, "left_out": left_out}
         print(json.dumps(found))
     else:
-        print(runs.comparison_table(results, ties if config.dtype == "bfloat16" else None))
+        live.finish()
     for method, one in failures:
         print(
             f"{runs.METHOD_NAMES[method]} differs from plain decoding: {prompts[one.prompt].name}, "

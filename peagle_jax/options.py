@@ -224,6 +224,11 @@ def parser() -> argparse.ArgumentParser:
 def _add_output(add: Callable) -> None:
     add("--json", action="store_true", help="one JSON object per prompt, then a summary object")
     add(
+        "--show-drafts", action="store_true",
+        help="mark accepted drafts, refused ones, and the target's own tokens: by colour and style in a "
+        "terminal (NO_COLOR: by style), else by characters",
+    )  # fmt: skip
+    add(
         "--logprobs", type=int, metavar="N",
         help="with --json: log-probability of each token and of the N likeliest",
     )  # fmt: skip

@@ -32,7 +32,7 @@ ORDER = [
     "engine.round_times", "engine.adaptive", "engine.integrity", "engine.scheduler",
     "engine.sizes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.programs",
     "engine.round_timer", "engine.completion", "engine.engine",
-    "model_folders", "loading", "prompts", "runs",
+    "model_folders", "loading", "prompts", "runs", "draft_marks", "live_table",
     "training", "training.options", "training.corpus", "training.data", "training.cod", "training.attention",
     "training.flash", "training.texts", "training.weights", "training.acceptance",
     "training.objective", "training.partition", "training.embedding", "training.curves",

@@ -3,7 +3,7 @@
 const KEY = "peagle-token";
 const NEEDS_TOKEN = "This server needs a token that it knows.";
 
-export class Refusal extends Error {
+class Refusal extends Error {
   // status: the HTTP status, or 0 if there was no answer.
   constructor(status, message) {
     super(message);

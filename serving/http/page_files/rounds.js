@@ -3,8 +3,6 @@
 // A round is {tokens, texts, accepted, drafts}: the texts of its tokens, the first `accepted` of which were
 // drafts, and the texts of all its drafts. The first entry of an answer is the token of the prompt's pass.
 
-export const FATES = ["accepted", "correction", "bonus", "plain"];
-
 export function fateOf(round, index) {
   if (index < round.accepted) return "accepted";
   if (round.drafts.length === 0) return "plain";
