@@ -2,7 +2,8 @@
 # Runs the suite where tests that wait for seconds, or rely on their terminal, fail: first beside four
 # busy loops, then from a shell that ignores SIGINT, as background jobs of scripts do.
 #
-#   tests/anywhere.sh [TIMES] [arguments of pytest]      default: 3 times, the whole suite
+#   tests/anywhere.sh [TIMES] [arguments of pytest]      default: 3 times, the default suite
+#   tests/anywhere.sh 1 -n 2                             once, with two workers
 set -euo pipefail
 cd "$(dirname "$0")/.."
 times="${1:-3}"

@@ -18,10 +18,16 @@ from peagle_jax.engine import transfer
 from peagle_jax.engine.request import Request
 from peagle_jax.plan import DecodePlan, PrefillPlan
 from peagle_jax.sampling import draft_keys, sample_rows
-from tests import tiny
+from tests import programs, tiny
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
 from tests.test_losslessness import OracleDrafter
 from tests.tiny import causal_attention
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared(controls=False):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ LENGTH = 80
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
-    with programs.shared():
+    with programs.shared(controls=False):
         yield
 
 

@@ -1,5 +1,14 @@
 """The tiny model of the command line tests."""
 
-from tests.cli.conftest import folders, shared_programs
+import pytest
 
-__all__ = ["folders", "shared_programs"]
+from tests import programs
+from tests.cli.conftest import folders
+
+__all__ = ["folders"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared(controls=False):
+        yield

@@ -15,6 +15,7 @@ from peagle_jax.text import Tokenizer
 from tests.waiting import LIMIT
 
 SHORT = ["--max-tokens", "12", "-K", "3"]
+COMPARED = [*SHORT, "--concurrency", "2"]
 PROMPT = "def quicksort(xs):"
 
 
@@ -200,8 +201,7 @@ def test_compare_shows_three_methods_and_finds_no_difference(generate, folders, 
     file = write_rows(tmp_path / "rows.jsonl", {"prompt": "def f(x):"}, {"prompt": "return"})
     heads = [f"--drafter={folders.eagle3}", f"--drafter={folders.peagle}"]
     code, out, _ = generate(
-        "--compare", PROMPT, file, "--model", folders.target, *heads, *SHORT, "--no-cache",
-        "--concurrency", "2",
+        "--compare", PROMPT, file, "--model", folders.target, *heads, *COMPARED, "--no-cache",
     )  # fmt: skip
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[2:5]] == ["plain", "EAGLE-3", "P-EAGLE"]
@@ -209,7 +209,7 @@ def test_compare_shows_three_methods_and_finds_no_difference(generate, folders, 
 
 
 def test_compare_leaves_out_a_method_without_a_head(generate, folders):
-    code, out, _ = generate("--compare", PROMPT, *folders.options(), *SHORT, "--json")
+    code, out, _ = generate("--compare", PROMPT, *folders.options(), *COMPARED, "--json")
     assert code == 0
     assert [row.get("method") for row in objects(out)] == ["none", "peagle", None]
     assert objects(out)[-1] == {"dtype": "float32", "identical": True, "left_out": []}
@@ -226,7 +226,7 @@ def test_compare_fails_and_names_the_place_where_an_output_differs(generate, fol
         return result
 
     monkeypatch.setattr(runs, "run", tampering)
-    code, out, err = generate("--compare", PROMPT, *folders.options(), *SHORT)
+    code, out, err = generate("--compare", PROMPT, *folders.options(), *COMPARED)
     assert code == 1
     assert "P-EAGLE differs from plain decoding: prompt 1, output token 5" in err
     assert "are those of plain" not in out

@@ -30,7 +30,7 @@ SIZES = dict(
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
     """Engines here differ in their weights alone."""
-    with programs.shared():
+    with programs.shared(controls=False):
         yield
 
 
