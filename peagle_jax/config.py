@@ -7,7 +7,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle_jax.draft_schedule import Adaptive, Schedule, check_adaptive, num_draft_at, schedule_of
+from peagle_jax.draft_schedule import (
+    Adaptive,
+    Schedule,
+    check_adaptive,
+    num_draft_at,
+    ragged_rows,
+    schedule_of,
+)
 from peagle_jax.errors import ConfigError
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
@@ -309,6 +316,15 @@ class EngineConfig:
     def num_draft_at(self, batch_size: int) -> int:
         """K, draft tokens per round of the batch bucket `batch_size`; at most J."""
         return num_draft_at(self.draft_schedule, batch_size, self.num_draft)
+
+    def ragged_rows(self, batch_size: int) -> tuple[int, ...]:
+        """R, drafts that the ragged rounds of the batch bucket `batch_size` verify in all; ascending."""
+        return ragged_rows(batch_size, self.num_draft) if self.adaptive == "survival" else ()
+
+    @property
+    def has_survival(self) -> bool:
+        """Whether some rounds are ragged."""
+        return any(self.ragged_rows(size) for size in self.batch_buckets)
 
     @property
     def lookahead(self) -> int:

@@ -16,8 +16,9 @@ OPTION = "num_speculative_tokens_per_batch_size"
 Schedule = tuple[tuple[int, int, int], ...]
 """(low, high, K) in ascending order; empty: the most drafts for all sizes."""
 
-Adaptive = Literal["off", "load"]
-"""Who chooses K at run time: nobody, or the load (`engine.adaptive`)."""
+Adaptive = Literal["off", "load", "survival"]
+"""What is chosen at run time: nothing, K by load (`engine.adaptive`), or in large batches the drafts that
+are likely to be accepted (`engine.survival`)."""
 
 ADAPTIVE: tuple[Adaptive, ...] = get_args(Adaptive)
 
@@ -69,6 +70,18 @@ def num_draft_at(schedule: Schedule, batch_size: int, most: int) -> int:
         if low <= batch_size:
             num_draft = min(scheduled, most)
     return num_draft
+
+
+LEAST_RAGGED_SIZE = 16
+"""Smallest batch bucket with ragged rounds. In smaller ones a row of the target costs little."""
+_RAGGED = (1, 2, 4)  # R of ragged rounds, drafts for each row of the batch bucket
+
+
+def ragged_rows(size: int, most: int) -> tuple[int, ...]:
+    """R of the ragged rounds of the batch bucket `size`, ascending: all below `size` * J, J = `most`."""
+    if size < LEAST_RAGGED_SIZE:
+        return ()
+    return tuple(number * size for number in _RAGGED if number < most)
 
 
 def check_adaptive(adaptive: str, schedule: Schedule) -> None:

@@ -159,8 +159,8 @@ def _add_model_options(add: Callable) -> None:
     )  # fmt: skip
     add(
         "--adaptive", choices=ADAPTIVE,
-        help="load: choose the drafts of each round by load and acceptance, at most K; off: K is fixed "
-        "(default: load with --concurrency above 1, but off with --compare and with RANGES)",
+        help="load: choose the drafts of each round by load and acceptance, at most K; survival: beyond, "
+        "verify only likely drafts in batches of 16 or more; off: K is fixed (default: load with --concurrency above 1, but off with --compare and with RANGES)",
     )  # fmt: skip
     add(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",

@@ -28,7 +28,7 @@ from peagle_jax.flat_rows import FlatRows
 from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams, SurvivalReport
 from peagle_jax.prompt_scores import PromptScores, score_prompt
 from peagle_jax.sampling import at_tokens, request_keys
-from peagle_jax.survival import Survival, confidences, observe, report, survivals
+from peagle_jax.survival import Survival, confidences, init_survival, observe, report, survivals
 from peagle_jax.verify import Verdict, verify
 
 AcceptRule = Callable[..., Verdict]
@@ -47,7 +47,7 @@ class State:
     draft_probs: jax.Array | None  # [S, J, V] float32, only when drafts are sampled
     params: RequestParams
     controls: Controls
-    survival: Survival | None = None  # None: rounds count nothing, and none is ragged
+    survival: Survival | None  # None: rounds count nothing, and none is ragged
 
 
 @jax.tree_util.register_dataclass
@@ -87,6 +87,7 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
             adjusts=jnp.zeros(S, jnp.int32),
         ),
         controls=init_controls(S, target.vocab_size),
+        survival=init_survival(S, J) if config.has_survival else None,
     )
 
 

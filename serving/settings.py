@@ -137,10 +137,11 @@ class Settings(BaseSettings):
         "0 decodes without drafts (default: num-speculative-tokens for all sizes)",
         metavar="RANGES",
     )
-    adaptive: Literal["off", "load", None] = _option(
+    adaptive: Literal["off", "load", "survival", None] = _option(
         None,
         "load: the server chooses the drafts per round by load and acceptance, at most "
-        "num-speculative-tokens; off: they are fixed "
+        "num-speculative-tokens; survival: beyond, batches of 16 or more verify only the drafts that are "
+        "likely to be accepted; off: they are fixed "
         "(default: load, off with num-speculative-tokens-per-batch-size)",
     )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")

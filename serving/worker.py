@@ -22,7 +22,7 @@ from peagle_jax.engine.grammar import Matcher
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import Request, Round, TokenLogprob
 from peagle_jax.engine.scheduler import QueueFull
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.stats import Acceptance, SurvivalCounts
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 0.25
@@ -95,6 +95,10 @@ class Load:
     """K, drafts per round, by batch size."""
     num_draft_changes: int = 0
     """How often the K of a batch size was replaced at run time."""
+    num_verified: Mapping[int, int] = field(default_factory=dict)
+    """Most drafts that a round verifies in all, by batch size where some rounds are ragged."""
+    survival: SurvivalCounts = field(default_factory=SurvivalCounts)
+    """Counts of the rounds of these batch sizes, those of the warm-up included."""
     predicted_rate: float = 0.0
     """Tokens per second that the last choice of K predicts; 0 before the first."""
 
@@ -343,5 +347,7 @@ class EngineWorker:
                 size: scheduler.num_draft_at(size) for size in scheduler.config.batch_buckets
             },
             num_draft_changes=0 if policy is None else policy.num_changes,
+            num_verified={} if policy is None else policy.num_verified,
+            survival=SurvivalCounts() if policy is None else policy.counts,
             predicted_rate=0.0 if policy is None else policy.rate,
         )

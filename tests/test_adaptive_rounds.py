@@ -6,7 +6,7 @@ import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine import adaptive, programs, round_timer
-from peagle_jax.engine.calls import DecodeCall
+from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.round_times import RoundTimes
 from tests import tiny
 from tests.test_draft_schedule import (
@@ -146,7 +146,7 @@ def test_real_rounds_are_timed_while_the_device_has_work(three_k):
     # The first round follows a prefill call, and the second is the first to follow a round. The round
     # dispatched before the end of the text was known counts too.
     assert one.rounds - 2 <= len(times.rounds) <= one.rounds
-    assert set(times.rounds) == {(2, 4)}
+    assert set(times.rounds) == {RoundShape(2, 4)}
     before = len(times.rounds)
     engine.generate(prompts()[:1], SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(times.rounds) == before  # after a pause there is nothing to compare with
@@ -167,13 +167,13 @@ def test_nothing_compiles_after_warm_up_and_a_start_takes_only_the_first_program
     assert engine.programs.num_compiled == 5
     while engine.time_idle_round():
         pass
-    assert set(engine._timer.times.idle) == {(2, k) for k in DRAFTS}
+    assert set(engine._timer.times.idle) == {RoundShape(2, k) for k in DRAFTS}
     assert outputs() == texts
     assert engine.programs.num_compiled == 5
 
 
 def test_a_warm_start_has_the_times_of_the_one_before(three_k, monkeypatch, tmp_path):
-    given = {(2, k): 1.0 + k for k in DRAFTS}
+    given = {RoundShape(2, k): 1.0 + k for k in DRAFTS}
     cold = make_engine(None)
     cold.programs.stored_times.path = tmp_path / "times" / "one.json"
     cold.programs.stored_times.save(given)

@@ -9,8 +9,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.round_times import RoundTimes
+from peagle_jax.engine.stats import SurvivalCounts
+from peagle_jax.plan import SurvivalReport
 
 LEAST_GAIN = 0.03
 """Share of tokens per second by which another K must be faster to replace the one in use."""
@@ -102,6 +105,10 @@ class LoadPolicy:
 
     def __init__(self, most: int, times: RoundTimes):
         self.times = times
+        self.ragged: Mapping[int, Sequence[int]] = {}
+        """Ragged rounds that may run: values of R by batch bucket, ascending. Any thread replaces it."""
+        self.counts = SurvivalCounts()
+        """Only of a policy with ragged rounds."""
         self.num_changes = 0
         """How often the K of a batch bucket was replaced."""
         self.rate = 0.0
@@ -125,6 +132,26 @@ class LoadPolicy:
             name: self._survival[is_sampled].shares
             for name, is_sampled in (("greedy", False), ("sampled", True))
         }
+
+    @property
+    def num_verified(self) -> dict[int, int]:
+        """Most drafts that a round verifies in all, by batch bucket with ragged rounds: none here."""
+        return {}
+
+    def shape(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> RoundShape:
+        """The next round of the batch bucket `size`; arguments as in `choose`."""
+        return RoundShape(size, self.choose(size, rows, drafts))
+
+    def commit(
+        self,
+        call: DecodeCall,
+        rows: Sequence[tuple[Request, int, int]],
+        report: SurvivalReport | None,
+    ) -> None:
+        """Takes the outcome of a round: `rows` as in `record`, and the report of its survival, if any."""
+        # A ragged round verifies likely drafts only, so it does not show how often drafts pass.
+        if not call.shape.num_rows:
+            self.record(rows)
 
     def choose(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> int:
         """K of the next round of the batch bucket `size`.

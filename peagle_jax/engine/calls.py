@@ -66,6 +66,12 @@ class RoundShape(NamedTuple):
 
     size: int  # batch bucket: rows of the plan, padding included
     num_draft: int  # K, drafts that the round makes for each row, and the most that it verifies
+    num_rows: int = 0  # R, drafts that a ragged round verifies in all; 0: each row verifies its K
+
+    @property
+    def num_verified(self) -> int:
+        """Most drafts that the round verifies in all."""
+        return self.num_rows or self.size * self.num_draft
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +80,9 @@ class DecodeCall:
 
     requests: tuple[Request | None, ...]  # B
     shape: RoundShape
-    drafted: tuple[int, ...]  # per real row: drafts that the round verifies
+    drafted: tuple[
+        int, ...
+    ]  # per real row: drafts that the round verifies; if it is ragged, at most
     plan: DecodePlan
     mask: np.ndarray | None = None  # [B, K+1, mask_words(V)] int32 for constrained rows, see `plan`
 
@@ -86,7 +94,7 @@ class DecodeCall:
     @classmethod
     def build(cls, rows: Sequence[Request], shape: RoundShape, config: EngineConfig) -> Self:
         """Plans a round of `shape` for `rows`, at most `shape.size` requests."""
-        size, num_draft = shape
+        size, num_draft = shape.size, shape.num_draft
         slots, pending = np.full(size, config.max_num_seqs, np.int32), np.zeros(size, np.int32)
         slots[: len(rows)] = [request.slot for request in rows]
         # At most K: the plan then stays the same from round to round, and is not uploaded again.

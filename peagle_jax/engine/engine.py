@@ -27,6 +27,7 @@ from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.engine.rules import banned_ids, check_request
 from peagle_jax.engine.scheduler import Scheduler, Update
 from peagle_jax.engine.sizes import check_sizes
+from peagle_jax.engine.survival import SurvivalPolicy
 from peagle_jax.engine.transfer import Result
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
@@ -98,7 +99,8 @@ class Engine:
         """Chooses K with `config.adaptive`; None: K is fixed."""
         if self.config.adaptive != "off":
             self._timer = RoundTimer(self.programs, times)
-            self.policy = LoadPolicy(self.config.num_draft, self._timer.times)
+            policy = SurvivalPolicy if self.config.has_survival else LoadPolicy
+            self.policy = policy(self.config.num_draft, self._timer.times)
         eos_ids = target.config.eos_ids
         self.scheduler = Scheduler(
             self.config, eos_ids=eos_ids, windows=windows, policy=self.policy
@@ -142,6 +144,8 @@ class Engine:
     ) -> None:
         self.programs.warm_up(self._state, on_compiled, shapes)
         self.scheduler.rounds = self.programs.rounds
+        if self.policy is not None:
+            self.policy.ragged = self.programs.ragged
 
     def time_idle_round(self) -> bool:
         """Runs a compiled round over idle slots if its time is not known yet, for `config.adaptive`.
@@ -254,7 +258,7 @@ class Engine:
         if calls.decode is not None:
             decode = calls.decode
             self._state, result = self.programs.round(
-                self._state, decode.plan, decode.num_draft, decode.mask
+                self._state, decode.plan, decode.shape, decode.mask
             )
             dispatched.append((decode, result))
         for prefill in calls.prefills:
@@ -278,11 +282,13 @@ class Engine:
         logprobs = None
         if any(r is not None and r.params.logprobs is not None for r in call.requests):
             logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
-        is_prefill = isinstance(call, PrefillCall)
         if output.prompt is not None:
             store_prompt_logprobs(call, output.prompt)
-        commit = self.scheduler.commit_prefill if is_prefill else self.scheduler.commit_decode
-        updates = commit(call, tokens, count, output.drafts, logprobs)
+        results = (tokens, count, output.drafts, logprobs)
+        if isinstance(call, PrefillCall):
+            updates = self.scheduler.commit_prefill(call, *results)
+        else:
+            updates = self.scheduler.commit_decode(call, *results, output.report)
         now = time.monotonic()
         for request, tokens in updates:
             if tokens:

@@ -31,8 +31,16 @@ from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.memory import carve_holes
 from peagle_jax.engine.stored_times import StoredTimes
 from peagle_jax.engine.transfer import Resident, Result, pack, unpack
-from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, mask_words
+from peagle_jax.plan import (
+    SURVIVAL_BINS,
+    ControlsPlan,
+    DecodePlan,
+    PrefillPlan,
+    SurvivalReport,
+    mask_words,
+)
 from peagle_jax.prompt_scores import PromptScores
+from peagle_jax.ragged import ragged_step
 
 PREFILL, SCORED_PREFILL, CONTROLS = "prefill", "prefill with scores", "controls"
 """Keys of the programs besides the rounds. The key of a round's program is its `RoundShape`."""
@@ -47,7 +55,12 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     shapes = [RoundShape(size, config.num_draft_at(size)) for size in sizes]
     if config.adaptive != "off":
         drafts = partial(candidates, config.num_draft, platform=jax.default_backend())
-        shapes += [RoundShape(size, k) for size in sizes for k in drafts(size=size)]
+        for size in sizes:
+            rows = config.ragged_rows(size)
+            # Ragged rounds take the place of values of K between none and all.
+            some = (0, config.num_draft) if rows else drafts(size=size)
+            shapes += [RoundShape(size, k) for k in some]
+            shapes += [RoundShape(size, config.num_draft, number) for number in rows]
     return tuple(dict.fromkeys(shapes))
 
 
@@ -69,11 +82,16 @@ class Programs:
             drafter = _with_num_draft(drafter, config.num_draft)
             return step.prefill(target, drafter, state, plan, mask, scores=scores, **static)
 
-        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="num_draft")
-        def speculative_step(weights, state, plan, mask, previous, *, num_draft):
+        shape = ("num_draft", "num_rows")
+
+        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames=shape)
+        def speculative_step(weights, state, plan, mask, previous, *, num_draft, num_rows):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, num_draft)
-            return step.speculative_step(target, drafter, state, plan, mask, **static)
+            args = (target, drafter, state, plan, mask)
+            if num_rows:
+                return ragged_step(*args, num_rows=num_rows, **static)
+            return step.speculative_step(*args, **static)
 
         @partial(jax.jit, donate_argnums=0)
         def controls(all_controls, packed):
@@ -108,15 +126,11 @@ class Programs:
         self,
         state: step.State,
         plan: DecodePlan,
-        num_draft: int,
+        shape: RoundShape,
         mask: np.ndarray | None = None,
     ):
-        """Dispatches one round of K = `num_draft`; `state` is consumed.
-
-        Returns:
-          The next state and a `Result`.
-        """
-        return self._dispatch(RoundShape(len(plan.slots), num_draft), state, plan, mask)
+        """Dispatches one round; `state` is consumed. Returns the next state and a `Result`."""
+        return self._dispatch(shape, state, plan, mask)
 
     def control(self, state: step.State, plan: ControlsPlan) -> step.State:
         """Dispatches the write of a request's sampling controls; `state` is consumed."""
@@ -156,9 +170,11 @@ class Programs:
             if scores:
                 output = replace(output, prompt=self._blank_scores())
         else:
-            lower = partial(self._round.lower, num_draft=key.num_draft)
+            lower = partial(self._round.lower, num_draft=key.num_draft, num_rows=key.num_rows)
             idle = DecodeCall.build([], key, self._config).plan
             output = self._blank_output(key.size, key.num_draft + 1, key.num_draft)
+            if self._config.has_survival:
+                output = replace(output, report=_blank_report(key.size))
         words = mask_words(state.controls.counts.shape[1])
         resident = Resident(idle, (*output.logprobs.shape, words), output)
         call = (self._weights, state, resident.plan, resident.mask, resident.output)
@@ -206,9 +222,17 @@ class Programs:
 
     @property
     def rounds(self) -> dict[int, tuple[int, ...]]:
-        """Values of K whose rounds are compiled, by batch bucket; both ascending."""
-        by_size = itertools.groupby(self.compiled, key=lambda shape: shape.size)
+        """Values of K whose rounds are compiled, by batch bucket; both ascending. None is ragged."""
+        whole = (shape for shape in self.compiled if not shape.num_rows)
+        by_size = itertools.groupby(whole, key=lambda shape: shape.size)
         return {size: tuple(shape.num_draft for shape in shapes) for size, shapes in by_size}
+
+    @property
+    def ragged(self) -> dict[int, tuple[int, ...]]:
+        """Values of R whose rounds are compiled, by batch bucket; both ascending."""
+        ragged = (shape for shape in self.compiled if shape.num_rows)
+        by_size = itertools.groupby(ragged, key=lambda shape: shape.size)
+        return {size: tuple(shape.num_rows for shape in shapes) for size, shapes in by_size}
 
     def time_idle(self, state: step.State, shape: RoundShape) -> tuple[step.State, float]:
         """Runs a compiled round over idle slots; `state` is consumed. Waits for the device before and after.
@@ -245,6 +269,14 @@ def _with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
     if drafter is None or drafter.num_draft == num_draft:
         return drafter
     return replace(drafter, num_draft=num_draft)
+
+
+def _blank_report(rows: int) -> SurvivalReport:
+    return SurvivalReport(
+        verified=jnp.zeros(rows, jnp.int32),
+        expected=jnp.zeros((), jnp.float32),
+        histogram=jnp.zeros(SURVIVAL_BINS, jnp.int32),
+    )
 
 
 def _compiler_options() -> dict[str, bool]:

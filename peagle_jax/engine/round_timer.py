@@ -1,6 +1,7 @@
 """Measures rounds on the host: compiled ones over idle slots, and those that serve requests."""
 
 import time
+from collections import Counter
 
 from peagle_jax import step
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
@@ -29,12 +30,13 @@ class RoundTimer:
         self._last_result: float | None = None  # of a round that the next call followed at once
 
     def has_idle_run(self) -> bool:
-        """Whether a batch bucket with a choice of K has a round without a time."""
+        """Whether a batch bucket with a choice has a round without a time."""
         if self._num_seen != self._programs.num_ready:
             self._num_seen = self._programs.num_ready
-            rounds = self._programs.rounds.items()
+            compiled = self._programs.compiled
+            choices = Counter(shape.size for shape in compiled)
             self._untimed = self.times.untimed(
-                RoundShape(size, k) for size, drafts in rounds if len(drafts) > 1 for k in drafts
+                shape for shape in compiled if choices[shape.size] > 1
             )
         return bool(self._untimed)
 

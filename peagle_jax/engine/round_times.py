@@ -8,7 +8,7 @@ A ratio that was measured in a bad moment would keep a K out of use for ever, so
 
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peagle_jax.engine.calls import RoundShape
@@ -28,9 +28,13 @@ def monotone(seconds: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
     A round with more sequences or more drafts takes no less time, whatever a measurement says.
     """
     return {
-        (size, drafts): max(s for (b, k), s in seconds.items() if b <= size and k <= drafts)
-        for size, drafts in seconds
+        shape: max(s for other, s in seconds.items() if _is_less(other, shape)) for shape in seconds
     }
+
+
+def _is_less(a: RoundShape, b: RoundShape) -> bool:
+    """Whether a round of `a` computes no more rows than one of `b`, of the drafter and of the target."""
+    return a.size <= b.size and a.num_draft <= b.num_draft and a.num_verified <= b.num_verified
 
 
 @dataclass
@@ -100,14 +104,19 @@ class RoundTimes:
 
         They never fall as K grows.
         """
-        factor, run = 1.0, self._present.get(size)
+        found = self.seconds_of([RoundShape(size, num_draft) for num_draft in drafts])
+        return {shape.num_draft: seconds for shape, seconds in found.items()}
+
+    def seconds_of(self, shapes: Sequence[RoundShape]) -> dict[RoundShape, float]:
+        """Seconds per round by shape, for those of `shapes` that have a time; all are of one batch bucket.
+
+        They never fall as a round computes more rows.
+        """
+        factor, run = 1.0, self._present.get(shapes[0].size)
         if run is not None and run.median is not None and (cost := self._cost(run.shape)):
             factor = run.median / cost
-        found: dict[int, float] = {}
-        for num_draft in sorted(drafts):
-            if cost := self._cost(RoundShape(size, num_draft)):
-                found[num_draft] = max(factor * cost, *found.values()) if found else factor * cost
-        return found
+        costs = {shape: self._cost(shape) for shape in shapes}
+        return monotone({shape: factor * cost for shape, cost in costs.items() if cost})
 
     def _cost(self, shape: RoundShape) -> float | None:
         """Seconds of a round up to a factor that all shapes of its bucket share; None if not known."""

@@ -28,6 +28,7 @@ from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
 from peagle_jax.engine.slots import FreeSlots
 from peagle_jax.engine.stats import Acceptance
+from peagle_jax.plan import SurvivalReport
 
 Update = tuple[Request, list[int]]
 """A request and the tokens a commit added to its output, for streaming."""
@@ -159,15 +160,17 @@ class Scheduler:
         count: np.ndarray,  # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
         drafts: np.ndarray,  # [B, K], for the next round
         logprobs: BatchLogprobs | None = None,  # C = K+1
+        report: SurvivalReport | None = None,
     ) -> list[Update]:
         """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
         updates, counts = [], []
+        drafted = call.drafted if report is None else report.verified.tolist()
         for row, request in enumerate(call.requests):
             if request is None:
                 continue
             request.in_flight -= 1
             request.unread_drafts -= 1
-            verified = request.drafts[: call.drafted[row]]
+            verified = request.drafts[: drafted[row]]
             request.drafts = drafts[row].tolist()
             if not request.is_finished:
                 produced = int(count[row])
@@ -175,10 +178,10 @@ class Scheduler:
                 # A failed round emits accepted drafts only, without the target's own token.
                 accepted = produced - 1 if produced > 0 else -1 - produced
                 self._record_round(request, verified, accepted, len(update[1]))
-                counts.append((request, call.drafted[row], accepted))
+                counts.append((request, drafted[row], accepted))
                 updates.append(update)
         if self.policy is not None:
-            self.policy.record(counts)
+            self.policy.commit(call, counts, report)
         return updates
 
     def check_integrity(self) -> None:
@@ -214,7 +217,7 @@ class Scheduler:
         drafts = rounds[size]
         if self.policy is None:
             return RoundShape(size, drafts[-1])
-        return RoundShape(size, self.policy.choose(size, rows, drafts))
+        return self.policy.shape(size, rows, drafts)
 
     def _holds_constrained(self) -> bool:
         """Whether constrained requests wait in this step, because a round of one of them is in flight.

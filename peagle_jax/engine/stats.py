@@ -6,6 +6,19 @@ from typing import Self
 
 
 @dataclass(frozen=True)
+class SurvivalCounts:
+    """What rounds of batches with ragged rounds expected of their drafts, and what happened."""
+
+    rounds: int = 0
+    verified: int = 0
+    """Drafts that these rounds verified."""
+    accepted: int = 0
+    """Drafts of these that passed, also behind the end of a text."""
+    expected: float = 0.0
+    """Sum of the survival of the verified drafts: `accepted`, if survival is right."""
+
+
+@dataclass(frozen=True)
 class Acceptance:
     """Counts over a set of requests.
 

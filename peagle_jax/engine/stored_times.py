@@ -91,12 +91,12 @@ def read_times(text: str, key: Mapping | None = None) -> dict[RoundShape, float]
         rows = content["seconds"]
         if key is not None and content["key"] != key:
             raise ValueError("they belong to another device, version or model")
-        times = {RoundShape(size, num_draft): seconds for size, num_draft, seconds in rows}
+        times = {RoundShape(*counts): seconds for *counts, seconds in rows}
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError("this is no file of round times") from error
-    for (size, num_draft), seconds in times.items():
-        is_count = type(size) is int and type(num_draft) is int and size > 0 <= num_draft
+    for shape, seconds in times.items():
+        is_shape = all(type(count) is int and count >= 0 for count in shape) and shape.size > 0
         is_time = type(seconds) is float and 0 < seconds < math.inf
-        if not is_count or not is_time:
-            raise ValueError(f"[{size}, {num_draft}, {seconds}] is no time of a round")
+        if not is_shape or not is_time:
+            raise ValueError(f"{[*shape, seconds]} is no time of a round")
     return times

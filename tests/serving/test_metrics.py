@@ -8,7 +8,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from peagle_jax.engine import adaptive
+from peagle_jax import draft_schedule
+from peagle_jax.engine import adaptive, survival
 from peagle_jax.engine.round_times import RoundTimes
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -36,6 +37,10 @@ COUNTERS = {
     "peagle:spec_decode_num_emitted_tokens": (),
     "peagle:requests_not_finite": (),
     "peagle:num_speculative_tokens_changes": (),
+    "peagle:survival_rounds": (),
+    "peagle:survival_verified": (),
+    "peagle:survival_accepted": (),
+    "peagle:survival_expected": (),
 }
 GAUGES = {
     "vllm:num_requests_running": (),
@@ -48,6 +53,7 @@ GAUGES = {
     "peagle:prefix_cache_idle_pages": (),
     "peagle:num_speculative_tokens": ("batch_size",),
     "peagle:predicted_tokens_per_second": (),
+    "peagle:verified_drafts_per_round": ("batch_size",),
 }
 HISTOGRAMS = (
     "vllm:time_to_first_token_seconds",
@@ -157,6 +163,37 @@ def test_metrics_and_stats_say_what_was_chosen_at_run_time(make_engine, monkeypa
     assert found["peagle:num_speculative_tokens{1}"] == 0
     assert found["peagle:num_speculative_tokens_changes_total"] == 1
     assert found["peagle:predicted_tokens_per_second"] == pytest.approx(1000)
+    server.close()
+
+
+class OneRowIsFastest(ZeroIsFastest):
+    """Rounds that verify one draft take no time."""
+
+    def seconds_of(self, shapes):
+        return {shape: 1e-3 if shape.num_rows == 1 else 1.0 for shape in shapes}
+
+
+def test_metrics_and_stats_say_how_many_drafts_are_verified(make_engine, monkeypatch):
+    monkeypatch.setattr(draft_schedule, "LEAST_RAGGED_SIZE", 1)
+    monkeypatch.setattr(survival, "DECIDE_EVERY", 1)
+    engine = make_engine(adaptive="survival", max_num_seqs=1, times=OneRowIsFastest())
+    server = LiveServer(engine, http=True)
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        stats = lambda: stub.GetStats(pb.GetStatsRequest(), timeout=LIMIT)
+        eventually(lambda: not stats().batch_sizes_pending, "all programs are compiled")
+        for _ in range(2):
+            post(server, max_tokens=60, ignore_eos=True)
+        eventually(lambda: stats().survival.rounds > 60)
+        counts = ("rounds", "verified", "accepted", "expected")
+        of_stats = lambda: [getattr(stats().survival, name) for name in counts]
+        of_metrics = lambda: [scrape(server)[f"peagle:survival_{name}_total"] for name in counts]
+        eventually(lambda: of_metrics() == pytest.approx(of_stats()), "the last round is counted")
+        told = stats().survival
+        assert dict(told.verified_per_batch_size) == {1: 1}
+        assert told.accepted <= told.verified < 2 * told.rounds
+        assert 0 < told.expected < told.verified
+    assert scrape(server)["peagle:verified_drafts_per_round{1}"] == 1
     server.close()
 
 

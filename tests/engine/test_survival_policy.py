@@ -1,0 +1,178 @@
+"""How many drafts a round verifies: decisions of `SurvivalPolicy` without a device."""
+
+import random
+
+import numpy as np
+import pytest
+
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine import survival
+from peagle_jax.engine.adaptive import DECIDE_EVERY
+from peagle_jax.engine.calls import DecodeCall, RoundShape
+from peagle_jax.engine.request import Request
+from peagle_jax.engine.round_times import RoundTimes
+from peagle_jax.engine.survival import Spread, SurvivalPolicy
+from peagle_jax.plan import SURVIVAL_BINS, SurvivalReport
+from peagle_jax.sampling_params import SamplingParams
+
+SIZE, J = 16, 7
+RAGGED = (16, 32, 64)
+WHOLE = RoundShape(SIZE, J)
+SHAPES = [RoundShape(SIZE, 0), WHOLE, *(RoundShape(SIZE, J, number) for number in RAGGED)]
+CONFIG = EngineConfig(num_draft=J, max_num_seqs=SIZE, adaptive="survival")
+
+
+def histogram(survivals: np.ndarray) -> np.ndarray:
+    return np.bincount((survivals * SURVIVAL_BINS).astype(int), minlength=SURVIVAL_BINS)
+
+
+def test_the_likeliest_drafts_are_those_of_a_sort(num_cases):
+    rng = np.random.default_rng(0)
+    for _ in range(num_cases("spreads of survival", 20)):
+        survivals = rng.random((SIZE, J)) * 0.999
+        spread = Spread()
+        spread.add(histogram(survivals.ravel()), SIZE)
+        for number in (0, 1, 16, 50, SIZE * J, 1000):
+            wanted = np.sort(survivals.ravel())[::-1][:number].sum()
+            assert spread.accepted(SIZE, number) == pytest.approx(wanted, abs=0.03 * number)
+            # Half of the requests have half of the drafts.
+            assert spread.accepted(8, number // 2) == pytest.approx(
+                wanted / 2, abs=0.02 * number + 1
+            )
+
+
+def test_a_spread_follows_a_change():
+    spread = Spread()
+    for value in [0.925] * 100 + [0.325] * 100:
+        spread.age()
+        spread.add(histogram(np.full(SIZE * J, value)), SIZE)
+    assert spread.accepted(1, J) == pytest.approx(0.325 * J, rel=0.02)
+    for _ in range(100):
+        spread.age()
+    spread.add(histogram(np.full(SIZE * J, 0.925)), SIZE)
+    found = spread.accepted(1, J) / J
+    assert found == pytest.approx(0.6 * 0.325 + 0.4 * 0.925, rel=0.02), "the only one in 100 rounds"
+
+
+class Driven:
+    """A policy that serves requests whose drafts have given survivals, [SIZE, J]."""
+
+    def __init__(self, seconds: dict[RoundShape, float], survivals: np.ndarray):
+        self.policy = SurvivalPolicy(J, RoundTimes(seconds))
+        self.policy.ragged = {SIZE: RAGGED}
+        self.survivals = survivals
+        self.rng = random.Random(0)
+
+    def requests(self, **fields) -> list[Request]:
+        rows = [
+            Request(id=i, prompt=[1], params=SamplingParams(**fields), num_draft=J, seed=i)
+            for i in range(SIZE)
+        ]
+        for slot, request in enumerate(rows):
+            request.slot, request.pending = slot, J
+        return rows
+
+    def run(self, rounds: int, **fields) -> list[RoundShape]:
+        """Shapes of the rounds; all drafts of the likeliest rows pass as their survival says."""
+        rows, shapes = self.requests(**fields), []
+        for _ in range(rounds):
+            shapes.append(self.policy.shape(SIZE, rows, (0, J)))
+            call = DecodeCall.build(rows, shapes[-1], CONFIG)
+            for request in rows:
+                request.pending = call.num_draft
+            self.commit(call)
+        return shapes
+
+    def commit(self, call: DecodeCall) -> None:
+        report, passed = self.result(call)
+        rows = zip(call.requests, report.verified.tolist(), passed.tolist(), strict=True)
+        self.policy.commit(call, [*rows], report)
+
+    def result(self, call: DecodeCall) -> tuple[SurvivalReport, np.ndarray]:
+        may_verify = np.array(call.drafted)[:, None] > np.arange(J)
+        least = np.sort(self.survivals[may_verify])[::-1][: call.shape.num_verified]
+        chosen = may_verify & (self.survivals >= (least[-1] if len(least) else 2.0))
+        verified = chosen.sum(axis=1)
+        report = SurvivalReport(
+            verified=verified,
+            expected=self.survivals[chosen].sum(),
+            histogram=histogram(self.survivals[may_verify]),
+        )
+        lucky = np.array([[self.rng.random()] for _ in range(SIZE)])
+        return report, (chosen & (lucky < self.survivals)).sum(axis=1)
+
+
+HALF = np.where(np.arange(SIZE)[:, None] < SIZE // 2, 0.97, 0.02) + np.linspace(
+    0, 0.01, SIZE * J
+).reshape(SIZE, J)
+"""Half of the requests have drafts that stand, the drafts of the others fall."""
+
+
+def linear(per_row: float) -> dict[RoundShape, float]:
+    """Seconds of rounds: a second, and some for each row of the target."""
+    return {shape: 1.0 + per_row * (SIZE + shape.num_verified) for shape in SHAPES}
+
+
+@pytest.mark.parametrize(
+    ("per_row", "num_verified"), [(0.0, SIZE * J), (0.01, 64), (0.05, 64), (0.3, 32)]
+)
+def test_rows_are_verified_while_they_pay(per_row, num_verified):
+    """56 of 112 drafts stand, and 64 rows verify them all."""
+    shapes = Driven(linear(per_row), HALF).run(10 * DECIDE_EVERY)
+    assert shapes[0] == WHOLE
+    assert shapes[-1].num_verified == num_verified
+
+
+def test_drafts_that_never_stand_are_not_verified():
+    driven = Driven(linear(0.02), np.full((SIZE, J), 0.01))
+    assert driven.run(10 * DECIDE_EVERY)[-1] == RoundShape(SIZE, 0)
+    assert driven.policy.present(SIZE) == 0
+    driven.survivals = HALF
+    shapes = driven.run(5000)
+    assert shapes[-1] == RoundShape(SIZE, J, 64), "explorations find out"
+    assert driven.policy.present(SIZE) == J
+
+
+def test_explorations_verify_all_drafts_and_are_rare():
+    shapes = Driven(linear(0.01), HALF).run(2000)[500:]
+    share = sum(shape == WHOLE for shape in shapes) / len(shapes)
+    assert 0.001 < share < 0.05
+
+
+def test_requests_with_a_seed_of_their_own_verify_all_drafts():
+    driven = Driven(linear(0.3), HALF)
+    driven.run(10 * DECIDE_EVERY)
+    assert set(driven.run(40, temperature=1.0, seed=5)) == {WHOLE}
+    assert driven.run(1)[0] != WHOLE
+
+
+def test_small_batches_choose_k_as_by_load():
+    policy = SurvivalPolicy(J, RoundTimes({(8, k): 1.0 + 9 * k for k in (0, J)}))
+    rows = Driven({}, HALF).requests()[:8]
+    for _ in range(40):
+        assert policy.shape(8, rows, (0, J)) in {RoundShape(8, 0), RoundShape(8, J)}
+        policy.record([(request, J, 0) for request in rows])
+    assert policy.shape(8, rows, (0, J)) == RoundShape(8, 0)
+    assert policy.num_verified == {}
+
+
+def test_counts_compare_what_was_expected_with_what_passed():
+    driven = Driven(linear(0.01), HALF)
+    driven.run(300)
+    counts = driven.policy.counts
+    assert counts.rounds == 300
+    assert counts.accepted == pytest.approx(counts.expected, rel=0.05)
+    assert 40 < counts.verified / counts.rounds < 112
+
+
+def test_rounds_without_drafts_say_nothing_about_survival(monkeypatch):
+    added = []
+    monkeypatch.setattr(survival.Spread, "add", lambda self, *args: added.append(args))
+    driven = Driven(linear(0.3), HALF)
+    rows = driven.requests()
+    for pending in (0, J):
+        for request in rows:
+            request.pending = pending
+        shape = driven.policy.shape(SIZE, rows, (0, J))
+        driven.commit(DecodeCall.build(rows, shape, CONFIG))
+    assert [number for _, number in added] == [SIZE]
