@@ -78,8 +78,9 @@ class Choice(Fields):
     """Whether the model may call a tool."""
 
     type: Annotated[
-        Literal["auto", "none"], described("must be auto or none: this server cannot force a call")
+        Literal["auto", "none", "any", "tool"], described("must be auto, none, any or tool")
     ]
+    name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
@@ -133,7 +134,7 @@ class PromptFields(Fields):
         if self.tools:
             chat["tools"] = [_function(one) for one in self.tools]
         if self.tool_choice is not None:
-            chat["tool_choice"] = self.tool_choice.type
+            chat["tool_choice"] = _choice(self.tool_choice)
             chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         variables = dict(self.chat_template_kwargs or {})
         if self.thinking is not None:
@@ -180,6 +181,12 @@ class MessagesFields(PromptFields):
         )
         given = {name: getattr(self, name) for name in same}
         return super().as_chat() | given | {"stop": list(self.stop_sequences)}
+
+
+def _choice(given: Choice) -> object:
+    if given.type == "tool":
+        return {"type": "function", "function": {"name": given.name or ""}}
+    return "required" if given.type == "any" else given.type
 
 
 def _response_format(given: dict[str, object]) -> dict[str, object]:

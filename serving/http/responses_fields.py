@@ -143,11 +143,15 @@ class ResponsesFields(Fields):
           ServiceError: INVALID_ARGUMENT; an item lacks a field of its type.
         """
         same = (
-            *("model", "temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls"),
+            *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
             *("priority", "num_speculative_tokens", "cache_salt", "chat_template_kwargs"),
         )
         chat: dict[str, object] = {name: getattr(self, name) for name in same}
         chat |= {"max_tokens": self.max_output_tokens, "messages": self._messages()}
+        chat["tool_choice"] = self.tool_choice
+        if isinstance(self.tool_choice, dict):
+            named = {"name": self.tool_choice.get("name")}
+            chat["tool_choice"] = {"type": self.tool_choice.get("type"), "function": named}
         if self.tools:
             chat["tools"] = [_function(one) for one in self.tools]
         if self.reasoning is not None:

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
 
+from peagle_jax.structured import Structured
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.fields import Fields, neutral
@@ -93,8 +94,7 @@ class ToolFields(Fields):
         """
         tools = [one.as_dict() for one in self.tools]
         refuse_equal_names(tools, field="tools")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise invalid("tool_choice", "must be auto or none: this server cannot force a call")
+        self._named(tools)
         if not tools or self.tool_choice == "none":
             return []
         if not frontend.replies.has_calls:
@@ -104,3 +104,38 @@ class ToolFields(Fields):
                 "choose one with --reply-format",
             )
         return tools
+
+    def constraint(self, frontend: Frontend, tools: list[dict]) -> Structured | None:
+        """The constraint of a reply that must be a call; None if it need not.
+
+        Args:
+          tools: of `allowed_tools`.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT; calls of this model cannot be forced.
+        """
+        named = self._named(tools)
+        if self.tool_choice in (None, "auto", "none"):
+            return None
+        if not tools:
+            raise invalid("tool_choice", "needs tools")
+        is_parallel = self.parallel_tool_calls and named is None
+        forced = frontend.replies.forced(named or tools, is_parallel=is_parallel)
+        if forced is None:
+            raise invalid(
+                "tool_choice", "must be auto or none: this model's calls cannot be forced"
+            )
+        return forced
+
+    def _named(self, tools: list[dict]) -> list[dict] | None:
+        """The tool that the client names; None if it names none."""
+        choice = self.tool_choice
+        if choice in (None, "auto", "none", "required"):
+            return None
+        match choice:
+            case {"type": "function", "function": {"name": str(name)}}:
+                found = [one for one in tools if one["function"]["name"] == name]
+                if not found:
+                    raise invalid("tool_choice", f"there is no tool {name!r}")
+                return found
+        raise invalid("tool_choice", "must be auto, none, required, or name a function")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from serving.replies.forced import Grammar, json_calls, xml_calls
 from serving.replies.lexer import SPACE
 from serving.replies.readers import GemmaReader, JsonReader, Reader, XmlReader
 
@@ -19,6 +20,7 @@ class Format:
       readers: for each marker that opens a region with calls, a function that makes its reader.
       at_start: markers in `readers` that count at the start of a reply only.
       markers: what the lexer finds beside the markers above.
+      grammar: of a reply that must be a call; None: calls cannot be forced.
       special: markers that are special tokens, which text otherwise leaves out.
     """
 
@@ -28,6 +30,7 @@ class Format:
     readers: Mapping[str, Callable[[], Reader]] = field(default_factory=dict)
     at_start: frozenset[str] = frozenset()
     markers: tuple[str, ...] = ()
+    grammar: Grammar | None = None
     special: tuple[str, ...] = ()
 
     @property
@@ -53,6 +56,7 @@ FORMATS = (
         reasoning=_THINK,
         readers={"<tool_call>": XmlReader, "<function=": XmlReader},
         markers=XmlReader.MARKERS,
+        grammar=xml_calls,
     ),
     Format(
         name="qwen3",
@@ -60,6 +64,7 @@ FORMATS = (
         reasoning=_THINK,
         readers={"<tool_call>": partial(JsonReader, "<tool_call>", "</tool_call>")},
         markers=("</tool_call>", *JsonReader.MARKERS),
+        grammar=json_calls("arguments", "<tool_call>\n", "\n</tool_call>"),
     ),
     Format(
         name="llama3",
@@ -70,6 +75,7 @@ FORMATS = (
         },
         at_start=frozenset("{"),
         markers=JsonReader.MARKERS,
+        grammar=json_calls("parameters"),
         special=("<|python_tag|>",),
     ),
     Format(name="think", signs=_THINK, reasoning=_THINK),

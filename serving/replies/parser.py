@@ -1,15 +1,17 @@
 """Chooses the parser of a model's replies, and makes one for each sequence."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from peagle_jax.config import ConfigError
+from peagle_jax.structured import Structured
 from peagle_jax.text import TextStream, Tokenizer
 from serving.errors import Code, ServiceError
 from serving.harmony import HarmonyIds, HarmonyParser
 from serving.replies.arguments import Tools
+from serving.replies.forced import harmony_call
 from serving.replies.formats import FORMATS, Format, detected
 from serving.replies.marked import MarkedText
 from serving.replies.parts import ReplyParser, ReplyPart
@@ -128,6 +130,15 @@ class Replies:
         """Whether replies may have tool calls."""
         is_other = self._channels is not None or self.name == "response_template"
         return is_other or (self._format is not None and bool(self._format.readers))
+
+    def forced(self, tools: Sequence[dict], *, is_parallel: bool) -> Structured | None:
+        """The constraint of a reply that must be a call of one of the tools; None if this format has none."""
+        if self._channels is not None:
+            text = harmony_call(self._tokenizer, tools, is_parallel)
+            return replace(Structured.grammar(text), reasoning="none")
+        if self._format is None or self._format.grammar is None:
+            return None
+        return Structured.grammar(self._format.grammar(self._tokenizer, tools, is_parallel))
 
     def parsers(self, reply: Reply) -> Callable[[], ReplyParser | None]:
         """A function that returns a new parser for each sequence; None without a tokenizer.

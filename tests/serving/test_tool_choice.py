@@ -1,0 +1,152 @@
+"""Replies that must be calls: grammars of all formats, and a random model that has no choice."""
+
+import json
+
+import openai
+import pytest
+
+from peagle_jax.engine.grammar import Grammars
+from serving.replies.formats import FORMATS
+from serving.replies.parser import Replies, Reply
+from serving.replies.parts import ToolCall
+from tests.serving.live import LiveServer
+from tests.serving.scripted import END, TEMPLATE, make_engine, make_tokenizer
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "line": {"type": "integer"},
+        "mode": {"enum": ["r", "w"]},
+    },
+    "required": ["line"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "edit", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+EDIT = '{"name": "edit", "arguments": {"text": "é\\n</x>", "line": 3}}'
+HARMONY = [
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|constrain|>",
+]
+ARGUMENTS = '{"text": "é\\n</x>", "line": 3}'
+CASES = {
+    "qwen3": (
+        [f"<tool_call>\n{EDIT}\n</tool_call>", f'<tool_call>\n{EDIT}\n</tool_call>\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>'],
+        ["Hi", f"<tool_call>\n{EDIT.replace('edit', 'other')}\n</tool_call>", f"<tool_call>\n{EDIT.replace('3', 'x')}", EDIT],
+    ),
+    "llama3": ([EDIT.replace("arguments", "parameters")], ["Hi", EDIT]),
+    "qwen3-coder": (
+        ["<tool_call>\n<function=edit>\n<parameter=line>\n3\n</parameter>\n<parameter=text>\né\n</x>\n</parameter>\n</function>\n</tool_call>",
+         "<tool_call>\n<function=stop>\n</function>\n</tool_call>"],
+        ["Hi", "<tool_call>\n<function=edit>\n</function>", "<tool_call>\n<function=edit>\n<parameter=line>\nx"],
+    ),
+    "harmony": (
+        [f"<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}",
+         f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}"],
+        ["Hi", "<|channel|>final<|message|>Hi", "<|channel|>commentary to=functions.other"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_grammar_of_a_format_admits_its_calls_and_nothing_else(name, tmp_path):
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE, special=HARMONY if name == "harmony" else ())
+    replies, end = Replies(tokenizer, name), tokenizer.special_id(END)
+    forced = replies.forced(TOOLS, is_parallel=True)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [end])
+    accepted, refused = CASES[name]
+
+    def consumed(text: str) -> bool:
+        matcher = grammars.compile(forced)
+        matcher.consume(tokenizer.encode(text, special=False))
+        return matcher.error is None and matcher.is_complete
+
+    for text in accepted:
+        assert consumed(text), text
+        parser = replies.parsers(Reply([1], (), True, TOOLS))()
+        tokens = tokenizer.encode(text + ("<|call|>" if name == "harmony" else ""))
+        parsed = parser.add(tokens) + parser.finish()
+        first = ToolCall("edit", ARGUMENTS)
+        assert parsed.text == ""
+        assert parsed.calls[0].name in ("edit", "stop")
+        assert json.loads(parsed.calls[0].arguments) in (json.loads(first.arguments), {})
+    for text in refused:
+        assert not consumed(text), text
+
+
+def test_formats_without_a_grammar_force_nothing(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE)
+    without = {one.name for one in FORMATS if one.grammar is None}
+    assert without == {"gemma4", "think"}
+    for name in (*without, "none"):
+        assert Replies(tokenizer, name).forced(TOOLS, is_parallel=True) is None
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    tokenizer = make_tokenizer(tmp_path_factory.mktemp("forced"), TEMPLATE)
+    server = LiveServer(make_engine(tokenizer), http=True)
+    url = f"http://{server.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+    server.check_empty()
+    server.close()
+
+
+def modes(name: str) -> dict:
+    """A tool whose calls are short, whatever the model likes."""
+    properties = {"mode": {"enum": ["r", "w"]}}
+    parameters = dict(PARAMETERS, properties=properties, required=["mode"])
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+CHAT = dict(
+    model="tiny", seed=1, tools=[modes("open"), modes("close")], messages=[{"role": "user", "content": "a"}],
+    max_tokens=400,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_random_model_calls_the_tool_that_it_must_call(client, temperature, is_stream):
+    named = {"type": "function", "function": {"name": "close"}}
+    options = CHAT | dict(temperature=temperature, stream=is_stream, tool_choice=named)
+    answer = client.chat.completions.create(**options)
+    if is_stream:
+        chunks = [choice for chunk in answer for choice in chunk.choices]
+        calls = [call for choice in chunks for call in choice.delta.tool_calls or ()]
+        reason = chunks[-1].finish_reason
+    else:
+        calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
+        assert not answer.choices[0].message.content
+    (call,) = calls
+    assert (call.function.name, reason) == ("close", "tool_calls")
+    assert json.loads(call.function.arguments)["mode"] in ("r", "w")
+
+
+def test_a_random_model_calls_some_tool_where_one_is_required(client):
+    options = CHAT | dict(tool_choice="required", parallel_tool_calls=False)
+    message = client.chat.completions.create(**options).choices[0].message
+    assert message.tool_calls[0].function.name in ("open", "close")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(tool_choice="required", tools=[]),
+        dict(tool_choice={"type": "function", "function": {"name": "other"}}),
+        dict(tool_choice="required", response_format={"type": "json_object"}),
+        dict(tool_choice="always"),
+    ],
+)
+def test_choices_that_cannot_be_are_refused(client, options):
+    with pytest.raises(openai.BadRequestError, match="tool_choice: "):
+        client.chat.completions.create(**CHAT | options)
