@@ -5,6 +5,7 @@
 What one process has checked passes at once when it comes again.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -50,11 +51,23 @@ class Constraints:
         self._idle = list(self._processes)
         self._known: OrderedDict[tuple, str] = OrderedDict()
         self._lock = threading.Lock()
+        self._preparing: asyncio.Future | None = None
 
     @staticmethod
     def _vocabulary(engine: Engine) -> Callable[[], Vocabulary]:
         target = engine.target_config
         return lambda: Vocabulary.of(engine.tokenizer, target.vocab_size, target.eos_ids)
+
+    def prepare(self) -> None:
+        """Reads the vocabulary in a thread, so that the first constraint does not wait for it."""
+        if self._grammars is not None:
+            self._preparing = asyncio.ensure_future(self._pool.run(self._read_vocabulary))
+
+    def _read_vocabulary(self) -> None:
+        try:
+            self._grammars.prepare()
+        except ConfigError as error:
+            _log.info("constraints are not possible: %s", error.rule)
 
     async def compile(
         self, structured: Structured, *, field: str, chat: Sequence[int] | None = None

@@ -365,6 +365,7 @@ class Frontend:
         if self.state is State.SERVING:
             # Not earlier: it imports for a second, which would delay the first programs.
             self._encoder.prepare()
+            self._constraints.prepare()
 
     def _enter(self, state: State) -> None:
         if self.state is State.DRAINING and state is State.SERVING:

@@ -19,12 +19,14 @@ from bench.commands import (
     report,
     serve_load,
     sizes,
+    structured,
     throughput,
 )
 
 GROUPS: dict[str, tuple[Command, ...]] = {
     "Speed of a model and its heads": (
         acceptance.COMMAND, throughput.COMMAND, choose_k.COMMAND, prefix_cache.COMMAND,
+        structured.COMMAND,
     ),
     "Full-size models without their weights, on a GPU": (
         decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND,

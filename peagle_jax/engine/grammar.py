@@ -84,7 +84,7 @@ class Matcher:
         eos_ids: Collection[int],
         num_words: int,
     ):
-        self.matcher, self.executor, self._eos_ids = matcher, executor, eos_ids
+        self.matcher, self.executor, self.eos_ids = matcher, executor, eos_ids
         self.num_words = num_words
         """Words of a mask."""
 
@@ -103,20 +103,20 @@ class Matcher:
     def consume(self, tokens: Iterable[int]) -> None:
         """Takes committed tokens; see `error`. After the end of the text it takes further ends."""
         for token in tokens:
-            if not (self.matcher.is_stopped() and token in self._eos_ids):
+            if not (self.matcher.is_stopped() and token in self.eos_ids):
                 self.matcher.consume_token(token)
 
     def close(self, drafts: Sequence[int], masks: np.ndarray) -> None:
         """Behind a draft that ends the text, allows further ends only: llguidance leaves these rows out."""
-        end = next((place for place, draft in enumerate(drafts) if draft in self._eos_ids), None)
+        end = next((place for place, draft in enumerate(drafts) if draft in self.eos_ids), None)
         if end is not None:
             ends = np.zeros(32 * self.num_words, np.uint8)
-            ends[list(self._eos_ids)] = 1
+            ends[list(self.eos_ids)] = 1
             masks[end + 1 :] = np.packbits(ends, bitorder="little").view(np.int32)
 
     def copy(self) -> "Matcher":
         """A matcher at the same place for another sequence of the same request. The two share `LIMITS`."""
-        return Matcher(self.matcher.deep_copy(), self.executor, self._eos_ids, self.num_words)
+        return Matcher(self.matcher.deep_copy(), self.executor, self.eos_ids, self.num_words)
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` next tokens that are the only continuation in the tokenizer's own splitting."""

@@ -136,6 +136,19 @@ def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
     run(engine, work)
 
 
+def test_the_vocabulary_is_read_before_the_first_constraint(engine):
+    fresh = Grammars(engine.tokenizer, engine.tokenizer.vocab_size, [0])
+    hopeless = Grammars(engine.tokenizer, engine.tokenizer.vocab_size, [])  # without an end
+
+    async def work(made):
+        made.prepare()
+        await made._preparing
+
+    for grammars in (fresh, hopeless):
+        run(SimpleNamespace(**vars(engine) | {"grammars": grammars}), work)
+    assert fresh._vocabulary is not None
+
+
 def test_a_model_without_a_tokenizer_refuses_constraints_by_name():
     engine = SimpleNamespace(grammars=None, tokenizer=None, target_config=None)
 

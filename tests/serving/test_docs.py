@@ -18,6 +18,7 @@ from tests.serving.test_deploy import smg_options
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "serving.md").read_text()
 README = (ROOT / "README.md").read_text()
+STRUCTURED = (ROOT / "docs" / "structured.md").read_text()
 
 
 def blocks(language: str, text: str = TEXT) -> list[str]:
@@ -28,7 +29,7 @@ def blocks(language: str, text: str = TEXT) -> list[str]:
 def commands(program: str) -> list[tuple[list[str], dict[str, str]]]:
     """Its arguments and its environment, wherever a block shows it."""
     found = []
-    for block in [*blocks(""), *blocks("", README)]:
+    for block in [*blocks(""), *blocks("", README), *blocks("", STRUCTURED)]:
         for line in block.replace("\\\n", " ").splitlines():
             for command in re.split(r"[|]|&&", line):
                 if program in (words := shlex.split(command) if program in command else []):

@@ -1,0 +1,52 @@
+"""`peagle-bench structured` on a tiny model that writes JSON."""
+
+import pytest
+
+from bench import structured
+from bench.commands.structured import Options
+from peagle_jax import Engine, EngineConfig
+from tests import tiny
+from tests.json_vocabulary import END, json_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    """Programs of their own: those that the other files share know no masks."""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> Engine:
+    tokenizer = json_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    target = tiny.target(eos_ids=(tokenizer.added[END],))
+    config = EngineConfig(num_draft=3, max_num_seqs=2, max_model_len=128, prefill_chunk=32)
+    return Engine(target, tiny.head(), config, tokenizer=tokenizer)
+
+
+def test_forced_tokens_are_drafted_in_their_mode_only(engine):
+    options = Options(max_tokens=24, repeats=1)
+    measured = {mode: structured._write(engine, mode, 2, options) for mode in structured.MODES}
+    for row in measured.values():
+        assert row["ms_per_round"] > 0
+        assert row["texts"] == 6
+    # The rounds emit one token beyond the accepted drafts, and a random drafter is hardly ever right.
+    assert measured["forced"]["acceptance_length"] > measured["masks"]["acceptance_length"]
+    assert measured["free"]["complete"] == 0
+
+
+def test_masks_are_timed_along_the_texts(engine):
+    row = structured._masks(engine, 2, 3)
+    assert row["vocab_size"] == 128
+    assert 0 < row["masks_ms"] <= row["masks_ms_max"]
+    assert row["compile_ms"] > 0
+
+
+def test_the_table_has_a_line_for_each_row():
+    row = dict(
+        method="peagle", num_draft=7, concurrency=1, mode="free", ms_per_round=1.5, acceptance_length=2.0,
+        tokens=5, complete=0, texts=1,
+    )  # fmt: skip
+    header, lines = structured.table(
+        [row, row | dict(mode="forced", masks_ms=0.25, compile_ms=1.0)]
+    )
+    assert [len(line) for line in lines] == [len(header)] * 2
+    assert lines[1][-2:] == ["0.25", "1.00"]

@@ -1,0 +1,241 @@
+"""Constraints on every interface: OpenAI's client, HTTP by hand, both gRPC services, both command lines."""
+
+import json
+import re
+
+import grpc
+import httpx
+import openai
+import pydantic
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+from peagle_jax import Engine, EngineConfig
+from serving.client import main as client_main
+from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
+from tests import tiny
+from tests.json_vocabulary import BEGIN_THINK, END, END_THINK, json_tokenizer
+from tests.serving.live import LiveServer
+from tests.waiting import LIMIT
+
+SIZES = dict(
+    num_draft=3, max_num_seqs=4, max_model_len=192, page_size=4, prefill_chunk=16, max_logprobs=3,
+    max_waiting=64,
+)  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "n": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["on", "n"],
+    "additionalProperties": False,
+}  # fmt: skip
+BAD_SCHEMA = {"type": "array", "uniqueItems": True}
+
+
+class Switch(pydantic.BaseModel):
+    """The client makes a schema of it, and reads the answer back."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    on: bool
+    n: int = pydantic.Field(ge=0, le=99)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    tokenizer = json_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    target = tiny.target(eos_ids=(tokenizer.added[END],))
+    engine = Engine(target, tiny.head(), EngineConfig(**SIZES), tokenizer=tokenizer)
+    server = LiveServer(engine, http=True)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    address = f"http://{live.http_address}/v1"
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=LIMIT) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(live):
+    with httpx.Client(base_url=f"http://{live.http_address}", timeout=LIMIT) as made:
+        yield made
+
+
+def direct(server: LiveServer) -> dict:
+    """A bias against reasoning and white space, in which a random model would get lost."""
+    tokenizer = server.engine.tokenizer
+    unwanted = [tokenizer.added[BEGIN_THINK], *tokenizer.encode(" "), *tokenizer.encode("\n")]
+    return dict(logit_bias={str(token): -100 for token in unwanted})
+
+
+def messages() -> list[dict]:
+    return [{"role": "user", "content": "is it on?"}]
+
+
+def valid(text: str) -> bool:
+    content = json.loads(text)
+    assert isinstance(content["on"], bool)
+    assert 0 <= content["n"] <= 99
+    return len(content) == 2
+
+
+def test_openais_client_parses_its_own_models(server, client):
+    answer = client.chat.completions.parse(
+        model="tiny", messages=messages(), response_format=Switch, max_tokens=150, temperature=1,
+        seed=1, **direct(server),
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert isinstance(choice.message.parsed, Switch)
+    assert choice.finish_reason == "stop"
+
+
+def test_openais_client_streams_a_json_object(server, client):
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages(), response_format={"type": "json_object"}, max_tokens=20,
+        temperature=1, seed=3, stream=True, **direct(server),
+    )  # fmt: skip
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text.startswith("{")
+
+
+CONSTRAINTS = [
+    (dict(response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}), valid),
+    (dict(structured_outputs={"json": SCHEMA}), valid),
+    (dict(structured_outputs={"json": json.dumps(SCHEMA)}), valid),
+    (dict(structured_outputs={"regex": "[a-c]{2}-[0-9]"}), re.compile("[a-c]{2}-[0-9]").fullmatch),
+    (dict(structured_outputs={"choice": ["left", "right"]}), ["left", "right"].__contains__),
+    (dict(structured_outputs={"grammar": 'root ::= "x" [0-9] "y"'}), re.compile("x[0-9]y").fullmatch),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "check"), CONSTRAINTS)
+def test_completions_and_chats_obey(server, http, fields, check):
+    body = dict(max_tokens=150, temperature=1, seed=1, n=2) | fields
+    answers = [
+        http.post("/v1/completions", json=body | dict(prompt="say ")),
+        http.post("/v1/chat/completions", json=body | dict(messages=messages())),
+    ]
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        for choice in answer.json()["choices"]:
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            assert choice["finish_reason"] == "stop"
+            assert check(text.lstrip()), text
+
+
+def test_reasoning_before_an_answer_is_free_in_chats_only(server, http):
+    """A bias makes the markers likely; a completion may not contain them."""
+    end = server.engine.tokenizer.added[END_THINK]
+    begin = end - 1
+    body = dict(
+        max_tokens=150, temperature=1, seed=2, structured_outputs={"json": SCHEMA},
+        logit_bias={str(begin): 50, str(end): 3}, return_token_ids=True,
+    )  # fmt: skip
+    answer = http.post("/v1/chat/completions", json=body | dict(messages=messages()))
+    assert answer.status_code == 200, answer.text
+    chat = answer.json()
+    ids = chat["choices"][0]["token_ids"]
+    assert ids[0] == begin
+    if chat["choices"][0]["finish_reason"] == "stop":
+        answer = server.engine.tokenizer.decode(ids[ids.index(end) + 1 :])
+        assert valid(answer)
+    plain = http.post("/v1/completions", json=body | dict(prompt="say ")).json()["choices"][0]
+    assert begin not in plain["token_ids"]
+    assert plain["text"].startswith("{")
+
+
+REFUSED = [
+    (dict(response_format={"type": "yaml"}), "response_format.type"),
+    (dict(response_format={"type": "json_schema"}), "response_format.json_schema"),
+    (dict(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), "response_format.json_schema"),
+    (dict(response_format={"type": "json_schema", "json_schema": {"schema": 5}}), "response_format.json_schema.schema"),
+    (dict(response_format={"type": "json_schema", "json_schema": {"schema": BAD_SCHEMA}}), "response_format.json_schema.schema"),
+    (dict(structured_outputs={"json": "{"}), "structured_outputs.json"),
+    (dict(structured_outputs={"regex": "(a"}), "structured_outputs.regex"),
+    (dict(structured_outputs={"choice": []}), "structured_outputs.choice"),
+    (dict(structured_outputs={"choice": [1]}), "structured_outputs.choice"),
+    (dict(structured_outputs={"grammar": "?"}), "structured_outputs.grammar"),
+    (dict(structured_outputs={"structural_tag": "{}"}), "structured_outputs.structural_tag"),
+    (dict(structured_outputs={"json": {}, "regex": "a"}), "structured_outputs.regex"),
+    (dict(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}), "structured_outputs.regex"),
+    (dict(structured_outputs={"regex": "a"}, min_tokens=3), "min_tokens"),
+    (dict(guided_json={}), "guided_json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "field"), REFUSED)
+def test_what_is_no_constraint_is_refused_by_name(server, http, fields, field):
+    for stream in (False, True):
+        answer = http.post("/v1/completions", json=dict(prompt="a", stream=stream) | fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field), error
+        assert error["message"].startswith(f"{field}: ")
+        assert "\n" not in error["message"]
+
+
+def test_no_constraint_is_no_constraint(server, http):
+    body = dict(prompt="a", max_tokens=5, response_format={"type": "text"}, structured_outputs={})
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+PEAGLE = [
+    (dict(json_schema=json.dumps(SCHEMA)), valid),
+    (dict(json_object=True), lambda text: text.startswith("{")),
+    (dict(regex="[ab]{3}"), re.compile("[ab]{3}").fullmatch),
+    (dict(grammar='start: "q" "r"?'), ["q", "qr"].__contains__),
+]
+
+
+@pytest.mark.parametrize(("fields", "check"), PEAGLE)
+def test_peagles_service_obeys(server, fields, check):
+    request = peagle_v1_pb2.GenerateRequest(
+        text="say ",
+        structured=peagle_v1_pb2.Structured(**fields),
+        stopping=peagle_v1_pb2.Stopping(max_tokens=60),
+        sampling=peagle_v1_pb2.Sampling(temperature=1, seed=1),
+    )
+    with grpc.insecure_channel(server.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        answer = stub.GenerateOnce(request, timeout=LIMIT)
+        assert check(answer.sequences[0].text)
+        request.structured.choice.texts.extend(["only"])
+        assert stub.GenerateOnce(request, timeout=LIMIT).sequences[0].text == "only"
+        request.structured.regex = "(a"
+        with pytest.raises(grpc.RpcError, match=r"structured\.regex: .*regex parse error"):
+            stub.GenerateOnce(request, timeout=LIMIT)
+
+
+def test_vllms_service_obeys(server):
+    sampling = vllm_engine_pb2.SamplingParams(
+        json_schema=json.dumps(SCHEMA), max_tokens=60, seed=1, grammar_from_first_token=True
+    )
+    tokens = vllm_engine_pb2.TokenizedInput(input_ids=[5, 6])
+    request = vllm_engine_pb2.GenerateRequest(tokenized=tokens, sampling_params=sampling)
+    with grpc.insecure_channel(server.address) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        (answer,) = stub.Generate(request, timeout=LIMIT)
+        assert valid(server.engine.tokenizer.decode(answer.complete.output_ids))
+        request.sampling_params.choice.choices.append("yes")
+        (answer,) = stub.Generate(request, timeout=LIMIT)
+        assert server.engine.tokenizer.decode(answer.complete.output_ids) == "yes"
+        request.sampling_params.json_schema = json.dumps(BAD_SCHEMA)
+        with pytest.raises(grpc.RpcError, match=r"sampling_params\.json_schema: .*uniqueItems"):
+            list(stub.Generate(request, timeout=LIMIT))
+
+
+def test_the_client_sends_constraints(server, capsys, tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA))
+    address = ["--address", server.address]
+    assert client_main([*address, "--json-schema", str(file), "say "]) == 0
+    assert valid(capsys.readouterr().out)
+    assert client_main([*address, "--choice", "a b", "--choice", "c", "say "]) == 0
+    assert capsys.readouterr().out.strip() in ("a b", "c")
+    file.write_text("{")
+    assert client_main([*address, "--json-schema", str(file), "say "]) == 2
+    assert "structured.json_schema: the schema is not JSON" in capsys.readouterr().err
+    assert client_main([*address, "--json-object", "--regex", "a", "say "]) == 2
+    assert "a text has one constraint" in capsys.readouterr().err
+    assert client_main([*address, "--grammar", str(tmp_path / "none"), "say "]) == 2
+    assert "none: No such file" in capsys.readouterr().err
