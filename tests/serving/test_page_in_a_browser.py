@@ -218,6 +218,8 @@ def test_the_race_finds_equal_texts(server, page):
     ).click()  # the replay hides what comes later, and ends with all of it
     assert page.all(".future")
     eventually(lambda: not page.all(".future"), "the replay has ended")
+    ends = [one.get_property("textContent") for one in page.all(".progress")]
+    assert ends == [f"round {num_tokens - 1}", f"ended after {len(rounds) - 1} rounds"]
     page.check_quiet()
 
 

@@ -78,7 +78,7 @@ export class Charts {
       length: new Chart("Tokens per round (AL)", (value) => value.toFixed(2), [""], 1),
       load: new Chart("Requests", count, ["running", "waiting"], 1),
       cache: new Chart("KV cache in use", percent, [""], 1),
-      hits: new Chart("Prefix cache hits", percent, [""], 1),
+      hits: new Chart("Prefix cache hits, since the start", percent, [""], 1),
     };
     this._positions = make("tbody");
     const table = make("table", "positions", make("caption", "", "Accepted by position, since the start"));
@@ -124,9 +124,9 @@ export class Charts {
       total(samples, "vllm:num_requests_waiting"),
     ]);
     this._charts.cache.push([total(samples, "vllm:kv_cache_usage_perc")]);
-    this._charts.hits.push([
-      share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
-    ]);
+    const queries = total(samples, "vllm:prefix_cache_queries_total");
+    const hits = total(samples, "vllm:prefix_cache_hits_total");
+    this._charts.hits.push([queries ? hits / queries : null]);
     this._positions.replaceChildren(...positionRates(samples).map(positionRow));
   }
 }

@@ -52,9 +52,14 @@ export class Run {
     this._showPositions();
   }
 
-  // Shows the tokens of the first `count` rounds only.
+  // Shows the tokens of the first `count` rounds only, the newest of them in view.
   showUntil(count) {
-    this._rounds.forEach(({ element }, i) => element.classList.toggle("future", i >= count));
+    const shown = Math.min(count, this._rounds.length);
+    this._rounds.forEach(({ element }, i) => element.classList.toggle("future", i >= shown));
+    const box = find(".text", this.element);
+    const { offsetTop, offsetHeight } = this._rounds[shown - 1].element;
+    box.scrollTop = offsetTop + offsetHeight - box.offsetTop - box.clientHeight;
+    this.say(shown === count ? `round ${count - 1}` : `ended after ${shown - 1} rounds`);
   }
 
   get numEntries() {
