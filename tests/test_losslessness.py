@@ -56,7 +56,7 @@ class OracleDrafter:
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
-    with programs.shared():
+    with programs.shared(controls=False):
         yield
 
 

@@ -16,7 +16,7 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.rope_config import DynamicScaling, LinearScaling
 from peagle_jax.sampling_params import SamplingParams
-from tests import tiny
+from tests import programs, tiny
 from tests.programs import one_bucket
 from tests.tiny import causal_attention
 
@@ -28,6 +28,12 @@ NAMES = (
     "gpt_oss-mxfp4", "gpt_oss-bf16", "qwen3_moe-bf16", "qwen3_moe-fp8", "qwen3-fp8-channel",
     "llama-fp8-tensor", "mistral", "qwen2", "gemma4",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared(controls=False):
+        yield
 
 
 @cache

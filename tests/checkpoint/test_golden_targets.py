@@ -18,6 +18,7 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.layers import apply_rope, rope_angles
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
+from tests import programs
 from tests.programs import one_bucket
 from tests.tiny import attention_of_heads, causal_attention
 
@@ -25,6 +26,12 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 TAPS = (2, 4, 5)
 LOGITS_ATOL = 2e-4  # logits reach 10: a few float32 steps summed over eight layers
 STATES_ATOL = 5e-4  # residual streams reach 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared(controls=False):
+        yield
 
 
 @cache
