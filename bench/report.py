@@ -24,6 +24,7 @@ PAGES = tuple(
     for name in (
         "README.md",
         "docs/results.md",
+        "docs/adaptive.md",
         "docs/decode-step.md",
         "docs/ladder.md",
         "docs/training.md",

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -36,7 +37,9 @@ class StoredTimes:
         folder = jax.config.jax_compilation_cache_dir
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in weights]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        model = hashlib.sha256(repr((shapes, str(structure), config)).encode()).hexdigest()
+        # Static parts of the tree may be shown with their addresses, which change from run to run.
+        named = re.sub("0x[0-9a-f]+", "", str(structure))
+        model = hashlib.sha256(repr((shapes, named, config)).encode()).hexdigest()
         self._key = {
             "device": jax.devices()[0].device_kind,
             "host cores": cores,

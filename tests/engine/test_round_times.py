@@ -164,6 +164,15 @@ def test_a_file_gives_back_what_was_stored(stored):
     assert StoredTimes([], None, EngineConfig(max_num_seqs=9)).load() == {}
 
 
+def test_a_file_is_found_again_by_another_process(stored):
+    """Trees of modules are shown with addresses of objects, which differ from process to process."""
+    things = [object() for _ in range(3)]  # alive together, at different addresses
+    paths = {StoredTimes([], thing, EngineConfig()).path for thing in things}
+    assert len(paths) == 1
+    assert paths != {stored.path}
+    assert StoredTimes([], "another tree", EngineConfig()).path not in paths
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
