@@ -220,7 +220,7 @@ def _adaptive(text: str) -> tuple[str, ...]:
 
 def adaptive_option() -> Any:
     return option(
-        "off: K is fixed; load: the engine chooses K of each round; off,load compares both", default=("off",),
+        "off: K is fixed; load, survival: the engine chooses the drafts of each round; off,load compares both", default=("off",),
         type=_adaptive, metavar="A,A",
     )  # fmt: skip
 

@@ -44,7 +44,7 @@ _PREFILLS = 3  # repeats; the row has their median
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 Variant = tuple[str, int, str]
-"""Method, most drafts per round, and "load" where the engine chooses K of each round, else "off"."""
+"""Method, most drafts per round, and the value of `EngineConfig.adaptive`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def variants(options: Options) -> list[Variant]:
             ("-K", bool(options.k)),
             ("--synthetic-acceptance-length", length is not None),
             ("--synthetic-acceptance-rows", options.synthetic_acceptance_rows is not None),
-            ("--adaptive load", "load" in options.adaptive),
+            ("--adaptive", set(options.adaptive) != {"off"}),
         ):
             if is_given:
                 raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
@@ -207,7 +207,7 @@ def _measure(
     options: Options, models: Models, variant: Variant, group: tuple[int, ...], bar: tqdm
 ) -> Iterator[dict]:
     """Rows of one engine, without their environment. Cells that do not fit into memory are skipped."""
-    name = f"{variant[0]} K={variant[1]}{' by load' if variant[2] == 'load' else ''}"
+    name = f"{variant[0]} K={variant[1]}{'' if variant[2] == 'off' else f' by {variant[2]}'}"
     while group:
         try:
             bar.set_description(f"{name}: compiling for {', '.join(map(str, group))}")
@@ -252,7 +252,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
     head = models.heads.get(method)
     is_drawn = num_draft and options.synthetic_acceptance_rows is not None
     return {
-        "kind": "adaptive-step" if "load" in options.adaptive else "decode-step",
+        "kind": "decode-step" if options.adaptive == ("off",) else "adaptive-step",
         "model": models.preset.name,
         "dtype": models.dtype,
         "weights": models.preset.weights,
@@ -267,7 +267,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             if is_drawn
             else {}
         ),
-        **({"adaptive": adaptive} if "load" in options.adaptive else {}),
+        **({} if options.adaptive == ("off",) else {"adaptive": adaptive}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,

@@ -17,8 +17,9 @@ def label(row: dict) -> str:
     name = METHOD_NAMES[row["method"]]
     if row["method"] == "none":
         return name
-    k = f"K={row['num_speculative_tokens']}"
-    return f"{name} {'K by load' if row.get('adaptive') == 'load' else k}"
+    adaptive = row.get("adaptive", "off")
+    k = f"K={row['num_speculative_tokens']}" if adaptive == "off" else f"K by {adaptive}"
+    return f"{name} {k}"
 
 
 def number_formats(dtype: str, weights: str, cache: str) -> str:

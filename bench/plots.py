@@ -14,7 +14,7 @@ from bench import headline, labels
 from peagle_jax.plotting import figure_with_panels
 
 _COLOURS = {"none": "black", "eagle3": "tab:blue", "peagle": "tab:orange"}
-_COLOUR_BY_LOAD = "tab:green"
+_ADAPTIVE_COLOURS = {"load": "tab:green", "survival": "tab:red"}
 _ROWS = "Rows"
 """Key of the digest in the text of a PNG."""
 
@@ -82,7 +82,7 @@ def plot_throughput(chosen: list[dict], path: Path) -> None:
                 [row["concurrency"] for row in line],
                 [row["tokens_per_second"] for row in line],
                 "--" if method == "none" else "o-",
-                color=_COLOUR_BY_LOAD if line[0].get("adaptive") == "load" else _COLOURS[method],
+                color=_ADAPTIVE_COLOURS.get(line[0].get("adaptive"), _COLOURS[method]),
                 alpha=1.0 if k == largest else 0.15 + 0.3 * k / largest,
                 linewidth=2.2 if k == largest else 1.2,
                 label=label,

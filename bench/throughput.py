@@ -25,15 +25,15 @@ def _num_prompts(options: Options, concurrency: int) -> int:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compared: a method, its drafts per round, and whether the load chooses them."""
+    """What is compared: a method, its most drafts per round, and what chooses them at run time."""
 
     method: str
     num_draft: int
     adaptive: str = "off"
 
     def __str__(self) -> str:
-        by_load = " by load" if self.adaptive == "load" else ""
-        return f"{self.method} K={self.num_draft}{by_load}"
+        chosen = "" if self.adaptive == "off" else f" by {self.adaptive}"
+        return f"{self.method} K={self.num_draft}{chosen}"
 
 
 def variants(models: Models, options: Options) -> list[Variant]:
@@ -140,7 +140,7 @@ class _Sweep:
         median = by_speed[len(by_speed) // 2]
         cell = (variant.method, variant.num_draft)
         row = {
-            "kind": "adaptive" if "load" in self.options.adaptive else "throughput",
+            "kind": "throughput" if self.options.adaptive == ("off",) else "adaptive",
             **self.models.identity(
                 self.options, prompts=self.name, variant=cell, concurrency=concurrency
             ),
@@ -152,7 +152,7 @@ class _Sweep:
             row["tokens_per_second_of_repeats"] = speeds
         if row["kind"] == "adaptive":
             row["adaptive"] = variant.adaptive
-        if variant.adaptive == "load":
+        if variant.adaptive != "off":
             sizes = engine.config.batch_buckets
             row["drafts_by_batch_size"] = {n: engine.scheduler.num_draft_at(n) for n in sizes}
         if variant.method == "none":

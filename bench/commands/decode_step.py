@@ -88,7 +88,7 @@ class Options(RowOptions):
 
 def row_drafts(row: dict) -> str:
     """K of a row, as printed."""
-    if row.get("adaptive") == "load":
+    if "chosen_num_draft" in row:
         return f"{row['chosen_num_draft']} of {row['num_speculative_tokens']}"
     return str(row["num_speculative_tokens"])
 

@@ -30,13 +30,16 @@ class RoundTimer:
         self._last_result: float | None = None  # of a round that the next call followed at once
 
     def has_idle_run(self) -> bool:
-        """Whether a batch bucket with a choice has a round without a time."""
+        """Whether a batch bucket with a choice, all of it compiled, has a round without a time."""
         if self._num_seen != self._programs.num_ready:
             self._num_seen = self._programs.num_ready
             compiled = self._programs.compiled
             choices = Counter(shape.size for shape in compiled)
+            incomplete = {shape.size for shape in self._programs.missing}
             self._untimed = self.times.untimed(
-                shape for shape in compiled if choices[shape.size] > 1
+                shape
+                for shape in compiled
+                if choices[shape.size] > 1 and shape.size not in incomplete
             )
         return bool(self._untimed)
 

@@ -73,9 +73,10 @@ class RoundTimes:
         return dict(self._idle)
 
     def untimed(self, shapes: Iterable[RoundShape]) -> list[RoundShape]:
-        """Shapes that need another run over idle slots, those with a first one in front."""
+        """Shapes that need another run over idle slots, in an order that alternates between those of a batch
+        bucket: their times are compared, and a busy moment must not fall on one of them only."""
         missing = [shape for shape in shapes if shape not in self._idle]
-        return sorted(missing, key=lambda shape: -len(self._runs.get(shape, ())))
+        return sorted(missing, key=lambda shape: (shape.size, len(self._runs.get(shape, ()))))
 
     def add_idle_run(self, shape: RoundShape, seconds: float) -> None:
         """Counts a run over idle slots. The first run of a shape is not timed: it allocates memory."""

@@ -224,7 +224,7 @@ def test_a_choice_by_load_is_a_variant_of_its_own(capsys):
         ("none", 0, "off"),
         *(("peagle", k, adaptive) for k in (3, 7) for adaptive in ("off", "load")),
     ]
-    with pytest.raises(ConfigError, match="--adaptive load needs a method"):
+    with pytest.raises(ConfigError, match="--adaptive needs a method"):
         variants(Options(preset="tiny", method=("none",), adaptive=("load",)))
     argv = ["decode-step", "--preset", "gpt-oss-20b", "--synthetic-acceptance-length", "2"]
     assert main([*argv, "--synthetic-acceptance-rows", "x.jsonl"]) == 2

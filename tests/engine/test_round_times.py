@@ -65,6 +65,21 @@ def test_an_idle_time_is_the_median_of_runs_after_the_first():
     assert times.idle == {shape: 3.0e-3}
 
 
+def test_runs_over_idle_slots_alternate_between_the_rounds_of_a_bucket():
+    """A slow moment falls on all of them, so that it changes no ratio."""
+    times, order = RoundTimes(), []
+    shapes = [RoundShape(size, k) for size in (4, 8) for k in (0, 3, 7)]
+    while missing := times.untimed(shapes):
+        order.append(missing[0])
+        slow = 5 if 6 < len(order) <= 15 else 1  # three turns of the first bucket
+        times.add_idle_run(missing[0], slow * 1e-3 * (1 + missing[0].num_draft))
+    assert order[:6] == 2 * shapes[:3]
+    assert {shape.size for shape in order[:18]} == {4}
+    idle = times.idle
+    for size in (4, 8):
+        assert idle[RoundShape(size, 7)] / idle[RoundShape(size, 0)] == pytest.approx(8)
+
+
 def test_slow_rounds_are_run_less_often():
     times, shape = RoundTimes(), RoundShape(4, 3)
     for seconds in (2.0, 1.0):
