@@ -13,12 +13,12 @@ def saved_table(rows: Sequence[dict]) -> str:
     lines = [
         [
             f"{row['model']}, {labels.label(row)}, {row['device']}; {row['chat_tokens']:,} tokens, "
-            f"{row['concurrency']} at once",
+            f"{min(row['concurrency'], row['chats'])} at once",
             f"{row['turn_ttft_ms_cold']:,.0f}",
             f"{row['turn_ttft_ms_warm']:,.0f}",
             f"{row['turn_cached_share']:.0%}",
-            f"{row['shared_tokens_per_second_cold']:,.0f}",
-            f"{row['shared_tokens_per_second_warm']:,.0f}",
+            f"{row['shared_tokens_per_second_cold']:,.1f}",
+            f"{row['shared_tokens_per_second_warm']:,.1f}",
             f"{row['shared_cached_share']:.0%}",
         ]
         for row in rows
