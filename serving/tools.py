@@ -8,6 +8,10 @@ from serving.errors import invalid
 from serving.json_input import check_sizes, parse_object
 from serving.limits import Limits
 
+NO_FORMAT = (
+    "this model's chat template has no known format of calls; the server's operator may choose one with "
+    "--reply-format"
+)
 _NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -44,9 +48,9 @@ def refuse_equal_names(tools: Iterable[dict], *, field: str) -> None:
 
 
 class Arguments:
-    """Parses the arguments of calls in a conversation. Chat templates take objects, not JSON texts.
+    """Parses JSON objects within a request, such as the arguments of calls: chat templates take no JSON texts.
 
-    All arguments of a request together are bounded as one JSON text is.
+    All objects of a request together are bounded as one JSON text is.
     """
 
     def __init__(self, limits: Limits):
@@ -59,9 +63,17 @@ class Arguments:
         Raises:
           ServiceError: INVALID_ARGUMENT; the arguments are no JSON object, or too many.
         """
-        content = (arguments.strip() or "{}").encode("utf-8", "replace")
+        value = self.parse(arguments.strip() or "{}", field=field)
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
+
+    def parse(self, text: str, *, field: str) -> dict:
+        """A JSON object.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT; the text is none, or the objects so far are too large.
+        """
+        content = text.encode("utf-8", "replace")
         self._num_values = check_sizes(
             content, field=field, limits=self._limits, num_before=self._num_values
         )
-        value = parse_object(content, field=field, limits=self._limits)
-        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
+        return parse_object(content, field=field, limits=self._limits)

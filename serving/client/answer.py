@@ -1,5 +1,7 @@
 """Joins the deltas of an answer; shows its statistics, or all of it as JSON."""
 
+import json
+
 from google.protobuf.message import Message
 
 from serving.protos import peagle_v1_pb2 as pb
@@ -10,6 +12,7 @@ def add(whole: pb.GenerateResponse, delta: pb.GenerateDelta) -> None:
     sequence = whole.sequences[delta.index]
     sequence.text += delta.text
     sequence.reasoning += delta.reasoning
+    sequence.tool_calls.extend(delta.tool_calls)
     sequence.token_ids.extend(delta.token_ids)
     sequence.logprobs.extend(delta.logprobs)
     if delta.HasField("finish"):
@@ -70,6 +73,11 @@ def fields(message: Message) -> dict:
     return content
 
 
+def as_call(call: pb.ToolCall) -> dict:
+    """A call as a JSON object."""
+    return {"id": call.id, "name": call.name, "arguments": json.loads(call.arguments_json)}
+
+
 def _sequence(sequence: pb.Sequence) -> dict:
     stopped_by = sequence.finish.WhichOneof("stopped_by")
     content = {
@@ -78,6 +86,8 @@ def _sequence(sequence: pb.Sequence) -> dict:
         "finish_reason": _reason(sequence.finish),
         "stopped_by": getattr(sequence.finish, stopped_by) if stopped_by else None,
     }
+    if sequence.tool_calls:
+        content["tool_calls"] = [as_call(call) for call in sequence.tool_calls]
     if sequence.reasoning:
         content["reasoning"] = sequence.reasoning
     if sequence.logprobs:

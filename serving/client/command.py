@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from serving.client.answer import add, as_json, fields, statistics
+from serving.client.answer import add, as_call, as_json, fields, statistics
 from serving.client.options import ClientError, check, parser
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -149,6 +149,8 @@ def _request(
         if text is None:
             first = [] if args.system is None else [dict(role="system", content=args.system)]
             request.chat.messages.extend(pb.ChatMessage(**turn) for turn in [*first, *chat])
+            if args.tools is not None:
+                request.chat.tools.extend(_tools(args.tools))
             request.chat.variables_json = json.dumps(dict(args.chat_option))
         else:
             request.text = text
@@ -188,6 +190,27 @@ def _constrain(message: pb.Structured, args: argparse.Namespace) -> None:
         message.choice.texts.extend(args.choice)
 
 
+def _tools(path: str) -> list[pb.Tool]:
+    """Tools of a file."""
+    try:
+        given = json.loads(_read(path))
+        if not isinstance(given, list):
+            raise TypeError("not a list")
+        functions = [one["function"] for one in given]
+        return [
+            pb.Tool(
+                name=one["name"],
+                description=one.get("description") or "",
+                parameters_json=json.dumps(one["parameters"]) if one.get("parameters") else "",
+            )
+            for one in functions
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ClientError(
+            f'{path}: must be a JSON list of {{"type": "function", "function": {{"name": ...}}}}'
+        ) from error
+
+
 def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.GenerateRequest) -> str:
     """Writes the answer and its statistics; returns the text of the first sequence."""
     whole = pb.GenerateResponse(sequences=[pb.Sequence() for _ in range(args.n)])
@@ -198,7 +221,7 @@ def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.Generate
             for delta in deltas:
                 add(whole, delta)
                 if is_streamed:
-                    is_reasoning = _show(delta, is_reasoning)
+                    is_reasoning = _show(delta, is_reasoning, whole.sequences[0])
         whole.request_id = dict(call.initial_metadata()).get("x-request-id", "")
     text = whole.sequences[0].text
     if args.json:
@@ -211,13 +234,17 @@ def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.Generate
             if sequence.reasoning:
                 _write_err(sequence.reasoning)
             _write(f"=== {number} of {args.n}\n{sequence.text}\n")
+            _write_calls(sequence.tool_calls)
     _write_err("-" * 40)
     _write_err(statistics(whole))
     return text
 
 
-def _show(delta: pb.GenerateDelta, is_reasoning: bool) -> bool:
-    """Writes reasoning to stderr and text to stdout; returns whether the last line is reasoning."""
+def _show(delta: pb.GenerateDelta, is_reasoning: bool, sequence: pb.Sequence) -> bool:
+    """Writes reasoning to stderr, text and calls to stdout; returns whether the last line is reasoning.
+
+    `sequence` has all output so far, that of `delta` included.
+    """
     if delta.reasoning:
         _write_err(delta.reasoning, end="")
         is_reasoning = True
@@ -225,7 +252,16 @@ def _show(delta: pb.GenerateDelta, is_reasoning: bool) -> bool:
         _write_err("")
         is_reasoning = False
     _write(delta.text)
+    if delta.tool_calls:
+        is_first = len(sequence.tool_calls) == len(delta.tool_calls)
+        _write("\n" if is_first and sequence.text else "")
+        _write_calls(delta.tool_calls)
     return is_reasoning
+
+
+def _write_calls(calls: Sequence[pb.ToolCall]) -> None:
+    for call in calls:
+        _write(json.dumps(as_call(call), ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager

@@ -54,6 +54,11 @@ def parser() -> argparse.ArgumentParser:
         "--chat-option", type=_named_value, action="append", default=[], metavar="NAME=VALUE",
         help="with --chat: variable of the template, such as enable_thinking=false; repeatable",
     )  # fmt: skip
+    add(
+        "--tools", metavar="FILE",
+        help="with --chat: tools that the model may call, a JSON list as OpenAI's API takes it; "
+        "each call is written as a line of JSON",
+    )  # fmt: skip
     add("--json", action="store_true", help="write one JSON object with all fields instead of text")
     add(
         "--info",
@@ -104,13 +109,16 @@ def parser() -> argparse.ArgumentParser:
         "--num-speculative-tokens", "-K", type=int, metavar="K",
         help="drafts per round; 0 decodes without drafts (default: the server's own)",
     )  # fmt: skip
-    add = command_line.add_argument_group("structured output").add_argument
+    _add_constraints(command_line.add_argument_group("structured output").add_argument)
+    return command_line
+
+
+def _add_constraints(add) -> None:
     add("--json-object", action="store_true", help="write a JSON object")
     add("--json-schema", metavar="FILE", help="write JSON that satisfies the JSON schema in FILE")
     add("--regex", metavar="PATTERN", help="write text that PATTERN matches as a whole")
     add("--choice", action="append", metavar="TEXT", help="write one of the TEXTs; repeatable")
     add("--grammar", metavar="FILE", help="write text of the grammar in FILE: Lark or GBNF")
-    return command_line
 
 
 def _add_controls(add: Callable) -> None:
@@ -177,6 +185,7 @@ def check(args: argparse.Namespace) -> None:
     )
     rules = (
         ((args.system is not None or args.chat_option) and not args.chat, "--system and --chat-option need --chat"),
+        (args.tools is not None and not args.chat, "--tools needs --chat"),
         (args.info and args.health, "give one of --info and --health"),
         ((args.info or args.health) and args.prompt is not None, "--info and --health take no PROMPT"),
         (args.logprobs is not None and not args.json, "--logprobs needs --json"),

@@ -8,7 +8,7 @@ from peagle_jax.structured import Structured
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.fields import Fields, neutral
-from serving.tools import Arguments, refuse_equal_names, tool
+from serving.tools import NO_FORMAT, Arguments, refuse_equal_names, tool
 
 
 def _check_type(value: object) -> object:
@@ -100,8 +100,7 @@ class ToolFields(Fields):
         if not frontend.replies.has_calls:
             raise invalid(
                 "tools",
-                "this model's chat template has no known format of calls; the server's operator may "
-                "choose one with --reply-format",
+                NO_FORMAT,
             )
         return tools
 

@@ -19,7 +19,9 @@ from serving.protos import peagle_v1_pb2_grpc
 from serving.replies.parts import ReplyPart
 from serving.rounds import RoundReport, RoundReports
 from serving.rpc import calls
+from serving.rpc.chat import calls_of, message_of, tools_of
 from serving.stream import Ask, Delta, Finish, Usage
+from serving.tools import Arguments
 
 _MAX_ABORTS = 1024
 
@@ -60,6 +62,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
                 sequence = response.sequences[delta.index]
                 sequence.rounds.extend(rounds.of(delta))
                 replies[delta.index] += ReplyPart(delta.text, delta.reasoning)
+                sequence.tool_calls.extend(calls_of(delta))
                 sequence.token_ids.extend(delta.tokens)
                 sequence.logprobs.extend(_logprobs(delta.logprobs))
                 if delta.finish is not None:
@@ -128,7 +131,8 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         salt = None
         if request.HasField("cache_salt"):
             salt = cache_salt(request.cache_salt, field="cache_salt")
-        prompt = await self._prompt(request)
+        tools = tools_of(request.chat, self._frontend)
+        prompt = await self._prompt(request, tools)
         ask = Ask(
             request_id=request_id,
             prompt=prompt,
@@ -139,6 +143,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             cache_salt=salt,
             wants_text=not request.output.tokens_only,
             is_chat=request.WhichOneof("prompt") == "chat",
+            tools=tools,
             method=f"peagle.v1.Generation/{method}",
             trace=calls.trace(context),
             spelling=_SPELLING
@@ -149,7 +154,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         )
         return await self._frontend.constrain(ask)
 
-    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+    async def _prompt(self, request: pb.GenerateRequest, tools: list[dict]) -> list[int]:
         match request.WhichOneof("prompt"):
             case "text":
                 return await self._frontend.encode(request.text, field="text")
@@ -157,18 +162,19 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
                 most = self._frontend.config.max_model_len
                 return prompt_ids(request.tokens.ids, field="tokens", max_model_len=most)
             case "chat":
-                return await self._chat(request.chat)
+                return await self._chat(request.chat, tools)
         raise invalid("prompt", "set one of text, tokens and chat")
 
-    async def _chat(self, chat: pb.Chat) -> list[int]:
+    async def _chat(self, chat: pb.Chat, tools: list[dict]) -> list[int]:
         limits = self._frontend.limits
         if not 1 <= len(chat.messages) <= limits.max_messages:
             raise invalid("chat.messages", f"must be between 1 and {limits.max_messages}")
-        messages = [dict(role=one.role, content=one.content) for one in chat.messages]
+        objects = Arguments(limits)
+        messages = [message_of(one, place, objects) for place, one in enumerate(chat.messages)]
         text, variables = chat.variables_json.encode(), {}
         if text:
             variables = parse_small_object(text, field="chat.variables_json", limits=limits)
-        return await self._frontend.chat(messages, variables, field="chat")
+        return await self._frontend.chat(messages, variables, tools=tools, field="chat")
 
     def _params(self, request: pb.GenerateRequest) -> SamplingParams:
         sampling, stopping = request.sampling, request.stopping
@@ -270,6 +276,7 @@ def _delta(delta: Delta) -> pb.GenerateDelta:
         index=delta.index,
         text=delta.text,
         reasoning=delta.reasoning,
+        tool_calls=calls_of(delta),
         token_ids=delta.tokens,
         logprobs=_logprobs(delta.logprobs),
     )

@@ -44,7 +44,7 @@ class LiveServer:
 
     Args:
       engine: not yet warm.
-      name, limits, report: as `Frontend` takes them.
+      name, limits, report, reply_format: as `Frontend` takes them.
       http: whether to serve HTTP too.
       options: as `RpcServer` and `HttpServer` take them.
 
@@ -61,6 +61,7 @@ class LiveServer:
         name: str = "tiny",
         limits: Limits | None = None,
         report=lambda stream: None,
+        reply_format: str = "auto",
         http: bool = False,
         **options,
     ):
@@ -69,7 +70,13 @@ class LiveServer:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.http: HttpServer | None = None
-        self.run(self._start(dict(name=name, limits=limits, report=report), http, options))
+        self.run(
+            self._start(
+                dict(name=name, limits=limits, report=report, reply_format=reply_format),
+                http,
+                options,
+            )
+        )
 
     async def _start(self, frontend_options: dict, http: bool, options: dict) -> None:
         self.frontend = Frontend(self.engine, **frontend_options)

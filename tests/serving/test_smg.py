@@ -1,17 +1,11 @@
 """The whole way: OpenAI's client, the smg gateway, `vllm.grpc.engine.VllmEngine`, the embedded model."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import openai
 import pytest
 
 from peagle_jax import EngineConfig, SamplingParams
 from peagle_jax.loading import load
+from tests.serving.gateway import running_gateway
 from tests.serving.live import LiveServer
 
 pytestmark = pytest.mark.slow
@@ -21,14 +15,6 @@ SHORT = dict(model=MODEL, max_tokens=40, temperature=0)
 SIZES = EngineConfig(
     num_draft=5, max_num_seqs=4, max_model_len=256, prefill_chunk=32, max_waiting=64
 )
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.fixture(scope="module")
@@ -47,43 +33,8 @@ def server(live):
 
 @pytest.fixture(scope="module")
 def gateway(live, tmp_path_factory):
-    """The gateway's base URL. It knows the worker's address and nothing else, and has no network."""
-    port, metrics_port = free_ports(2)
-    log = tmp_path_factory.mktemp("smg") / "log"
-    command = [
-        Path(sys.executable).with_name("smg"), "launch", "--host", "127.0.0.1", "--port", port,
-        "--worker-urls", f"grpc://{live.address}", "--disable-retries",
-        "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port,
-    ]  # fmt: skip
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
-    try:
-        url = f"http://127.0.0.1:{port}/v1"
-        wait_for_model(url, process, log)
-        assert "Fetching tokenizer from worker" in log.read_text()
+    with running_gateway(live, tmp_path_factory.mktemp("smg"), MODEL) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def wait_for_model(url: str, process: subprocess.Popen, log: Path) -> None:
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        for _ in range(300):
-            assert process.poll() is None, log.read_text()
-            try:
-                if [model.id for model in client.models.list()] == [MODEL]:
-                    client.completions.create(prompt="a", model=MODEL, max_tokens=1)
-                    return
-            except openai.APIError:
-                pass  # not up, or still fetching the tokenizer
-            time.sleep(0.2)
-    pytest.fail(f"the gateway did not find the server: {log.read_text()}")
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,15 @@
 """Tool calls over OpenAI's chat route: OpenAI's client and a model whose replies are given."""
 
 import json
+import re
 
+import grpc
 import openai
 import pytest
 
 from serving.client import main
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.scripted import Scripted
 
 TOOL = {
@@ -51,7 +55,7 @@ def streamed(chunks) -> dict:
                     assert call.index == len(whole["tool_calls"])
                     assert call.type == "function"
                     whole["tool_calls"].append([call.id, call.function.name, ""])
-                whole["tool_calls"][call.index][2] += call.function.arguments
+                whole["tool_calls"][call.index][2] += call.function.arguments or ""
             whole["finish_reason"] = choice.finish_reason or whole["finish_reason"]
     return whole
 
@@ -164,3 +168,58 @@ def test_the_priority_of_a_request_reaches_the_queue(scripted, client, capsys):
     assert main(["--address", scripted.live.address, "--priority", "7", "a"]) == 0
     capsys.readouterr()
     assert [one.priority for one in scripted.script.requests] == [-3, -3, 0, 7]
+
+
+def test_calls_over_grpc_and_from_the_terminal(scripted, tmp_path, capsys):
+    scripted.say(f"Look: {CALL}", "It says 1.")
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps([TOOL]))
+    command = ["--address", scripted.live.address, "--chat", "--tools", str(path)]
+    assert main([*command, "Read!"]) == 0
+    text, line = capsys.readouterr().out.strip().split("\n")
+    call = json.loads(line)
+    assert (text, call["name"], call["arguments"]) == ("Look:", "read", READ)
+    with grpc.insecure_channel(scripted.live.address) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        function = TOOL["function"]
+        tool = pb.Tool(
+            name="read",
+            description=function["description"],
+            parameters_json=json.dumps(function["parameters"]),
+        )
+        made = pb.ToolCall(id=call["id"], name="read", arguments_json=json.dumps(call["arguments"]))
+        messages = [
+            pb.ChatMessage(role="user", content="Read!"),
+            pb.ChatMessage(role="assistant", content=text, tool_calls=[made]),
+            pb.ChatMessage(role="tool", content="1", tool_call_id=call["id"]),
+        ]
+        chat = pb.Chat(messages=messages, tools=[tool])
+        once = stub.GenerateOnce(pb.GenerateRequest(chat=chat)).sequences[0]
+        assert (once.text, list(once.tool_calls)) == ("It says 1.", [])
+        scripted.say(CALL)
+        once = stub.GenerateOnce(pb.GenerateRequest(chat=chat)).sequences[0]
+        assert [json.loads(one.arguments_json) for one in once.tool_calls] == [READ]
+        for field, wrong in {
+            "chat.tools": pb.Chat(messages=messages, tools=[tool] * 2),
+            "chat.tools[0].name": pb.Chat(messages=messages, tools=[pb.Tool(name="a b")]),
+            "chat.tools[0].parameters_json": pb.Chat(messages=messages, tools=[pb.Tool(name="a", parameters_json="[")]),
+            "chat.messages[0].tool_calls[0].arguments_json": pb.Chat(
+                messages=[pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments_json="5")])]
+            ),
+        }.items():  # fmt: skip
+            with pytest.raises(grpc.RpcError, match=re.escape(f"{field}: ")):
+                stub.GenerateOnce(pb.GenerateRequest(chat=wrong))
+    tools = f"<tools>{json.dumps([TOOL])}</tools>"
+    assert scripted.prompts[0].startswith(tools)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[5]", '[{"type": "function"}]', "[", '[{"function": {"name": 5}}]']
+)
+def test_a_file_without_tools_is_one_line_for_the_user(tmp_path, capsys, content):
+    path = tmp_path / "tools.json"
+    path.write_text(content)
+    assert main(["--chat", "--tools", str(path), "Hi"]) == 2
+    (line,) = capsys.readouterr().err.strip().split("\n")
+    assert str(path) in line
+    assert main(["--tools", str(path), "Hi"]) == 2

@@ -1,0 +1,64 @@
+"""The smg gateway in front of a live server."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.serving.live import LiveServer
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@contextlib.contextmanager
+def running_gateway(live: LiveServer, folder: Path, model: str, *options: str) -> Iterator[str]:
+    """The gateway's base URL. It knows the worker's address and nothing else, and has no network."""
+    port, metrics_port = free_ports(2)
+    log = folder / "log"
+    command = [
+        Path(sys.executable).with_name("smg"), "launch", "--host", "127.0.0.1", "--port", port,
+        "--worker-urls", f"grpc://{live.address}", "--disable-retries",
+        "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port, *options,
+    ]  # fmt: skip
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+    try:
+        url = f"http://127.0.0.1:{port}/v1"
+        wait_for_model(url, model, process, log)
+        assert "Fetching tokenizer from worker" in log.read_text()
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_for_model(url: str, model: str, process: subprocess.Popen, log: Path) -> None:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for _ in range(300):
+            assert process.poll() is None, log.read_text()
+            try:
+                if [one.id for one in client.models.list()] == [model]:
+                    client.completions.create(prompt="a", model=model, max_tokens=1)
+                    return
+            except openai.APIError:
+                pass  # not up, or still fetching the tokenizer
+            time.sleep(0.2)
+    pytest.fail(f"the gateway did not find the server: {log.read_text()}")
