@@ -49,7 +49,8 @@ def test_memory_for_keys_and_values_is_a_number_of_pages():
         ).config.total_pages
     )
     bounded = pages("4MiB")
-    assert bounded < pages(None) == 16 * 64 // 16 + 1
+    slots = 16 * 64 // 16
+    assert bounded < pages(None) == 4 * slots + 1  # on a CPU the cache keeps three times what runs
     assert 0 <= pages("8MiB") - 2 * bounded <= 1
     with pytest.raises(ConfigError, match="kv_cache_memory='1kB' makes 0 pages"):
         pages("1kB")
