@@ -77,7 +77,7 @@ def first_token(request: dict) -> dict:
     times = [request["started"]]
     import jax
 
-    from bench.decode_step import Models, prompts_of
+    from bench.decode_step import Models, Variant, prompts_of
     from peagle_jax import runs
     from peagle_jax.sampling_params import SamplingParams
 
@@ -90,7 +90,7 @@ def first_token(request: dict) -> dict:
     chosen = preset(options.preset, options.layers)
     models = Models.make(chosen, [method], dtype=dtype, seed=options.seed)
     times.append(time.time())
-    variant = method, num_draft, "off"
+    variant = Variant(method, num_draft)
     engine = models.engine(options, variant, (min(options.concurrency),))
     engine.warm_up()
     times.append(time.time())

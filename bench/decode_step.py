@@ -18,45 +18,25 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import roofline, rows
+from bench.cells import CellsConfig, FixedRows, Variant, accept_rule, texts_of, variants
 from bench.commands.decode_step import Options
 from bench.kernel_times import profile_rounds
 from bench.presets import Preset, preset
 from bench.random_weights import num_bytes, random_head, random_target
-from bench.synthetic import (
-    Scattered,
-    accepted_by_text,
-    drawn_acceptance,
-    synthetic_acceptance,
-)
+from bench.synthetic import Scattered, drawn_confidence
 from bench.timing import drive
 from peagle_jax import runs
-from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.config import ConfigError
 from peagle_jax.drafter import DraftHead, make_drafter
 from peagle_jax.engine.engine import Engine
+from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.step import AcceptRule
 from peagle_jax.verify import verify
 
-_DEFAULT_K = 7
 _WARM_UP_TOKENS = 24
 _PREFILLS = 3  # repeats; the row has their median
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
-
-Variant = tuple[str, int, str]
-"""Method, most drafts per round, and the value of `EngineConfig.adaptive`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CellsConfig(EngineConfig):
-    """Engine sizes with one batch bucket per measured concurrency; prompts are computed anew."""
-
-    concurrencies: tuple[int, ...]
-    prefix_caching: bool = False
-
-    @property
-    def batch_buckets(self) -> tuple[int, ...]:
-        return tuple(sorted(self.concurrencies))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +70,14 @@ class Models:
         Raises:
           ConfigError: their caches do not fit beside the weights.
         """
-        method, num_draft, adaptive = variant
+        method, num_draft, adaptive, per_request = variant
         most = max(concurrencies)
         tokens = options.prompt_tokens + options.max_tokens + 2 * num_draft + 1
         config = CellsConfig(
             concurrencies=concurrencies,
             num_draft=num_draft,
-            adaptive=adaptive,
+            adaptive="survival" if per_request else adaptive,
+            rows_per_request=per_request,
             max_num_seqs=most,
             max_model_len=-(-tokens // options.page_size) * options.page_size,
             page_size=options.page_size,
@@ -109,47 +90,15 @@ class Models:
         head, drafter, accept = self.heads.get(method), None, verify
         if head is not None:
             made = make_drafter(head, num_draft, options.draft_sampling)
-            drafter = Scattered(made, self.preset.target.vocab_size, num_draft)
-            accept = _accept_rule(options, num_draft)
-        return Engine(self.target, head, config, drafter=drafter, accept=accept)
-
-
-def _accept_rule(options: Options, num_draft: int) -> AcceptRule:
-    """The acceptance rule of the options.
-
-    Raises:
-      ConfigError: no rule over `num_draft` drafts can be as asked.
-    """
-    if options.synthetic_acceptance_rows is not None:
-        measured = rows.read([options.synthetic_acceptance_rows])
-        return drawn_acceptance(accepted_by_text(measured, num_draft), num_draft)
-    if options.synthetic_acceptance_length is not None:
-        return synthetic_acceptance(options.synthetic_acceptance_length, num_draft)
-    return verify
-
-
-def variants(options: Options) -> list[Variant]:
-    """What to measure, plain decoding first.
-
-    Raises:
-      ConfigError: K or an acceptance length without a drafter, or one that the other excludes.
-    """
-    length = options.synthetic_acceptance_length
-    methods = [method for method in dict.fromkeys(options.method) if method != "none"]
-    if not methods:
-        for name, is_given in (
-            ("-K", bool(options.k)),
-            ("--synthetic-acceptance-length", length is not None),
-            ("--synthetic-acceptance-rows", options.synthetic_acceptance_rows is not None),
-            ("--adaptive", set(options.adaptive) != {"off"}),
-        ):
-            if is_given:
-                raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
-    drafts = sorted(set(options.k or [_DEFAULT_K]))
-    drafting = [(m, k, adaptive) for m in methods for k in drafts for adaptive in options.adaptive]
-    for _, k, _ in drafting:
-        _accept_rule(options, k)
-    return ([("none", 0, "off")] if "none" in options.method else []) + drafting
+            texts = texts_of(options, num_draft)
+            known = None if texts is None else drawn_confidence(texts, num_draft)
+            drafter = Scattered(made, self.preset.target.vocab_size, num_draft, known)
+            accept = accept_rule(options, num_draft)
+        engine = Engine(self.target, head, config, drafter=drafter, accept=accept)
+        if per_request:
+            engine.policy = FixedRows(num_draft, engine.policy.times)
+            engine.scheduler.policy = engine.policy
+        return engine
 
 
 def decode_step(options: Options, environment: dict) -> list[dict]:
@@ -174,8 +123,9 @@ def decode_step(options: Options, environment: dict) -> list[dict]:
             for group in _groups(options):
                 for row in _measure(options, models, variant, group, bar):
                     row |= environment
-                    if variant[2] == "off":
-                        config = None if variant[0] == "none" else chosen.head(variant[0])
+                    if variant.adaptive == "off" and not variant.rows:
+                        method = variant.method
+                        config = None if method == "none" else chosen.head(method)
                         row |= roofline.fraction(row, chosen.target, config)
                     done.append(rows.rounded(row))
                     rows.append(options.out, done[-1])
@@ -207,7 +157,7 @@ def _measure(
     options: Options, models: Models, variant: Variant, group: tuple[int, ...], bar: tqdm
 ) -> Iterator[dict]:
     """Rows of one engine, without their environment. Cells that do not fit into memory are skipped."""
-    name = f"{variant[0]} K={variant[1]}{'' if variant[2] == 'off' else f' by {variant[2]}'}"
+    name = variant.name
     while group:
         try:
             bar.set_description(f"{name}: compiling for {', '.join(map(str, group))}")
@@ -248,11 +198,11 @@ def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
 
 def _identity(options: Options, models: Models, variant: Variant, engine: Engine) -> dict:
     """Row fields that identify the measurement."""
-    method, num_draft, adaptive = variant
+    method, num_draft, adaptive, per_request = variant
     head = models.heads.get(method)
     is_drawn = num_draft and options.synthetic_acceptance_rows is not None
     return {
-        "kind": "decode-step" if options.adaptive == ("off",) else "adaptive-step",
+        "kind": kind(options),
         "model": models.preset.name,
         "dtype": models.dtype,
         "weights": models.preset.weights,
@@ -267,7 +217,8 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             if is_drawn
             else {}
         ),
-        **({} if options.adaptive == ("off",) else {"adaptive": adaptive}),
+        **({"adaptive": adaptive} if kind(options) != "decode-step" else {}),
+        **({"rows_per_request": per_request} if kind(options) == "ragged-step" else {}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -283,6 +234,13 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         "weights_seconds": models.seconds,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def kind(options: Options) -> str:
+    """Kind of the rows: those of a comparison are not part of the tables of fixed K."""
+    if options.rows:
+        return "ragged-step"
+    return "decode-step" if options.adaptive == ("off",) else "adaptive-step"
 
 
 def prompts_of(options: Options, count: int, vocab_size: int) -> list[list[int]]:
@@ -309,6 +267,7 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     prefills = [run(with_tokens(1)).as_row() for _ in range(_PREFILLS)]
     prefill = sorted(prefills, key=lambda row: row["seconds"])[_PREFILLS // 2]
     before = engine.scheduler.num_preemptions
+    counted = None if engine.policy is None else engine.policy.counts
     row = run(params).as_row()
     steady = concurrency * row["acceptance_length"] / row["ms_per_round_mean"]
     return {
@@ -322,11 +281,22 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
         **(
             {}
             if engine.policy is None
-            else {"chosen_num_draft": engine.scheduler.num_draft_at(concurrency)}
+            else {
+                "chosen_num_draft": engine.scheduler.num_draft_at(concurrency),
+                **_survival(engine.policy.counts, counted),
+            }
         ),
         "preemptions": engine.scheduler.num_preemptions - before,
         "peak_memory_bytes": peak_memory(),
     }
+
+
+def _survival(now: SurvivalCounts, before: SurvivalCounts) -> dict:
+    """Row fields about the rounds between two counts; none if survival was not counted."""
+    rounds = now.rounds - before.rounds
+    names = ("verified", "accepted", "expected")
+    means = {f"{name}_per_round": getattr(now, name) - getattr(before, name) for name in names}
+    return {name: total / rounds for name, total in means.items()} if rounds else {}
 
 
 def _profile(options: Options, engine: Engine, concurrency: int, bar: tqdm) -> dict:

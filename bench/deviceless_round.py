@@ -34,6 +34,7 @@ from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.plan import DecodePlan, PrefillPlan, mask_words
+from peagle_jax.ragged import ragged_step
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (copy|copy-start)\(")
@@ -79,6 +80,9 @@ class Sizes(Options):
     head_layers: int = option("layers of the head", default=1, type=positive, metavar="N")
     k: int = option(
         "drafts per round; 0: plain decoding", default=3, short="-k", type=int, metavar="K"
+    )
+    rows: int = option(
+        "drafts that a ragged round verifies in all; 0: all", default=0, type=int, metavar="R"
     )
     concurrency: int = option("sequences", default=2, type=positive, metavar="N")
     max_model_len: int = option("prompt and output", default=4096, type=positive, metavar="N")
@@ -130,6 +134,7 @@ def programs(sizes: Sizes) -> Programs:
         max_model_len=sizes.max_model_len,
         dtype="bfloat16",
         kv_cache_dtype=sizes.kv_cache_dtype,
+        adaptive="survival" if sizes.rows else "off",
     )
     head_config, drafter, taps = None, None, ()
     target = jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))
@@ -144,6 +149,9 @@ def programs(sizes: Sizes) -> Programs:
 
     def decode_round(weights, state, plan):
         target, drafter = jax.tree.unflatten(structure, weights)
+        if sizes.rows:
+            rows = dict(num_rows=sizes.rows)
+            return ragged_step(target, drafter, state, *plan, taps=taps, **rows)
         return step.speculative_step(target, drafter, state, *plan, taps=taps)
 
     def prefill(weights, state, plan):

@@ -47,6 +47,10 @@ class Options(RowOptions):
         default=None, type=Path, metavar="FILE.jsonl",
     )  # fmt: skip
     adaptive: tuple[str, ...] = adaptive_option()
+    rows: tuple[int, ...] = option(
+        "also time ragged rounds, which verify N drafts of each request on average, at most K - 1", default=(),
+        nargs="+", type=positive, metavar="N",
+    )  # fmt: skip
     prompt_tokens: int = option("tokens per prompt", default=512, type=positive, metavar="N")
     max_tokens: int = option("new tokens per prompt", default=512, type=positive, metavar="N")
     temperature: float = option(
@@ -88,6 +92,8 @@ class Options(RowOptions):
 
 def row_drafts(row: dict) -> str:
     """K of a row, as printed."""
+    if row.get("rows_per_request"):
+        return f"{row['num_speculative_tokens']}, {row['rows_per_request']} verified"
     if "chosen_num_draft" in row:
         return f"{row['chosen_num_draft']} of {row['num_speculative_tokens']}"
     return str(row["num_speculative_tokens"])

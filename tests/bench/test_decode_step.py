@@ -10,26 +10,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench import presets, rows
+from bench import presets
 from bench.__main__ import main
 from bench.cold_start import first_token
 from bench.commands.decode_step import Options
-from bench.decode_step import CellsConfig, Models, _groups, variants
+from bench.decode_step import CellsConfig, Models, Variant, _groups, variants
 from bench.presets import preset
 from bench.random_weights import num_bytes, random_head, random_target
-from bench.synthetic import (
-    Scattered,
-    accepted_by_text,
-    drawn_acceptance,
-    synthetic_acceptance,
-)
 from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind
-from peagle_jax import Engine, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig
-from peagle_jax.drafter import make_drafter
 from peagle_jax.layers import INIT_STD
-from peagle_jax.plan import RequestParams
 from tests import tiny
 
 MOE = replace(
@@ -142,88 +133,18 @@ def _head(name: str):
     return DraftHead(preset(name).head("peagle"), dtype="bfloat16", rngs=nnx.Rngs(0))
 
 
-def synthetic_engine(length: float, temperature: float) -> tuple[Engine, list]:
-    head = tiny.head()
-    drafter = Scattered(make_drafter(head, 3, "argmax"), 128, 3)
-    sizes = dict(num_draft=3, max_num_seqs=8, max_model_len=192, prefill_rows=8, prefill_chunk=4)
-    config = CellsConfig(concurrencies=(8,), **sizes)
-    rule = synthetic_acceptance(length, 3)
-    engine = Engine(tiny.target(), head, config, drafter=drafter, accept=rule)
-    params = SamplingParams(max_tokens=120, temperature=temperature, ignore_eos=True)
-    return engine, engine.generate([[i, i + 1] for i in range(8)], params)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_synthetic_acceptance_has_the_mean_asked_for(temperature):
-    _, completions = synthetic_engine(2.4, temperature)
-    rounds = sum(c.rounds for c in completions)
-    mean = 1 + sum(c.accepted for c in completions) / rounds
-    assert mean == pytest.approx(2.4, abs=0.08)
-    counts = np.sum([c.accepted_per_position for c in completions], axis=0) / rounds
-    assert counts[0] == 1.0  # 1, a fraction, 0: vLLM's schedule
-    assert counts[2] == 0.0
-    tokens = [token for c in completions for token in c.tokens]
-    assert len(set(tokens)) > 100  # of 128: routing stays diverse
-
-
-def test_synthetic_acceptance_must_be_possible():
-    with pytest.raises(ConfigError, match=r"K=3 .* 1 to 4"):
-        synthetic_acceptance(4.5, 3)
-    with pytest.raises(ConfigError, match="1 to 8"):
-        synthetic_acceptance(0.5, 7)
-
-
-def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
-    """Drafts that a rule accepts in `count` rounds of a request."""
-    row = lambda value, dtype: jnp.full(count, value, dtype)
-    params = RequestParams(
-        seed=jnp.tile(jnp.array([[0, seed]], jnp.uint32), (count, 1)),
-        temperature=row(0, jnp.float32), top_k=row(0, jnp.int32), top_p=row(1, jnp.float32),
-        min_p=row(0, jnp.float32), num_draft=row(num_draft, jnp.int32),
-        num_logprobs=row(-1, jnp.int32), adjusts=row(0, jnp.int32),
-    )  # fmt: skip
-    positions = 10 * jnp.arange(count)[:, None] + jnp.arange(num_draft + 1)
-    drafts = jnp.zeros((count, num_draft), jnp.int32)
-    verdict = rule(jnp.zeros((count, num_draft + 1, 4)), drafts, None, positions, params)
-    return (verdict.count - 1).tolist()
-
-
-def test_drawn_acceptance_repeats_the_histogram_of_a_text():
-    texts = [[0, 0, 0, 3], [], [2, 7]]  # a text without rounds does not count
-    rule = drawn_acceptance(texts, 3)
-    counts = np.bincount(accepted_of(rule, 0, 3, 2000), minlength=4) / 2000
-    assert counts == pytest.approx([0.75, 0, 0, 0.25], abs=0.05)
-    counts = np.bincount(accepted_of(rule, 5, 3, 2000), minlength=4) / 2000
-    assert counts == pytest.approx([0, 0, 0.5, 0.5], abs=0.05)
-    assert set(accepted_of(rule, 5, 1, 100)) == {1}  # a round of K = 1
-    with pytest.raises(ConfigError, match="no text has rounds"):
-        drawn_acceptance([[]], 3)
-
-
-def test_acceptance_is_drawn_from_rows_with_enough_drafts():
-    measured = [
-        dict(
-            kind="headroom", method="peagle", num_speculative_tokens=7, accepted_by_text=[[1], [2]]
-        ),
-        dict(kind="headroom", method="peagle", num_speculative_tokens=3, accepted_by_text=[[3]]),
-        dict(kind="headroom", method="eagle3", num_speculative_tokens=7, accepted_by_text=[[4]]),
-        dict(kind="throughput"),
-    ]
-    assert accepted_by_text(measured, 7) == [[1], [2]]
-    assert accepted_by_text(measured, 3) == [[1], [2], [3]]
-    with pytest.raises(ConfigError, match="at least 8 drafts"):
-        accepted_by_text(measured, 8)
-    shipped = accepted_by_text(rows.read([rows.RESULTS / "headroom.jsonl"]), 7)
-    assert all(0 <= n <= 7 for text in shipped for n in text)
-
-
 def test_a_choice_by_load_is_a_variant_of_its_own(capsys):
     of = lambda **fields: variants(Options(preset="tiny", k=(3, 7), **fields))
     assert of(method=("none", "peagle"), adaptive=("off", "load")) == [
-        ("none", 0, "off"),
-        *(("peagle", k, adaptive) for k in (3, 7) for adaptive in ("off", "load")),
+        Variant("none", 0),
+        *(Variant("peagle", k, adaptive) for k in (3, 7) for adaptive in ("off", "load")),
     ]
+    assert of(method=("peagle",), rows=(1, 4)) == [
+        Variant("peagle", 3), Variant("peagle", 3, rows=1),
+        Variant("peagle", 7), Variant("peagle", 7, rows=1), Variant("peagle", 7, rows=4),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="--rows needs a method"):
+        variants(Options(preset="tiny", method=("none",), rows=(2,)))
     with pytest.raises(ConfigError, match="--adaptive needs a method"):
         variants(Options(preset="tiny", method=("none",), adaptive=("load",)))
     argv = ["decode-step", "--preset", "gpt-oss-20b", "--synthetic-acceptance-length", "2"]
@@ -270,6 +191,21 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
     drafted = [row for row in measured if row["method"] != "none"]
     assert all(1.8 < row["acceptance_length"] < 3.2 for row in drafted)
     assert "P-EAGLE" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ragged_rounds_are_timed_beside_dense_ones(tiny_presets, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]
+    argv += ["--method", "peagle", "--rows", "1", "--concurrency", "3", "--max-tokens", "40"]
+    argv += ["--synthetic-acceptance-length", "2.5", "--prefill-rows", "1"]
+    assert main(["decode-step", *argv]) == 0
+    dense, ragged = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (dense["kind"], ragged["kind"]) == ("ragged-step", "ragged-step")
+    assert (dense["rows_per_request"], ragged["rows_per_request"]) == (0, 1)
+    assert 2.5 < ragged["verified_per_round"] <= 3
+    assert 1.5 < ragged["acceptance_length"] < dense["acceptance_length"]
+    assert "3, 1 verified" in capsys.readouterr().out
 
 
 def test_an_engine_compiles_only_the_batch_sizes_of_its_cells():

@@ -1,0 +1,106 @@
+"""What `peagle-bench decode-step` measures: methods, numbers of drafts, and rules of acceptance."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bench import rows
+from bench.commands.decode_step import Options
+from bench.synthetic import accepted_by_text, drawn_acceptance, synthetic_acceptance
+from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.request import Request
+from peagle_jax.engine.survival import SurvivalPolicy
+from peagle_jax.step import AcceptRule
+from peagle_jax.verify import verify
+
+_DEFAULT_K = 7
+
+
+class Variant(NamedTuple):
+    """What is measured at each concurrency."""
+
+    method: str
+    num_draft: int  # most drafts per round
+    adaptive: str = "off"  # what the engine chooses, as in `EngineConfig`
+    rows: int = 0  # drafts that a ragged round verifies for each request, on average; 0: all
+
+    @property
+    def name(self) -> str:
+        chosen = "" if self.adaptive == "off" else f" by {self.adaptive}"
+        ragged = f", {self.rows} verified" if self.rows else ""
+        return f"{self.method} K={self.num_draft}{chosen}{ragged}"
+
+
+class FixedRows(SurvivalPolicy):
+    """All rounds are ragged, with the first R of their batch bucket."""
+
+    def shape(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> RoundShape:
+        self._shapes[size] = RoundShape(size, drafts[-1], self.ragged[size][0])
+        return self._shapes[size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellsConfig(EngineConfig):
+    """Engine sizes with one batch bucket per measured concurrency; prompts are computed anew."""
+
+    concurrencies: tuple[int, ...]
+    rows_per_request: int = 0
+    prefix_caching: bool = False
+
+    @property
+    def batch_buckets(self) -> tuple[int, ...]:
+        return tuple(sorted(self.concurrencies))
+
+    def ragged_rows(self, batch_size: int) -> tuple[int, ...]:
+        if self.rows_per_request:
+            return (self.rows_per_request * batch_size,)
+        return super().ragged_rows(batch_size)
+
+
+def texts_of(options: Options, num_draft: int) -> list[list[int]] | None:
+    """Accepted drafts of each round, by text, from which acceptance is drawn; None: it is not."""
+    if options.synthetic_acceptance_rows is None:
+        return None
+    return accepted_by_text(rows.read([options.synthetic_acceptance_rows]), num_draft)
+
+
+def accept_rule(options: Options, num_draft: int) -> AcceptRule:
+    """The acceptance rule of the options.
+
+    Raises:
+      ConfigError: no rule over `num_draft` drafts can be as asked.
+    """
+    if (texts := texts_of(options, num_draft)) is not None:
+        return drawn_acceptance(texts, num_draft)
+    if options.synthetic_acceptance_length is not None:
+        return synthetic_acceptance(options.synthetic_acceptance_length, num_draft)
+    return verify
+
+
+def variants(options: Options) -> list[Variant]:
+    """What to measure, plain decoding first.
+
+    Raises:
+      ConfigError: K or an acceptance length without a drafter, or one that the other excludes.
+    """
+    length = options.synthetic_acceptance_length
+    methods = [method for method in dict.fromkeys(options.method) if method != "none"]
+    if not methods:
+        for name, is_given in (
+            ("-K", bool(options.k)),
+            ("--synthetic-acceptance-length", length is not None),
+            ("--synthetic-acceptance-rows", options.synthetic_acceptance_rows is not None),
+            ("--adaptive", set(options.adaptive) != {"off"}),
+            ("--rows", bool(options.rows)),
+        ):
+            if is_given:
+                raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
+    drafts = sorted(set(options.k or [_DEFAULT_K]))
+    drafting = []
+    for method, k in itertools.product(methods, drafts):
+        accept_rule(options, k)
+        drafting += [Variant(method, k, adaptive) for adaptive in options.adaptive]
+        drafting += [Variant(method, k, "off", number) for number in options.rows if number < k]
+    return ([Variant("none", 0)] if "none" in options.method else []) + drafting

@@ -1,0 +1,121 @@
+"""Synthetic acceptance: as many drafts are accepted as asked for, or as in rounds of real texts."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import rows
+from bench.cells import CellsConfig
+from bench.synthetic import (
+    Scattered,
+    accepted_by_text,
+    drawn_acceptance,
+    drawn_confidence,
+    synthetic_acceptance,
+)
+from peagle_jax import Engine, SamplingParams
+from peagle_jax.config import ConfigError
+from peagle_jax.drafter import Proposal, make_drafter
+from peagle_jax.plan import RequestParams
+from tests import tiny
+
+
+def synthetic_engine(length: float, temperature: float) -> tuple[Engine, list]:
+    head = tiny.head()
+    drafter = Scattered(make_drafter(head, 3, "argmax"), 128, 3)
+    sizes = dict(num_draft=3, max_num_seqs=8, max_model_len=192, prefill_rows=8, prefill_chunk=4)
+    config = CellsConfig(concurrencies=(8,), **sizes)
+    rule = synthetic_acceptance(length, 3)
+    engine = Engine(tiny.target(), head, config, drafter=drafter, accept=rule)
+    params = SamplingParams(max_tokens=120, temperature=temperature, ignore_eos=True)
+    return engine, engine.generate([[i, i + 1] for i in range(8)], params)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_synthetic_acceptance_has_the_mean_asked_for(temperature):
+    _, completions = synthetic_engine(2.4, temperature)
+    rounds = sum(c.rounds for c in completions)
+    mean = 1 + sum(c.accepted for c in completions) / rounds
+    assert mean == pytest.approx(2.4, abs=0.08)
+    counts = np.sum([c.accepted_per_position for c in completions], axis=0) / rounds
+    assert counts[0] == 1.0  # 1, a fraction, 0: vLLM's schedule
+    assert counts[2] == 0.0
+    tokens = [token for c in completions for token in c.tokens]
+    assert len(set(tokens)) > 100  # of 128: routing stays diverse
+
+
+def test_synthetic_acceptance_must_be_possible():
+    with pytest.raises(ConfigError, match=r"K=3 .* 1 to 4"):
+        synthetic_acceptance(4.5, 3)
+    with pytest.raises(ConfigError, match="1 to 8"):
+        synthetic_acceptance(0.5, 7)
+
+
+def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
+    """Drafts that a rule accepts in `count` rounds of a request."""
+    row = lambda value, dtype: jnp.full(count, value, dtype)
+    params = RequestParams(
+        seed=jnp.tile(jnp.array([[0, seed]], jnp.uint32), (count, 1)),
+        temperature=row(0, jnp.float32), top_k=row(0, jnp.int32), top_p=row(1, jnp.float32),
+        min_p=row(0, jnp.float32), num_draft=row(num_draft, jnp.int32),
+        num_logprobs=row(-1, jnp.int32), adjusts=row(0, jnp.int32),
+    )  # fmt: skip
+    positions = 10 * jnp.arange(count)[:, None] + jnp.arange(num_draft + 1)
+    drafts = jnp.zeros((count, num_draft), jnp.int32)
+    verdict = rule(jnp.zeros((count, num_draft + 1, 4)), drafts, None, positions, params)
+    return (verdict.count - 1).tolist()
+
+
+def test_drawn_acceptance_repeats_the_histogram_of_a_text():
+    texts = [[0, 0, 0, 3], [], [2, 7]]  # a text without rounds does not count
+    rule = drawn_acceptance(texts, 3)
+    counts = np.bincount(accepted_of(rule, 0, 3, 2000), minlength=4) / 2000
+    assert counts == pytest.approx([0.75, 0, 0, 0.25], abs=0.05)
+    counts = np.bincount(accepted_of(rule, 5, 3, 2000), minlength=4) / 2000
+    assert counts == pytest.approx([0, 0, 0.5, 0.5], abs=0.05)
+    assert set(accepted_of(rule, 5, 1, 100)) == {1}  # a round of K = 1
+    with pytest.raises(ConfigError, match="no text has rounds"):
+        drawn_acceptance([[]], 3)
+
+
+def test_confidence_is_how_often_the_drafts_of_a_text_were_accepted():
+    texts = [[0, 0, 0, 3], [], [2, 7]]
+    assert drawn_confidence(texts, 3).tolist() == [[0.25, 1, 1], [1, 1, 0.5]]
+    drafter = Scattered(UnsureDrafter(2), 128, 2, drawn_confidence(texts, 3))
+    inputs = SimpleNamespace(
+        start=jnp.zeros(3, jnp.int32), num_real=jnp.ones(3, jnp.int32), slots=jnp.arange(3),
+        keys=jax.random.wrap_key_data(jnp.array([[0, 4], [0, 5], [0, 6]], jnp.uint32)),
+    )  # fmt: skip
+    proposal, _ = drafter.propose(None, inputs, [])
+    assert proposal.confidence.tolist() == [[0.25, 1], [1, 1], [0.25, 1]]
+
+
+@dataclass(frozen=True)
+class UnsureDrafter:
+    num_draft: int
+
+    def propose(self, target, inputs, cache):
+        shape = (len(inputs.slots), self.num_draft)
+        return Proposal(jnp.zeros(shape, jnp.int32), None, jnp.full(shape, 0.1)), cache
+
+
+def test_acceptance_is_drawn_from_rows_with_enough_drafts():
+    measured = [
+        dict(
+            kind="headroom", method="peagle", num_speculative_tokens=7, accepted_by_text=[[1], [2]]
+        ),
+        dict(kind="headroom", method="peagle", num_speculative_tokens=3, accepted_by_text=[[3]]),
+        dict(kind="headroom", method="eagle3", num_speculative_tokens=7, accepted_by_text=[[4]]),
+        dict(kind="throughput"),
+    ]
+    assert accepted_by_text(measured, 7) == [[1], [2]]
+    assert accepted_by_text(measured, 3) == [[1], [2], [3]]
+    with pytest.raises(ConfigError, match="at least 8 drafts"):
+        accepted_by_text(measured, 8)
+    shipped = accepted_by_text(rows.read([rows.RESULTS / "headroom.jsonl"]), 7)
+    assert all(0 <= n <= 7 for text in shipped for n in text)
