@@ -200,7 +200,7 @@ def test_the_embedded_model_obeys_random_schemas(num_draft, num_cases):
     schemas = [random_schema(random.Random(i)) for i in range(number)]
     target, head, tokenizer = load_weights(None, None, method="peagle", dtype="float32")
     config = EngineConfig(
-        num_draft=num_draft, max_num_seqs=8, max_model_len=256, page_size=8, num_pages=80,
+        num_draft=num_draft, max_num_seqs=8, max_model_len=256, page_size=8, num_pages=36,
         prefill_chunk=32, prefill_rows=4,
     )  # fmt: skip
     engine = one_bucket(Engine(target, head, config, tokenizer=tokenizer))
