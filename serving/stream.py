@@ -12,7 +12,7 @@ from typing import Self
 
 from peagle_jax import SamplingParams
 from peagle_jax.engine.grammar import Matcher
-from peagle_jax.engine.request import Request, Round, TokenLogprob
+from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from serving import caller
 from serving.errors import Code, ServiceError, failure
@@ -82,7 +82,7 @@ class Delta:
 
     If a stop string ended the text, `tokens` include the token that completed it, and `text` excludes it.
     `reasoning` is the reasoning of a chat model, `calls` are its complete tool calls; `text` includes neither.
-    `rounds` are the rounds that made `tokens`; prefill made the first token of a sequence.
+    The first delta of a sequence has `prompt_logprobs`, if they were asked for. `rounds` are the rounds that made `tokens`; prefill made the first token of a sequence.
     """
 
     index: int
@@ -91,6 +91,7 @@ class Delta:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     logprobs: list[TokenLogprob] | None
+    prompt_logprobs: list[PromptLogprob | None] | None = None
     rounds: list[Round]
     finish: Finish | None
 
@@ -117,6 +118,7 @@ class _Sequence:
     parser: ReplyParser | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[PromptLogprob | None] | None = None
     rounds: list[Round] = field(default_factory=list)
     request: Request | None = None
     is_read: bool = False  # the client has read the finish
@@ -128,6 +130,7 @@ class _Sequence:
     def take(self, index: int) -> Delta:
         tokens, logprobs, rounds, request = self.tokens, self.logprobs, self.rounds, self.request
         self.tokens, self.logprobs, self.rounds = [], None, []
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         reply = self.parser.add(tokens) if self.parser else ReplyPart()
         finish = None
         if request is not None:
@@ -146,6 +149,7 @@ class _Sequence:
             reasoning=reply.reasoning,
             calls=reply.calls,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             rounds=rounds,
             finish=finish,
         )
@@ -222,6 +226,8 @@ class Stream:
             self.cached_tokens = event.cached_tokens
         if event.round is not None:
             sequence.rounds.append(event.round)
+        if event.prompt_logprobs is not None:
+            sequence.prompt_logprobs = event.prompt_logprobs
         if event.logprobs is not None:
             sequence.logprobs = (sequence.logprobs or []) + event.logprobs
         if event.tokens and self.first_token is None:

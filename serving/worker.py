@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from peagle_jax import ConfigError, Engine, SamplingParams, runs
 from peagle_jax.engine.grammar import Matcher
 from peagle_jax.engine.pages import Salt
-from peagle_jax.engine.request import Request, Round, TokenLogprob
+from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.engine.stats import Acceptance, SurvivalCounts
 
@@ -57,6 +57,8 @@ class Tokens:
     """Drafts of the round; None if prefill sampled the token, or without tokens."""
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
+    prompt_logprobs: list[PromptLogprob | None] | None = None
+    """With the first tokens of a sequence whose request asks for them."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,9 @@ class EngineWorker:
         if end is not None:
             del self._running[request.id]
         last_round = request.last_round if tokens else None
-        return Tokens(request.id, tokens, logprobs, end, last_round, request.num_cached)
+        is_first = bool(tokens) and len(tokens) == len(request.output)
+        prompt = request.prompt_logprobs if is_first else None
+        return Tokens(request.id, tokens, logprobs, end, last_round, request.num_cached, prompt)
 
     def _measure(self) -> Load:
         scheduler, policy = self._engine.scheduler, self._engine.policy

@@ -30,7 +30,7 @@ ORDER = [
     "engine", "engine.rules", "engine.pages", "engine.slots", "engine.grammar", "engine.request",
     "engine.prefixes", "engine.controls", "engine.calls", "engine.prompt_logprobs", "engine.stats",
     "engine.round_times", "engine.adaptive", "engine.survival", "engine.integrity", "engine.scheduler",
-    "engine.sizes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.programs",
+    "engine.sizes", "engine.round_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.programs",
     "engine.round_timer", "engine.completion", "engine.engine",
     "model_folders", "loading", "prompts", "runs", "draft_marks", "live_table",
     "training", "training.options", "training.corpus", "training.data", "training.cod", "training.attention",

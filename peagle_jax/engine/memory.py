@@ -15,6 +15,7 @@ from peagle_jax.config import (
     EngineConfig,
     TargetConfig,
 )
+from peagle_jax.engine.round_shapes import round_shapes
 from peagle_jax.plan import mask_words
 from peagle_jax.prompt_scores import BLOCK
 
@@ -68,8 +69,9 @@ def ring_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
 def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
     """Bytes of the sampling controls of all slots, and of the masks of all programs."""
     slot = slot_bytes(target.vocab_size)
-    rounds = sum(size * (config.num_draft_at(size) + 1) for size in config.batch_buckets)
-    masks = 4 * (rounds + config.prefill_rows) * mask_words(target.vocab_size)
+    rounds = sum(shape.size * (shape.num_draft + 1) for shape in round_shapes(config))
+    prefills = config.prefill_rows * (1 + config.prompt_logprobs)
+    masks = 4 * (rounds + prefills) * mask_words(target.vocab_size)
     return (config.max_num_seqs + 1) * slot + masks
 
 

@@ -25,10 +25,10 @@ import numpy as np
 from peagle_jax import adjust, step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
-from peagle_jax.engine.adaptive import candidates
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.memory import carve_holes
+from peagle_jax.engine.round_shapes import round_shapes
 from peagle_jax.engine.stored_times import StoredTimes
 from peagle_jax.engine.transfer import Resident, Result, pack, unpack
 from peagle_jax.plan import (
@@ -46,22 +46,6 @@ PREFILL, SCORED_PREFILL, CONTROLS = "prefill", "prefill with scores", "controls"
 """Keys of the programs besides the rounds. The key of a round's program is its `RoundShape`."""
 
 Key = RoundShape | str
-
-
-def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
-    """Shapes of all rounds, in the order in which they compile: first one round of each batch bucket, the
-    largest bucket in front, because its round serves any number of requests."""
-    sizes = config.batch_buckets[::-1]
-    shapes = [RoundShape(size, config.num_draft_at(size)) for size in sizes]
-    if config.adaptive != "off":
-        drafts = partial(candidates, config.num_draft, platform=jax.default_backend())
-        for size in sizes:
-            rows = config.ragged_rows(size)
-            # Ragged rounds take the place of values of K between none and all.
-            some = (0, config.num_draft) if rows else drafts(size=size)
-            shapes += [RoundShape(size, k) for k in some]
-            shapes += [RoundShape(size, config.num_draft, number) for number in rows]
-    return tuple(dict.fromkeys(shapes))
 
 
 class Programs:

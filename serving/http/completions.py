@@ -1,16 +1,18 @@
 """`/v1/completions`: OpenAI's route for plain text, one or several prompts."""
 
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
 
 from pydantic import FailFast, Field
 
+from peagle_jax.text import Tokenizer
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
 from serving.http.fields import described, neutral
 from serving.http.openai_answer import OpenAiAnswer
 from serving.http.options import Options, SharedFields, check_model, read_options, read_params
-from serving.http.reports import CompletionLogprobs, Rounds
+from serving.http.reports import CompletionLogprobs, Rounds, prompt_logprobs
 from serving.http.route import Call, Caller, Encode, one_ask_each
 from serving.stream import Ask, Delta
 
@@ -32,7 +34,8 @@ class CompletionFields(SharedFields):
     prompt: _Prompt
     max_tokens: int = 16
     logprobs: int | None = None
-    echo: neutral(False) = None
+    echo: bool = False
+    prompt_logprobs: int | None = None
     suffix: neutral("") = None
     prompt_embeds: neutral() = None
     add_special_tokens: neutral(True) = None
@@ -53,13 +56,19 @@ class Completions:
         check_model(content, frontend.name)
         fields = CompletionFields.read(content, frontend.limits)
         options = read_options(fields)
+        if options.is_stream and fields.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "is not for streams; leave stream out, or use echo")
+        echo = _Echo.of(fields)
         spelling = dict(_SPELLING)
+        if fields.prompt_logprobs is None:
+            spelling["prompt_logprobs"] = "echo"
         params = read_params(
             fields,
             frontend.limits,
-            max_tokens=fields.max_tokens,
+            max_tokens=1 if echo.drops_output else fields.max_tokens,
             spelling=spelling,
             logprobs=fields.logprobs,
+            prompt_logprobs=echo.num_scores,
         )
         unencoded = _prompts(fields.prompt, frontend.limits.max_n // max(1, options.n))
         ask = Ask(
@@ -81,12 +90,14 @@ class Completions:
                 for one in unencoded
             ]
             asks = one_ask_each(ask, prompts)
+            pairs = zip(unencoded, prompts, strict=True)
+            echoed = [_text(frontend.tokenizer, *pair) for pair in pairs] if echo.is_on else []
             answer = OpenAiAnswer(
                 f"cmpl-{caller.request_id}",
                 frontend.name,
                 objects=("text_completion", "text_completion"),
                 options=options,
-                choices=_Choices(frontend, options, prompts),
+                choices=_Choices(frontend, options, echo, prompts, echoed),
                 num_prompt=sum(map(len, prompts)),
             )
             return Call(asks=asks, answer=answer)
@@ -103,35 +114,99 @@ def _prompts(prompt: str | list, most: int) -> list[str | list[int]]:
     return prompt
 
 
-class _Choices:
-    """See `Choices`."""
+@dataclass(frozen=True)
+class _Echo:
+    """What a completion says about its prompt.
 
-    def __init__(self, frontend: Frontend, options: Options, prompts: list[list[int]]):
+    Attributes:
+      is_on: whether text and logprobs begin with the prompt's.
+      num_top: alternatives in the logprobs of echoed tokens; None without logprobs.
+      num_prompt_top: alternatives in `prompt_logprobs`; None without them.
+      drops_output: whether the answer is the prompt alone (max_tokens 0). The engine generates one token,
+        because nothing ends a request before its first token.
+    """
+
+    is_on: bool
+    num_top: int | None
+    num_prompt_top: int | None
+    drops_output: bool
+
+    @classmethod
+    def of(cls, fields: CompletionFields) -> Self:
+        num_top = fields.logprobs if fields.echo else None
+        drops_output = fields.echo and fields.max_tokens == 0
+        return cls(fields.echo, num_top, fields.prompt_logprobs, drops_output)
+
+    @property
+    def num_scores(self) -> int | None:
+        """Alternatives to ask the engine for; None: no scores."""
+        return max((n for n in (self.num_top, self.num_prompt_top) if n is not None), default=None)
+
+
+def _text(tokenizer: Tokenizer | None, given: str | list[int], prompt: list[int]) -> str:
+    """The text of a prompt."""
+    if isinstance(given, str):
+        return given
+    return "" if tokenizer is None else tokenizer.decode(prompt)
+
+
+class _Choices:
+    """See `Choices`.
+
+    Args:
+      echoed: texts of the prompts, with an echo.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        options: Options,
+        echo: _Echo,
+        prompts: list[list[int]],
+        echoed: list[str],
+    ):
         self._tokenizer, self._options, self._prompts = frontend.tokenizer, options, prompts
+        self._echo, self._echoed = echo, echoed
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._rounds = Rounds(frontend.tokenizer)
 
     def part(self, index: int, delta: Delta) -> dict:
-        is_first = index not in self._logprobs
+        is_first, place = index not in self._logprobs, index // self._options.n
         if is_first:
             self._logprobs[index] = CompletionLogprobs(self._tokenizer)
-        logprobs = None
-        if delta.logprobs is not None:
-            logprobs = self._logprobs[index].of(delta.tokens, delta.logprobs)
-        finish = delta.finish
+        if self._echo.drops_output:
+            delta = replace(delta, tokens=[], text="", logprobs=delta.logprobs and [])
+        text, finish = delta.text, delta.finish
+        if is_first and self._echo.is_on:
+            text = self._echoed[place] + text
         choice = {
             "index": index,
-            "text": delta.text,
-            "logprobs": logprobs,
+            "text": text,
+            "logprobs": self._scores(index, delta),
             "finish_reason": finish and finish.reason,
             "stop_reason": finish and finish.stop_reason,
         }
+        if delta.prompt_logprobs is not None and self._echo.num_prompt_top is not None:
+            given = (self._prompts[place], delta.prompt_logprobs, self._echo.num_prompt_top)
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, *given)
         if self._options.with_rounds:
             choice["rounds"] = self._rounds.of(index, delta)
         if self._options.with_ids:
             choice["token_ids"] = delta.tokens
             if is_first:
-                choice["prompt_token_ids"] = self._prompts[index // self._options.n]
+                choice["prompt_token_ids"] = self._prompts[place]
         return choice
+
+    def _scores(self, index: int, delta: Delta) -> dict | None:
+        """`logprobs` of a choice, with those of an echoed prompt first."""
+        tokens, scores = list(delta.tokens), list(delta.logprobs or [])
+        if delta.prompt_logprobs is not None and self._echo.num_top is not None:
+            top = self._echo.num_top
+            cut = [one and one._replace(top=one.top[:top]) for one in delta.prompt_logprobs]
+            tokens = self._prompts[index // self._options.n] + tokens
+            scores = cut + scores
+        elif delta.logprobs is None:
+            return None
+        return self._logprobs[index].of(tokens, scores)
 
     whole = part

@@ -183,6 +183,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         reasoning=output.reasoning,
         calls=output.calls,
         logprobs=logprobs,
+        prompt_logprobs=deltas[0].prompt_logprobs,
         rounds=[one for delta in deltas for one in delta.rounds],
     )
 

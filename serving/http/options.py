@@ -149,6 +149,7 @@ def read_params(
     max_tokens: int,
     spelling: dict[str, str],
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Sampling parameters.
 
@@ -174,6 +175,7 @@ def read_params(
         stop_ids=fields.stop_token_ids,
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         num_speculative_tokens=fields.num_speculative_tokens,
         structured=structured,
         **{name: getattr(fields, name) for name in CONTROLS},

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from peagle_jax.engine.request import Request, TokenLogprob
+from peagle_jax.engine.request import PromptLogprob, Request, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.text import Detokenizer, Tokenizer
 from serving.rounds import RoundReports, token_name
 from serving.stream import Delta, Stream
+
+Scored = TokenLogprob | PromptLogprob
 
 _LOWEST = -9999.0  # in place of minus infinity, which JSON does not have; vLLM uses the same number
 
@@ -20,20 +22,22 @@ class CompletionLogprobs:
         self._text = Detokenizer(tokenizer) if tokenizer else None
         self._offset = 0
 
-    def of(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict:
-        """The object for the next tokens."""
+    def of(self, tokens: Sequence[int], logprobs: Sequence[Scored | None]) -> dict:
+        """The object for the next tokens; a token without a law has null."""
         name = lambda token: token_name(self._tokenizer, token)
         return {
             "tokens": [name(token) for token in tokens],
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "token_logprobs": [one and _finite(one.logprob) for one in logprobs],
             "top_logprobs": [
                 self._top(token, one) for token, one in zip(tokens, logprobs, strict=True)
             ],
             "text_offset": [self._next_offset(token) for token in tokens],
         }
 
-    def _top(self, token: int, one: TokenLogprob) -> dict[str, float]:
+    def _top(self, token: int, one: Scored | None) -> dict[str, float] | None:
         """Log-probabilities of the alternatives and of the token itself, by name."""
+        if one is None:
+            return None
         found: dict[str, float] = {}
         for other, logprob in (*one.top, (token, one.logprob)):
             # Tokens that are parts of characters can have the same name: the likeliest one is reported.
@@ -45,6 +49,29 @@ class CompletionLogprobs:
         if self._text is not None:
             self._offset += len(self._text.add([token]))
         return before
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer | None,
+    prompt: Sequence[int],
+    logprobs: Sequence[PromptLogprob | None],
+    num_top: int,
+) -> list[dict | None]:
+    """`prompt_logprobs` of a choice, as vLLM forms it: for each token the alternatives and itself, by id."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict:
+        return {
+            "logprob": _finite(logprob),
+            "rank": rank,
+            "decoded_token": token_name(tokenizer, token),
+        }
+
+    def one_place(token: int, one: PromptLogprob) -> dict[str, dict]:
+        ranked = enumerate(one.top[:num_top], 1)
+        found = {str(other): entry(other, logprob, rank) for rank, (other, logprob) in ranked}
+        return {str(token): entry(token, one.logprob, one.rank)} | found
+
+    return [one and one_place(token, one) for token, one in zip(prompt, logprobs, strict=True)]
 
 
 class Rounds:

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from peagle_jax import SamplingParams
-from peagle_jax.engine.request import TokenLogprob
+from peagle_jax.engine.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.structured import Structured
 from peagle_jax.text import Tokenizer
@@ -65,6 +65,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
                 sequence.tool_calls.extend(calls_of(delta))
                 sequence.token_ids.extend(delta.tokens)
                 sequence.logprobs.extend(_logprobs(delta.logprobs))
+                sequence.prompt_logprobs.extend(_prompt_logprobs(delta.prompt_logprobs))
                 if delta.finish is not None:
                     sequence.finish.CopyFrom(_finish(delta.finish))
             response.usage.CopyFrom(_usage(stream.usage()))
@@ -192,6 +193,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             stop_ids=stopping.stop_token_ids,
             ignore_eos=stopping.ignore_eos,
             logprobs=optional(request.output, "logprobs"),
+            prompt_logprobs=optional(request.output, "prompt_logprobs"),
             num_speculative_tokens=optional(request.speculation, "num_speculative_tokens"),
             structured=_structured(request.structured),
             logit_bias=dict(sampling.logit_bias),
@@ -249,6 +251,7 @@ _SPELLING = {
     "stop": "stopping.stop",
     "stop_ids": "stopping.stop_token_ids",
     "logprobs": "output.logprobs",
+    "prompt_logprobs": "output.prompt_logprobs",
     "num_speculative_tokens": "speculation.num_speculative_tokens",
 } | {name: f"sampling.{name}" for name in CONTROLS}
 _SPELLING["min_tokens"] = "stopping.min_tokens"
@@ -279,10 +282,22 @@ def _delta(delta: Delta) -> pb.GenerateDelta:
         tool_calls=calls_of(delta),
         token_ids=delta.tokens,
         logprobs=_logprobs(delta.logprobs),
+        prompt_logprobs=_prompt_logprobs(delta.prompt_logprobs),
     )
     if delta.finish is not None:
         message.finish.CopyFrom(_finish(delta.finish))
     return message
+
+
+def _prompt_logprobs(logprobs: Sequence[PromptLogprob | None] | None) -> list[pb.PromptLogprob]:
+    return [
+        pb.PromptLogprob(
+            logprob=one.logprob,
+            alternatives=[pb.Alternative(token_id=token, logprob=x) for token, x in one.top],
+            rank=one.rank,
+        )
+        for one in (logprobs or ())[1:]
+    ]
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob] | None) -> list[pb.TokenLogprob]:

@@ -8,7 +8,7 @@ import grpc
 
 from peagle_jax import SamplingParams
 from peagle_jax.checkpoint.target_writer import ARCHITECTURES
-from peagle_jax.engine.request import TokenLogprob
+from peagle_jax.engine.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.structured import Structured
 from serving import request_ids
@@ -67,7 +67,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             async for delta in stream:
                 whole = wholes[delta.index]
                 whole.cached_tokens = stream.cached_tokens
-                _extend(whole, delta, prompt_tokens=len(ask.prompt))
+                _extend(whole, delta, ask.prompt)
                 if request.stream and delta.tokens:
                     yield pb.GenerateResponse(chunk=_chunk(whole, delta))
                 if delta.finish is not None:
@@ -212,6 +212,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             stop_ids=given.stop_token_ids,
             ignore_eos=given.ignore_eos,
             logprobs=optional("logprobs"),
+            prompt_logprobs=optional("prompt_logprobs"),
             num_speculative_tokens=drafts,
             structured=_structured(given),
             logit_bias=dict(given.logit_bias),
@@ -242,6 +243,7 @@ _SPELLING = {
     name: f"sampling_params.{name}"
     for name in (
         *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs"),
+        "prompt_logprobs",
         *CONTROLS,
     )
 } | {
@@ -268,12 +270,9 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     refuse_unless_neutral("extra_mm_inputs", len(request.extra_mm_inputs), (0,), "multimodal input")
     if request.data_parallel_rank != 0:
         raise invalid("data_parallel_rank", f"{request.data_parallel_rank}: there is only rank 0")
-    for name, what in (
-        ("prompt_logprobs", "the prompt's logprobs"),
-        ("truncate_prompt_tokens", "cutting prompts"),
-    ):
-        field = f"sampling_params.{name}"
-        refuse_unless_neutral(field, given.HasField(name), (False,), what)
+    cut = given.HasField("truncate_prompt_tokens")
+    field = "sampling_params.truncate_prompt_tokens"
+    refuse_unless_neutral(field, cut, (False,), "cutting prompts")
     tag = given.HasField("structural_tag")
     refuse_unless_neutral("sampling_params.structural_tag", tag, (False,), "a structural tag")
 
@@ -298,11 +297,13 @@ def _drafts(context) -> int | None:
     return int(text)
 
 
-def _extend(whole: pb.GenerateComplete, delta: Delta, *, prompt_tokens: int) -> None:
+def _extend(whole: pb.GenerateComplete, delta: Delta, prompt: Sequence[int]) -> None:
     """Appends a delta to the whole sequence."""
     whole.output_ids.extend(delta.tokens)
-    whole.prompt_tokens = prompt_tokens
+    whole.prompt_tokens = len(prompt)
     whole.completion_tokens = len(whole.output_ids)
+    if delta.prompt_logprobs is not None:
+        whole.input_logprobs.CopyFrom(_prompt_logprobs(prompt, delta.prompt_logprobs))
     if delta.logprobs:
         whole.output_logprobs.MergeFrom(_logprobs(delta.tokens, delta.logprobs))
     finish = delta.finish
@@ -325,9 +326,25 @@ def _chunk(whole: pb.GenerateComplete, delta: Delta) -> pb.GenerateStreamChunk:
         completion_tokens=whole.completion_tokens,
         index=whole.index,
     )
+    if delta.prompt_logprobs is not None:
+        chunk.input_logprobs.CopyFrom(whole.input_logprobs)
     if delta.logprobs:
         chunk.output_logprobs.CopyFrom(_logprobs(delta.tokens, delta.logprobs))
     return chunk
+
+
+def _prompt_logprobs(
+    prompt: Sequence[int], logprobs: Sequence[PromptLogprob | None]
+) -> pb.InputLogProbs:
+    message = pb.InputLogProbs(token_ids=prompt)
+    has_top = any(one is not None and one.top for one in logprobs)
+    for one in logprobs:
+        message.token_logprobs.add(value=None if one is None else one.logprob)
+        if has_top:
+            top = () if one is None else one.top
+            ids, values = [token for token, _ in top], [value for _, value in top]
+            message.top_logprobs.add(values=values, token_ids=ids)
+    return message
 
 
 def _logprobs(tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs:

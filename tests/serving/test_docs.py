@@ -99,7 +99,7 @@ def test_every_option_that_is_named_exists():
     options |= {option for action in client_parser()._actions for option in action.option_strings}
     serve_load = bench_parser()._subparsers._group_actions[0].choices["serve-load"]
     options |= {option for action in serve_load._actions for option in action.option_strings}
-    options |= {"--worker-urls", "--build"}
+    options |= {"--worker-urls", "--build", "--tasks"}
     ours = re.sub(r"```\nvllm bench serve .*?```", "", TEXT, flags=re.DOTALL)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours))
     assert named - options == set()

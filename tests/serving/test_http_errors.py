@@ -82,7 +82,7 @@ COMPLETION = SAMPLING | {
     "prompt": ["", [], [[]], ["a", 5], [5, "a"], [128], [-1], [True], 5, {}, [5] * 96, ["a"] * 17],
     "max_tokens": [0, -1, 1.5, "16", True],
     "logprobs": [4, -1, True],
-    "echo": [True],
+    "echo": [1, "yes"],
     "suffix": ["x"],
 }
 CHAT = SAMPLING | {

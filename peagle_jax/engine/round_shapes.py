@@ -1,0 +1,25 @@
+"""The rounds that an engine compiles."""
+
+from functools import partial
+
+import jax
+
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.adaptive import candidates
+from peagle_jax.engine.calls import RoundShape
+
+
+def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
+    """Shapes of all rounds, in the order in which they compile: first one round of each batch bucket, the
+    largest bucket in front, because its round serves any number of requests."""
+    sizes = config.batch_buckets[::-1]
+    shapes = [RoundShape(size, config.num_draft_at(size)) for size in sizes]
+    if config.adaptive != "off":
+        drafts = partial(candidates, config.num_draft, platform=jax.default_backend())
+        for size in sizes:
+            rows = config.ragged_rows(size)
+            # Ragged rounds take the place of values of K between none and all.
+            some = (0, config.num_draft) if rows else drafts(size=size)
+            shapes += [RoundShape(size, k) for k in some]
+            shapes += [RoundShape(size, config.num_draft, number) for number in rows]
+    return tuple(dict.fromkeys(shapes))
