@@ -83,9 +83,11 @@ def pytest_addoption(parser):
 
 
 LONGEST = (
-    "test_recipe.py", "test_losslessness.py", "test_families.py", "test_golden_families.py",
-    "test_generate.py", "test_moe_mosaic.py", "test_verify_attention_mosaic.py", "test_engine.py",
-    "test_block_gemm_mosaic.py", "test_rope_write.py", "test_decode_step.py", "test_ladder.py",
+    "test_recipe.py", "test_losslessness.py", "test_families.py", "test_generate.py",
+    "test_moe_mosaic.py", "test_golden_families.py", "test_draft_schedule.py", "test_serve_process.py",
+    "test_serve_load.py", "test_adaptive_rounds.py", "test_decode_step.py", "test_lossless.py",
+    "test_prefix_caching.py", "test_not_finite.py", "test_sweeps.py", "test_golden_heads.py",
+    "test_verify_attention_mosaic.py", "test_faults.py", "test_engine.py",
 )  # fmt: skip
 """Files that come first. A worker takes whole files: a long one at the end would leave the others idle."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.loading import load_weights
-from tests import tiny
+from tests import programs, tiny
 from tests.programs import one_bucket
 
 Z, PROMPT, OUTPUT = 4, 37, 12
@@ -59,6 +59,12 @@ def compare(engine: Engine, prompt: list[int], cuts, tails, sampling) -> tuple[l
             found.append((cut, num_cached))
             answers.append(warm)
     return found, answers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared(controls=False):
+        yield
 
 
 def prompt_of(vocab_size: int) -> list[int]:

@@ -57,7 +57,7 @@ def check_failed(completion, num_tokens: int | None = None) -> None:
         assert completion.emitted == len(completion.tokens) - 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "method", "num_draft"),
     [("llama", *method) for method in METHODS] + [(name, "peagle", 3) for name in FAMILIES[1:]],
