@@ -8,6 +8,7 @@ rolled back, and a preempted request keeps its matcher.
 
 import json
 import threading
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,9 @@ LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 """Work and memory of one grammar. A request that exceeds them fails; at run time it gets no further token."""
+_SLOW_CALL, _SLOW_MASK = 0.05, 0.01
+"""Seconds of the masks of a call, from which each matcher is measured, and of processor time of one mask, from
+which its request fails: `LIMITS` do not bound the time of repetitions such as a{100000}."""
 _MARKERS = (("<think>", "</think>"), ("<|channel>", "<channel|>"), ("[THINK]", "[/THINK]"))
 """Before and after reasoning: Qwen3 and others, Gemma 4, Mistral."""
 _HARMONY = tuple(f"<|{name}|>" for name in ("channel", "message", "start", "end"))
@@ -58,7 +62,7 @@ def masks_of(
     # llguidance leaves the masks behind a forbidden draft unwritten.
     masks = np.full((size, height, matchers[0].num_words), ALL, np.int32)
     flat = masks.reshape(size * height, -1)
-    windows, plain = [], []
+    begin, windows, plain = time.perf_counter(), [], []
     for row, (matcher, drafts) in enumerate(rows):
         if matcher is not None and drafts:
             windows.append((matcher.matcher, row * height, list(drafts)))
@@ -71,6 +75,9 @@ def masks_of(
     for row, (matcher, drafts) in enumerate(rows):
         if matcher is not None:
             matcher.close(drafts, masks[row])
+    if time.perf_counter() - begin > _SLOW_CALL:
+        for matcher in matchers:
+            matcher.measure()
     return masks
 
 
@@ -87,10 +94,13 @@ class Matcher:
         self.matcher, self.executor, self.eos_ids = matcher, executor, eos_ids
         self.num_words = num_words
         """Words of a mask."""
+        self._is_slow = False
 
     @property
     def error(self) -> str | None:
-        """One sentence, if the matcher exceeded `LIMITS` or met a token that its masks forbid. It is final."""
+        """One sentence, if the matcher exceeded a limit or met a token that its masks forbid. It is final."""
+        if self._is_slow:
+            return f"the constraint cannot be continued: a mask takes more than {1e3 * _SLOW_MASK:g} ms"
         if not self.matcher.is_error():
             return None
         return f"the constraint cannot be continued: {_first_line(self.matcher.get_error())}"
@@ -105,6 +115,12 @@ class Matcher:
         for token in tokens:
             if not (self.matcher.is_stopped() and token in self.eos_ids):
                 self.matcher.consume_token(token)
+
+    def measure(self) -> None:
+        """Sets `error` if one mask takes too long, whatever else the processor does."""
+        begin = time.thread_time()
+        self.matcher.compute_bitmask()
+        self._is_slow = time.thread_time() - begin > _SLOW_MASK
 
     def close(self, drafts: Sequence[int], masks: np.ndarray) -> None:
         """Behind a draft that ends the text, allows further ends only: llguidance leaves these rows out."""

@@ -280,6 +280,14 @@ def test_a_model_without_an_end_cannot_be_constrained(plain):
         grammars(plain, eos_ids=()).compile(Structured.json_object())
 
 
+def test_a_constraint_with_slow_masks_fails_and_its_neighbour_does_not(plain):
+    slow, fast = (grammars(plain).compile(Structured.regex(f"a{{{n}}}")) for n in (200_000, 10))
+    letter = plain.encode("a", special=False)[0]
+    masks_of([(slow, [letter] * 7), (fast, [letter] * 7)], size=2, height=8)
+    assert slow.error == "the constraint cannot be continued: a mask takes more than 10 ms"
+    assert fast.error is None
+
+
 def test_a_grammar_beyond_its_limits_says_so_and_allows_nothing_more(plain):
     rules = "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(30))
     matcher = grammars(plain).compile(Structured.grammar(f'start: "x" r0\n{rules}\nr30: "a" | '))
