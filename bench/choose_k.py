@@ -13,6 +13,7 @@ from pathlib import Path
 
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
+from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.round_times import monotone
 from peagle_jax.engine.stored_times import read_times
 
@@ -52,6 +53,8 @@ def times_of(rows: Sequence[dict], model: str, method: str) -> dict[tuple[int, i
 def stored_times(path: Path) -> dict[tuple[int, int], float]:
     """Milliseconds per round by (batch bucket, K) from a file that an engine keeps (docs/adaptive.md).
 
+    Its ragged rounds do not count.
+
     Raises:
       ConfigError: it cannot be read, or has no time of a round with drafts.
     """
@@ -61,9 +64,10 @@ def stored_times(path: Path) -> dict[tuple[int, int], float]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    if not any(k for _, k in times):
+    dense = {shape: seconds for shape, seconds in times.items() if not shape.num_rows}
+    if not any(shape.num_draft for shape in dense):
         raise ConfigError(f"{path}: has no time of a round with drafts")
-    return {tuple(shape): 1e3 * seconds for shape, seconds in times.items()}
+    return {(b, k): 1e3 * seconds for (b, k, _), seconds in dense.items()}
 
 
 def acceptance_of(rows: Sequence[dict], model: str, method: str) -> list[float]:
@@ -93,9 +97,11 @@ def choose(times: Times, acceptance: Sequence[float], *, least_gain: float) -> C
     Times are made monotone first: a round with more sequences or more drafts takes no less. Of two K whose
     rates differ by less than the share `least_gain`, the smaller is chosen.
     """
-    known = monotone({cell: ms for cell, ms in times.items() if cell[1] <= len(acceptance)})
-    rates = {(b, k): 1e3 * b * (1 + sum(acceptance[:k])) / ms for (b, k), ms in known.items()}
-    rates = dict(sorted(rates.items()))
+    known = {RoundShape(*cell): ms for cell, ms in times.items() if cell[1] <= len(acceptance)}
+    rates = {
+        (b, k): 1e3 * b * (1 + sum(acceptance[:k])) / ms
+        for (b, k, _), ms in sorted(monotone(known).items())
+    }
     schedule, low = [], 1
     for b, cells in itertools.groupby(rates, key=lambda cell: cell[0]):
         best = None
