@@ -11,7 +11,10 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine import adaptive, survival
 from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.round_times import RoundTimes
+from peagle_jax.structured import Structured
 from tests import tiny
+from tests.engine.test_structured import PROMPTS, SCHEMAS
+from tests.json_vocabulary import END, json_tokenizer
 from tests.programs import shared
 from tests.test_draft_schedule import TINY_TEXTS, check_sampled_law, oracle, walk
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
@@ -186,6 +189,33 @@ def test_logprobs_are_those_of_plain_decoding(every_round_decides):
         assert [[t for t, _ in p.top] for p in one.logprobs] == [
             [t for t, _ in p.top] for p in other.logprobs
         ]
+
+
+@pytest.mark.slow
+def test_constrained_and_penalised_requests_keep_their_texts(every_round_decides, tmp_path):
+    """Masks and counts belong to a row of a sequence, wherever the row lies among the flat ones."""
+    tokenizer = json_tokenizer(tmp_path)
+    model = tiny.target(eos_ids=(tokenizer.added[END],))
+    config = OneSize(num_draft=4, max_num_seqs=6, max_model_len=160, page_size=4, prefill_chunk=16)
+    params = [SamplingParams(structured=Structured.json_schema(s), max_tokens=40) for s in SCHEMAS]
+    params += [
+        SamplingParams(max_tokens=40, ignore_eos=True, **fields)
+        for fields in (
+            dict(frequency_penalty=1.5, presence_penalty=0.5),
+            dict(repetition_penalty=1.7),
+            dict(logit_bias={5: 3.0, 7: -100.0}),
+            dict(allowed_token_ids=(3, 4, 5, 6)),
+        )
+    ]
+    texts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    outputs = []
+    for engine in (
+        Engine(model, tiny.head(), config, tokenizer=tokenizer, times=AnyTimes()),
+        Engine(model, None, replace(config, num_draft=0, adaptive="off"), tokenizer=tokenizer),
+    ):
+        engine.warm_up()
+        outputs.append([done.tokens for done in engine.generate(texts, params)])
+    assert outputs[0] == outputs[1]
 
 
 def test_small_batches_have_no_ragged_rounds():
