@@ -113,7 +113,8 @@ def parser() -> argparse.ArgumentParser:
     return command_line
 
 
-def _add_constraints(add) -> None:
+def _add_constraints(add: Callable) -> None:
+    """Adds the options that constrain the output."""
     add("--json-object", action="store_true", help="write a JSON object")
     add("--json-schema", metavar="FILE", help="write JSON that satisfies the JSON schema in FILE")
     add("--regex", metavar="PATTERN", help="write text that PATTERN matches as a whole")

@@ -1,0 +1,111 @@
+"""Bodies of the routes that are adapters over chats: any JSON is accepted, or refused with the name of a field."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from serving.errors import Code, ServiceError
+from serving.http.chat import ChatFields
+from serving.http.messages_fields import MessagesFields, PromptFields
+from serving.http.options import read_params
+from serving.http.responses_fields import ResponsesFields
+from serving.http.tokens import DetokenizeFields, TokenizeFields
+from serving.limits import Limits
+from serving.tools import Arguments
+from tests.serving.test_http_fields import HELLO, damaged
+
+LIMITS = Limits(max_messages=6, max_tools=3)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+TEXT = {"type": "text", "text": "a"}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CHAT = {
+    "messages": [HELLO, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "a", "content": [TEXT]}],
+    "tools": [{"type": "function", "function": {"name": "f", "description": "a", "parameters": SCHEMA, "strict": False}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+}  # fmt: skip
+MESSAGES = {
+    "max_tokens": 5,
+    "system": [TEXT | {"cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": [TEXT]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "a", "signature": ""}, TEXT, {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [TEXT], "is_error": False}]},
+    ],
+    "tools": [{"name": "f", "description": "a", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    "stop_sequences": ["a"],
+    "metadata": {"user_id": "a"},
+}  # fmt: skip
+RESPONSES = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "a", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+    ],
+    "instructions": "a",
+    "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": False}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
+    "metadata": {"a": "b"},
+}  # fmt: skip
+BODIES = {
+    ChatFields: CHAT,
+    PromptFields: {name: value for name, value in MESSAGES.items() if name not in ("max_tokens", "stop_sequences", "metadata")},
+    MessagesFields: MESSAGES,
+    ResponsesFields: RESPONSES,
+    TokenizeFields: {name: CHAT[name] for name in ("messages", "tools")} | {"prompt": "a"},
+    DetokenizeFields: {"tokens": [1]},
+}  # fmt: skip
+FRONTEND = SimpleNamespace(
+    replies=SimpleNamespace(has_calls=True, forced=lambda tools, is_parallel: tools)
+)
+
+
+def understand(model, content: dict) -> None:
+    """What the routes do with a body before they tokenise it."""
+    fields = model.read(content, LIMITS)
+    if hasattr(fields, "as_chat"):
+        fields = ChatFields.read(fields.as_chat(), LIMITS)
+    if not isinstance(fields, ChatFields):
+        return
+    tools, arguments = fields.allowed_tools(FRONTEND), Arguments(LIMITS)
+    fields.constraint(FRONTEND, tools)
+    for place, message in enumerate(fields.messages):
+        message.variables(arguments, f"messages[{place}]")
+    read_params(fields, LIMITS, max_tokens=5, spelling={}, logprobs=None)
+
+
+def mistake(model, content: dict) -> ServiceError | None:
+    try:
+        understand(model, content)
+    except ServiceError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_the_whole_body_is_accepted(model):
+    understand(model, BODIES[model])
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_any_json_is_accepted_or_refused_by_field(num_cases, model):
+    for seed in range(num_cases("bodies of adapters with wrong fields", 1000)):
+        rng = random.Random(seed)
+        content = damaged(BODIES[model], rng)
+        if not isinstance(content, dict):
+            continue
+        content = damaged(content, rng) if rng.random() < 0.5 else content
+        error = mistake(model, content if isinstance(content, dict) else {})
+        if error is not None:
+            assert error.code is Code.INVALID_ARGUMENT
+            assert error.field
+            assert "\n" not in error.message
