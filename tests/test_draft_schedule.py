@@ -107,7 +107,7 @@ def oracle(family: str, num_draft: int) -> OracleDrafter:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("llama", "oracle"), *itertools.product(tiny.FAMILIES, ("peagle", "eagle3"))],
+    [("llama", "oracle"), *zip(tiny.FAMILIES, itertools.cycle(("peagle", "eagle3")))],
 )
 def test_output_is_unchanged_by_any_sequence_of_k(family, method, num_cases):
     config = walk_config(

@@ -8,6 +8,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.loading import load_weights
 from peagle_jax.runs import TIE_NATS
+from tests.programs import one_bucket
 
 PROMPTS = (
     "def quicksort(xs):",
@@ -25,13 +26,13 @@ def generate(method: str, num_draft: int, dtype: str = "float32", max_tokens: in
     config = EngineConfig(
         num_draft=num_draft, max_num_seqs=2, max_model_len=256, prefill_chunk=32, dtype=dtype
     )
-    engine = Engine(target, head, config, tokenizer=tokenizer)
+    engine = one_bucket(Engine(target, head, config, tokenizer=tokenizer))
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=2)
     return engine.generate(PROMPTS, params)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
+@pytest.mark.parametrize("num_draft", [1, 5, 7])
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_output_is_unchanged_by_a_trained_head(method, num_draft):
     plain = [done.tokens for done in generate("none", 0)]

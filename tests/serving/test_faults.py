@@ -149,22 +149,22 @@ def resident_mib() -> float:
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_end_once_each_and_leave_nothing(server, reports):
-    """About two minutes on two cores: cancels, deadlines and lost connections among 64 at once."""
+def test_five_thousand_requests_end_once_each_and_leave_nothing(server, reports):
+    """About a minute on two cores: cancels, deadlines and lost connections among 64 at once."""
     crowd = Crowd(server.address, seed=3)
-    asyncio.run(crowd.run(2000, concurrency=64))
+    asyncio.run(crowd.run(1000, concurrency=64))
     before = resident_mib()
     kept = len(reports)
-    asyncio.run(crowd.run(8000, concurrency=64))
+    asyncio.run(crowd.run(4000, concurrency=64))
     server.check_empty()
     codes = crowd.codes
-    assert codes.total() == 10_000
+    assert codes.total() == 5_000
     # DEADLINE_EXCEEDED, CANCELLED: as asked. A full queue is nobody's fault here: 64 fit.
     assert codes.keys() == {
         Status.OK, Status.CANCELLED, Status.DEADLINE_EXCEEDED, Status.INVALID_ARGUMENT,
     }  # fmt: skip
-    assert codes[Status.OK] > 5000
-    assert min(codes.values()) > 100
+    assert codes[Status.OK] > 2500
+    assert min(codes.values()) > 50
     assert len({stream.number for stream in reports}) == len(reports) > kept
     assert all(stream.code is not None for stream in reports)
     assert Counter(stream.code for stream in reports)[Code.OK] >= codes[Status.OK]
