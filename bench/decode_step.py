@@ -218,6 +218,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             else {}
         ),
         **({"adaptive": adaptive} if kind(options) != "decode-step" else {}),
+        **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
         **({"rows_per_request": per_request} if kind(options) == "ragged-step" else {}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
@@ -240,6 +241,8 @@ def kind(options: Options) -> str:
     """Kind of the rows: those of a comparison are not part of the tables of fixed K."""
     if options.rows:
         return "ragged-step"
+    if options.presence_penalty:
+        return "controlled-step"
     return "decode-step" if options.adaptive == ("off",) else "adaptive-step"
 
 
@@ -251,7 +254,10 @@ def prompts_of(options: Options, count: int, vocab_size: int) -> list[list[int]]
 
 def _params(options: Options) -> SamplingParams:
     return SamplingParams(
-        max_tokens=options.max_tokens, temperature=options.temperature, ignore_eos=True
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        presence_penalty=options.presence_penalty,
+        ignore_eos=True,
     )
 
 

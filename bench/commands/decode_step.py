@@ -36,6 +36,10 @@ class Options(RowOptions):
     concurrency: tuple[int, ...] = option(
         "requests at once", default=(1, 8, 32), nargs="+", type=positive, metavar="N"
     )
+    presence_penalty: float = option(
+        "of all requests: measures rounds with sampling controls; rows of the kind controlled-step",
+        default=0.0, type=float, metavar="F",
+    )  # fmt: skip
     synthetic_acceptance_length: float | None = option(
         "accept as many drafts as give A tokens per round on average, 1 to K+1; without it a head with random "
         "weights decides, whose drafts are hardly ever accepted",

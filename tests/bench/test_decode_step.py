@@ -194,6 +194,17 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_rounds_with_controls_are_rows_of_a_kind_of_their_own(tiny_presets, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]
+    argv += ["--method", "peagle", "--presence-penalty", "0.5", "--concurrency", "2"]
+    assert main(["decode-step", *argv, "--max-tokens", "24"]) == 0
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (row["kind"], row["presence_penalty"]) == ("controlled-step", 0.5)
+    assert row["timed_rounds"] > 0
+
+
+@pytest.mark.slow
 def test_ragged_rounds_are_timed_beside_dense_ones(tiny_presets, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     argv = ["--preset", "tiny", *TINY, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]
