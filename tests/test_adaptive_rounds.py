@@ -5,7 +5,7 @@ import random
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine import adaptive, programs, round_timer
+from peagle_jax.engine import adaptive, round_shapes, round_timer
 from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.round_times import RoundTimes
 from tests import tiny
@@ -55,7 +55,7 @@ class GivenTimes(AnyTimes):
 def three_k(monkeypatch):
     """Rounds of K = 0, 2 and 4 compile, and each round decides."""
     monkeypatch.setattr(adaptive, "DECIDE_EVERY", 1)
-    monkeypatch.setattr(programs, "candidates", lambda most, size, platform: DRAFTS)
+    monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: DRAFTS)
 
 
 def step(engine: Engine, rng: random.Random) -> int | None:
@@ -98,7 +98,7 @@ def test_sampled_output_has_the_targets_law_under_any_choice_of_k(
 ):
     monkeypatch.setattr(adaptive, "DECIDE_EVERY", 1)
     monkeypatch.setattr(adaptive, "_LEAST_VERIFIED", 1)
-    monkeypatch.setattr(programs, "candidates", lambda most, size, platform: (0, 1, 2))
+    monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
     config = without_schedule(walk_config(2, [2], 64, draft_sampling=draft_sampling, **TINY_TEXTS))
     count = num_cases("sampled texts under a K chosen at run time", 6000, least=6000)
     engine = check_sampled_law(method, config, Engine.step, count, times=AnyTimes())

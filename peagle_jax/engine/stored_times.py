@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,7 +40,9 @@ class StoredTimes:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         # Static parts of the tree may be shown with their addresses, which change from run to run.
         named = re.sub("0x[0-9a-f]+", "", str(structure))
-        model = hashlib.sha256(repr((shapes, named, config)).encode()).hexdigest()
+        # The number of pages follows the memory that is free at a start; it hardly changes a time.
+        sizes = replace(config, num_pages=None)
+        model = hashlib.sha256(repr((shapes, named, sizes)).encode()).hexdigest()
         self._key = {
             "device": jax.devices()[0].device_kind,
             "host cores": cores,

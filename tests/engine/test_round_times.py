@@ -177,6 +177,7 @@ def test_a_file_gives_back_what_was_stored(stored):
     assert read_times(stored.path.read_text()) == IDLE
     assert [path.name for path in stored.path.parent.iterdir()] == [stored.path.name]
     assert StoredTimes([], None, EngineConfig(max_num_seqs=9)).load() == {}
+    assert StoredTimes([], None, EngineConfig(num_pages=5000)).load() == IDLE  # as memory allows
 
 
 def test_a_file_is_found_again_by_another_process(stored):
