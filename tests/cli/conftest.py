@@ -30,7 +30,7 @@ class Folders:
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
-    with programs.shared():
+    with programs.shared(controls=False):
         yield
 
 

@@ -209,7 +209,7 @@ def test_compare_shows_three_methods_and_finds_no_difference(generate, folders, 
 
 
 def test_compare_leaves_out_a_method_without_a_head(generate, folders):
-    code, out, _ = generate("--compare", PROMPT, *folders.options(), *COMPARED, "--json")
+    code, out, _ = generate("--compare", PROMPT, "xs", *folders.options(), *COMPARED, "--json")
     assert code == 0
     assert [row.get("method") for row in objects(out)] == ["none", "peagle", None]
     assert objects(out)[-1] == {"dtype": "float32", "identical": True, "left_out": []}
@@ -226,7 +226,7 @@ def test_compare_fails_and_names_the_place_where_an_output_differs(generate, fol
         return result
 
     monkeypatch.setattr(runs, "run", tampering)
-    code, out, err = generate("--compare", PROMPT, *folders.options(), *COMPARED)
+    code, out, err = generate("--compare", PROMPT, "xs", *folders.options(), *COMPARED)
     assert code == 1
     assert "P-EAGLE differs from plain decoding: prompt 1, output token 5" in err
     assert "are those of plain" not in out

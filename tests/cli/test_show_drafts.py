@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from peagle_jax import live_table
 from peagle_jax.draft_marks import Fate, MarkedText, fates, legend, mark_for
 from peagle_jax.engine.request import Round
 from peagle_jax.live_table import LiveComparison
@@ -143,6 +144,7 @@ def test_the_comparison_is_drawn_while_it_runs(generate, folders, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "72")
+    monkeypatch.setattr(live_table, "_PERIOD", 0.0)  # however fast the run is
     code, _, _ = generate("--compare", PROMPT, "return", *folders.options(), *SHORT)
     assert code == 0
     written = terminal.getvalue()
