@@ -110,12 +110,13 @@ def test_every_text_obeys_its_schema_with_any_drafts_preempted_or_aborted(engine
 
 
 def test_drafts_do_not_change_a_greedy_text(engine):
-    for drafts in (3, 7):
-        plain, drafted = (
-            [constrained(schema, num_speculative_tokens=k) for schema in SCHEMAS]
-            for k in (0, drafts)
-        )
-        want, got = (run(engine, params) for params in (plain, drafted))
+    plain, *drafted = (
+        [constrained(schema, num_speculative_tokens=k, max_tokens=30) for schema in SCHEMAS[:5]]
+        for k in (0, 3, 7)
+    )
+    want = run(engine, plain)
+    for params in drafted:
+        got = run(engine, params)
         assert [r.output for r in got] == [r.output for r in want]
         assert sum(r.drafted for r in got) > 0 == sum(r.drafted for r in want)
 
@@ -153,7 +154,7 @@ def test_reasoning_ends_anywhere_and_the_answer_obeys(engine, tokenizer, reasoni
         SamplingParams(
             structured=structured, max_tokens=80, temperature=1.0, seed=i, logit_bias={begin: 9.0, end: 2.5}
         )
-        for i in range(12)
+        for i in range(8)
     ]  # fmt: skip
     lengths = set()
     for request in run(engine, params):
