@@ -57,14 +57,14 @@ class StoredTimes:
         if self.path is None:
             return {}
         try:
-            text = self.path.read_text(encoding="utf-8")
+            content = self.path.read_bytes()
         except FileNotFoundError:
             return {}
         except OSError as error:
             _log.warning("%s: round times cannot be read (%s)", self.path, error.strerror)
             return {}
         try:
-            return read_times(text, self._key)
+            return read_times(content.decode("utf-8"), self._key)
         except ValueError as error:
             _log.warning("%s: round times are ignored: %s", self.path, error)
             return {}
