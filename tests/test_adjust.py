@@ -133,7 +133,7 @@ def test_adjusted_logits_follow_their_definition(num_cases):
     got = jax.jit(adjusted)(logits, *given)
     rows = FlatRows.of(jnp.asarray(rng.integers(0, J + 1, B)), B * (J + 1), J)
     flat = jax.jit(adjusted)(rows.flat(jnp.asarray(logits)), *given, rows=rows)
-    np.testing.assert_array_equal(flat, rows.flat(got))
+    np.testing.assert_allclose(flat, rows.flat(got), rtol=2e-6, atol=2e-6)
     plain = dict(bias={}, base=0.0, ends=(), min_tokens=0, repetition=1, frequency=0, presence=0)
     num_ignored = 0
     for b in range(B):
