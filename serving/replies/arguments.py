@@ -81,7 +81,7 @@ def _types(schema: object, root: dict) -> list[str]:
             continue
         declared = part.get("type")
         declared = declared if isinstance(declared, list) else [declared]
-        types += [name for name in declared if isinstance(name, str)]
+        types += [name for name in declared[:_MOST_SCHEMAS] if isinstance(name, str)]
         if isinstance(part.get("$ref"), str):
             found.append(_resolved(part["$ref"], root))
         for union in ("anyOf", "oneOf", "allOf"):
@@ -93,7 +93,7 @@ def _types(schema: object, root: dict) -> list[str]:
 def _resolved(reference: str, root: dict) -> object:
     """What a reference such as "#/$defs/Point" points to; None if nothing is there."""
     value: object = root
-    for name in reference.removeprefix("#").split("/")[1:]:
+    for name in reference.removeprefix("#").split("/", _MOST_SCHEMAS)[1:]:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 

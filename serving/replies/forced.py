@@ -41,6 +41,12 @@ def _named(tool: dict, key: str) -> dict:
     }
 
 
+def _is_json(kind: object) -> bool:
+    """Whether a value of a schema's type is written as JSON, and not as plain text."""
+    kinds = kind if isinstance(kind, list) else [kind]
+    return bool(kinds) and all(isinstance(one, str) and one in _TYPES_OF_JSON for one in kinds)
+
+
 def _rules(start: str, calls: Sequence[str]) -> str:
     names = " | ".join(f"call_{place}" for place in range(len(calls)))
     rules = (f"call_{place}: {call}" for place, call in enumerate(calls))
@@ -69,15 +75,15 @@ def xml_calls(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) ->
         schema = _parameters(tool)
         properties = schema.get("properties")
         properties = properties if isinstance(properties, dict) else {}
-        required = [name for name in schema.get("required") or () if name in properties]
+        required = schema.get("required")
+        required = required if isinstance(required, list) else []
+        required = dict.fromkeys(
+            one for one in required if isinstance(one, str) and one in properties
+        )
         written = {}
         for name, value in properties.items():
             opening = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
-            if (
-                isinstance(value, dict)
-                and value.get("type") in _TYPES_OF_JSON
-                and "$ref" not in str(value)
-            ):
+            if isinstance(value, dict) and _is_json(value.get("type")) and "$ref" not in str(value):
                 values.append(f"value_{len(values)}: {_json(value)}")
                 written[name] = f'{opening} value_{len(values) - 1} "\\n</parameter>\\n"'
             else:

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from peagle_jax.engine.grammar import Grammars
+from serving.replies.forced import xml_calls
 from serving.replies.formats import FORMATS
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ToolCall
@@ -150,3 +151,30 @@ def test_a_random_model_calls_some_tool_where_one_is_required(client):
 def test_choices_that_cannot_be_are_refused(client, options):
     with pytest.raises(openai.BadRequestError, match="tool_choice: "):
         client.chat.completions.create(**CHAT | options)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": ["string", "null"]}, "b": {"type": ["integer", "null"]}}},
+        {"properties": {"a": {"type": {}}}},
+        {"properties": {"a": True}, "required": 5},
+        {"properties": {"a": {}}, "required": ["a", "a", ["a"], None]},
+        {"properties": 5, "required": ["a"]},
+        {"type": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", [one for one in FORMATS if one.grammar], ids=lambda one: one.name)
+def test_any_schema_of_a_tool_has_a_grammar(form, schema, tmp_path):
+    """A grammar that is wrong is refused later, by the check of constraints."""
+    tool = {"type": "function", "function": {"name": "edit", "parameters": schema}}
+    assert "edit" in form.grammar(make_tokenizer(tmp_path, TEMPLATE), [tool], True)
+
+
+def test_a_parameter_that_may_be_null_is_json_unless_it_may_be_a_text(tmp_path):
+    properties = {"a": {"type": ["string", "null"]}, "b": {"type": ["integer", "null"]}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    text = xml_calls(make_tokenizer(tmp_path, TEMPLATE), [tool], False)
+    assert r'"<parameter=a>\n" text' in text
+    assert r'"<parameter=b>\n" value_1' in text
