@@ -42,12 +42,13 @@ class RoundReports:
 
     def of(self, delta: Delta) -> list[RoundReport]:
         """The rounds of the sequence's next delta."""
-        tokens, reports = delta.tokens, []
-        sampled = len(tokens) - sum(one.tokens for one in delta.rounds)
+        start, reports = 0, []
+        sampled = len(delta.tokens) - sum(one.tokens for one in delta.rounds)
         by_prefill = [Round([], 0, sampled)] if sampled else []
         for one in by_prefill + delta.rounds:
-            reports.append(self._report(one, tokens[: one.tokens]))
-            tokens = tokens[one.tokens :]
+            end = start + one.tokens
+            reports.append(self._report(one, delta.tokens[start:end]))
+            start = end
         if reports and delta.finish is not None and self._text is not None:
             reports[-1].texts[-1] += self._text.flush()
         return reports

@@ -229,7 +229,9 @@ class Stream:
         if event.prompt_logprobs is not None:
             sequence.prompt_logprobs = event.prompt_logprobs
         if event.logprobs is not None:
-            sequence.logprobs = (sequence.logprobs or []) + event.logprobs
+            if sequence.logprobs is None:
+                sequence.logprobs = []
+            sequence.logprobs += event.logprobs
         if event.tokens and self.first_token is None:
             self.first_token = time.monotonic()
         if event.request is not None:

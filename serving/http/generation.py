@@ -172,17 +172,14 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     output = ReplyPart.joined(
         [ReplyPart(delta.text, delta.reasoning, delta.calls) for delta in deltas]
     )
-    logprobs = None
-    for delta in deltas:
-        if delta.logprobs is not None:
-            logprobs = (logprobs or []) + delta.logprobs
+    scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return replace(
         deltas[-1],
         tokens=[token for delta in deltas for token in delta.tokens],
         text=output.text,
         reasoning=output.reasoning,
         calls=output.calls,
-        logprobs=logprobs,
+        logprobs=[one for logprobs in scored for one in logprobs] if scored else None,
         prompt_logprobs=deltas[0].prompt_logprobs,
         rounds=[one for delta in deltas for one in delta.rounds],
     )
