@@ -1,6 +1,7 @@
 """Parses clients' JSON: bounded in size before parsing, and without duplicate keys."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,7 @@ def parse_object(content: bytes, *, field: str, limits: Limits, max_ids: int = 0
             str(content, "utf-8"),
             object_pairs_hook=partial(_object, field),
             parse_constant=_refuse_constant,
+            parse_float=_finite,
         )
     except (ValueError, RecursionError) as error:
         raise invalid(field, f"is not valid JSON ({error})") from error
@@ -144,6 +146,14 @@ def _object(field: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
         duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise invalid(field, f"the key {duplicate!r} stands in an object twice; leave one out")
     return content
+
+
+def _finite(text: str) -> float:
+    """A number. One above the largest float would become infinity, which no answer can repeat."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:20]} is too large")
+    return number
 
 
 def _refuse_constant(name: str):

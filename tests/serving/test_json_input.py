@@ -155,3 +155,10 @@ def test_other_encodings_are_refused(encoding):
 
 def test_a_message_quotes_only_the_beginning_of_a_long_key():
     assert len(refusal(b'{"%s": 1, "%s": 1}' % ((b"k" * 90_000,) * 2))) <= 500
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400 + ".0"])
+def test_a_number_above_the_largest_float_is_refused(number):
+    """It would become infinity: an answer that repeats it would be no JSON."""
+    content = f'{{"metadata": {{"a": [{number}]}}}}'
+    assert f"{number[:20]} is too large" in refusal(content.encode())
