@@ -8,6 +8,8 @@ from typing import Literal, Self
 from peagle_jax.errors import ConfigError
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+MAX_CHARS = 256 << 10
+"""Most characters of a schema or a grammar."""
 Reasoning = Literal["none", "optional", "open", "harmony"]
 
 
@@ -38,8 +40,11 @@ class Structured:
         """JSON that satisfies a JSON schema, given as an object or as JSON text.
 
         Raises:
-          ConfigError: `schema` is not JSON, or not a schema.
+          ConfigError: `schema` is not JSON, not a schema, or a text that is too long.
         """
+        if isinstance(schema, str) and len(schema) > MAX_CHARS:
+            # Parsing holds the interpreter's lock: 8 MiB of empty lists take half a second.
+            raise _refused(f"{len(schema)} characters are more than {MAX_CHARS}")
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from peagle_jax import ConfigError, Engine
-from peagle_jax.engine.grammar import MAX_CHARS, Grammars, Matcher
-from peagle_jax.structured import Structured
+from peagle_jax.engine.grammar import Grammars, Matcher
+from peagle_jax.structured import MAX_CHARS, Structured
 from serving.bounded_pool import BoundedPool
-from serving.errors import invalid
+from serving.errors import Code, ServiceError, invalid
 from serving.grammar_process import CPU_SECONDS, Vocabulary
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ class Constraints:
           chat: the prompt, if the text is the answer of a chat and reasoning may come before it.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED if too many wait.
+          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED if too many wait;
+            UNAVAILABLE if the server ends, or can start no process.
         """
         if self._grammars is None:
             raise invalid(field, "needs a model with a tokenizer")
@@ -140,29 +141,57 @@ class _Process:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen | None = None
         self._is_ended = False
+        self._lock = threading.Lock()
 
     def ask(self, constraint: dict) -> dict | None:
-        """The answer to a constraint; None if the process died of it or took too long."""
-        if self._process is None:
-            self._start()
-        try:
-            answer = self._exchange(constraint)
-        except OSError:  # it died before it had read everything
-            answer = None
-        if answer is None:
-            self._kill()
+        """The answer to a constraint; None if the process died of it or took too long.
+
+        Raises:
+          ServiceError: UNAVAILABLE; the process cannot be started, or the server ends.
+        """
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._start()
+                answer = self._exchange(constraint)
+            except OSError:  # it died before it had read everything
+                answer = None
+            if answer is None or self._is_ended:
+                self._kill()
+        if answer is None and self._is_ended:
+            raise ServiceError(Code.UNAVAILABLE, "the server shuts down; use another server")
         return answer
 
     def end(self) -> None:
-        """Ends the process; later questions have no answer."""
+        """Ends the process, and a question that waits for its answer."""
         self._is_ended = True
-        self._kill()
+        process = self._process
+        if process is not None:
+            process.kill()
+        # A thread that waits for an answer closes the pipes itself.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._kill()
+            finally:
+                self._lock.release()
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "serving.grammar_process"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt at the terminal is for the server alone
+            )
+        except OSError as error:
+            rule = f"the process that checks constraints cannot be started ({error})"
+            _log.error("%s", rule)
+            raise ServiceError(Code.UNAVAILABLE, f"{rule}; try again", retry_after=1.0) from error
+        self._process = process
+        if self._is_ended:
+            process.kill()
         self._send(asdict(self._vocabulary()))
 
     def _send(self, content: dict) -> None:

@@ -22,13 +22,11 @@ from llguidance.numpy import (
 
 from peagle_jax.errors import ConfigError
 from peagle_jax.plan import mask_words
-from peagle_jax.structured import Reasoning, Structured
+from peagle_jax.structured import MAX_CHARS, Reasoning, Structured
 from peagle_jax.text import Tokenizer
 
 ALL = -1
 """A mask word that allows 32 tokens."""
-MAX_CHARS = 256 << 10
-"""Most characters of a schema or a grammar."""
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # 20 ms
     step_lexer_fuel=100_000,  # 7 ms a mask

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from peagle_jax import ConfigError
 from peagle_jax.engine.grammar import Grammars
 from peagle_jax.model_folders import ASSETS
 from peagle_jax.structured import Structured
@@ -14,6 +15,7 @@ from peagle_jax.text import Tokenizer
 from serving import constraints
 from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
+from tests.waiting import soon
 
 SECONDS = 40.0  # of one check, with the start of a process, on a busy machine
 
@@ -182,3 +184,41 @@ def test_all_processes_end_with_their_server(engine):
     assert running
     assert all(process.returncode is not None for process in running)
     assert json.dumps([process.args[-1] for process in running]).count("grammar_process")
+
+
+def test_a_server_that_ends_refuses_the_constraint_that_is_checked(engine):
+    async def work(made):
+        hostile = made.compile(FATAL["a multiple that takes minutes"], field="structured")
+        task = asyncio.create_task(hostile)
+        await soon(lambda: any(one._process for one in made._processes))
+        running = [one._process for one in made._processes if one._process is not None]
+        made.close()
+        with pytest.raises(ServiceError, match="shuts down") as caught:
+            await task
+        return caught.value, running
+
+    error, running = run(engine, work)
+    assert error.code is Code.UNAVAILABLE
+    assert all(process.returncode is not None for process in running)
+
+
+def test_a_process_that_cannot_be_started_is_an_error_and_the_next_one_is_tried(
+    engine, monkeypatch
+):
+    def refuse(*args, **kwargs):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def work(made):
+        with monkeypatch.context() as patch:
+            patch.setattr(constraints.subprocess, "Popen", refuse)
+            with pytest.raises(ServiceError, match="cannot be started") as caught:
+                await made.compile(Structured.json_object(), field="structured")
+        assert caught.value.code is Code.UNAVAILABLE
+        assert await made.compile(Structured.json_object(), field="structured")
+
+    run(engine, work)
+
+
+def test_a_schema_that_is_too_long_is_refused_before_it_is_parsed():
+    with pytest.raises(ConfigError, match="characters are more than"):
+        Structured.json_schema("[" * (1 << 20))
