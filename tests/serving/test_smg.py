@@ -1,5 +1,7 @@
 """The whole way: OpenAI's client, the smg gateway, `vllm.grpc.engine.VllmEngine`, the embedded model."""
 
+import json
+
 import openai
 import pytest
 
@@ -124,6 +126,16 @@ def test_sampling_and_stop_strings_reach_the_engine(server, client, expected):
     first, second = ({c.index: c.message.content for c in one.choices} for one in twice)
     assert first == second
     assert len(set(first.values())) == 2
+
+
+def test_a_schema_reaches_the_engine(server, client):
+    properties = {"size": {"type": "integer", "maximum": 99, "minimum": 0}}
+    schema = dict(
+        type="object", properties=properties, required=["size"], additionalProperties=False
+    )
+    wanted = dict(type="json_schema", json_schema=dict(name="x", schema=schema, strict=True))
+    answer = client.chat.completions.create(messages=user(PROMPT), response_format=wanted, **SHORT)
+    assert 0 <= json.loads(answer.choices[0].message.content)["size"] <= 99
 
 
 def bad_schema() -> dict:
