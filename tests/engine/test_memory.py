@@ -56,6 +56,19 @@ def test_the_prefix_cache_leaves_room_for_one_call_and_stays_within_int32(monkey
     assert 0.9 < pages * 16 * 2 * 8 * 4 / 2**31 < 1  # bytes of the keys of one layer
 
 
+def test_a_little_more_or_less_memory_changes_no_number_of_pages(monkeypatch):
+    """Compiled programs are found again only by an engine with the same number."""
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    found = set()
+    for pages in range(10_050, 10_110):
+        monkeypatch.setattr(
+            memory, "free_bytes", lambda n=pages: int((CONTROLS + (n + 0.4) * PAGE) / 0.85)
+        )
+        found.add(memory.fit_pages(TARGET, HEAD, CONFIG))
+    (number,) = found
+    assert 0.98 * 10_050 < number <= 10_050
+
+
 def test_rings_must_fit_where_no_layer_has_pages(monkeypatch):
     """Every layer of a Mistral slides; without a head nothing else takes cache."""
     target = replace(TARGET, **FAMILIES["mistral"])
