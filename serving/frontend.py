@@ -332,7 +332,10 @@ class Frontend:
             elif stream := self.admission.get(event.key[0]):
                 stream.push(event.key[1], event)
                 if event.request is not None and event.request.error is not None:
-                    stream.fail(ServiceError(Code.INTERNAL, event.request.error))
+                    code = Code.INTERNAL
+                    if event.request.error_is_the_clients:
+                        code = Code.INVALID_ARGUMENT
+                    stream.fail(ServiceError(code, event.request.error))
         self.metrics.round(events)
 
     def _refusal(self, error: Exception) -> ServiceError:

@@ -119,6 +119,8 @@ class Request:
     """The token id or stop string that ended the text, if `finish_reason` is "stop"."""
     error: str | None = None
     """One sentence that describes the failure, if `finish_reason` is "error"."""
+    error_is_the_clients: bool = False
+    """Whether the request's constraint is the cause of `error`: it exceeds a limit, or no token continues it."""
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -280,7 +282,7 @@ class Request:
         """
         assert not self.is_finished, f"request {self.id} is finished and was given tokens"
         if self.matcher is not None and self.matcher.error is not None:
-            self.fail(self.matcher.error)  # the masks of the call are not complete
+            self._fail_by_constraint(self.matcher.error)  # the masks of the call are not complete
             return []
         kept = []
         for index, token in enumerate(tokens):
@@ -294,7 +296,7 @@ class Request:
         if self.matcher is not None:
             self.matcher.consume(kept)
             if self.matcher.error is not None:
-                self.fail(self.matcher.error)
+                self._fail_by_constraint(self.matcher.error)
         return kept
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -308,6 +310,10 @@ class Request:
         """Enters the terminal state after a failure; `error` is one sentence for users."""
         self.finish("error")
         self.error = error
+
+    def _fail_by_constraint(self, error: str) -> None:
+        self.fail(error)
+        self.error_is_the_clients = True
 
     def _finish_if_ended(self, token: int, eos_ids: Collection[int], max_model_len: int) -> None:
         # If one token satisfies both, "stop" takes precedence over "length".

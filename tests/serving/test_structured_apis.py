@@ -174,6 +174,13 @@ def test_what_is_no_constraint_is_refused_by_name(server, http, fields, field):
         assert "\n" not in error["message"]
 
 
+def test_what_the_vocabulary_cannot_spell_is_the_clients_mistake(server, http):
+    body = {"prompt": "x", "max_tokens": 8, "structured_outputs": {"choice": ["a\u00fc"]}}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "the constraint cannot be continued" in answer.json()["error"]["message"]
+
+
 def test_no_constraint_is_no_constraint(server, http):
     body = dict(prompt="a", max_tokens=5, response_format={"type": "text"}, structured_outputs={})
     assert http.post("/v1/completions", json=body).status_code == 200
