@@ -50,12 +50,12 @@ def refuse_equal_names(tools: Iterable[dict], *, field: str) -> None:
 class Arguments:
     """Parses JSON objects within a request, such as the arguments of calls: chat templates take no JSON texts.
 
-    All objects of a request together are bounded as one JSON text is.
+    All objects of a request together are bounded as one JSON text is, and in characters as a prompt is.
     """
 
     def __init__(self, limits: Limits):
         self._limits = limits
-        self._num_values = 0
+        self._num_values = self._num_chars = 0
 
     def call(self, call_id: str, name: str, arguments: str, *, field: str) -> dict:
         """A call as templates take it; empty arguments are none.
@@ -72,6 +72,11 @@ class Arguments:
         Raises:
           ServiceError: INVALID_ARGUMENT; the text is none, or the objects so far are too large.
         """
+        self._num_chars += len(text)
+        most = self._limits.max_prompt_chars
+        if self._num_chars > most:
+            rule = f"{self._num_chars} characters of JSON are more than the {most} of a prompt"
+            raise invalid(field, rule)
         content = text.encode("utf-8", "replace")
         self._num_values = check_sizes(
             content, field=field, limits=self._limits, num_before=self._num_values

@@ -239,7 +239,7 @@ def _of_assistant(blocks: list[Block], field: str) -> list[dict]:
         elif block.type == "thinking":
             thoughts.append(_required(block, "thinking", here))
         elif block.type == "tool_use":
-            arguments = json.dumps(_required(block, "input", here))
+            arguments = json.dumps(_required(block, "input", here), ensure_ascii=False)
             function = {"name": _required(block, "name", here), "arguments": arguments}
             call_id = _required(block, "id", here)
             calls.append({"id": call_id, "type": "function", "function": function})

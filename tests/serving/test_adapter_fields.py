@@ -109,3 +109,13 @@ def test_any_json_is_accepted_or_refused_by_field(num_cases, model):
             assert error.code is Code.INVALID_ARGUMENT
             assert error.field
             assert "\n" not in error.message
+
+
+def test_the_json_texts_of_a_request_are_bounded_together_before_they_are_read():
+    arguments = Arguments(Limits(max_prompt_chars=100))
+    assert arguments.parse('{"a": "é"}', field="first") == {"a": "é"}
+    with pytest.raises(ServiceError) as caught:
+        arguments.parse('{"a": 1' + " " * 90, field="second")
+    assert caught.value.message == (
+        "second: 107 characters of JSON are more than the 100 of a prompt"
+    )
