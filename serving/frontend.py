@@ -165,6 +165,11 @@ class Frontend:
         async with self._limit_time():
             return await self._encoder.decode(tokens, field=field)
 
+    async def names(self, tokens: Sequence[int], *, field: str) -> list[str]:
+        """See `Encoder.names`; raises as `encode` does."""
+        async with self._limit_time():
+            return await self._encoder.names(tokens, field=field)
+
     async def chat(
         self,
         messages: Sequence[Mapping[str, object]],

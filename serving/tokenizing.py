@@ -113,6 +113,12 @@ class Encoder:
         decode = lambda: tokenizer.spell(tokens)
         return decode() if len(tokens) <= _SHORT else await self._long.run(decode)
 
+    async def names(self, tokens: Sequence[int], *, field: str) -> list[str]:
+        """Names of tokens, as reports show them; raises as `decode` does."""
+        tokenizer = self._required(field)
+        name = lambda: [tokenizer.name_of(token) for token in tokens]
+        return name() if len(tokens) <= _SHORT else await self._long.run(name)
+
     def prepare(self) -> None:
         """Starts to load the chat template, which takes seconds; chats wait for it."""
         if self._tokenizer is not None:

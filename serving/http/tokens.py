@@ -12,7 +12,6 @@ from serving.http.fields import Fields, Integers, neutral
 from serving.http.options import check_model
 from serving.http.route import Caller, Encode
 from serving.http.tools import ToolFields
-from serving.rounds import token_name
 from serving.tools import Arguments
 
 
@@ -62,7 +61,7 @@ class Tokenize:
             tokens = await encode()
             names = None
             if fields.return_token_strs:
-                names = [token_name(frontend.tokenizer, token) for token in tokens]
+                names = await frontend.names(tokens, field="return_token_strs")
             return {
                 "count": len(tokens),
                 "max_model_len": frontend.config.max_model_len,
