@@ -1,0 +1,95 @@
+"""Controls, grammars, log-probabilities, cached prefixes and ragged rounds in one batch keep every text."""
+
+import random
+from collections import Counter
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine import adaptive, survival
+from peagle_jax.structured import Structured
+from tests import tiny
+from tests.json_vocabulary import END, json_tokenizer
+from tests.test_losslessness import OracleDrafter
+from tests.test_ragged_rounds import AnyTimes, OneSize
+
+J, MAX_TOKENS = 4, 24
+SIZES = dict(
+    max_num_seqs=5, max_model_len=80, page_size=4, prefill_chunk=8, prefill_rows=2, max_logprobs=2,
+    prompt_logprobs=True, max_waiting=999,
+)  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", None]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FEATURES = (
+    {},
+    dict(repetition_penalty=2.5),
+    dict(frequency_penalty=1.5, presence_penalty=0.5),
+    dict(allowed_token_ids=tuple(range(30, 40)), presence_penalty=1.0),
+    dict(structured=Structured.json_schema(SCHEMA)),
+    dict(structured=Structured.json_schema(SCHEMA), frequency_penalty=1.0),
+    dict(logprobs=2, prompt_logprobs=1),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
+def test_requests_with_any_features_keep_the_text_of_plain_decoding(
+    family, monkeypatch, num_cases, tmp_path
+):
+    for module in (adaptive, survival):
+        monkeypatch.setattr(module, "DECIDE_EVERY", 1)
+    tokenizer = json_tokenizer(tmp_path)
+    target = tiny.target(**tiny.FAMILIES[family], eos_ids=(tokenizer.added[END],))
+    config = EngineConfig(num_draft=0, prefix_caching=False, **SIZES)
+    plain = Engine(target, None, config, tokenizer=tokenizer)
+    plain.warm_up(sizes=[5])
+    numbers = np.random.default_rng(0)
+    prompts = [numbers.integers(0, 95, n).tolist() for n in (1, 9, 17, 30)]
+    prompts.append([*prompts[3][:16], 3, 4, 5])
+    jobs = [(prompt, features) for prompt in prompts for features in FEATURES]
+    params = [SamplingParams(max_tokens=MAX_TOKENS, **features) for _, features in jobs]
+    wanted = plain.generate([prompt for prompt, _ in jobs], params)
+    table = np.zeros((len(jobs), 2 * 80), np.int32)
+    for row, done in zip(table, wanted, strict=True):
+        row[: len(done.prompt + done.tokens)] = done.prompt + done.tokens
+    drafter = OracleDrafter(jnp.asarray(table), jnp.asarray(0), J)
+    config = OneSize(num_draft=J, num_pages=34, **SIZES)
+    engine = Engine(target, None, config, tokenizer=tokenizer, drafter=drafter, times=AnyTimes())
+    engine.warm_up()
+    seen: Counter = Counter()
+    for seed in range(num_cases("walks over requests with any features", 4)):
+        rng = random.Random(seed)
+        todo, requests = [rng.randrange(len(jobs)) for _ in range(50)], []
+        while todo or engine.has_work:
+            while todo and rng.random() < 0.4:
+                job = todo.pop()
+                rules = dict(salt=rng.choice([(), ("a",)]), priority=rng.choice([0, 0, 1]))
+                requests.append(
+                    engine.add_request(jobs[job][0], params[job], request_id=job, **rules)
+                )
+            engine.step()
+            if requests and rng.random() < 0.03:
+                engine.abort(rng.choice(requests[-8:]))
+            if rng.random() < 0.02:
+                engine.flush_prefix_cache(("a",))
+            engine.scheduler.check_integrity()
+        for request in requests:
+            done = wanted[request.id]
+            seen["cached"] += request.num_cached > 0
+            seen["preempted"] += request.preemptions > 0
+            seen["accepted"] += request.accepted
+            assert request.output == done.tokens[: len(request.output)], jobs[request.id]
+            if request.finish_reason != "abort":
+                assert (request.finish_reason, len(request.output)) == (
+                    done.finish_reason,
+                    len(done.tokens),
+                )
+    assert seen["preempted"] > 0
+    assert seen["accepted"] > 100
+    assert seen["cached"] > 0 or family == "gemma4"
