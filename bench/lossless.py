@@ -199,7 +199,8 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
                 )  # fmt: skip
                 if not reference:
                     reference = decode().outputs
-                    texts = _table(prompts, reference, engine.config)
+                    whole = [one + two for one, two in zip(prompts, reference, strict=True)]
+                    texts = text_table(whole, engine.config)
                     if not options.warm:
                         continue
                 if options.warm:
@@ -257,11 +258,11 @@ def _config(
     )
 
 
-def _table(prompts, outputs, config: EngineConfig) -> jax.Array:
-    """[texts, positions]: tokens of an `Oracle`."""
-    table = np.zeros((len(prompts), config.max_model_len), np.int32)
-    for row, prompt, output in zip(table, prompts, outputs, strict=True):
-        row[: len(prompt) + len(output)] = prompt + output
+def text_table(texts: Sequence[list[int]], config: EngineConfig) -> jax.Array:
+    """[texts, positions] int32: tokens of an `Oracle`."""
+    table = np.zeros((len(texts), config.max_model_len), np.int32)
+    for row, text in zip(table, texts, strict=True):
+        row[: len(text)] = text
     return jnp.asarray(table)
 
 

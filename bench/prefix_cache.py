@@ -3,18 +3,20 @@
 import itertools
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from bench import rows
 from bench.commands.prefix_cache import Options
 from bench.decode_step import CellsConfig
-from bench.lossless import Subject, Variant, subject_of
+from bench.lossless import Subject, Variant, subject_of, text_table
+from bench.page_bits import WrittenPages, written_twice
 from bench.timing import Measurement, drive
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.request import Request
+from peagle_jax.engine.stats import Acceptance
 from peagle_jax.sampling_params import SamplingParams
 
 _PIECES = 256  # prompts of the set that texts are joined from
@@ -38,13 +40,26 @@ def prefix_cache(options: Options, environment: dict) -> list[dict]:
     plain = [("none", 0)] if "none" in options.methods else []
     variants: list[Variant] = plain + [(m, k) for m in subject.heads for k in options.k]
     done = []
-    with tqdm(total=2 * options.chats * len(variants), unit="text", disable=None) as bar:
+    plain_pages: WrittenPages | None = None
+    known: list[list[int]] = [[0]]  # texts of plain decoding, from which an `Oracle` drafts
+    with tqdm(
+        total=(options.chats + options.requests) * len(variants), unit="text", disable=None
+    ) as bar:
         for variant in variants:
             bar.set_description(f"{variant[0]} K={variant[1]}")
-            engine = subject.engine(variant, config, jnp.zeros((1, 1), jnp.int32))
+            engine = subject.engine(variant, config, text_table(known, config))
             engine.warm_up()
             # The first calls allocate memory.
             drive(engine, [texts[0][:8]] * options.concurrency, _params(8), concurrency=8)
+            by_rounds, by_prefill = written_twice(
+                engine, texts[0][: options.turn_tokens], options.max_tokens
+            )
+            turns = _second_turns(options, engine, texts, bar)
+            shared = _shared_beginning(options, engine, texts, bar)
+            requests = [*turns.cold, *shared.cold]
+            if variant[0] == "none":
+                plain_pages = by_rounds
+                known = [by_rounds.tokens, *(request.tokens for request in requests)]
             row = {
                 "kind": "prefix-cache",
                 "model": subject.name,
@@ -57,8 +72,10 @@ def prefix_cache(options: Options, environment: dict) -> list[dict]:
                 "num_speculative_tokens": variant[1],
                 "temperature": 0.0,
                 **{name: getattr(options, name) for name in _SIZES},
-                **_second_turns(options, engine, texts, bar),
-                **_shared_beginning(options, engine, texts, bar),
+                "acceptance_length": Acceptance.of(requests).length,
+                **turns.as_row("turn"),
+                **shared.as_row("shared"),
+                **_compare_pages(by_rounds, by_prefill, plain_pages),
                 **environment,
             }
             done.append(rows.rounded(row))
@@ -68,17 +85,30 @@ def prefix_cache(options: Options, environment: dict) -> list[dict]:
 
 
 _SIZES = (
-    "chats", "chat_tokens", "turn_tokens", "concurrency", "max_tokens", "page_size", "prefill_chunk",
-    "prefill_rows",
+    "chats", "chat_tokens", "turn_tokens", "requests", "shared_tokens", "concurrency", "max_tokens",
+    "page_size", "prefill_chunk", "prefill_rows",
 )  # fmt: skip
 
 
 def _params(count: int) -> SamplingParams:
-    return SamplingParams(max_tokens=count, ignore_eos=True)
+    # One seed for all: a random head draws by request which drafts are right.
+    return SamplingParams(max_tokens=count, ignore_eos=True, seed=0)
+
+
+def _compare_pages(rounds: WrittenPages, prefill: WrittenPages, plain: WrittenPages | None) -> dict:
+    """Counts of pages that differ. Pages of plain decoding are compared if its text is the same."""
+    same_text = plain is not None and plain.tokens == rounds.tokens
+    return {
+        "pages_compared": len(rounds.target) + len(rounds.drafter),
+        "pages_differing": rounds.num_differing(prefill),
+        "plain_pages_compared": len(rounds.target) if same_text else 0,
+        "plain_pages_differing": rounds.num_differing(plain) if same_text else None,
+    }
 
 
 def _config(options: Options) -> CellsConfig:
-    longest = options.chat_tokens + options.turn_tokens + 2 * options.max_tokens
+    longest = max(options.chat_tokens, options.shared_tokens) + options.turn_tokens
+    longest += 2 * options.max_tokens
     longest += 2 * max(options.k) + 1
     return CellsConfig(
         concurrencies=tuple({1, options.concurrency}),
@@ -94,32 +124,60 @@ def _config(options: Options) -> CellsConfig:
 def _texts(options: Options, subject: Subject) -> list[list[int]]:
     """A different text for each chat, of `--chat-tokens` and `--turn-tokens` tokens, from prompts in turn."""
     pieces = subject.prompts(_PIECES)
-    size = options.chat_tokens + options.turn_tokens
+    size = max(options.chat_tokens, options.shared_tokens) + options.turn_tokens
     made = []
-    for chat in range(options.chats + 1):
+    for chat in range(max(options.chats, options.requests) + 1):
         joined = itertools.chain.from_iterable(itertools.cycle(pieces[chat:] + pieces[:chat]))
         made.append(list(itertools.islice(joined, size)))
     return made
 
 
-def _second_turns(options: Options, engine: Engine, texts, bar: tqdm) -> dict:
+@dataclass(frozen=True)
+class Compared:
+    """The same prompts, with and without what the prefix cache has."""
+
+    warm: list[Request]
+    cold: list[Request]
+    seconds_warm: float
+    seconds_cold: float
+
+    def as_row(self, name: str) -> dict:
+        ttft = lambda some: (
+            1e3 * statistics.median(r.first_token_time - r.arrival_time for r in some)
+        )
+        speed = lambda some, seconds: sum(len(r.output) for r in some) / seconds
+        num_cached = sum(request.num_cached for request in self.warm)
+        pairs = zip(self.warm, self.cold, strict=True)
+        return {
+            f"{name}_ttft_ms_warm": ttft(self.warm),
+            f"{name}_ttft_ms_cold": ttft(self.cold),
+            f"{name}_cached_share": num_cached / sum(len(request.prompt) for request in self.warm),
+            f"{name}_texts_equal": sum(one.output == other.output for one, other in pairs),
+            f"{name}_tokens_per_second_warm": speed(self.warm, self.seconds_warm),
+            f"{name}_tokens_per_second_cold": speed(self.cold, self.seconds_cold),
+        }
+
+
+def _second_turns(options: Options, engine: Engine, texts, bar: tqdm) -> Compared:
     """One chat at a time, so that its slot still holds the windows of its first turn."""
-    first: dict[bool, list[Request]] = {True: [], False: []}
-    for text in texts[1:]:
+    runs: dict[bool, list[Measurement]] = {True: [], False: []}
+    for text in texts[1 : options.chats + 1]:
         one = lambda prompt, reads: drive(
             engine, [prompt], _params(options.max_tokens), concurrency=1, reads_prefix_cache=reads
-        ).requests[0]
+        )
         chat = text[: options.chat_tokens]
-        turn = chat + one(chat, False).output + text[options.chat_tokens :]
+        (answer,) = one(chat, False).outputs
+        turn = chat + answer + text[-options.turn_tokens :]
         for reads in (True, False):
-            first[reads].append(one(turn, reads))
+            runs[reads].append(one(turn, reads))
         bar.update()
-    return _compare("turn", first[True], first[False])
+    return _compared(runs[True], runs[False])
 
 
-def _shared_beginning(options: Options, engine: Engine, texts, bar: tqdm) -> dict:
-    beginning = texts[0][: options.chat_tokens]
-    prompts = [beginning + text[options.chat_tokens :] for text in texts[1:]]
+def _shared_beginning(options: Options, engine: Engine, texts, bar: tqdm) -> Compared:
+    beginning = texts[0][: options.shared_tokens]
+    own = (text[-options.turn_tokens :] for text in texts[1 : options.requests + 1])
+    prompts = [beginning + text for text in own]
     params = _params(options.max_tokens)
     drive(engine, [texts[0]], params, concurrency=1)  # caches the beginning
     run = lambda reads: drive(
@@ -127,23 +185,10 @@ def _shared_beginning(options: Options, engine: Engine, texts, bar: tqdm) -> dic
     )
     warm, cold = run(True), run(False)
     bar.update(len(prompts))
-    return _compare("shared", warm.requests, cold.requests) | {
-        "shared_tokens_per_second_warm": _speed(warm),
-        "shared_tokens_per_second_cold": _speed(cold),
-    }
+    return _compared([warm], [cold])
 
 
-def _speed(run: Measurement) -> float:
-    return sum(map(len, run.outputs)) / run.seconds
-
-
-def _compare(name: str, warm: Sequence[Request], cold: Sequence[Request]) -> dict:
-    ttft = lambda some: 1e3 * statistics.median(r.first_token_time - r.arrival_time for r in some)
-    num_cached = sum(request.num_cached for request in warm)
-    pairs = zip(warm, cold, strict=True)
-    return {
-        f"{name}_ttft_ms_warm": ttft(warm),
-        f"{name}_ttft_ms_cold": ttft(cold),
-        f"{name}_cached_share": num_cached / sum(len(request.prompt) for request in warm),
-        f"{name}_texts_equal": sum(one.output == other.output for one, other in pairs),
-    }
+def _compared(warm: Sequence[Measurement], cold: Sequence[Measurement]) -> Compared:
+    requests = lambda runs: [request for run in runs for request in run.requests]
+    seconds = lambda runs: sum(run.seconds for run in runs)
+    return Compared(requests(warm), requests(cold), seconds(warm), seconds(cold))

@@ -9,21 +9,30 @@ def saved_table(rows: Sequence[dict]) -> str:
     """One line per device, model and method: a second turn and a shared beginning, cold and warm."""
     header = [
         "", "turn 2: time to first token, ms, cold", "warm", "cached", "shared beginning: tokens/s, cold", "warm", "cached",
+        "pages that differ from prefill's", "from plain decoding's",
     ]  # fmt: skip
     lines = [
         [
-            f"{row['model']}, {labels.label(row)}, {row['device']}; {row['chat_tokens']:,} tokens, "
-            f"{min(row['concurrency'], row['chats'])} at once",
+            f"{row['model']}, {labels.label(row)}, {row['device']}; {row['chat_tokens']:,} tokens; "
+            f"{row.get('shared_tokens', row['chat_tokens']):,} tokens, "
+            f"{min(row['concurrency'], row.get('requests', row['chats']))} at once",
             f"{row['turn_ttft_ms_cold']:,.0f}",
             f"{row['turn_ttft_ms_warm']:,.0f}",
             f"{row['turn_cached_share']:.0%}",
             f"{row['shared_tokens_per_second_cold']:,.1f}",
             f"{row['shared_tokens_per_second_warm']:,.1f}",
             f"{row['shared_cached_share']:.0%}",
+            _share(row, "pages"),
+            _share(row, "plain_pages"),
         ]
         for row in rows
     ]
     return f"{labels.markdown(header, lines)}\n\n{labels.provenance(list(rows))}"
+
+
+def _share(row: dict, name: str) -> str:
+    compared = row.get(f"{name}_compared")
+    return f"{row[f'{name}_differing']:,} of {compared:,}" if compared else ""
 
 
 def equal_table(rows: Sequence[dict]) -> str:

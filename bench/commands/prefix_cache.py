@@ -11,10 +11,11 @@ from bench.commands.lossless import SubjectOptions
 class Options(SubjectOptions):
     methods: tuple[str, ...] = methods_option(("peagle",))
     k: tuple[int, ...] = k_option((7,))
-    chats: int = option("chats, and requests with the same beginning", default=16, type=positive)
-    chat_tokens: int = option(
-        "tokens of the first turn, and of the beginning that requests share", default=1536,
-        type=positive, metavar="N",
+    chats: int = option("chats, one after the other", default=16, type=positive)
+    chat_tokens: int = option("tokens of the first turn", default=1536, type=positive, metavar="N")
+    requests: int = option("requests with the same beginning", default=16, type=positive)
+    shared_tokens: int = option(
+        "tokens of the beginning that requests share", default=1536, type=positive, metavar="N"
     )  # fmt: skip
     turn_tokens: int = option(
         "tokens of the second turn, and of a request's own part", default=32, type=positive, metavar="N"
@@ -33,7 +34,7 @@ def run(options: Options) -> int:
     from peagle_jax import runs
 
     header = ["method", "K", "turn 2: TTFT ms, cold", "warm", "cached"]
-    header += ["shared beginning: tokens/s, cold", "warm", "cached"]
+    header += ["shared beginning: tokens/s, cold", "warm", "cached", "pages that differ"]
     lines = [
         [
             runs.METHOD_NAMES[row["method"]],
@@ -44,6 +45,7 @@ def run(options: Options) -> int:
             f"{row['shared_tokens_per_second_cold']:.1f}",
             f"{row['shared_tokens_per_second_warm']:.1f}",
             f"{row['shared_cached_share']:.0%}",
+            f"{row['pages_differing']} of {row['pages_compared']}",
         ]
         for row in prefix_cache(options, options.environment())
     ]
@@ -56,7 +58,7 @@ COMMAND = Command(
     summary="time to first token and throughput of prompts that begin alike, cold and warm",
     examples=(
         "prefix-cache",
-        "prefix-cache --preset qwen3-coder-30b-a3b-fp8 --chat-tokens 8192 --chats 32 --concurrency 32",
+        "prefix-cache --preset qwen3-coder-30b-a3b-fp8 --chat-tokens 8192 --shared-tokens 4096 --requests 64 --concurrency 64",
     ),
     description="""
 Two measurements on one engine, each with what the prefix cache has (warm) and without (cold).
@@ -64,8 +66,11 @@ Two measurements on one engine, each with what the prefix cache has (warm) and w
 Turn 2: a chat of --chat-tokens tokens with its answer, and then a second turn. The time to the first token of
 the second turn, one chat at a time; median over the chats.
 
-Shared beginning: requests with the same first --chat-tokens tokens, as a system prompt, and a part of their
-own, --concurrency at once. Tokens per second over all of them.
+Shared beginning: --requests requests with the same first --shared-tokens tokens, as a system prompt, and a
+part of their own, --concurrency at once. Tokens per second over all of them.
+
+Pages: the keys and values of an output of --max-tokens tokens as rounds write them, as prefill writes them,
+and, with --methods none,peagle, as plain decoding writes them. The row counts the pages whose bits differ.
 """,
     options=Options,
     run=run,

@@ -7,7 +7,10 @@ import pytest
 
 from bench import presets
 from bench.__main__ import main
+from bench.page_bits import written_twice
+from peagle_jax import Engine, EngineConfig
 from tests import tiny
+from tests.programs import one_bucket
 
 
 @pytest.fixture
@@ -19,21 +22,46 @@ def tiny_preset(monkeypatch):
 
 SMALL = [
     "--preset", "tiny", "--layers", "1", "--prompt-tokens", "40", "--chat-tokens", "96", "--turn-tokens", "8",
-    "--max-tokens", "8", "--prefill-chunk", "32", "--chats", "3", "--concurrency", "2", "-K", "2", "--no-cache",
+    "--max-tokens", "8", "--prefill-chunk", "32", "--chats", "2", "--requests", "3", "--shared-tokens", "96", "--concurrency", "2",
+    "-K", "2", "--no-cache",
 ]  # fmt: skip
 
 
 def test_a_row_has_both_measurements(tiny_preset, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    assert main(["prefix-cache", *SMALL, "--methods", "none", "--out", str(out)]) == 0
-    (row,) = map(json.loads, out.read_text().splitlines())
-    assert (row["kind"], row["method"], row["chats"]) == ("prefix-cache", "none", 3)
-    # 6 pages of the 112 tokens of a turn; 5 of a shared beginning, which ends with the sixth.
-    assert row["turn_cached_share"] == pytest.approx(96 / 112, abs=1e-3)
+    sizes = ["--max-tokens", "40", "--out", str(out)]
+    assert main(["prefix-cache", *SMALL, "--methods", "none,peagle", *sizes]) == 0
+    row, drafted = map(json.loads, out.read_text().splitlines())
+    assert (row["kind"], row["method"], row["chats"]) == ("prefix-cache", "none", 2)
+    # 8 pages of the 144 tokens of a turn; 5 of a shared beginning, which ends with the sixth.
+    assert row["turn_cached_share"] == pytest.approx(128 / 144, abs=1e-3)
     assert row["shared_cached_share"] == pytest.approx(80 / 104, abs=1e-3)
-    assert row["turn_texts_equal"] == row["shared_texts_equal"] == 3
+    assert (row["turn_texts_equal"], row["shared_texts_equal"]) == (2, 3)
     assert min(value for name, value in row.items() if "_ms_" in name) > 0
-    assert "86%" in capsys.readouterr().out
+    assert "89%" in capsys.readouterr().out
+    assert row["acceptance_length"] == 1 < 1.3 < drafted["acceptance_length"]  # K = 2
+    # One whole page of output, keys and values of one layer; the head has a layer too.
+    assert (row["pages_compared"], drafted["pages_compared"]) == (2, 4)
+    assert row["plain_pages_compared"] == drafted["plain_pages_compared"] == 2
+    assert drafted["plain_pages_differing"] is not None
+
+
+@pytest.fixture
+def engine():
+    config = EngineConfig(num_draft=2, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
+    return one_bucket(Engine(tiny.target(), tiny.head("peagle"), config))
+
+
+def test_pages_that_differ_are_counted(engine):
+    by_rounds, by_prefill = written_twice(engine, list(range(5, 25)), 30)
+    size = engine.config.page_size
+    assert len(by_rounds.target) == 2 * tiny.TARGET.num_layers * (49 // size - 2)
+    assert by_rounds.num_differing(by_rounds) == 0
+    changed = replace(by_prefill, target=[b"", *by_prefill.target[1:]])
+    assert changed.num_differing(by_prefill) == 1
+    assert replace(changed, drafter=[]).num_differing(by_prefill) == 1
+    without = replace(by_prefill, drafter=[b"", *by_prefill.drafter[1:]])
+    assert without.num_differing(by_prefill) == 1
 
 
 def test_texts_longer_than_the_context_are_refused(tiny_preset, tmp_path, capsys):
