@@ -1,16 +1,19 @@
-"""What runs where and how it was checked: `python -m bench.portability docs/portability.md`.
+"""What runs where and how it was checked: the tables that `peagle-bench matrix` draws.
 
-The tables of docs/portability.md are made here; tests compare them with what `pallas_kernels.dispatch`
-selects, with the results in bench/results and with the chips that the deviceless commands compile for.
+tests/portability.toml holds a word for each platform and part, and the test that shows it. Tests compare the
+rest with what `pallas_kernels.dispatch` selects, with the rows in bench/results and with the chips that the
+deviceless commands compile for.
 """
 
+import functools
+import itertools
 import math
 import re
-import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -20,23 +23,52 @@ from bench.roofline import Chip, Load, round_seconds
 from bench.sizes import USABLE, count
 from pallas_kernels.device import B200, CPU, H200, L4, RTX5090, TPU7X, V5E, V6E, Device
 from peagle_jax.cache import init_cache
-from peagle_jax.config import EngineConfig
+from peagle_jax.config import ConfigError, EngineConfig
 
 Check = Literal["measured", "compiled", "interpreted", "reference", "refused"]
 
 WORDS: dict[Check, str] = {
     "measured": "it runs there, and bench/results has times",
-    "compiled": "it is compiled for the chip, on a machine without one; it has never run there",
+    "compiled": "its kernel, or the program of a whole round, is compiled for the chip on a machine "
+    "without one; it has never run there",
     "interpreted": "an interpreter runs the kernel in tests",
-    "reference": "the jnp reference answers; it has been neither compiled nor timed for the chip",
+    "reference": "it has no kernel: XLA compiles the jnp reference",
     "refused": "it is an error that names the device and the reason",
 }
-PARTS = ("products", "experts", "attention", "norms and cache writes", "whole round")
+ON_REQUEST = "GPU kernel on request"
+PARTS = (
+    "products", "experts", "attention", "norms and cache writes", "whole round", ON_REQUEST,
+)  # fmt: skip
+ROOT = Path(__file__).parents[1]
+EVIDENCE = ROOT / "tests" / "portability.toml"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "portability.md")
+
+
+class Shown(NamedTuple):
+    """How one part was checked on one platform, and the pytest id of the test that shows it."""
+
+    word: Check
+    test: str
+
+
+@functools.cache
+def evidence() -> dict[str, dict[str, Shown]]:
+    """Platform -> part of `PARTS` -> how it was checked.
+
+    Raises:
+      ConfigError: the tests are not installed beside this package.
+    """
+    if not EVIDENCE.is_file():
+        raise ConfigError(
+            f"{EVIDENCE} does not exist; run this command in a clone of the repository"
+        )
+    table = tomllib.loads(EVIDENCE.read_text(encoding="utf-8"))
+    return {name: {part: Shown(*one[part]) for part in PARTS} for name, one in table.items()}
 
 
 @dataclass(frozen=True)
 class Platform:
-    """A kind of device and how each of `PARTS`, then a GPU kernel that is asked for, was checked.
+    """A kind of device.
 
     Attributes:
       device: a chip of it, as `dispatch` knows it.
@@ -45,30 +77,21 @@ class Platform:
     """
 
     device: Device
-    checks: tuple[Check, ...]
-    on_request: Check
     compiled_as: str = ""
     measured_as: str = ""
 
 
-_COMPILED: tuple[Check, ...] = ("compiled",) * 5
-_NOT_EXPERTS: tuple[Check, ...] = ("compiled", "reference", "compiled", "compiled", "compiled")
-_REFERENCE: tuple[Check, ...] = ("reference",) * 5
-_CPU: tuple[Check, ...] = ("measured", "reference", "measured", "measured", "measured")
-_AMD = Device("AMD Instinct MI300X", platform="rocm")
-_INTEL = Device("Intel(R) Data Center GPU Max 1550", platform="oneapi")
-
 PLATFORMS = {
-    "CPU": Platform(CPU, _CPU, "interpreted", measured_as="cpu"),
-    "Hopper (H200)": Platform(H200, ("measured",) * 5, "measured", "h200", "NVIDIA H200"),
-    "Blackwell, data centre (B200, B300)": Platform(B200, _COMPILED, "compiled", "b200"),
-    "Blackwell, RTX (RTX 5090)": Platform(RTX5090, _NOT_EXPERTS, "compiled", "rtx5090"),
-    "Ada (L4)": Platform(L4, _NOT_EXPERTS, "refused", "l4"),
-    "TPU v5e": Platform(V5E, _COMPILED, "refused", "v5e"),
-    "TPU v6e": Platform(V6E, _COMPILED, "refused", "v6e"),
-    "TPU 7x": Platform(TPU7X, _COMPILED, "refused", "7x"),
-    "AMD": Platform(_AMD, _REFERENCE, "refused"),
-    "Intel": Platform(_INTEL, _REFERENCE, "refused"),
+    "CPU": Platform(CPU, measured_as="cpu"),
+    "Hopper (H200)": Platform(H200, "h200", "NVIDIA H200"),
+    "Blackwell, data centre (B200)": Platform(B200, "b200"),
+    "Blackwell, RTX (RTX 5090)": Platform(RTX5090, "rtx5090"),
+    "Ada (L4)": Platform(L4, "l4"),
+    "TPU v5e": Platform(V5E, "v5e"),
+    "TPU v6e": Platform(V6E, "v6e"),
+    "TPU 7x": Platform(TPU7X, "7x"),
+    "AMD": Platform(Device("AMD Instinct MI300X", platform="rocm")),
+    "Intel": Platform(Device("Intel(R) Data Center GPU Max 1550", platform="oneapi")),
 }
 
 KERNELS: dict[str, dict[str, str]] = {
@@ -98,10 +121,20 @@ SEQUENCES, TOKENS, DRAFTS = 8, 2048, 7
 
 
 def checked() -> str:
-    """Markdown: how each part was checked on each platform."""
-    header = ["", *PARTS, "a GPU kernel on request"]
-    lines = [[name, *one.checks, one.on_request] for name, one in PLATFORMS.items()]
-    return _markdown(header, lines)
+    """Markdown: how each part was checked; neighbours with the same words share a line."""
+    words = lambda item: [shown.word for shown in item[1].values()]
+    groups = [(list(same), line) for line, same in itertools.groupby(evidence().items(), words)]
+    lines = [[", ".join(name for name, _ in same), *line] for same, line in groups]
+    return _markdown(["", *PARTS], lines)
+
+
+def listed() -> str:
+    """A line for each platform and part: the word and the test that shows it."""
+    return "\n".join(
+        f"{name}, {part}: {shown.word}, {shown.test}"
+        for name, one in evidence().items()
+        for part, shown in one.items()
+    )
 
 
 def selected() -> str:
@@ -173,9 +206,4 @@ def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def update(page: str) -> str:
     """The page with the tables between its markers made anew."""
     marked = re.compile(r"(<!-- portability:(\w+) -->\n).*?(<!-- /portability:\2 -->)", re.DOTALL)
-    return marked.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", page)
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return marked.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)

@@ -68,13 +68,12 @@ def test_plots_are_those_of_the_rows():
         assert found == plots.digest(own), f"{name}.png shows other rows; run peagle-bench report"
 
 
-def test_the_readme_is_short_and_shows_two_plots_and_the_page():
+def test_the_readme_is_short_and_shows_a_plot_and_the_page():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 160
     assert re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text) == [
         "bench/results/shape.png",
         "docs/page.png",
-        "bench/results/throughput.png",
     ]
 
 

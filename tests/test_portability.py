@@ -1,6 +1,10 @@
-"""The tables of docs/portability.md say what the code does."""
+"""The tables of README.md and docs/portability.md say what the code does and what tests show."""
 
+import ast
+import functools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from bench import deviceless, deviceless_tpu, portability
-from bench.portability import KERNELS, PARTS, PLATFORMS
+from bench.__main__ import main as bench_main
+from bench.portability import KERNELS, ON_REQUEST, PAGES, PARTS, PLATFORMS, evidence
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import GENERATIONS
@@ -17,11 +22,13 @@ from pallas_kernels.moe.api import ExpertWeights, mixture
 from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
 from pallas_kernels.verify_attention.api import verify_attention
+from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.runs import choose_dtype
 from peagle_jax.training.attention import is_flash
+from tests import tiny
+from tests.programs import one_bucket
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "portability.md"
 _made = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
 _INT = dict(dtype=jnp.int32)
 
@@ -83,12 +90,18 @@ def test_a_part_has_the_kernels_that_the_table_names(part, platform):
     has_kernel = generation in named if platform.device.sm else bool(named)
     # The primitives of `plgpu.kernel` and of `pl.pallas_call`.
     assert ("mpmd_map[" in traced or "pallas_call[" in traced) == has_kernel
+    assert (word_of(platform, part) != "reference") == has_kernel
+
+
+def word_of(platform, part: str) -> str:
+    (name,) = (name for name, one in PLATFORMS.items() if one is platform)
+    return evidence()[name][part].word
 
 
 @pytest.mark.parametrize("part", CALLS)
 @pytest.mark.parametrize(
     "platform",
-    [name for name, one in PLATFORMS.items() if one.on_request == "refused"],
+    [name for name, one in evidence().items() if one[ON_REQUEST].word == "refused"],
     indirect=True,
 )
 def test_a_requested_kernel_is_refused_where_the_table_says_so(part, platform):
@@ -137,39 +150,153 @@ def _backend(platform) -> str:
     return name if name in ("cpu", "tpu") else "gpu"
 
 
-def test_compiled_is_said_of_chips_that_the_commands_compile_for(platform):
+@pytest.mark.parametrize("name", ["AMD", "Intel"])
+def test_an_engine_of_references_writes_the_text_of_a_cpu(name, reference_text):
+    """The device of a plugin that is not here decides as if it were: dispatch, and what depends on it."""
+    with dispatch.assume(PLATFORMS[name].device):
+        assert dispatch.platform() == PLATFORMS[name].device.platform
+        assert text_of_an_engine() == reference_text
+
+
+@pytest.fixture(scope="module")
+def reference_text() -> list:
+    return text_of_an_engine()
+
+
+def text_of_an_engine() -> list:
+    """Tokens and acceptance of two requests with a random head, one greedy and one sampled."""
+    target = tiny.target()
+    config = EngineConfig(
+        num_draft=3, max_num_seqs=2, max_model_len=64, page_size=8, prefill_chunk=16, dtype="float32",
+    )  # fmt: skip
+    engine = one_bucket(Engine(target, tiny.head(), config))
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=1) for t in (0.0, 0.8)]
+    found = engine.generate([[3, 1, 4, 1, 5], [9, 2, 6]], params)
+    return [(one.tokens, one.accepted_per_position) for one in found]
+
+
+COMPILING = ("tests/kernels/test_compile.py", "tests/test_portability_tpu.py")
+
+
+def test_compiled_is_said_of_chips_that_the_commands_compile_for():
     known = {**deviceless.CHIPS, **deviceless_tpu.CHIPS}
-    if "compiled" in (*platform.checks, platform.on_request):
-        assert known[platform.compiled_as] == platform.device
-    if "reference" in platform.checks and platform.device.platform != "cpu":
-        assert platform.checks[PARTS.index("experts")] == "reference"
+    for name, one in evidence().items():
+        tests = [shown.test for shown in one.values() if shown.word == "compiled"]
+        for test in tests:
+            chip = PLATFORMS[name].compiled_as
+            assert known[chip] == PLATFORMS[name].device
+            assert test.startswith(COMPILING)
+            assert chip in test.partition("[")[2].removesuffix("]").split("-")
 
 
-def test_measured_is_said_of_devices_with_results(platform):
-    rows = [
-        json.loads(line)
-        for path in (ROOT / "bench" / "results").glob("*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    timed = {row.get("platform") for row in rows} | {row.get("device") for row in rows}
-    says_so = "measured" in (*platform.checks, platform.on_request)
-    assert says_so == (platform.measured_as in timed and bool(platform.measured_as))
+@functools.cache
+def rows() -> list[dict]:
+    paths = (ROOT / "bench" / "results").glob("*.jsonl")
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+TIMED = {
+    "products": ("block_gemm",),
+    "experts": ("moe_gate_up", "moe_down"),
+    "attention": ("verify_attention",),
+    "norms and cache writes": ("rms_norm", "rope_write"),
+    "whole round": (),
+}
+"""Part -> kernels with a time of their own."""
+MEASURED = [
+    (name, part)
+    for name, one in evidence().items()
+    for part in TIMED
+    if one[part].word == "measured"
+]
+
+
+@pytest.mark.parametrize(("name", "part"), MEASURED, ids=map("-".join, MEASURED))
+def test_a_measured_part_has_rows(name, part):
+    device = PLATFORMS[name].measured_as
+    own = [row for row in rows() if device in (row.get("platform"), row.get("device"))]
+    assert any("ms_per_round" in row for row in own)
+    timed = {kernel["name"] for row in own for kernel in row.get("kernels") or ()}
+    for kernel in TIMED[part]:
+        assert any(kernel in one for one in timed), kernel
+
+
+def test_measured_is_said_of_every_device_with_rounds():
+    devices = {
+        row.get("platform") if row.get("platform") == "cpu" else row.get("device") for row in rows()
+    }
+    measured = {PLATFORMS[name].measured_as for name, _ in MEASURED}
+    assert devices == measured
 
 
 def test_every_word_has_a_meaning_and_every_part_a_word():
-    for one in PLATFORMS.values():
-        assert len(one.checks) == len(PARTS)
-        assert {*one.checks, one.on_request} <= portability.WORDS.keys()
+    assert evidence().keys() == PLATFORMS.keys()
+    words = {shown.word for one in evidence().values() for shown in one.values()}
+    assert words == portability.WORDS.keys()
     generations = {one.device.sm for one in PLATFORMS.values()}
     assert generations >= GENERATIONS.keys()
     assert {one.device for one in PLATFORMS.values()} >= {*deviceless_tpu.CHIPS.values()}
 
 
-def test_the_page_has_the_tables_as_they_are_made():
-    page = PAGE.read_text(encoding="utf-8")
-    assert portability.update(page) == page
-    for name in portability.TABLES:
-        assert f"<!-- portability:{name} -->" in page
+def named_tests() -> list[str]:
+    return sorted({shown.test for one in evidence().values() for shown in one.values()})
+
+
+def test_the_tests_that_the_matrix_names_are_in_their_files():
+    for test in named_tests():
+        path, _, name = test.partition("::")
+        module = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        functions = {one.name for one in module.body if isinstance(one, ast.FunctionDef)}
+        assert name.partition("[")[0] in functions, test
+
+
+@pytest.mark.slow
+def test_the_cases_that_the_matrix_names_are_collected():
+    files = sorted({test.partition("::")[0] for test in named_tests()})
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", *files],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout[-2000:]
+    found = process.stdout.splitlines()
+    cases = {*found, *(line.partition("[")[0] for line in found)}
+    assert [test for test in named_tests() if test not in cases] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_the_tables_as_they_are_made(page):
+    text = page.read_text(encoding="utf-8")
+    assert "<!-- portability:checked -->" in text
+    assert portability.update(text) == text, (
+        "run peagle-bench matrix --pages README.md docs/portability.md"
+    )
+
+
+def test_every_table_stands_in_the_docs():
+    text = (ROOT / "docs" / "portability.md").read_text(encoding="utf-8")
+    assert all(f"<!-- portability:{name} -->" in text for name in portability.TABLES)
+
+
+def test_the_command_prints_the_matrix_or_its_tests_or_redraws_pages(tmp_path, capsys):
+    assert bench_main(["matrix"]) == 0
+    assert capsys.readouterr().out.strip() == portability.checked()
+    assert bench_main(["matrix", "--tests"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(PLATFORMS) * len(PARTS)
+    assert all("tests/" in line for line in lines)
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- portability:words -->\nold\n<!-- /portability:words -->\nb\n")
+    assert bench_main(["matrix", "--pages", str(page)]) == 0
+    assert page.read_text() == portability.update(page.read_text())
+    assert "old" not in page.read_text()
+
+
+def test_without_the_tests_of_the_repository_the_command_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(portability, "EVIDENCE", tmp_path / "portability.toml")
+    evidence.cache_clear()
+    assert bench_main(["matrix"]) == 2
+    assert "in a clone of the repository" in capsys.readouterr().err
+    evidence.cache_clear()
 
 
 def test_a_model_that_does_not_fit_has_no_floor(monkeypatch):

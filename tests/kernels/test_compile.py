@@ -109,10 +109,8 @@ def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(chip, cache, tm
     assert made["mosaic"].keys() >= ours
 
 
-@pytest.mark.parametrize(
-    ("chip", "ours"), [on("rtx5090", {"rms_norm", "rope_write"}), on("l4", {})]
-)
-def test_a_round_without_some_kernels_is_one_graph_too(chip, ours, tmp_path):
+@pytest.mark.parametrize("chip", [on("rtx5090"), on("l4")])
+def test_a_round_without_some_kernels_is_one_graph_too(chip, tmp_path):
     """Where operations run their reference: no loop over keys stops at the host, no weight is copied."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
@@ -121,5 +119,6 @@ def test_a_round_without_some_kernels_is_one_graph_too(chip, ours, tmp_path):
     assert (made["graphs"], made["outside"]) == (1, {})
     assert made["largest_copy"] < made["smallest_matrix"]
     assert made["aliased_bytes"] >= made["cache_bytes"]
-    assert made["mosaic"].keys() >= set(ours)
+    ours = {"rtx5090": {"rms_norm", "rope_write"}, "l4": set()}[chip]
+    assert made["mosaic"].keys() >= ours
     assert bool(made["mosaic"]) == bool(ours)
