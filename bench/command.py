@@ -17,6 +17,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from peagle_jax.command_line import positive
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
 from peagle_jax.draft_schedule import ADAPTIVE
 from peagle_jax.model_folders import check_folders
@@ -27,20 +28,6 @@ PRESET_SUFFIX = "-fp8"  # suffix of presets with fp8 linear layers
 METHODS = ("none", "eagle3", "peagle")
 _GROUPS = ("model", "rows")
 """Titles of options in `--help`, after the options without a title."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports errors in one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
 
 
 def list_of_positive(text: str) -> tuple[int, ...]:

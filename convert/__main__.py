@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from convert.checks import check
+from peagle_jax.command_line import Parser, positive
 from peagle_jax.config import ConfigError
 
 _DESCRIPTION = """\
@@ -35,13 +36,6 @@ exit codes: 0 done, 1 leftovers, holes or differences, 2 bad input (one line say
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
-
-
 def _nbytes(text: str) -> int:
     """ "500MB" -> 500000000."""
     digits = text.upper().removesuffix("B")
@@ -55,13 +49,6 @@ def _nbytes(text: str) -> int:
     return value
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
 def _add_source(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="folder or hub id of the checkpoint")
@@ -70,13 +57,13 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="peagle-convert",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
 
     one = commands.add_parser("inspect", help="what a folder holds, from its headers")
     one.add_argument("source", metavar="DIR", help="folder or hub id, converted or not")
@@ -118,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("synthetic", help="a checkpoint of random bytes, to measure with")
     one.add_argument("preset", metavar="PRESET", help="a model by name, e.g. gpt-oss-20b")
     one.add_argument("folder", metavar="DIR", type=Path, help="new folder")
-    one.add_argument("--layers", type=_positive, metavar="N", help="its first N layers only")
+    one.add_argument("--layers", type=positive, metavar="N", help="its first N layers only")
     one.add_argument("--quantization", choices=("none", "fp8", "mxfp4"), default="none")
     one.add_argument("--shard-size", type=_nbytes, metavar="BYTES", help="default: 5GB")
     one.add_argument("--sparse", action="store_true", help="zeros that take no room on disk")

@@ -1,11 +1,10 @@
 """The command line of `peagle-generate`."""
 
 import argparse
-import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
+from peagle_jax.command_line import Parser, add_constraints, add_controls, named_value
 from peagle_jax.draft_schedule import ADAPTIVE, OPTION, Schedule, parse
 from peagle_jax.errors import ConfigError
 from peagle_jax.structured import Structured
@@ -30,23 +29,6 @@ exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 3 done w
   130 interrupted"""
 
 
-class Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
-
-
-def _named_value(text: str) -> tuple[str, object]:
-    """`NAME=VALUE`; the value is JSON, or else text as it is."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
-    with contextlib.suppress(ValueError):
-        value = json.loads(value)
-    return name, value
-
-
 def _layer_ids(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -59,14 +41,6 @@ def _schedule(text: str) -> Schedule:
         return parse(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(error.rule) from error
-
-
-def _add_structured(add: Callable) -> None:
-    add("--json-object", action="store_true", help="write a JSON object")
-    add("--json-schema", metavar="FILE", help="write JSON that satisfies the JSON schema in FILE")
-    add("--regex", metavar="PATTERN", help="write text that PATTERN matches as a whole")
-    add("--choice", action="append", metavar="TEXT", help="write one of the TEXTs; repeatable")
-    add("--grammar", metavar="FILE", help="write text of the grammar in FILE: Lark or GBNF")
 
 
 def read_structured(args: argparse.Namespace) -> Structured | None:
@@ -97,45 +71,6 @@ def read_structured(args: argparse.Namespace) -> Structured | None:
 
 def _text_of(path: str) -> str:
     return Path(path).read_text(encoding="utf-8")
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, as 42=-5") from error
-
-
-def _add_controls(add: Callable) -> None:
-    """Adds the options that change the target's logits."""
-    add(
-        "--min-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="nothing ends the text before N tokens",
-    )
-    add(
-        "--repetition-penalty", type=float, default=1.0, metavar="R",
-        help="divide the logits of tokens in prompt and output by R (negative ones: multiply)",
-    )  # fmt: skip
-    add(
-        "--frequency-penalty", type=float, default=0.0, metavar="F",
-        help="subtract F from a token's logit for each time it was generated",
-    )  # fmt: skip
-    add(
-        "--presence-penalty", type=float, default=0.0, metavar="F",
-        help="subtract F from the logits of tokens that were generated",
-    )  # fmt: skip
-    add(
-        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS",
-        help="add BIAS to the logit of token ID; repeatable",
-    )  # fmt: skip
-    add(
-        "--bad-word", action="append", default=[], metavar="WORD",
-        help="never generate WORD, which must be one token; repeatable",
-    )  # fmt: skip
 
 
 def _add_model_options(add: Callable) -> None:
@@ -199,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="send each prompt through the model's chat template")
     add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
     add(
-        "--chat-option", type=_named_value, action="append", default=[], metavar="NAME=VALUE",
+        "--chat-option", type=named_value, action="append", default=[], metavar="NAME=VALUE",
         help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
     )  # fmt: skip
 
@@ -214,8 +149,8 @@ def parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, default=0.0, metavar="P")
     add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-    _add_controls(add)
-    _add_structured(made.add_argument_group("structured output").add_argument)
+    add_controls(add)
+    add_constraints(made.add_argument_group("structured output").add_argument)
 
     _add_output(made.add_argument_group("output").add_argument)
     return made

@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import InitSettingsSource
 
+from peagle_jax.command_line import Parser
 from peagle_jax.config import ConfigError
 from serving.settings import Settings, describe
 
@@ -44,18 +45,11 @@ all three.
 Send a request: peagle-client "def quicksort(xs):". docs/serving.md describes the rest."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake on one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line. Its result has no attribute for an option that is not given."""
     # CliSettingsSource of pydantic-settings has no headings in --help and does not distinguish a mistake
     # of the command line, which ends with exit code 2 here, from one of the other sources.
-    command_line = _Parser(
+    command_line = Parser(
         prog="peagle-serve",
         description="Serves a model over gRPC, with metrics and OpenAI's routes over HTTP.",
         epilog=_EPILOG,

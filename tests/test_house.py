@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "tests")
 
 ORDER = [
-    "errors", "structured", "plotting", "rope_config", "draft_schedule", "config", "sampling_params", "presets", "plan",
+    "errors", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "config", "sampling_params", "presets", "plan",
     "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "survival", "drafter", "flat_rows", "adjust", "prompt_scores", "verify", "step", "ragged",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",

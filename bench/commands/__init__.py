@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench.command import Command, Parser
+from bench.command import Command
 from bench.commands import (
     ablations,
     acceptance,
@@ -23,6 +23,7 @@ from bench.commands import (
     structured,
     throughput,
 )
+from peagle_jax.command_line import Parser
 
 GROUPS: dict[str, tuple[Command, ...]] = {
     "Speed of a model and its heads": (

@@ -4,8 +4,8 @@ import argparse
 import math
 from pathlib import Path
 
+from peagle_jax.command_line import Parser
 from peagle_jax.config import ConfigError
-from peagle_jax.options import Parser
 
 _EPILOG = """\
 the whole recipe:

@@ -1,9 +1,8 @@
 """The command line of `peagle-client`."""
 
 import argparse
-import contextlib
-import json
-from collections.abc import Callable
+
+from peagle_jax.command_line import Parser, add_constraints, add_controls, named_value
 
 _EPILOG = """\
 The text streams to stdout. Statistics go to stderr: tokens per second, the acceptance length (AL, tokens per
@@ -26,16 +25,9 @@ class ClientError(Exception):
         self.code = code
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake on one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    command_line = _Parser(
+    command_line = Parser(
         prog="peagle-client",
         description="Sends a request to peagle-serve and writes the text while it is generated.",
         epilog=_EPILOG,
@@ -51,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--system", metavar="TEXT", help="with --chat: system message")
     add(
-        "--chat-option", type=_named_value, action="append", default=[], metavar="NAME=VALUE",
+        "--chat-option", type=named_value, action="append", default=[], metavar="NAME=VALUE",
         help="with --chat: variable of the template, such as enable_thinking=false; repeatable",
     )  # fmt: skip
     add(
@@ -97,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, metavar="N", help="makes sampling repeatable")
     add("--n", type=int, default=1, metavar="N", help="sequences; above 1 set a temperature")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT; repeatable")
-    _add_controls(add)
+    add_controls(add)
     add("--ignore-eos", action="store_true", help="continue after the model's end-of-text token")
     add(
         "--logprobs",
@@ -109,66 +101,8 @@ def parser() -> argparse.ArgumentParser:
         "--num-speculative-tokens", "-K", type=int, metavar="K",
         help="drafts per round; 0 decodes without drafts (default: the server's own)",
     )  # fmt: skip
-    _add_constraints(command_line.add_argument_group("structured output").add_argument)
+    add_constraints(command_line.add_argument_group("structured output").add_argument)
     return command_line
-
-
-def _add_constraints(add: Callable) -> None:
-    """Adds the options that constrain the output."""
-    add("--json-object", action="store_true", help="write a JSON object")
-    add("--json-schema", metavar="FILE", help="write JSON that satisfies the JSON schema in FILE")
-    add("--regex", metavar="PATTERN", help="write text that PATTERN matches as a whole")
-    add("--choice", action="append", metavar="TEXT", help="write one of the TEXTs; repeatable")
-    add("--grammar", metavar="FILE", help="write text of the grammar in FILE: Lark or GBNF")
-
-
-def _add_controls(add: Callable) -> None:
-    """Adds the options that change the model's logits."""
-    add(
-        "--min-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="nothing ends the text before N tokens",
-    )
-    add(
-        "--repetition-penalty", type=float, default=1.0, metavar="R",
-        help="divide the logits of tokens in prompt and output by R (negative ones: multiply)",
-    )  # fmt: skip
-    add(
-        "--frequency-penalty", type=float, default=0.0, metavar="F",
-        help="subtract F from a token's logit for each time it was generated",
-    )  # fmt: skip
-    add(
-        "--presence-penalty", type=float, default=0.0, metavar="F",
-        help="subtract F from the logits of tokens that were generated",
-    )  # fmt: skip
-    add(
-        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS",
-        help="add BIAS to the logit of token ID; repeatable",
-    )  # fmt: skip
-    add(
-        "--bad-word", action="append", default=[], metavar="WORD",
-        help="never generate WORD, which must be one token; repeatable",
-    )  # fmt: skip
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, as 42=-5") from error
-
-
-def _named_value(text: str) -> tuple[str, object]:
-    """Parses `NAME=VALUE`; a value that is not JSON is text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
-    with contextlib.suppress(ValueError):
-        value = json.loads(value)
-    return name, value
 
 
 def check(args: argparse.Namespace) -> None:
