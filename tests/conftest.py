@@ -82,6 +82,9 @@ def pytest_addoption(parser):
     )
 
 
+DEFAULT_SUITE = "not slow"
+"""Markers of the tests that run where pytest is called without a file, a folder or -m."""
+
 LONGEST = (
     "test_recipe.py", "test_losslessness.py", "test_families.py", "test_generate.py",
     "test_moe_mosaic.py", "test_golden_families.py", "test_draft_schedule.py", "test_serve_process.py",
@@ -97,7 +100,7 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
     is_default = config.args_source is not pytest.Config.ArgsSource.ARGS
     if is_default and not config.option.markexpr:
-        config.option.markexpr = "not slow"
+        config.option.markexpr = DEFAULT_SUITE
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -126,6 +129,7 @@ def pytest_collection_modifyitems(items):
 def num_cases(request, record_property):
     """`num_cases("damaged checkpoints", 3000)` returns how many cases to try: --cases, or the default.
 
+    The default suite tries a tenth of the default, but 10 or more; fewer defaults stay as they are.
     A statistical test names the least number with which its bounds hold: `least=3000`.
 
     Kind and number go into JUnit's XML, from which `peagle-bench reliability` makes its table.
@@ -135,6 +139,8 @@ def num_cases(request, record_property):
         only = request.config.getoption("--only-kind")
         if only and not any(text in kind for text in only):
             pytest.skip(f"tries {kind}")
+        if request.config.option.markexpr == DEFAULT_SUITE:
+            default = min(default, max(10, default // 10))
         number = max(least, request.config.getoption("--cases") or default)
         record_property("tried", f"{number} {kind}")
         return number

@@ -104,7 +104,7 @@ def oracle(family: str, num_draft: int) -> OracleDrafter:
     return OracleDrafter(jnp.asarray(table), jnp.asarray(0), num_draft)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "method"),
     [("llama", "oracle"), *zip(tiny.FAMILIES, itertools.cycle(("peagle", "eagle3")))],
@@ -173,7 +173,7 @@ def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
     assert stats.chisquare(f_obs[some], f_exp).pvalue > 1e-3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "draft_sampling"),
     [
@@ -248,6 +248,7 @@ def check_sampled_law(
     return engine
 
 
+@pytest.mark.slow
 def test_rounds_have_the_k_of_their_batch_size():
     schedule = [[1, 1, 3], [2, 3, 0], [4, 8, 2]]
     config = EngineConfig(
@@ -266,6 +267,7 @@ def test_rounds_have_the_k_of_their_batch_size():
     assert [request.output for request in requests] == outputs
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("own", [1, 3])
 def test_every_call_makes_the_drafts_that_the_engine_counts(own):
     """A drafter made for another K: each draft that the target verifies is a fresh one, and right."""

@@ -118,7 +118,7 @@ def parallel(request):
     return request.param, served(request.param)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_the_engine_drafts_with_the_golden_logits(parallel):
     name, seen = parallel
     golden = zip(expected(name)["chain_anchor"], expected(name)["chain_logits"], strict=True)
@@ -140,6 +140,7 @@ def autoregressive(request):
     return request.param, served(request.param, choose)
 
 
+@pytest.mark.sampled(1)
 def test_the_engine_drafts_step_by_step_with_the_golden_logits(autoregressive):
     name, seen = autoregressive
     want = log_softmax(expected(name)["ttt_logits"])  # [K, n, Vd]
@@ -174,7 +175,7 @@ def teacher(name: str):
     return SimpleNamespace(embed=target().embed, lm_head=SimpleNamespace(weight=rows))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_the_trainer_computes_what_the_engine_computes(parallel):
     """Elements (a, 0) .. (a, K-1) of the trainer are slots a .. a+K-1 of a serving round."""
     name, seen = parallel
@@ -215,6 +216,7 @@ def cod_elements(name: str) -> tuple[cod.Elements, np.ndarray]:
     return elements, np.array([layout.index(pair) for pair in pairs])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PEAGLE)
 def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
     want, (elements, rows) = expected(name), cod_elements(name)
@@ -238,6 +240,7 @@ def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
     close(grads["embed.weight"][head(name).config.mask_token_id], want["grad_mask_embedding"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EAGLE)
 def test_logits_loss_and_gradient_of_the_training_time_test_are_the_golden_ones(name):
     """speculators counts row p of step s when slot p + s does; the trainer wants slot p to as well."""

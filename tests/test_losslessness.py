@@ -127,15 +127,15 @@ def test_plain_decoding_equals_recomputing_everything(engine_of, naive):
     assert run(engine_of("none", 0)) == naive
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_draft", [5, 2, 7, 1])
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_output_is_unchanged_by_a_random_head(engine_of, naive, method, num_draft):
     assert run(engine_of(method, num_draft)) == naive
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_draft", [7, 1, 2, 5])
 def test_output_is_unchanged_by_a_perfect_drafter(target, naive, num_draft):
     engine = oracle_engine(target, naive, num_draft, 0)
     done = engine.generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS))
@@ -145,8 +145,8 @@ def test_output_is_unchanged_by_a_perfect_drafter(target, naive, num_draft):
     assert all(fewest <= c.rounds <= fewest + 1 for c in done)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("num_draft", [1, 2, 5, 7])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_draft", [7, 1, 2, 5])
 def test_output_is_unchanged_by_an_adversarial_drafter(target, naive, num_draft):
     engine = oracle_engine(target, naive, num_draft, 1)
     done = engine.generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS))
@@ -154,20 +154,21 @@ def test_output_is_unchanged_by_an_adversarial_drafter(target, naive, num_draft)
     assert Acceptance.of(done).accepted == 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", range(1, 9))
 def test_output_is_unchanged_by_the_batch_size(of_every_size, naive, batch):
     assert run(of_every_size, batch) == naive[:batch]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("chunk", "rows"), [(1, 1), (5, 3), (64, 1)])
 def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows):
     config = engine_config(num_draft=3, prefill_chunk=chunk, prefill_rows=rows, max_num_seqs=4)
     assert run(one_bucket(Engine(target, tiny.head(), config))) == naive
 
 
-@pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("method", ["peagle", "none", "eagle3"])
 def test_output_is_unchanged_by_preemption(target, naive, method):
     head = None if method == "none" else tiny.head(method)
     config = engine_config(num_draft=0 if head is None else 3, num_pages=34, max_num_seqs=4)
@@ -176,7 +177,7 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["peagle", "none", "eagle3"])
 def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
     """Sampled tokens and counts too: no token is drawn a second way, and the next drafts are the same."""
@@ -204,6 +205,7 @@ def test_output_is_unchanged_by_per_request_draft_counts(engine_of, naive):
     assert done[1].drafted == 0
 
 
+@pytest.mark.slow
 def test_a_pruned_draft_vocabulary_changes_nothing(target, naive):
     head = tiny.head(draft_vocab_size=50)
     ids = np.sort(np.random.default_rng(0).choice(tiny.HEAD.vocab_size, 50, replace=False))
@@ -211,6 +213,7 @@ def test_a_pruned_draft_vocabulary_changes_nothing(target, naive):
     assert run(one_bucket(Engine(target, head, engine_config(num_draft=3)))) == naive
 
 
+@pytest.mark.slow
 def test_bfloat16_differs_only_at_ties(target):
     """Rule: outputs may part only where plain decoding's two best logits are within 1 bf16 step.
 

@@ -47,6 +47,7 @@ def command(folders, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_cell_is_trained_once_and_measured(command, tmp_path, monkeypatch, capsys):
     assert command("greedy") == 0
     (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())

@@ -43,6 +43,7 @@ def matrices(module) -> dict:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("form", "config"), [("bf16", DENSE), ("fp8", DENSE), ("fp8", MIXED), ("mxfp4", MOE)]
 )
@@ -227,6 +228,7 @@ def test_an_engine_compiles_only_the_batch_sizes_of_its_cells():
     assert grouped(1, 8, 32, 128) == [(1,), (8, 32, 128)]
 
 
+@pytest.mark.slow
 def test_cells_that_do_not_fit_are_skipped(tiny_presets, tmp_path, monkeypatch, capsys):
     make = Models.engine
 

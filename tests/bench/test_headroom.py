@@ -50,6 +50,7 @@ def test_every_head_gets_a_row_and_texts_are_written_once(
     assert main(argv) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_right_drafts_are_those_that_the_engine_accepts(method):
     """Of eight tokens a random head guesses one now and then."""

@@ -62,6 +62,7 @@ def test_samples_of_a_problem_are_counted_together():
     assert "pass@10" not in row
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_row(folders, tmp_path, capsys, monkeypatch):
     small = [
         Problem(f"small/{i}", "def f():", "def check(f): assert f() == 1", "f") for i in (1, 2)

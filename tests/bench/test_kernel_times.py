@@ -72,6 +72,7 @@ def test_a_folder_without_a_trace_is_told(tmp_path):
         latest_trace(tmp_path)
 
 
+@pytest.mark.slow
 def test_rounds_are_traced_on_any_machine(tmp_path):
     engine = Engine(tiny.target(), None, EngineConfig(max_num_seqs=2, max_model_len=64))
     params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -46,6 +46,7 @@ def test_a_window_bounds_the_cache():
     assert longer == 32768 * 2 * full
 
 
+@pytest.mark.slow
 def test_the_documented_table_is_the_one_the_command_prints(capsys):
     assert main(["sizes"]) == 0
     table = capsys.readouterr().out.strip()

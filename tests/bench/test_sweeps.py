@@ -36,6 +36,7 @@ def few_prompts(tmp_path):
     return f"few={file}"
 
 
+@pytest.mark.slow
 def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few_prompts):
     out = tmp_path / "rows.jsonl"
     argv = [*options(folders, out), "-K", "2", "--concurrency", "1,2", "--set", few_prompts]
@@ -57,6 +58,7 @@ def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few
     assert measured[0]["ratio_to_plain"] == 1
 
 
+@pytest.mark.slow
 def test_throughput_compares_fixed_k_with_a_choice_by_load(folders, tmp_path, few_prompts):
     out = tmp_path / "rows.jsonl"
     argv = [*options(folders, out), "-K", "2", "--concurrency", "2", "--set", few_prompts]
@@ -75,6 +77,7 @@ def test_throughput_compares_fixed_k_with_a_choice_by_load(folders, tmp_path, fe
     assert "drafts_by_batch_size" not in measured[1]
 
 
+@pytest.mark.slow
 def test_a_row_says_what_the_weights_are(folders, tmp_path, few_prompts):
     out = tmp_path / "rows.jsonl"
     argv = [*options(folders, out), "--methods", "none", "--set", few_prompts, "--concurrency", "1"]
@@ -102,8 +105,8 @@ def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts
     assert len(read(out)) == 4  # rows are appended
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("command", ["acceptance", "lossless", "throughput"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("command", ["throughput", "acceptance", "lossless"])
 def test_prompts_that_cannot_run_are_left_out_and_counted(
     folders, tmp_path, few_prompts, capsys, command
 ):

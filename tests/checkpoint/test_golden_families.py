@@ -82,6 +82,7 @@ def test_dynamic_rope_is_no_scaling_until_the_text_is_longer_than_the_positions(
     assert np.abs(logits[:, limit] - want["beyond_logits"]).max() > 20 * LOGITS_ATOL
 
 
+@pytest.mark.slow
 def test_the_engine_keeps_dynamic_rope_within_its_positions():
     prompt, model = expected("mistral")["tokens"][0].tolist(), load("mistral")
     config = EngineConfig(num_draft=0, max_num_seqs=1, max_model_len=200, page_size=8)
@@ -105,13 +106,13 @@ def greedy(name: str, head, num_draft: int) -> list[list[int]]:
     return [c.tokens for c in engine.generate(prompts, SamplingParams(max_tokens=24))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_writes_the_greedy_text_of_transformers(name):
     assert greedy(name, None, 0) == expected(name)["greedy"].tolist()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "mistral", "qwen2", "gemma4"])
 def test_drafting_does_not_change_it(name):
     width = expected(name)["last"].shape[-1]

@@ -47,6 +47,7 @@ def test_every_method_writes_the_same_text(generate, folders, method):
     assert ("acceptance length" in err) == (method != "none")
 
 
+@pytest.mark.slow
 def test_drafts_by_batch_size_do_not_change_the_text(generate, folders):
     prompts = (PROMPT, PROMPT, *SHORT, "--concurrency", "2")
     _, expected, _ = generate(*prompts, *folders.options("none"))
@@ -56,6 +57,7 @@ def test_drafts_by_batch_size_do_not_change_the_text(generate, folders):
     assert "P-EAGLE K=0 to 2: acceptance length" in err
 
 
+@pytest.mark.slow
 def test_a_choice_of_drafts_by_load_does_not_change_the_text(generate, folders):
     prompts = (PROMPT, PROMPT, *SHORT)
     _, expected, _ = generate(*prompts, *folders.options("none"), "--concurrency", "2")
@@ -266,6 +268,7 @@ def test_help_and_argument_errors_need_no_jax():
     assert re.findall(r"exit (\d)", done.stderr) == ["0", "2", "2"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_with_130_and_no_traceback(folders):
     argv = [PROMPT, *folders.options(), "--max-tokens", "100000", "--max-model-len", "250"]
     # Sampling at a high temperature never reaches the end token by habit; many prompts keep it busy.
@@ -288,6 +291,7 @@ def test_a_head_says_itself_how_it_is_run(generate, folders):
     assert objects(out)[-1]["summary"]["method"] == "eagle3"
 
 
+@pytest.mark.slow
 def test_the_embedded_model_needs_no_options(generate):
     code, out, err = generate(PROMPT, "--max-tokens", "32", "--no-cache")
     assert code == 0

@@ -52,6 +52,7 @@ def test_a_folder_of_another_version_is_refused_by_its_parameter(cli, tmp_path):
         load_target(tmp_path / "dst", dtype="float32")
 
 
+@pytest.mark.slow
 def test_text_is_generated_from_converted_folders(tmp_path, capsys):
     target, head = str(tmp_path / "target"), str(tmp_path / "head")
     assert main(["convert", str(embedded("target")), target]) == 0

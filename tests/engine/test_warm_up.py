@@ -7,6 +7,7 @@ PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11]]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_rounds_take_the_next_larger_batch_until_smaller_ones_are_compiled():
     config = EngineConfig(num_draft=2, max_num_seqs=4, max_model_len=64, page_size=4)
     engine = Engine(tiny.target(), tiny.head(), config)

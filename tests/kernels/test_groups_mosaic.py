@@ -81,6 +81,7 @@ def test_products_have_the_same_bits(form, tokens, groups, split):
     assert np.array_equal(product(form, shape, tokens, 2, split, 2, groups), wanted)
 
 
+@pytest.mark.slow
 def test_their_sums_are_rounded():
     """Or they would be the same in any order."""
     for form, shape in SHAPES.items():

@@ -92,6 +92,7 @@ def test_routing_is_the_definition(R, E, k, normalize, bias, ties):
     assert_weights(weights, wanted)
 
 
+@pytest.mark.sampled(1)
 @race_free
 @pytest.mark.parametrize(
     ("R", "E", "k", "normalize", "bias", "ties"),
@@ -113,6 +114,7 @@ def test_the_plan_is_the_worklist(R, E, k, normalize, bias, ties):
     assert np.array_equal(weights[:, :R], routed[:, :R])  # whichever of the two kernels routes
 
 
+@pytest.mark.slow
 @race_free
 def test_a_plan_leaves_nothing_behind():
     """Blocks hear of each other once a launch; the next one, as a graph replays it, begins anew."""
@@ -123,7 +125,7 @@ def test_a_plan_leaves_nothing_behind():
         assert np.array_equal(found, wanted)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @race_free
 @pytest.mark.parametrize(("R", "shared"), [(11, True), (70, False)])
 def test_all_rows_may_go_to_the_same_experts(R, shared):
@@ -156,7 +158,7 @@ def test_routing_says_what_it_cannot_do():
         route(logits_of(3, 32), 4, normalize=True, implementation="mosaic_gpu")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("E", [32, 128])
 def test_routing_of_a_row_has_the_same_bits_in_any_company(E):
     logits, bias = logits_of(128, E), bias_of(E)
@@ -266,7 +268,7 @@ def test_experts_compute_as_in_float64(form, R, bias, limit):
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @race_free
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @pytest.mark.parametrize("R", [3, 21])
@@ -340,7 +342,7 @@ def test_a_mixture_is_the_reference(R, form, options):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @race_free
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @pytest.mark.parametrize("R", [21, 70])

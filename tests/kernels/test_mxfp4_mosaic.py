@@ -42,6 +42,7 @@ def product(x, values, scale) -> tuple[np.ndarray, np.ndarray]:
     return x @ weight, np.abs(x) @ np.abs(weight)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("race_free")
 @pytest.mark.parametrize(("R", "N", "K"), [(8, 144, 320), (9, 64, 768), (1, 80, 64)])
 @both_chips
@@ -100,6 +101,7 @@ def small(*shape: int, seed: int) -> tuple:
     return packed(*shape, seed=seed, low=118, high=124)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("race_free")
 @pytest.mark.parametrize(
     ("make", "R", "F", "D"), [(small, 3, 128, 320), (small, 17, 64, 64), (per_row, 3, 64, 128)]
@@ -129,6 +131,7 @@ def test_rows_do_not_depend_on_their_company():
         assert np.array_equal(np.asarray(run(part), np.float32), whole[part])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("race_free")
 def test_mixed_formats():
     """Plain gates and ups write the order that mxfp4's down wants, and the other way round."""

@@ -126,6 +126,7 @@ def started(*arguments: str, log: Path):
             process.kill()  # of one that has ended it does nothing
 
 
+@pytest.mark.slow
 def test_the_whole_server_from_start_to_drain(folders, tmp_path, capsys):
     """TLS and a token on both ports, a file of options, a signal while a request runs."""
     ca = authority(tmp_path, "ca")

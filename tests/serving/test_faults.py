@@ -200,6 +200,7 @@ def test_the_death_of_a_client_frees_everything(server, reports, pace):
     assert [stream.code for stream in reports] == [Code.CANCELLED] * 8
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading_delays_no_other(server):
     """Its stream is larger than what HTTP/2 lets lie unread, so that the server cannot send on."""
     stopping = pb.Stopping(max_tokens=500, ignore_eos=True)
@@ -275,6 +276,7 @@ def test_output_does_not_depend_on_concurrent_requests(server, alone, temperatur
     assert tokens_together(server, wanted) == tokens_alone(alone, wanted)
 
 
+@pytest.mark.slow
 def test_output_does_not_depend_on_preemption(narrow, alone):
     """Requests that were pushed out and came back go on where they were. Greedy only: a sampled one
     has lost the drafts that its seed had met, and draws anew."""

@@ -91,6 +91,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and glibc keeps memory")
 def test_the_memory_of_long_texts_is_given_back():
     done = subprocess.run(

@@ -98,6 +98,7 @@ def refused(stub: peagle_v1_pb2_grpc.GenerationStub) -> grpc.Future:
     raise AssertionError("the server takes everything")
 
 
+@pytest.mark.slow
 def test_a_signal_loses_no_request(serve):
     server = serve("--drain-seconds", "300")
     with grpc.insecure_channel(server.wait()) as channel:
@@ -129,7 +130,7 @@ def test_requests_beyond_the_drain_limit_get_a_status(serve):
     assert server.process.wait(LIMIT) == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_the_drain(serve, second, code):
     server = serve("--drain-seconds", "3600")
@@ -148,6 +149,7 @@ def test_a_second_signal_ends_the_drain(serve, second, code):
     assert "Traceback" not in server.text()
 
 
+@pytest.mark.slow
 def test_sighup_reads_files_again_and_ends_no_request(serve, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("first\n")
@@ -176,6 +178,7 @@ def wait_for_log(server: Served, message: str) -> None:
     eventually(lambda: message in server.text(), f"{message!r} in the log")
 
 
+@pytest.mark.slow
 def test_health_follows_the_life_of_the_server(serve):
     server = serve()
     with grpc.insecure_channel(server.wait_for_port()) as channel:

@@ -82,6 +82,7 @@ def _dense_attention(elements, q, k, v, window):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_element_attention_equals_the_masked_definition(elements, window, chunk):
@@ -161,6 +162,7 @@ def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
     return jnp.stack(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_training_rows_are_what_serving_computes(method):
     target, head = _models(method)

@@ -72,6 +72,7 @@ def test_a_target_is_run_for_training_as_it_is_served(family):
     np.testing.assert_allclose(run.normed, normed, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_widened_head_computes_what_it_computed(outcome_of):
     old = tiny.head(mlp_bias=True)
     for mlp in (old.first.mlp, old.layers[0].mlp):

@@ -21,6 +21,7 @@ def _sample(valid):
     return cod.sample_elements(jax.random.key(2), valid, num_depths=5, rate=0.7, min_rate=0.4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pieces", [1, 2, 3, 7])
 def test_every_element_is_dealt_once_and_chains_stay_whole(pieces):
     valid = jax.random.bernoulli(jax.random.key(0), 0.8, (3, 20)).at[-1].set(False)
@@ -59,7 +60,7 @@ def _loss_and_gradients(segments: int, fields=()):
     return jax.device_get(step(params, target, text, jax.random.key(3)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("segments", [2, 4])
 @pytest.mark.parametrize("fields", [(), (("step_decay", 1.3), ("loss", "lk"), ("query_chunk", 5))])
 def test_pieces_give_the_loss_and_the_gradients_of_the_whole(segments, fields):
@@ -86,6 +87,7 @@ def test_a_sum_over_pieces_is_the_plain_sum():
     np.testing.assert_allclose(got["a"], want["a"])
 
 
+@pytest.mark.slow
 def test_pieces_take_no_more_memory_than_their_context():
     """Temporary bytes of the compiled step for one text of 1024 tokens, K_train 8."""
     S = 1024

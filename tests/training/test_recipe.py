@@ -79,7 +79,7 @@ def test_the_losses_fall(recipe, stage):
         assert {"accuracy_0", "accuracy_2", "acceptance_length"} <= heldout[0].keys()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_what_was_trained_generates(recipe, method):
     config = EngineConfig(num_draft=3, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
@@ -155,7 +155,7 @@ main(argv)
 """A training that kills itself past the first checkpoint, with rows in the CSV that no checkpoint covers."""
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["target", "peagle"])
 def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
     out = tmp_path / stage

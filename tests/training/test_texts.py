@@ -70,7 +70,7 @@ def _text(S=12):
     return passes.Text(tokens, jnp.array([2, 4, 5]), jnp.array([S, S - 2, S - 1]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fields", [
     dict(), dict(loss="ce"), dict(loss="tv", step_decay=0.7, sharpen=0.6),
 ])  # fmt: skip
@@ -110,6 +110,7 @@ def test_only_some_heads_and_options_fit_texts():
         _options(repeat_weight=1.5)
 
 
+@pytest.mark.slow
 def test_pace_weights_come_from_the_probability_of_the_texts_tokens():
     """One anchor at a time, by the definition: w_j = sum over m >= j of the product of the paces up to m."""
     target, text, head = tiny.target(), _text(), tiny.head()
@@ -137,6 +138,7 @@ def test_pace_weights_come_from_the_probability_of_the_texts_tokens():
             np.testing.assert_allclose(got[:, b, a], want, rtol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["texts", "anchors", "eagle3"])
 def test_repeats_weigh_less_whatever_the_elements(kind):
     text = passes.Text(jnp.tile(jnp.arange(3, 15), (2, 2)), jnp.array([2, 4]), jnp.array([24, 24]))

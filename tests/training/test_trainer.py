@@ -41,6 +41,7 @@ def test_a_step_is_traced_without_kernels_which_have_no_gradients():
     assert "block_gemm" not in traced
 
 
+@pytest.mark.slow
 def test_equal_matrices_are_updated_together_as_they_would_be_one_by_one():
     names = ("a.weight", "b.weight", "wide.weight", "embed.weight", "norm.weight")
     shapes = ((6, 4), (6, 4), (3, 5), (7, 4), (4,))
