@@ -1,5 +1,7 @@
 """`--quantization` and `--taps`: how the weights are read."""
 
+import pytest
+
 from tests import tiny
 from tests.cli.test_generate import PROMPT, SHORT
 

@@ -1,5 +1,7 @@
 """Compiling some batch sizes first, and the others later."""
 
+import pytest
+
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from tests import tiny
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from optax.contrib import MuonDimensionNumbers, muon
 
 from pallas_kernels import dispatch
