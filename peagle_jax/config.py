@@ -265,7 +265,8 @@ class EngineConfig:
         `max_model_len`, and with `prefix_caching` more, as far as memory allows (`memory.fit_pages`).
       prefill_chunk: prompt tokens per prefill row and call.
       prefill_rows: prompts per prefill call.
-      prefill_calls: maximum number of prefill calls between two rounds.
+      prefill_calls: maximum number of prefill calls between two rounds; None: one while a request
+        decodes, and 4 otherwise.
       max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
       prefix_caching: keep the pages of earlier prompts and outputs, and prefill only what follows them.
@@ -284,7 +285,7 @@ class EngineConfig:
     num_pages: int | None = None
     prefill_chunk: int = 128
     prefill_rows: int = 1
-    prefill_calls: int = 4
+    prefill_calls: int | None = None
     max_waiting: int = 4096
     draft_sampling: Literal["argmax", "sample"] = "argmax"
     prefix_caching: bool = True
@@ -296,8 +297,9 @@ class EngineConfig:
     def __post_init__(self):
         sizes = "max_num_seqs max_model_len page_size max_waiting"
         for name in f"{sizes} prefill_chunk prefill_rows prefill_calls".split():
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
             raise ConfigError(
                 f"num_speculative_tokens={self.num_draft} must lie between 0 and {MAX_NUM_DRAFT}"

@@ -166,7 +166,11 @@ class Settings(BaseSettings):
     )
     prefill_chunk: Int = _option(128, "prompt tokens per prefill row and call", metavar="N")
     prefill_rows: Int = _option(1, "prompts prefilled together", metavar="N")
-    prefill_calls: Int = _option(4, "most prefill calls between two decoding rounds", metavar="N")
+    prefill_calls: Int | None = _option(
+        None,
+        "most prefill calls between two decoding rounds (default: 1, and 4 while no request decodes)",
+        metavar="N",
+    )
     max_logprobs: Int = _option(20, "most alternatives per token for logprobs", metavar="N")
     dtype: Literal["auto", "float32", "bfloat16"] = _option(
         "auto", "dtype of weights and arithmetic"

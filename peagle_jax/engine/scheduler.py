@@ -27,8 +27,11 @@ from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
 from peagle_jax.engine.slots import FreeSlots
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.stats import Acceptance, RoundCounter
 from peagle_jax.plan import SurvivalReport
+
+_IDLE_PREFILL_CALLS = 4
+"""Prefill calls of a step while no request decodes."""
 
 Update = tuple[Request, list[int]]
 """A request and the tokens a commit added to its output, for streaming."""
@@ -75,8 +78,7 @@ class Scheduler:
         }
         """Rounds that may run: values of K by batch bucket (the size to which a round is padded), both
         ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any thread."""
-        self._drafted = self._emitted = 0
-        self._rounds_by_accepted = [0] * (config.num_draft + 1)
+        self._counts = RoundCounter(config.num_draft)
 
     @property
     def has_work(self) -> bool:
@@ -94,9 +96,7 @@ class Scheduler:
     @property
     def acceptance(self) -> Acceptance:
         """Counts over all committed rounds with drafts, including those of unfinished requests."""
-        rounds = self._rounds_by_accepted
-        reached = tuple(sum(rounds[i + 1 :]) for i in range(self.config.num_draft))
-        return Acceptance(sum(rounds), self._emitted, self._drafted, sum(reached), reached)
+        return self._counts.acceptance
 
     def num_draft_at(self, size: int) -> int:
         """K of the next rounds of the batch bucket `size`."""
@@ -123,10 +123,10 @@ class Scheduler:
         Decode rows are planned first. If that preempts a request, this step admits none. A request whose
         last prefill chunk is in this step decodes from the next step on.
         """
-        preemptions_before = self.num_preemptions
+        preemptions_before, most_calls = self.num_preemptions, self._most_prefill_calls()
         decode = self._plan_decode()
         may_admit = self.num_preemptions == preemptions_before
-        calls = (self._plan_prefill(may_admit) for _ in range(self.config.prefill_calls))
+        calls = (self._plan_prefill(may_admit) for _ in range(most_calls))
         prefills = tuple(itertools.takewhile(lambda call: call is not None, calls))
         return Calls(prefills=prefills, decode=decode)
 
@@ -177,7 +177,10 @@ class Scheduler:
                 update = self._receive(request, row, tokens, produced, logprobs)
                 # A failed round emits accepted drafts only, without the target's own token.
                 accepted = produced - 1 if produced > 0 else -1 - produced
-                self._record_round(request, verified, accepted, len(update[1]))
+                kept = len(update[1])
+                # If a text ends on a draft, later drafts that passed do not become output.
+                request.record_round(verified, min(accepted, kept), kept)
+                self._counts.count(len(verified), min(accepted, kept), kept)
                 counts.append((request, drafted[row], accepted))
                 updates.append(update)
         if self.policy is not None:
@@ -228,6 +231,15 @@ class Scheduler:
         """
         return any(r.matcher is not None and r.rounds_in_flight for r in self.active)
 
+    def _most_prefill_calls(self) -> int:
+        """By default one while a request decodes, also if its next round is not due in this step."""
+        if self.config.prefill_calls is not None:
+            return self.config.prefill_calls
+        decodes = any(
+            r.state is RequestState.RUNNING and not self._is_ending(r) for r in self.active
+        )
+        return 1 if decodes else _IDLE_PREFILL_CALLS
+
     def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
         size = self.config.prefill_rows
         begun = rows = self._in_prefill(size)
@@ -261,18 +273,6 @@ class Scheduler:
     def _comes_before(self, rows: list[Request]) -> bool:
         """Whether the head of the queue comes before the only one of `rows`; always, if there is none."""
         return bool(self.waiting) and (not rows or self.waiting[0].rank < rows[0].rank)
-
-    def _record_round(self, request: Request, drafts: list[int], passed: int, kept: int) -> None:
-        """Counts a round in which `passed` of `drafts` passed and `kept` tokens became output.
-
-        If a text ends on a draft, later drafts that passed verification do not become output.
-        """
-        accepted = min(passed, kept)
-        request.record_round(drafts, accepted, kept)
-        if drafts:
-            self._emitted += kept
-            self._drafted += len(drafts)
-            self._rounds_by_accepted[accepted] += 1
 
     def _is_ending(self, request: Request) -> bool:
         """Whether the calls in flight end the request even if each yields only one token."""

@@ -73,3 +73,25 @@ class Acceptance:
     def rates(self) -> tuple[float, ...]:
         """Per position, the share of all rounds in which its draft became output (non-increasing)."""
         return tuple(count / self.rounds if self.rounds else 0.0 for count in self.per_position)
+
+
+class RoundCounter:
+    """Counts rounds with drafts, those of unfinished requests too."""
+
+    def __init__(self, num_draft: int):
+        self._drafted = self._emitted = 0
+        self._by_accepted = [0] * (num_draft + 1)
+
+    def count(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Counts a round that verified `drafted` drafts, if any, and added `emitted` tokens to an output."""
+        if drafted:
+            self._emitted += emitted
+            self._drafted += drafted
+            self._by_accepted[accepted] += 1
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """The sums."""
+        rounds = self._by_accepted
+        reached = tuple(sum(rounds[i + 1 :]) for i in range(len(rounds) - 1))
+        return Acceptance(sum(rounds), self._emitted, self._drafted, sum(reached), reached)

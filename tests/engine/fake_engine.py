@@ -57,13 +57,14 @@ class FakeEngine:
 
     def dispatch(self) -> Calls:
         preemptions, before = self.scheduler.num_preemptions, list(self.scheduler.active)
+        due = self.due()
         calls = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self.check_order()
         if self.scheduler.num_preemptions > preemptions:
             rows = {request for call in calls.prefills for request in call.requests}
             assert rows <= {None, *before}, "admitted beside a preemption"
-        assert len(calls.prefills) <= self.config.prefill_calls
+        assert len(calls.prefills) <= (self.config.prefill_calls or (1 if due else 4))
         if calls.decode is not None:
             num_rows = sum(request is not None for request in calls.decode.requests)
             sizes = [size for size in self.config.batch_buckets if size >= num_rows]
@@ -73,6 +74,13 @@ class FakeEngine:
             self.num_rows += num_rows
         self.in_flight.append((calls, self.device.run(calls)))
         return calls
+
+    def due(self) -> list[Request]:
+        """The requests that decode: those in a next round, however late it is."""
+        is_ending = self.scheduler._is_ending
+        return [
+            r for r in self.scheduler.active if r.state is RequestState.RUNNING and not is_ending(r)
+        ]
 
     def check_order(self) -> None:
         """Fails if a request has overtaken an older one of its priority."""

@@ -29,7 +29,7 @@ from tests.engine.fake_engine import (
 CONFIGS = {
     "plain": make_config(J=0, B=5, max_len=40, Z=4, P=14, T=64, R=1),
     "one draft": make_config(J=1, B=3, max_len=33, Z=1, P=60, T=5, R=1),
-    "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1, N=3),
+    "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1, N=None),
     "one request fits": make_config(J=5, B=4, max_len=50, Z=3, P=18, T=64, R=2),
     "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3, N=2),
     "K by batch size": make_config(
@@ -43,7 +43,7 @@ CONFIGS = {
         N=2,
         schedule=[[1, 1, 5], [2, 2, 0], [3, 4, 3], [5, 6, 1]],
     ),
-    "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=4),
+    "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=None),
     "windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=2, N=2),
     "plain with a window": make_config(J=0, B=3, max_len=48, Z=4, P=20, T=5, R=1, N=2),
 }
