@@ -35,7 +35,7 @@ ORDER = [
     "model_folders", "loading", "prompts", "runs", "draft_marks", "live_table",
     "training", "training.options", "training.corpus", "training.data", "training.cod", "training.attention",
     "training.flash", "training.texts", "training.weights", "training.acceptance",
-    "training.objective", "training.partition", "training.embedding", "training.curves",
+    "training.objective", "training.partition", "training.embedding", "training.curves", "training.budget",
     "training.trainer", "training.target", "training.passes", "training.drafter",
     "training.continuations",
     "training.__main__",

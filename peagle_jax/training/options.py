@@ -32,7 +32,7 @@ def _add_run_options(parser, *, learning_rate, adam_learning_rate, microbatches,
     budget.add_argument(
         "--minutes",
         type=float,
-        help="time budget; steps are set once from the speed of the first ones",
+        help="time budget; the number of steps is fixed when the cool-down has to begin",
     )
     group.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     group.add_argument(
