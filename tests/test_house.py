@@ -34,7 +34,7 @@ ORDER = [
     "engine.round_timer", "engine.completion", "engine.engine",
     "model_folders", "loading", "prompts", "runs", "draft_marks", "live_table",
     "training", "training.options", "training.corpus", "training.data", "training.cod", "training.attention",
-    "training.flash", "training.texts", "training.weights", "training.acceptance",
+    "training.flash", "training.picked", "training.texts", "training.weights", "training.acceptance",
     "training.objective", "training.partition", "training.embedding", "training.curves", "training.budget",
     "training.trainer", "training.target", "training.passes", "training.drafter",
     "training.continuations",

@@ -180,6 +180,11 @@ def _add_law(parser) -> None:
         help="of anchors whose last 8 tokens occurred before in the text (default %(default)s)",
     )
     law.add_argument(
+        "--anchors",
+        type=int,
+        help="anchors of each text that are trained, fresh ones first (default: all); faster steps",
+    )
+    law.add_argument(
         "--max-temperature",
         type=float,
         help="train on texts sampled at or below it; 0: greedy ones (default: all)",
