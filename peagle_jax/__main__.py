@@ -238,7 +238,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     loaded = time.perf_counter()
     sizes = engine.config.batch_buckets
-    total = engine.num_programs - len(engine.programs.shapes) + len(sizes)
+    total = engine.num_programs - len(engine.programs.round_keys) + len(sizes)
     with tqdm(total=total, desc="compiling", leave=False, disable=None) as bar:
         engine.warm_up(bar.update, sizes=sizes)
     logging.getLogger(__name__).info(

@@ -46,6 +46,11 @@ class Adjustments(NamedTuple):
     constrained: jax.Array  # [B] int32, 1: the row's mask holds
     mask: jax.Array | None  # [B, T, mask_words(V)] int32, see `plan`; None if no row is constrained
 
+    @classmethod
+    def of(cls, controls: Controls | None, slots, constrained, mask) -> "Adjustments | None":
+        """None without controls."""
+        return None if controls is None else cls(controls, slots, constrained, mask)
+
     def wanted(self, params: RequestParams) -> jax.Array:
         """[B] bool: whether a row's logits are adjusted."""
         return (params.adjusts > 0) | (self.constrained > 0)
@@ -89,9 +94,18 @@ def fill(controls: Controls, plan: ControlsPlan) -> Controls:
 
 
 def count_tokens(
-    controls: Controls, slots: jax.Array, tokens: jax.Array, count: jax.Array, adjusts: jax.Array
-) -> Controls:
-    """Counts the first `count` [B] of the emitted `tokens` [B, T] in rows whose `adjusts` [B] is set."""
+    controls: Controls | None,
+    slots: jax.Array,
+    tokens: jax.Array,
+    count: jax.Array,
+    adjusts: jax.Array | None,
+) -> Controls | None:
+    """Counts the first `count` [B] of the emitted `tokens` [B, T] in rows whose `adjusts` [B] is set.
+
+    Without controls there is nothing to count.
+    """
+    if controls is None:
+        return None
     T, num_slots = tokens.shape[1], controls.counts.shape[0]
     real = (jnp.arange(T) < count[:, None]) & (adjusts > 0)[:, None]
     real &= controls.counts[slots[:, None], tokens] < _MOST

@@ -272,6 +272,7 @@ class EngineConfig:
       prefix_caching: keep the pages of earlier prompts and outputs, and prefill only what follows them.
       max_logprobs: maximum number of alternatives per token for requests with logprobs.
       prompt_logprobs: compile a second prefill program, for requests with `prompt_logprobs`.
+      greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: on GPUs.
       dtype: dtype of weights and activations.
       kv_cache_dtype: "auto" stores K and V as `dtype`, "fp8" as e4m3 with scale 1.
     """
@@ -291,6 +292,7 @@ class EngineConfig:
     prefix_caching: bool = True
     max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
     prompt_logprobs: bool = False
+    greedy_rounds: bool | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 

@@ -33,6 +33,15 @@ class RequestParams(NamedTuple):
     adjusts: Array  # [B] int32, 1: the controls of the slot hold, see `ControlsPlan`
 
 
+def greedy_only(params: RequestParams) -> RequestParams:
+    """The parameters of a round whose requests are all greedy, want no logprobs and have no controls.
+
+    All others are None. The program of such a round has no branches, see `step.speculative_step`.
+    """
+    nothing = dict.fromkeys(RequestParams._fields)
+    return RequestParams(**nothing | {"seed": params.seed, "num_draft": params.num_draft})
+
+
 class PrefillPlan(NamedTuple):
     """One prefill call: a chunk of up to T = prefill_chunk tokens for each of R = prefill_rows rows."""
 
@@ -59,7 +68,7 @@ class SurvivalReport(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """One round over a batch bucket of B rows."""
+    """One round over a batch bucket of B rows. Without constrained rows the last two may be None."""
 
     slots: Array  # [B] int32
     page_table: Array  # [B, W] int32

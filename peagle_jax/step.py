@@ -46,7 +46,7 @@ class State:
     drafts: jax.Array  # [S, J] int32
     draft_probs: jax.Array | None  # [S, J, V] float32, only when drafts are sampled
     params: RequestParams
-    controls: Controls
+    controls: Controls | None  # None in a round without a branch, see `speculative_step`
     survival: Survival | None  # None: rounds count nothing, and none is ragged
 
 
@@ -57,9 +57,9 @@ class StepOutput:
 
     packed: jax.Array  # [B, K+2] int32: tokens [B, K+1] and count [B], see `_signed_count`
     drafts: jax.Array  # [B, K] int32, proposals for the positions after the emitted tokens
-    logprobs: jax.Array  # [B, K+1] float32, of the emitted tokens
-    top_ids: jax.Array  # [B, K+1, n] int32
-    top_logprobs: jax.Array  # [B, K+1, n] float32
+    logprobs: jax.Array | None = None  # [B, K+1] float32, of the emitted tokens
+    top_ids: jax.Array | None = None  # [B, K+1, n] int32
+    top_logprobs: jax.Array | None = None  # [B, K+1, n] float32
     report: SurvivalReport | None = None  # of a round, if the state has `survival`
     prompt: PromptScores | None = None  # of a prefill call that scores
 
@@ -122,9 +122,11 @@ def pack_output(
             jnp.zeros((*shape, max_logprobs), jnp.float32),
         )
 
+    packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
+    if params.num_logprobs is None:
+        return StepOutput(packed, drafts, report=report)
     wants_logprobs = jnp.any(params.num_logprobs >= 0)
     chosen, ids, top = jax.lax.cond(wants_logprobs, with_logprobs, zeros)
-    packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
     return StepOutput(packed, drafts, chosen, ids, top, report)
 
 
@@ -169,6 +171,8 @@ def _stored_drafts(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Drafts [B, K] of a round with the plan's forced ones, and the law [B, K, V] that sampled ones have."""
     drafts = state.drafts[plan.slots, :num_draft]
+    if plan.forced is None:
+        return drafts, None  # a round without constrained rows, for argmax drafts only
     forced = plan.forced[:, :num_draft]
     is_forced = forced >= 0
     drafts = jnp.where(is_forced, forced, drafts)
@@ -279,6 +283,9 @@ def speculative_step(
     drafter that draws all drafts of a position with one random key would even change the law: the text may
     have taken a later draft for the position of a stale one, and the two are not independent.
 
+    A batch of greedy requests without logprobs and controls needs no branch. Its round is compiled with
+    `plan.greedy_only` parameters, without controls, and with a plan without constrained rows.
+
     Args:
       target: model with the signature of `models.Decoder`.
       drafter: see `drafter.Drafter`; its `num_draft` is K. None is plain decoding.
@@ -296,7 +303,7 @@ def speculative_step(
     attend = PagedAttention(plan.page_table, plan.slots, positions)
     hidden, tapped, cache = target(inputs.tokens, positions, state.target_cache, attend, taps=taps)
     logits = target.unembed(hidden)  # [B, K+1, V]
-    adjustments = Adjustments(state.controls, plan.slots, plan.constrained, mask)
+    adjustments = Adjustments.of(state.controls, plan.slots, plan.constrained, mask)
     verdict = accept(logits, inputs.drafts, inputs.draft_probs, positions + 1, params, adjustments)
     state, found = observed(state, plan, params.num_draft, params.num_draft, verdict, K)
     verified = Verified(verdict, tapped, cache)

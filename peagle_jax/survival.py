@@ -55,8 +55,11 @@ def bin_of(confidence: jax.Array) -> jax.Array:
 
 def confidences(survival: Survival, plan: DecodePlan, num_draft: int) -> jax.Array:
     """[B, K] float32, confidence of the first K = `num_draft` drafts of a round; 1 for forced drafts."""
+    found = survival.confidence[plan.slots, :num_draft]
+    if plan.forced is None:
+        return found
     is_forced = plan.forced[:, :num_draft] >= 0
-    return jnp.where(is_forced, 1.0, survival.confidence[plan.slots, :num_draft])
+    return jnp.where(is_forced, 1.0, found)
 
 
 def survivals(survival: Survival, confidence: jax.Array) -> jax.Array:

@@ -181,7 +181,8 @@ def verify(
 
     The general rule runs only if some row has a temperature above 0. The vocabulary is sorted only if a
     row with a temperature also has top-k, top-p or min-p. Logits are adjusted only if some row asks for
-    it; the other rows of such a batch keep their logits and their bits.
+    it; the other rows of such a batch keep their logits and their bits. Without temperatures
+    (`plan.greedy_only`) there is no branch.
 
     Args:
       logits: [B, J+1, V] target logits; row j predicts the token at `positions[:, j]`. With `rows` flat,
@@ -196,6 +197,8 @@ def verify(
     largest_of = lambda logits: map(_Layout(logits, rows).batched, largest(logits))
     best, value = largest_of(logits)
     is_finite = jnp.isfinite(value)
+    if params.temperature is None:
+        return _greedy(best, drafts, params.num_draft)._replace(finite=is_finite)
     given = dict(drafts=drafts, draft_probs=draft_probs, positions=positions, params=params)
     plain = _laws(_Layout(logits, rows), best, **given)
     branches = [lambda law=law: law()._replace(finite=is_finite) for law in plain]

@@ -91,6 +91,11 @@ class DecodeCall:
         """K, see `RoundShape`."""
         return self.shape.num_draft
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no request needs a branch of the round's program, see `Programs.round`."""
+        return not any(r is not None and r.needs_branch for r in self.requests)
+
     @classmethod
     def build(cls, rows: Sequence[Request], shape: RoundShape, config: EngineConfig) -> Self:
         """Plans a round of `shape` for `rows`, at most `shape.size` requests."""

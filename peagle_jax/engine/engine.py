@@ -19,7 +19,7 @@ from peagle_jax.engine.completion import Completion, completion_of
 from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.engine.memory import fit_pages
 from peagle_jax.engine.pages import Salt
-from peagle_jax.engine.programs import Programs
+from peagle_jax.engine.programs import Key, Programs
 from peagle_jax.engine.prompt_logprobs import store_prompt_logprobs
 from peagle_jax.engine.request import BatchLogprobs, Request
 from peagle_jax.engine.round_timer import RoundTimer
@@ -122,7 +122,7 @@ class Engine:
         padded to the next larger compiled bucket. `compile_next` compiles the others.
         """
         if sizes is None:
-            self._compile(self.programs.shapes, on_compiled)
+            self._compile(self.programs.round_keys, on_compiled)
             while self.time_idle_round():
                 pass
         else:
@@ -140,9 +140,9 @@ class Engine:
         return bool(missing)
 
     def _compile(
-        self, shapes: Sequence[RoundShape], on_compiled: Callable[[], None] = lambda: None
+        self, rounds: Sequence[Key], on_compiled: Callable[[], None] = lambda: None
     ) -> None:
-        self.programs.warm_up(self._state, on_compiled, shapes)
+        self.programs.warm_up(self._state, on_compiled, rounds)
         self.scheduler.rounds = self.programs.rounds
         if self.policy is not None:
             self.policy.ragged = self.programs.ragged
@@ -163,7 +163,7 @@ class Engine:
     @property
     def num_programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
-        return 2 + self.config.prompt_logprobs + len(self.programs.shapes)
+        return 2 + self.config.prompt_logprobs + len(self.programs.round_keys)
 
     @property
     def has_work(self) -> bool:
@@ -258,7 +258,7 @@ class Engine:
         if calls.decode is not None:
             decode = calls.decode
             self._state, result = self.programs.round(
-                self._state, decode.plan, decode.shape, decode.mask
+                self._state, decode.plan, decode.shape, decode.mask, decode.is_greedy
             )
             dispatched.append((decode, result))
         for prefill in calls.prefills:

@@ -8,6 +8,9 @@ driver must update every node of the graph, 1 to 4 microseconds each. So all buf
 their addresses: the plan is copied into resident arrays, the output overwrites the donated output of
 the call before, and the host reads a copy. (`memory.carve_holes` fixes the address of XLA's
 temporary buffer.)
+
+A batch of greedy requests without logprobs and controls has a program of its own, without branches:
+conditional nodes make the launch of a graph slow.
 """
 
 import itertools
@@ -17,26 +20,30 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax import adjust, step
+from peagle_jax.adjust import Controls
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.memory import carve_holes
-from peagle_jax.engine.round_shapes import round_shapes
+from peagle_jax.engine.round_shapes import greedy_shapes, round_shapes
 from peagle_jax.engine.stored_times import StoredTimes
-from peagle_jax.engine.transfer import Resident, Result, pack, unpack
+from peagle_jax.engine.transfer import Resident, Result, pack, pack_on_device, unpack
 from peagle_jax.plan import (
     SURVIVAL_BINS,
     ControlsPlan,
     DecodePlan,
     PrefillPlan,
+    RequestParams,
     SurvivalReport,
+    greedy_only,
     mask_words,
 )
 from peagle_jax.prompt_scores import PromptScores
@@ -45,7 +52,19 @@ from peagle_jax.ragged import ragged_step
 PREFILL, SCORED_PREFILL, CONTROLS = "prefill", "prefill with scores", "controls"
 """Keys of the programs besides the rounds. The key of a round's program is its `RoundShape`."""
 
-Key = RoundShape | str
+
+class GreedyRound(NamedTuple):
+    """Key of the program of a round without branches, see `DecodeCall.is_greedy`."""
+
+    shape: RoundShape
+
+    @property
+    def size(self) -> int:
+        """The batch bucket."""
+        return self.shape.size
+
+
+Key = RoundShape | GreedyRound | str
 
 
 class Programs:
@@ -55,6 +74,10 @@ class Programs:
         self._config = config
         self.shapes = round_shapes(config)
         """Shapes of the rounds that `warm_up` compiles without a choice of its own."""
+        first = len(config.batch_buckets)
+        greedy = map(GreedyRound, greedy_shapes(config))
+        self.round_keys: tuple[Key, ...] = (*self.shapes[:first], *greedy, *self.shapes[first:])
+        """All rounds, in the order in which they compile."""
         self._weights, structure = jax.tree.flatten((target, drafter))
         self.stored_times = StoredTimes(self._weights, structure, config)
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
@@ -64,18 +87,22 @@ class Programs:
         def prefill(weights, state, plan, mask, previous, *, scores):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, config.num_draft)
-            return step.prefill(target, drafter, state, plan, mask, scores=scores, **static)
+            args = (target, drafter, state, plan, mask)
+            state, output = step.prefill(*args, scores=scores, **static)
+            return state, pack_on_device(output)
 
         shape = ("num_draft", "num_rows")
 
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames=shape)
-        def speculative_step(weights, state, plan, mask, previous, *, num_draft, num_rows):
+        def speculative_step(weights, written, plan, mask, previous, kept, *, num_draft, num_rows):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, num_draft)
-            args = (target, drafter, state, plan, mask)
+            args = (target, drafter, _join(written, kept), plan, mask)
             if num_rows:
-                return ragged_step(*args, num_rows=num_rows, **static)
-            return step.speculative_step(*args, **static)
+                state, output = ragged_step(*args, num_rows=num_rows, **static)
+            else:
+                state, output = step.speculative_step(*args, **static)
+            return _written(state, kept), pack_on_device(output)
 
         @partial(jax.jit, donate_argnums=0)
         def controls(all_controls, packed):
@@ -112,8 +139,17 @@ class Programs:
         plan: DecodePlan,
         shape: RoundShape,
         mask: np.ndarray | None = None,
+        is_greedy: bool = False,
     ):
-        """Dispatches one round; `state` is consumed. Returns the next state and a `Result`."""
+        """Dispatches one round; `state` is consumed. Returns the next state and a `Result`.
+
+        Args:
+          is_greedy: whether all requests are greedy, want no logprobs and have no controls or masks.
+        """
+        key = GreedyRound(shape)
+        if is_greedy and key in self._resident:
+            plan = plan._replace(constrained=None, forced=None)
+            return self._dispatch(key, state, plan, None)
         return self._dispatch(shape, state, plan, mask)
 
     def control(self, state: step.State, plan: ControlsPlan) -> step.State:
@@ -134,57 +170,70 @@ class Programs:
         resident = self._resident[key]
         resident.update(plan, mask)
         program = self._compiled[key]
-        state, resident.output = program(
-            self._weights, state, resident.plan, resident.mask, resident.output
-        )
-        return state, Result(resident.output)
+        given = (resident.plan, resident.mask, resident.bits)
+        if isinstance(key, str):
+            state, resident.bits = program(self._weights, state, *given)
+        else:
+            kept = _kept(state, isinstance(key, GreedyRound))
+            written, resident.bits = program(self._weights, _written(state, kept), *given, kept)
+            state = _join(written, (state.params, state.controls))
+        return state, Result(resident.bits, resident.output)
 
     def _prepare(self, key: Key, state: step.State) -> None:
-        """Compiles the program of `key`, and those that copy its plan and mask in and its output out."""
+        """Compiles the program of `key`, and those that copy its plan and mask in."""
         if key == CONTROLS:
             self._compile(
                 key, self._controls.lower, state.controls, pack(idle_controls(self._config))
             )
             return
-        if key in (PREFILL, SCORED_PREFILL):
+        config, is_greedy = self._config, isinstance(key, GreedyRound)
+        if isinstance(key, str):
             scores = key == SCORED_PREFILL
             lower = partial(self._prefill.lower, scores=scores)
-            idle = PrefillCall.build([], self._config).plan
-            output = self._blank_output(self._config.prefill_rows, 1, self._config.num_draft)
+            idle = PrefillCall.build([], config).plan
+            output = self._output(config.prefill_rows, 1, config.num_draft)
             if scores:
-                output = replace(output, prompt=self._blank_scores())
+                output = replace(output, prompt=self._scores())
+            parts = (state,)
         else:
-            lower = partial(self._round.lower, num_draft=key.num_draft, num_rows=key.num_rows)
-            idle = DecodeCall.build([], key, self._config).plan
-            output = self._blank_output(key.size, key.num_draft + 1, key.num_draft)
-            if self._config.has_survival:
-                output = replace(output, report=_blank_report(key.size))
-        words = mask_words(state.controls.counts.shape[1])
-        resident = Resident(idle, (*output.logprobs.shape, words), output)
-        call = (self._weights, state, resident.plan, resident.mask, resident.output)
-        self._compile(key, lower, *call)
+            shape = key.shape if is_greedy else key
+            lower = partial(self._round.lower, num_draft=shape.num_draft, num_rows=shape.num_rows)
+            idle = DecodeCall.build([], shape, config).plan
+            output = self._output(shape.size, shape.num_draft + 1, shape.num_draft)
+            if config.has_survival:
+                output = replace(output, report=_report(shape.size))
+            parts = _written(state, kept := _kept(state, is_greedy)), kept
+        mask_shape = (*output.logprobs.shape, mask_words(state.controls.counts.shape[1]))
+        if is_greedy:
+            idle, mask_shape = idle._replace(constrained=None, forced=None), None
+            output = replace(output, logprobs=None, top_ids=None, top_logprobs=None)
+        resident = Resident(idle, mask_shape, output)
+        written, *kept = parts
+        given = (resident.plan, resident.mask, resident.bits)
+        self._compile(key, lower, self._weights, written, *given, *kept)
         resident.compile()
         self._resident[key] = resident
 
-    def _blank_output(self, rows: int, T: int, num_draft: int) -> step.StepOutput:
-        """Zeroed output buffers for `T` tokens and `num_draft` drafts of each of `rows` slots."""
+    def _output(self, rows: int, T: int, num_draft: int) -> step.StepOutput:
+        """Shapes of the output for `T` tokens and `num_draft` drafts of each of `rows` slots."""
         n = self._config.max_logprobs
         return step.StepOutput(
-            packed=jnp.zeros((rows, T + 1), jnp.int32),
-            drafts=jnp.zeros((rows, num_draft), jnp.int32),
-            logprobs=jnp.zeros((rows, T), jnp.float32),
-            top_ids=jnp.zeros((rows, T, n), jnp.int32),
-            top_logprobs=jnp.zeros((rows, T, n), jnp.float32),
+            packed=_ints(rows, T + 1),
+            drafts=_ints(rows, num_draft),
+            logprobs=_floats(rows, T),
+            top_ids=_ints(rows, T, n),
+            top_logprobs=_floats(rows, T, n),
         )
 
-    def _blank_scores(self) -> PromptScores:
+    def _scores(self) -> PromptScores:
+        """Shapes of the log-probabilities of prompts."""
         rows = (self._config.prefill_rows, self._config.prefill_chunk)
         top = (*rows, self._config.max_logprobs)
         return PromptScores(
-            logprobs=jnp.zeros(rows, jnp.float32),
-            ranks=jnp.zeros(rows, jnp.int32),
-            top_ids=jnp.zeros(top, jnp.int32),
-            top_logprobs=jnp.zeros(top, jnp.float32),
+            logprobs=_floats(*rows),
+            ranks=_ints(*rows),
+            top_ids=_ints(*top),
+            top_logprobs=_floats(*top),
         )
 
     def _compile(self, key: Key, lower: Callable, *operands) -> None:
@@ -200,9 +249,9 @@ class Programs:
         return tuple(sorted(key for key in tuple(self._resident) if isinstance(key, RoundShape)))
 
     @property
-    def missing(self) -> tuple[RoundShape, ...]:
-        """Those of `shapes` that are not compiled yet, in their order."""
-        return tuple(shape for shape in self.shapes if shape not in self._resident)
+    def missing(self) -> tuple[Key, ...]:
+        """Those of `round_keys` that are not compiled yet, in their order."""
+        return tuple(key for key in self.round_keys if key not in self._resident)
 
     @property
     def rounds(self) -> dict[int, tuple[int, ...]]:
@@ -232,14 +281,14 @@ class Programs:
         return state, time.perf_counter() - start
 
     def warm_up(
-        self, state: step.State, on_compiled: Callable[[], None], shapes: Sequence[RoundShape]
+        self, state: step.State, on_compiled: Callable[[], None], rounds: Sequence[Key]
     ) -> None:
-        """Compiles prefill, the controls and the rounds of `shapes` where missing, four at a time.
+        """Compiles prefill, the controls and the `rounds` where missing, four at a time.
 
         `on_compiled` is called after each program.
         """
         prefills = (PREFILL, *[SCORED_PREFILL] * self._config.prompt_logprobs)
-        missing = [key for key in (*prefills, *shapes) if key not in self._resident]
+        missing = [key for key in (*prefills, *rounds) if key not in self._resident]
         missing += [CONTROLS] * (CONTROLS not in self._compiled)
         jobs = [partial(self._prepare, key, state) for key in missing]
         with ThreadPoolExecutor(max_workers=4) as pool:
@@ -255,12 +304,46 @@ def _with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
     return replace(drafter, num_draft=num_draft)
 
 
-def _blank_report(rows: int) -> SurvivalReport:
-    return SurvivalReport(
-        verified=jnp.zeros(rows, jnp.int32),
-        expected=jnp.zeros((), jnp.float32),
-        histogram=jnp.zeros(SURVIVAL_BINS, jnp.int32),
-    )
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _report(rows: int) -> SurvivalReport:
+    """Shapes of the report of a round."""
+    return SurvivalReport(verified=_ints(rows), expected=_floats(), histogram=_ints(SURVIVAL_BINS))
+
+
+Kept = tuple[RequestParams, Controls | None]
+"""Parts of the state that a round reads only: the parameters, and controls without counts."""
+
+
+def _kept(state: step.State, is_greedy: bool) -> Kept:
+    """What a round reads of the state and does not write: each result costs the host a microsecond."""
+    if is_greedy:
+        return greedy_only(state.params), None
+    return state.params, state.controls._replace(counts=None)
+
+
+def _written(state: step.State, kept: Kept) -> step.State:
+    """The state without `kept`."""
+    controls = None if kept[1] is None else _counts_only(state.controls)
+    return replace(state, params=None, controls=controls)
+
+
+def _join(written: step.State, kept: Kept) -> step.State:
+    """The state from its parts."""
+    params, controls = kept
+    if written.controls is not None:
+        controls = controls._replace(counts=written.controls.counts)
+    return replace(written, params=params, controls=controls)
+
+
+def _counts_only(controls: Controls) -> Controls:
+    return Controls(**dict.fromkeys(Controls._fields) | {"counts": controls.counts})
 
 
 def _compiler_options() -> dict[str, bool]:

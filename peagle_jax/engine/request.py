@@ -7,6 +7,7 @@ import enum
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -167,6 +168,13 @@ class Request:
             self.logprobs = []
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt)
+
+    @cached_property
+    def needs_branch(self) -> bool:
+        """Whether a round of this request needs more than the argmax of the logits as they are."""
+        asked = self.params
+        is_plain = asked.temperature == 0 and asked.logprobs is None and self.matcher is None
+        return not is_plain or asked.is_adjusted
 
     @property
     def rank(self) -> tuple[int, int]:

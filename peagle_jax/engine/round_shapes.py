@@ -23,3 +23,22 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
             shapes += [RoundShape(size, k) for k in some]
             shapes += [RoundShape(size, config.num_draft, number) for number in rows]
     return tuple(dict.fromkeys(shapes))
+
+
+_MOST_GREEDY = 64
+"""In larger batches the device takes longer than the host, and a branch costs nothing."""
+
+
+def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
+    """Shapes that also have a program for batches of greedy requests, in the order in which they compile.
+
+    Only the first round of each batch bucket has one: another program for each K would double the time
+    to compile them all. Sampled drafts need their requests' temperatures.
+    """
+    wanted = config.greedy_rounds
+    if wanted is None:
+        wanted = jax.default_backend() == "gpu"
+    if not wanted or config.draft_sampling == "sample":
+        return ()
+    sizes = (size for size in config.batch_buckets[::-1] if size <= _MOST_GREEDY)
+    return tuple(RoundShape(size, config.num_draft_at(size)) for size in sizes)

@@ -2,7 +2,8 @@
 
 All leaves of a tree travel as one array of int32, because every transfer costs the host tens of
 microseconds, whatever its size. The buffers that a program reads and writes keep their addresses over
-all calls (see `programs`): a plan is copied into resident arrays, and the host reads a copy of the output.
+all calls (see `programs`): a plan is copied into resident arrays, and the host reads a copy of the output,
+which the program packs.
 """
 
 import itertools
@@ -22,23 +23,29 @@ class Resident:
 
     Args:
       idle: a host plan of padding rows, for the shapes.
-      mask_shape: of the mask, see `plan`.
-      output: device arrays that the first call overwrites.
+      mask_shape: of the mask, see `plan`; None: the program takes none.
+      output: shapes and dtypes of the program's output.
     """
 
     def __init__(
-        self, idle: PrefillPlan | DecodePlan, mask_shape: tuple[int, ...], output: StepOutput
+        self,
+        idle: PrefillPlan | DecodePlan,
+        mask_shape: tuple[int, ...] | None,
+        output: StepOutput,
     ):
         self.output = output
+        size = sum(leaf.size for leaf in jax.tree.leaves(output))
+        self.bits = jnp.zeros(size, jnp.int32)  # of the output, as `pack_on_device` packs it
         self.plan = jax.tree.map(jnp.array, idle)  # copies, because the plan is donated
-        self.mask = jnp.zeros(mask_shape, jnp.int32)
+        self.mask = None if mask_shape is None else jnp.zeros(mask_shape, jnp.int32)
         self._uploaded = pack(idle)
 
     def compile(self) -> None:
         """Compiles the programs of the transfers: `jax.jit` does so on their first call."""
         self.plan = _unpack_into(self.plan, self._uploaded)
-        self.mask = _unpack_into(self.mask, np.zeros(self.mask.size, np.int32))
-        _pack_on_device(self.output)
+        if self.mask is not None:
+            self.mask = _unpack_into(self.mask, np.zeros(self.mask.size, np.int32))
+        _copy(self.bits)
 
     def update(self, plan: PrefillPlan | DecodePlan, mask: np.ndarray | None = None) -> None:
         """Uploads a host plan, unless it equals the uploaded one, and the mask of a constrained row."""
@@ -50,17 +57,21 @@ class Resident:
 
 
 class Result:
-    """The output of a call during its transfer to the host: one device copy, one transfer."""
+    """The output of a call during its transfer to the host: one device copy, one transfer.
 
-    def __init__(self, output: StepOutput):
-        self._output = output  # only for its shapes: the next call overwrites these arrays
-        self._bits = _pack_on_device(output)
+    Args:
+      bits: the output, packed by `pack_on_device`; the next call overwrites it.
+      like: shapes and dtypes of the output.
+    """
+
+    def __init__(self, bits: jax.Array, like: StepOutput):
+        self._bits, self._like = _copy(bits), like
         self._bits.copy_to_host_async()
 
     def fetch(self) -> StepOutput:
         """The output as numpy arrays. Blocks until the call has ended."""
         read = lambda leaf, bits: bits.view(leaf.dtype)
-        return jax.tree.map(read, self._output, _split_like(np.asarray(self._bits), self._output))
+        return jax.tree.map(read, self._like, _split_like(np.asarray(self._bits), self._like))
 
 
 def pack(plan) -> np.ndarray:
@@ -82,8 +93,12 @@ def unpack(packed: jax.Array, like):
 
 
 @jax.jit
-def _pack_on_device(tree) -> jax.Array:
-    """[n] int32: the bits of all leaves, in a new array."""
+def _copy(bits: jax.Array) -> jax.Array:
+    return jnp.copy(bits)
+
+
+def pack_on_device(tree) -> jax.Array:
+    """[n] int32: the bits of all leaves."""
     bits = lambda leaf: lax.bitcast_convert_type(leaf, jnp.int32).ravel()
     return jnp.concatenate([bits(leaf) for leaf in jax.tree.leaves(tree)])
 

@@ -59,7 +59,7 @@ def test_requests_with_any_features_keep_the_text_of_plain_decoding(
     for row, done in zip(table, wanted, strict=True):
         row[: len(done.prompt + done.tokens)] = done.prompt + done.tokens
     drafter = OracleDrafter(jnp.asarray(table), jnp.asarray(0), J)
-    config = OneSize(num_draft=J, num_pages=34, **SIZES)
+    config = OneSize(num_draft=J, num_pages=34, greedy_rounds=True, **SIZES)
     engine = Engine(target, None, config, tokenizer=tokenizer, drafter=drafter, times=AnyTimes())
     engine.warm_up()
     seen: Counter = Counter()
