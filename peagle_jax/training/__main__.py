@@ -156,7 +156,7 @@ def _drafter(args) -> None:
     run = _run_config(args)
     names = (
         "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
-        "num_draft loss sharpen segments elements weights repeat_weight max_temperature"
+        "num_draft loss sharpen segments elements weights repeat_weight anchors max_temperature"
     )
     options = drafter.DrafterOptions(
         continuations=args.text,

@@ -212,11 +212,12 @@ class UnrolledAttention:
     """`layers.Attend` for one unrolled step of EAGLE-3's training-time test.
 
     The cache of a layer is the list of `Keys` of the steps so far: the first is the context, the
-    others are the chain; row a of every step belongs to anchor a.
+    others are the chain; row a of every later step belongs to the same anchor, a or `anchors[a]`.
     """
 
     backend: Backend = "auto"
     chunk: int | None = None
+    anchors: jax.Array | None = None  # [B, S]; None: all slots
 
     def __call__(
         self,
@@ -236,7 +237,9 @@ class UnrolledAttention:
         chain = Keys(*(jnp.stack(x, axis=1) for x in zip(*links, strict=True)))  # [B, J, S, K, H]
         q = _split_heads(q, k.shape[2])
         near = _chain_scores(q[:, None], chain.k)[:, 0]
-        anchor = jnp.broadcast_to(jnp.arange(S), (B, S))
+        anchor = self.anchors
+        if anchor is None:
+            anchor = jnp.broadcast_to(jnp.arange(S), (B, S))
         depth = jnp.full(S, len(links))
         far, near = _context_chunked(q, near, anchor, depth, context, window, self.chunk)
         out = far + _chain_values(near[:, None], chain.v)[:, 0]

@@ -25,6 +25,7 @@ from peagle_jax.training.passes import (
     compare,
     parallel_rows,
     partitioned_outcome,
+    pick_anchors,
     run_target,
     slot_is_trained,
     text_rows,
@@ -53,7 +54,8 @@ def _parallel_outcome(head, target, run: Run, valid, options: DrafterOptions, ke
     """P-EAGLE over freshly drawn elements: (outcome, depth of its rows)."""
     if options.elements == "texts":
         blocks = blocks_of(len(valid), options.num_depths, options.rate, options.min_rate)
-        rows = text_rows(head, target, run, valid, blocks, options)
+        picked = pick_anchors(run, valid, options, key)
+        rows = text_rows(head, target, run, valid, blocks, options, picked)
         return compare(head, target, run, options, rows), blocks.depth[:, None]
     elements = cod.sample_elements(
         key, valid, num_depths=options.num_depths, rate=options.rate, min_rate=options.min_rate
@@ -70,16 +72,19 @@ def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Deco
     head = merge(cast({**frozen, **params}, options.dtype))
     if options.elements == "texts":
         # The first texts are trained to the greatest depth: shuffle them.
-        order = jax.random.permutation(key, len(text.tokens))
+        key, shuffle = jax.random.split(key)
+        order = jax.random.permutation(shuffle, len(text.tokens))
         text = Text(*(x[order] for x in text))
     run = run_target(target, text, taps, options.attention)
     valid = slot_is_trained(text)
     if head.config.method == "peagle":
         outcome, depth = _parallel_outcome(head, target, run, valid, options, key)
     else:
-        rows = unrolled_rows(head, target, run, valid, options)
+        picked = pick_anchors(run, valid, options, key)
+        rows = unrolled_rows(head, target, run, valid, options, picked)
         outcome = compare(head, target, run, options, rows)
-        depth = np.repeat(np.arange(options.num_depths), valid.shape[1])[None]
+        depth = np.repeat(np.arange(options.num_depths), rows.at.shape[1] // options.num_depths)
+        depth = depth[None]
     return outcome.total, (outcome.count, _by_depth(outcome, depth))
 
 
@@ -160,6 +165,19 @@ def warm_start(params: Params, trained: Params) -> Params:
     return widened
 
 
+def _check(config: DrafterConfig, options: DrafterOptions) -> None:
+    """Raises `ConfigError` for options that do not fit the method or the head."""
+    if options.segments > 1 and config.method != "peagle":
+        raise ConfigError("--segments cuts the elements of P-EAGLE; EAGLE-3 has none")
+    if options.anchors and config.method == "peagle" and options.elements != "texts":
+        raise ConfigError("--anchors picks anchors of whole texts: add --elements texts")
+    if options.elements == "texts":
+        if config.method != "peagle":
+            raise ConfigError("--elements texts is for P-EAGLE; EAGLE-3 trains on all anchors")
+        if config.sliding_windows is not None and any(config.sliding_windows):
+            raise ConfigError("--elements texts has no sliding windows; use --elements anchors")
+
+
 def make_task(
     config: DrafterConfig,
     target: Decoder,
@@ -168,13 +186,7 @@ def make_task(
     init: DraftHead | None = None,
 ) -> tuple[Task, object]:
     """The task, and the function that turns its parameters into a head; `init` is a head to start from."""
-    if options.segments > 1 and config.method != "peagle":
-        raise ConfigError("--segments cuts the elements of P-EAGLE; EAGLE-3 has none")
-    if options.elements == "texts":
-        if config.method != "peagle":
-            raise ConfigError("--elements texts is for P-EAGLE; EAGLE-3 trains on all anchors")
-        if config.sliding_windows is not None and any(config.sliding_windows):
-            raise ConfigError("--elements texts has no sliding windows; use --elements anchors")
+    _check(config, options)
     text = load_text(options.continuations, "train", options.max_temperature)
     heldout = load_text(options.continuations, "heldout")
     params, merge = split_model(init_head(config, target, run.seed))

@@ -32,7 +32,7 @@ def _add_run_options(parser, *, learning_rate, adam_learning_rate, microbatches,
     budget.add_argument(
         "--minutes",
         type=float,
-        help="time budget; steps are set once from the speed of the first ones",
+        help="time budget; the number of steps is fixed when the cool-down has to begin",
     )
     group.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     group.add_argument(
@@ -178,6 +178,11 @@ def _add_law(parser) -> None:
         type=float,
         default=1.0,
         help="of anchors whose last 8 tokens occurred before in the text (default %(default)s)",
+    )
+    law.add_argument(
+        "--anchors",
+        type=int,
+        help="anchors of each text that are trained, fresh ones first (default: all); faster steps",
     )
     law.add_argument(
         "--max-temperature",

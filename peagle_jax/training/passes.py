@@ -27,6 +27,7 @@ from peagle_jax.training.objective import (
     tabulate,
 )
 from peagle_jax.training.partition import deal, sum_over
+from peagle_jax.training.picked import Picked, narrowed, pick
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, TextAttention
 from peagle_jax.training.weights import anchor_weights, pace_weights
@@ -55,6 +56,7 @@ class DrafterOptions:
     elements: Literal["anchors", "texts"] = "anchors"  # P-EAGLE: what COD drops
     weights: Literal["depth", "dpace"] = "depth"  # P-EAGLE by texts: weights of the depths
     repeat_weight: float = 1.0  # of anchors in text that occurred before
+    anchors: int | None = None  # of each text that are trained; None: all
     max_temperature: float | None = None  # of the texts; None takes all
 
     def __post_init__(self):
@@ -171,6 +173,13 @@ def _anchor_weights(run: Run, options: DrafterOptions) -> jax.Array | float:
     return anchor_weights(run.tokens, options.repeat_weight)
 
 
+def pick_anchors(run: Run, valid: jax.Array, options: DrafterOptions, key) -> Picked | None:
+    """The anchors that are trained; None for all."""
+    if options.anchors is None:
+        return None
+    return pick(key, valid, _anchor_weights(run, options), options.anchors)
+
+
 def _importance(run: Run, elements: cod.Elements, options: DrafterOptions, start: int = 0):
     """float32 [B, T - start], of the rows from `start` on."""
     weight = elements.used * jnp.asarray(options.step_decay**elements.depth, jnp.float32)
@@ -204,29 +213,43 @@ def text_rows(
     valid: jax.Array,
     blocks: Blocks,
     options: DrafterOptions,
+    picked: Picked | None = None,
 ) -> Rows:
-    """P-EAGLE over blocks of whole texts, in one pass of the head; texts lie in the order drawn."""
+    """P-EAGLE over blocks of whole texts, in one pass of the head; texts lie in the order drawn.
+
+    Returns:
+      Rows [R, S], or [R, P] of the anchors in `picked`.
+    """
     B, S = run.tokens.shape
-    R = sum(blocks.sizes)
-    mask_id = head.config.mask_token_id
+    anchors = jnp.broadcast_to(jnp.arange(S), (B, S)) if picked is None else picked.slots
+    slots = blocks.spread(anchors) + blocks.depth[:, None]
+    num_deep, mask_id = slots[B:].size, head.config.mask_token_id
     if isinstance(head.embed, TrainedEmbed):
-        tokens = MaskedRows(_ahead(run.tokens, 1), R - B, mask_id)
+        tokens = MaskedRows(_ahead(run.tokens, 1).reshape(-1, 1), num_deep, mask_id)
     else:
-        tokens = jnp.pad(_ahead(run.tokens, 1), ((0, R - B), (0, 0)), constant_values=mask_id)
+        tokens = jnp.pad(_ahead(run.tokens, 1).reshape(-1), (0, num_deep), constant_values=mask_id)
+        tokens = tokens[:, None]
     fused = head.fuse(run.taps)
-    mask_state = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), (R - B, *fused.shape[1:]))
-    slots = jnp.arange(S) + blocks.depth[:, None]
+    mask_state = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), (num_deep, 1, fused.shape[-1]))
+    positions = jnp.concatenate([jnp.tile(jnp.arange(S), B), slots[B:].reshape(-1)])[:, None]
     cache = [None] * head.config.num_layers
-    attend = TextAttention(blocks, options.attention)
-    hidden = jnp.concatenate([fused, mask_state])
-    out, _ = head(target, tokens, hidden, slots, cache, attend)
+    attend = TextAttention(blocks, options.attention, picked)
+    hidden = jnp.concatenate([fused.reshape(B * S, 1, -1), mask_state])
+    out, _ = head(target, tokens, hidden, positions, cache, attend)
+    context, deep = jnp.split(out[:, 0], [B * S])
+    context = context.reshape(B, S, -1)
     # Deep drafts of a text's last anchors lie past its end.
     used = blocks.spread(valid) & blocks.ahead(valid)
+    weight = blocks.spread(jnp.broadcast_to(_anchor_weights(run, options), (B, S)))
+    weight *= jnp.asarray(options.step_decay**blocks.depth, jnp.float32)[:, None]
+    if picked is not None:
+        context = narrowed(context, *picked)
+        used, weight = (
+            jnp.take_along_axis(x, blocks.spread(anchors), axis=1) for x in (used, weight)
+        )
+    out = jnp.concatenate([context, deep.reshape(-1, *context.shape[1:])])
     text = S * blocks.spread(jnp.arange(B))[:, None]
     at = text + jnp.minimum(slots + 1, S - 1)
-    weight = jnp.asarray(options.step_decay**blocks.depth, jnp.float32)[:, None]
-    if options.repeat_weight != 1:
-        weight = weight * blocks.spread(_anchor_weights(run, options))
     rows = Rows(out, at, used, used * weight)
     if options.weights == "dpace":
         paces = _paces(head, run, blocks, options, rows)
@@ -289,21 +312,35 @@ def partitioned_outcome(
 
 
 def unrolled_rows(
-    head: DraftHead, target: Decoder, run: Run, valid: jax.Array, options: DrafterOptions
+    head: DraftHead,
+    target: Decoder,
+    run: Run,
+    valid: jax.Array,
+    options: DrafterOptions,
+    picked: Picked | None = None,
 ) -> Rows:
-    """EAGLE-3's training-time test: row a of step s sits at slot a + s and is fed step s-1's row a."""
+    """EAGLE-3's training-time test: row a of step s sits at slot a + s and is fed step s-1's row a.
+
+    Step 0 is the context and has all slots. With `picked` later steps have these anchors only, and the
+    result has [B, num_depths * P] instead of [B, num_depths * S] rows.
+    """
     S = run.tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(S), run.tokens.shape)
-    attend = attention.UnrolledAttention(options.attention, options.query_chunk)
-    hidden, cache = head.fuse(run.taps), [None] * head.config.num_layers
-    weight = _anchor_weights(run, options)
-    outs, at, used, importance = [], [], [], []
+    anchors = positions if picked is None else picked.slots
+    chosen = lambda x: x if picked is None else jnp.take_along_axis(x, anchors, axis=1)
+    attend = attention.UnrolledAttention(options.attention, options.query_chunk, anchors)
+    weight = chosen(jnp.broadcast_to(_anchor_weights(run, options), positions.shape))
+    cache = [None] * head.config.num_layers
+    out, cache = head(target, _ahead(run.tokens, 1), head.fuse(run.taps), positions, cache, attend)
+    if picked is not None:
+        out = narrowed(out, *picked)
+    outs, at, used, importance = [out], [], [], []
     for s in range(options.num_depths):
-        shifted = _ahead(run.tokens, s + 1)
-        out, cache = head(target, shifted, hidden, positions + s, cache, attend)
-        outs.append(out)
-        at.append(_positions(positions + s, S))
-        used.append(valid & _ahead(valid, s))
+        if s:
+            shifted, hidden = chosen(_ahead(run.tokens, s + 1)), head.feedback(outs[-1])
+            out, cache = head(target, shifted, hidden, anchors + s, cache, attend)
+            outs.append(out)
+        at.append(_positions(anchors + s, S))
+        used.append(chosen(valid & _ahead(valid, s)))
         importance.append((used[-1] * options.step_decay**s * weight).astype(jnp.float32))
-        hidden = head.feedback(out)
     return Rows(*(jnp.concatenate(x, axis=1) for x in (outs, at, used, importance)))

@@ -30,13 +30,12 @@ from tqdm import tqdm
 from pallas_kernels import dispatch
 from peagle_jax import plotting
 from peagle_jax.config import ConfigError
-from peagle_jax.training.curves import Curves, averages, flatten, plot, write_whole
+from peagle_jax.training.budget import COMPILING_STEPS, Budget
+from peagle_jax.training.curves import Curves, averages, flatten, plot
 
 Params = dict[str, jax.Array]
 """Weights by path, `layers.0.attention.qkv.weight`."""
 
-_COMPILING_STEPS = 2
-_CALIBRATION_STEPS = 20
 _log = logging.getLogger(__name__)
 
 
@@ -271,34 +270,6 @@ def _checkpoints(out: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
 
 
-class _Budget:
-    """Number of steps of the run: given, or derived once from measured speed and a time budget, and stored."""
-
-    def __init__(self, run: RunConfig):
-        self.path = run.out / "total_steps.json"
-        self.minutes = run.minutes
-        self.total = run.steps
-        self.started = time.monotonic()
-        self.seen = 0
-        if self.total is None and self.path.exists():
-            self.total = json.loads(self.path.read_text())["total_steps"]
-
-    def measure(self, step: int, params: Params) -> None:
-        """Call after every step. After `_CALIBRATION_STEPS` it fixes the number of steps."""
-        if self.total is not None:
-            return
-        self.seen += 1
-        if self.seen in (_COMPILING_STEPS, _COMPILING_STEPS + _CALIBRATION_STEPS):
-            jax.block_until_ready(params)
-            now = time.monotonic()
-            if self.seen == _COMPILING_STEPS:
-                self.mark = now
-                return
-            left = self.minutes * 60 - (now - self.started)
-            self.total = step + max(1, int(left * _CALIBRATION_STEPS / (now - self.mark)))
-            write_whole(self.path, json.dumps(dict(total_steps=self.total)) + "\n")
-
-
 class _Record:
     """Log of a run: curves, and the speed since the last row."""
 
@@ -354,10 +325,10 @@ def fit(task: Task, run: RunConfig) -> Params:
     train_step = make_step(task, run, optimizer)
     # The step donates its inputs; the caller keeps its own copy.
     params = jax.tree.map(jnp.copy, task.params)
-    budget = _Budget(run)
+    budget = Budget(run.out, run.steps, run.minutes, run.decay)
     with _checkpoints(run.out) as manager:
         params, opt_state, step = _restore(manager, params, optimizer.init(params))
-        record, compiled = _Record(task, run, step), step + _COMPILING_STEPS
+        record, compiled = _Record(task, run, step), step + COMPILING_STEPS
         interval = 0.5 if sys.stderr.isatty() else 10.0
         bar = tqdm(total=budget.total, initial=step, unit="step", mininterval=interval)
         while budget.total is None or step < budget.total:
@@ -368,7 +339,7 @@ def fit(task: Task, run: RunConfig) -> Params:
             record.pending.append(report)
             step += 1
             bar.update()
-            budget.measure(step, params)
+            budget.measure(step, partial(jax.block_until_ready, params))
             bar.total = budget.total
             last = step == budget.total
             saves = last or step % run.save_every == 0
