@@ -52,9 +52,7 @@ def references() -> Iterator[None]:
 
 def platform() -> str:
     """The platform that is traced for, as `Device.platform`: of the assumed device, else the default one."""
-    if (assumed := _assumed.get()) is not None:
-        return assumed.platform
-    return "cpu" if jax.default_backend() == "cpu" else _default_device().platform
+    return (_assumed.get() or _default_device()).platform
 
 
 NO_TPU_KERNEL = "it has no kernel for a TPU"
@@ -91,7 +89,7 @@ def resolve(
         why = _why_not(device, _kernel_of(device), chips, refusal, tpu_refusal)
         _say(op, device, why)
         return Launch(device) if why is None else None
-    interpreted = assumed is None and jax.default_backend() == "cpu"
+    interpreted = assumed is None and default_device().platform == "cpu"
     if device.platform == "cpu":  # the chip that the interpreter imitates
         device = V6E if requested == "mosaic_tpu" else H200
     if why := _why_not(device, requested, chips, refusal, tpu_refusal):
@@ -136,9 +134,16 @@ def _interpreter(kind: Implementation) -> Any:
     return plgpu.InterpretGPUParams()
 
 
-@functools.cache
+def default_device() -> jax.Device:
+    """The device of arrays that no sharding places: that of `jax.default_device`, else the first one."""
+    chosen = jax.config.jax_default_device
+    if chosen is None:
+        return jax.devices()[0]
+    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
+
+
 def _default_device() -> Device:
-    return describe(jax.devices()[0])
+    return describe(default_device())
 
 
 def _say(op: str, device: Device, why: str | None) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import DraftHead
@@ -44,12 +45,12 @@ def choose_dtype(requested: str) -> str:
       ConfigError: jax finds no device.
     """
     try:
-        platform = jax.default_backend()
+        platform = dispatch.platform()
     except RuntimeError as error:
         raise ConfigError(f"jax finds no device: {error}") from error
     if requested != "auto":
         return requested
-    return "bfloat16" if platform in ("gpu", "tpu") else "float32"
+    return "bfloat16" if platform in ("cuda", "rocm", "oneapi", "gpu", "tpu") else "float32"
 
 
 def keep_compiled_programs(cache_home: str | None) -> None:

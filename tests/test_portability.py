@@ -23,8 +23,11 @@ from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
 from pallas_kernels.verify_attention.api import verify_attention
 from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine import programs
+from peagle_jax.engine.round_shapes import round_shapes
 from peagle_jax.runs import choose_dtype
 from peagle_jax.training.attention import is_flash
+from peagle_jax.verify import verify
 from tests import tiny
 from tests.programs import one_bucket
 
@@ -130,26 +133,34 @@ def test_attention_on_a_tpu_reads_blocks_of_512_keys_up_to_the_last_in_use(keys,
     assert ("while[" in traced) == (keys > 2 * 512)
 
 
-def test_only_cuda_trains_with_cudnn(platform, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: _backend(platform))
+def test_only_cuda_trains_with_cudnn(platform):
     assert is_flash("auto", jnp.bfloat16) == (platform.device.platform == "cuda")
     assert not is_flash("auto", jnp.float32)
     assert is_flash("cudnn", jnp.float32)
 
 
-def test_accelerators_compute_in_bfloat16_by_default(platform, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: _backend(platform))
+def test_accelerators_compute_in_bfloat16_by_default(platform):
     wanted = "float32" if platform.device.platform == "cpu" else "bfloat16"
     assert choose_dtype("auto") == wanted
     assert choose_dtype("float32") == "float32"
 
 
-def _backend(platform) -> str:
-    """jax's name: GPUs of all vendors are "gpu"."""
-    name = platform.device.platform
-    return name if name in ("cpu", "tpu") else "gpu"
+def test_only_cuda_has_options_for_graphs_and_holes_in_memory(platform, monkeypatch):
+    """CUDA graphs are jax's "gpu" too, but not AMD's or Intel's."""
+    monkeypatch.setattr(programs, "carve_holes", lambda: ["a hole"])
+    made = programs.Programs(tiny.target(), None, EngineConfig(num_draft=0), taps=(), accept=verify)
+    is_cuda = platform.device.platform == "cuda"
+    assert bool(made._between_holes) == is_cuda
+    assert bool(programs._compiler_options()) == is_cuda
 
 
+def test_a_cpu_compiles_fewer_values_of_k(platform):
+    config = EngineConfig(num_draft=7, max_num_seqs=1, adaptive="load")
+    is_cpu = platform.device.platform == "cpu"
+    assert (len(round_shapes(config)) == 3) == is_cpu
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AMD", "Intel"])
 def test_an_engine_of_references_writes_the_text_of_a_cpu(name, reference_text):
     """The device of a plugin that is not here decides as if it were: dispatch, and what depends on it."""

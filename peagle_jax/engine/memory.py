@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from pallas_kernels import dispatch
 from peagle_jax.adjust import slot_bytes
 from peagle_jax.config import (
     AttentionConfig,
@@ -77,7 +78,7 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
 
 def free_bytes() -> int | None:
     """Free memory of the default device in bytes; None when the platform does not report it."""
-    device = jax.devices()[0]
+    device = dispatch.default_device()
     stats = device.memory_stats()
     if stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -135,7 +136,7 @@ def _most_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Eng
     """Number of pages that an engine can use, if memory is no limit."""
     if config.num_pages is not None or not config.prefix_caching:
         return config.total_pages
-    if jax.devices()[0].platform == "cpu":
+    if dispatch.default_device().platform == "cpu":
         return _MOST_ON_CPU * (config.total_pages - 1) + 1
     layers = [layer for layer in _layers(target, drafter) if layer.window is None]
     widest = max(_token_bytes(layer, config) for layer in layers) // 2  # keys and values

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
 from peagle_jax import adjust, step
 from peagle_jax.adjust import Controls
 from peagle_jax.config import EngineConfig
@@ -112,7 +113,7 @@ class Programs:
         self._compiled: dict[Key, Callable] = {}
         self._resident: dict[Key, Resident] = {}
         self._lock = threading.Lock()
-        self._between_holes = carve_holes() if jax.default_backend() == "gpu" else []
+        self._between_holes = carve_holes() if dispatch.platform() == "cuda" else []
 
     @property
     def num_compiled(self) -> int:
@@ -347,7 +348,7 @@ def _counts_only(controls: Controls) -> Controls:
 
 
 def _compiler_options() -> dict[str, bool]:
-    if jax.default_backend() != "gpu":
+    if dispatch.platform() != "cuda":
         return {}
     # A CUDA graph cannot contain CUB's sort. Top-k and top-p sort inside a conditional, so with CUB the
     # host would synchronise with the device every round to pick the branch.

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-import jax
-
+from pallas_kernels import dispatch
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.adaptive import candidates
 from peagle_jax.engine.calls import RoundShape
@@ -15,7 +14,7 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     sizes = config.batch_buckets[::-1]
     shapes = [RoundShape(size, config.num_draft_at(size)) for size in sizes]
     if config.adaptive != "off":
-        drafts = partial(candidates, config.num_draft, platform=jax.default_backend())
+        drafts = partial(candidates, config.num_draft, platform=dispatch.platform())
         for size in sizes:
             rows = config.ragged_rows(size)
             # Ragged rounds take the place of values of K between none and all.
@@ -37,7 +36,7 @@ def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     """
     wanted = config.greedy_rounds
     if wanted is None:
-        wanted = jax.default_backend() == "gpu"
+        wanted = dispatch.platform() == "cuda"
     if not wanted or config.draft_sampling == "sample":
         return ()
     sizes = (size for size in config.batch_buckets[::-1] if size <= _MOST_GREEDY)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels import dispatch
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import RoundShape
 
@@ -44,7 +45,7 @@ class StoredTimes:
         sizes = replace(config, num_pages=None)
         model = hashlib.sha256(repr((shapes, named, sizes)).encode()).hexdigest()
         self._key = {
-            "device": jax.devices()[0].device_kind,
+            "device": dispatch.default_device().device_kind,
             "host cores": cores,
             **{name: version(name) for name in ("jax", "jaxlib", "peagle-jax")},
             "model": model,

@@ -71,9 +71,7 @@ def default(monkeypatch):
     """Makes a stand-in the default device, as jax would report it."""
 
     def set_default(device: SimpleNamespace) -> None:
-        backend = "gpu" if hasattr(device, "client") else device.platform
-        monkeypatch.setattr(dispatch, "_default_device", lambda: describe(device))
-        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        monkeypatch.setattr(dispatch, "default_device", lambda: device)
 
     return set_default
 
@@ -229,6 +227,18 @@ def test_the_platform_is_that_of_the_assumed_device_or_of_the_default_one(defaul
         assert dispatch.platform() == "tpu"
     with dispatch.assume(H200):
         assert dispatch.platform() == "cuda"
+
+
+def test_the_device_is_the_one_that_jax_puts_arrays_on(monkeypatch):
+    """A machine with a GPU may compute on its CPU."""
+    cpu, h100 = jax.devices("cpu")[0], gpu("NVIDIA H100 80GB HBM3", "9.0")
+    monkeypatch.setattr(jax, "devices", lambda name=None: [cpu] if name == "cpu" else [h100])
+    assert dispatch.platform() == "cuda"
+    for chosen in (cpu, "cpu"):
+        with jax.default_device(chosen):
+            assert dispatch.platform() == "cpu"
+            assert dispatch.resolve("op", None, chips=(90,)) is None
+            assert dispatch.resolve("op", "mosaic_gpu", chips=(90,)).interpret is not None
 
 
 def test_an_assumed_chip_decides_as_if_it_were_there():
