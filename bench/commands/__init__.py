@@ -22,6 +22,7 @@ from bench.commands import (
     sizes,
     structured,
     throughput,
+    train_step,
 )
 from peagle_jax.command_line import Parser
 
@@ -33,7 +34,9 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "Full-size models without their weights, on a GPU": (
         decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND,
     ),
-    "Quality of heads and models": (headroom.COMMAND, ablations.COMMAND, humaneval.COMMAND),
+    "Quality of heads and models": (
+        headroom.COMMAND, ablations.COMMAND, humaneval.COMMAND, train_step.COMMAND,
+    ),
     "Correctness": (lossless.COMMAND, reliability.COMMAND, matrix.COMMAND),
     "The server": (serve_load.COMMAND, hostile.COMMAND),
     "Conversion": (conversion.COMMAND,),

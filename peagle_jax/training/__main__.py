@@ -3,8 +3,9 @@
 import json
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
@@ -143,10 +144,25 @@ def _grown_config(args, fresh: DrafterConfig, init: DrafterConfig) -> DrafterCon
     )
 
 
-def _drafter(args) -> None:
-    from peagle_jax.checkpoint import load_head, load_target, save_head
+@dataclass(frozen=True)
+class DrafterRun:
+    """What the options of `peagle-train drafter` stand for."""
+
+    task: Any  # trainer.Task
+    merge: Callable  # parameters -> head
+    run: Any  # trainer.RunConfig
+    target: TargetConfig
+    configs: dict[str, Any]  # for `write_provenance`
+
+
+def drafter_run(args) -> DrafterRun:
+    """Loads the target and the texts, and makes the head.
+
+    Raises:
+      ConfigError: invalid or contradictory options or data.
+    """
+    from peagle_jax.checkpoint import load_head, load_target
     from peagle_jax.training import drafter
-    from peagle_jax.training.trainer import fit, write_provenance
 
     target = load_target(args.target, dtype=args.dtype)
     config, init = _head_config(args, target.config), None
@@ -165,11 +181,20 @@ def _drafter(args) -> None:
         **_pick(args, names),
     )
     task, merge = drafter.make_task(config, target, options, run, init)
-    write_provenance(args.out, dict(head=asdict(config), run=asdict(run), options=asdict(options)))
-    _report_size(task)
-    params = fit(task, run)
+    configs = dict(head=asdict(config), run=asdict(run), options=asdict(options))
+    return DrafterRun(task, merge, run, target.config, configs)
+
+
+def _drafter(args) -> None:
+    from peagle_jax.checkpoint import save_head
+    from peagle_jax.training.trainer import fit, write_provenance
+
+    made = drafter_run(args)
+    write_provenance(args.out, made.configs)
+    _report_size(made.task)
+    params = fit(made.task, made.run)
     _report_memory()
-    save_head(merge(params), args.out / "final", max_position=target.config.max_position)
+    save_head(made.merge(params), args.out / "final", max_position=made.target.max_position)
     print(f"head in {args.out / 'final'}")
 
 

@@ -78,7 +78,7 @@ def label_probabilities(x: jax.Array, weight: jax.Array, token: jax.Array, chunk
 
     def one(rows):
         states, labels = rows
-        return jnp.exp(-Labels(labels).compare(_logits(states, weight))[0])
+        return jnp.exp(-Labels(labels).compare(_logits(states, weight, states.dtype))[0])
 
     return _by_chunk(one, (x, token), chunk)
 
@@ -105,11 +105,10 @@ def _precision(x: jax.Array):
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-def _logits(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[C, D], [V, D] -> float32 [C, V]."""
-    return jnp.einsum(
-        "cd,vd->cv", x, weight, precision=_precision(x), preferred_element_type=jnp.float32
-    )
+def _logits(x: jax.Array, weight: jax.Array, dtype=jnp.float32) -> jax.Array:
+    """[C, D], [V, D] -> float32 [C, V], stored as `dtype` on the way."""
+    z = jnp.einsum("cd,vd->cv", x, weight, precision=_precision(x), preferred_element_type=dtype)
+    return z.astype(jnp.float32)
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -149,7 +148,8 @@ def _run(x, weight, teacher, importance, chunk: int, loss: Loss, *, with_gradien
 
     def step(dw, inputs):
         xs, ts, ws = inputs
-        z = _logits(xs, weight)
+        # Gradients are rounded to the states' dtype. Logits of that dtype halve the step's largest traffic.
+        z = _logits(xs, weight, xs.dtype if with_gradient else jnp.float32)
         kl, p, match = teacher._replace(**{teacher._fields[0]: ts}).compare(z)
         value, dz = _divergence(loss, z, kl, p)
         if not with_gradient:

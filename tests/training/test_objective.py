@@ -69,6 +69,18 @@ def test_reports_are_the_same_for_every_loss():
         np.testing.assert_array_equal(run(loss).match, want.match)
 
 
+@pytest.mark.parametrize("kind", ["labels", "table"])
+def test_bfloat16_states_give_nearly_the_float32_gradient(kind):
+    """Their logits are rounded to bfloat16 on the way; sums over the vocabulary are not."""
+    student, importance, teacher, _ = _problem(kind)
+    rounded = tuple(x.astype(jnp.bfloat16) for x in student)
+    loss = lambda x, w: distill(x, w, teacher, importance, 7, "kl").total
+    exact = jax.grad(loss, (0, 1))(*(x.astype(jnp.float32) for x in rounded))
+    for got, want in zip(jax.grad(loss, (0, 1))(*rounded), exact, strict=True):
+        error = jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
+        assert 0 < float(error) < 0.02
+
+
 def test_label_probabilities_are_those_of_the_whole_softmax():
     student, _, labels, one_hot = _problem("labels")
     got = label_probabilities(*student, labels.token, 7)
