@@ -12,9 +12,9 @@ from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
 from serving.http.fields import Fields, neutral
 from serving.http.openai_answer import OpenAiAnswer
-from serving.http.options import Options, SharedFields, check_model, read_options, read_params
+from serving.http.options import Options, SharedFields, read_options, read_params
 from serving.http.reports import Rounds, chat_logprobs
-from serving.http.route import Call, Caller, Encode
+from serving.http.route import Call, Caller, Encode, Route
 from serving.http.tools import MessageCall, ToolFields
 from serving.stream import Ask, Delta
 from serving.tools import Arguments, call_id
@@ -138,18 +138,15 @@ class Conversation:
     is_parallel: bool
 
 
-class Chat:
-    """The route over one frontend; see `Route`."""
+class Chat(Route[ChatFields]):
+    """See `Route`."""
 
     path = "/v1/chat/completions"
     dialect = OPENAI
+    fields = ChatFields
 
-    def __init__(self, frontend: Frontend):
-        self._frontend = frontend
-
-    def read(self, content: dict[str, object], caller: Caller) -> Encode:
-        """See `Route`."""
-        frontend, talk = self._frontend, self.understand(content, caller)
+    def _prepare(self, fields: ChatFields, caller: Caller) -> Encode:
+        frontend, talk = self._frontend, self._conversation(fields, caller, method=self.path)
         options, is_parallel = talk.options, talk.is_parallel
 
         async def encode() -> Call:
@@ -166,15 +163,15 @@ class Chat:
 
         return encode
 
-    def understand(
+    def converted(
         self,
         content: dict[str, object],
         caller: Caller,
         *,
-        method: str = path,
+        method: str,
         names: Mapping[str, str] | None = None,
     ) -> Conversation:
-        """Reads a request of this route, or of another that was put into the form of this one.
+        """The conversation of another route's request, in the form of this route's requests.
 
         Args:
           method: the path that the client called.
@@ -183,10 +180,18 @@ class Chat:
         Raises:
           ServiceError: see `Route.read`.
         """
-        frontend = self._frontend
-        check_model(content, frontend.name)
-        fields = ChatFields.read(content, frontend.limits)
-        options = read_options(fields)
+        fields = ChatFields.read(content, self._frontend.limits)
+        return self._conversation(fields, caller, method=method, names=names)
+
+    def _conversation(
+        self,
+        fields: ChatFields,
+        caller: Caller,
+        *,
+        method: str,
+        names: Mapping[str, str] | None = None,
+    ) -> Conversation:
+        frontend, options = self._frontend, read_options(fields)
         max_tokens, name = _max_tokens(fields)
         spelling = {
             "stop_ids": "stop_token_ids",

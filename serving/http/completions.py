@@ -11,9 +11,9 @@ from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
 from serving.http.fields import described, neutral
 from serving.http.openai_answer import OpenAiAnswer
-from serving.http.options import Options, SharedFields, check_model, read_options, read_params
+from serving.http.options import Options, SharedFields, read_options, read_params
 from serving.http.reports import CompletionLogprobs, Rounds, prompt_logprobs
-from serving.http.route import Call, Caller, Encode, one_ask_each
+from serving.http.route import Call, Caller, Encode, Route, one_ask_each
 from serving.stream import Ask, Delta
 
 _SPELLING = {"stop_ids": "stop_token_ids"}
@@ -41,20 +41,15 @@ class CompletionFields(SharedFields):
     add_special_tokens: neutral(True) = None
 
 
-class Completions:
-    """The route over one frontend; see `Route`."""
+class Completions(Route[CompletionFields]):
+    """See `Route`."""
 
     path = "/v1/completions"
     dialect = OPENAI
+    fields = CompletionFields
 
-    def __init__(self, frontend: Frontend):
-        self._frontend = frontend
-
-    def read(self, content: dict[str, object], caller: Caller) -> Encode:
-        """See `Route`."""
+    def _prepare(self, fields: CompletionFields, caller: Caller) -> Encode:
         frontend = self._frontend
-        check_model(content, frontend.name)
-        fields = CompletionFields.read(content, frontend.limits)
         options = read_options(fields)
         if options.is_stream and fields.prompt_logprobs is not None:
             raise invalid("prompt_logprobs", "is not for streams; leave stream out, or use echo")

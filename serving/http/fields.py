@@ -78,6 +78,21 @@ def _refusal(error: ValidationError) -> ServiceError:
     return invalid(path.removeprefix(".") or "body", rule)
 
 
+def required(fields: Fields, name: str, field: str) -> Any:
+    """The value of `name`, which pydantic need not find: `type` decides which fields an object must have.
+
+    Args:
+      field: path of the object within the request.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT if it is missing.
+    """
+    value = getattr(fields, name)
+    if value is None:
+        raise invalid(f"{field}.{name}", "is missing")
+    return value
+
+
 def described(rule: str) -> WrapValidator:
     """Replaces all errors of a type and of its items by one error of the field with the message `rule`."""
 

@@ -9,28 +9,26 @@ from serving.http.blocks import Block, Blocks, Change
 from serving.http.chat import Chat
 from serving.http.dialect import ANTHROPIC
 from serving.http.messages_fields import MessagesFields, PromptFields
-from serving.http.options import check_model
-from serving.http.route import Call, Caller, Encode
+from serving.http.route import Call, Caller, Encode, Route
 from serving.stream import Delta, Finish, Stream
 
 _SPELLING = {"stop": "stop_sequences"}
 _REASONS = {"length": "max_tokens", "stop": "end_turn", "abort": "end_turn"}
 
 
-class Messages:
-    """The route over one frontend; see `Route`."""
+class Messages(Route[MessagesFields]):
+    """See `Route`."""
 
     path = "/v1/messages"
     dialect = ANTHROPIC
+    fields = MessagesFields
 
     def __init__(self, frontend: Frontend):
-        self._frontend, self._chat = frontend, Chat(frontend)
+        super().__init__(frontend)
+        self._chat = Chat(frontend)
 
-    def read(self, content: dict[str, object], caller: Caller) -> Encode:
-        """See `Route`."""
-        check_model(content, self._frontend.name)
-        fields = MessagesFields.read(content, self._frontend.limits)
-        talk = self._chat.understand(fields.as_chat(), caller, method=self.path, names=_SPELLING)
+    def _prepare(self, fields: MessagesFields, caller: Caller) -> Encode:
+        talk = self._chat.converted(fields.as_chat(), caller, method=self.path, names=_SPELLING)
         model, is_parallel, is_stream = self._frontend.name, talk.is_parallel, fields.stream
 
         async def encode() -> Call:
@@ -42,20 +40,19 @@ class Messages:
         return encode
 
 
-class CountTokens:
+class CountTokens(Route[PromptFields]):
     """`/v1/messages/count_tokens`: the tokens of a prompt; see `Route`."""
 
     path = "/v1/messages/count_tokens"
     dialect = ANTHROPIC
+    fields = PromptFields
 
     def __init__(self, frontend: Frontend):
-        self._frontend, self._chat = frontend, Chat(frontend)
+        super().__init__(frontend)
+        self._chat = Chat(frontend)
 
-    def read(self, content: dict[str, object], caller: Caller) -> Encode:
-        """See `Route`."""
-        check_model(content, self._frontend.name)
-        fields = PromptFields.read(content, self._frontend.limits)
-        talk = self._chat.understand(fields.as_chat(), caller, method=self.path)
+    def _prepare(self, fields: PromptFields, caller: Caller) -> Encode:
+        talk = self._chat.converted(fields.as_chat(), caller, method=self.path)
 
         async def encode() -> dict:
             return {"input_tokens": len((await talk.encode()).prompt)}

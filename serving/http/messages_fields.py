@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, FailFast
 
 from serving.errors import invalid
 from serving.http.chat import check_length, check_messages
-from serving.http.fields import Fields, Texts, described, neutral
+from serving.http.fields import Fields, Texts, described, neutral, required
 
 _KINDS = "must be text, thinking, tool_use or tool_result"
 
@@ -204,24 +204,17 @@ def _function(one: Tool) -> dict:
     return {"type": "function", "function": function}
 
 
-def _required(block: Block, name: str, field: str) -> Any:
-    value = getattr(block, name)
-    if value is None:
-        raise invalid(f"{field}.{name}", "is missing")
-    return value
-
-
 def _of_user(blocks: list[Block], field: str) -> list[dict]:
     """Results of tools become messages of their own; texts between them stay together."""
     found: list[dict] = []
     for place, block in enumerate(blocks):
         here = f"{field}[{place}]"
         if block.type == "tool_result":
-            call = _required(block, "tool_use_id", here)
+            call = required(block, "tool_use_id", here)
             result = {"role": "tool", "tool_call_id": call, "content": _parts(block.content)}
             found.append(result)
         elif block.type == "text":
-            part = {"type": "text", "text": _required(block, "text", here)}
+            part = {"type": "text", "text": required(block, "text", here)}
             if not found or found[-1]["role"] != "user":
                 found.append({"role": "user", "content": []})
             found[-1]["content"].append(part)
@@ -235,13 +228,13 @@ def _of_assistant(blocks: list[Block], field: str) -> list[dict]:
     for place, block in enumerate(blocks):
         here = f"{field}[{place}]"
         if block.type == "text":
-            texts.append({"type": "text", "text": _required(block, "text", here)})
+            texts.append({"type": "text", "text": required(block, "text", here)})
         elif block.type == "thinking":
-            thoughts.append(_required(block, "thinking", here))
+            thoughts.append(required(block, "thinking", here))
         elif block.type == "tool_use":
-            arguments = json.dumps(_required(block, "input", here), ensure_ascii=False)
-            function = {"name": _required(block, "name", here), "arguments": arguments}
-            call_id = _required(block, "id", here)
+            arguments = json.dumps(required(block, "input", here), ensure_ascii=False)
+            function = {"name": required(block, "name", here), "arguments": arguments}
+            call_id = required(block, "id", here)
             calls.append({"id": call_id, "type": "function", "function": function})
         else:
             raise invalid(f"{here}.type", "tool_result is for the user")

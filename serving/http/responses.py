@@ -7,9 +7,8 @@ from serving.frontend import Frontend
 from serving.http.blocks import Block, Blocks
 from serving.http.chat import Chat
 from serving.http.dialect import RESPONSES
-from serving.http.options import check_model
 from serving.http.responses_fields import ResponsesFields
-from serving.http.route import Call, Caller, Encode
+from serving.http.route import Call, Caller, Encode, Route
 from serving.stream import Delta, Finish, Stream
 from serving.tools import call_id
 
@@ -22,20 +21,19 @@ _TEXT_EVENTS = {
 }
 
 
-class Responses:
-    """The route over one frontend; see `Route`."""
+class Responses(Route[ResponsesFields]):
+    """See `Route`."""
 
     path = "/v1/responses"
     dialect = RESPONSES
+    fields = ResponsesFields
 
     def __init__(self, frontend: Frontend):
-        self._frontend, self._chat = frontend, Chat(frontend)
+        super().__init__(frontend)
+        self._chat = Chat(frontend)
 
-    def read(self, content: dict[str, object], caller: Caller) -> Encode:
-        """See `Route`."""
-        check_model(content, self._frontend.name)
-        fields = ResponsesFields.read(content, self._frontend.limits)
-        talk = self._chat.understand(fields.as_chat(), caller, method=self.path, names=_SPELLING)
+    def _prepare(self, fields: ResponsesFields, caller: Caller) -> Encode:
+        talk = self._chat.converted(fields.as_chat(), caller, method=self.path, names=_SPELLING)
         blocks = Blocks(is_parallel=talk.is_parallel)
         response_id, is_stream = caller.request_id, fields.stream
         envelope = _envelope(fields, f"resp_{response_id}", self._frontend.name)

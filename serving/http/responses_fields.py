@@ -4,9 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast
 
-from serving.errors import invalid
 from serving.http.chat import check_length, check_messages
-from serving.http.fields import Fields, described, neutral
+from serving.http.fields import Fields, described, neutral, required
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _NOT_STORED = "this server stores no responses: send the whole conversation as input"
@@ -187,31 +186,24 @@ def _function(one: Tool) -> dict:
     return {"type": "function", "function": function}
 
 
-def _required(item: Item, name: str, field: str) -> Any:
-    value = getattr(item, name)
-    if value is None:
-        raise invalid(f"{field}.{name}", "is missing")
-    return value
-
-
 def _texts(parts: list[Part]) -> list[dict]:
     return [{"type": "text", "text": part.text} for part in parts]
 
 
 def _message(item: Item, field: str) -> dict:
     if item.type == "message":
-        role = _required(item, "role", field)
-        return {"role": role, "content": _texts(_required(item, "content", field))}
+        role = required(item, "role", field)
+        return {"role": role, "content": _texts(required(item, "content", field))}
     if item.type == "function_call_output":
-        call_id, output = _required(item, "call_id", field), _required(item, "output", field)
+        call_id, output = required(item, "call_id", field), required(item, "output", field)
         return {"role": "tool", "tool_call_id": call_id, "content": _texts(output)}
     message: dict[str, Any] = {"role": "assistant", "content": []}
     if item.type == "reasoning":
         thoughts = "\n".join(part.text for part in item.content or ())
         return message | ({"reasoning_content": thoughts} if thoughts else {})
     names = ("name", "arguments")
-    function = {name: _required(item, name, field) for name in names}
-    call_id = _required(item, "call_id", field)
+    function = {name: required(item, name, field) for name in names}
+    call_id = required(item, "call_id", field)
     return message | {"tool_calls": [{"id": call_id, "type": "function", "function": function}]}
 
 

@@ -1,10 +1,14 @@
 """What the routes that take a JSON object have in common, seen from `Generation`, which runs them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from serving.frontend import Frontend
 from serving.http.dialect import Dialect
+from serving.http.fields import Fields
+from serving.http.options import check_model
 from serving.stream import Ask, Delta, Stream
 
 
@@ -49,25 +53,36 @@ Encode = Callable[[], Awaitable[Call | dict]]
 """Tokenises the prompts of a request that was read. A dict is the content of an answer that needs no generation."""
 
 
-class Route(Protocol):
+class Route[F: Fields](ABC):
     """A route that takes a JSON object.
 
     Attributes:
       path: as in the URL.
       dialect: the API it belongs to.
+      fields: the fields of its requests.
     """
 
     path: str
     dialect: Dialect
+    fields: type[F]
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
 
     def read(self, content: dict[str, object], caller: Caller) -> Encode:
-        """Understands a request, its prompts as they came; may run in any thread.
+        """Validates a request and leaves its prompts untokenised; may run in any thread.
 
-        What it returns must not hold `content`, which may be large.
+        The result must not hold `content`, which may be large.
 
         Raises:
-          ServiceError: it asks for what is not there, or is no request.
+          ServiceError: the request is malformed, or names a model or feature that the server lacks.
         """
+        check_model(content, self._frontend.name)
+        return self._prepare(self.fields.read(content, self._frontend.limits), caller)
+
+    @abstractmethod
+    def _prepare(self, fields: F, caller: Caller) -> Encode:
+        """`read` of a request whose fields have the right types."""
 
 
 def one_ask_each(ask: Ask, prompts: Sequence[list[int]]) -> list[Ask]:

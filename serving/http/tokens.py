@@ -5,12 +5,10 @@ from typing import Annotated
 from pydantic import BeforeValidator, FailFast
 
 from serving.errors import invalid
-from serving.frontend import Frontend
 from serving.http.chat import Message, check_length, check_messages
 from serving.http.dialect import OPENAI
 from serving.http.fields import Fields, Integers, neutral
-from serving.http.options import check_model
-from serving.http.route import Caller, Encode
+from serving.http.route import Caller, Encode, Route
 from serving.http.tools import ToolFields
 from serving.tools import Arguments
 
@@ -41,20 +39,15 @@ class DetokenizeFields(Fields):
     tokens: Integers
 
 
-class Tokenize:
-    """The route over one frontend; see `Route`."""
+class Tokenize(Route[TokenizeFields]):
+    """See `Route`."""
 
     path = "/tokenize"
     dialect = OPENAI
+    fields = TokenizeFields
 
-    def __init__(self, frontend: Frontend):
-        self._frontend = frontend
-
-    def read(self, content: dict[str, object], caller: Caller) -> Encode:
-        """See `Route`."""
+    def _prepare(self, fields: TokenizeFields, caller: Caller) -> Encode:
         frontend = self._frontend
-        check_model(content, frontend.name)
-        fields = TokenizeFields.read(content, frontend.limits)
         encode = self._chat(fields) if fields.prompt is None else self._text(fields)
 
         async def answer() -> dict:
@@ -92,20 +85,15 @@ class Tokenize:
         return lambda: self._frontend.chat(messages, variables, tools=tools, field="messages")
 
 
-class Detokenize:
-    """The route over one frontend; see `Route`."""
+class Detokenize(Route[DetokenizeFields]):
+    """See `Route`."""
 
     path = "/detokenize"
     dialect = OPENAI
+    fields = DetokenizeFields
 
-    def __init__(self, frontend: Frontend):
-        self._frontend = frontend
-
-    def read(self, content: dict[str, object], caller: Caller) -> Encode:
-        """See `Route`."""
+    def _prepare(self, fields: DetokenizeFields, caller: Caller) -> Encode:
         frontend = self._frontend
-        check_model(content, frontend.name)
-        fields = DetokenizeFields.read(content, frontend.limits)
         tokens, most = fields.tokens, frontend.config.max_model_len
         if len(tokens) > most:
             raise invalid(
