@@ -1,5 +1,7 @@
 """A tiny model behind a live server, shared by the tests of a file."""
 
+import httpx
+import openai
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -8,6 +10,8 @@ from peagle_jax import Engine, EngineConfig
 from peagle_jax.text import Tokenizer
 from tests import programs, tiny
 from tests.serving.live import LiveServer
+from tests.serving.scripted import Scripted
+from tests.waiting import LIMIT
 
 EOS_IDS = (126, 127)
 SIZES = dict(
@@ -59,7 +63,7 @@ def make_engine(target, tokenizer):
 @pytest.fixture(scope="module")
 def live(make_engine) -> LiveServer:
     """A server that stays up for the file; whatever a test does, it must be empty afterwards."""
-    server = LiveServer(make_engine(), with_reflection=True)
+    server = LiveServer(make_engine(), http=True, with_reflection=True)
     yield server
     server.close()
 
@@ -69,6 +73,30 @@ def server(live) -> LiveServer:
     """The shared server; the test must leave it empty."""
     yield live
     live.check_empty()
+
+
+@pytest.fixture(scope="module")
+def http(live):
+    """A client of the shared server's HTTP port."""
+    with httpx.Client(base_url=f"http://{live.http_address}", timeout=LIMIT) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory) -> Scripted:
+    """A server whose model emits the replies that a test gives."""
+    server = Scripted(tmp_path_factory.mktemp("scripted"))
+    yield server
+    server.live.close()
+
+
+@pytest.fixture
+def client(scripted):
+    """OpenAI's client of the scripted server; the test must leave the server empty."""
+    url = f"http://{scripted.live.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+    scripted.live.check_empty()
 
 
 @pytest.fixture

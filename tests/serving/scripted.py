@@ -13,6 +13,14 @@ from tests import tiny
 from tests.serving.live import LiveServer
 
 END = "<|im_end|>"
+CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "é.py", "line": "3"}}\n</tool_call>'
+READ = {"path": "é.py", "line": 3}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "line": {"type": "integer"}},
+}
+"""A call of the tool `read` as Qwen3 writes it, its arguments by the schema, and the schema."""
+
 TEMPLATE = """
 {%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
 {%- for m in messages %}<|{{ m.role }}|>{{ m.content }}

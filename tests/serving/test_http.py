@@ -18,21 +18,8 @@ PLAIN = dict(model="tiny", temperature=0)
 
 
 @pytest.fixture(scope="module")
-def live(make_engine):
-    server = LiveServer(make_engine(), http=True)
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def client(live):
     with openai.OpenAI(base_url=url(live, "/v1"), api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def http(live):
-    with httpx.Client(base_url=url(live), timeout=LIMIT) as made:
         yield made
 
 

@@ -23,12 +23,6 @@ def live(make_engine):
     server.close()
 
 
-@pytest.fixture(scope="module")
-def http(live):
-    with httpx.Client(base_url=f"http://{live.http_address}", timeout=LIMIT) as made:
-        yield made
-
-
 def refusal(response: httpx.Response, status: int = 400) -> dict:
     """The error object of a response, which must have `status`."""
     assert response.status_code == status, response.text

@@ -11,17 +11,9 @@ import pytest
 from serving.http import body
 from serving.http.chat import ChatFields
 from serving.http.completions import CompletionFields
-from tests.serving.live import LiveServer
 from tests.waiting import LIMIT
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture(scope="module")
-def live(make_engine):
-    server = LiveServer(make_engine(), http=True)
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -25,21 +25,10 @@ from tests.serving.test_fuzz import METHODS, Client
 from tests.waiting import LIMIT as SECONDS
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("server")  # every test leaves it empty
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"role": "user", "content": "a"}
-
-
-@pytest.fixture(scope="module")
-def live(make_engine):
-    server = LiveServer(make_engine(), http=True)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def http(server):
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=SECONDS) as made:
-        yield made
 
 
 def refusal(answer: httpx.Response, status: int = 400) -> dict:

@@ -7,15 +7,13 @@ import httpx
 import pytest
 
 from serving.errors import Code, ServiceError
-from tests.serving.scripted import Scripted
+from tests.serving.scripted import CALL, PARAMETERS, READ, Scripted
 
 TOOL = {
     "name": "read",
     "description": "Reads a file.",
-    "input_schema": {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}},
+    "input_schema": PARAMETERS,
 }  # fmt: skip
-CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "é.py", "line": "3"}}\n</tool_call>'
-READ = {"path": "é.py", "line": 3}
 HELLO = [{"role": "user", "content": "Read!"}]
 ASK = dict(model="tiny", max_tokens=300, messages=HELLO)
 

@@ -68,13 +68,6 @@ HISTOGRAMS = (
 )
 
 
-@pytest.fixture(scope="module")
-def live(make_engine):
-    server = LiveServer(make_engine(), http=True)
-    yield server
-    server.close()
-
-
 def post(server: LiveServer, **changes) -> dict:
     answer = httpx.post(
         f"http://{server.http_address}/v1/completions", json=BODY | changes, timeout=LIMIT

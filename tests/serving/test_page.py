@@ -10,28 +10,16 @@ import pytest
 
 from serving.http.page import HEADERS
 from serving.settings import Settings
-from tests.serving.live import LiveServer
 from tests.serving.test_http_errors import refusal
 from tests.waiting import LIMIT
+
+pytestmark = pytest.mark.usefixtures("server")  # every test leaves it empty
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "serving" / "http" / "page_files"
 FILES = {path.name: path.read_text() for path in sorted(FOLDER.iterdir())}
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-
-
-@pytest.fixture(scope="module")
-def live(make_engine):
-    server = LiveServer(make_engine(), http=True)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def http(server):
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as client:
-        yield client
 
 
 def place_of(name: str) -> str:

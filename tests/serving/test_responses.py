@@ -3,35 +3,17 @@
 import json
 
 import httpx
-import openai
 import pytest
 
-from tests.serving.scripted import Scripted
+from tests.serving.scripted import CALL, PARAMETERS, READ
 
 TOOL = {
     "type": "function",
     "name": "read",
     "description": "Reads a file.",
-    "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}},
+    "parameters": PARAMETERS,
     "strict": False,
 }  # fmt: skip
-CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "é.py", "line": "3"}}\n</tool_call>'
-READ = {"path": "é.py", "line": 3}
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory):
-    server = Scripted(tmp_path_factory.mktemp("responses"))
-    yield server
-    server.live.close()
-
-
-@pytest.fixture
-def client(scripted):
-    url = f"http://{scripted.live.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-    scripted.live.check_empty()
 
 
 def test_a_text_is_a_response(scripted, client):

@@ -6,8 +6,8 @@ import openai
 import pytest
 
 from tests.serving.gateway import running_gateway
-from tests.serving.scripted import Scripted
-from tests.serving.test_tools import CALL, CHAT, READ, streamed
+from tests.serving.scripted import CALL, READ, Scripted
+from tests.serving.test_tools import CHAT, streamed
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ import json
 import re
 
 import grpc
-import httpx
 import openai
 import pydantic
 import pytest
@@ -53,12 +52,6 @@ def live(tmp_path_factory):
 def client(live):
     address = f"http://{live.http_address}/v1"
     with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=LIMIT) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def http(live):
-    with httpx.Client(base_url=f"http://{live.http_address}", timeout=LIMIT) as made:
         yield made
 
 

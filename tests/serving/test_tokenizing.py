@@ -29,13 +29,6 @@ RESPONSE = open_inference_pb2.ModelStreamInferResponse.FromString
 LONGEST = 96 * 2  # characters: tokens of the model's length, and characters of the longest token
 
 
-@pytest.fixture(scope="module")
-def live(make_engine):
-    server = LiveServer(make_engine(), http=True)
-    yield server
-    server.close()
-
-
 def test_other_threads_run_while_a_text_is_tokenised(tokenizer):
     """No thread is interrupted here, so another one takes a step only where the global lock is released."""
     steps, is_done = 0, threading.Event()

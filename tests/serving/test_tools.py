@@ -10,36 +10,19 @@ import pytest
 from serving.client import main
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
-from tests.serving.scripted import Scripted
+from tests.serving.scripted import CALL, PARAMETERS, READ
 
 TOOL = {
     "type": "function",
     "function": {
         "name": "read",
         "description": "Reads a file.",
-        "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}},
+        "parameters": PARAMETERS,
     },
 }  # fmt: skip
-CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "é.py", "line": "3"}}\n</tool_call>'
-READ = {"path": "é.py", "line": 3}
 CHAT = dict(
     model="tiny", temperature=0, tools=[TOOL], messages=[{"role": "user", "content": "Read!"}]
 )
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory):
-    server = Scripted(tmp_path_factory.mktemp("tools"))
-    yield server
-    server.live.close()
-
-
-@pytest.fixture
-def client(scripted):
-    url = f"http://{scripted.live.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-    scripted.live.check_empty()
 
 
 def streamed(chunks) -> dict:
