@@ -111,7 +111,7 @@ def big_header(target: Target) -> Attempt:
 
 
 def two_lengths(target: Target) -> Attempt:
-    """A body with two lengths; a proxy in front may believe the other one (RFC 9112, section 6.1)."""
+    """A body with two lengths; a proxy in front may use the other one (RFC 9112, section 6.1)."""
     content = b"0\r\n\r\n"
     request = _json_head(target, "/v1/completions", len(content), ("Transfer-Encoding", "chunked"))
 

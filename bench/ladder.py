@@ -36,7 +36,7 @@ def ladder(options: Options) -> Iterator[dict]:
     """
     if options.op or options.spec or options.configs:
         raise ConfigError("--ladder runs all of its steps: leave out --op, --spec and --configs")
-    # This process asks for the device's name only; the memory is for the processes that measure.
+    # This process reads the device's name only; the memory is for the processes that measure.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if describe(jax.devices()[0]).sm not in specs.CHIPS:
         raise ConfigError(f"the ladder is for Hopper GPUs; here is {rows.device_name()}")

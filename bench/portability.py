@@ -71,7 +71,7 @@ class Platform:
     """A kind of device.
 
     Attributes:
-      device: a chip of it, as `dispatch` knows it.
+      device: a chip of it, as `dispatch` takes it.
       compiled_as: the chip's name in `bench.deviceless` or `bench.deviceless_tpu`; "" if in neither.
       measured_as: the device's name in the rows of bench/results; "" if in none.
     """

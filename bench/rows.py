@@ -60,7 +60,7 @@ def environment(sha: str | None) -> dict:
     """Fields that all rows of one command share.
 
     Args:
-      sha: the commit, for a machine without git; None asks git.
+      sha: the commit, for a machine without git; None: read from git.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

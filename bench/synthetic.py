@@ -72,8 +72,8 @@ def drawn_acceptance(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -
 def drawn_confidence(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> jax.Array:
     """[texts, J] float32: how often draft j of a text was accepted after the drafts before it.
 
-    This is what `drawn_acceptance` with the same texts does. A real drafter knows less about a text, and more
-    about each round.
+    These are the frequencies of `drawn_acceptance` with the same texts. The confidence of a real drafter
+    says less about a text, and more about each round.
     """
     survival = _survival(rounds_of_texts, num_draft)
     before = np.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
@@ -148,7 +148,7 @@ class Scattered:
     [B, J]; the drafter's own work is unchanged. Sampled drafts are not shifted.
 
     `confidences` [texts, J] replace the confidence of the head, by text as in `drawn_acceptance`: a head with
-    random weights does not know how likely its drafts are.
+    random weights has no meaningful confidence.
     """
 
     drafter: Drafter

@@ -49,7 +49,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of one parameter. `step` is the number of rows per block; `copied` tells whether the
+    """The blocks of one parameter. `step` is the number of rows per block; `copied` says whether the
     parameter is the concatenation of its tensors' bytes."""
 
     rule: Rule

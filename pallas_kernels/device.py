@@ -66,7 +66,7 @@ def describe(device: jax.Device) -> Device:
     """
     if device.platform not in ("gpu", "cuda", "rocm", "oneapi"):
         return Device(device.device_kind, platform=device.platform)
-    # jax calls every GPU "gpu"; the version of its plugin tells them apart.
+    # jax calls every GPU "gpu"; the version of its plugin distinguishes them.
     version = device.client.platform_version.lower()
     platform = next((x for x in ("cuda", "rocm", "oneapi") if x in version), device.platform)
     if platform != "cuda":

@@ -60,7 +60,7 @@ SURVIVAL_BINS = 20
 
 
 class SurvivalReport(NamedTuple):
-    """What a round tells the host about the drafts that it found: K for each of B sequences."""
+    """Verified drafts of a round and their survival, for the host. The round found K drafts for each of B sequences."""
 
     verified: Array  # [B] int32, number of verified drafts
     expected: Array  # [] float32, sum of the survival of all verified drafts

@@ -208,7 +208,7 @@ class Tokenizer:
 
         Args:
           messages: `{"role": "system", "user" or "assistant", "content": text}`, oldest first; also
-            "tool_calls" of the assistant, and the role "tool", where the template knows them.
+            "tool_calls" of the assistant, and the role "tool", if the template supports them.
           variables: further template variables, such as `tools`, `reasoning_effort="low"` (GPT-OSS) or
             `enable_thinking=False` (Qwen3, Gemma 4); templates ignore unknown ones.
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names, which load tools and dashboards know, and our own beside them.
+"""Prometheus metrics: vLLM's names, which load tools and dashboards read, and our own.
 
 Counters of the engine are read from its last `Load` at each scrape; only latencies and request counts are kept
 here.

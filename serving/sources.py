@@ -155,7 +155,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
 
 
 def _from_file(path: Path) -> dict[str, object]:
-    # YamlConfigSettingsSource of pydantic-settings takes the last of two equal keys and knows no lines.
+    # YamlConfigSettingsSource of pydantic-settings takes the last of two equal keys and reports no line numbers.
     import yaml
 
     try:

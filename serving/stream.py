@@ -30,7 +30,7 @@ class Ask:
       params: sampling parameters.
       n: sequences to generate. Untrusted: `Frontend.open` checks it, and `Stream.n` is the checked value.
       priority: requests with a lower number leave the queue first.
-      deadline: `time.monotonic()` by which the client wants the request to end.
+      deadline: `time.monotonic()` at which the request ends.
       cache_salt: the client's salt of the prefix cache; requests of other callers never share a prefix.
       wants_text: whether deltas hold text; they always hold tokens.
       is_chat: whether reasoning is separated from the reply, where the model marks it.

@@ -69,7 +69,7 @@ class Tracer:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         ask = stream.ask
-        # Spans tell wall-clock time; streams measure by a clock that never jumps.
+        # Spans have wall-clock time; streams measure with a monotonic clock.
         offset = time.time_ns() - time.monotonic_ns()
         at = lambda seconds: offset + int(seconds * 1e9)
         operation = "chat" if ask.is_chat else "text_completion"

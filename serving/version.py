@@ -1,4 +1,4 @@
-"""What the server calls itself where a protocol asks."""
+"""The server's name and version in protocols."""
 
 from importlib.metadata import PackageNotFoundError, version
 

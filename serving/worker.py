@@ -58,7 +58,7 @@ class Tokens:
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
     prompt_logprobs: list[PromptLogprob | None] | None = None
-    """With the first tokens of a sequence whose request asks for them."""
+    """With the first tokens of a sequence, if its request has `prompt_logprobs`."""
 
 
 @dataclass(frozen=True)

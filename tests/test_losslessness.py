@@ -33,7 +33,7 @@ def engine_config(**changes) -> EngineConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class OracleDrafter:
-    """Knows every sequence's true continuation; proposes it shifted by `offset` in the vocabulary.
+    """Has every sequence's true continuation; proposes it shifted by `offset` in the vocabulary.
 
     Offset 0 is the perfect drafter, offset 1 the adversarial one: plausible ids, always wrong.
     """

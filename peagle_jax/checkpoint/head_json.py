@@ -161,7 +161,7 @@ def _check_type(head: Fields, tensors: set[str]) -> None:
 
 
 def head_unread_keys(raw: dict) -> list[str]:
-    """Keys of a head's config.json that no table knows and that have no effect, sorted."""
+    """Keys of a head's config.json that no table lists and that have no effect, sorted."""
     layers = raw.get("transformer_layer_config")
     known = {*HEAD_KEYS["llama"], *HEAD_KEYS["qwen3"]}
     if not isinstance(layers, dict):

@@ -1,4 +1,4 @@
-"""Memory-mapped safetensors: reads every dtype JAX knows (bf16 and FP8 included) without copying."""
+"""Memory-mapped safetensors: reads every dtype of JAX (bf16 and FP8 included) without copying."""
 
 import json
 import mmap

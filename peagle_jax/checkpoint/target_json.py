@@ -71,7 +71,7 @@ def target_config(folder: Path) -> TargetConfig:
 
 
 def target_unread_keys(raw: dict) -> list[str]:
-    """Keys of a target's config.json that no table knows and that have no effect, sorted.
+    """Keys of a target's config.json that no table lists and that have no effect, sorted.
 
     Empty for files of other families.
     """

@@ -28,7 +28,9 @@ def check_requests(
         assert request.committed <= held, f"{request.id} has KV outside of its pages"
         assert len(request.pages) <= config.pages_per_seq, f"{request.id} holds too much"
         published = len(request.chain) * config.page_size
-        assert published <= request.committed, f"{request.id} published what is not final"
+        assert published <= request.committed, (
+            f"{request.id} published a page beyond its committed tokens"
+        )
     for request in [*waiting, *active]:
         assert request.prefill_in_flight <= request.in_flight <= MAX_IN_FLIGHT, request.id
         assert request.in_flight <= request.unread_drafts, request.id

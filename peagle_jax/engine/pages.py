@@ -3,7 +3,7 @@
 The host handles page ids only; `peagle_jax.cache` holds the arrays. Page 0 is the dummy page: padding
 rows and unmapped positions write there, so it is never allocated.
 
-A page is *free*, *held* by one or more requests, or *idle*: nobody holds it, but its contents are known,
+A page is *free*, *held* by one or more requests, or *idle*: no request holds it, but its contents are known,
 so that a request with the same prefix can take it. The key of page i of a text is
 
     (number of page i-1, or the salt for i = 0;  tokens x_{iZ} .. x_{(i+1)Z}, Z+1 of them)
@@ -54,7 +54,7 @@ class PagePool:
 
     @property
     def num_idle(self) -> int:
-        """Number of known pages that nobody holds."""
+        """Number of known pages that no request holds."""
         return len(self._idle)
 
     @property
@@ -109,7 +109,7 @@ class PagePool:
         unknown.
 
         Args:
-          page: held by the caller; nobody writes to it any more.
+          page: held by the caller; no later call writes to it.
           key: its Z+1 tokens.
           chain: numbers of the text's pages before it.
           salt: of the text.
@@ -129,7 +129,7 @@ class PagePool:
         """Gives up `pages`, those of one text in its order. The last of them is forgotten first.
 
         Raises:
-          RuntimeError: nobody holds a page (double free).
+          RuntimeError: no request holds a page (double free).
         """
         for page in reversed(pages):
             if self._holders[page] == 0:

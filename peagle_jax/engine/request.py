@@ -126,7 +126,7 @@ class Request:
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)
-    """Numbers of its first pages, as far as the prefix cache knows them; see `PagePool`."""
+    """Numbers of its first pages that are in the prefix cache; see `PagePool`."""
     written: int = 0
     """No dispatched call wrote this position of the text, or a later one, to the rings of its slot."""
     num_cached: int = 0

@@ -153,7 +153,7 @@ class _Pages:
     async def reset_prefix_cache(self, request: Request) -> Response:
         try:
             if "origin" in request.headers:
-                # A browser sends a POST without a body from any site, and says so here.
+                # A page of any site can make a browser send a POST without a body; its origin is in this header.
                 raise ServiceError(Code.PERMISSION_DENIED, "not for pages in a browser")
             return answer({"pages": await self._frontend.flush_prefix_cache()})
         except ServiceError as error:

@@ -308,7 +308,7 @@ class _Choices:
         return self._choice(index, delta, "message", message)
 
     def _calls(self, index: int, delta: Delta) -> list[dict]:
-        """New calls of a choice; further ones are left out if the client wants one."""
+        """New calls of a choice; further ones are left out if the client allows one only."""
         calls = delta.calls
         if self._max_calls is not None:
             calls = calls[: self._max_calls - self._num_calls[index]]

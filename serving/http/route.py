@@ -14,7 +14,7 @@ from serving.stream import Ask, Delta, Stream
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Who asks: the request's id, and headers of the client's trace (W3C)."""
+    """Identity of a request: its id, and the headers of the client's trace (W3C)."""
 
     request_id: str
     trace: Mapping[str, str] = field(default_factory=dict)

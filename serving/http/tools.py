@@ -87,7 +87,7 @@ class ToolFields(Fields):
     parallel_tool_calls: bool = True
 
     def allowed_tools(self, frontend: Frontend) -> list[dict]:
-        """The tools that the model may call; none if the client wants no call.
+        """The tools that the model may call; none if the client allows no call.
 
         Raises:
           ServiceError: INVALID_ARGUMENT; the model has no format for calls, or the choice is not supported.

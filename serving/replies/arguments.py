@@ -27,7 +27,7 @@ class Tools:
             self._schemas[function["name"]] = function.get("parameters")
 
     def call(self, name: object, arguments: object) -> ToolCall:
-        """A call of the tool; texts become numbers and the like where the schema of a known tool says so.
+        """A call of the tool. Texts become numbers, lists and so on by the schema of the tool, if it is known.
 
         Raises:
           NoCall: the name is no text, or the arguments are no JSON object.

@@ -119,7 +119,7 @@ class XmlReader:
     </tool_call>
 
     A value ends at the first </parameter> that is followed by another parameter or by </function>. The outer
-    marker may be missing at both ends, as models forget it.
+    marker may be missing at both ends, because models leave it out.
     """
 
     MARKERS = (

@@ -16,7 +16,7 @@ class Parser(Protocol):
     initial_events: list[dict]
 
     def feed(self, text: str) -> list[dict]:
-        """Appends text; returns events that tell of fields."""
+        """Appends text; returns events about fields."""
 
     def finalize(self) -> tuple[dict, list[dict]]:
         """Ends the text; returns all fields, and the last events."""

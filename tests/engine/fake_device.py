@@ -99,7 +99,7 @@ class FakeDevice:
         self.first = [0] * config.max_num_seqs
         """Per slot the first position that its request wrote: the length of its hit."""
         self.found: dict[int, int] = {}
-        """Pages that a request found, with their numbers: nobody writes them while they are known."""
+        """Pages that a request found, with their numbers: no call writes to them while they are known."""
         self.num_found = 0
         self.owners: list = [None] * config.max_num_seqs
         self.rings = {

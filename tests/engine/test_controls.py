@@ -68,7 +68,7 @@ def texts(plain) -> dict[str | None, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def drafting(target, texts):
-    """Engines whose drafter knows the texts of some controls, but for every fifth position."""
+    """Engines whose drafter has the texts of some controls, but for every fifth position."""
 
     def make(name: str | None) -> Engine:
         table = np.zeros((len(PROMPTS), 160), np.int32)

@@ -1,4 +1,4 @@
-"""Logits that are not finite end their own request, with an error; nobody else notices."""
+"""Logits that are not finite end their own request, with an error; other requests are unchanged."""
 
 import logging
 

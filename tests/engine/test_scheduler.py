@@ -130,7 +130,7 @@ def rings_of_any_reach(patch: pytest.MonkeyPatch):
     [
         ("plain", without_the_next_token, "the drafter's keys are of other tokens"),
         ("tiny pool", without_the_next_token, "the drafter's keys are of other tokens"),
-        ("long drafts", one_page_too_early, "published what is not final"),
+        ("long drafts", one_page_too_early, "published a page beyond its committed tokens"),
         ("windows", rings_of_any_reach, "a window"),
         ("plain with a window", rings_of_any_reach, "a window"),
     ],

@@ -140,7 +140,7 @@ def test_the_order_of_a_rows_experts_does_not_matter():
 
 
 def test_an_expert_touches_no_row_that_did_not_choose_it():
-    """One full of NaN reaches its own row and no other; one that nobody chose reaches none."""
+    """One full of NaN reaches its own row and no other; one that no row chose reaches none."""
     weights, x = experts("plain"), rows(3)
     ids = jnp.array([[0, 1], [2, 3], [1, 3]], jnp.int32)
     shares = jnp.full((3, 2), 0.5)

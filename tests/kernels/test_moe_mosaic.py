@@ -230,7 +230,7 @@ def by_hand(x, ids, weights, gate_up, down, limit) -> np.ndarray:
 
 
 def added(mixed: Mixture, R: int) -> np.ndarray:
-    """As whoever reads a mixture adds it up."""
+    """The mixture: the sum of the experts' rows, as its readers compute it."""
     values, weights, places = map(np.asarray, mixed)
     assert values.dtype == jnp.bfloat16
     total = np.float32(0)
@@ -288,7 +288,7 @@ def test_an_experts_result_is_rounded_and_the_sum_is_not(form, R):
 
 
 def in_slots(x: jax.Array, slots: jax.Array, size: int, _launch=None) -> jax.Array:
-    """As `mosaic_route.spread`, in plain jnp; rows that nobody fills are NaN."""
+    """As `mosaic_route.spread`, in plain jnp; rows without a value are NaN."""
     copies = jnp.broadcast_to(x, (*slots.shape, x.shape[1]))
     return jnp.full((size, x.shape[1]), jnp.nan, x.dtype).at[slots].set(copies)
 
@@ -298,7 +298,7 @@ def in_slots(x: jax.Array, slots: jax.Array, size: int, _launch=None) -> jax.Arr
 @pytest.mark.parametrize("shared", [True, False])
 @both_chips
 def test_an_expert_without_rows_is_not_read(shared):
-    """It and a buffer's rows that nobody fills may hold anything: here NaN."""
+    """It and a buffer's rows without a value may hold anything: here NaN."""
     R, tokens, E = 4, 8, 8
     gate_up, down = experts("bf16", bias=True)
     ids = jnp.array([[0, 6], [0, 2], [2, 0], [6, 0]], jnp.int32)

@@ -159,7 +159,7 @@ def test_five_thousand_requests_end_once_each_and_leave_nothing(server, reports)
     server.check_empty()
     codes = crowd.codes
     assert codes.total() == 5_000
-    # DEADLINE_EXCEEDED, CANCELLED: as asked. A full queue is nobody's fault here: 64 fit.
+    # DEADLINE_EXCEEDED, CANCELLED: as asked. The queue is never full: 64 fit.
     assert codes.keys() == {
         Status.OK, Status.CANCELLED, Status.DEADLINE_EXCEEDED, Status.INVALID_ARGUMENT,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Thousands of requests that nobody should send: each gets a status, and none does harm.
+"""Thousands of malformed requests: each gets a status, and none does harm.
 
 The tests go over the descriptors of the services; a new service joins in `SERVICES`.
 """

@@ -177,7 +177,7 @@ def test_invalid_numbers_of_drafts_are_refused(server, stub, text):
 
 
 def with_unknown(number: int, **fields) -> pb.GenerateRequest:
-    """A request of a later version: a field that nobody knows yet holds 1."""
+    """A request of a later version: a field of an unknown number holds 1."""
     request = pb.GenerateRequest(text="a", sampling_params=Params(**fields))
     request.sampling_params.MergeFromString(bytes([(number << 3) & 0x7F | 0x80, number >> 4, 1]))
     return request

@@ -27,7 +27,7 @@ def test_copied_drafts_are_the_known_tokens_after_the_earlier_run():
     #                   0  1  2  3  4  5  6  7  8  9
     tokens = np.array([5, 6, 7, 8, 9, 5, 6, 7, 8, 1])
     right, matched = ngram_run(tokens, earlier(tokens), min_match=2, num_draft=4)
-    # Slot 5 knows up to x_6 = 6; "5 6" ended at 1, so it drafts 7 8 9 5, of which two are right.
+    # Slot 5 has seen up to x_6 = 6; "5 6" ended at 1, so it drafts 7 8 9 5, of which two are right.
     assert matched.tolist() == [False] * 5 + [True] * 3 + [False] * 2
     assert right[5:8].tolist() == [2, 1, 0]
 

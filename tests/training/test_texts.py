@@ -159,7 +159,7 @@ def test_repeats_weigh_less_whatever_the_elements(kind):
         return rows.importance.reshape(2, 2, 24)
 
     plain, less = (np.asarray(importance(head, weight)) for weight in (1.0, 0.25))
-    # x_19 is the first token that ends eight which occurred before; slot 18 knows it.
+    # x_19 is the first token that ends eight which occurred before; slot 18 has seen it.
     repeat = np.arange(24) >= 18
     assert plain[..., repeat].any()
     np.testing.assert_allclose(less, plain * np.where(repeat, 0.25, 1.0), rtol=1e-6)

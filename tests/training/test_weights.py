@@ -21,7 +21,7 @@ def test_repeats_are_what_the_host_finds():
 def test_an_anchor_counts_as_a_repeat_by_its_newest_token():
     tokens = np.tile(np.arange(10), 2)[None]  # the second half repeats the first
     weights = np.asarray(anchor_weights(jnp.asarray(tokens), 0.2))
-    # x_17 is the first token that ends eight which occurred before; slot 16 knows it.
+    # x_17 is the first token that ends eight which occurred before; slot 16 has seen it.
     np.testing.assert_allclose(weights[0], [*[1.0] * 16, *[0.2] * 3, 1.0], rtol=1e-6)
 
 
