@@ -9,6 +9,7 @@ from peagle_jax.engine import adaptive, round_shapes, round_timer
 from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.round_times import RoundTimes
 from tests import tiny
+from tests.random_times import RandomTimes
 from tests.test_draft_schedule import (
     TINY_TEXTS,
     WalkConfig,
@@ -22,21 +23,7 @@ from tests.test_families import LENGTH, naive, prompts, target
 DRAFTS = (0, 2, 4)
 
 
-class AnyTimes(RoundTimes):
-    """Random times, so that another K is the fastest in nearly every round."""
-
-    def __init__(self):
-        super().__init__()
-        self._rng = random.Random(0)
-
-    def untimed(self, shapes):
-        return []
-
-    def seconds(self, size, drafts):
-        return {k: self._rng.random() for k in drafts}
-
-
-class GivenTimes(AnyTimes):
+class GivenTimes(RandomTimes):
     """Seconds by K, which a test changes; the order of real rounds is recorded."""
 
     def __init__(self, given: dict[int, float]):
@@ -76,7 +63,7 @@ def test_output_is_unchanged_by_any_choice_of_k(family, method, three_k, num_cas
     config = without_schedule(config)
     head = None if method == "oracle" else tiny.head(method)
     drafter = oracle(family, 4) if method == "oracle" else None
-    engine = Engine(target(family), head, config, drafter=drafter, times=AnyTimes())
+    engine = Engine(target(family), head, config, drafter=drafter, times=RandomTimes())
     engine.warm_up()
     assert engine.programs.rounds == engine.scheduler.rounds == {6: DRAFTS}
     check_walks(engine, family, step, num_cases("walks over a K chosen at run time", 3))
@@ -101,7 +88,7 @@ def test_sampled_output_has_the_targets_law_under_any_choice_of_k(
     monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
     config = without_schedule(walk_config(2, [2], 64, draft_sampling=draft_sampling, **TINY_TEXTS))
     count = num_cases("sampled texts under a K chosen at run time", 6000, least=6000)
-    engine = check_sampled_law(method, config, Engine.step, count, times=AnyTimes())
+    engine = check_sampled_law(method, config, Engine.step, count, times=RandomTimes())
     assert engine.policy.num_changes > 20
 
 

@@ -125,6 +125,17 @@ def test_output_is_unchanged_by_any_sequence_of_k(family, method, num_cases):
     assert counts.accepted > 0.3 * counts.drafted if method == "oracle" else counts.drafted > 0
 
 
+def check_texts(requests: list[Request], family: str) -> None:
+    """Fails unless each request of a walk has the text of plain decoding, up to its end or abort."""
+    for request in requests:
+        text = naive(family)[request.id[0]]
+        if request.finish_reason != "abort":
+            text = text[: request.params.max_tokens]
+            assert request.output == text
+        assert request.output == text[: len(request.output)]
+        assert request.accepted <= request.drafted <= request.rounds * request.num_draft
+
+
 def check_walks(
     engine: Engine, family: str, step: Callable[[Engine, random.Random], int], count: int
 ) -> None:
@@ -134,13 +145,7 @@ def check_walks(
     for seed in range(count):
         requests, some = walk(engine, random.Random(seed), step)
         pairs |= some
-        for request in requests:
-            text = naive(family)[request.id[0]]
-            if request.finish_reason != "abort":
-                text = text[: request.params.max_tokens]
-                assert request.output == text
-            assert request.output == text[: len(request.output)]
-            assert request.accepted <= request.drafted <= request.rounds * request.num_draft
+        check_texts(requests, family)
     assert {(a, b) for a in (0, 2, 4) for b in (0, 2, 4)} <= pairs
     assert engine.scheduler.num_preemptions > 0
     assert engine.programs.num_compiled == num_programs

@@ -16,7 +16,8 @@ from tests import tiny
 from tests.engine.test_structured import PROMPTS, SCHEMAS
 from tests.json_vocabulary import END, json_tokenizer
 from tests.programs import shared
-from tests.test_draft_schedule import TINY_TEXTS, check_sampled_law, oracle, walk
+from tests.random_times import RandomTimes
+from tests.test_draft_schedule import TINY_TEXTS, check_sampled_law, check_texts, oracle, walk
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
 
 
@@ -35,21 +36,7 @@ class OneSize(EngineConfig):
         return self.numbers
 
 
-class AnyTimes(RoundTimes):
-    """Random times, so that another shape is the fastest in nearly every round."""
-
-    def __init__(self):
-        super().__init__()
-        self._rng = random.Random(0)
-
-    def untimed(self, shapes):
-        return []
-
-    def seconds_of(self, shapes):
-        return {shape: self._rng.random() for shape in shapes}
-
-
-class GivenTimes(AnyTimes):
+class GivenTimes(RandomTimes):
     """Seconds by R, 0 for a round of all drafts; a round of K = 0 is the slowest."""
 
     def __init__(self, given: dict[int, float]):
@@ -93,7 +80,7 @@ def test_output_is_unchanged_by_any_sequence_of_rows(
     family, method, every_round_decides, num_cases
 ):
     """Also with requests without drafts, aborts, preemption, and rows of padding."""
-    engine = make_engine(family, method, AnyTimes())
+    engine = make_engine(family, method, RandomTimes())
     engine.warm_up()
     num_programs = engine.programs.num_compiled
     assert num_programs == engine.num_programs
@@ -106,13 +93,7 @@ def test_output_is_unchanged_by_any_sequence_of_rows(
         return seen[-1]
 
     for seed in range(num_cases("walks over rows of ragged rounds", 2)):
-        for request in walk(engine, random.Random(seed), step)[0]:
-            text = naive(family)[request.id[0]]
-            if request.finish_reason != "abort":
-                text = text[: request.params.max_tokens]
-                assert request.output == text
-            assert request.output == text[: len(request.output)]
-            assert request.accepted <= request.drafted <= request.rounds * request.num_draft
+        check_texts(walk(engine, random.Random(seed), step)[0], family)
     pairs = set(itertools.pairwise(seen))
     assert set(itertools.product(SHAPES, SHAPES)) <= pairs
     assert engine.scheduler.num_preemptions > 0
@@ -140,7 +121,7 @@ def test_sampled_output_has_the_targets_law_under_any_sequence_of_rows(
         **TINY_TEXTS,
     )  # fmt: skip
     count = num_cases("sampled texts of ragged rounds", 6000, least=6000)
-    engine = check_sampled_law(method, config, Engine.step, count, times=AnyTimes())
+    engine = check_sampled_law(method, config, Engine.step, count, times=RandomTimes())
     assert engine.policy.num_changes > 20
 
 
@@ -210,7 +191,7 @@ def test_constrained_and_penalised_requests_keep_their_texts(every_round_decides
     texts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
     outputs = []
     for engine in (
-        Engine(model, tiny.head(), config, tokenizer=tokenizer, times=AnyTimes()),
+        Engine(model, tiny.head(), config, tokenizer=tokenizer, times=RandomTimes()),
         Engine(model, None, replace(config, num_draft=0, adaptive="off"), tokenizer=tokenizer),
     ):
         engine.warm_up()

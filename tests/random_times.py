@@ -1,0 +1,21 @@
+"""Round times for tests of the choice of K and R: random ones, so that the choice changes in most rounds."""
+
+import random
+from collections.abc import Sequence
+
+from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.round_times import RoundTimes
+
+
+class RandomTimes(RoundTimes):
+    """Every shape counts as timed, and gets another time whenever times are read."""
+
+    def __init__(self):
+        super().__init__()
+        self._rng = random.Random(0)
+
+    def untimed(self, shapes):
+        return []
+
+    def seconds_of(self, shapes: Sequence[RoundShape]) -> dict[RoundShape, float]:
+        return {shape: self._rng.random() for shape in shapes}
