@@ -184,5 +184,5 @@ class LiveServer:
 
         self.run(stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(LIMIT)
         self._loop.close()

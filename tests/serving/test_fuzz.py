@@ -347,7 +347,7 @@ def test_bytes_that_are_no_grpc_do_no_harm(server, num_cases):
     host, port = server.address.split(":")
     kept = []
     for number in range(num_cases("connections that send garbage to gRPC", 600)):
-        connection = socket.create_connection((host, int(port)), timeout=5.0)
+        connection = socket.create_connection((host, int(port)), timeout=LIMIT)
         with contextlib.suppress(OSError):  # it has hung up
             connection.sendall(_garbage(rng))
         if number % 10 == 0 and len(kept) < 100:
@@ -356,6 +356,6 @@ def test_bytes_that_are_no_grpc_do_no_harm(server, num_cases):
             connection.close()
     with grpc.insecure_channel(server.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        assert stub.GetStats(pb.GetStatsRequest(), timeout=30.0).state == "serving"
+        assert stub.GetStats(pb.GetStatsRequest(), timeout=LIMIT).state == "serving"
     for connection in kept:
         connection.close()

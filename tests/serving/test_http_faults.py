@@ -22,7 +22,7 @@ def connect(live):
 
     def connect() -> socket.socket:
         host, _, port = live.http_address.partition(":")
-        made.append(socket.create_connection((host, int(port)), timeout=30))
+        made.append(socket.create_connection((host, int(port)), timeout=LIMIT))
         return made[-1]
 
     yield connect

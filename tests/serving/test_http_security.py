@@ -51,7 +51,7 @@ def peer_certificate(address: str, ca: str) -> bytes:
     host, _, port = address.partition(":")
     context = ssl.create_default_context(cafile=ca)
     with (
-        socket.create_connection((host, int(port)), timeout=10) as plain,
+        socket.create_connection((host, int(port)), timeout=LIMIT) as plain,
         context.wrap_socket(plain, server_hostname=host) as secure,
     ):
         return secure.getpeercert(binary_form=True)

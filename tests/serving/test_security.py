@@ -23,7 +23,7 @@ from serving.protos import peagle_v1_pb2_grpc
 from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
-from tests.waiting import eventually
+from tests.waiting import LIMIT, eventually
 
 SHORT = pb.GenerateRequest(text="a", stopping=pb.Stopping(max_tokens=3, ignore_eos=True))
 TOKENS = "# of the tests\nopen sesame\n\n  second  \n"
@@ -86,7 +86,7 @@ def bearer(token: str) -> list[tuple[str, str]]:
 def generate(over: grpc.Channel, token: str | None = "open sesame", **options):
     stub = peagle_v1_pb2_grpc.GenerationStub(over)
     metadata = None if token is None else bearer(token)
-    return stub.GenerateOnce(SHORT, metadata=metadata, timeout=20, **options)
+    return stub.GenerateOnce(SHORT, metadata=metadata, timeout=LIMIT, **options)
 
 
 def status(function, *args, **named) -> grpc.StatusCode:
@@ -174,7 +174,7 @@ def test_http_uses_new_certificates_too(pki, tmp_path):
         if client:
             ours.load_cert_chain(pki[client].cert, pki[client].key)
         with (
-            socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
+            socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as plain,
             ours.wrap_socket(plain, server_hostname="localhost") as wrapped,
         ):
             names = dict(pair[0] for pair in wrapped.getpeercert()["subject"])
