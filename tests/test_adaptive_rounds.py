@@ -99,6 +99,7 @@ def make_engine(times: RoundTimes | None) -> Engine:
     )
 
 
+@pytest.mark.slow
 def test_k_follows_the_times_down_to_plain_decoding_and_back(three_k):
     times = GivenTimes({0: 1.0, 2: 1.0, 4: 1.0})
     engine = make_engine(times)

@@ -79,6 +79,7 @@ def engine(request) -> Engine:
     return one_bucket(Engine(tiny.target(), head, config(**drafts)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_answers_after_a_hit_are_those_of_a_cold_engine(engine, sampling):
     """Texts part before, at and after a page's end, and within the output."""
@@ -127,6 +128,7 @@ def test_trained_heads_are_as_good_after_a_hit(method, sampling):
         assert 2 * accepted > sum(answer.rounds for answer in answers)
 
 
+@pytest.mark.sampled(1)
 def test_requests_with_other_salts_share_nothing_and_a_flush_takes_one_salt(engine):
     engine.flush_prefix_cache()
     prompt = prompt_of(tiny.TARGET.vocab_size)
@@ -138,6 +140,7 @@ def test_requests_with_other_salts_share_nothing_and_a_flush_takes_one_salt(engi
     assert [num_cached("a", None), num_cached("b", None), num_cached("a", "x")] == [0, whole, 0]
 
 
+@pytest.mark.sampled(1)
 def test_pages_of_calls_that_were_not_dispatched_are_not_found(engine, monkeypatch):
     prompt = prompt_of(tiny.TARGET.vocab_size)
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
@@ -166,6 +169,7 @@ def test_an_engine_without_a_prefix_cache_computes_every_prompt():
     assert not off.scheduler.pool.numbers
 
 
+@pytest.mark.sampled(1)
 def test_a_request_that_does_not_read_the_cache_computes_its_whole_prompt(engine):
     prompt = prompt_of(tiny.TARGET.vocab_size)
     ask(engine, prompt)

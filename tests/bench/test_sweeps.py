@@ -85,6 +85,7 @@ def test_a_row_says_what_the_weights_are(folders, tmp_path, few_prompts):
     assert [(row["dtype"], row["weights"]) for row in read(out)] == [("float32", "fp8")]
 
 
+@pytest.mark.slow
 def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts):
     out = tmp_path / "rows.jsonl"
     source = tmp_path / "source"

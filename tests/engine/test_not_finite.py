@@ -147,7 +147,7 @@ def test_one_number_of_any_matrix_is_found(family, number):
     assert engine.generate([[5, 6, 7]], params)[0].tokens == clean.tokens  # in the same pages
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
 @pytest.mark.parametrize(("method", "num_draft"), METHODS[:2])
 def test_a_drafter_of_nan_costs_its_drafts_and_nothing_else(method, num_draft, draft_sampling):
