@@ -154,7 +154,7 @@ def rows_file(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFileOptions(Options):
-    """Of a command that appends rows."""
+    """Options of a command that appends rows."""
 
     out: Path = rows_file("rows.jsonl")
     sha: str | None = option(
@@ -169,7 +169,7 @@ class RowFileOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions(RowFileOptions):
-    """Of a command that compiles programs and appends rows."""
+    """Options of a command that compiles programs and appends rows."""
 
     no_cache: bool = option("do not keep compiled programs on disk", default=False, group="rows")
 
@@ -221,7 +221,7 @@ def dtype_option(group: str = "") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(RowOptions):
-    """Of a command that loads a target and its heads."""
+    """Options of a command that loads a target and its heads."""
 
     model: str | None = option(
         "Hugging Face folder of the target; the embedded model without it", default=None,
@@ -257,7 +257,7 @@ class ModelOptions(RowOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(ModelOptions):
-    """Of a command that decodes prompt sets with the loaded models."""
+    """Options of a command that decodes prompt sets with the loaded models."""
 
     max_model_len: int = option(
         "most tokens of a prompt and its output together", default=2048, type=positive, metavar="N"

@@ -24,7 +24,7 @@ from bench.commands.acceptance import SETS_HELP
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions(ModelOptions):
-    """Of a command that runs a loaded model, or a preset with random weights."""
+    """Options of a command that runs a loaded model, or a preset with random weights."""
 
     methods: tuple[str, ...] = methods_option(METHODS)
     k: tuple[int, ...] = k_option((3, 7))

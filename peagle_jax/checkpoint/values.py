@@ -70,7 +70,7 @@ class NotFiniteCounts:
         )
 
     def found(self) -> dict[str, NotFinite]:
-        """Of the tensors that have such numbers, by name."""
+        """Counts by tensor, of the tensors that have such numbers."""
         return {name: NotFinite(one["nan"], one["inf"]) for name, one in self._counts.items()}
 
 

@@ -121,7 +121,7 @@ class Matcher:
         self._is_slow = time.thread_time() - begin > _SLOW_MASK
 
     def close(self, drafts: Sequence[int], masks: np.ndarray) -> None:
-        """Behind a draft that ends the text, allows further ends only: llguidance leaves these rows out."""
+        """Allows further ends only, in the rows behind a draft that ends the text: llguidance leaves them out."""
         end = next((place for place, draft in enumerate(drafts) if draft in self.eos_ids), None)
         if end is not None:
             ends = np.zeros(32 * self.num_words, np.uint8)

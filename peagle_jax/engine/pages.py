@@ -42,7 +42,7 @@ class PagePool:
         self._idle: dict[int, None] = {}  # oldest first
         self._known: dict[tuple[int | Salt, bytes], int] = {}
         self._records: dict[int, tuple[tuple[int | Salt, bytes], int, Salt]] = {}
-        """Of each known page: its key, its number and its text's salt."""
+        """Key, number and salt of each known page."""
         self._numbers = itertools.count()
         self.num_changes = 0
         """Grows when pages are released or become known: a request that did not fit may fit now."""

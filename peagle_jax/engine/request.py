@@ -220,7 +220,7 @@ class Request:
         return self.num_tokens - (0 if self.prefill_in_flight else 1)
 
     def page_keys(self, page_size: int, count: int) -> list[bytes]:
-        """Of each of the first `count` pages the tokens and the one after them; all must be known.
+        """Tokens of each of the first `count` pages, and the one after them; all must be known.
 
         Example: tokens 5 6 7 8 9 with pages of 2 have the keys 5 6 7 and 7 8 9.
         """

@@ -40,7 +40,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
-"""Of every answer of these routes."""
+"""Headers of every answer of these routes."""
 
 
 def page_routes() -> list[Route]:

@@ -53,7 +53,7 @@ def test_every_head_gets_a_row_and_texts_are_written_once(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_right_drafts_are_those_that_the_engine_accepts(method):
-    """Of eight tokens a random head guesses one now and then."""
+    """A random head guesses one of eight tokens now and then."""
     target = tiny.target(vocab_size=8)
     mask = 1 if method == "peagle" else None
     head = tiny.head(method, vocab_size=8, draft_vocab_size=8, mask_token_id=mask)

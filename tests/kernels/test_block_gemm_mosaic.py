@@ -72,7 +72,7 @@ def test_the_kernel_multiplies_any_number_of_rows(form, R):
 @pytest.mark.usefixtures("race_free")
 @both_chips
 def test_chunks_need_not_divide_the_width(form, K):
-    """Of three steps two chunks have two each: the last one is past the end."""
+    """Two chunks of three steps have two steps each: the last step is past the end."""
     x, *weight = operands(form, 8, N_WIDE, K)
     for split in (False, True):
         parts = product(x, *weight, TuningConfig(8, 2, split, stages=2))

@@ -18,7 +18,7 @@ FORMS = ("bf16", "fp8", "fp8_rows", "mxfp4")
 
 
 def whole(shape: tuple[int, ...], seed: int) -> jax.Array:
-    """Of which the interpreter's product of one step is exact, whatever its shape."""
+    """Numbers whose product of one step is exact in the interpreter, whatever its shape."""
     return jnp.round(3 * jax.random.normal(jax.random.key(seed), shape))
 
 

@@ -15,7 +15,7 @@ class Pair:
     key: str
 
     def bytes(self) -> tuple[bytes, bytes]:
-        """Of both."""
+        """Bytes of both files."""
         return Path(self.cert).read_bytes(), Path(self.key).read_bytes()
 
 

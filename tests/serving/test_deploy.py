@@ -78,7 +78,7 @@ def services():
 
 @pytest.fixture(scope="module")
 def objects():
-    """Of kubernetes.yaml, by kind."""
+    """Objects of kubernetes.yaml, by kind."""
     return {
         one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
     }

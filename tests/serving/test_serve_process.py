@@ -24,7 +24,7 @@ NUM_STREAMS = 40  # on four slots: most of them wait when the signal comes
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
-    """Of the servers: one cache of compiled programs, and no options from the environment of the tests."""
+    """The servers' environment: one cache of compiled programs, and no options from the environment of the tests."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PEAGLE_")}
     return mine | {"HOME": str(tmp_path_factory.mktemp("home"))}
 
