@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT
+
 ROOT = Path(__file__).parents[2]
 _TRY_ALL = """
 import contextlib, importlib, io, json, sys
@@ -133,7 +135,7 @@ def test_mistakes_show_before_jax_is_imported(module, folders):
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PEAGLE")}
     done = subprocess.run(
         [sys.executable, "-c", _TRY_ALL, argument],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     wrong = []

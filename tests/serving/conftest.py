@@ -94,7 +94,7 @@ def scripted(tmp_path_factory) -> Scripted:
 def client(scripted):
     """OpenAI's client of the scripted server; the test must leave the server empty."""
     url = f"http://{scripted.live.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
         yield client
     scripted.live.check_empty()
 

@@ -21,7 +21,7 @@ from serving.errors import Code
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
-from tests.waiting import eventually
+from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
 LONG = pb.Stopping(max_tokens=60, ignore_eos=True)
@@ -214,7 +214,9 @@ def test_a_client_that_stops_reading_delays_no_other(server):
         first = next(slow)
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
         for _ in range(6):
-            whole = stub.GenerateOnce(pb.GenerateRequest(text="b", stopping=stopping), timeout=60.0)
+            whole = stub.GenerateOnce(
+                pb.GenerateRequest(text="b", stopping=stopping), timeout=LIMIT
+            )
             assert len(whole.sequences[0].token_ids) == 500
         # The engine is done with it and holds nothing for it; only its reader is not.
         load = server.frontend.load

@@ -276,7 +276,7 @@ def test_concurrent_requests_do_not_change_each_other(server, alone):
     body = dict(max_tokens=25, temperature=0, ignore_eos=True, return_token_ids=True)
 
     async def ask_all():
-        async with httpx.AsyncClient(base_url=url(server), timeout=120) as http:
+        async with httpx.AsyncClient(base_url=url(server), timeout=LIMIT) as http:
             calls = [
                 http.post("/v1/completions", json=body | dict(prompt=prompt, stream=i % 2 == 0))
                 for i, prompt in enumerate(prompts)

@@ -255,7 +255,7 @@ def test_a_full_queue_gives_a_retry_time(server, stream):
     async def ask(pace):
         limits = httpx.Limits(max_connections=None)
         address = f"http://{server.http_address}"
-        async with httpx.AsyncClient(base_url=address, timeout=120, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=address, timeout=LIMIT, limits=limits) as http:
             body = LONG | dict(stream=stream)
             post = lambda: asyncio.create_task(http.post("/v1/completions", json=body))
             calls = [post()]

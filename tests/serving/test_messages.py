@@ -8,6 +8,7 @@ import pytest
 
 from serving.errors import Code, ServiceError
 from tests.serving.scripted import CALL, PARAMETERS, READ, Scripted
+from tests.waiting import LIMIT
 
 TOOL = {
     "name": "read",
@@ -28,7 +29,9 @@ def scripted(tmp_path_factory):
 @pytest.fixture
 def client(scripted):
     url = f"http://{scripted.live.http_address}"
-    with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(
+        base_url=url, api_key="secret", max_retries=0, timeout=LIMIT
+    ) as client:
         yield client
     scripted.live.check_empty()
 

@@ -12,6 +12,7 @@ from peagle_jax import SamplingParams
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
+from tests.waiting import LIMIT
 
 TEXT = "hello there, a longer prompt of several chunks"
 
@@ -25,7 +26,7 @@ def scoring(make_engine):
 
 @pytest.fixture(scope="module")
 def http(scoring):
-    with httpx.Client(base_url=f"http://{scoring.http_address}", timeout=60) as client:
+    with httpx.Client(base_url=f"http://{scoring.http_address}", timeout=LIMIT) as client:
         yield client
 
 

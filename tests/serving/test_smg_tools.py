@@ -8,6 +8,7 @@ import pytest
 from tests.serving.gateway import running_gateway
 from tests.serving.scripted import CALL, READ, Scripted
 from tests.serving.test_tools import CHAT, streamed
+from tests.waiting import LIMIT
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ def client(scripted, tmp_path_factory):
     folder, options = tmp_path_factory.mktemp("smg"), ("--tool-call-parser", "qwen")
     with (
         running_gateway(scripted.live, folder, "tiny", *options) as url,
-        openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client,
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client,
     ):
         yield client
 

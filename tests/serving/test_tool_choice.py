@@ -12,6 +12,7 @@ from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ToolCall
 from tests.serving.live import LiveServer
 from tests.serving.scripted import END, TEMPLATE, make_engine, make_tokenizer
+from tests.waiting import LIMIT
 
 PARAMETERS = {
     "type": "object",
@@ -96,7 +97,7 @@ def client(tmp_path_factory):
     tokenizer = make_tokenizer(tmp_path_factory.mktemp("forced"), TEMPLATE)
     server = LiveServer(make_engine(tokenizer), http=True)
     url = f"http://{server.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
         yield client
     server.check_empty()
     server.close()
