@@ -1,4 +1,4 @@
-"""Tables of the quality of heads: upper bounds of trained heads, and heads that differ in one option."""
+"""Tables of heads and their training: upper bounds, heads that differ in one option, the time of a step."""
 
 from bench import labels
 from peagle_jax.runs import METHOD_NAMES
@@ -58,3 +58,35 @@ def _options(row: dict) -> str:
     for one in _OPTIONS_LEFT_OUT:
         text = text.replace(one, "")
     return f"`{' '.join(text.split())}`" if text.split() else "no further option"
+
+
+_FORM_NAMES = {
+    "anchors": "P-EAGLE, by anchors",
+    "texts": "P-EAGLE, by texts",
+    "picked": "P-EAGLE, half of the anchors",
+    "eagle3": "EAGLE-3",
+    "eagle3-picked": "EAGLE-3, half of the anchors",
+}
+
+
+def train_step_table(rows: list[dict]) -> str:
+    """One line per form, length and options of the training step."""
+    order = list(_FORM_NAMES)
+    lines = [
+        [
+            _FORM_NAMES[row["form"]],
+            f"{row['texts']} x {row['tokens']:,}",
+            f"`{row['options']}`" if row["options"] else "",
+            f"{row['ms_per_step']:.1f}",
+            f"{row['tokens_per_second'] / 1e6:.2f}",
+            "" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}",
+        ]
+        for row in sorted(
+            rows, key=lambda row: (row["tokens"], order.index(row["form"]), row["options"])
+        )
+    ]
+    header = ["step", "texts x tokens", "further options", "ms", "million tokens/s", "GiB"]
+    return (
+        f"**{labels.listed(rows, 'device')}**, {labels.listed(rows, 'dtype')}; {labels.provenance(rows)}\n\n"
+        f"{labels.markdown(header, lines)}"
+    )

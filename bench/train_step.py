@@ -133,7 +133,8 @@ def _timed(step: Step, options: Options) -> tuple[dict | None, str | None]:
     texts, tokens = step.shape
     memory = step.memory_bytes()
     return dict(
-        form=step.form, texts=texts, tokens=tokens, dtype=options.dtype, ms_per_step=took,
+        form=step.form, texts=texts, tokens=tokens, options=" ".join(options.train_options),
+        dtype=options.dtype, ms_per_step=took,
         tokens_per_second=1e3 * texts * tokens / took,
         memory_gib=None if memory is None else memory / 2**30,
     ), None  # fmt: skip

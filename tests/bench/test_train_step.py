@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench.__main__ import main
+from bench.head_tables import train_step_table
 
 SMALL = "--layers 1 --taps 0 1 2 --depths 2 --mask-token-id 1 --loss-chunk 64 --eval-sequences 4"
 
@@ -23,6 +24,9 @@ def test_every_step_has_a_row(folders, tmp_path, capsys):
         assert row["ms_per_step"] > 0
         assert row["memory_gib"] > 0
         assert row["sha"] == "abc"
+    table = train_step_table(found)
+    assert table.index("EAGLE-3, half") < table.index("2 x 32")
+    assert "`--layers 1" in table
     assert "eagle3-picked" in capsys.readouterr().out
 
 
