@@ -12,8 +12,9 @@ from peagle_jax.engine import adaptive, survival
 from peagle_jax.structured import Structured
 from tests import tiny
 from tests.json_vocabulary import END, json_tokenizer
+from tests.random_times import RandomTimes
 from tests.test_losslessness import OracleDrafter
-from tests.test_ragged_rounds import AnyTimes, OneSize
+from tests.test_ragged_rounds import OneSize
 
 J, MAX_TOKENS = 4, 24
 SIZES = dict(
@@ -60,7 +61,7 @@ def test_requests_with_any_features_keep_the_text_of_plain_decoding(
         row[: len(done.prompt + done.tokens)] = done.prompt + done.tokens
     drafter = OracleDrafter(jnp.asarray(table), jnp.asarray(0), J)
     config = OneSize(num_draft=J, num_pages=34, greedy_rounds=True, **SIZES)
-    engine = Engine(target, None, config, tokenizer=tokenizer, drafter=drafter, times=AnyTimes())
+    engine = Engine(target, None, config, tokenizer=tokenizer, drafter=drafter, times=RandomTimes())
     engine.warm_up()
     seen: Counter = Counter()
     for seed in range(num_cases("walks over requests with any features", 4)):
