@@ -70,6 +70,15 @@ def programs_forgotten():
     c_library_trim()
 
 
+@pytest.fixture(scope="module")
+def shared_programs():
+    """Engines of a file that are equal but for weights share their programs, see `tests.programs.shared`."""
+    from tests import programs
+
+    with programs.shared():
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--cases", type=int, help="cases that each randomised test tries, instead of its own number"

@@ -12,10 +12,11 @@ from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.request import RequestState
 from peagle_jax.plan import mask_words
 from tests import tiny
-from tests.programs import one_bucket, shared
+from tests.programs import one_bucket
 from tests.test_losslessness import OracleDrafter
 
 J, EOS, STOP, V = 3, 5, 17, tiny.TARGET.vocab_size
+pytestmark = pytest.mark.usefixtures("shared_programs")
 CONFIG = EngineConfig(
     num_draft=J, max_num_seqs=4, max_model_len=96, page_size=8, prefill_chunk=16, prefill_rows=2
 )
@@ -41,12 +42,6 @@ CONTROLS = {
 
 def params(name: str | None) -> SamplingParams:
     return SamplingParams(max_tokens=32, **(CONTROLS[name] if name else {}))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with shared():
-        yield
 
 
 @pytest.fixture(scope="module")

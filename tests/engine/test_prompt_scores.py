@@ -9,21 +9,16 @@ from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.request import RequestState
 from peagle_jax.prompt_scores import BLOCK, score_prompt
 from tests import tiny
-from tests.programs import one_bucket, shared
+from tests.programs import one_bucket
 from tests.tiny import causal_attention
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 CONFIG = EngineConfig(
     num_draft=3, max_num_seqs=4, max_model_len=96, page_size=8, prefill_chunk=16, prefill_rows=2,
     max_logprobs=3, prompt_logprobs=True,
 )  # fmt: skip
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (1, 2, 16, 17, 41)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with shared():
-        yield
 
 
 @pytest.fixture(scope="module")
