@@ -72,7 +72,7 @@ def test_output_is_that_of_the_target_alone(family, method, num_draft):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("variant", reversed(tiny.VARIANTS))
+@pytest.mark.parametrize("variant", list(reversed(tiny.VARIANTS)))
 def test_drafting_for_a_variant_does_not_change_its_output(variant):
     engine = Engine(target(variant), tiny.head(), engine_config(num_draft=4))
     assert run(engine) == naive(variant)
