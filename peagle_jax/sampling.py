@@ -30,13 +30,26 @@ def draft_keys(keys: jax.Array, positions: jax.Array, newest: jax.Array) -> jax.
     `newest` [B] is the position of the text's newest token. A later round that drafts for the same
     position has another key. So its draft is independent of what was done with the older one.
     """
-    after = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))
-    return after(_keys(keys, positions, _PROPOSE), newest)
+    return _after(_keys(keys, positions, _PROPOSE), newest)
+
+
+def _after(keys: jax.Array, newest: jax.Array) -> jax.Array:
+    """Keys [B, T] that another length of the text would not have; `newest` [B]."""
+    return jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))(keys, newest)
 
 
 def accept_uniforms(keys: jax.Array, positions: jax.Array) -> jax.Array:
     """Uniforms in [0, 1) [B, T] for the acceptance tests of the drafts at `positions` [B, T]."""
     return jax.vmap(jax.vmap(jax.random.uniform))(_keys(keys, positions, _ACCEPT))
+
+
+def block_uniforms(keys: jax.Array, positions: jax.Array, newest: jax.Array) -> jax.Array:
+    """`accept_uniforms` of a block of drafts after a text whose newest token is at `newest` [B].
+
+    How a block ends depends on the uniforms of all its drafts, also of those after the end. A later round
+    tests drafts at these positions again, so it needs uniforms of its own.
+    """
+    return jax.vmap(jax.vmap(jax.random.uniform))(_after(_keys(keys, positions, _ACCEPT), newest))
 
 
 def emit_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:

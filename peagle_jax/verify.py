@@ -21,6 +21,7 @@ from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import (
     accept_uniforms,
     at_tokens,
+    block_uniforms,
     cutoffs,
     emit_keys,
     probabilities,
@@ -132,9 +133,78 @@ def verify_sampled(
     residual = jnp.maximum(target - proposed, 0.0)
     # If p == q the residual is 0, and only rounding can have rejected the draft: sample from p.
     residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, target)
-    emitted = sample_rows(residual, _row(keys, n))
+    return _emitted(drafts, n, sample_rows(residual, _row(keys, n)))
+
+
+class Block(NamedTuple):
+    """How a block of J drafts ends: after i drafts with `chance`, then with a token drawn from `residual`."""
+
+    chance: (
+        jax.Array
+    )  # [B, J+1] float32, of ending after i drafts or later ones, were no later one possible
+    residual: jax.Array  # [B, J+1, V] float32, unnormalised law of the token after i drafts
+
+
+def block_law(p: jax.Array, drafts: jax.Array, q: jax.Array, num_draft: jax.Array) -> Block:
+    """The law of block verification (Sun and others, arXiv 2403.10444).
+
+    With r_0 = 1 and r_i = min(1, r_{i-1} p_i(d_i) / q_i(d_i)), the residual after i drafts is
+    max(r_i p_{i+1} - q_{i+1}, 0). Z_i is its sum, and the chance of i drafts is Z_i / (Z_i + 1 - r_i). Where no
+    draft follows, q is 0 and the chance is r_i.
+
+    Args:
+      p: [B, J+1, V], the target's distributions.
+      drafts: [B, J] int32.
+      q: [B, J, V], the drafter's; positive at the drafts.
+      num_draft: [B] int32.
+    """
+    J = drafts.shape[1]
+    is_draft = jnp.arange(J) < num_draft[:, None]
+    ratio = jnp.where(is_draft, at_tokens(p[:, :J], drafts) / at_tokens(q, drafts), 0.0)
+    reach = [jnp.ones_like(ratio[:, 0])]
+    for i in range(J):
+        reach.append(jnp.minimum(1.0, reach[-1] * ratio[:, i]))
+    r = jnp.stack(reach, axis=1)
+    following = jnp.pad(jnp.where(is_draft[..., None], q, 0.0), ((0, 0), (0, 1), (0, 0)))
+    residual = jnp.maximum(r[..., None] * p - following, 0.0)
+    Z = residual.sum(-1)
+    # Z is 0 where p is 0 at the draft, or where p and q are equal: then r_{i+1} is r_i, and what comes later
+    # decides.
+    chance = jnp.where(Z > 0, Z / jnp.where(Z > 0, Z + 1 - r, 1.0), 0.0)
+    is_end = jnp.arange(J + 1) <= num_draft[:, None]
+    return Block(jnp.where(is_end, chance, 0.0).at[:, 0].set(1.0), residual)
+
+
+def verify_block(
+    p: jax.Array,
+    drafts: jax.Array,
+    q: jax.Array,
+    num_draft: jax.Array,
+    uniforms: jax.Array,
+    keys: jax.Array,
+) -> Verdict:
+    """Block verification: keeps the most drafts i whose uniform is below their chance (`block_law`).
+
+    The emitted tokens have the target's law, as with `verify_sampled`, and the expected number of accepted
+    drafts is never lower: a draft that the target prefers makes up for one before it that it does not.
+
+    Args:
+      p: [B, J+1, V], the target's distributions. The others are those of `verify_sampled`.
+    """
+    J = drafts.shape[1]
+    block = block_law(p, drafts, q, num_draft)
+    accept = uniforms < block.chance[:, 1:]
+    n = jnp.where(accept, jnp.arange(1, J + 1), 0).max(axis=1, initial=0)
+    residual = _row(block.residual, n)
+    residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, _row(p, n))
+    return _emitted(drafts, n, sample_rows(residual, _row(keys, n)))
+
+
+def _emitted(drafts: jax.Array, n: jax.Array, token: jax.Array) -> Verdict:
+    """The first n [B] of drafts [B, J], then `token` [B]."""
+    J = drafts.shape[1]
     tokens = jnp.pad(drafts, ((0, 0), (0, 1)))
-    tokens = jnp.where(jnp.arange(J + 1) == n[:, None], emitted[:, None], tokens)
+    tokens = jnp.where(jnp.arange(J + 1) == n[:, None], token[:, None], tokens)
     return Verdict(tokens, n + 1)
 
 
@@ -176,6 +246,7 @@ def verify(
     adjustments: Adjustments | None = None,
     *,
     rows: FlatRows | None = None,
+    in_blocks: bool = False,
 ) -> Verdict:
     """The engine's acceptance rule, for batches that mix greedy and sampled rows.
 
@@ -193,6 +264,8 @@ def verify(
       params: one row per sequence.
       adjustments: controls and masks of the sequences; None: no sequence has any.
       rows: the rows of a ragged round. A draft whose row is absent must be above `params.num_draft`.
+      in_blocks: verify sampled drafts by `verify_block`. Greedy rows, and drafts without `draft_probs`,
+        have one rule.
     """
     largest_of = lambda logits: map(_Layout(logits, rows).batched, largest(logits))
     best, value = largest_of(logits)
@@ -200,6 +273,7 @@ def verify(
     if params.temperature is None:
         return _greedy(best, drafts, params.num_draft)._replace(finite=is_finite)
     given = dict(drafts=drafts, draft_probs=draft_probs, positions=positions, params=params)
+    given |= dict(in_blocks=in_blocks)
     plain = _laws(_Layout(logits, rows), best, **given)
     branches = [lambda law=law: law()._replace(finite=is_finite) for law in plain]
     samples = params.temperature > 0
@@ -221,6 +295,10 @@ def verify(
     return lax.switch(branch, branches)
 
 
+verify_blocks = partial(verify, in_blocks=True)
+"""`verify` with `verify_block` for sampled drafts."""
+
+
 def _laws(
     layout: _Layout,
     best: jax.Array,
@@ -229,6 +307,7 @@ def _laws(
     draft_probs: jax.Array | None,
     positions: jax.Array,
     params: RequestParams,
+    in_blocks: bool,
 ) -> tuple[Callable[[], Verdict], ...]:
     """The three branches of `verify` over logits with argmax `best` [B, J+1]: greedy, unfiltered, filtered."""
     logits = layout.logits
@@ -236,19 +315,22 @@ def _laws(
     def greedy():
         return _greedy(best, drafts, params.num_draft)
 
-    def mixed(cutoff):
-        drawn = verify_sampled(
-            layout.probability_of(drafts, params.temperature, cutoff),
-            lambda n: probabilities(
-                layout.row(logits, n), params.temperature, layout.row(cutoff, n)
-            ),
-            drafts,
-            draft_probs,
-            params.num_draft,
-            accept_uniforms(request_keys(params), positions[:, :-1]),
-            emit_keys(request_keys(params), positions),
+    def drawn_of(cutoff):
+        keys, emitted = request_keys(params), emit_keys(request_keys(params), positions)
+        given = (drafts, draft_probs, params.num_draft)
+        if in_blocks and draft_probs is not None:
+            laws = probabilities(logits, layout.per_row(params.temperature), cutoff)
+            uniforms = block_uniforms(keys, positions[:, :-1], positions[:, 0] - 1)
+            return verify_block(layout.batched(laws), *given, uniforms, emitted)
+        own = layout.probability_of(drafts, params.temperature, cutoff)
+        law = lambda n: probabilities(
+            layout.row(logits, n), params.temperature, layout.row(cutoff, n)
         )
-        exact = greedy()
+        uniforms = accept_uniforms(keys, positions[:, :-1])
+        return verify_sampled(own, law, *given, uniforms, emitted)
+
+    def mixed(cutoff):
+        drawn, exact = drawn_of(cutoff), greedy()
         is_greedy = params.temperature == 0
         return Verdict(
             jnp.where(is_greedy[:, None], exact.tokens, drawn.tokens),

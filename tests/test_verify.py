@@ -16,7 +16,14 @@ from scipy import stats
 from peagle_jax import verify as rule
 from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import probabilities
-from peagle_jax.verify import Verdict, largest, verify, verify_greedy, verify_sampled
+from peagle_jax.verify import (
+    Verdict,
+    largest,
+    verify,
+    verify_blocks,
+    verify_greedy,
+    verify_sampled,
+)
 
 V, J = 4, 2
 GRID = (np.arange(12) + 0.5) / 12
@@ -102,9 +109,10 @@ def params(B: int, *, temperature=1.0, num_draft=J, **filters) -> RequestParams:
 
 
 jitted = jax.jit(verify)
+jitted_blocks = jax.jit(verify_blocks)
 
 
-@pytest.mark.parametrize("mode", ["argmax", "sample"])
+@pytest.mark.parametrize("mode", ["argmax", "sample", "blocks"])
 def test_the_rule_with_its_own_random_numbers_has_the_law_too(mode, num_cases):
     """30000 requests or more over the outcomes of two tokens, at temperature 2.
 
@@ -117,10 +125,10 @@ def test_the_rule_with_its_own_random_numbers_has_the_law_too(mode, num_cases):
     table = rng.normal(0, 2, (1 + V, V))  # logits of the first row, and of the second by token
     p = np.asarray(probabilities(jnp.asarray(table), jnp.full(1 + V, temperature)), np.float64)
     q = rng.dirichlet(np.ones(V))
-    first = rng.choice(V, B, p=q) if mode == "sample" else np.full(B, 1)
+    first = np.full(B, 1) if mode == "argmax" else rng.choice(V, B, p=q)
     logits = np.stack([np.broadcast_to(table[0], (B, V)), table[1 + first]], axis=1)
-    probs = np.broadcast_to(q, (B, 1, V)).astype(np.float32) if mode == "sample" else None
-    tokens, count, _ = jitted(
+    probs = None if mode == "argmax" else np.broadcast_to(q, (B, 1, V)).astype(np.float32)
+    tokens, count, _ = (jitted_blocks if mode == "blocks" else jitted)(
         jnp.asarray(logits, jnp.float32),
         jnp.asarray(first[:, None], jnp.int32),
         probs,
@@ -130,7 +138,7 @@ def test_the_rule_with_its_own_random_numbers_has_the_law_too(mode, num_cases):
     tokens, count = np.asarray(tokens), np.asarray(count)
     assert 0.15 < (count == 2).mean() < 0.9
     accepted = count == 2
-    share = np.minimum(p[0] / q, 1) * q if mode == "sample" else p[0] * (np.arange(V) == 1)
+    share = p[0] * (np.arange(V) == 1) if mode == "argmax" else np.minimum(p[0] / q, 1) * q
     expected = np.concatenate([(share[:, None] * p[1:]).ravel(), p[0] - share])
     observed = np.concatenate(
         [
