@@ -163,7 +163,11 @@ _OTHERS: tuple[tuple[str, str, Make], ...] = (
     (_B + r"hidden_norm\.weight", "{block}.hidden_norm.weight", as_it_is),
     (_B + r"input_layernorm\.weight", "{block}.input_norm.weight", as_it_is),
     (r"embed_tokens\.weight", "embed.weight", as_it_is),
-    (r"(?P<name>norm|lm_head|fc|input_norm|fc_norm\.\d+)\.weight", "{name}.weight", as_it_is),
+    (
+        r"(?P<name>norm|lm_head|fc|input_norm|fc_norm\.\d+|selector\.\w+)\.weight",
+        "{name}.weight",
+        as_it_is,
+    ),
     (r"mask_hidden", "mask_hidden", _vector),
     (r"d2t", "d2t", as_it_is),
 )

@@ -220,12 +220,18 @@ class DrafterConfig:
     logit_scale: float = 1.0
     trained_num_draft: int | None = None
     """Number of draft positions the head was trained for (K_train); None if the checkpoint omits it."""
+    selector_rank: int = 0
+    """Inner width of the selector, see `selector`; 0: the head has none."""
 
     def __post_init__(self):
         _check_windows(self.sliding_windows, self.num_layers)
         self.attention(0)
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other; set one of them")
+        if self.selector_rank and self.method != "peagle":
+            raise ConfigError(
+                "a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts"
+            )
         if self.method == "peagle" and self.mask_token_id is None:
             raise ConfigError(
                 "a P-EAGLE head needs a mask token id: add mask_token_id, pard_token or "
@@ -269,6 +275,8 @@ class EngineConfig:
         decodes, and 4 otherwise.
       max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
+      verify_method: how sampled drafts are accepted, "token" by token or in a "block" (`verify.verify_block`).
+      selector: let the head's selector choose the drafts, if the head has one.
       prefix_caching: keep the pages of earlier prompts and outputs, and prefill only what follows them.
       max_logprobs: maximum number of alternatives per token for requests with logprobs.
       prompt_logprobs: compile a second prefill program, for requests with `prompt_logprobs`.
@@ -289,6 +297,8 @@ class EngineConfig:
     prefill_calls: int | None = None
     max_waiting: int = 4096
     draft_sampling: Literal["argmax", "sample"] = "argmax"
+    verify_method: Literal["token", "block"] = "token"
+    selector: bool = True
     prefix_caching: bool = True
     max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
     prompt_logprobs: bool = False
@@ -308,6 +318,11 @@ class EngineConfig:
             )
         object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
         check_adaptive(self.adaptive, self.draft_schedule)
+        if self.verify_method == "block" and self.draft_sampling == "argmax":
+            raise ConfigError(
+                "verify_method block needs sampled drafts: set draft_sampling to sample. Argmax drafts are "
+                "accepted alike by both methods"
+            )
         if self.max_logprobs < 0:
             raise ConfigError(f"{self.max_logprobs=} must not be negative")
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:

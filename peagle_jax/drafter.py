@@ -28,6 +28,7 @@ from peagle_jax.layers import (
     rope_angles,
 )
 from peagle_jax.sampling import draft_keys, probabilities, sample_rows
+from peagle_jax.selector import CANDIDATES, Selector, rows_of, sampled_walk, top, walk
 from peagle_jax.survival import confidence_of
 
 
@@ -97,6 +98,7 @@ class DraftHead(nnx.Module):
             if config.draft_vocab_size != config.vocab_size
             else None
         )
+        self.selector = Selector(config, dtype=dtype, rngs=rngs) if config.selector_rank else None
 
     def fuse(self, taps: jax.Array) -> jax.Array:
         """Tapped states [..., A*Dt] -> [..., D]. Mask rows use `fuse(mask_hidden)`."""
@@ -150,6 +152,23 @@ class DraftHead(nnx.Module):
         else:
             out = target.embed.unembed(normed)
         return out * self.config.logit_scale if self.config.logit_scale != 1.0 else out
+
+    def edges(self, target, hidden: jax.Array, candidates: jax.Array) -> jax.Array:
+        """The selector's scores of a position's candidates after each candidate of the one before.
+
+        Args:
+          hidden: [B, J, D], output of the layers.
+          candidates: [B, J, C] draft ids.
+        Returns:
+          [B, J, C, C] float32; zeros at the first position, which has no candidates before it.
+        """
+        embed = target.embed if self.embed is None else self.embed
+        owner = target if self.lm_head is None else self
+        unembedding = (owner.embed if owner.lm_head is None else owner.lm_head).weight[...]
+        embedded = embed(self.to_target_ids(candidates[:, :-1]))
+        normed = self.norm(hidden[:, 1:])
+        edges = self.selector(embedded, normed, unembedding[candidates[:, 1:]])
+        return jnp.pad(edges, ((0, 0), (1, 0), (0, 0), (0, 0)))
 
     def feedback(self, hidden: jax.Array) -> jax.Array:
         """The next state in autoregressive drafting: the output, normalised if `norm_output` is set."""
@@ -226,13 +245,52 @@ def _choose(
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return Proposal(head.to_target_ids(best), None, confidence)
     probs = probabilities(logits, inputs.temperature[:, None])
-    newest = inputs.start + inputs.num_real
-    ids = sample_rows(probs, draft_keys(inputs.keys, positions, newest))
+    ids = sample_rows(probs, _keys(inputs, positions))
     if head.d2t is not None:
         target_ids = head.to_target_ids(jnp.arange(logits.shape[-1]))
         wide = jnp.zeros((*probs.shape[:-1], head.config.vocab_size), probs.dtype)
         probs = wide.at[..., target_ids].set(probs)
     return Proposal(head.to_target_ids(ids), probs, confidence)
+
+
+def _keys(inputs: DraftInputs, positions: jax.Array) -> jax.Array:
+    """Keys [B, J] of the drafts at `positions` [B, J]."""
+    return draft_keys(inputs.keys, positions, inputs.start + inputs.num_real)
+
+
+def candidate_scores(
+    head: DraftHead, target, out: jax.Array, logits: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Candidates of J drafts and how well each follows each of those before, by the head's selector.
+
+    Args:
+      out: [B, J, D], output of the layers; logits: [B, J, Vd].
+    Returns:
+      (draft ids [B, J, C], scores [B, J, C, C] of candidate b, the last axis, after candidate a).
+    """
+    candidates = top(logits, min(CANDIDATES, logits.shape[-1]))
+    at = jnp.take_along_axis(logits, candidates, axis=-1)
+    return candidates, at[..., None, :] + head.edges(target, out, candidates)
+
+
+def _select(
+    head: DraftHead, target, out, logits, positions, inputs: DraftInputs, sampling: Sampling
+) -> Proposal:
+    """Drafts that the head's selector chooses; `out` [B, J, D] is the layers' output, see `_choose`.
+
+    The confidence is the largest probability of a draft given the drafts before it.
+    """
+    candidates, scores = candidate_scores(head, target, out, logits)
+    ids = head.to_target_ids(candidates)
+    chosen = lambda taken: jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
+    if sampling == "argmax":
+        taken = walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+        return Proposal(chosen(taken), None, confidence_of(rows_of(scores, taken)))
+    taken, laws = sampled_walk(scores, inputs.temperature, _keys(inputs, positions))
+    B, J = taken.shape
+    rows = jnp.arange(B)[:, None, None], jnp.arange(J)[:, None]
+    probs = jnp.zeros((B, J, head.config.vocab_size), jnp.float32).at[*rows, ids].set(laws)
+    return Proposal(chosen(taken), probs, confidence_of(rows_of(scores, taken)))
 
 
 def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache]):
@@ -248,13 +306,15 @@ def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache
 class ParallelDrafter:
     """P-EAGLE: one pass over [T real rows | J-1 mask rows] (docs/algorithm.md, "One round").
 
-    `mask_state` is `fuse(mask_hidden)`, computed once by `make_drafter`.
+    `mask_state` is `fuse(mask_hidden)`, computed once by `make_drafter`. With `selects` the head's
+    selector chooses the drafts.
     """
 
     head: DraftHead
     mask_state: jax.Array  # [D]
     num_draft: int = field(metadata=dict(static=True))
     sampling: Sampling = field(metadata=dict(static=True))
+    selects: bool = field(default=False, metadata=dict(static=True))
 
     def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         """Example: T = 4, J = 3 and num_real = 2 give the rows [real, real, mask, mask, pad, pad].
@@ -277,6 +337,9 @@ class ParallelDrafter:
         out, cache = self.head(target, tokens, hidden, positions, cache, attend, picked)
         drafted_at = inputs.start[:, None] + picked + 2
         logits = self.head.logits(target, out)
+        if self.selects:
+            rest = (logits, drafted_at, inputs, self.sampling)
+            return _select(self.head, target, out, *rest), cache
         return _choose(self.head, logits, drafted_at, inputs, self.sampling), cache
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
@@ -316,12 +379,15 @@ class AutoregressiveDrafter:
         return _absorb(self.head, target, inputs, cache)
 
 
-def make_drafter(head: DraftHead, num_draft: int, sampling: Sampling) -> Drafter:
-    """The drafter of a head, by its config's `method`.
+def make_drafter(
+    head: DraftHead, num_draft: int, sampling: Sampling, *, selector: bool = True
+) -> Drafter:
+    """The drafter of a head, by its config's `method`. `selector` False ignores the head's selector.
 
     Call it again after the head's weights change: it computes P-EAGLE's `mask_state` once.
     """
     if head.config.method == "peagle":
         mask_state = head.fuse(head.mask_hidden[...][None])[0]
-        return ParallelDrafter(head, mask_state, num_draft, sampling)
+        selects = selector and head.selector is not None
+        return ParallelDrafter(head, mask_state, num_draft, sampling, selects)
     return AutoregressiveDrafter(head, num_draft, sampling)

@@ -21,7 +21,7 @@ PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "test
 ORDER = [
     "errors", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "config", "sampling_params", "presets", "plan",
     "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
-    "cache", "sampling", "survival", "drafter", "flat_rows", "adjust", "prompt_scores", "verify", "step", "ragged",
+    "cache", "sampling", "survival", "selector", "drafter", "flat_rows", "adjust", "prompt_scores", "verify", "step", "ragged",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
     "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
@@ -36,7 +36,7 @@ ORDER = [
     "training", "training.options", "training.corpus", "training.data", "training.cod", "training.attention",
     "training.flash", "training.picked", "training.texts", "training.weights", "training.acceptance",
     "training.objective", "training.partition", "training.embedding", "training.curves", "training.budget",
-    "training.trainer", "training.target", "training.passes", "training.drafter",
+    "training.trainer", "training.target", "training.passes", "training.drafter", "training.selector",
     "training.continuations",
     "training.__main__",
     "__main__", "__init__",

@@ -117,8 +117,9 @@ def target(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
 
 
 def head(method: str = "peagle", seed: int = 1, dtype: str = "float32", **changes) -> DraftHead:
-    layers = {"num_layers": 1} if method == "eagle3" else {}
-    config = replace(HEAD, **({"method": method} | layers | changes))
+    """A random head of a method; "selector" is P-EAGLE with a selector."""
+    own = {"eagle3": dict(method="eagle3", num_layers=1), "selector": dict(selector_rank=8)}
+    config = replace(HEAD, **(own.get(method, {}) | changes))
     return loud(DraftHead(config, dtype=dtype, rngs=nnx.Rngs(seed)), seed)
 
 

@@ -45,7 +45,7 @@ _OWN_KEYS = {
     "speculators_version", "transformer_layer_config", "draft_vocab_size", "target_hidden_size",
     "num_aux_hidden_states", "norm_before_fc", "fc_norm", "norm_before_residual", "norm_output",
     "logit_scale", "num_speculative_tokens", "k_train", "num_depths", "embed_requires_grad",
-    "tie_word_embeddings",
+    "tie_word_embeddings", "selector_rank",
 }  # fmt: skip
 """Keys of a head that say nothing about its layers."""
 
@@ -223,6 +223,7 @@ def drafter_config(
             sliding_windows=_windows(layers, keys, qk_norm),
             logit_scale=head.number("logit_scale", 1.0, positive=True),
             trained_num_draft=_trained_num_draft(head),
+            selector_rank=head.count("selector_rank", 0, least=0),
         )
     except CheckpointError:
         raise
@@ -306,4 +307,6 @@ def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
         raw["ptd_token_id"] = config.mask_token_id
     if config.trained_num_draft is not None:
         raw["num_speculative_tokens"] = config.trained_num_draft
+    if config.selector_rank:
+        raw["selector_rank"] = config.selector_rank
     return raw

@@ -6,6 +6,7 @@ Weights stay memory-mapped until their parameter is built. Quantised weights kee
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -179,13 +180,19 @@ def save_target(model: Decoder, folder: str | Path, *, dtype: str = "bfloat16") 
 
 
 def save_head(
-    head: DraftHead, folder: str | Path, *, max_position: int, dtype: str = "bfloat16"
+    head: DraftHead,
+    folder: str | Path,
+    *,
+    max_position: int,
+    dtype: str = "bfloat16",
+    selector: bool = True,
 ) -> None:
     """Writes a head in the AWS layout (P-EAGLE) or the SafeAILab layout (EAGLE-3): `midlayer.*`.
 
-    `d2t` (int64 offsets) and `t2d` (bool) are always written, as those files have them.
+    `d2t` (int64 offsets) and `t2d` (bool) are always written, as those files have them. `selector` False leaves
+    the head's selector out, which other programs do not know.
     """
-    config = head.config
+    config = head.config if selector else replace(head.config, selector_rank=0)
     like = head_tensors(config, jnp.dtype(dtype))
     tensors = _tensors_of(head, head_layout(config, like), like)
     d2t = tensors.setdefault("d2t", np.zeros(config.draft_vocab_size, np.int64))

@@ -221,6 +221,13 @@ def _head(table: Table, config: DrafterConfig, first: str) -> None:
         table.plain(("lm_head", "weight"), ["lm_head.weight"], (config.draft_vocab_size, D))
     if config.draft_vocab_size != config.vocab_size:
         table.integers(("d2t",), "d2t", config.draft_vocab_size)
+    if config.selector_rank:
+        _selector(table, config.selector_rank, D)
+
+
+def _selector(table: Table, rank: int, D: int) -> None:
+    for name, shape in (("previous", (rank, D)), ("hidden", (rank, D)), ("out", (D, rank))):
+        table.plain(("selector", name, "weight"), [f"selector.{name}.weight"], shape)
 
 
 def head_layout(config: DrafterConfig, tensors: Mapping[str, TensorInfo]) -> Layout:

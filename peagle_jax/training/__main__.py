@@ -198,6 +198,30 @@ def _drafter(args) -> None:
     print(f"head in {args.out / 'final'}")
 
 
+def _selector(args) -> None:
+    from peagle_jax.checkpoint import load_head, load_target, save_head
+    from peagle_jax.training import selector
+    from peagle_jax.training.trainer import fit, write_provenance
+
+    target = load_target(args.target, dtype=args.dtype)
+    head = load_head(args.head, target.config, dtype=args.dtype)
+    run = _run_config(args)
+    names = "rank batch dtype attention loss_chunk eval_sequences num_draft repeat_weight max_temperature"
+    options = selector.SelectorOptions(
+        continuations=args.text,
+        num_depths=args.depths or head.config.trained_num_draft or 8,
+        **_pick(args, names),
+    )
+    task, merge = selector.make_task(head, target, options, run)
+    kept = dict(head=asdict(head.config), run=asdict(run), options=asdict(options))
+    write_provenance(args.out, kept)
+    _report_size(task)
+    params = fit(task, run)
+    _report_memory()
+    save_head(merge(params), args.out / "final", max_position=target.config.max_position)
+    print(f"head with a selector in {args.out / 'final'}")
+
+
 def _report_memory() -> None:
     import jax
 
@@ -216,6 +240,7 @@ _STAGES = {
     "target": _target,
     "continuations": _continuations,
     "drafter": _drafter,
+    "selector": _selector,
 }
 
 

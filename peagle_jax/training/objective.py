@@ -70,7 +70,7 @@ def tabulate(hidden: jax.Array, weight: jax.Array, temperature: float, chunk: in
         p = jnp.exp(log_p)
         return p.astype(hidden.dtype), (p * log_p).sum(-1), jnp.argmax(zt, -1)
 
-    return _by_chunk(one, hidden, chunk)
+    return by_chunk(one, hidden, chunk)
 
 
 def label_probabilities(x: jax.Array, weight: jax.Array, token: jax.Array, chunk: int) -> jax.Array:
@@ -80,10 +80,10 @@ def label_probabilities(x: jax.Array, weight: jax.Array, token: jax.Array, chunk
         states, labels = rows
         return jnp.exp(-Labels(labels).compare(_logits(states, weight, states.dtype))[0])
 
-    return _by_chunk(one, (x, token), chunk)
+    return by_chunk(one, (x, token), chunk)
 
 
-def _by_chunk(f, rows, chunk: int):
+def by_chunk(f, rows, chunk: int):
     """Applies `f` to chunks of rows and concatenates the results."""
     R = len(jax.tree.leaves(rows)[0])
     chunk = min(chunk, R)

@@ -14,6 +14,7 @@ the whole recipe:
   peagle-train continuations --data run/data --target run/target/final --out run/text
   peagle-train drafter --method peagle --target run/target/final --text run/text --out run/peagle --minutes 4
   peagle-train drafter --method eagle3 --target run/target/final --text run/text --out run/eagle3 --minutes 2
+  peagle-train selector --head run/peagle/final --target run/target/final --text run/text --out run/selector --minutes 2
 
 Every stage writes only under --out and goes on where it stopped when it is started again. Trained
 models lie in OUT/final in the Hugging Face layout, beside train.csv, eval.csv and curves.png.
@@ -22,7 +23,7 @@ _ZERO_IS_FINE = {
     "seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay", "repeat_weight",
     "max_temperature",
 }  # fmt: skip
-_FOLDERS = ("data", "target", "text", "init")  # made by earlier stages
+_FOLDERS = ("data", "target", "text", "init", "head")  # made by earlier stages
 
 
 def _add_run_options(parser, *, learning_rate, adam_learning_rate, microbatches, log_every):
@@ -224,6 +225,37 @@ def _add_drafter(commands):
     _add_compute_options(parser, loss_chunk=16384)
 
 
+def _add_selector(commands):
+    parser = commands.add_parser("selector", help="add a selector to a trained P-EAGLE head")
+    parser.add_argument("--head", type=Path, required=True, help="P-EAGLE head folder")
+    parser.add_argument("--target", type=Path, required=True, help="model folder")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="folder written by `continuations`"
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    group = parser.add_argument_group("what is trained")
+    group.add_argument("--rank", type=int, default=256, help="inner width (default %(default)s)")
+    group.add_argument("--depths", type=int, help="default: those of the head's training")
+    group.add_argument(
+        "--repeat-weight", type=float, default=1.0,
+        help="of anchors whose last 8 tokens occurred before in the text (default %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-temperature", type=float,
+        help="train on texts sampled at or below it; 0: greedy ones (default: all)",
+    )  # fmt: skip
+    group.add_argument("--batch", type=int, default=64, help="texts per step")
+    group.add_argument("--eval-sequences", type=int, default=512)
+    group.add_argument(
+        "--num-draft", type=int, default=7, help="drafts per round in the evaluation"
+    )
+    _add_run_options(
+        parser, learning_rate=1.5e-3, adam_learning_rate=1.5e-3, microbatches=1, log_every=50
+    )
+    parser.set_defaults(optimizer="adamw", weight_decay=0.01)
+    _add_compute_options(parser, loss_chunk=16384)
+
+
 def parser() -> argparse.ArgumentParser:
     """The argument parser; the attribute `stage` of its result names the stage."""
     made = Parser(
@@ -235,7 +267,7 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(
         required=True, metavar="stage", dest="stage", parser_class=Parser
     )
-    for add in (_add_data, _add_target, _add_continuations, _add_drafter):
+    for add in (_add_data, _add_target, _add_continuations, _add_drafter, _add_selector):
         add(commands)
     return made
 

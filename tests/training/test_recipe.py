@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from peagle_jax import EngineConfig, SamplingParams, load
+from peagle_jax.checkpoint import Checkpoint
 from peagle_jax.training import __main__ as command
 from peagle_jax.training.curves import Curves
 from tests.waiting import LIMIT
 
 SOURCE = Path(command.__file__).parents[1]
-STEPS = dict(target=80, peagle=40, eagle3=40)
+STAGES = ("data", "target", "text", "peagle", "eagle3", "selector")
+STEPS = dict(target=80, peagle=40, eagle3=40, selector=40)
 RUN = "--warmup 5 --log-every 5 --eval-every 20 --save-every 20 --dtype float32 --loss-chunk 1024"
 SHAPE = "--hidden-size 48 --layers 4 --heads 2 --kv-heads 1 --head-dim 24 --intermediate-size 96"
 
@@ -38,6 +40,10 @@ class Recipe(SimpleNamespace):
                 f"--taps 1 2 3 --depths 3 --num-draft 3 --batch 8 --eval-sequences 16 {RUN}"
             )
         lines["peagle"] += " --layers 2"
+        lines["selector"] = (
+            f"selector --head {self.peagle}/final --target {self.target}/final --text {self.text} "
+            f"--rank 16 --num-draft 3 --batch 8 --eval-sequences 16 {RUN}"
+        )
         steps = ["--steps", str(STEPS[stage])] if stage in STEPS else []
         return [*lines[stage].split(), *steps, "--out", str(out)]
 
@@ -45,7 +51,7 @@ class Recipe(SimpleNamespace):
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     root = tmp_path_factory.mktemp("recipe")
-    recipe = Recipe(**{n: root / n for n in ("data", "target", "text", "peagle", "eagle3")})
+    recipe = Recipe(**{n: root / n for n in STAGES})
     for stage, out in vars(recipe).items():
         train(recipe.command(stage, out))
     return recipe
@@ -79,13 +85,30 @@ def test_the_losses_fall(recipe, stage):
         assert {"accuracy_0", "accuracy_2", "acceptance_length"} <= heldout[0].keys()
 
 
+def test_a_selector_learns_and_leaves_the_head_as_it_is(recipe):
+    trained = rows(recipe.selector, "train")
+    assert trained[-1]["loss"] < trained[0]["loss"]
+    assert trained[-1]["accuracy"] > trained[-1]["head_accuracy"]
+    assert {"acceptance_length", "fresh_acceptance_length"} <= rows(recipe.selector, "eval")[
+        -1
+    ].keys()
+    before, after = (Checkpoint(x / "final") for x in (recipe.peagle, recipe.selector))
+    added = after.tensors.keys() - before.tensors.keys()
+    assert added == {f"selector.{name}.weight" for name in ("previous", "hidden", "out")}
+    for name in before.tensors:
+        np.testing.assert_array_equal(before.read(name), after.read(name), err_msg=name)
+    raw = json.loads((recipe.selector / "final" / "config.json").read_text())
+    assert raw.pop("selector_rank") == 16
+    assert raw == json.loads((recipe.peagle / "final" / "config.json").read_text())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@pytest.mark.parametrize("method", ["selector", "peagle", "eagle3"])
 def test_what_was_trained_generates(recipe, method):
     config = EngineConfig(num_draft=3, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
     head = getattr(recipe, method) / "final"
     params = SamplingParams(max_tokens=16)
-    engine = load(recipe.target / "final", head, method=method, config=config)
+    engine = load(recipe.target / "final", head, config=config)
     drafted = engine.generate(["def "], params)[0]
     plain = load(recipe.target / "final", method="none", config=config).generate(["def "], params)
     assert drafted.tokens == plain[0].tokens
@@ -118,6 +141,8 @@ def test_a_head_can_be_trained_further(recipe, tmp_path):
         ("peagle", "--init {eagle3}/final", "has method eagle3, not peagle"),
         ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),
         ("eagle3", "--segments 2", "--segments cuts"),
+        ("selector", "--head {eagle3}/final", "EAGLE-3 sees its earlier drafts"),
+        ("selector", "--batch 500", "is more than there are texts"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(recipe, capsys, stage, options, message):

@@ -1,0 +1,279 @@
+"""Training of a P-EAGLE head's selector. Target and head stay as they are.
+
+The loss is the cross entropy of the text's token among the candidates of a deep draft, given the text's
+token before it. A token that is not among the candidates has no loss: the selector cannot choose it.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pallas_kernels import dispatch
+from peagle_jax.config import ConfigError
+from peagle_jax.drafter import DraftHead, candidate_scores
+from peagle_jax.models import Decoder
+from peagle_jax.selector import CANDIDATES, Selector, top, walk
+from peagle_jax.training.acceptance import earlier, leading, repeats
+from peagle_jax.training.acceptance import walk as simulate
+from peagle_jax.training.attention import Backend
+from peagle_jax.training.drafter import all_rows, load_text
+from peagle_jax.training.objective import by_chunk
+from peagle_jax.training.passes import (
+    DrafterOptions,
+    Text,
+    run_target,
+    slot_is_trained,
+    text_rows,
+)
+from peagle_jax.training.target import unembedding
+from peagle_jax.training.texts import blocks_of
+from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
+
+_RATE, _MIN_RATE = 0.8, 0.2  # texts kept from depth to depth, as for the head
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectorOptions:
+    """Options of selector training. `num_depths` is K_train: depths 1.. are trained."""
+
+    continuations: Path
+    rank: int
+    batch: int
+    num_depths: int
+    dtype: str
+    attention: Backend
+    loss_chunk: int
+    eval_sequences: int
+    num_draft: int  # J of the simulated acceptance length
+    repeat_weight: float = 1.0  # of anchors in text that occurred before
+    max_temperature: float | None = None  # of the texts; None takes all
+
+    def passes(self, num_depths: int) -> DrafterOptions:
+        """Options of the head's pass over texts."""
+        return DrafterOptions(
+            continuations=self.continuations, batch=self.batch, num_depths=num_depths, rate=_RATE,
+            min_rate=_MIN_RATE, step_decay=1.0, freeze_lm_head=True, dtype=self.dtype,
+            attention=self.attention, query_chunk=None, loss_chunk=self.loss_chunk,
+            eval_sequences=self.eval_sequences, num_draft=self.num_draft, elements="texts",
+            repeat_weight=self.repeat_weight,
+        )  # fmt: skip
+
+
+def with_selector(head: DraftHead, selector: Selector, rank: int) -> DraftHead:
+    """The head with a selector of this rank; the other weights are shared."""
+    made = nnx.clone(head)
+    made.config = replace(head.config, selector_rank=rank)
+    made.selector = nnx.data(selector)
+    return made
+
+
+def _tables(head: DraftHead, target: Decoder) -> tuple[jax.Array, jax.Array]:
+    """Embedding [V, D] by target ids, and unembedding [Vd, D] by draft ids, of a head."""
+    embed = target.embed if head.embed is None else head.embed
+    rows = unembedding(target) if head.lm_head is None else head.lm_head.weight[...]
+    return embed.weight[...], rows
+
+
+def _start(head: DraftHead, target: Decoder, rank: int, seed: int) -> tuple[Params, dict]:
+    """(first weights, units): a selector's matrix is its weight times its unit.
+
+    Embeddings and unembeddings of different models have different scales; in these units one learning
+    rate suits all. Edges start at zero.
+    """
+    D = head.config.hidden_size
+    before, after = (float(jnp.std(x.astype(jnp.float32))) for x in _tables(head, target))
+    normal = lambda key: D**-0.5 * jax.random.normal(key, (rank, D), jnp.float32)
+    keys = jax.random.split(jax.random.key(seed))
+    weights = {
+        "previous.weight": normal(keys[0]),
+        "hidden.weight": normal(keys[1]),
+        "out.weight": jnp.zeros((D, rank), jnp.float32),
+    }
+    return weights, {"previous.weight": 1 / before, "hidden.weight": 1.0, "out.weight": 1 / after}
+
+
+class _Deep(NamedTuple):
+    """Deep rows of a batch, N of them."""
+
+    ids: jax.Array  # [N, C] candidates, draft ids
+    logits: jax.Array  # [N, C] float32
+    place: jax.Array  # [N] int32, the text's token among the candidates; -1: it is not
+    hidden: jax.Array  # [N, D], normed
+    before: jax.Array  # [N] int32, the text's token before
+    weight: jax.Array  # [N] float32, 0 without a loss
+
+
+def _deep_rows(
+    head: DraftHead, target: Decoder, text: Text, key, options: SelectorOptions
+) -> _Deep:
+    """The head's deep rows over a batch; the first texts of a random order are read to greater depths."""
+    order = jax.random.permutation(key, len(text.tokens))
+    text = Text(*(x[order] for x in text))
+    run = run_target(target, text, _taps(head, target), options.attention)
+    blocks = blocks_of(len(text.tokens), options.num_depths, _RATE, _MIN_RATE)
+    passes = options.passes(options.num_depths)
+    rows = text_rows(head, target, run, slot_is_trained(text), blocks, passes)
+    deep = len(text.tokens)  # rows of depth 0, before these, see the token before them
+    out, at, importance = (
+        x[deep:].reshape(-1, *x.shape[2:]) for x in (rows.out, rows.at, rows.importance)
+    )
+    following = jnp.pad(run.tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)[at]
+
+    def one(piece):
+        out, wanted = piece
+        logits = head.logits(target, out)
+        ids = top(logits, min(CANDIDATES, logits.shape[-1]))
+        is_wanted = head.to_target_ids(ids) == wanted[:, None]
+        place = jnp.where(is_wanted.any(-1), jnp.argmax(is_wanted, -1), -1)
+        return ids, jnp.take_along_axis(logits, ids, axis=-1), place, head.norm(out)
+
+    found = by_chunk(one, (out, following), options.loss_chunk)
+    before = run.tokens.reshape(-1)[at]
+    return _Deep(*found, before, jnp.where(found[2] >= 0, importance, 0.0))
+
+
+def _taps(head: DraftHead, target: Decoder) -> tuple[int, ...]:
+    return head.config.taps or target.config.default_taps
+
+
+def _scored(selector: Selector, tables, options: SelectorOptions, deep: _Deep):
+    """(loss, metrics) of deep rows; see `trainer.Task`."""
+    embedding, columns = tables
+
+    @jax.checkpoint
+    def one(piece: _Deep):
+        edges = selector(embedding[piece.before][:, None], piece.hidden, columns[piece.ids])
+        scores = piece.logits + edges[:, 0]
+        at = jnp.maximum(piece.place, 0)[:, None]
+        loss = -jnp.take_along_axis(jax.nn.log_softmax(scores), at, axis=-1)[:, 0]
+        right = [jnp.argmax(x, -1) == piece.place for x in (scores, piece.logits)]
+        return [x * piece.weight for x in (loss, *right)]
+
+    loss, right, right_before = (x.sum() for x in by_chunk(one, deep, options.loss_chunk))
+    count = deep.weight.sum()
+    return loss, (count, dict(accuracy=(right, count), head_accuracy=(right_before, count)))
+
+
+def selected(head: DraftHead, target: Decoder, text: Text, options: SelectorOptions) -> jax.Array:
+    """Which drafts of a head with a selector are the target's choices: [B, num_draft, S] bool."""
+    run = run_target(target, text, _taps(head, target), options.attention)
+    valid = slot_is_trained(text)
+    rows = all_rows(head, target, run, valid, options.passes(options.num_draft))
+    B, S = valid.shape
+    by_depth = lambda x: x.reshape(B, -1, S, *x.shape[2:])
+    chains = lambda x: jnp.moveaxis(by_depth(x), 1, 2).reshape(B * S, -1, *x.shape[2:])
+    choices = by_chunk(
+        lambda rows: jnp.argmax(rows @ unembedding(target).T, axis=-1),
+        run.normed.reshape(B * S, -1),
+        options.loss_chunk,
+    )
+
+    def one(piece):
+        out, at = piece  # [N, J, D], [N, J]
+        ids, scores = candidate_scores(head, target, out, head.logits(target, out))
+        taken = walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+        drafts = jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
+        return head.to_target_ids(drafts) == choices[at]
+
+    size = max(1, options.loss_chunk // options.num_draft)
+    match = by_chunk(one, (chains(rows.out), chains(rows.at)), size)
+    return jnp.moveaxis(match.reshape(B, S, -1), 1, 2) & by_depth(rows.used)
+
+
+def _evaluation(evaluate_batch, heldout: Text, options: SelectorOptions) -> dict[str, float]:
+    """Loss and simulated acceptance lengths on held-out greedy texts.
+
+    Args:
+      evaluate_batch: function from texts to (`selected`, sum of the losses, sum of their weights).
+    """
+    size, count = _evaluated(options, heldout)
+    pieces = (Text(*(x[i : i + size] for x in heldout)) for i in range(0, count, size))
+    parts = [jax.device_get(evaluate_batch(piece)) for piece in pieces]
+    match, losses, counts = (np.stack(part) for part in zip(*parts, strict=True))
+    match = match.reshape(count, *match.shape[2:])
+    seen = repeats([earlier(row) for row in heldout.tokens[:count]], match.shape[2])
+    run = leading(match, options.num_draft)
+    rounds = simulate(run, heldout.prompt[:count], heldout.length[:count])
+    fresh = rounds.take(~seen[rounds.text, rounds.slot])
+    return dict(
+        loss=float(losses.sum() / max(counts.sum(), 1)),
+        acceptance_length=rounds.acceptance_length,
+        fresh_acceptance_length=fresh.acceptance_length,
+    )
+
+
+def _evaluated(options: SelectorOptions, heldout: Text) -> tuple[int, int]:
+    """(texts at once, texts in all) of an evaluation."""
+    size = max(1, options.batch // 4)
+    return size, min(options.eval_sequences, len(heldout.tokens)) // size * size
+
+
+def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: RunConfig):
+    """Builds the `Task`. Also returns the function from trained weights to the finished head.
+
+    Raises:
+      ConfigError: a head that cannot have a selector, or options that do not fit the texts.
+    """
+    if head.config.method != "peagle":
+        raise ConfigError("a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts")
+    if any(head.config.sliding_windows or ()):
+        raise ConfigError("a selector cannot be trained for a head with sliding windows")
+    text = load_text(options.continuations, "train", options.max_temperature)
+    heldout = load_text(options.continuations, "heldout")
+    rows = len(text.tokens)
+    if rows < options.batch or not _evaluated(options, heldout)[1]:
+        raise ConfigError(f"--batch {options.batch} is more than there are texts; lower it")
+    params, units = _start(head, target, options.rank, run.seed)
+    config = replace(head.config, selector_rank=options.rank)
+    empty = nnx.eval_shape(lambda: Selector(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    merge = split_model(empty)[1]
+    scaled = lambda params: {name: units[name] * leaf for name, leaf in params.items()}
+    weights, merge_models = split_model(_Models(head, target))
+    constants = cast(weights, options.dtype)
+
+    def loss(params, constants, text, key):
+        models = merge_models(constants)
+        deep = _deep_rows(models.head, models.target, text, key, options)
+        selector = merge(cast(scaled(params), options.dtype))
+        tables = _tables(models.head, models.target)
+        return _scored(selector, tables, options, jax.lax.stop_gradient(deep))
+
+    @jax.jit
+    def evaluate_batch(params, constants, text):
+        with dispatch.references():  # as in training
+            models = merge_models(constants)
+            selector = merge(cast(scaled(params), options.dtype))
+            made = with_selector(models.head, selector, options.rank)
+            deep = _deep_rows(made, models.target, text, jax.random.key(0), options)
+            loss, (count, _) = _scored(selector, _tables(made, models.target), options, deep)
+            return selected(made, models.target, text, options), loss, count
+
+    def batch(step: int) -> Text:
+        epoch, at = divmod(step, rows // options.batch)
+        order = np.random.default_rng((run.seed, epoch)).permutation(rows)
+        chosen = np.sort(order[at * options.batch : (at + 1) * options.batch])
+        return Text(*(x[chosen] for x in text))
+
+    task = Task(
+        params=params,
+        loss=loss,
+        constants=constants,
+        batch=batch,
+        evaluate=lambda params: _evaluation(
+            lambda text: evaluate_batch(params, constants, text), heldout, options
+        ),
+        tokens_per_step=options.batch * text.tokens.shape[1],
+    )
+    return task, lambda params: with_selector(head, merge(scaled(params)), options.rank)
+
+
+class _Models(nnx.Module):
+    """A head and its target as one tree of weights."""
+
+    def __init__(self, head: DraftHead, target: Decoder):
+        self.head, self.target = head, target
