@@ -20,7 +20,8 @@ def acceptance(options: Options, environment: dict) -> list[dict]:
     ]
     params = sampling(options)
     concurrency = min(options.concurrency, max(len(prompts) for _, prompts in sets))
-    config = EngineConfig(max_num_seqs=concurrency, max_model_len=options.max_model_len)
+    sizes = dict(max_num_seqs=concurrency, max_model_len=options.max_model_len)
+    config = EngineConfig(**sizes, **options.drafting())
     chosen = [(name, *models.runnable(name, prompts, params, config)) for name, prompts in sets]
     done = []
     num_prompts = sum(len(prompts) for _, prompts, _ in chosen)
@@ -34,7 +35,7 @@ def acceptance(options: Options, environment: dict) -> list[dict]:
                     engine, prompts, params, concurrency=concurrency, on_finished=bar.update
                 )
                 row = {
-                    "kind": "acceptance",
+                    **options.drafting_row("acceptance"),
                     **models.identity(
                         options, prompts=name, variant=(method, num_draft), concurrency=concurrency
                     ),

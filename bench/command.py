@@ -266,6 +266,35 @@ class SweepOptions(ModelOptions):
     ignore_eos: bool = option("go on after the end-of-text token", default=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftingOptions(SweepOptions):
+    """Of a sweep that may also change how heads draft and how drafts are verified."""
+
+    draft_sampling: str = option(
+        "above temperature 0: draft the head's likeliest tokens, or draw them", default="argmax",
+        choices=("argmax", "sample"),
+    )  # fmt: skip
+    verify_method: str = option(
+        "accept sampled drafts one by one, or in a block", default="token",
+        choices=("token", "block"),
+    )  # fmt: skip
+    no_selector: bool = option("ignore the head's selector", default=False)
+
+    def drafting(self) -> dict[str, object]:
+        """Fields of `EngineConfig`."""
+        return dict(
+            draft_sampling=self.draft_sampling,
+            verify_method=self.verify_method,
+            selector=not self.no_selector,
+        )
+
+    def drafting_row(self, kind: str) -> dict[str, object]:
+        """Fields of a row: its kind, "drafting" with what differs from an engine's defaults, if anything does."""
+        default = EngineConfig()
+        changed = {k: v for k, v in self.drafting().items() if v != getattr(default, k)}
+        return {"kind": "drafting" if changed else kind, **changed}
+
+
 def check_num_drafts(some: Sequence[int]) -> None:
     """Raises `ConfigError` for more drafts than a round can have."""
     for k in some:

@@ -96,6 +96,7 @@ class _Sweep:
             max_num_seqs=max(options.concurrency),
             max_model_len=options.max_model_len,
             prefill_rows=options.prefill_rows,
+            **options.drafting(),
         )
         pool, left_out = models.runnable(name, pool, sampling(options), config)
         return cls(models, options, config, name, pool, left_out, {})
@@ -140,7 +141,9 @@ class _Sweep:
         median = by_speed[len(by_speed) // 2]
         cell = (variant.method, variant.num_draft)
         row = {
-            "kind": "throughput" if self.options.adaptive == ("off",) else "adaptive",
+            **self.options.drafting_row(
+                "throughput" if self.options.adaptive == ("off",) else "adaptive"
+            ),
             **self.models.identity(
                 self.options, prompts=self.name, variant=cell, concurrency=concurrency
             ),
@@ -150,7 +153,7 @@ class _Sweep:
         speeds = [one.as_row()["tokens_per_second"] for one in measured]
         if len(measured) > 1:
             row["tokens_per_second_of_repeats"] = speeds
-        if row["kind"] == "adaptive":
+        if self.options.adaptive != ("off",):
             row["adaptive"] = variant.adaptive
         if variant.adaptive != "off":
             sizes = engine.config.batch_buckets

@@ -98,6 +98,18 @@ def _add_model_options(add: Callable) -> None:
         "verify only likely drafts in batches of 16 or more; off: K is fixed (default: load with --concurrency above 1, but off with --compare and with RANGES)",
     )  # fmt: skip
     add(
+        "--selector", action=argparse.BooleanOptionalAction, default=True,
+        help="let the head's selector choose the drafts, where the head has one (default)",
+    )  # fmt: skip
+    add(
+        "--draft-sampling", choices=("argmax", "sample"), default="argmax",
+        help="above temperature 0: draft the head's likeliest tokens, or draw them (default: argmax)",
+    )  # fmt: skip
+    add(
+        "--verify-method", choices=("token", "block"), default="token",
+        help="accept sampled drafts one by one, or in a block: never fewer (default: token)",
+    )  # fmt: skip
+    add(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
         help="auto: bfloat16 on GPUs and TPUs, float32 on CPUs",
     )  # fmt: skip

@@ -144,6 +144,15 @@ class Settings(BaseSettings):
         "likely to be accepted; off: they are fixed "
         "(default: load, off with num-speculative-tokens-per-batch-size)",
     )
+    selector: bool = _option(
+        True, "let the head's selector choose the drafts, where the head has one (default: on)"
+    )
+    draft_sampling: Literal["argmax", "sample"] = _option(
+        "argmax", "above temperature 0: draft the head's likeliest tokens, or draw them"
+    )
+    verify_method: Literal["token", "block"] = _option(
+        "token", "accept sampled drafts one by one, or in a block: never fewer"
+    )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
     max_waiting: Int = _option(
@@ -362,6 +371,9 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
         num_draft=settings.num_speculative_tokens,
         draft_schedule=schedule,
         adaptive=draft_schedule.adaptive_or_default(settings.adaptive, schedule),
+        draft_sampling=settings.draft_sampling,
+        verify_method=settings.verify_method,
+        selector=settings.selector,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,

@@ -129,7 +129,7 @@ def test_plain_decoding_equals_recomputing_everything(engine_of, naive):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_draft", [5, 2, 7, 1])
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@pytest.mark.parametrize("method", ["peagle", "selector", "eagle3"])
 def test_output_is_unchanged_by_a_random_head(engine_of, naive, method, num_draft):
     assert run(engine_of(method, num_draft)) == naive
 
@@ -168,7 +168,7 @@ def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("method", ["peagle", "none", "eagle3"])
+@pytest.mark.parametrize("method", ["selector", "none", "peagle", "eagle3"])
 def test_output_is_unchanged_by_preemption(target, naive, method):
     head = None if method == "none" else tiny.head(method)
     config = engine_config(num_draft=0 if head is None else 3, num_pages=34, max_num_seqs=4)
@@ -178,7 +178,7 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("method", ["peagle", "none", "eagle3"])
+@pytest.mark.parametrize("method", ["selector", "peagle", "none", "eagle3"])
 def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
     """Sampled tokens and counts too: no token is drawn a second way, and the next drafts are the same."""
     head, num_draft = (None, 0) if method == "none" else (tiny.head(method), 3)
@@ -239,10 +239,10 @@ def test_bfloat16_differs_only_at_ties(target):
             assert best - second < 0.1, f"parted at token {parted[0]} without a tie"
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
-def test_sampled_output_has_the_targets_law(method, draft_sampling, num_cases):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("drafts", ["block", "sample", "argmax"])
+@pytest.mark.parametrize("method", ["selector", "peagle", "eagle3"])
+def test_sampled_output_has_the_targets_law(method, drafts, num_cases):
     """Joint law of the first three tokens after a prompt, vocabulary 4, against exact probabilities.
 
     6000 requests or more over 64 outcomes; at level 1e-3 a test of this size finds an effect of w = 0.12
@@ -255,7 +255,8 @@ def test_sampled_output_has_the_targets_law(method, draft_sampling, num_cases):
     count = num_cases("sampled texts against the target's law", 6000, least=6000)
     config = EngineConfig(
         num_draft=2, max_num_seqs=64, max_model_len=16, page_size=4, prefill_chunk=8,
-        prefill_rows=16, draft_sampling=draft_sampling, max_logprobs=0, max_waiting=count,
+        prefill_rows=16, draft_sampling="argmax" if drafts == "argmax" else "sample",
+        verify_method="block" if drafts == "block" else "token", max_logprobs=0, max_waiting=count,
     )  # fmt: skip
     engine = one_bucket(Engine(target, head, config))
     params = [SamplingParams(max_tokens=3, temperature=temperature, seed=s) for s in range(count)]

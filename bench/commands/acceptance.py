@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bench.command import (
     Command,
-    SweepOptions,
+    DraftingOptions,
     exit_code,
     methods_option,
     option,
@@ -18,7 +18,7 @@ SETS_HELP = "prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SweepOptions):
+class Options(DraftingOptions):
     methods: tuple[str, ...] = methods_option(("eagle3", "peagle"))
     sets: tuple[str, ...] = option(
         SETS_HELP, default=("HumanEval", "MT-Bench"), nargs="+", metavar="SET"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bench.command import (
     Command,
-    SweepOptions,
+    DraftingOptions,
     adaptive_option,
     list_of_positive,
     option,
@@ -16,7 +16,7 @@ from bench.commands.acceptance import SETS_HELP, sweep_table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SweepOptions):
+class Options(DraftingOptions):
     set: str = option(SETS_HELP, default="HumanEval", metavar="SET")
     concurrency: tuple[int, ...] = option(
         "requests at once", default=(1, 2, 4, 8, 16, 32), type=list_of_positive, metavar="N,N"

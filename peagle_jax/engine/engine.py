@@ -33,7 +33,7 @@ from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.step import AcceptRule, init_state
 from peagle_jax.text import StopChecker, Tokenizer
-from peagle_jax.verify import verify
+from peagle_jax.verify import verify, verify_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Engine:
       tokenizer: needed for text prompts and stop strings.
       drafter: a drafter to use instead of the one built from `head` (notebooks, tests); its `num_draft`
         is replaced by that of each call. If `head` is None it receives neither taps nor a cache.
-      accept: the acceptance rule.
+      accept: the acceptance rule; None: that of `config.verify_method`.
       times: what rounds take, for `config.adaptive`; None: they are measured.
     """
 
@@ -60,7 +60,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
-        accept: AcceptRule = verify,
+        accept: AcceptRule | None = None,
         times: RoundTimes | None = None,
     ):
         if config.num_draft == 0 or (head is None and drafter is None):
@@ -76,7 +76,9 @@ class Engine:
         self.drafter_config = head_config
         taps: tuple[int, ...] = ()
         if head is not None:
-            drafter = drafter or make_drafter(head, config.num_draft, config.draft_sampling)
+            drafter = drafter or make_drafter(
+                head, config.num_draft, config.draft_sampling, selector=config.selector
+            )
             taps = head.config.taps or target.config.default_taps
             trained = head.config.trained_num_draft
             if trained is not None and config.num_draft > trained:
@@ -93,6 +95,8 @@ class Engine:
         if tokenizer is not None:
             vocab_size, eos_ids = target.config.vocab_size, target.config.eos_ids
             self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
+        if accept is None:
+            accept = verify_blocks if config.verify_method == "block" else verify
         self.programs = Programs(target, drafter, self.config, taps=taps, accept=accept)
         self._timer = None
         self.policy: LoadPolicy | None = None
