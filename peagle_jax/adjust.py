@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax.flat_rows import FlatRows
+from peagle_jax.parallel import vocabulary
 from peagle_jax.plan import ControlsPlan, RequestParams
 from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS
 
@@ -135,18 +136,22 @@ def adjusted(
     Returns:
       Logits of the same shape, -inf for forbidden tokens.
     """
-    V = logits.shape[-1]
     spread = _Spread(positions.shape[1], rows)
     own = jax.tree.map(lambda leaf: leaf[given.slots], given.controls)
     is_adjusted = spread.values(params.adjusts) > 0
-    bias = spread.vectors(_bias(own))
+    bias = spread.vectors(vocabulary.columns(_bias(own)))
     penalised = _penalised(logits + jnp.where(bias > -jnp.inf, bias, 0.0), drafts, own, spread)
-    kept = jnp.ones(logits.shape, jnp.bool)
+    vocab_size = own.counts.shape[-1]
+    kept = vocabulary.is_real(logits.shape, vocab_size)
     if given.mask is not None:
-        kept = (spread.values(given.constrained) == 0) | _allowed(spread.rows(given.mask), V)
+        kept = (spread.values(given.constrained) == 0) | _allowed(
+            spread.rows(given.mask), vocab_size
+        )
     kept = _narrowed(kept, ~is_adjusted | (bias > -jnp.inf))
     early = spread.rows(positions)[..., None] < spread.values(own.min_end)
-    kept = _narrowed(kept, ~(is_adjusted & early & spread.vectors(_is_end(own))))
+    kept = _narrowed(
+        kept, ~(is_adjusted & early & spread.vectors(vocabulary.columns(_is_end(own))))
+    )
     return jnp.where(kept, jnp.where(is_adjusted, penalised, logits), -jnp.inf)
 
 
@@ -178,7 +183,7 @@ class _Spread(NamedTuple):
 def _narrowed(kept: jax.Array, allowed: jax.Array) -> jax.Array:
     """`kept & allowed` [..., V], or `kept` in rows where that would leave no token."""
     both = kept & allowed
-    return jnp.where(both.any(-1, keepdims=True), both, kept)
+    return jnp.where(vocabulary.any_of(both), both, kept)
 
 
 def _bias(own: Controls) -> jax.Array:
@@ -196,18 +201,18 @@ def _is_end(own: Controls) -> jax.Array:
 
 
 def _allowed(mask: jax.Array, vocab_size: int) -> jax.Array:
-    """[..., V] bool from the bits of `mask` [..., mask_words(V)] int32."""
+    """[..., V] bool from the bits of `mask` [..., mask_words(V)] int32; V is `vocab_size`."""
     bits = (mask[..., None] >> jnp.arange(32)) & 1
-    return bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size] > 0
+    return vocabulary.columns(bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size] > 0)
 
 
 def _penalised(logits: jax.Array, drafts: jax.Array, own: Controls, spread: _Spread) -> jax.Array:
     """Logits under the penalties of their rows."""
     rule, V = spread.values, logits.shape[-1]
-    counts = spread.vectors(own.counts).astype(jnp.int32)
+    counts = spread.vectors(vocabulary.columns(own.counts)).astype(jnp.int32)
     for i in range(drafts.shape[1]):
-        counts += (rule(drafts[:, i]) == jnp.arange(V)) & (spread.index > i)
-    seen = spread.vectors(own.in_prompt) | (counts > 0)
+        counts += (rule(drafts[:, i]) == vocabulary.ids(V)) & (spread.index > i)
+    seen = spread.vectors(vocabulary.columns(own.in_prompt)) | (counts > 0)
     ratio = jnp.where(seen, rule(own.repetition), 1.0)
     logits = jnp.where(logits > 0, logits / ratio, logits * ratio)
     logits -= rule(own.frequency) * counts

@@ -280,6 +280,8 @@ class EngineConfig:
       prefix_caching: keep the pages of earlier prompts and outputs, and prefill only what follows them.
       max_logprobs: maximum number of alternatives per token for requests with logprobs.
       prompt_logprobs: compile a second prefill program, for requests with `prompt_logprobs`.
+      tensor_parallel: N, devices that run every step together (docs/parallel.md).
+      check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: on GPUs.
       dtype: dtype of weights and activations.
       kv_cache_dtype: "auto" stores K and V as `dtype`, "fp8" as e4m3 with scale 1.
@@ -302,12 +304,14 @@ class EngineConfig:
     prefix_caching: bool = True
     max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
     prompt_logprobs: bool = False
+    tensor_parallel: int = 1
+    check_replicas: bool = False
     greedy_rounds: bool | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     def __post_init__(self):
-        sizes = "max_num_seqs max_model_len page_size max_waiting"
+        sizes = "max_num_seqs max_model_len page_size max_waiting tensor_parallel"
         for name in f"{sizes} prefill_chunk prefill_rows prefill_calls".split():
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -27,6 +27,7 @@ from peagle_jax.layers import (
     kept,
     rope_angles,
 )
+from peagle_jax.parallel import vocabulary
 from peagle_jax.sampling import draft_keys, probabilities, sample_rows
 from peagle_jax.selector import CANDIDATES, Selector, rows_of, sampled_walk, top, walk
 from peagle_jax.survival import confidence_of
@@ -143,7 +144,7 @@ class DraftHead(nnx.Module):
         return delta.added_to(h), new_cache
 
     def logits(self, target, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> float32 logits over the draft vocabulary [..., Vd]."""
+        """[..., D] -> float32 logits over the draft vocabulary [..., Vd], see `parallel.vocabulary`."""
         normed = self.norm(hidden)
         if self.lm_head is not None:
             out = self.lm_head(normed, out_dtype=jnp.float32)
@@ -151,6 +152,7 @@ class DraftHead(nnx.Module):
             out = target.lm_head(normed, out_dtype=jnp.float32)
         else:
             out = target.embed.unembed(normed)
+        out = vocabulary.real(out, self.config.draft_vocab_size)
         return out * self.config.logit_scale if self.config.logit_scale != 1.0 else out
 
     def edges(self, target, hidden: jax.Array, candidates: jax.Array) -> jax.Array:
@@ -242,14 +244,15 @@ def _choose(
     """Drafts from logits [B, J, Vd]; `positions` [B, J] are the positions of the drafted tokens."""
     confidence = confidence_of(logits)
     if sampling == "argmax":
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = vocabulary.argmax(logits).astype(jnp.int32)
         return Proposal(head.to_target_ids(best), None, confidence)
     probs = probabilities(logits, inputs.temperature[:, None])
     ids = sample_rows(probs, _keys(inputs, positions))
     if head.d2t is not None:
-        target_ids = head.to_target_ids(jnp.arange(logits.shape[-1]))
+        probs = vocabulary.whole(probs, head.config.draft_vocab_size)
+        target_ids = head.to_target_ids(jnp.arange(probs.shape[-1]))
         wide = jnp.zeros((*probs.shape[:-1], head.config.vocab_size), probs.dtype)
-        probs = wide.at[..., target_ids].set(probs)
+        probs = vocabulary.columns(wide.at[..., target_ids].set(probs))
     return Proposal(head.to_target_ids(ids), probs, confidence)
 
 

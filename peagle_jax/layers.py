@@ -20,6 +20,7 @@ from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.rope_write.api import Form
 from pallas_kernels.rope_write.reference import apply_rope
 from peagle_jax.config import AttentionConfig
+from peagle_jax.parallel import partition
 from peagle_jax.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
@@ -57,7 +58,8 @@ INIT_STD = 0.02
 class Delta(NamedTuple):
     """A block's addition to the residual stream, as unsummed parts; the next norm sums them as it reads.
 
-    Two forms. Dense: `values` float32 [S, ..., D], to be summed over S (K-splits). Routed: `values` is a
+    Two forms. Dense: `values` [S, ..., D], float32 K-splits or the parts of several devices in the dtype
+    of the stream, to be summed over S. Routed: `values` is a
     buffer [P, D], float32 or bfloat16; row r of the stream adds the sum over s of
     `weights[s, r] * values[rows[s, r]]`, with `weights` float32 and `rows` int32 [S, R'] (R' >= R,
     surplus columns are ignored).
@@ -70,7 +72,7 @@ class Delta(NamedTuple):
     def added_to(self, h: jax.Array) -> jax.Array:
         """h [..., D] plus the sum, in float32, rounded once to h's dtype."""
         if self.rows is None:
-            total = add_in_order(self.values)
+            total = add_in_order(self.values.astype(jnp.float32))
         else:
             R = h.size // h.shape[-1]
             parts = self.values[self.rows[:, :R]] * self.weights[:, :R, None]
@@ -99,11 +101,12 @@ class Linear(nnx.Module):
         return partial_products(x, self.weight[...], scale=scale)
 
     def delta(self, x: jax.Array) -> Delta:
-        """The layer's output as a `Delta`."""
-        parts = self.parts(x)
+        """The layer's output as a `Delta`; with several devices each multiplies its own columns of x."""
+        parts = partition.parts_of_all(self.parts(x), x.dtype)
         if self.bias is None:
             return Delta(parts)
-        return Delta((add_in_order(parts) + self.bias[...].astype(jnp.float32))[None])
+        total = add_in_order(parts.astype(jnp.float32))
+        return Delta((total + self.bias[...].astype(jnp.float32))[None])
 
 
 class RMSNorm(nnx.Module):
@@ -131,10 +134,15 @@ class Embed(nnx.Module):
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (vocab, width), dtype))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.weight[...][tokens]
+        if partition.size() == 1:
+            return self.weight[...][tokens]
+        rows = self.weight.shape[0]  # of this device
+        local = jnp.clip(tokens - partition.rank() * rows, 0, rows - 1)
+        found = partition.gathered(self.weight[...][local])
+        return jnp.take_along_axis(found, (tokens // rows)[None, ..., None], axis=0)[0]
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> float32 logits [..., V]."""
+        """[..., D] -> float32 logits [..., V], of this device's rows."""
         return linear(hidden, self.weight[...], out_dtype=jnp.float32)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from peagle_jax.parallel import vocabulary
 from peagle_jax.sampling import at_tokens
 
 BLOCK = 64
@@ -37,9 +38,8 @@ def score_prompt(
       num_top: n, most likely tokens to report.
     """
 
-    def score(block):
-        hidden, tokens = block
-        logprobs = jax.nn.log_softmax(unembed(hidden), axis=-1)
+    def score(logits, tokens):
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
         chosen = at_tokens(logprobs, tokens)
         ranks = 1 + (logprobs > chosen[..., None]).sum(-1, dtype=jnp.int32)
         top, ids = lax.top_k(logprobs, num_top)
@@ -50,6 +50,7 @@ def score_prompt(
     padding = -(R * T) % size
     rows = jnp.pad(hidden.reshape(R * T, D), ((0, padding), (0, 0))).reshape(-1, size, D)
     tokens = jnp.pad(following.reshape(R * T), (0, padding)).reshape(-1, size)
-    scores = lax.map(score, (rows, tokens))
+    block = lambda rows, tokens: vocabulary.by_rows(score, unembed(rows), tokens)
+    scores = lax.map(lambda args: block(*args), (rows, tokens))
     unpad = lambda x: x.reshape(-1, *x.shape[2:])[: R * T].reshape(R, T, *x.shape[2:])
     return jax.tree.map(unpad, scores)

@@ -8,6 +8,7 @@ token's randomness does not depend on batching or preemption, and the three draw
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.plan import RequestParams
 
 _PROPOSE, _ACCEPT, _EMIT = 0, 1, 2
@@ -59,7 +60,7 @@ def emit_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
 
 def at_tokens(rows: jax.Array, tokens: jax.Array) -> jax.Array:
     """Gathers `rows[..., token]`: rows [..., V] and tokens [...] -> [...]."""
-    return jnp.take_along_axis(rows, tokens[..., None], axis=-1)[..., 0]
+    return vocabulary.at_tokens(rows, tokens)
 
 
 def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
@@ -72,11 +73,14 @@ def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
       [...] int32.
     """
     V = weights.shape[-1]
-    draw = lambda key: jax.random.gumbel(key, (V,), jnp.float32)
+    if (n := partition.size()) == 1:
+        draw = lambda key: jax.random.gumbel(key, (V,), jnp.float32)
+    else:  # the noise of a token does not depend on the number of devices
+        draw = lambda key: vocabulary.columns(jax.random.gumbel(key, (n * V,), jnp.float32))
     for _ in range(keys.ndim):
         draw = jax.vmap(draw)
     # Gumbel-max. log(0) = -inf, so a token of weight 0 is never sampled.
-    return jnp.argmax(jnp.log(weights) + draw(keys), axis=-1).astype(jnp.int32)
+    return vocabulary.argmax(jnp.log(weights) + draw(keys)).astype(jnp.int32)
 
 
 def _scaled(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -85,7 +89,7 @@ def _scaled(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     Without the shift a temperature near zero would overflow.
     """
     logits = logits.astype(jnp.float32)
-    return (logits - logits.max(-1, keepdims=True)) / _nonzero(temperature)[..., None]
+    return (logits - vocabulary.maximum(logits)[..., None]) / _nonzero(temperature)[..., None]
 
 
 def _nonzero(temperature: jax.Array) -> jax.Array:
@@ -110,10 +114,14 @@ def cutoffs(
     Returns:
       [...] float32, -inf for rows without filters.
     """
-    V, shape = logits.shape[-1], logits.shape[:-1]
-    temperature, top_k, top_p, min_p = (
-        jnp.broadcast_to(rule, shape) for rule in (temperature, top_k, top_p, min_p)
-    )
+    rules = (temperature, top_k, top_p, min_p)
+    rules = (jnp.broadcast_to(rule, logits.shape[:-1]) for rule in rules)
+    return vocabulary.by_rows(_cutoffs, logits, *rules)
+
+
+def _cutoffs(logits, temperature, top_k, top_p, min_p) -> jax.Array:
+    """`cutoffs` of rows with all their columns; the rules are [...]."""
+    V = logits.shape[-1]
     ordered = -jnp.sort(-_scaled(logits, temperature), axis=-1)
     limit = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)[..., None]
     in_top_k = jnp.arange(V) < limit
@@ -140,9 +148,9 @@ def probabilities(
       [..., V] float32 rows that sum to 1.
     """
     temperature = jnp.broadcast_to(temperature, logits.shape[:-1])
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    greedy = vocabulary.one_hot(vocabulary.argmax(logits), logits.shape[-1], jnp.float32)
     weights = _exp_kept(_scaled(logits, temperature), cutoff)
-    sampled = weights / weights.sum(-1, keepdims=True)
+    sampled = weights / vocabulary.total(weights)[..., None]
     return jnp.where((temperature > 0)[..., None], sampled, greedy)
 
 
@@ -160,8 +168,9 @@ def probability_of(
       [...] float32.
     """
     temperature = jnp.broadcast_to(temperature, tokens.shape)
-    total = _exp_kept(_scaled(logits, temperature), cutoff).sum(-1)
-    shifted = at_tokens(logits, tokens).astype(jnp.float32) - logits.max(-1).astype(jnp.float32)
+    total = vocabulary.total(_exp_kept(_scaled(logits, temperature), cutoff))
+    chosen = at_tokens(logits, tokens).astype(jnp.float32)
+    shifted = chosen - vocabulary.maximum(logits).astype(jnp.float32)
     sampled = _exp_kept((shifted / _nonzero(temperature))[..., None], cutoff)[..., 0] / total
     return jnp.where(temperature > 0, sampled, (shifted == 0).astype(jnp.float32))
 

@@ -25,6 +25,8 @@ from peagle_jax.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
 from peagle_jax.flat_rows import FlatRows
+from peagle_jax.parallel import vocabulary
+from peagle_jax.parallel.shares import stored_attention, vocabulary_rows
 from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams, SurvivalReport
 from peagle_jax.prompt_scores import PromptScores, score_prompt
 from peagle_jax.sampling import at_tokens, request_keys
@@ -62,12 +64,17 @@ class StepOutput:
     top_logprobs: jax.Array | None = None  # [B, K+1, n] float32
     report: SurvivalReport | None = None  # of a round, if the state has `survival`
     prompt: PromptScores | None = None  # of a prefill call that scores
+    replicas: jax.Array | None = (
+        None  # [n] uint32, see `parallel.replicas`; only if they are checked
+    )
 
 
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
-    """An empty state: zeroed caches, idle slots."""
-    S, J = config.max_num_seqs + 1, config.num_draft
-    cache = lambda c: init_cache([c.attention(i) for i in range(c.num_layers)], config)
+    """An empty state: zeroed caches, idle slots; with several devices the arrays of all."""
+    S, J, n = config.max_num_seqs + 1, config.num_draft, config.tensor_parallel
+    layers = lambda c: [stored_attention(c.attention(i), n) for i in range(c.num_layers)]
+    cache = lambda c: init_cache(layers(c), config)
+    width = n * vocabulary_rows(target.vocab_size, n)
     sampled = config.draft_sampling == "sample" and J > 0
     return State(
         target_cache=cache(target),
@@ -75,7 +82,7 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
         length=jnp.zeros(S, jnp.int32),
         last_token=jnp.zeros(S, jnp.int32),
         drafts=jnp.zeros((S, J), jnp.int32),
-        draft_probs=jnp.zeros((S, J, target.vocab_size), jnp.float32) if sampled else None,
+        draft_probs=jnp.zeros((S, J, width), jnp.float32) if sampled else None,
         params=RequestParams(
             seed=jnp.zeros((S, 2), jnp.uint32),
             temperature=jnp.zeros(S, jnp.float32),
@@ -107,12 +114,15 @@ def pack_output(
     """
 
     def with_logprobs():
+        if rows is None:
+            return vocabulary.by_rows(score, logits, verdict.tokens)
+        found = vocabulary.by_rows(score, logits, rows.flat(verdict.tokens))
+        return tuple(map(rows.batched, found))
+
+    def score(logits, tokens):
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         top, ids = jax.lax.top_k(logprobs, max_logprobs)
-        if rows is None:
-            return at_tokens(logprobs, verdict.tokens), ids.astype(jnp.int32), top
-        chosen = logprobs[rows.at, verdict.tokens]
-        return chosen, rows.batched(ids.astype(jnp.int32)), rows.batched(top)
+        return at_tokens(logprobs, tokens), ids.astype(jnp.int32), top
 
     def zeros():
         shape = verdict.tokens.shape
@@ -179,7 +189,7 @@ def _stored_drafts(
     if state.draft_probs is None:
         return drafts, None
     probs = state.draft_probs[plan.slots, :num_draft]
-    certain = jax.nn.one_hot(drafts, probs.shape[-1], dtype=probs.dtype)
+    certain = vocabulary.one_hot(drafts, probs.shape[-1], probs.dtype)
     return drafts, jnp.where(is_forced[..., None], certain, probs)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.parallel import vocabulary
 from peagle_jax.plan import SURVIVAL_BINS, DecodePlan, SurvivalReport
 
 BINS = 20
@@ -43,7 +44,8 @@ def init_survival(num_slots: int, num_draft: int) -> Survival:
 def confidence_of(logits: jax.Array) -> jax.Array:
     """The largest probability of each row: logits [..., V] -> [...] float32, at temperature 1."""
     logits = logits.astype(jnp.float32)
-    return 1.0 / jnp.exp(logits - logits.max(-1, keepdims=True)).sum(-1)
+    largest = vocabulary.maximum(logits)[..., None]
+    return 1.0 / vocabulary.total(jnp.exp(logits - largest))
 
 
 def bin_of(confidence: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from jax import lax
 
 from peagle_jax.adjust import Adjustments, adjusted
 from peagle_jax.flat_rows import FlatRows
+from peagle_jax.parallel import vocabulary
 from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import (
     accept_uniforms,
@@ -72,7 +73,7 @@ def largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     least = (jnp.array(-jnp.inf, logits.dtype), jnp.int32(0))
     maximum, argmax = lax.reduce((logits, index), least, larger, (axis,))
-    return argmax, maximum
+    return vocabulary.first_largest(argmax, maximum, logits.shape[-1])
 
 
 def verify_greedy(logits: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
@@ -126,13 +127,13 @@ def verify_sampled(
         proposed = jnp.zeros_like(target)
     elif q is None:
         padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-        proposed = jax.nn.one_hot(_row(padded, n), target.shape[-1], dtype=target.dtype)
+        proposed = vocabulary.one_hot(_row(padded, n), target.shape[-1], target.dtype)
     else:
         proposed = _row(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), n)
     proposed = jnp.where((n < num_draft)[:, None], proposed, 0.0)
     residual = jnp.maximum(target - proposed, 0.0)
     # If p == q the residual is 0, and only rounding can have rejected the draft: sample from p.
-    residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, target)
+    residual = jnp.where(vocabulary.total(residual)[..., None] > 0, residual, target)
     return _emitted(drafts, n, sample_rows(residual, _row(keys, n)))
 
 
@@ -167,7 +168,7 @@ def block_law(p: jax.Array, drafts: jax.Array, q: jax.Array, num_draft: jax.Arra
     r = jnp.stack(reach, axis=1)
     following = jnp.pad(jnp.where(is_draft[..., None], q, 0.0), ((0, 0), (0, 1), (0, 0)))
     residual = jnp.maximum(r[..., None] * p - following, 0.0)
-    Z = residual.sum(-1)
+    Z = vocabulary.total(residual)
     # Z is 0 where p is 0 at the draft, or where p and q are equal: then r_{i+1} is r_i, and what comes later
     # decides.
     chance = jnp.where(Z > 0, Z / jnp.where(Z > 0, Z + 1 - r, 1.0), 0.0)
@@ -196,7 +197,7 @@ def verify_block(
     accept = uniforms < block.chance[:, 1:]
     n = jnp.where(accept, jnp.arange(1, J + 1), 0).max(axis=1, initial=0)
     residual = _row(block.residual, n)
-    residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, _row(p, n))
+    residual = jnp.where(vocabulary.total(residual)[..., None] > 0, residual, _row(p, n))
     return _emitted(drafts, n, sample_rows(residual, _row(keys, n)))
 
 

@@ -13,6 +13,7 @@ _FLAGS = (
     " --xla_cpu_parallel_codegen_split_count=1"  # the workers keep the cores busy; parts cost more
     # XLA's newer code generator lowers each fusion through MLIR: it takes twice the time to compile.
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    " --xla_force_host_platform_device_count=8"  # tests of several devices; the others use the first
 )
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

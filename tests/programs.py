@@ -59,10 +59,10 @@ def shared(*, controls: bool = True) -> Iterator[None]:
     """
     init = Programs.__init__
 
-    def make(self, target, drafter, config, *, taps, accept):
+    def make(self, target, drafter, config, *, taps, accept, **given):
         if accept is verify and not controls:
             accept = _verify_unadjusted
-        init(self, target, drafter, config, taps=taps, accept=accept)
+        init(self, target, drafter, config, taps=taps, accept=accept, **given)
         self._compiled = _programs_of(target, drafter, config, taps, accept)
 
     with pytest.MonkeyPatch.context() as patch:

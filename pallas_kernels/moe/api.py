@@ -9,7 +9,7 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm.api import add_in_order, whole_tiles
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
-from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items
+from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
 
 CHIPS = (90, 100)
 """Generations (`Device.sm`) with kernels."""
@@ -113,6 +113,12 @@ class Mixture(NamedTuple):
     weights: jax.Array
     rows: jax.Array
 
+    def added(self, num_rows: int) -> jax.Array:
+        """The sum [R, D], rounded once to the dtype of `values`; parts of weight 0 need no value."""
+        weights = self.weights[:, :num_rows, None]
+        parts = self.values[self.rows[:, :num_rows]] * weights
+        return add_in_order(jnp.where(weights != 0, parts, 0)).astype(self.values.dtype)
+
 
 def mixture(
     x: jax.Array,
@@ -124,6 +130,7 @@ def mixture(
     top_k: int,
     normalize: bool,
     limit: float | None = None,
+    first: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Mixture:
     """Routes rows and runs their experts; the consumer computes the weighted sum.
@@ -134,6 +141,8 @@ def mixture(
       gate_up, down, limit: as in `moe`.
       router_bias: [E] or None.
       top_k, normalize: as in `route`.
+      first: [] int32. `gate_up` and `down` are those of the experts from here on, and other experts are left
+        out: their parts have weight 0 and no value. None: all E experts are there.
     Returns:
       k parts per row, or one from the reference, which adds them already.
     Raises:
@@ -145,6 +154,10 @@ def mixture(
         if router_bias is not None:
             logits = logits + router_bias.astype(jnp.float32)
         weights, ids = route(logits, top_k, normalize=normalize, implementation="reference")
+        if first is not None:
+            local = ids - first
+            is_own = (local >= 0) & (local < gate_up.values.shape[0])
+            ids, weights = jnp.where(is_own, local, -1), jnp.where(is_own, weights, 0.0)
         _check(x, ids, weights, gate_up, down)
         if launch is not None:
             values, slots = _experts_on_tpu(x, ids.T, gate_up, down, limit, launch)
@@ -174,6 +187,9 @@ def mixture(
             **cut,
         )
         work = Worklist(experts, num_items, slots, items)
+    if first is not None:
+        count = gate_up.values.shape[0]
+        work, weights = own_items(work, weights, first, count, config.tokens)
     values = _experts(x, work, gate_up, down, limit, config, launch)
     return Mixture(values, weights, work.slots)
 

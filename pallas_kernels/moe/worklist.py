@@ -48,3 +48,34 @@ def make_worklist(ids: jax.Array, E: int, tokens: int, shared: bool) -> Worklist
     row = jnp.arange(R)
     rank = row if shared else upto[row, ids] - 1
     return Worklist(experts, ends[-1:], first[ids] + rank, items)
+
+
+def own_items(
+    work: Worklist, weights: jax.Array, first: jax.Array, count: int, tokens: int
+) -> tuple[Worklist, jax.Array]:
+    """The items of the experts `first` .. `first + count`, and the weights of their parts; others have 0.
+
+    Items are in the order of experts, so those of some experts lie one after the other: they move to
+    the front. Slots of other experts become the last row of the buffer. No item of these experts has
+    it: as long as there is another one, they are fewer than all.
+
+    Args:
+      weights: [k, R'] float32.
+      first: [] int32.
+    """
+    num_items = work.num_items[0]
+    at = jnp.arange(work.experts.shape[0])
+    is_item = at < num_items
+    begin = (is_item & (work.experts < first)).sum(dtype=jnp.int32)
+    end = (is_item & (work.experts < first + count)).sum(dtype=jnp.int32)
+    moved = work.experts[jnp.minimum(at + begin, at[-1])] - first
+    slots = work.slots - begin * tokens
+    is_own = (slots >= 0) & (slots < (end - begin) * tokens)
+    slots = jnp.where(is_own, slots, work.items * tokens - 1)
+    own = Worklist(
+        jnp.clip(moved, 0, count - 1),
+        jnp.broadcast_to(end - begin, work.num_items.shape),
+        slots,
+        work.items,
+    )
+    return own, jnp.where(is_own[:, : weights.shape[1]], weights, 0.0)

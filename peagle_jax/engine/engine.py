@@ -30,8 +30,11 @@ from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.engine.survival import SurvivalPolicy
 from peagle_jax.engine.transfer import Result
 from peagle_jax.models import Decoder
+from peagle_jax.parallel import replicas
+from peagle_jax.parallel.devices import Devices
+from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.step import AcceptRule, init_state
+from peagle_jax.step import AcceptRule
 from peagle_jax.text import StopChecker, Tokenizer
 from peagle_jax.verify import verify, verify_blocks
 
@@ -67,6 +70,9 @@ class Engine:
             head, drafter = None, None
             config = replace(config, num_draft=0, adaptive="off")
         check_sizes(target.config, config)
+        devices = Devices(config.tensor_parallel, check_replicas=config.check_replicas)
+        check_shares(target.config, None if head is None else head.config, devices.count)
+        target, head = devices.placed(target), devices.placed(head)
         limit = min(config.max_model_len, target.config.max_position)
         config = replace(config, max_model_len=limit)
         head_config = None if head is None else head.config
@@ -97,7 +103,8 @@ class Engine:
             self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
         if accept is None:
             accept = verify_blocks if config.verify_method == "block" else verify
-        self.programs = Programs(target, drafter, self.config, taps=taps, accept=accept)
+        rules = dict(taps=taps, accept=accept, devices=devices)
+        self.programs = Programs(target, drafter, self.config, **rules)
         self._timer = None
         self.policy: LoadPolicy | None = None
         """Chooses K with `config.adaptive`; None: K is fixed."""
@@ -109,7 +116,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.config, eos_ids=eos_ids, windows=windows, policy=self.policy
         )
-        self._state = init_state(target.config, head_config, self.config)
+        self._state = devices.init_state(target.config, head_config, self.config)
         self._in_flight: list[tuple[PrefillCall | DecodeCall, Result]] = []
         self._numbers = itertools.count()
 
@@ -280,6 +287,8 @@ class Engine:
 
     def _commit(self, call: PrefillCall | DecodeCall, result: Result) -> list[Update]:
         output = result.fetch()
+        if output.replicas is not None:
+            replicas.check(output.replicas)
         if self._timer is not None:
             self._timer.fetched(call)
         tokens, count = output.packed[:, :-1], output.packed[:, -1]

@@ -1,4 +1,7 @@
-"""Memory plan of an engine: how many KV pages fit, computed before anything is allocated."""
+"""Memory plan of an engine: how many KV pages fit, computed before anything is allocated.
+
+With several devices all numbers are those of one of them.
+"""
 
 import os
 from dataclasses import replace
@@ -17,6 +20,7 @@ from peagle_jax.config import (
     TargetConfig,
 )
 from peagle_jax.engine.round_shapes import round_shapes
+from peagle_jax.parallel.shares import local_attention, vocabulary_rows
 from peagle_jax.plan import mask_words
 from peagle_jax.prompt_scores import BLOCK
 
@@ -51,6 +55,7 @@ def _layers(target: TargetConfig, drafter: DrafterConfig | None) -> list[Attenti
 
 def _token_bytes(layer: AttentionConfig, config: EngineConfig) -> int:
     itemsize = jax.numpy.dtype(config.cache_dtype).itemsize
+    layer = local_attention(layer, config.tensor_parallel)
     return 2 * itemsize * layer.num_kv_heads * layer.head_dim
 
 
@@ -76,13 +81,16 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
     return (config.max_num_seqs + 1) * slot + masks
 
 
-def free_bytes() -> int | None:
-    """Free memory of the default device in bytes; None when the platform does not report it."""
-    device = dispatch.default_device()
-    stats = device.memory_stats()
-    if stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return _free_host_bytes() if device.platform == "cpu" else None
+def free_bytes(num_devices: int = 1) -> int | None:
+    """Least free memory of the devices in bytes; None when the platform does not report it."""
+    devices = first_devices(num_devices)
+    stats = [device.memory_stats() for device in devices]
+    if all(stats):
+        return min(one["bytes_limit"] - one["bytes_in_use"] for one in stats)
+    if devices[0].platform != "cpu":
+        return None
+    free = _free_host_bytes()
+    return None if free is None else free // num_devices  # they share the host's memory
 
 
 def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
@@ -101,7 +109,7 @@ def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
     layer's prefill activations."""
     rows = max(size * (config.num_draft_at(size) + 1) for size in config.batch_buckets)
     rows = max(rows, BLOCK if config.prompt_logprobs else 0)
-    logits = 4 * rows * target.vocab_size
+    logits = 4 * rows * vocabulary_rows(target.vocab_size, config.tensor_parallel)
     width = 2 * target.hidden_size + target.intermediate_size
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     return max(logits, itemsize * config.prefill_rows * config.prefill_chunk * width)
@@ -163,7 +171,7 @@ def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
         `max_model_len` tokens) or for the temporaries of one call. The message gives the largest
         sizes that fit.
     """
-    size, free = page_bytes(target, drafter, config), free_bytes()
+    size, free = page_bytes(target, drafter, config), free_bytes(config.tensor_parallel)
     if free is None:
         return config.total_pages
     needs = _needs(target, drafter, config)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from pallas_kernels import dispatch
 from peagle_jax import adjust, step
@@ -37,6 +38,7 @@ from peagle_jax.engine.memory import carve_holes
 from peagle_jax.engine.round_shapes import greedy_shapes, round_shapes
 from peagle_jax.engine.stored_times import StoredTimes
 from peagle_jax.engine.transfer import Resident, Result, pack, pack_on_device, unpack
+from peagle_jax.parallel.devices import Devices
 from peagle_jax.plan import (
     SURVIVAL_BINS,
     ControlsPlan,
@@ -71,7 +73,16 @@ Key = RoundShape | GreedyRound | str
 class Programs:
     """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest dispatch."""
 
-    def __init__(self, target, drafter, config: EngineConfig, *, taps, accept: step.AcceptRule):
+    def __init__(
+        self,
+        target,
+        drafter,
+        config: EngineConfig,
+        *,
+        taps,
+        accept: step.AcceptRule,
+        devices: Devices | None = None,
+    ):
         self._config = config
         self.shapes = round_shapes(config)
         """Shapes of the rounds that `warm_up` compiles without a choice of its own."""
@@ -79,12 +90,15 @@ class Programs:
         greedy = map(GreedyRound, greedy_shapes(config))
         self.round_keys: tuple[Key, ...] = (*self.shapes[:first], *greedy, *self.shapes[first:])
         """All rounds, in the order in which they compile."""
-        self._weights, structure = jax.tree.flatten((target, drafter))
+        devices = devices or Devices()
+        weights, structure = jax.tree.flatten((target, drafter))
+        self._devices, self._weights = devices, devices.take_weights(weights)
         self.stored_times = StoredTimes(self._weights, structure, config)
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
 
         # Donated buffers: the state (caches are updated in place) and the previous call's output.
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="scores")
+        @devices.program
         def prefill(weights, state, plan, mask, previous, *, scores):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, config.num_draft)
@@ -95,6 +109,7 @@ class Programs:
         shape = ("num_draft", "num_rows")
 
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames=shape)
+        @devices.program
         def speculative_step(weights, written, plan, mask, previous, kept, *, num_draft, num_rows):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, num_draft)
@@ -208,7 +223,8 @@ class Programs:
         if is_greedy:
             idle, mask_shape = idle._replace(constrained=None, forced=None), None
             output = replace(output, logprobs=None, top_ids=None, top_logprobs=None)
-        resident = Resident(idle, mask_shape, output)
+        output = self._devices.reported(output)
+        resident = Resident(idle, mask_shape, output, self._devices.copied)
         written, *kept = parts
         given = (resident.plan, resident.mask, resident.bits)
         self._compile(key, lower, self._weights, written, *given, *kept)
@@ -356,4 +372,7 @@ def _compiler_options() -> dict[str, bool]:
 
 
 def _spec(leaf) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf))
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):  # one device: the default one
+        sharding = None
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf), sharding=sharding)

@@ -7,6 +7,7 @@ which the program packs.
 """
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -25,6 +26,7 @@ class Resident:
       idle: a host plan of padding rows, for the shapes.
       mask_shape: of the mask, see `plan`; None: the program takes none.
       output: shapes and dtypes of the program's output.
+      place: puts a tree of arrays where the program runs.
     """
 
     def __init__(
@@ -32,12 +34,13 @@ class Resident:
         idle: PrefillPlan | DecodePlan,
         mask_shape: tuple[int, ...] | None,
         output: StepOutput,
+        place: Callable = lambda tree: tree,
     ):
         self.output = output
         size = sum(leaf.size for leaf in jax.tree.leaves(output))
-        self.bits = jnp.zeros(size, jnp.int32)  # of the output, as `pack_on_device` packs it
-        self.plan = jax.tree.map(jnp.array, idle)  # copies, because the plan is donated
-        self.mask = None if mask_shape is None else jnp.zeros(mask_shape, jnp.int32)
+        self.bits = place(jnp.zeros(size, jnp.int32))  # of the output, as `pack_on_device` packs it
+        self.plan = place(jax.tree.map(jnp.array, idle))  # copies, because the plan is donated
+        self.mask = None if mask_shape is None else place(jnp.zeros(mask_shape, jnp.int32))
         self._uploaded = pack(idle)
 
     def compile(self) -> None:

@@ -21,6 +21,7 @@ from peagle_jax.layers import (
     kept,
     rope_angles,
 )
+from peagle_jax.parallel import vocabulary
 
 
 class Decoder(nnx.Module):
@@ -107,11 +108,12 @@ class Decoder(nnx.Module):
         return [angles[layer.rope, layer.head_dim] for layer in layers]
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Final norm and output projection: [..., D] -> float32 logits [..., V]."""
+        """Final norm and output projection: [..., D] -> float32 logits [..., V], see `parallel.vocabulary`."""
         normed = self.norm(hidden)
         if self.lm_head is None:
             logits = self.embed.unembed(normed)
         else:
             logits = self.lm_head(normed, out_dtype=jnp.float32)
         cap = self.config.logit_softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return vocabulary.real(logits, self.config.vocab_size)

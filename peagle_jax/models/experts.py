@@ -14,6 +14,7 @@ from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.moe.api import ExpertWeights, mixture
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, GatedMLP, Linear
+from peagle_jax.parallel import partition
 
 
 class ExpertLinear(nnx.Module):
@@ -57,8 +58,13 @@ class MoE(nnx.Module):
             top_k=experts.top_k,
             normalize=experts.normalize,
             limit=self.config.swiglu_limit,
+            first=None
+            if partition.size() == 1
+            else partition.rank() * self.gate_up.weight.shape[0],
         )
-        return Delta(*mixed)
+        if partition.size() == 1:
+            return Delta(*mixed)
+        return Delta(partition.gathered(mixed.added(len(rows))).reshape(-1, *x.shape))
 
 
 def moe_layer(config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> DecoderLayer:

@@ -1,0 +1,218 @@
+"""Places models and state on N devices, and turns a step for one device into a program for all of them."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from peagle_jax.cache import RingCache
+from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
+from peagle_jax.layers import Attention
+from peagle_jax.parallel import partition
+from peagle_jax.parallel.partition import AXIS
+from peagle_jax.parallel.replicas import checksums
+from peagle_jax.parallel.shares import Cut, cut_of, local_attention
+from peagle_jax.step import State, init_state
+
+_WHOLE = PartitionSpec()
+
+
+class Devices:
+    """The first N devices of this process.
+
+    Args:
+      count: N; 1 leaves everything as it is on the default device.
+      check_replicas: whether the programs report checksums of what all devices hold alike.
+
+    Raises:
+      ConfigError: this process has fewer devices.
+    """
+
+    def __init__(self, count: int = 1, *, check_replicas: bool = False):
+        found = jax.devices()
+        if count > len(found):
+            there = (
+                f"there {'is' if len(found) == 1 else 'are'} {len(found)} of {found[0].platform}"
+            )
+            rule = f"{count} devices are asked for, and {there}"
+            raise ConfigError.of("tensor_parallel", rule)
+        self.count = count
+        self.check_replicas = check_replicas and count > 1
+        self.mesh = None if count == 1 else Mesh(np.array(found[:count]), (AXIS,))
+
+    def sharding(self, spec: PartitionSpec = _WHOLE) -> NamedSharding:
+        """The sharding of arrays that are cut as `spec` says; without one: a copy on every device."""
+        return NamedSharding(self.mesh, spec)
+
+    def copied(self, tree):
+        """The tree with a copy of every array on each device; arrays that lie on all of them stay."""
+        return tree if self.mesh is None else jax.tree.map(self._copied, tree)
+
+    def _copied(self, leaf):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
+            return leaf
+        return jax.device_put(leaf, self.sharding())
+
+    def placed(self, model: nnx.Module | None) -> nnx.Module | None:
+        """The model with each device's share on that device, which may be the model itself.
+
+        Raises:
+          ConfigError: a share would cut a block of a quantised weight.
+        """
+        if self.mesh is None or model is None:
+            return model
+        leaves, structure = jax.tree.flatten(model)
+        shared = local_modules(jax.tree.unflatten(structure, leaves), model.config, self.count)
+        params = dict(nnx.to_flat_state(nnx.state(shared)))
+        for path, param in params.items():
+            value = param.get_value()
+            if getattr(getattr(value, "sharding", None), "mesh", None) != self.mesh:
+                weight = params.get((*path[:-1], "weight"), param) if path[-1] == "scale" else param
+                cut = cut_of(model.config, path, value.shape, weight.shape, self.count)
+                param.set_value(self.put(value, cut))
+        return shared
+
+    def put(self, array, cut: Cut | None) -> jax.Array:
+        """A global array from a numpy or jax array: every device gets its share only."""
+        if cut is None:
+            return jax.device_put(array, self.sharding())
+        shares = [
+            jax.device_put(share_of(array, cut, rank, self.count), device)
+            for rank, device in enumerate(self.mesh.devices)
+        ]
+        return self.joined(shares, cut)
+
+    def joined(self, shares: list[jax.Array], cut: Cut) -> jax.Array:
+        """The global array of shares that lie on their devices."""
+        shape = list(shares[0].shape)
+        shape[cut.axis] *= self.count
+        sharding = self.sharding(PartitionSpec(*[None] * cut.axis, AXIS))
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shares)
+
+    def init_state(
+        self, target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
+    ) -> State:
+        """`step.init_state`, made where it stays: no device ever holds the caches of all."""
+        make = functools.partial(init_state, target, drafter, config)
+        if self.mesh is None:
+            return make()
+        shardings = jax.tree.map(self.sharding, state_specs(jax.eval_shape(make)))
+        return jax.jit(make, out_shardings=shardings)()
+
+    def program(self, f: Callable) -> Callable:
+        """`f` on all devices: on one device `f` itself.
+
+        Args:
+          f: function of (weights, state, plan, mask, previous, **static) that returns the next state and an
+            output, for the arrays of one device. Weights are arrays that `placed` and `copied` returned.
+        """
+        if self.mesh is None:
+            return f
+
+        @functools.wraps(f)
+        def program(weights, state, plan, mask, previous, **static):
+            inputs, states = _Leaves(plan), _Leaves(state)
+            specs = states.filled(jax.tree.leaves(state_specs(state)))
+            outputs = []
+
+            def local(weights, state, plan, mask):
+                with partition.over(self.count):
+                    state, output = f(
+                        weights, states.tree(state), inputs.tree(plan), mask, None, **static
+                    )
+                if self.check_replicas:
+                    output = replace(output, replicas=checksums((_copies(state), output)))
+                outputs.append(_Leaves(output))
+                return states.filled(jax.tree.leaves(state)), outputs[0].filled()
+
+            state, output = jax.shard_map(
+                local,
+                mesh=self.mesh,
+                in_specs=(self._weight_specs, specs, _WHOLE, _WHOLE),
+                out_specs=(specs, _WHOLE),
+                check_vma=False,  # gathered sums are equal on all devices, which jax cannot see
+            )(weights, states.filled(), inputs.filled(), mask)
+            return states.tree(state), outputs[0].tree(output)
+
+        return program
+
+    def take_weights(self, weights: list) -> list:
+        """Weights that programs are called with: arrays that are not placed yet are copied to all devices."""
+        weights = self.copied(weights)
+        if self.mesh is not None:
+            self._weight_specs = [leaf.sharding.spec for leaf in weights]
+        return weights
+
+
+class _Leaves:
+    """Leaves of a tree without its empty arrays, [S, 0] drafts of K = 0: XLA crashes on the CPU if such an
+    array is an operand of a program for several devices."""
+
+    def __init__(self, tree):
+        self._leaves, self._structure = jax.tree.flatten(tree)
+        self._is_filled = [leaf.size > 0 for leaf in self._leaves]
+
+    def filled(self, leaves: list | None = None) -> list:
+        """Those of `leaves`, which stand for the tree's own, that are not empty in the tree."""
+        leaves = self._leaves if leaves is None else leaves
+        return [leaf for leaf, kept in zip(leaves, self._is_filled, strict=True) if kept]
+
+    def tree(self, filled: list):
+        """The tree with other arrays in place of those that `filled` returns."""
+        left = iter(filled)
+        empty = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)
+        pairs = zip(self._leaves, self._is_filled, strict=True)
+        leaves = [next(left) if kept else empty(leaf) for leaf, kept in pairs]
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+def share_of(array, cut: Cut, rank: int, count: int):
+    """One device's share of a numpy or jax array, in one piece."""
+    module = jnp if isinstance(array, jax.Array) else np
+    ranges = cut.ranges(rank, count)
+    pieces = [array[(*[slice(None)] * cut.axis, slice(*each))] for each in ranges]
+    share = pieces[0] if len(pieces) == 1 else module.concatenate(pieces, axis=cut.axis)
+    missing = cut.width(count) - share.shape[cut.axis]
+    if not missing:
+        return share
+    return module.pad(share, [(0, missing * (axis == cut.axis)) for axis in range(share.ndim)])
+
+
+def local_modules(model: nnx.Module, config: TargetConfig | DrafterConfig, count: int):
+    """`model`, changed such that its attention blocks have the heads of one device.
+
+    Args:
+      config: the model's own, whose heads are those of all devices.
+    """
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Attention):
+            layer = 0 if path[0] == "first" else path[1] + isinstance(config, DrafterConfig)
+            module.config = local_attention(config.attention(layer), count)
+    return model
+
+
+def _copies(state: State) -> State:
+    """The state without what the devices share."""
+    return replace(state, target_cache=[], drafter_cache=[], draft_probs=None)
+
+
+def state_specs(state: State) -> State:
+    """Partition specs of `step.State`: caches by heads, draft probabilities by vocabulary, the rest whole."""
+    specs = jax.tree.map(lambda _: _WHOLE, state)
+
+    def cache(layer):
+        axes = [None] * (3 if isinstance(layer, RingCache) else 2)
+        return type(layer)(*[PartitionSpec(*axes, AXIS)] * 2)
+
+    return replace(
+        specs,
+        target_cache=[cache(layer) for layer in state.target_cache],
+        drafter_cache=[cache(layer) for layer in state.drafter_cache],
+        draft_probs=None if state.draft_probs is None else PartitionSpec(None, None, AXIS),
+    )

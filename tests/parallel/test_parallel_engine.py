@@ -1,0 +1,152 @@
+"""Engines over several devices: the text does not depend on drafts, batches, chunks, prefixes or preemption."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from bench.random_weights import random_target
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, ExpertsConfig, GlobalAttention
+from peagle_jax.rope_config import RopeConfig
+from tests import programs, tiny
+from tests.programs import one_bucket
+
+EXPERTS = ExpertsConfig(num_experts=8, top_k=2)
+FAMILIES = {
+    "qwen3": dict(),
+    "llama": tiny.VARIANTS["llama with biases"],
+    "mistral": tiny.FAMILIES["mistral"],
+    "qwen2": tiny.FAMILIES["qwen2"],
+    "qwen3_moe": dict(family="qwen3_moe", experts=EXPERTS),
+    "dense layers": dict(
+        family="qwen3_moe",
+        experts=ExpertsConfig(num_experts=8, top_k=2, dense_layers=(0, 2), dense_size=40),
+    ),
+    "gpt_oss": tiny.FAMILIES["gpt_oss"] | dict(experts=EXPERTS),
+    "gemma4": tiny.FAMILIES["gemma4"]
+    | dict(
+        global_attention=GlobalAttention(
+            num_kv_heads=2,
+            head_dim=16,
+            rope=RopeConfig(theta=1e6, rotary_share=0.25),
+            shared_kv=True,
+        )
+    ),
+}
+"""Families whose heads and experts 8 devices can share; a key head is then on two or four of them."""
+HEADS = dict(num_heads=8, num_kv_heads=4)
+LENGTHS = (1, 7, 17, 30, 5)
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared(controls=False):
+        yield
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in LENGTHS]
+
+
+def engine_config(count: int, **changes) -> EngineConfig:
+    sizes = dict(max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=16, prefill_rows=2)
+    return EngineConfig(tensor_parallel=count, **(sizes | changes))
+
+
+@functools.cache
+def target(family: str):
+    return tiny.target(**(HEADS | FAMILIES[family]))
+
+
+@functools.cache
+def head(method: str):
+    return tiny.head(method, **HEADS)
+
+
+def texts(engine: Engine, **params) -> list[list[int]]:
+    done = one_bucket(engine).generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS, **params))
+    engine.scheduler.check_integrity()
+    return [completion.tokens for completion in done]
+
+
+def check_lossless(count: int, model, wanted: list[list[int]] | None = None) -> None:
+    """Compares texts with drafts, other chunks and batches, preemption and cached prefixes with plain ones."""
+    plain = texts(Engine(model, None, engine_config(count, num_draft=0)))
+    if wanted is not None:
+        assert plain == wanted
+    config = engine_config(
+        count, num_draft=3, prefill_chunk=5, prefill_rows=1, num_pages=17, check_replicas=True
+    )
+    drafting = Engine(model, head("peagle"), config)
+    assert texts(drafting) == plain
+    assert drafting.scheduler.num_preemptions > 0
+    assert texts(drafting) == plain  # with cached prefixes
+    config = engine_config(count, num_draft=2, max_num_seqs=1, prefix_caching=False)
+    assert texts(Engine(model, head("eagle3"), config)) == plain
+
+
+def test_two_devices_write_the_text_of_one():
+    """In float32 the parts of two devices round so little apart that these texts are equal."""
+    model = target("qwen3_moe")
+    one = texts(Engine(model, head("peagle"), engine_config(1, num_draft=3)))
+    config = engine_config(2, num_draft=3, check_replicas=True)
+    two = Engine(model, head("peagle"), config)
+    assert texts(two) == one
+    held = [leaf.sharding for leaf in jax.tree.leaves(two._state.target_cache)]
+    assert all(isinstance(sharding, NamedSharding) for sharding in held)
+    assert not any(sharding.is_fully_replicated for sharding in held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_lossless_on_any_number_of_devices(family, count):
+    wanted = texts(Engine(target(family), None, engine_config(1, num_draft=0)))
+    check_lossless(count, target(family), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_models_are_lossless_too(family, form, count, dtype):
+    sizes = dict(hidden_size=64, head_dim=128, intermediate_size=512, num_layers=2)
+    config = tiny.target(**(HEADS | FAMILIES[family] | sizes | dict(sliding_windows=None))).config
+    quantised = random_target(config, form, dtype=dtype)
+    plain = texts(Engine(quantised, None, engine_config(count, num_draft=0, dtype=dtype)))
+    if dtype == "float32":
+        one = engine_config(1, num_draft=0, dtype=dtype)
+        assert texts(Engine(quantised, None, one)) == plain
+    drafter = tiny.head(
+        "peagle", dtype=dtype, hidden_size=64, target_hidden_size=64, taps=(0, 1, 2)
+    )
+    config = engine_config(count, num_draft=3, prefill_chunk=5, dtype=dtype)
+    assert texts(Engine(quantised, drafter, config)) == plain
+
+
+def test_a_device_that_computes_something_else_is_found():
+    engine = one_bucket(
+        Engine(target("qwen3"), None, engine_config(2, num_draft=0, check_replicas=True))
+    )
+    engine.generate(prompts()[:1], SamplingParams(max_tokens=3))
+    seeds = engine._state.params.seed
+    copies = [shard.data for shard in seeds.addressable_shards]
+    copies[1] = jax.device_put(copies[1].at[-1, 1].set(5), copies[1].device)
+    broken = jax.make_array_from_single_device_arrays(seeds.shape, seeds.sharding, copies)
+    params = engine._state.params._replace(seed=broken)
+    engine._state = dataclasses.replace(engine._state, params=params)
+    with pytest.raises(RuntimeError, match="disagree"):
+        engine.generate(prompts()[:2], SamplingParams(max_tokens=20))
+
+
+def test_more_devices_than_there_are_is_refused():
+    with pytest.raises(ConfigError, match="9 devices are asked for, and there are 8 of cpu"):
+        Engine(target("qwen3"), None, engine_config(9))

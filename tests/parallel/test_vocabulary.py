@@ -1,0 +1,117 @@
+"""Reductions over a vocabulary that several devices share equal those of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from peagle_jax import sampling
+from peagle_jax.parallel import partition, vocabulary
+from peagle_jax.parallel.partition import AXIS
+from peagle_jax.parallel.shares import vocabulary_rows
+from peagle_jax.plan import RequestParams
+from peagle_jax.verify import largest, verify
+
+V = 43
+
+
+def on_devices(count: int, f, logits, *values):
+    """f(logits, *values) with the columns of logits on `count` devices; every device's result is compared."""
+    width = vocabulary_rows(logits.shape[-1], count)
+    padding = [(0, 0)] * (logits.ndim - 1) + [(0, count * width - logits.shape[-1])]
+    wide = jnp.pad(logits, padding, constant_values=-jnp.inf)
+    columns = PartitionSpec(*[None] * (logits.ndim - 1), AXIS)
+
+    def local(logits, values):
+        with partition.over(count):
+            return jax.tree.map(lambda x: x[None], f(logits, *values))
+
+    mesh = Mesh(np.array(jax.devices()[:count]), (AXIS,))
+    specs = dict(in_specs=(columns, PartitionSpec()), out_specs=PartitionSpec(AXIS))
+    found = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))(wide, values)
+    for leaf in jax.tree.leaves(found):
+        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+    return jax.tree.map(lambda x: x[0], found)
+
+
+def rows_with_ties(rng) -> np.ndarray:
+    """Rows of few different values, some with NaN, infinity, or nothing above -inf."""
+    logits = rng.integers(-3, 4, (16, V)).astype(np.float32)
+    logits[1, 40] = logits[2, 3] = logits[2, 30] = np.nan
+    logits[3, 20] = np.inf
+    logits[4] = -np.inf
+    logits[5, :40] = -np.inf
+    return logits
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_largest_is_that_of_the_whole_row(count, num_cases):
+    for case in range(num_cases("rows with ties over devices", 4)):
+        logits = rows_with_ties(np.random.default_rng(case))
+        for f in (largest, vocabulary.argmax, vocabulary.maximum):
+            for one, other in zip(
+                jax.tree.leaves(on_devices(count, f, logits)),
+                jax.tree.leaves(f(logits)),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_tokens_are_found_on_their_devices(count):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, V)).astype(np.float32))
+    tokens = jnp.array([0, 42, 31, 32, 7])
+    found = on_devices(count, vocabulary.at_tokens, logits, tokens)
+    np.testing.assert_array_equal(found, vocabulary.at_tokens(logits, tokens))
+
+
+def rules(rows: int, **changes) -> RequestParams:
+    fill = lambda value, dtype: jnp.full(rows, value, dtype)
+    values = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_draft=2) | changes
+    seeds = jnp.stack([jnp.zeros(rows), jnp.arange(rows)], 1).astype(jnp.uint32)
+    floats = {name: fill(values[name], jnp.float32) for name in ("temperature", "top_p", "min_p")}
+    whole = {name: fill(values[name], jnp.int32) for name in ("top_k", "num_draft")}
+    return RequestParams(
+        seed=seeds, num_logprobs=fill(-1, jnp.int32), adjusts=fill(0, jnp.int32), **floats, **whole
+    )
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(temperature=0.0),
+        dict(),
+        dict(top_k=5),
+        dict(top_p=0.7),
+        dict(min_p=0.2, temperature=0.6),
+        dict(top_k=1000, top_p=0.999),
+    ],
+)
+def test_a_verdict_is_that_of_one_device(count, changes):
+    """The same tokens from the same seeds: the noise of a token does not depend on the devices."""
+    B, J = 64, 2
+    rng = np.random.default_rng(3)
+    logits = jnp.asarray(2 * rng.normal(size=(B, J + 1, V)).astype(np.float32))
+    drafts = jnp.asarray(rng.integers(0, V, (B, J), dtype=np.int32))
+    positions = jnp.broadcast_to(jnp.arange(J + 1), (B, J + 1)) + 10
+    params = rules(B, **changes)
+    rule = lambda logits, drafts, positions, params: verify(logits, drafts, None, positions, params)
+    found = on_devices(count, rule, logits, drafts, positions, params)
+    wanted = rule(logits, drafts, positions, params)
+    np.testing.assert_array_equal(found.count, wanted.count)
+    real = np.arange(J + 1) < np.asarray(wanted.count)[:, None]
+    np.testing.assert_array_equal(np.where(real, found.tokens, 0), np.where(real, wanted.tokens, 0))
+
+
+def test_rows_that_do_not_divide_are_exchanged_for_columns():
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 7, V)).astype(np.float32))
+    rule = (
+        jnp.full((3, 7), 0.8),
+        jnp.full((3, 7), 6),
+        jnp.full((3, 7), 0.9),
+        jnp.full((3, 7), 0.0),
+    )
+    found = on_devices(4, sampling.cutoffs, logits, *rule)
+    np.testing.assert_allclose(found, sampling.cutoffs(logits, *rule), rtol=1e-6)
