@@ -31,6 +31,8 @@ from peagle_jax.drafter import DraftHead, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.models import Decoder
+from peagle_jax.parallel.devices import Devices
+from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.verify import verify
 
@@ -48,13 +50,21 @@ class Models:
     target: Decoder
     heads: dict[str, DraftHead]
     seconds: float
+    num_devices: int = 1
 
     @classmethod
-    def make(cls, chosen: Preset, methods: list[str], *, dtype: str, seed: int) -> "Models":
+    def make(
+        cls, chosen: Preset, methods: list[str], *, dtype: str, seed: int, num_devices: int = 1
+    ) -> "Models":
         start = time.perf_counter()
+        devices = Devices(num_devices)
         target = random_target(chosen.target, chosen.format, dtype=dtype, seed=seed)
         drafting = [method for method in methods if method != "none"]
         heads = {m: random_head(chosen.head(m), dtype=dtype, seed=seed + 1) for m in drafting}
+        for head in (None, *heads.values()):
+            check_shares(chosen.target, head and head.config, num_devices)
+        target = devices.placed(target)
+        heads = {method: devices.placed(head) for method, head in heads.items()}
         jax.block_until_ready(jax.tree.leaves((target, heads)))
         return cls(
             preset=chosen,
@@ -62,6 +72,7 @@ class Models:
             target=target,
             heads=heads,
             seconds=time.perf_counter() - start,
+            num_devices=num_devices,
         )
 
     def engine(self, options: Options, variant: Variant, concurrencies: tuple[int, ...]) -> Engine:
@@ -86,6 +97,7 @@ class Models:
             draft_sampling=options.draft_sampling,
             dtype=self.dtype,
             kv_cache_dtype=options.kv_cache_dtype,
+            tensor_parallel=self.num_devices,
         )
         head, drafter, accept = self.heads.get(method), None, verify
         if head is not None:
@@ -116,14 +128,15 @@ def decode_step(options: Options, environment: dict) -> list[dict]:
     done: list[dict] = []
     with tqdm(total=len(todo) * len(options.concurrency), unit="cell", disable=None) as bar:
         bar.set_description("weights")
-        models = Models.make(chosen, options.method, dtype=dtype, seed=options.seed)
+        made = dict(dtype=dtype, seed=options.seed, num_devices=options.tensor_parallel)
+        models = Models.make(chosen, options.method, **made)
         held = num_bytes(models.target, *models.heads.values()) / 1e9
         _say(bar, f"{chosen.name}: {held:.1f} GB of weights made in {models.seconds:.1f} s")
         for variant in todo:
             for group in _groups(options):
                 for row in _measure(options, models, variant, group, bar):
                     row |= environment
-                    if variant.adaptive == "off" and not variant.rows:
+                    if variant.adaptive == "off" and not variant.rows and models.num_devices == 1:
                         method = variant.method
                         config = None if method == "none" else chosen.head(method)
                         row |= roofline.fraction(row, chosen.target, config)
@@ -218,6 +231,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             else {}
         ),
         **({"adaptive": adaptive} if kind(options) != "decode-step" else {}),
+        **({} if models.num_devices == 1 else {"tensor_parallel": models.num_devices}),
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
         **({"rows_per_request": per_request} if kind(options) == "ragged-step" else {}),
         "draft_sampling": options.draft_sampling,

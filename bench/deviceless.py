@@ -102,26 +102,36 @@ def ptxas() -> Path | None:
 
 
 @contextlib.contextmanager
-def target(chip: str) -> Iterator:
-    """Context with a mesh of one such GPU, for which everything inside is traced."""
+def target(chip: str, count: int = 1) -> Iterator:
+    """Context with a mesh of `count` such GPUs of one host, for which everything inside is traced."""
     import jax
     from jax.experimental import topologies
 
     from pallas_kernels import dispatch
+    from peagle_jax.parallel.partition import AXIS
 
     config = (_ROOT / "bench" / "data" / f"{chip}.txtpb").read_text(encoding="utf-8")
-    gpu = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    mesh = topologies.make_mesh(gpu, (1,), ("gpu",))
+    gpu = topologies.get_topology_desc(
+        platform="cuda", target_config=config, topology=f"1x1x{count}"
+    )
+    mesh = topologies.make_mesh(gpu, (count,), (AXIS,))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), dispatch.assume(CHIPS[chip]):
         yield mesh
 
 
 def compile_on(mesh, function, *args, **options):
-    """`jax.jit(function, **options)` compiled for shapes `args`, inside `target`."""
+    """`jax.jit(function, **options)` compiled for shapes `args`, inside `target`.
+
+    Shapes without a sharding are those of arrays that lie on every device.
+    """
     import jax
 
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    def put(x):
+        sharding = getattr(x, "sharding", None) or place
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     return jax.jit(function, **options).lower(*jax.tree.map(put, args)).compile()
 
 

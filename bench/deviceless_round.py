@@ -33,10 +33,12 @@ from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
+from peagle_jax.parallel.devices import Devices
 from peagle_jax.plan import DecodePlan, PrefillPlan, mask_words
 from peagle_jax.ragged import ragged_step
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
+_COLLECTIVE = re.compile(r"k(All|Collective|ReduceScatter|Send|Recv)\w*")
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (copy|copy-start)\(")
 _BITS = re.compile(r"\d+")
 
@@ -48,6 +50,7 @@ class Round:
     Attributes:
       graphs: number of command buffers (CUDA graphs) at the top level.
       outside: number of launches outside of the graphs, by kind.
+      collectives: number of transfers between devices, by kind, also within graphs and branches.
       kernels: number of nodes in the graphs; a conditional counts as one.
       mosaic: number of this project's kernels, by name.
       spills: register spills in bytes of the worst of these kernels.
@@ -60,6 +63,7 @@ class Round:
 
     graphs: int
     outside: dict[str, int]
+    collectives: dict[str, int]
     kernels: int
     mosaic: dict[str, int]
     spills: int
@@ -86,6 +90,7 @@ class Sizes(Options):
     )
     concurrency: int = option("sequences", default=2, type=positive, metavar="N")
     max_model_len: int = option("prompt and output", default=4096, type=positive, metavar="N")
+    tensor_parallel: int = option("devices", default=1, type=positive, metavar="N")
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
 
 
@@ -93,7 +98,8 @@ class Programs(NamedTuple):
     """The programs of an engine to compile, with shapes instead of arrays.
 
     Attributes:
-      round, prefill: functions of (weights, state, plan) that return the next state and an output.
+      round, prefill: functions of (weights, state, plan, mask, previous) that return the next state and an
+        output; the output before is not read.
       weights: leaves of target and drafter.
       state: `step.State`, which the programs are to consume.
       round_plan, prefill_plan: idle plans, each with its mask.
@@ -125,8 +131,12 @@ def num_bytes(x) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
 
 
-def programs(sizes: Sizes) -> Programs:
-    """The programs of a preset's first layers with its P-EAGLE head, as the engine compiles them."""
+def programs(sizes: Sizes, mesh=None) -> Programs:
+    """The programs of a preset's first layers with its P-EAGLE head, as the engine compiles them.
+
+    Args:
+      mesh: the devices, of more than one.
+    """
     chosen = preset(sizes.preset, sizes.layers)
     config = EngineConfig(
         num_draft=sizes.k,
@@ -135,28 +145,39 @@ def programs(sizes: Sizes) -> Programs:
         dtype="bfloat16",
         kv_cache_dtype=sizes.kv_cache_dtype,
         adaptive="survival" if sizes.rows else "off",
+        tensor_parallel=sizes.tensor_parallel,
     )
+    devices = Devices(sizes.tensor_parallel, mesh=mesh)
     head_config, drafter, taps = None, None, ()
-    target = jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))
+    target = devices.placed(
+        jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))
+    )
     if sizes.k:  # K = 0 is plain decoding
         head_config = dataclasses.replace(chosen.head("peagle"), num_layers=sizes.head_layers)
-        drafter = jax.eval_shape(
-            lambda: make_drafter(random_head(head_config, dtype="bfloat16"), sizes.k, "argmax")
-        )
+        head = jax.eval_shape(lambda: random_head(head_config, dtype="bfloat16"))
+        head = devices.placed(head)
+        drafter = jax.eval_shape(lambda head: make_drafter(head, sizes.k, "argmax"), head)
+        drafter = dataclasses.replace(drafter, head=head)  # `eval_shape` drops the shardings
         taps = head_config.taps or chosen.target.default_taps
     state = jax.eval_shape(lambda: step.init_state(chosen.target, head_config, config))
+    if mesh is not None:
+        shardings = devices.state_shardings(state)
+        state = jax.tree.map(lambda x, place: x.update(sharding=place), state, shardings)
     weights, structure = jax.tree.flatten((target, drafter))
+    weights = devices.take_weights(weights)
 
-    def decode_round(weights, state, plan):
+    @devices.program
+    def decode_round(weights, state, plan, mask, previous):
         target, drafter = jax.tree.unflatten(structure, weights)
         if sizes.rows:
             rows = dict(num_rows=sizes.rows)
-            return ragged_step(target, drafter, state, *plan, taps=taps, **rows)
-        return step.speculative_step(target, drafter, state, *plan, taps=taps)
+            return ragged_step(target, drafter, state, plan, mask, taps=taps, **rows)
+        return step.speculative_step(target, drafter, state, plan, mask, taps=taps)
 
-    def prefill(weights, state, plan):
+    @devices.program
+    def prefill(weights, state, plan, mask, previous):
         target, drafter = jax.tree.unflatten(structure, weights)
-        return step.prefill(target, drafter, state, *plan, taps=taps)
+        return step.prefill(target, drafter, state, plan, mask, taps=taps)
 
     words = mask_words(chosen.target.vocab_size)
     mask = lambda rows, T: np.zeros((rows, T, words), np.int32)
@@ -176,11 +197,10 @@ def programs(sizes: Sizes) -> Programs:
 
 def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
     """The round of `programs(sizes)`, compiled for the GPU of `mesh`."""
-    made = programs(sizes)
+    made = programs(sizes, mesh if sizes.tensor_parallel > 1 else None)
     start = time.perf_counter()
-    compiled = deviceless.compile_on(
-        mesh, made.round, made.weights, made.state, made.round_plan, donate_argnums=1
-    )
+    operands = (made.weights, made.state, *made.round_plan, None)
+    compiled = deviceless.compile_on(mesh, made.round, *operands, donate_argnums=1)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     (thunks,) = dump.glob("*decode_round*.thunk_sequence_after_thunk_passes.txt")
@@ -199,8 +219,9 @@ def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
 
 
 def read_thunks(text: str) -> dict:
-    """`graphs`, `outside` and `kernels` of XLA's list of what it launches; parts are indented."""
+    """`graphs`, `outside`, `collectives` and `kernels` of XLA's list of what it launches; parts are indented."""
     graphs, kernels, outside, inside = 0, 0, {}, False
+    kinds = [kind for _, kind in _THUNK.findall(text) if _COLLECTIVE.match(kind)]
     inner = min((len(indent) for indent, _ in _THUNK.findall(text) if indent), default=0)
     for indent, kind in _THUNK.findall(text):
         if not indent:
@@ -210,7 +231,8 @@ def read_thunks(text: str) -> dict:
                 outside[kind] = outside.get(kind, 0) + 1
         elif inside and len(indent) == inner:
             kernels += 1
-    return dict(graphs=graphs, outside=outside, kernels=kernels)
+    collectives = dict(collections.Counter(kinds))
+    return dict(graphs=graphs, outside=outside, collectives=collectives, kernels=kernels)
 
 
 def largest_copy(hlo: str) -> int:
@@ -247,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dump.mkdir(parents=True, exist_ok=True)
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
         deviceless.prepare(dump)
-        mesh = stack.enter_context(deviceless.target(args.chip))
+        mesh = stack.enter_context(deviceless.target(args.chip, args.tensor_parallel))
         made = dataclasses.asdict(compile_round(Sizes.of(vars(args)), mesh, dump))
     if args.json:
         args.json.write_text(json.dumps(made))

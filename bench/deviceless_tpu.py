@@ -144,10 +144,9 @@ def compile_program(name: str, chip: str, made: Programs) -> Program:
         "prefill": (made.prefill, made.prefill_plan),
     }[name]
     start = time.perf_counter()
+    operands = (made.weights, made.state, *plan, None)
     with target(chip) as mesh:
-        compiled = deviceless.compile_on(
-            mesh, function, made.weights, made.state, plan, donate_argnums=1
-        )
+        compiled = deviceless.compile_on(mesh, function, *operands, donate_argnums=1)
     return _program(chip, name, compiled, made.caches, made.smallest_matrix, start)
 
 

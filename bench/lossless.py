@@ -33,6 +33,8 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, DraftInputs, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
+from peagle_jax.parallel.devices import Devices
+from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling import accept_uniforms
 from peagle_jax.sampling_params import SamplingParams
 
@@ -92,6 +94,7 @@ class Subject:
     set: str
     prompts: Callable[[int], list[list[int]]]
     is_random: bool
+    num_devices: int = 1
     left_out: int = 0
     """Number of prompts of the set that are too long for their outputs."""
 
@@ -101,7 +104,9 @@ class Subject:
         head, drafter = self.heads.get(method), None
         if head is not None and self.is_random:
             drafter = Oracle(make_drafter(head, num_draft, "argmax"), texts, num_draft)
-        config = replace(config, num_draft=num_draft, dtype=self.dtype)
+        config = replace(
+            config, num_draft=num_draft, dtype=self.dtype, tensor_parallel=self.num_devices
+        )
         return Engine(self.target, head, config, drafter=drafter)
 
 
@@ -111,7 +116,16 @@ def subject_of(options: SubjectOptions) -> Subject:
     Raises:
       ConfigError: options that exclude each other, or a model without a tokenizer.
     """
-    return _model_subject(options) if options.preset is None else _preset_subject(options)
+    made = _model_subject(options) if options.preset is None else _preset_subject(options)
+    devices = Devices(options.tensor_parallel)
+    for head in (None, *made.heads.values()):
+        check_shares(made.target.config, head and head.config, devices.count)
+    return replace(
+        made,
+        target=devices.placed(made.target),
+        heads={method: devices.placed(head) for method, head in made.heads.items()},
+        num_devices=devices.count,
+    )
 
 
 def _preset_subject(options: SubjectOptions) -> Subject:
@@ -288,6 +302,7 @@ def _row(
         "dtype": subject.dtype,
         "weights": subject.weights,
         "layers": subject.target.config.num_layers,
+        **({} if subject.num_devices == 1 else {"tensor_parallel": subject.num_devices}),
         "set": subject.set,
         "method": variant[0],
         "num_speculative_tokens": variant[1],

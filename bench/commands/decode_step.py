@@ -70,6 +70,9 @@ class Options(RowOptions):
     kv_cache_dtype: str = option(
         "type of keys and values; auto: as --dtype", default="auto", choices=("auto", "fp8")
     )
+    tensor_parallel: int = option(
+        "devices that run every round together", default=1, type=positive, metavar="N"
+    )
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     prefill_chunk: int = option("tokens per prefill call", default=512, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")

@@ -42,6 +42,9 @@ class SubjectOptions(ModelOptions):
     )  # fmt: skip
     prefill_chunk: int = option("tokens per prefill call", default=128, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
+    tensor_parallel: int = option(
+        "devices that run every round together", default=1, type=positive, metavar="N"
+    )
 
     def check(self) -> None:
         if self.preset is None:

@@ -87,7 +87,7 @@ def moe(
       ValueError: inconsistent shapes, or dtypes that match no format.
     """
     _check(x, ids, weights, gate_up, down)
-    launch = _launch(x, gate_up, down, implementation)
+    launch = _launch(x, gate_up, down, implementation, gate_up.values.shape[0])
     if launch is None:
         return reference.moe(x, ids, weights, gate_up, down, limit)
     R, E = x.shape[0], gate_up.values.shape[0]
@@ -148,8 +148,8 @@ def mixture(
     Raises:
       ValueError: as in `route` and `moe`.
     """
-    launch = _launch(x, gate_up, down, implementation)
     R, E = logits.shape
+    launch = _launch(x, gate_up, down, implementation, E)
     if launch is None or launch.device.platform == "tpu":
         if router_bias is not None:
             logits = logits + router_bias.astype(jnp.float32)
@@ -194,13 +194,14 @@ def mixture(
     return Mixture(values, weights, work.slots)
 
 
-def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation):
+def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation, E: int):
+    """`E` is the number of experts to choose from, of which the weights may be a share."""
     refusal = formats.kernel_refusal(gate_up.values, gate_up.scale)
     refusal = refusal or formats.kernel_refusal(down.values, down.scale)
     if implementation is None:
         refusal = refusal or formats.compile_refusal(gate_up.values, gate_up.scale)
         refusal = refusal or formats.compile_refusal(down.values, down.scale)
-        if (E := gate_up.values.shape[0]) % 32:
+        if E % 32:
             refusal = f"the number of experts must be a multiple of 32, not {E}"
     if x.dtype != jnp.bfloat16:
         refusal = f"activations must be bfloat16, not {x.dtype}"

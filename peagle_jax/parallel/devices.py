@@ -28,12 +28,18 @@ class Devices:
     Args:
       count: N; 1 leaves everything as it is on the default device.
       check_replicas: whether the programs report checksums of what all devices hold alike.
+      mesh: devices to use instead, along `AXIS`: those of a topology, to compile for absent ones.
 
     Raises:
       ConfigError: this process has fewer devices.
     """
 
-    def __init__(self, count: int = 1, *, check_replicas: bool = False):
+    def __init__(self, count: int = 1, *, check_replicas: bool = False, mesh: Mesh | None = None):
+        self.count = count
+        self.check_replicas = check_replicas and count > 1
+        self.mesh = mesh
+        if mesh is not None or count == 1:
+            return
         found = jax.devices()
         if count > len(found):
             there = (
@@ -41,9 +47,7 @@ class Devices:
             )
             rule = f"{count} devices are asked for, and {there}"
             raise ConfigError.of("tensor_parallel", rule)
-        self.count = count
-        self.check_replicas = check_replicas and count > 1
-        self.mesh = None if count == 1 else Mesh(np.array(found[:count]), (AXIS,))
+        self.mesh = Mesh(np.array(found[:count]), (AXIS,))
 
     def sharding(self, spec: PartitionSpec = _WHOLE) -> NamedSharding:
         """The sharding of arrays that are cut as `spec` says; without one: a copy on every device."""
@@ -57,6 +61,8 @@ class Devices:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
             return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(sharding=self.sharding())
         return jax.device_put(leaf, self.sharding())
 
     def placed(self, model: nnx.Module | None) -> nnx.Module | None:
@@ -79,21 +85,31 @@ class Devices:
         return shared
 
     def put(self, array, cut: Cut | None) -> jax.Array:
-        """A global array from a numpy or jax array: every device gets its share only."""
-        if cut is None:
-            return jax.device_put(array, self.sharding())
-        shares = [
-            jax.device_put(share_of(array, cut, rank, self.count), device)
-            for rank, device in enumerate(self.mesh.devices)
-        ]
-        return self.joined(shares, cut)
+        """A global array from a numpy or jax array: every device gets its share only.
 
-    def joined(self, shares: list[jax.Array], cut: Cut) -> jax.Array:
-        """The global array of shares that lie on their devices."""
-        shape = list(shares[0].shape)
-        shape[cut.axis] *= self.count
+        From the shape of an array it makes the shape of the global one.
+        """
+        if cut is None:
+            return self._copied(array)
+        return self.assembled(
+            array.shape,
+            array.dtype,
+            cut,
+            None
+            if isinstance(array, jax.ShapeDtypeStruct)
+            else lambda rank: share_of(array, cut, rank, self.count),
+        )
+
+    def assembled(self, shape, dtype, cut: Cut, share: Callable[[int], np.ndarray] | None):
+        """The global array of an array [shape] that is cut, from each device's `share(rank)`; None: its shape."""
+        wide = list(shape)
+        wide[cut.axis] = self.count * cut.width(self.count)
         sharding = self.sharding(PartitionSpec(*[None] * cut.axis, AXIS))
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shares)
+        if share is None:
+            return jax.ShapeDtypeStruct(tuple(wide), dtype, sharding=sharding)
+        pairs = enumerate(self.mesh.devices)
+        shares = [jax.device_put(share(rank), device) for rank, device in pairs]
+        return jax.make_array_from_single_device_arrays(tuple(wide), sharding, shares)
 
     def init_state(
         self, target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
@@ -102,8 +118,11 @@ class Devices:
         make = functools.partial(init_state, target, drafter, config)
         if self.mesh is None:
             return make()
-        shardings = jax.tree.map(self.sharding, state_specs(jax.eval_shape(make)))
-        return jax.jit(make, out_shardings=shardings)()
+        return jax.jit(make, out_shardings=self.state_shardings(jax.eval_shape(make)))()
+
+    def state_shardings(self, state: State) -> State:
+        """The shardings of a state, of which only the structure is read."""
+        return jax.tree.map(self.sharding, state_specs(state))
 
     def program(self, f: Callable) -> Callable:
         """`f` on all devices: on one device `f` itself.

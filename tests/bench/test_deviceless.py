@@ -14,12 +14,13 @@ THUNKS = """\
       false_branch:
         002: kCustomKernel [source | sink] sort
       true_branch:
-        003: kCustomKernel [source | sink] fusion
+        003: kAllGather [source | sink] all-gather
 005: kWhile [source | sink]
     006: kCopy [source | sink]
 007: kCopy [source | sink]
 008: kCommandBuffer [source | sink]
     009: kGemm [source | sink]
+    010: kAllGather [source | sink]
 """
 
 
@@ -27,9 +28,10 @@ def test_launches_are_counted_in_graphs_and_beside_them():
     assert deviceless_round.read_thunks(THUNKS) == {
         "graphs": 2,
         "outside": {"kWhile": 1, "kCopy": 1},
-        "kernels": 3,
+        "collectives": {"kAllGather": 2},
+        "kernels": 4,
     }
-    alone = {"graphs": 0, "outside": {"kGemm": 1}, "kernels": 0}
+    alone = {"graphs": 0, "outside": {"kGemm": 1}, "collectives": {}, "kernels": 0}
     assert deviceless_round.read_thunks("000: kGemm [source | sink]\n") == alone
 
 

@@ -1,0 +1,85 @@
+"""Experts that several devices share: each computes the rows of its own experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.moe.api import ExpertWeights, mixture
+from pallas_kernels.moe.worklist import make_worklist, own_items
+from peagle_jax.quant import quantize_fp8
+
+E, K, D, F = 8, 2, 128, 192
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_items_of_a_devices_experts_move_to_the_front(shared, count, num_cases):
+    """Every row finds its own experts' items by its slots, and the parts of other experts have weight 0."""
+    for case in range(num_cases("worklists of a device", 5)):
+        rng = np.random.default_rng(case)
+        rows, tokens = (5, 8) if shared else (21, 8)
+        chosen = rng.choice(E, 3, replace=False) if case % 2 else np.arange(E)
+        ids = np.stack([rng.choice(chosen, K, replace=False) for _ in range(rows)]).T
+        weights = jnp.asarray(rng.uniform(0.1, 1, (K, rows)), jnp.float32)
+        work = make_worklist(jnp.asarray(ids), E, tokens, shared)
+        kept = np.zeros((K, rows), bool)
+        for rank in range(count):
+            first = rank * E // count
+            own, share = own_items(work, weights, jnp.int32(first), E // count, tokens)
+            is_own = (ids >= first) & (ids < first + E // count)
+            np.testing.assert_array_equal(np.asarray(share), np.where(is_own, weights, 0))
+            slots, items = np.asarray(own.slots), int(own.num_items[0])
+            assert (slots[is_own] < items * tokens).all()
+            found = np.asarray(own.experts)[slots[is_own] // tokens]
+            np.testing.assert_array_equal(found, ids[is_own] - first)
+            if not shared:
+                assert len(set(slots[is_own])) == is_own.sum()
+                assert not set(slots[is_own]) & set(slots[~is_own])
+            assert (slots < own.items * tokens).all()
+            kept |= is_own
+        assert kept.all()
+
+
+def projection(form: str, shape: tuple[int, ...], seed: int) -> ExpertWeights:
+    rng = np.random.default_rng(seed)
+    if form == "mxfp4":
+        values = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+        scale = rng.integers(120, 124, (*shape[:-1], shape[-1] // 32), np.uint8)
+        return ExpertWeights(jnp.asarray(values), jnp.asarray(scale))
+    weight = (rng.normal(size=shape) / 8).astype(np.float32)
+    if form == "fp8":
+        return ExpertWeights(*map(jnp.asarray, quantize_fp8(weight)))
+    return ExpertWeights(jnp.asarray(weight, jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "implementation"),
+    [
+        ("fp8", 11, "reference"),
+        ("mxfp4", 11, "reference"),
+        *[
+            pytest.param(form, rows, "mosaic_gpu", marks=pytest.mark.slow)
+            for form in ("bf16", "fp8", "mxfp4")
+            for rows in (5, 70)
+        ],
+    ],
+)
+def test_the_shares_of_all_devices_add_to_the_mixture(form, rows, implementation):
+    inner = 256 if form == "mxfp4" else F
+    gate_up, down = projection(form, (E, 2, inner, D), 0), projection(form, (E, D, inner), 1)
+    x = jax.random.normal(jax.random.key(2), (rows, D)).astype(jnp.bfloat16)
+    logits = 2 * jax.random.normal(jax.random.key(3), (rows, E))
+    rules = dict(router_bias=None, top_k=K, normalize=True)
+    whole = mixture(x, logits, gate_up, down, **rules, implementation="reference").added(rows)
+    total = jnp.zeros((rows, D))
+    for rank in range(2):
+        first = rank * E // 2
+        own = jax.tree.map(lambda leaf: leaf[first : first + E // 2], (gate_up, down))  # noqa: B023
+        found = mixture(
+            x, logits, *own, **rules, first=jnp.int32(first), implementation=implementation
+        )
+        share = found.added(rows)
+        assert np.isfinite(np.asarray(share, np.float32)).all()
+        total += share.astype(jnp.float32)
+    np.testing.assert_allclose(total, whole.astype(jnp.float32), rtol=0.03, atol=0.03)
