@@ -61,8 +61,8 @@ class Models:
         target = random_target(chosen.target, chosen.format, dtype=dtype, seed=seed)
         drafting = [method for method in methods if method != "none"]
         heads = {m: random_head(chosen.head(m), dtype=dtype, seed=seed + 1) for m in drafting}
-        for head in (None, *heads.values()):
-            check_shares(chosen.target, head and head.config, num_devices)
+        for model in (target, *heads.values()):
+            check_shares(model.config, num_devices)
         target = devices.placed(target)
         heads = {method: devices.placed(head) for method, head in heads.items()}
         jax.block_until_ready(jax.tree.leaves((target, heads)))

@@ -118,8 +118,8 @@ def subject_of(options: SubjectOptions) -> Subject:
     """
     made = _model_subject(options) if options.preset is None else _preset_subject(options)
     devices = Devices(options.tensor_parallel)
-    for head in (None, *made.heads.values()):
-        check_shares(made.target.config, head and head.config, devices.count)
+    for model in (made.target, *made.heads.values()):
+        check_shares(model.config, devices.count)
     return replace(
         made,
         target=devices.placed(made.target),

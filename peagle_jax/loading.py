@@ -9,6 +9,7 @@ from peagle_jax.drafter import DraftHead
 from peagle_jax.engine.engine import Engine
 from peagle_jax.model_folders import check_head_is_given, embedded
 from peagle_jax.models import Decoder
+from peagle_jax.parallel.devices import Devices
 from peagle_jax.text import Tokenizer
 
 
@@ -20,6 +21,7 @@ def load_weights(
     dtype: str,
     quantization: Quantization | None = None,
     taps: Sequence[int] | None = None,
+    tensor_parallel: int = 1,
 ) -> tuple[Decoder, DraftHead | None, Tokenizer | None]:
     """Target, head and tokenizer.
 
@@ -31,12 +33,14 @@ def load_weights(
       dtype: dtype of all weights that are not quantised.
       quantization: "fp8" quantises the target's matrices during loading.
       taps: tap ids that override those of the head's config.json.
+      tensor_parallel: number of devices that share the model (docs/parallel.md).
 
     Raises:
       ConfigError: a file is missing, or head and target do not match.
     """
     target_folder = embedded("target") if model is None else Path(model)
-    target = load_target(target_folder, dtype=dtype, quantization=quantization)
+    devices = Devices(tensor_parallel)
+    target = load_target(target_folder, dtype=dtype, quantization=quantization, devices=devices)
     has_text = (target_folder / "tokenizer.json").is_file()
     tokenizer = Tokenizer(target_folder) if has_text else None
     if method == "none":
@@ -44,7 +48,7 @@ def load_weights(
     if drafter is None:
         check_head_is_given(model, drafter, method)
         drafter = embedded(method or "peagle")
-    head = load_head(drafter, target.config, dtype=dtype, taps=taps)
+    head = load_head(drafter, target.config, dtype=dtype, taps=taps, devices=devices)
     if method not in (None, head.config.method):
         raise ConfigError(
             f"{drafter} is a {head.config.method} head; run it with --method {head.config.method}"
@@ -70,6 +74,12 @@ def load(
     """
     config = config or EngineConfig()
     target, head, tokenizer = load_weights(
-        model, drafter, method=method, dtype=config.dtype, quantization=quantization, taps=taps
+        model,
+        drafter,
+        method=method,
+        dtype=config.dtype,
+        quantization=quantization,
+        taps=taps,
+        tensor_parallel=config.tensor_parallel,
     )
     return Engine(target, head, config, tokenizer=tokenizer)

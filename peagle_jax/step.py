@@ -64,9 +64,7 @@ class StepOutput:
     top_logprobs: jax.Array | None = None  # [B, K+1, n] float32
     report: SurvivalReport | None = None  # of a round, if the state has `survival`
     prompt: PromptScores | None = None  # of a prefill call that scores
-    replicas: jax.Array | None = (
-        None  # [n] uint32, see `parallel.replicas`; only if they are checked
-    )
+    replicas: jax.Array | None = None  # [n] uint32, `parallel.replicas`; only if checked
 
 
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:

@@ -25,7 +25,7 @@ ORDER = [
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
     "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
-    "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.loader", "checkpoint",
+    "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.share_reader", "checkpoint.loader", "checkpoint",
     "text", "options",
     "engine", "engine.rules", "engine.pages", "engine.slots", "engine.grammar", "engine.request",
     "engine.prefixes", "engine.controls", "engine.calls", "engine.prompt_logprobs", "engine.stats",

@@ -179,13 +179,30 @@ class Converted(Headers):
         Raises:
           CheckpointError: the folder holds no such parameter, or it was made by another rule.
         """
+        return self.parameter(self._stored(rule).path)
+
+    def _stored(self, rule: Rule) -> Parameter:
         parameter = self.parameters.get(rule.path)
         if parameter is None or not self.made_by(parameter, rule):
             raise CheckpointError(
                 f"{self.folder}: {'.'.join(map(str, rule.path))} is missing or was converted in another "
                 "way; convert the checkpoint again with this version"
             )
-        return self.parameter(rule.path)
+        return parameter
+
+    def slices(self, rule: Rule, axis: int, ranges: list[tuple[int, int]]) -> list[np.ndarray]:
+        """Slices of the stored parameter of `rule` along an axis; reads the chunks that hold them.
+
+        Raises:
+          CheckpointError: as `joined`.
+        """
+        parameter = self._stored(rule)
+        store, index = self.store(parameter), (slice(None),) * axis
+        try:
+            reads = [store[(*index, slice(*each))].read() for each in ranges]
+            return [read.result() for read in reads]
+        except ValueError as error:
+            raise self._damaged(parameter, error) from error
 
     def made_by(self, parameter: Parameter, rule: Rule) -> bool:
         """Whether the manifest entry matches `rule` in tensors, transform, dtype and shape."""

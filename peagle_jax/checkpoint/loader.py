@@ -21,6 +21,7 @@ from peagle_jax.checkpoint.fields import read_config
 from peagle_jax.checkpoint.head_json import head_json, head_unread_keys
 from peagle_jax.checkpoint.layout import FP8, PACKED, Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
+from peagle_jax.checkpoint.share_reader import read_share
 from peagle_jax.checkpoint.tables import (
     head_layout,
     head_tensors,
@@ -32,6 +33,8 @@ from peagle_jax.checkpoint.target_writer import target_json
 from peagle_jax.config import TargetConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.models import Decoder, build
+from peagle_jax.parallel.devices import ONE_DEVICE, Devices, local_modules
+from peagle_jax.parallel.shares import check_shares
 from peagle_jax.quant import quantize_fp8
 
 _log = logging.getLogger(__name__)
@@ -71,9 +74,16 @@ def _fill(
     layout: Layout,
     checkpoint: Checkpoint | Converted,
     dtype: str,
-    quantization: Quantization | None = None,
+    quantization: Quantization | None,
+    devices: Devices,
 ) -> None:
     """Replaces the abstract parameters of `module` by a checkpoint's tensors."""
+    if devices.count > 1:
+        check_shares(module.config, devices.count)
+        local_modules(module, module.config, devices.count)
+        if quantization is None:
+            _fill_shares(module, layout, checkpoint, dtype, devices)
+            return
     params = dict(nnx.to_flat_state(nnx.state(module)))
     _check_shapes(params, layout, checkpoint.tensors)
     for rule in layout.rules:
@@ -89,9 +99,52 @@ def _fill(
                 raise CheckpointError(f"{'.'.join(map(str, rule.path))}: {error}") from error
         # Cast in numpy: a cast on the device would need memory for two copies of the weight.
         if leaf != "scale":
-            params[rule.path].set_value(jnp.asarray(_stored(array, leaf, dtype)))
+            cut = devices.cut_of(module.config, rule.path, array.shape, array.shape)
+            params[rule.path].set_value(devices.put(_stored(array, leaf, dtype), cut))
         if scale is not None:
-            _owner(module, rule).scale = nnx.Param(jnp.asarray(_stored(scale, "scale", dtype)))
+            path = (*rule.path[:-1], "scale")
+            cut = devices.cut_of(module.config, path, scale.shape, array.shape)
+            value = devices.put(_stored(scale, "scale", dtype), cut)
+            _owner(module, rule).scale = nnx.Param(value)
+
+
+def _fill_shares(
+    module: nnx.Module,
+    layout: Layout,
+    checkpoint: Checkpoint | Converted,
+    dtype: str,
+    devices: Devices,
+) -> None:
+    """`_fill` for several devices: each gets its share, and the host holds one share at a time."""
+    params = dict(nnx.to_flat_state(nnx.state(module)))
+    _check_shapes(params, layout, checkpoint.tensors)
+    made = {rule.path: _made(rule, checkpoint) for rule in layout.rules}
+    for rule in layout.rules:
+        leaf, shape = rule.path[-1], made[rule.path].shape
+        weight = made.get((*rule.path[:-1], "weight"), made[rule.path])
+        cut = devices.cut_of(module.config, rule.path, shape, weight.shape)
+        if cut is None:
+            value = devices.put(_stored(joined(checkpoint, rule), leaf, dtype), None)
+        else:
+            stored = _stored(np.zeros(0, made[rule.path].dtype), leaf, dtype).dtype
+            share = lambda rank, rule=rule, leaf=leaf, cut=cut: _stored(
+                read_share(checkpoint, rule, cut, rank, devices.count), leaf, dtype
+            )
+            value = devices.assembled(shape, stored, cut, share)
+        # Otherwise the host would hold the shares of many parameters, whose copies are still under way.
+        value.block_until_ready()
+        if leaf == "scale":
+            _owner(module, rule).scale = nnx.Param(value)
+        else:
+            params[rule.path].set_value(value)
+
+
+def _made(rule: Rule, checkpoint: Checkpoint | Converted) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the parameter that a rule makes, as the checkpoint stores it."""
+    infos = [checkpoint.tensors[name] for name in rule.names]
+    return jax.ShapeDtypeStruct(
+        rule.transform.shape([info.shape for info in infos]), infos[0].dtype
+    )
 
 
 def _name_unread_keys(folder: Path, unread_keys: Callable[[dict], list[str]]) -> None:
@@ -100,7 +153,11 @@ def _name_unread_keys(folder: Path, unread_keys: Callable[[dict], list[str]]) ->
 
 
 def load_target(
-    folder: str | Path, *, dtype: str, quantization: Quantization | None = None
+    folder: str | Path,
+    *,
+    dtype: str,
+    quantization: Quantization | None = None,
+    devices: Devices = ONE_DEVICE,
 ) -> Decoder:
     """Loads a target model from a Hugging Face folder, or from a folder written by `peagle-convert`.
 
@@ -108,6 +165,7 @@ def load_target(
       folder: config.json and weights; FP8 and MXFP4 weights are kept as they are.
       dtype: of all that is not quantised.
       quantization: "fp8" quantises the matrices of attention, MLP and experts during loading.
+      devices: share the model, and each is sent its share only; by default it lies on the default device.
     Raises:
       CheckpointError: the folder is no supported model, or tensors are missing, unused or misshapen, or
         `quantization` is given for a model that is quantised.
@@ -125,12 +183,17 @@ def load_target(
                 f"this checkpoint is quantised already; load it without quantization={quantization!r}"
             )
         model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
-        _fill(model, layout, checkpoint, dtype, quantization)
+        _fill(model, layout, checkpoint, dtype, quantization, devices)
     return model
 
 
 def load_head(
-    folder: str | Path, target: TargetConfig, *, dtype: str, taps: Sequence[int] | None = None
+    folder: str | Path,
+    target: TargetConfig,
+    *,
+    dtype: str,
+    taps: Sequence[int] | None = None,
+    devices: Devices = ONE_DEVICE,
 ) -> DraftHead:
     """A P-EAGLE or EAGLE-3 head in the AWS, SafeAILab, SpecForge, NeMo or speculators layout.
 
@@ -139,6 +202,7 @@ def load_head(
       target: the model that the head will draft for.
       dtype: of all weights.
       taps: tap ids that override those of config.json (`head_json` describes how these are read).
+      devices: as in `load_target`.
     Raises:
       CheckpointError: the head is broken or does not fit `target`.
     """
@@ -149,7 +213,7 @@ def load_head(
     with naming(folder):
         layout.check("the head")
         head = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
-        _fill(head, layout, checkpoint, dtype)
+        _fill(head, layout, checkpoint, dtype, None, devices)
     return head
 
 

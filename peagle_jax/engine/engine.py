@@ -71,7 +71,9 @@ class Engine:
             config = replace(config, num_draft=0, adaptive="off")
         check_sizes(target.config, config)
         devices = Devices(config.tensor_parallel, check_replicas=config.check_replicas)
-        check_shares(target.config, None if head is None else head.config, devices.count)
+        for model in (target, head):
+            if model is not None:
+                check_shares(model.config, devices.count)
         target, head = devices.placed(target), devices.placed(head)
         limit = min(config.max_model_len, target.config.max_position)
         config = replace(config, max_model_len=limit)

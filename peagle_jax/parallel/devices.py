@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from peagle_jax.cache import RingCache
@@ -16,8 +17,8 @@ from peagle_jax.layers import Attention
 from peagle_jax.parallel import partition
 from peagle_jax.parallel.partition import AXIS
 from peagle_jax.parallel.replicas import checksums
-from peagle_jax.parallel.shares import Cut, cut_of, local_attention
-from peagle_jax.step import State, init_state
+from peagle_jax.parallel.shares import Cut, Path, cut_of, local_attention, share_of
+from peagle_jax.step import State, StepOutput, init_state
 
 _WHOLE = PartitionSpec()
 
@@ -80,15 +81,23 @@ class Devices:
             value = param.get_value()
             if getattr(getattr(value, "sharding", None), "mesh", None) != self.mesh:
                 weight = params.get((*path[:-1], "weight"), param) if path[-1] == "scale" else param
-                cut = cut_of(model.config, path, value.shape, weight.shape, self.count)
+                cut = self.cut_of(model.config, path, value.shape, weight.shape)
                 param.set_value(self.put(value, cut))
         return shared
+
+    def cut_of(self, config: TargetConfig | DrafterConfig, path: Path, shape, weight_shape):
+        """`shares.cut_of` for these devices; None on one device."""
+        if self.mesh is None:
+            return None
+        return cut_of(config, path, shape, weight_shape, self.count)
 
     def put(self, array, cut: Cut | None) -> jax.Array:
         """A global array from a numpy or jax array: every device gets its share only.
 
         From the shape of an array it makes the shape of the global one.
         """
+        if self.mesh is None:
+            return jnp.asarray(array)
         if cut is None:
             return self._copied(array)
         return self.assembled(
@@ -128,38 +137,47 @@ class Devices:
         """`f` on all devices: on one device `f` itself.
 
         Args:
-          f: function of (weights, state, plan, mask, previous, **static) that returns the next state and an
-            output, for the arrays of one device. Weights are arrays that `placed` and `copied` returned.
+          f: function of (weights, state, plan, mask, previous, *more, **static) that returns the next state and
+            an output, for the arrays of one device. The weights are those of `take_weights`, and `state` may
+            lack parts of a `State`. With `check_replicas` the output is packed, int32 [n].
         """
         if self.mesh is None:
             return f
 
         @functools.wraps(f)
-        def program(weights, state, plan, mask, previous, **static):
-            inputs, states = _Leaves(plan), _Leaves(state)
+        def program(weights, state, plan, mask, previous, *more, **static):
+            inputs, states = _Leaves((plan, mask, more)), _Leaves(state)
             specs = states.filled(jax.tree.leaves(state_specs(state)))
             outputs = []
 
-            def local(weights, state, plan, mask):
+            def local(weights, state, given):
+                plan, mask, more = inputs.tree(given)
                 with partition.over(self.count):
                     state, output = f(
-                        weights, states.tree(state), inputs.tree(plan), mask, None, **static
+                        weights, states.tree(state), plan, mask, None, *more, **static
                     )
                 if self.check_replicas:
-                    output = replace(output, replicas=checksums((_copies(state), output)))
+                    sums = checksums((_copies(state), output))
+                    output = jnp.concatenate([output, lax.bitcast_convert_type(sums, jnp.int32)])
                 outputs.append(_Leaves(output))
                 return states.filled(jax.tree.leaves(state)), outputs[0].filled()
 
             state, output = jax.shard_map(
                 local,
                 mesh=self.mesh,
-                in_specs=(self._weight_specs, specs, _WHOLE, _WHOLE),
+                in_specs=(self._weight_specs, specs, _WHOLE),
                 out_specs=(specs, _WHOLE),
                 check_vma=False,  # gathered sums are equal on all devices, which jax cannot see
-            )(weights, states.filled(), inputs.filled(), mask)
+            )(weights, states.filled(), inputs.filled())
             return states.tree(state), outputs[0].tree(output)
 
         return program
+
+    def reported(self, output: StepOutput) -> StepOutput:
+        """The shapes of an output of `program`, given those of the step's."""
+        if not self.check_replicas:
+            return output
+        return replace(output, replicas=jax.ShapeDtypeStruct((self.count,), jnp.uint32))
 
     def take_weights(self, weights: list) -> list:
         """Weights that programs are called with: arrays that are not placed yet are copied to all devices."""
@@ -167,6 +185,10 @@ class Devices:
         if self.mesh is not None:
             self._weight_specs = [leaf.sharding.spec for leaf in weights]
         return weights
+
+
+ONE_DEVICE = Devices()
+"""The default device."""
 
 
 class _Leaves:
@@ -189,18 +211,6 @@ class _Leaves:
         pairs = zip(self._leaves, self._is_filled, strict=True)
         leaves = [next(left) if kept else empty(leaf) for leaf, kept in pairs]
         return jax.tree.unflatten(self._structure, leaves)
-
-
-def share_of(array, cut: Cut, rank: int, count: int):
-    """One device's share of a numpy or jax array, in one piece."""
-    module = jnp if isinstance(array, jax.Array) else np
-    ranges = cut.ranges(rank, count)
-    pieces = [array[(*[slice(None)] * cut.axis, slice(*each))] for each in ranges]
-    share = pieces[0] if len(pieces) == 1 else module.concatenate(pieces, axis=cut.axis)
-    missing = cut.width(count) - share.shape[cut.axis]
-    if not missing:
-        return share
-    return module.pad(share, [(0, missing * (axis == cut.axis)) for axis in range(share.ndim)])
 
 
 def local_modules(model: nnx.Module, config: TargetConfig | DrafterConfig, count: int):

@@ -1,4 +1,4 @@
-"""How the parameters of a model are cut over N devices, as data. No jax here.
+"""How the parameters of a model are cut over N devices, as data; arrays here are numpy's or jax's.
 
 Attention, dense MLPs and the drafter are cut by heads and by columns of the MLP, experts by whole experts,
 embeddings and output projections by vocabulary rows. Everything else is whole on every device: norms,
@@ -8,7 +8,6 @@ routers, biases that are added once, and the drafter's `fc`.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pallas_kernels.formats import BLOCK
 from peagle_jax.config import AttentionConfig, ConfigError, DrafterConfig, TargetConfig
 
 Path = tuple[str | int, ...]
@@ -66,6 +65,24 @@ class Cut:
         return self.padded or sum(last - first for first, last in self.ranges(0, num_devices))
 
 
+def share_of(array, cut: Cut, rank: int, count: int):
+    """One device's share of a numpy or jax array, in one piece."""
+    index = [slice(None)] * cut.axis
+    ranges = cut.ranges(rank, count)
+    return padded_share([array[(*index, slice(*each))] for each in ranges], cut, count)
+
+
+def padded_share(pieces: list, cut: Cut, count: int):
+    """The pieces of a share one after the other, with zeros up to the width of a share."""
+    xp = pieces[0].__array_namespace__()
+    share = pieces[0] if len(pieces) == 1 else xp.concat(pieces, axis=cut.axis)
+    missing = cut.width(count) - share.shape[cut.axis]
+    if not missing:
+        return share
+    shape = (*share.shape[: cut.axis], missing, *share.shape[cut.axis + 1 :])
+    return xp.concat([share, xp.zeros(shape, dtype=share.dtype)], axis=cut.axis)
+
+
 def vocabulary_rows(vocab_size: int, num_devices: int) -> int:
     """Rows of an embedding or output projection on each device; the last devices may have rows of padding."""
     if num_devices == 1:
@@ -88,25 +105,23 @@ def stored_attention(config: AttentionConfig, num_devices: int) -> AttentionConf
     return replace(config, num_kv_heads=max(config.num_kv_heads, num_devices))
 
 
-def check_shares(target: TargetConfig, drafter: DrafterConfig | None, num_devices: int) -> None:
+def check_shares(config: TargetConfig | DrafterConfig, num_devices: int) -> None:
     """Refuses models whose heads, experts or MLP widths do not divide by the number of devices.
 
     Raises:
       ConfigError: with the number that does not divide, `field` is "tensor_parallel".
     """
-    for name, config in (("the model", target), ("the draft head", drafter)):
-        if config is None:
-            continue
-        for layer in range(config.num_layers):
-            _check_heads(name, config.attention(layer), num_devices)
-            if isinstance(config, TargetConfig) and config.is_sparse(layer):
-                count, what = config.experts.num_experts, "experts"
-            elif isinstance(config, TargetConfig):
-                count, what = config.mlp_size(layer), "columns in its MLP"
-            else:
-                count, what = config.intermediate_size, "columns in its MLP"
-            if count % num_devices:
-                raise _refusal(f"{name} has {count} {what}, {_uneven(num_devices)}")
+    is_target = isinstance(config, TargetConfig)
+    name = "the model" if is_target else "the draft head"
+    for layer in range(config.num_layers):
+        _check_heads(name, config.attention(layer), num_devices)
+        if is_target and config.is_sparse(layer):
+            count, what = config.experts.num_experts, "experts"
+        else:
+            count = config.mlp_size(layer) if is_target else config.intermediate_size
+            what = "columns in its MLP"
+        if count % num_devices:
+            raise _refusal(f"{name} has {count} {what}, {_uneven(num_devices)}")
 
 
 def _check_heads(name: str, config: AttentionConfig, num_devices: int) -> None:
@@ -169,6 +184,8 @@ def cut_of(
 
 def _in_blocks(part: Part, path: Path, num_devices: int) -> Part:
     """The part of a scale for the part of its weight."""
+    from pallas_kernels.formats import BLOCK  # imports jax, which `check_shares` does not need
+
     width = part.size // part.pieces
     edges = {edge for device in range(num_devices) for edge in part.range(device, num_devices)}
     if any(edge % BLOCK for edge in edges):

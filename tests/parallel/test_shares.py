@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from peagle_jax.config import ConfigError, ExpertsConfig
-from peagle_jax.parallel.devices import share_of
 from peagle_jax.parallel.shares import (
     Cut,
     Part,
     check_shares,
     cut_of,
     local_attention,
+    share_of,
     stored_attention,
     vocabulary_rows,
 )
@@ -127,11 +127,11 @@ def test_a_block_with_one_scale_is_not_cut(path, shape, scale, count):
 )
 def test_what_does_not_divide_is_refused_by_name(changes, count, message):
     with pytest.raises(ConfigError, match=message) as raised:
-        check_shares(replace(tiny.TARGET, **changes), None, count)
+        check_shares(replace(tiny.TARGET, **changes), count)
     assert raised.value.field == "tensor_parallel"
     assert f"{count} devices" in str(raised.value)
 
 
 def test_a_head_that_does_not_divide_is_refused_by_name():
     with pytest.raises(ConfigError, match="the draft head has 6 query heads"):
-        check_shares(tiny.TARGET, replace(tiny.HEAD, num_heads=6), 4)
+        check_shares(replace(tiny.HEAD, num_heads=6), 4)

@@ -1,0 +1,68 @@
+"""A model that is read by shares is the model that is read whole and then shared out."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from convert.__main__ import main
+from peagle_jax.checkpoint import load_head, load_target, target_config
+from peagle_jax.checkpoint.safetensors import Checkpoint
+from peagle_jax.config import ConfigError
+from peagle_jax.parallel.devices import Devices
+from tests.convert.conftest import GOLDEN, target_of
+
+TARGETS = ("gemma4", "gpt_oss-bf16", "gpt_oss-mxfp4", "llama", "qwen2", "qwen3_moe-bf16")
+
+
+def check_same(found: nnx.Module, wanted: nnx.Module) -> None:
+    pairs = zip(
+        jax.tree.leaves_with_path(nnx.state(found)),
+        jax.tree.leaves_with_path(nnx.state(wanted)),
+        strict=True,
+    )
+    for (path, one), (other_path, other) in pairs:
+        assert path == other_path
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim), path
+        assert one.dtype == other.dtype
+        for mine, theirs in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            assert mine.device == theirs.device
+            np.testing.assert_array_equal(np.asarray(mine.data), np.asarray(theirs.data))
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize("name", TARGETS)
+def test_shares_of_a_target(name, is_converted, tmp_path):
+    folder = GOLDEN / name
+    if is_converted:
+        assert main(["convert", str(folder), str(tmp_path / "made")]) == 0
+        folder = tmp_path / "made"
+    devices = Devices(2)
+    whole = devices.placed(load_target(folder, dtype="bfloat16"))
+    check_same(load_target(folder, dtype="bfloat16", devices=devices), whole)
+
+
+@pytest.mark.parametrize("name", ["peagle-pruned", "eagle31"])
+def test_shares_of_a_head(name):
+    target, devices = target_config(target_of(name)), Devices(2)
+    whole = devices.placed(load_head(GOLDEN / name, target, dtype="float32"))
+    check_same(load_head(GOLDEN / name, target, dtype="float32", devices=devices), whole)
+
+
+def test_quantising_while_loading_keeps_the_blocks_of_the_whole_matrix():
+    folder, devices = GOLDEN / "qwen3_moe-bf16", Devices(2)
+    with pytest.raises(ConfigError, match="blocks of 128 rows or columns"):
+        load_target(folder, dtype="bfloat16", quantization="fp8", devices=devices)
+
+
+def test_a_device_reads_its_own_experts_only(monkeypatch):
+    """Each stored tensor of an expert is read once, for the device that holds the expert."""
+    names = []
+    read = Checkpoint.read
+    monkeypatch.setattr(
+        Checkpoint, "read", lambda self, name: names.append(name) or read(self, name)
+    )
+    load_target(GOLDEN / "qwen3_moe-bf16", dtype="bfloat16", devices=Devices(2))
+    experts = [name for name in names if ".experts." in name]
+    assert experts
+    assert len(experts) == len(set(experts))
