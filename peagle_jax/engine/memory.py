@@ -20,6 +20,7 @@ from peagle_jax.config import (
     TargetConfig,
 )
 from peagle_jax.engine.round_shapes import round_shapes
+from peagle_jax.parallel.devices import first_devices
 from peagle_jax.parallel.shares import local_attention, vocabulary_rows
 from peagle_jax.plan import mask_words
 from peagle_jax.prompt_scores import BLOCK

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import dispatch
 from peagle_jax.cache import RingCache
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.layers import Attention
@@ -21,6 +22,23 @@ from peagle_jax.parallel.shares import Cut, Path, cut_of, local_attention, share
 from peagle_jax.step import State, StepOutput, init_state
 
 _WHOLE = PartitionSpec()
+
+
+def first_devices(count: int) -> list[jax.Device]:
+    """The default device, or the first `count` devices of its platform.
+
+    Raises:
+      ConfigError: there are fewer.
+    """
+    default = dispatch.default_device()
+    if count == 1:
+        return [default]
+    found = jax.devices(default.platform)
+    if count > len(found):
+        there = f"there {'is' if len(found) == 1 else 'are'} {len(found)} of {default.platform}"
+        rule = f"{count} devices are asked for, and {there}"
+        raise ConfigError.of("tensor_parallel", rule)
+    return found[:count]
 
 
 class Devices:
@@ -41,14 +59,7 @@ class Devices:
         self.mesh = mesh
         if mesh is not None or count == 1:
             return
-        found = jax.devices()
-        if count > len(found):
-            there = (
-                f"there {'is' if len(found) == 1 else 'are'} {len(found)} of {found[0].platform}"
-            )
-            rule = f"{count} devices are asked for, and {there}"
-            raise ConfigError.of("tensor_parallel", rule)
-        self.mesh = Mesh(np.array(found[:count]), (AXIS,))
+        self.mesh = Mesh(np.array(first_devices(count)), (AXIS,))
 
     def sharding(self, spec: PartitionSpec = _WHOLE) -> NamedSharding:
         """The sharding of arrays that are cut as `spec` says; without one: a copy on every device."""
