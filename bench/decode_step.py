@@ -32,7 +32,6 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.models import Decoder
 from peagle_jax.parallel.devices import Devices
-from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.verify import verify
 
@@ -58,13 +57,10 @@ class Models:
     ) -> "Models":
         start = time.perf_counter()
         devices = Devices(num_devices)
-        target = random_target(chosen.target, chosen.format, dtype=dtype, seed=seed)
+        rules = dict(dtype=dtype, devices=devices)
+        target = random_target(chosen.target, chosen.format, seed=seed, **rules)
         drafting = [method for method in methods if method != "none"]
-        heads = {m: random_head(chosen.head(m), dtype=dtype, seed=seed + 1) for m in drafting}
-        for model in (target, *heads.values()):
-            check_shares(model.config, num_devices)
-        target = devices.placed(target)
-        heads = {method: devices.placed(head) for method, head in heads.items()}
+        heads = {m: random_head(chosen.head(m), seed=seed + 1, **rules) for m in drafting}
         jax.block_until_ready(jax.tree.leaves((target, heads)))
         return cls(
             preset=chosen,

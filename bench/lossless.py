@@ -117,15 +117,7 @@ def subject_of(options: SubjectOptions) -> Subject:
       ConfigError: options that exclude each other, or a model without a tokenizer.
     """
     made = _model_subject(options) if options.preset is None else _preset_subject(options)
-    devices = Devices(options.tensor_parallel)
-    for model in (made.target, *made.heads.values()):
-        check_shares(model.config, devices.count)
-    return replace(
-        made,
-        target=devices.placed(made.target),
-        heads={method: devices.placed(head) for method, head in made.heads.items()},
-        num_devices=devices.count,
-    )
+    return replace(made, num_devices=options.tensor_parallel)
 
 
 def _preset_subject(options: SubjectOptions) -> Subject:
@@ -138,7 +130,8 @@ def _preset_subject(options: SubjectOptions) -> Subject:
         raise ConfigError(
             f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
         )
-    models = decode_step.Models.make(chosen, options.methods, dtype=dtype, seed=options.seed)
+    rules = dict(dtype=dtype, seed=options.seed, num_devices=options.tensor_parallel)
+    models = decode_step.Models.make(chosen, options.methods, **rules)
 
     def prompts(count: int) -> list[list[int]]:
         rng = np.random.default_rng(options.seed)
@@ -168,12 +161,15 @@ def _model_subject(options: SubjectOptions) -> Subject:
     most = models.target.config.max_position
     config = EngineConfig(max_model_len=max(1, most - options.max_tokens + 1))
     pool, left_out = models.runnable(name, found, SamplingParams(), config)
+    devices = Devices(options.tensor_parallel)
+    for model in (models.target, *models.heads.values()):
+        check_shares(model.config, devices.count)
     return Subject(
         name=models.name,
         dtype=models.dtype,
         weights=models.weights,
-        target=models.target,
-        heads=models.heads,
+        target=devices.placed(models.target),
+        heads={method: devices.placed(head) for method, head in models.heads.items()},
         set=name,
         prompts=lambda count: list(itertools.islice(itertools.cycle(pool), count)),
         is_random=False,

@@ -20,6 +20,8 @@ from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.drafter import DraftHead
 from peagle_jax.layers import INIT_STD
 from peagle_jax.models import Decoder, build
+from peagle_jax.parallel.devices import ONE_DEVICE, Devices, local_modules
+from peagle_jax.parallel.shares import check_shares
 
 FP8_SPREAD = 100.0
 """Standard deviation of fp8 values: the largest of a block of normals (4.2 of them) is near 448."""
@@ -31,7 +33,14 @@ _LARGE, _PARTS = 1 << 26, 16  # a matrix of more than _LARGE elements is drawn i
 Path = tuple[str | int, ...]
 
 
-def random_target(config: TargetConfig, form: Format, *, dtype: str, seed: int = 0) -> Decoder:
+def random_target(
+    config: TargetConfig,
+    form: Format,
+    *,
+    dtype: str,
+    seed: int = 0,
+    devices: Devices = ONE_DEVICE,
+) -> Decoder:
     """A target whose matrices have the format `form`, as in the released checkpoints.
 
     fp8: all matrices of attention, MLP and experts, never the router, embedding or output; mxfp4:
@@ -39,6 +48,7 @@ def random_target(config: TargetConfig, form: Format, *, dtype: str, seed: int =
 
     Args:
       dtype: of unquantised parameters.
+      devices: share each parameter as soon as it is made.
     Raises:
       ConfigError: mxfp4 for a model without experts, or a width that is not a multiple of the group size.
     """
@@ -52,16 +62,19 @@ def random_target(config: TargetConfig, form: Format, *, dtype: str, seed: int =
             return 1.0
         return narrow if path[-2] in ("out", "down") else INIT_STD
 
-    _fill(model, form, spread, seed)
+    _fill(model, form, spread, seed, devices)
     return model
 
 
-def random_head(config: DrafterConfig, *, dtype: str, seed: int = 1) -> DraftHead:
-    """A head in `dtype`; its draft tokens are spread evenly over the vocabulary."""
+def random_head(
+    config: DrafterConfig, *, dtype: str, seed: int = 1, devices: Devices = ONE_DEVICE
+) -> DraftHead:
+    """A head in `dtype`, shared by `devices`; its draft tokens are spread evenly over the vocabulary."""
     head = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    _fill(head, "bf16", lambda path: INIT_STD, seed)
+    _fill(head, "bf16", lambda path: INIT_STD, seed, devices)
     if head.d2t is not None:
-        head.d2t.set_value(_offsets(config.draft_vocab_size, config.vocab_size))
+        offsets = _offsets(config.draft_vocab_size, config.vocab_size)
+        head.d2t.set_value(devices.copied(offsets))
     return head
 
 
@@ -70,24 +83,38 @@ def num_bytes(*modules: nnx.Module) -> int:
     return sum(leaf.nbytes for module in modules for leaf in jax.tree.leaves(nnx.state(module)))
 
 
-def _fill(module: nnx.Module, form: Format, spread: Callable[[Path], float], seed: int) -> None:
+def _fill(
+    module: nnx.Module,
+    form: Format,
+    spread: Callable[[Path], float],
+    seed: int,
+    devices: Devices,
+) -> None:
     """Replaces the abstract parameters of `module` by random ones; quantised ones get a scale."""
+    if devices.count > 1:
+        check_shares(module.config, devices.count)
+        local_modules(module, module.config, devices.count)
     for path, param in _parameters(module):
         name, shape, dtype = path[-1], param.shape, param.dtype
         key = _key(seed, path)
+
+        def put(value, path=path, shape=shape) -> jax.Array:
+            return devices.put(value, devices.cut_of(module.config, path, value.shape, shape))
+
         if jnp.issubdtype(dtype, jnp.integer):
-            param.set_value(jnp.zeros(shape, dtype))
+            param.set_value(put(jnp.zeros(shape, dtype)))
         elif name == "mask_hidden":
-            param.set_value(_normal(key, 1.0, shape, dtype))
+            param.set_value(put(_normal(key, 1.0, shape, dtype)))
         elif name in ("bias", "sinks"):
-            param.set_value(_normal(key, _SMALL, shape, dtype))
+            param.set_value(put(_normal(key, _SMALL, shape, dtype)))
         elif len(shape) == 1:  # norms and scalars
-            param.set_value(_ones(shape, dtype))
+            param.set_value(put(_ones(shape, dtype)))
         elif not _is_quantised(form, path, shape):
-            param.set_value(_normal(key, spread(path), shape, dtype))
+            param.set_value(put(_normal(key, spread(path), shape, dtype)))
         else:
             values, scale = _QUANTISERS[form](key, spread(path), shape)
-            param.set_value(values)
+            param.set_value(put(values))
+            scale = put(scale, (*path[:-1], "scale"))
             _owner(module, path).scale = nnx.Param(scale)
 
 

@@ -110,6 +110,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
         max_model_len=args.max_model_len,
         prefix_caching=args.prefix_caching and not args.compare,
         max_logprobs=max(5, most),
+        tensor_parallel=args.tensor_parallel,
         kv_cache_dtype=args.kv_cache_dtype,
     )
 
@@ -288,6 +289,7 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
             dtype=config.dtype,
             quantization=args.quantization,
             taps=args.taps,
+            tensor_parallel=args.tensor_parallel,
         )
         texts = _texts(prompts, tokenizer, args)
     engines = runs.make_engines(target, heads, config, tokenizer=tokenizer)

@@ -17,6 +17,7 @@ from pallas_kernels.rope_write.api import rope_write
 from pallas_kernels.verify_attention.api import verify_attention
 from peagle_jax.config import AttentionConfig, EngineConfig
 from peagle_jax.layers import AttentionRows
+from peagle_jax.parallel.shares import stored_attention
 
 
 class PageCache(NamedTuple):
@@ -37,9 +38,10 @@ LayerCache = PageCache | RingCache
 
 
 def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[LayerCache]:
-    """Zeroed caches for all layers, with `max_num_seqs` slots and the dummy slot."""
+    """Zeroed caches for all layers, with `max_num_seqs` slots and the dummy slot, of all devices together."""
 
     def zeros(layer: AttentionConfig) -> LayerCache:
+        layer = stored_attention(layer, config.tensor_parallel)
         tail = (config.page_size, layer.num_kv_heads, layer.head_dim)
         if layer.window is None:
             kind, shape = PageCache, (config.total_pages, *tail)

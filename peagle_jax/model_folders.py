@@ -5,6 +5,7 @@ from pathlib import Path
 
 from peagle_jax.config import ConfigError, EngineConfig, Method
 from peagle_jax.engine.sizes import check_sizes
+from peagle_jax.parallel.shares import check_shares
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -40,6 +41,8 @@ def check_folders(
     from peagle_jax.checkpoint.fields import read_config  # numpy, which --help does not need
     from peagle_jax.checkpoint.target_json import target_config
 
-    check_sizes(target_config(embedded("target") if model is None else Path(model)), config)
+    target = target_config(embedded("target") if model is None else Path(model))
+    check_sizes(target, config)
+    check_shares(target, config.tensor_parallel)
     for folder in drafters:
         read_config(Path(folder))

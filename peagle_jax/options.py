@@ -4,7 +4,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from peagle_jax.command_line import Parser, add_constraints, add_controls, named_value
+from peagle_jax.command_line import (
+    Parser,
+    add_constraints,
+    add_controls,
+    named_value,
+    positive,
+)
 from peagle_jax.draft_schedule import ADAPTIVE, OPTION, Schedule, parse
 from peagle_jax.errors import ConfigError
 from peagle_jax.structured import Structured
@@ -112,6 +118,10 @@ def _add_model_options(add: Callable) -> None:
     add(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
         help="auto: bfloat16 on GPUs and TPUs, float32 on CPUs",
+    )  # fmt: skip
+    add(
+        "--tensor-parallel", type=positive, default=1, metavar="N",
+        help="devices that share the model and run every round together (default: 1)",
     )  # fmt: skip
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
     add(

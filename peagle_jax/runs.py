@@ -25,6 +25,7 @@ from peagle_jax.engine.stats import Acceptance
 from peagle_jax.loading import load_weights
 from peagle_jax.model_folders import embedded
 from peagle_jax.models import Decoder
+from peagle_jax.parallel.devices import Devices
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text import Tokenizer
 
@@ -226,25 +227,26 @@ def load_methods(
     dtype: str,
     quantization: Quantization | None = None,
     taps: Sequence[int] | None = None,
+    tensor_parallel: int = 1,
 ) -> tuple[Decoder, dict[str, DraftHead], Tokenizer | None]:
     """A target and its heads by method, "eagle3" before "peagle".
 
     Args:
       model: Hugging Face folder; None is the embedded model with its own heads.
       drafters: head folders; none with `model` None means the embedded heads.
-      dtype, quantization, taps: as in `loading.load_weights`.
+      dtype, quantization, taps, tensor_parallel: as in `loading.load_weights`.
 
     Raises:
       ConfigError: something is missing or does not fit, or two heads use one method.
     """
-    target, _, tokenizer = load_weights(
-        model, None, method="none", dtype=dtype, quantization=quantization
-    )
+    devices = Devices(tensor_parallel)
+    rules = dict(dtype=dtype, quantization=quantization, tensor_parallel=tensor_parallel)
+    target, _, tokenizer = load_weights(model, None, method="none", **rules)
     if not drafters and model is None:
         drafters = [embedded("eagle3"), embedded("peagle")]
     heads: dict[str, DraftHead] = {}
     for folder in drafters:
-        head = load_head(folder, target.config, dtype=dtype, taps=taps)
+        head = load_head(folder, target.config, dtype=dtype, taps=taps, devices=devices)
         if head.config.method in heads:
             raise ConfigError(f"{folder}: a second {head.config.method} head; give one a method")
         heads[head.config.method] = head

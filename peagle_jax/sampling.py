@@ -63,6 +63,27 @@ def at_tokens(rows: jax.Array, tokens: jax.Array) -> jax.Array:
     return vocabulary.at_tokens(rows, tokens)
 
 
+def token_logprobs(
+    logits: jax.Array, tokens: jax.Array, num_top: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities at temperature 1 of one token per row, and of the likeliest.
+
+    Args:
+      logits: [..., V].
+      tokens: [...] int32.
+      num_top: n.
+    Returns:
+      Of the tokens [...] float32; ids int32 and log-probabilities float32 of the likeliest, each [..., n].
+    """
+
+    def score(logits, tokens):
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        top, ids = jax.lax.top_k(logprobs, num_top)
+        return at_tokens(logprobs, tokens), ids.astype(jnp.int32), top
+
+    return vocabulary.by_rows(score, logits, tokens)
+
+
 def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
     """Samples one index per row with probability proportional to `weights`.
 

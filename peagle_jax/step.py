@@ -26,10 +26,10 @@ from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
 from peagle_jax.flat_rows import FlatRows
 from peagle_jax.parallel import vocabulary
-from peagle_jax.parallel.shares import stored_attention, vocabulary_rows
+from peagle_jax.parallel.shares import vocabulary_rows
 from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams, SurvivalReport
 from peagle_jax.prompt_scores import PromptScores, score_prompt
-from peagle_jax.sampling import at_tokens, request_keys
+from peagle_jax.sampling import request_keys, token_logprobs
 from peagle_jax.survival import Survival, confidences, init_survival, observe, report, survivals
 from peagle_jax.verify import Verdict, verify
 
@@ -70,8 +70,7 @@ class StepOutput:
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
     """An empty state: zeroed caches, idle slots; with several devices the arrays of all."""
     S, J, n = config.max_num_seqs + 1, config.num_draft, config.tensor_parallel
-    layers = lambda c: [stored_attention(c.attention(i), n) for i in range(c.num_layers)]
-    cache = lambda c: init_cache(layers(c), config)
+    cache = lambda c: init_cache([c.attention(i) for i in range(c.num_layers)], config)
     width = n * vocabulary_rows(target.vocab_size, n)
     sampled = config.draft_sampling == "sample" and J > 0
     return State(
@@ -112,15 +111,9 @@ def pack_output(
     """
 
     def with_logprobs():
-        if rows is None:
-            return vocabulary.by_rows(score, logits, verdict.tokens)
-        found = vocabulary.by_rows(score, logits, rows.flat(verdict.tokens))
-        return tuple(map(rows.batched, found))
-
-    def score(logits, tokens):
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        top, ids = jax.lax.top_k(logprobs, max_logprobs)
-        return at_tokens(logprobs, tokens), ids.astype(jnp.int32), top
+        tokens = verdict.tokens if rows is None else rows.flat(verdict.tokens)
+        found = token_logprobs(logits, tokens, max_logprobs)
+        return found if rows is None else tuple(map(rows.batched, found))
 
     def zeros():
         shape = verdict.tokens.shape

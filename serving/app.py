@@ -81,6 +81,7 @@ def make_engine(settings: Settings) -> Engine:
         method=settings.method,
         dtype=config.dtype,
         quantization=settings.quantization,
+        tensor_parallel=settings.tensor_parallel,
     )
     if settings.kv_cache_memory is not None:
         drafter = None if head is None else head.config

@@ -153,6 +153,9 @@ class Settings(BaseSettings):
     verify_method: Literal["token", "block"] = _option(
         "token", "accept sampled drafts one by one, or in a block: never fewer"
     )
+    tensor_parallel: Count = _option(
+        1, "devices that share the model and run every round together", metavar="N"
+    )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
     max_waiting: Int = _option(
@@ -385,6 +388,7 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
         max_logprobs=settings.max_logprobs,
         dtype=dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
+        tensor_parallel=settings.tensor_parallel,
     )
 
 

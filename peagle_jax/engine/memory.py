@@ -82,7 +82,7 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
     return (config.max_num_seqs + 1) * slot + masks
 
 
-def free_bytes(num_devices: int = 1) -> int | None:
+def free_bytes(num_devices: int) -> int | None:
     """Least free memory of the devices in bytes; None when the platform does not report it."""
     devices = first_devices(num_devices)
     stats = [device.memory_stats() for device in devices]

@@ -342,7 +342,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "max_model_len", "vocab_size", "eos_token_ids", "method", "num_speculative_tokens", "dtype", "has_tokenizer", "max_num_seqs", "max_logprobs")
+    __slots__ = ("name", "max_model_len", "vocab_size", "eos_token_ids", "method", "num_speculative_tokens", "dtype", "has_tokenizer", "max_num_seqs", "max_logprobs", "tensor_parallel")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +353,7 @@ class GetModelInfoResponse(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_model_len: int
     vocab_size: int
@@ -363,7 +364,8 @@ class GetModelInfoResponse(_message.Message):
     has_tokenizer: bool
     max_num_seqs: int
     max_logprobs: int
-    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_logprobs: _Optional[int] = ...) -> None: ...
+    tensor_parallel: int
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

@@ -100,6 +100,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             has_tokenizer=frontend.tokenizer is not None,
             max_num_seqs=config.max_num_seqs,
             max_logprobs=config.max_logprobs,
+            tensor_parallel=config.tensor_parallel,
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context) -> pb.GetStatsResponse:

@@ -230,7 +230,7 @@ def test_a_prompt_longer_than_the_context(generate, folders):
 
 
 def test_too_little_memory_for_one_request(generate, folders, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda: 100_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 100_000)
     refused(generate(PROMPT, *folders.options()), "not enough memory", "--max-model-len")
 
 

@@ -34,7 +34,7 @@ def test_the_pool_is_the_worst_case_or_what_fits(
 ):
     """The prefix cache takes what the slots leave."""
     monkeypatch.setattr(
-        memory, "free_bytes", lambda: int((CONTROLS + (free_pages + 0.4) * PAGE) / 0.85)
+        memory, "free_bytes", lambda _: int((CONTROLS + (free_pages + 0.4) * PAGE) / 0.85)
     )
     assert memory.fit_pages(TARGET, HEAD, replace(CONFIG, prefix_caching=False)) == without
     assert memory.fit_pages(TARGET, HEAD, CONFIG) == on_a_cpu
@@ -49,9 +49,9 @@ def test_the_prefix_cache_leaves_room_for_one_call_and_stays_within_int32(monkey
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     needed = 4 * 8 * target.vocab_size  # four rows of two logits
     controls = memory.control_bytes(target, CONFIG)
-    monkeypatch.setattr(memory, "free_bytes", lambda: needed + controls + 50 * PAGE)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed + controls + 50 * PAGE)
     assert memory.fit_pages(target, HEAD, CONFIG) == 50
-    monkeypatch.setattr(memory, "free_bytes", lambda: 2**50)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 2**50)
     pages = memory.fit_pages(target, HEAD, CONFIG)
     assert 0.9 < pages * 16 * 2 * 8 * 4 / 2**31 < 1  # bytes of the keys of one layer
 
@@ -62,7 +62,7 @@ def test_a_little_more_or_less_memory_changes_no_number_of_pages(monkeypatch):
     found = set()
     for pages in range(10_050, 10_110):
         monkeypatch.setattr(
-            memory, "free_bytes", lambda n=pages: int((CONTROLS + (n + 0.4) * PAGE) / 0.85)
+            memory, "free_bytes", lambda _, n=pages: int((CONTROLS + (n + 0.4) * PAGE) / 0.85)
         )
         found.add(memory.fit_pages(TARGET, HEAD, CONFIG))
     (number,) = found
@@ -76,15 +76,15 @@ def test_rings_must_fit_where_no_layer_has_pages(monkeypatch):
     needed = memory.ring_bytes(target, None, config)
     controls = memory.control_bytes(target, config)
     assert memory.page_bytes(target, None, config) == 0
-    monkeypatch.setattr(memory, "free_bytes", lambda: 2 * needed + 2 * controls)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * needed + 2 * controls)
     assert memory.fit_pages(target, None, config) == config.total_pages
-    monkeypatch.setattr(memory, "free_bytes", lambda: needed)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
     with pytest.raises(ConfigError, match=f"{needed:,} for layers with a sliding window"):
         memory.fit_pages(target, None, config)
 
 
 def test_one_longest_request_must_fit(monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda: int((CONTROLS + 4.5 * PAGE) / 0.85))
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int((CONTROLS + 4.5 * PAGE) / 0.85))
     with pytest.raises(ConfigError, match="what fits is --max-model-len 48"):
         memory.fit_pages(TARGET, HEAD, CONFIG)
 
@@ -95,12 +95,12 @@ def test_a_round_without_drafts_needs_one_row_of_logits_for_each_request(monkeyp
     most = replace(CONFIG, num_draft=7, max_num_seqs=64)
     needed = lambda rows: 4 * rows * target.vocab_size
     monkeypatch.setattr(memory, "control_bytes", lambda *_: 0)
-    monkeypatch.setattr(memory, "free_bytes", lambda: needed(100))
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed(100))
     with pytest.raises(ConfigError, match=f"{needed(64 * 8):,} for one call"):
         memory.fit_pages(target, HEAD, most)
     few = replace(most, draft_schedule=[(1, 8, 7), (9, 64, 0)], prefix_caching=False)
     assert memory.fit_pages(target, HEAD, few) == few.total_pages
-    monkeypatch.setattr(memory, "free_bytes", lambda: needed(50))
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed(50))
     with pytest.raises(ConfigError, match=f"{needed(8 * 8):,} for one call"):
         memory.fit_pages(target, HEAD, few)
 
@@ -117,7 +117,7 @@ def test_the_sizes_that_are_named_fit_and_no_larger_ones(monkeypatch, num_cases,
     rng, num_refused = random.Random(seed), 0
     for _ in range(num_cases("sizes and memories", 100)):
         free = int(10 ** rng.uniform(4, 9))
-        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
         config = EngineConfig(
             num_draft=rng.choice([0, 1, 7]),
             max_num_seqs=int(10 ** rng.uniform(0, 6)),
