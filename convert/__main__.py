@@ -79,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--json", action="store_true", help="one JSON object per tensor, then a summary"
     )
+    one.add_argument(
+        "--tensor-parallel", type=positive, metavar="N",
+        help="also the bytes that each of N devices holds; refuses what N devices cannot share",
+    )  # fmt: skip
 
     one = commands.add_parser("convert", help="SRC to a folder of Orbax checkpoints")
     _add_source(one)
@@ -189,7 +193,8 @@ def _print_unread(keys: Sequence[str]) -> None:
 def _plan(args) -> int:
     from convert.plan import make_plan
 
-    plan = make_plan(_open(args))
+    plan, count = make_plan(_open(args)), args.tensor_parallel
+    shared = None if count is None else plan.device_bytes(count)
     for row in plan.rows():
         if args.json:
             print(json.dumps(asdict(row)))
@@ -207,6 +212,7 @@ def _plan(args) -> int:
         "groups": len(plan.groups),
         "bytes": plan.nbytes,
         "peak_memory_bytes": plan.peak_bytes,
+        **({} if shared is None else {"bytes_per_device": shared}),
         "leftovers": plan.leftovers,
         "missing": plan.missing,
         "unread_keys": plan.source.unread_keys,
@@ -218,6 +224,8 @@ def _plan(args) -> int:
         print(f"{summary['kind']}, {summary['model']}: {summary['tensors']} tensors become")
         print(f"{summary['parameters']} parameters in {summary['groups']} Orbax checkpoints,")
         print(f"{_gigabytes(plan.nbytes)}; peak memory about {_gigabytes(plan.peak_bytes)}")
+        if shared is not None:
+            print(f"each of {count} devices holds {_gigabytes(shared)}")
         _print_unread(summary["unread_keys"])
     return _report_gaps(plan)
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from convert.blocks import BLOCK_BYTES, Blocks, blocks_of
 from convert.source import Source
 from peagle_jax.checkpoint.converted import DTYPE_NAMES, UNUSED, Parameter
 from peagle_jax.checkpoint.layout import Path, Rule
 from peagle_jax.checkpoint.transforms import Copy, Shape
+from peagle_jax.parallel.shares import check_shares, cut_of
 
 AXIS = "tensor"
 """Mesh axis that the sharding column names."""
@@ -74,6 +76,25 @@ class Plan:
         return BASE_BYTES + 3 * WORKERS * max(
             (m.largest for m in members if not m.copied), default=0
         )
+
+    def device_bytes(self, num_devices: int) -> int:
+        """Bytes of the parameters that each of several devices holds (docs/parallel.md).
+
+        Raises:
+          ConfigError: the devices cannot share the model.
+        """
+        config, total = self.source.config, 0
+        check_shares(config, num_devices)
+        members = {m.rule.path: m for group in self.groups for m in group.members}
+        for path, member in members.items():
+            if path[0] == UNUSED:
+                continue
+            weight = members.get((*path[:-1], "weight"), member)
+            shape = list(member.shape)
+            if cut := cut_of(config, path, shape, weight.shape, num_devices):
+                shape[cut.axis] = cut.width(num_devices)
+            total += prod(shape) * member.dtype.itemsize
+        return total
 
     def parameters(self) -> list[Parameter]:
         """All parameters to write, with empty hashes."""

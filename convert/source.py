@@ -21,6 +21,7 @@ from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, Tenso
 from peagle_jax.checkpoint.tables import head_names
 from peagle_jax.checkpoint.target_json import target_config, target_unread_keys
 from peagle_jax.checkpoint.values import check_scale
+from peagle_jax.config import DrafterConfig, TargetConfig
 
 TARGET_FILES = ("config.json", "generation_config.json")
 _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -65,10 +66,15 @@ class Source:
 
     tensors: Tensors
     kind: Kind
-    model: str  # a target's family, a head's method
+    config: TargetConfig | DrafterConfig
     layout: Layout
     label: str
     target_folder: Path | None
+
+    @property
+    def model(self) -> str:
+        """A target's family, a head's method."""
+        return self.config.method if self.kind == "head" else self.config.family
 
     @property
     def folders(self) -> list[Path]:
@@ -125,8 +131,8 @@ def is_head(infos: Mapping[str, TensorInfo]) -> bool:
 
 def layout_of(
     checkpoint: Checkpoint | Converted, folder: Path, target: Path | None
-) -> tuple[Kind, str, Layout]:
-    """(kind, model, layout) of a checkpoint, with the config.json of `folder`.
+) -> tuple[Kind, TargetConfig | DrafterConfig, Layout]:
+    """(kind, config, layout) of a checkpoint, with the config.json of `folder`.
 
     Args:
       target: folder of the target (only config.json is read); needed for a head.
@@ -134,15 +140,13 @@ def layout_of(
       CheckpointError: the model is not supported, or the tensors contradict its config.
     """
     if not is_head(checkpoint.tensors):
-        config, layout = checked_target(folder, checkpoint)
-        return "target", config.family, layout
+        return "target", *checked_target(folder, checkpoint)
     if target is None:
         raise CheckpointError(
             f"{folder}: this is a draft head, whose layout depends on the target it was made for; "
             "give that model's folder: --target DIR"
         )
-    config, layout = checked_head(folder, checkpoint, target_config(target))
-    return "head", config.method, layout
+    return "head", *checked_head(folder, checkpoint, target_config(target))
 
 
 def open_source(folder: Path, label: str | None = None, target: Path | None = None) -> Source:
@@ -155,10 +159,10 @@ def open_source(folder: Path, label: str | None = None, target: Path | None = No
     """
     checkpoint = Checkpoint(folder)
     tensors = tensors_of(checkpoint)
-    kind, model, layout = layout_of(checkpoint, folder, target)
+    kind, config, layout = layout_of(checkpoint, folder, target)
     _check_scales(tensors, layout)
     label = label or folder.absolute().name
-    return Source(tensors, kind, model, layout, label, target if kind == "head" else None)
+    return Source(tensors, kind, config, layout, label, target if kind == "head" else None)
 
 
 def _check_scales(tensors: Tensors, layout: Layout) -> None:

@@ -4,14 +4,17 @@ import json
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from convert.plan import GROUP_BYTES, make_plan, partition
 from convert.source import open_source
 from convert.summary import inspect
 from peagle_jax.checkpoint import Checkpoint, load_target
 from peagle_jax.checkpoint.safetensors import write
+from peagle_jax.parallel.devices import Devices
 from tests.convert.conftest import GOLDEN, checkpoints
 
 CHECKPOINTS = checkpoints()
@@ -178,3 +181,24 @@ def test_the_documented_size_of_a_group_is_the_default():
     page = (GOLDEN.parents[1] / "docs" / "conversion.md").read_text(encoding="utf-8")
     (gigabytes,) = re.findall(r"(\d+) GB \(`--group-size`", page)
     assert int(gigabytes) * 10**9 == GROUP_BYTES
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-bf16", "gpt_oss-mxfp4", "gemma4", "llama"])
+def test_the_bytes_of_a_device_are_those_that_loading_puts_there(name, cli):
+    code, out, _ = cli("plan", GOLDEN / name, "--tensor-parallel", "2", "--json")
+    assert code == 0
+    said = json.loads(out.splitlines()[-1])["summary"]["bytes_per_device"]
+    model = load_target(GOLDEN / name, dtype="bfloat16", devices=Devices(2))
+    held = [leaf.addressable_shards[1].data.nbytes for leaf in jax.tree.leaves(nnx.state(model))]
+    stored = [info.dtype for info in Checkpoint(GOLDEN / name).tensors.values()]
+    if all(dtype.itemsize <= 2 for dtype in stored):  # loading casts float32 to bfloat16
+        assert said == sum(held)
+    else:
+        assert sum(held) <= said
+
+
+def test_a_plan_refuses_more_devices_than_can_share_the_model(cli):
+    code, _, err = cli("plan", GOLDEN / "llama", "--tensor-parallel", "3")
+    assert code == 2
+    assert "query heads, which 3 devices cannot share evenly" in err
+    assert len(err.splitlines()) == 1
