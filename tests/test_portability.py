@@ -147,7 +147,7 @@ def test_accelerators_compute_in_bfloat16_by_default(platform):
 
 def test_only_cuda_has_options_for_graphs_and_holes_in_memory(platform, monkeypatch):
     """CUDA graphs are jax's "gpu" too, but not AMD's or Intel's."""
-    monkeypatch.setattr(programs, "carve_holes", lambda: ["a hole"])
+    monkeypatch.setattr(programs, "carve_holes", lambda _: ["a hole"])
     made = programs.Programs(tiny.target(), None, EngineConfig(num_draft=0), taps=(), accept=verify)
     is_cuda = platform.device.platform == "cuda"
     assert bool(made._between_holes) == is_cuda

@@ -32,8 +32,8 @@ _HOLES = {256: 64, 1024: 64, 4096: 64, 2**14: 16, 2**16: 16, 2**18: 8, 2**20: 8}
 """Holes to carve: {size in bytes: count}, 12 MB in all."""
 
 
-def carve_holes() -> list[jax.Array]:
-    """Reserves small free blocks in device memory for small arrays. Keep the returned arrays alive.
+def carve_holes(num_devices: int) -> list[jax.Array]:
+    """Reserves small free blocks in each device's memory for small arrays. Keep the returned arrays alive.
 
     XLA keeps a program's temporaries in one large block, which is free between calls. The allocator is
     best-fit: without smaller free blocks, a small array would split the large block. The temporaries
@@ -41,8 +41,10 @@ def carve_holes() -> list[jax.Array]:
     on an H200: 1.92 ms a round without holes, 1.32 ms with them.) Each hole lies between two live
     one-byte arrays, so the allocator cannot merge it with its neighbours.
     """
-    put = lambda count: jax.device_put(np.zeros(count, np.int8))
-    pairs = [(put(size), put(1)) for size, count in _HOLES.items() for _ in range(count)]
+    sizes = [size for size, count in _HOLES.items() for _ in range(count)]
+    put = lambda count, device: jax.device_put(np.zeros(count, np.int8), device)
+    devices = first_devices(num_devices)
+    pairs = [(put(size, device), put(1, device)) for device in devices for size in sizes]
     jax.block_until_ready(pairs)
     for hole, _ in pairs:
         hole.delete()

@@ -128,7 +128,7 @@ class Programs:
         self._compiled: dict[Key, Callable] = {}
         self._resident: dict[Key, Resident] = {}
         self._lock = threading.Lock()
-        self._between_holes = carve_holes() if dispatch.platform() == "cuda" else []
+        self._between_holes = carve_holes(devices.count) if dispatch.platform() == "cuda" else []
 
     @property
     def num_compiled(self) -> int:

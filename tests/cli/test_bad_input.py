@@ -238,7 +238,7 @@ def test_a_device_that_is_out_of_memory_is_one_line(generate, folders, monkeypat
     def full(*args):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
-    monkeypatch.setattr("peagle_jax.engine.engine.init_state", full)
+    monkeypatch.setattr("peagle_jax.parallel.devices.init_state", full)
     refused(generate(PROMPT, *folders.options()), "out of memory", "--concurrency")
 
 

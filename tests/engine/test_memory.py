@@ -115,7 +115,7 @@ def test_the_controls_of_all_slots_and_the_masks_of_all_programs_count():
 @pytest.mark.parametrize("seed", range(3))
 def test_the_sizes_that_are_named_fit_and_no_larger_ones(monkeypatch, num_cases, seed):
     rng, num_refused = random.Random(seed), 0
-    for _ in range(num_cases("sizes and memories", 100)):
+    for _ in range(num_cases("sizes and memories", 100, least=30)):
         free = int(10 ** rng.uniform(4, 9))
         monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
         config = EngineConfig(
@@ -151,7 +151,7 @@ def test_file_cache_counts_as_free(tmp_path):
 
 def test_holes_lie_between_arrays_that_stay():
     before = len(jax.live_arrays())
-    kept = memory.carve_holes()
+    kept = memory.carve_holes(1)
     assert len(kept) == sum(memory._HOLES.values())
     assert len(jax.live_arrays()) - before == len(kept), "the holes themselves must be free"
     assert not any(array.is_deleted() for array in kept)
