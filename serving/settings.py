@@ -144,18 +144,14 @@ class Settings(BaseSettings):
         "likely to be accepted; off: they are fixed "
         "(default: load, off with num-speculative-tokens-per-batch-size)",
     )
-    selector: bool = _option(
-        True, "let the head's selector choose the drafts, where the head has one (default: on)"
-    )
+    selector: bool = _option(True, "let the head's selector, if any, choose drafts (default: on)")
     draft_sampling: Literal["argmax", "sample"] = _option(
         "argmax", "above temperature 0: draft the head's likeliest tokens, or draw them"
     )
     verify_method: Literal["token", "block"] = _option(
         "token", "accept sampled drafts one by one, or in a block: never fewer"
     )
-    tensor_parallel: Count = _option(
-        1, "devices that share the model and run every round together", metavar="N"
-    )
+    tensor_parallel: Count = _option(1, "devices that run every round together", metavar="N")
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
     max_waiting: Int = _option(

@@ -8,7 +8,13 @@ routers, biases that are added once, and the drafter's `fc`.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from peagle_jax.config import AttentionConfig, ConfigError, DrafterConfig, TargetConfig
+from peagle_jax.config import (
+    AttentionConfig,
+    ConfigError,
+    DrafterConfig,
+    EngineConfig,
+    TargetConfig,
+)
 
 Path = tuple[str | int, ...]
 _ROW_UNIT = 32
@@ -122,6 +128,17 @@ def check_shares(config: TargetConfig | DrafterConfig, num_devices: int) -> None
             what = "columns in its MLP"
         if count % num_devices:
             raise _refusal(f"{name} has {count} {what}, {_uneven(num_devices)}")
+
+
+def check_drafting(head: DrafterConfig | None, config: EngineConfig) -> None:
+    """Refuses what drafting does on one device only.
+
+    Raises:
+      ConfigError: a selector, with several devices.
+    """
+    if config.tensor_parallel > 1 and head is not None and head.selector_rank and config.selector:
+        rule = "the draft head has a selector, which runs on one device only; use --no-selector"
+        raise _refusal(rule)
 
 
 def _check_heads(name: str, config: AttentionConfig, num_devices: int) -> None:

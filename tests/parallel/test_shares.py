@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from peagle_jax.config import ConfigError, ExpertsConfig
+from peagle_jax.config import ConfigError, EngineConfig, ExpertsConfig
 from peagle_jax.parallel.shares import (
     Cut,
     Part,
+    check_drafting,
     check_shares,
     cut_of,
     local_attention,
@@ -130,6 +131,15 @@ def test_what_does_not_divide_is_refused_by_name(changes, count, message):
         check_shares(replace(tiny.TARGET, **changes), count)
     assert raised.value.field == "tensor_parallel"
     assert f"{count} devices" in str(raised.value)
+
+
+def test_a_selector_is_refused_until_it_is_turned_off():
+    config, head = EngineConfig(tensor_parallel=2), replace(tiny.HEAD, selector_rank=8)
+    with pytest.raises(ConfigError, match="use --no-selector"):
+        check_drafting(head, config)
+    check_drafting(head, replace(config, selector=False))
+    check_drafting(head, replace(config, tensor_parallel=1))
+    check_drafting(tiny.HEAD, config)
 
 
 def test_a_head_that_does_not_divide_is_refused_by_name():
