@@ -21,6 +21,7 @@ Implementation = Literal["reference", "mosaic_gpu", "mosaic_tpu"]
 _log = logging.getLogger(__name__)
 _assumed: ContextVar[Device | None] = ContextVar("assumed device", default=None)
 _referring: ContextVar[bool] = ContextVar("references only", default=False)
+_rounding: ContextVar[bool] = ContextVar("references round products", default=False)
 
 
 class Launch(NamedTuple):
@@ -41,13 +42,24 @@ def assume(device: Device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def references() -> Iterator[None]:
-    """Traces references only, also where a kernel is requested: the baseline of a comparison."""
-    token = _referring.set(True)
+def references(*, rounded: bool = False) -> Iterator[None]:
+    """Traces references only, also where a kernel is requested: the baseline of a comparison.
+
+    Args:
+      rounded: float32 products of narrower inputs are rounded to the dtype of the inputs. For training:
+        they are stored for the backward pass, and this halves their traffic.
+    """
+    tokens = _referring.set(True), _rounding.set(rounded)
     try:
         yield
     finally:
-        _referring.reset(token)
+        _referring.reset(tokens[0])
+        _rounding.reset(tokens[1])
+
+
+def rounds_products() -> bool:
+    """Whether `references(rounded=True)` is in force."""
+    return _rounding.get()
 
 
 def platform() -> str:

@@ -6,7 +6,7 @@ A quantised weight is dequantised one tile of rows at a time, to limit memory.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats
+from pallas_kernels import dispatch, formats
 
 TILE = 512
 """Weight rows that are dequantised at once; a multiple of `formats.BLOCK`."""
@@ -30,8 +30,13 @@ def linear(
 
 
 def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """x [..., K] times weight [N, K] of the same dtype; [..., N], in float32 if `out_dtype` is."""
+    """x [..., K] times weight [N, K] of the same dtype; [..., N], in float32 if `out_dtype` is.
+
+    A float32 result is rounded to the dtype of `x` within `dispatch.references(rounded=True)`.
+    """
     if out_dtype == jnp.float32 and x.dtype != jnp.float32:
+        if dispatch.rounds_products():
+            return _dot(x, weight, None).astype(jnp.float32)
         return _widened(x, weight)
     return _dot(x, weight, None)
 

@@ -172,7 +172,7 @@ def drafter_run(args) -> DrafterRun:
     run = _run_config(args)
     names = (
         "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
-        "num_draft loss sharpen segments elements weights repeat_weight anchors max_temperature"
+        "num_draft loss sharpen segments elements weights repeat_weight anchors max_temperature noise"
     )
     options = drafter.DrafterOptions(
         continuations=args.text,

@@ -76,6 +76,10 @@ def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Deco
         order = jax.random.permutation(shuffle, len(text.tokens))
         text = Text(*(x[order] for x in text))
     run = run_target(target, text, taps, options.attention)
+    if options.noise:
+        key, some = jax.random.split(key)
+        noise = jax.random.uniform(some, run.taps.shape, run.taps.dtype, -1.0, 1.0)
+        run = run._replace(taps=run.taps + options.noise * noise)
     valid = slot_is_trained(text)
     if head.config.method == "peagle":
         outcome, depth = _parallel_outcome(head, target, run, valid, options, key)
@@ -215,7 +219,7 @@ def make_task(
 
     @jax.jit
     def evaluate_batch(params, weights, text):
-        with dispatch.references():  # as in training
+        with dispatch.references(rounded=True):  # as in training
             return evaluate_rows(merge, frozen, taps, options, params, merge_target(weights), text)
 
     size = max(1, options.batch // 4)

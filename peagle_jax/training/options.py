@@ -21,7 +21,7 @@ models lie in OUT/final in the Hugging Face layout, beside train.csv, eval.csv a
 """
 _ZERO_IS_FINE = {
     "seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay", "repeat_weight",
-    "max_temperature",
+    "max_temperature", "noise",
 }  # fmt: skip
 _FOLDERS = ("data", "target", "text", "init", "head")  # made by earlier stages
 
@@ -189,6 +189,12 @@ def _add_law(parser) -> None:
         "--max-temperature",
         type=float,
         help="train on texts sampled at or below it; 0: greedy ones (default: all)",
+    )
+    law.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        help="uniform noise on the target's hidden states, largest absolute value (default none)",
     )
     law.add_argument("--batch", type=int, default=64, help="texts per step")
     law.add_argument("--query-chunk", type=int, help="queries attended at once: less memory")

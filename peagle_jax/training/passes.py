@@ -58,6 +58,7 @@ class DrafterOptions:
     repeat_weight: float = 1.0  # of anchors in text that occurred before
     anchors: int | None = None  # of each text that are trained; None: all
     max_temperature: float | None = None  # of the texts; None takes all
+    noise: float = 0.0  # largest absolute value of what is added to the taps in training
 
     def __post_init__(self):
         if not (0 < self.rate <= 1 and 0 <= self.min_rate <= 1):
@@ -66,6 +67,8 @@ class DrafterOptions:
             raise ConfigError("--sharpen must be above 0, weights of depths not below it")
         if not 0 <= self.repeat_weight <= 1:
             raise ConfigError("--repeat-weight is a share, between 0 and 1")
+        if self.noise < 0:
+            raise ConfigError("--noise must not be negative")
         if self.weights == "dpace" and self.elements != "texts":
             raise ConfigError("--weights dpace needs whole chains: add --elements texts")
         if self.elements == "texts" and (self.segments > 1 or self.query_chunk):

@@ -205,7 +205,7 @@ def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformatio
     @partial(jax.jit, donate_argnames=("params", "opt_state"))
     def train_step(params, opt_state, constants, batch, step, scale):
         key = jax.random.fold_in(root, step)
-        with dispatch.references():  # kernels have no gradients
+        with dispatch.references(rounded=True):  # kernels have no gradients
             (loss, (count, metrics)), grads = accumulate(params, constants, batch, key)
         count = jnp.maximum(count, 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)

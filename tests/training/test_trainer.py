@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import H200
-from peagle_jax import plotting
+from peagle_jax import layers, plotting
 from peagle_jax.training.trainer import RunConfig, Task, fit, make_optimizer, make_step
 
 RUN = RunConfig(
@@ -91,6 +92,30 @@ def test_gradients_of_narrow_products_are_narrow_products():
     for a, b in zip(gradients, wide, strict=True):
         assert a.dtype == jnp.bfloat16
         np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2e-2)
+
+
+def test_training_rounds_products_that_serving_keeps_wide():
+    """A stored float32 product of bfloat16 inputs takes twice the memory and traffic."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, weight = (jax.random.normal(key, (16, 16), jnp.bfloat16) for key in keys)
+    product = lambda: linear(x, weight, out_dtype=jnp.float32)
+    wide = product()
+    with dispatch.references(rounded=True):
+        rounded = product()
+    assert (wide != rounded).any()
+    np.testing.assert_array_equal(wide.astype(jnp.bfloat16), rounded)
+    np.testing.assert_array_equal(product(), wide)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, partial(jax.nn.gelu, approximate=True)])
+def test_the_gradient_of_the_gated_product_is_that_of_its_definition(activation):
+    keys = jax.random.split(jax.random.key(0), 2)
+    gate_up, g = jax.random.normal(keys[0], (3, 10)), jax.random.normal(keys[1], (3, 5))
+    plain = lambda x: activation(x[:, :5]) * x[:, 5:]
+    out, pull = jax.vjp(partial(layers._gated, activation), gate_up)
+    want, pull_plain = jax.vjp(plain, gate_up)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_allclose(pull(g)[0], pull_plain(g)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_without_matplotlib_a_run_goes_on_and_says_what_is_left_out(tmp_path, monkeypatch, caplog):
