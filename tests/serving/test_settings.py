@@ -62,6 +62,7 @@ def test_every_option_exists_in_all_three_places(file):
         page=False, prefix_caching=False, prompt_logprobs=True, prefill_calls=3,
         max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
         num_speculative_tokens_per_batch_size="[[1,8,7],[9,64,0]]", adaptive="off",
+        selector=False, draft_sampling="sample", verify_method="block",
     )  # fmt: skip
     together = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     for name in NAMES:
