@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -91,10 +92,30 @@ class DecodeCall:
         """K, see `RoundShape`."""
         return self.shape.num_draft
 
-    @property
+    @cached_property
+    def rows(self) -> list[Request]:
+        """The requests, without padding."""
+        return [request for request in self.requests if request is not None]
+
+    @cached_property
     def is_greedy(self) -> bool:
         """Whether no request needs a branch of the round's program, see `Programs.round`."""
-        return not any(r is not None and r.needs_branch for r in self.requests)
+        return not any(request.needs_branch for request in self.rows)
+
+    def is_again(self, rows: list[Request], shape: RoundShape) -> bool:
+        """Whether a round of `shape` for `rows` would be this one, if their slots and pages are the same."""
+        if self.shape != shape or self.rows != rows or self._is_constrained:
+            return False
+        pending = [min(request.pending, shape.num_draft) for request in rows]
+        return pending == self._pending
+
+    @cached_property
+    def _pending(self) -> list[int]:
+        return self.plan.pending[: len(self.rows)].tolist()
+
+    @cached_property
+    def _is_constrained(self) -> bool:
+        return any(request.matcher is not None for request in self.rows)
 
     @classmethod
     def build(cls, rows: Sequence[Request], shape: RoundShape, config: EngineConfig) -> Self:

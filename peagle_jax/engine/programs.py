@@ -163,10 +163,8 @@ class Programs:
           is_greedy: whether all requests are greedy, want no logprobs and have no controls or masks.
         """
         key = GreedyRound(shape)
-        if is_greedy and key in self._resident:
-            plan = plan._replace(constrained=None, forced=None)
-            return self._dispatch(key, state, plan, None)
-        return self._dispatch(shape, state, plan, mask)
+        key = key if is_greedy and key in self._resident else shape
+        return self._dispatch(key, state, plan, mask)
 
     def control(self, state: step.State, plan: ControlsPlan) -> step.State:
         """Dispatches the write of a request's sampling controls; `state` is consumed."""
@@ -193,7 +191,7 @@ class Programs:
             kept = _kept(state, isinstance(key, GreedyRound))
             written, resident.bits = program(self._weights, _written(state, kept), *given, kept)
             state = _join(written, (state.params, state.controls))
-        return state, Result(resident.bits, resident.output)
+        return state, Result(resident.bits, resident.layout)
 
     def _prepare(self, key: Key, state: step.State) -> None:
         """Compiles the program of `key`, and those that copy its plan and mask in."""
@@ -221,7 +219,7 @@ class Programs:
             parts = _written(state, kept := _kept(state, is_greedy)), kept
         mask_shape = (*output.logprobs.shape, mask_words(state.controls.counts.shape[1]))
         if is_greedy:
-            idle, mask_shape = idle._replace(constrained=None, forced=None), None
+            mask_shape = None
             output = replace(output, logprobs=None, top_ids=None, top_logprobs=None)
         output = self._devices.reported(output)
         resident = Resident(idle, mask_shape, output, self._devices.copied)

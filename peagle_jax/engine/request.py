@@ -4,6 +4,7 @@ The scheduler changes its state and assigns its slot and pages. `append` applies
 """
 
 import enum
+import itertools
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +153,6 @@ class Request:
     """Number of drafts that the target verified: per round at most `num_draft`, K and `pending`."""
     accepted: int = 0
     """Number of drafts that became output."""
-    accepted_per_position: list[int] = field(default_factory=list)
     preemptions: int = 0
 
     arrival_time: float | None = None
@@ -162,8 +162,9 @@ class Request:
     finish_time: float | None = None
 
     def __post_init__(self):
-        self.accepted_per_position = [0] * self.num_draft
+        self._rounds_by_accepted = [0] * (self.num_draft + 1)
         self._page_keys: list[bytes] = []
+        self._end_ids: frozenset[int] | None = None
         if self.params.logprobs is not None:
             self.logprobs = []
         if self.params.prompt_logprobs is not None:
@@ -235,6 +236,12 @@ class Request:
         return self._page_keys[:count]
 
     @property
+    def accepted_per_position(self) -> list[int]:
+        """Number of rounds in which draft 1, 2, .. became output."""
+        at_least = itertools.accumulate(self._rounds_by_accepted[:0:-1])
+        return list(at_least)[::-1]
+
+    @property
     def rounds_in_flight(self) -> int:
         """Number of rounds in flight; each commits between 1 and K+1 positions, K at most J."""
         return self.in_flight - self.prefill_in_flight
@@ -254,8 +261,7 @@ class Request:
         self.rounds += 1
         self.drafted += len(drafts)
         self.accepted += num_accepted
-        for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
+        self._rounds_by_accepted[num_accepted] += 1
 
     def force_drafts(self, most: int) -> list[int]:
         """Replaces the first `drafts`, at most `most`, by the tokens that the constraint forces.
@@ -292,6 +298,10 @@ class Request:
         if self.matcher is not None and self.matcher.error is not None:
             self._fail_by_constraint(self.matcher.error)  # the masks of the call are not complete
             return []
+        room = min(self.params.max_tokens - len(self.output), max_model_len - self.num_tokens)
+        if self._is_simple and len(tokens) < room and self._ends(eos_ids).isdisjoint(tokens):
+            self.output += tokens
+            return list(tokens)
         kept = []
         for index, token in enumerate(tokens):
             self.output.append(token)
@@ -306,6 +316,17 @@ class Request:
             if self.matcher.error is not None:
                 self._fail_by_constraint(self.matcher.error)
         return kept
+
+    @cached_property
+    def _is_simple(self) -> bool:
+        """Whether only a token or the length can end the text, and tokens are all that is kept of it."""
+        return self.logprobs is None and self.stop_checker is None and self.matcher is None
+
+    def _ends(self, eos_ids: Collection[int]) -> frozenset[int]:
+        """The tokens that end the text; `eos_ids` are those of the model."""
+        if self._end_ids is None:
+            self._end_ids = frozenset(self.params.end_ids(eos_ids))
+        return self._end_ids
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Enters the terminal state. The scheduler frees slot and pages."""

@@ -2,14 +2,9 @@
 
 The engine dispatches round n before it commits round n-1. So `schedule` runs before the results of the
 previous calls are on the host. Lengths, last tokens and drafts stay in device state; the host keeps an
-upper bound of each length and reserves pages up to it:
-
-    |-- committed: KV final --|-- (J+1) per round in flight --|-- lookahead of this round --|
-    0                         known                           upper bound                   reserved
-
-all capped at max_model_len (the device drops writes beyond it). `commit_*` receives the real lengths and
-frees the surplus pages. Freed pages and slots can be reused at once, even while a call still writes to
-them: device calls run in order, so the stale write comes before the first write of the new owner.
+upper bound of each length and reserves pages up to it (`reservation`). `commit_*` receives the real
+lengths. Freed pages and slots can be reused at once, even while a call still writes to them: device
+calls run in order, so the stale write comes before the first write of the new owner.
 """
 
 import bisect
@@ -26,6 +21,7 @@ from peagle_jax.engine.integrity import check_requests
 from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
+from peagle_jax.engine.reservation import Reservation
 from peagle_jax.engine.slots import FreeSlots
 from peagle_jax.engine.stats import Acceptance, RoundCounter
 from peagle_jax.plan import SurvivalReport
@@ -63,6 +59,9 @@ class Scheduler:
         self.policy = policy
         self.eos_ids = frozenset(eos_ids)
         self.pool = PagePool(config.total_pages, config.page_size)
+        self._pages = Reservation(config, self.pool)
+        self._last_decode: tuple[DecodeCall, int] | None = None
+        """The last round, and `num_changes` of the reservation at that time."""
         self.waiting: list[Request] = []  # by rank
         self.active: list[Request] = []  # PREFILL and RUNNING, by rank
         self._numbers = itertools.count()
@@ -150,7 +149,8 @@ class Scheduler:
             request.in_flight -= 1
             request.prefill_in_flight = False
             if not request.is_finished:
-                updates.append(self._receive(request, row, tokens, int(count[row]), logprobs))
+                found = (tokens[row].tolist(), int(count[row]))
+                updates.append(self._receive(request, row, *found, logprobs))
         return updates
 
     def commit_decode(
@@ -165,16 +165,15 @@ class Scheduler:
         """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
         updates, counts = [], []
         drafted = call.drafted if report is None else report.verified.tolist()
-        for row, request in enumerate(call.requests):
-            if request is None:
-                continue
+        tokens, count, drafts = tokens.tolist(), count.tolist(), drafts.tolist()
+        for row, request in enumerate(call.rows):
             request.in_flight -= 1
             request.unread_drafts -= 1
             verified = request.drafts[: drafted[row]]
-            request.drafts = drafts[row].tolist()
+            request.drafts = drafts[row]
             if not request.is_finished:
-                produced = int(count[row])
-                update = self._receive(request, row, tokens, produced, logprobs)
+                produced = count[row]
+                update = self._receive(request, row, tokens[row], produced, logprobs)
                 # A failed round emits accepted drafts only, without the target's own token.
                 accepted = produced - 1 if produced > 0 else -1 - produced
                 kept = len(update[1])
@@ -207,12 +206,20 @@ class Scheduler:
                 rows.append(request)
         if not rows:
             return None
-        call = DecodeCall.build(rows, self._shape(rows), self.config)
+        call = self._build_decode(rows)
         for request in rows:
             request.in_flight += 1
             request.unread_drafts += 1
             request.pending = call.num_draft
         return call
+
+    def _build_decode(self, rows: list[Request]) -> DecodeCall:
+        """A round for `rows`: the last one again, if it is the same, so that no plan is packed or uploaded."""
+        shape, changes = self._shape(rows), self._pages.num_changes
+        last = self._last_decode
+        if last is None or last[1] != changes or not last[0].is_again(rows, shape):
+            self._last_decode = last = DecodeCall.build(rows, shape, self.config), changes
+        return last[0]
 
     def _shape(self, rows: Sequence[Request]) -> RoundShape:
         rounds = self.rounds
@@ -280,32 +287,19 @@ class Scheduler:
         total = request.num_tokens + request.in_flight
         return output >= request.params.max_tokens or total >= self.config.max_model_len
 
-    def _num_pages(self, positions: int) -> int:
-        """Number of pages for `positions` plus the lookahead of a round that starts there."""
-        reserved = min(positions + self.config.lookahead, self.config.max_model_len)
-        return self.pool.pages_for(reserved)
-
-    def _upper_bound(self, request: Request) -> int:
-        """Most positions that are final after the calls in flight."""
-        return request.committed + request.rounds_in_flight * (self.config.num_draft + 1)
-
-    def _num_pages_running(self, request: Request) -> int:
-        return self._num_pages(self._upper_bound(request))
-
     def _reserve(self, request: Request) -> bool:
         """Allocates the pages of one more round, preempting the last requests by rank if the pool is short.
 
         Returns False if `request` itself was the last and is preempted. The first request always
         succeeds, because the pool holds at least one request of `max_model_len` tokens.
         """
-        missing = max(0, self._num_pages_running(request) - len(request.pages))
+        missing = self._pages.missing(request)
         while missing > self.pool.num_free:
             victim = self.active[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        request.pages += self.pool.allocate(missing)
-        request.writes_below(self._upper_bound(request) + self.config.lookahead)
+        self._pages.grow(request, missing)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -329,7 +323,7 @@ class Scheduler:
         if request.in_flight or self._refused == (request, self.pool.num_changes):
             return False
         hit = self.prefixes.find(request)
-        missing = self._num_pages(request.num_tokens) - len(hit.pages)
+        missing = self._pages.num_pages(request.num_tokens) - len(hit.pages)
         if missing > self.pool.num_free:
             self.pool.release(hit.pages)
             self._refused = request, self.pool.num_changes
@@ -351,6 +345,7 @@ class Scheduler:
             self.waiting.remove(request)
             return
         self.active.remove(request)
+        self._pages.num_changes += 1
         self.free_slots.release(request.slot, request.chain, request.written)
         self.pool.release(request.pages)
         request.slot = None
@@ -360,7 +355,7 @@ class Scheduler:
         self,
         request: Request,
         row: int,
-        tokens: np.ndarray,  # [B, C]
+        tokens: list[int],  # C
         count: int,
         logprobs: BatchLogprobs | None,
     ) -> Update:
@@ -377,7 +372,7 @@ class Scheduler:
         if logprobs is not None and num_top is not None:
             wanted = logprobs.row(row, count, num_top)
         kept = request.append(
-            tokens[row, :count].tolist(),
+            tokens[:count],
             eos_ids=self.eos_ids,
             max_model_len=self.config.max_model_len,
             logprobs=wanted,
@@ -390,9 +385,7 @@ class Scheduler:
         if request.is_finished:
             self._remove(request)
         elif request.state is RequestState.RUNNING:
-            needed = self._num_pages_running(request)
-            self.pool.release(request.pages[needed:])
-            del request.pages[needed:]
+            self._pages.trim(request)
         return request, kept
 
 

@@ -19,12 +19,34 @@ from peagle_jax.plan import DecodePlan, PrefillPlan
 from peagle_jax.step import StepOutput
 
 
+class Layout:
+    """Where the leaves of a tree lie in its packed bits.
+
+    Args:
+      like: a tree of arrays, or of their shapes and dtypes.
+    """
+
+    def __init__(self, like):
+        leaves, self._structure = jax.tree.flatten(like)
+        ends = list(itertools.accumulate(leaf.size for leaf in leaves))
+        self._parts = [
+            (end - leaf.size, end, leaf.shape, leaf.dtype)
+            for leaf, end in zip(leaves, ends, strict=True)
+        ]
+        self.size = ends[-1]
+
+    def split(self, bits: np.ndarray):
+        """The tree of views of bits [size] int32."""
+        leaves = [bits[a:b].view(dtype).reshape(shape) for a, b, shape, dtype in self._parts]
+        return self._structure.unflatten(leaves)
+
+
 class Resident:
     """Device buffers of one program that keep their addresses over all calls: plan, mask and output.
 
     Args:
       idle: a host plan of padding rows, for the shapes.
-      mask_shape: of the mask, see `plan`; None: the program takes none.
+      mask_shape: of the mask, see `plan`; None: the program takes none, and no constrained rows.
       output: shapes and dtypes of the program's output.
       place: puts a tree of arrays where the program runs.
     """
@@ -36,12 +58,14 @@ class Resident:
         output: StepOutput,
         place: Callable = lambda tree: tree,
     ):
-        self.output = output
-        size = sum(leaf.size for leaf in jax.tree.leaves(output))
-        self.bits = place(jnp.zeros(size, jnp.int32))  # of the output, as `pack_on_device` packs it
-        self.plan = place(jax.tree.map(jnp.array, idle))  # copies, because the plan is donated
-        self.mask = None if mask_shape is None else place(jnp.zeros(mask_shape, jnp.int32))
-        self._uploaded = pack(idle)
+        self._takes_mask = mask_shape is not None
+        self.layout = Layout(output)
+        # The output's bits, as `pack_on_device` packs them.
+        self.bits = place(jnp.zeros(self.layout.size, jnp.int32))
+        # Copies, because the plan is donated.
+        self.plan = place(jax.tree.map(jnp.array, self._narrow(idle)))
+        self.mask = place(jnp.zeros(mask_shape, jnp.int32)) if self._takes_mask else None
+        self._last, self._uploaded = idle, pack(self._narrow(idle))
 
     def compile(self) -> None:
         """Compiles the programs of the transfers: `jax.jit` does so on their first call."""
@@ -52,11 +76,17 @@ class Resident:
 
     def update(self, plan: PrefillPlan | DecodePlan, mask: np.ndarray | None = None) -> None:
         """Uploads a host plan, unless it equals the uploaded one, and the mask of a constrained row."""
-        new = pack(plan)
-        if not np.array_equal(new, self._uploaded):
-            self.plan, self._uploaded = _unpack_into(self.plan, new), new
+        if plan is not self._last:
+            new = pack(self._narrow(plan))
+            if not np.array_equal(new, self._uploaded):
+                self.plan, self._uploaded = _unpack_into(self.plan, new), new
+            self._last = plan
         if mask is not None:
             self.mask = _unpack_into(self.mask, pack(mask))
+
+    def _narrow(self, plan: PrefillPlan | DecodePlan) -> PrefillPlan | DecodePlan:
+        """The plan without what only constrained rows need, if the program takes none."""
+        return plan if self._takes_mask else plan._replace(constrained=None, forced=None)
 
 
 class Result:
@@ -64,17 +94,16 @@ class Result:
 
     Args:
       bits: the output, packed by `pack_on_device`; the next call overwrites it.
-      like: shapes and dtypes of the output.
+      layout: of the output.
     """
 
-    def __init__(self, bits: jax.Array, like: StepOutput):
-        self._bits, self._like = _copy(bits), like
+    def __init__(self, bits: jax.Array, layout: Layout):
+        self._bits, self._layout = _copy(bits), layout
         self._bits.copy_to_host_async()
 
     def fetch(self) -> StepOutput:
         """The output as numpy arrays. Blocks until the call has ended."""
-        read = lambda leaf, bits: bits.view(leaf.dtype)
-        return jax.tree.map(read, self._like, _split_like(np.asarray(self._bits), self._like))
+        return self._layout.split(np.asarray(self._bits))
 
 
 def pack(plan) -> np.ndarray:

@@ -1,0 +1,71 @@
+"""Pages that running requests hold: those of the calls in flight, and some ahead. No jax here.
+
+    |-- committed: KV final --|-- (J+1) per round in flight --|-- lookahead of this round --|-- ahead --|
+    0                         known                           upper bound                   needed
+
+all capped at max_model_len (the device drops writes beyond it). A plan is uploaded when its page table has
+changed. So a request takes pages ahead, and keeps the same ones for many rounds, as long as half of the
+pool is free.
+"""
+
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.pages import PagePool
+from peagle_jax.engine.request import Request
+
+_AHEAD = 512
+"""Positions."""
+
+
+class Reservation:
+    """Grows and trims the pages of requests.
+
+    Args:
+      config: sizes of the engine.
+      pool: pages of the scheduler.
+    """
+
+    def __init__(self, config: EngineConfig, pool: PagePool):
+        self._pool, self._most = pool, config.max_model_len
+        self._lookahead, self._per_round = config.lookahead, config.num_draft + 1
+        self.num_changes = 0
+        """Grows when a running request has other pages than before."""
+
+    def num_pages(self, positions: int) -> int:
+        """Number of pages for `positions` plus the lookahead of a round that starts there."""
+        return self._pool.pages_for(min(positions + self._lookahead, self._most))
+
+    def upper_bound(self, request: Request) -> int:
+        """Most positions that are final after the calls in flight."""
+        return request.committed + request.rounds_in_flight * self._per_round
+
+    def missing(self, request: Request) -> int:
+        """Number of pages that one more round needs and the request lacks."""
+        end = self.upper_bound(request) + self._lookahead  # of what the round writes
+        request.writes_below(end)
+        if end <= len(request.pages) * self._pool.page_size:
+            return 0
+        return max(0, self._pool.pages_for(min(end, self._most)) - len(request.pages))
+
+    def grow(self, request: Request, missing: int) -> None:
+        """Allocates the missing pages, which must be free, and pages ahead."""
+        if missing:
+            request.pages += self._pool.allocate(missing + self._ahead(request, missing))
+            self.num_changes += 1
+
+    def trim(self, request: Request) -> None:
+        """Releases the pages that no call in flight needs, if less than half of the pool is free."""
+        if 2 * self._pool.num_free >= self._pool.num_pages:
+            return
+        needed = self.num_pages(self.upper_bound(request))
+        if len(request.pages) > needed:
+            self._pool.release(request.pages[needed:])
+            del request.pages[needed:]
+            self.num_changes += 1
+
+    def _ahead(self, request: Request, missing: int) -> int:
+        """Number of pages to take besides the missing ones: not beyond the end of the text."""
+        held = len(request.pages) + missing
+        end = self.num_pages(len(request.prompt) + request.params.max_tokens)
+        ahead = max(0, min(self._pool.pages_for(_AHEAD), end - held))
+        left = self._pool.num_free - missing - ahead
+        return ahead if 2 * left >= self._pool.num_pages else 0
