@@ -60,6 +60,7 @@ def log_softmax(logits) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PEAGLE)
 def test_a_head_run_over_rows_of_rounds_gives_the_golden_logits(name):
     want, seen, model = expected(name), expected("sequence"), head(name)
@@ -118,7 +119,7 @@ def parallel(request):
     return request.param, served(request.param)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_engine_drafts_with_the_golden_logits(parallel):
     name, seen = parallel
     golden = zip(expected(name)["chain_anchor"], expected(name)["chain_logits"], strict=True)
@@ -216,7 +217,7 @@ def cod_elements(name: str) -> tuple[cod.Elements, np.ndarray]:
     return elements, np.array([layout.index(pair) for pair in pairs])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PEAGLE)
 def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
     want, (elements, rows) = expected(name), cod_elements(name)

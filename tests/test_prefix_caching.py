@@ -161,6 +161,7 @@ def test_pages_of_calls_that_were_not_dispatched_are_not_found(engine, monkeypat
     assert (again.tokens, again.cached) == (wanted, (PROMPT - 1) // Z * Z)
 
 
+@pytest.mark.slow
 def test_an_engine_without_a_prefix_cache_computes_every_prompt():
     off = Engine(tiny.target(), None, config(num_draft=0, prefix_caching=False))
     prompt = prompt_of(tiny.TARGET.vocab_size)

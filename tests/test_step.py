@@ -58,7 +58,7 @@ def test_drafts_after_any_rounds_equal_those_of_a_fresh_run_over_the_prefix(rig,
     assert len(np.unique(np.concatenate(seen))) > 20, "a drafter that always says the same"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_drafts_after_rounds_of_any_k_equal_those_of_a_fresh_run(rig, prefilled):
     """Also after K = 0: the drafter's cache holds every position of the text."""
     rng, state = np.random.default_rng(1), prefilled

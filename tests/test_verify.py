@@ -69,6 +69,7 @@ def verify_table(p, drafts, *rest):
     return verify_sampled(p_draft, row, drafts, *rest)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_draft", [0, 1, 2])
 @pytest.mark.parametrize("mode", ["argmax", "sample"])
 def test_emitted_tokens_have_exactly_the_targets_joint_law(mode, num_draft, monkeypatch):

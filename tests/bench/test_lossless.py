@@ -72,6 +72,7 @@ def accept_one_too_many(logits, drafts, draft_probs, positions, *rest) -> Verdic
     return Verdict(jnp.where(slip, padded, verdict.tokens), verdict.count)
 
 
+@pytest.mark.slow
 def test_a_wrong_draft_that_is_accepted_is_found_out(tiny_preset, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "bench.lossless.Engine", functools.partial(Engine, accept=accept_one_too_many)

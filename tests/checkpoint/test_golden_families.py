@@ -53,6 +53,7 @@ def forward(model: Decoder, tokens):
     return model.unembed(last), tapped, last
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_taps_equal_those_of_transformers(name):
     want, model = expected(name), load(name)
@@ -332,7 +333,7 @@ BROKEN = {
 CASES = [(name, rule) for name, rules in BROKEN.items() for rule in rules]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "rule"), CASES)
 def test_a_broken_rule_shows_in_the_logits(name, rule):
     model = load(name)

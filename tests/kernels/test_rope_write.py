@@ -13,7 +13,7 @@ from pallas_kernels.rope_write.reference import write_kv
 from peagle_jax.layers import apply_rope, rope_angles
 from peagle_jax.rope_config import RopeConfig
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(1)
 
 interpreted = pytest.mark.usefixtures("race_free")
 

@@ -138,6 +138,7 @@ def scripted(harmony):
     server.close()
 
 
+@pytest.mark.slow
 def test_chats_over_grpc_have_reasoning(scripted):
     with grpc.insecure_channel(scripted.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
