@@ -15,7 +15,7 @@ from peagle_jax.text import Detokenizer, TextStream, Tokenizer
 
 
 class Fate(enum.Enum):
-    """What became of a token."""
+    """Outcome of a token."""
 
     ACCEPTED = "an accepted draft"
     REFUSED = "the draft that the target refused"

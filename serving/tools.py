@@ -24,7 +24,7 @@ def tool(name: str, description: str | None, parameters: dict | None) -> dict:
     """A tool as OpenAI's clients send it, without fields that are left out.
 
     Raises:
-      ValueError: the name is none.
+      ValueError: the name has other characters, or too many.
     """
     if _NAME.fullmatch(name) is None:
         raise ValueError("must be 1 to 128 letters, digits, or _ - . :")
@@ -48,9 +48,9 @@ def refuse_equal_names(tools: Iterable[dict], *, field: str) -> None:
 
 
 class Arguments:
-    """Parses JSON objects within a request, such as the arguments of calls: chat templates take no JSON texts.
+    """Parses JSON objects within a request, such as the arguments of calls: chat templates take objects.
 
-    All objects of a request together are bounded as one JSON text is, and in characters as a prompt is.
+    All objects of a request together have the bounds of one JSON text, and the number of characters of a prompt.
     """
 
     def __init__(self, limits: Limits):
@@ -58,7 +58,7 @@ class Arguments:
         self._num_values = self._num_chars = 0
 
     def call(self, call_id: str, name: str, arguments: str, *, field: str) -> dict:
-        """A call as templates take it; empty arguments are none.
+        """A call as templates take it; empty arguments are an empty object.
 
         Raises:
           ServiceError: INVALID_ARGUMENT; the arguments are no JSON object, or too many.
@@ -70,7 +70,7 @@ class Arguments:
         """A JSON object.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT; the text is none, or the objects so far are too large.
+          ServiceError: INVALID_ARGUMENT; the text is no JSON object, or the objects so far are too large.
         """
         self._num_chars += len(text)
         most = self._limits.max_prompt_chars

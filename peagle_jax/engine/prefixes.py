@@ -14,7 +14,7 @@ from peagle_jax.engine.slots import FreeSlots
 
 
 class Hit(NamedTuple):
-    """A free slot, and the first pages of a request, which the caller holds. Often there are none."""
+    """A free slot, and the first pages of a request, which the caller holds; often an empty list."""
 
     slot: int
     pages: list[int]
