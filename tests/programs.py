@@ -8,12 +8,12 @@ engines of equal shapes use the same programs.
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import pytest
 
-from peagle_jax import Engine
+from peagle_jax import Engine, EngineConfig
 from peagle_jax.engine.programs import Programs
 from peagle_jax.verify import verify
 
@@ -27,6 +27,15 @@ def one_bucket(engine: Engine) -> Engine:
     """The engine, with programs for prefill and for its largest batch; smaller batches are padded."""
     engine.warm_up(sizes=[engine.config.batch_buckets[-1]])
     return engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBucketConfig(EngineConfig):
+    """One batch bucket, so that a server or a warm-up of all sizes compiles one program of rounds."""
+
+    @property
+    def batch_buckets(self) -> tuple[int, ...]:
+        return (self.max_num_seqs,)
 
 
 def _programs_of(target, drafter, config, taps, accept) -> dict:

@@ -51,7 +51,7 @@ def step(engine: Engine, rng: random.Random) -> int | None:
     return next((c.num_draft for c, _ in engine._in_flight if isinstance(c, DecodeCall)), None)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method"), [("llama", "oracle"), ("gpt_oss", "peagle"), ("mistral", "eagle3")]
 )
@@ -126,6 +126,7 @@ def test_k_follows_the_times_down_to_plain_decoding_and_back(three_k):
     assert engine.policy.num_changes == 3
 
 
+@pytest.mark.slow
 def test_real_rounds_are_timed_while_the_device_has_work(three_k):
     times = GivenTimes({0: 1.0, 2: 1.0, 4: 1.0})
     engine = make_engine(times)

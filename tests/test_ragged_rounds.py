@@ -71,7 +71,7 @@ def make_engine(family: str, method: str, times: RoundTimes) -> Engine:
         return Engine(target(family), head, config, drafter=drafter, times=times)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method"),
     [("llama", "oracle"), ("gpt_oss", "peagle"), ("gemma4", "eagle3"), ("qwen3_moe", "peagle")],

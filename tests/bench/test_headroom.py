@@ -23,6 +23,7 @@ def few_prompts(tmp_path):
     return f"few={file}"
 
 
+@pytest.mark.slow
 def test_every_head_gets_a_row_and_texts_are_written_once(
     folders, tmp_path, few_prompts, monkeypatch, capsys
 ):

@@ -27,6 +27,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_row_has_both_measurements(tiny_preset, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     sizes = ["--max-tokens", "40", "--out", str(out)]

@@ -53,6 +53,7 @@ def page(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_tests_of_a_kind_and_draws_the_page(tmp_path, page, capsys):
     out = tmp_path / "rows.jsonl"
     argv = ["--cases", "40", "--only", "page pool", "--out", str(out), "--page", str(page)]

@@ -35,7 +35,7 @@ def synthetic_engine(length: float, temperature: float) -> tuple[Engine, list]:
     return engine, engine.generate([[i, i + 1] for i in range(8)], params)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_synthetic_acceptance_has_the_mean_asked_for(temperature):
     _, completions = synthetic_engine(2.4, temperature)
@@ -71,6 +71,7 @@ def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
     return (verdict.count - 1).tolist()
 
 
+@pytest.mark.slow
 def test_drawn_acceptance_repeats_the_histogram_of_a_text():
     texts = [[0, 0, 0, 3], [], [2, 7]]  # a text without rounds does not count
     rule = drawn_acceptance(texts, 3)

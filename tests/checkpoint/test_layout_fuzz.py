@@ -65,7 +65,7 @@ def test_what_is_not_refused_fills_the_model(name, num_cases):
     config, tensors, shapes = parts(name)
     verdicts = []
 
-    @settings(FUZZ, max_examples=num_cases("damaged checkpoint layouts", 200))
+    @settings(FUZZ, max_examples=num_cases("damaged checkpoint layouts", 200, least=200))
     @given(st.data())
     def check(data):
         damage = damaged(tensors, data.draw)

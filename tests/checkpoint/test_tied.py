@@ -68,6 +68,7 @@ def test_the_logits_are_those_of_transformers(tmp_path):
         np.testing.assert_allclose(model.unembed(last), want["logits"], atol=2e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNTIED)
 def test_a_different_lm_head_is_used_though_the_config_ties_it(name, tmp_path):
     folder = copy_of(name, tmp_path / "src", tied=True)
@@ -87,6 +88,7 @@ def wider(tensors: dict[str, np.ndarray]) -> None:
     tensors["lm_head.weight"] = embedding(tensors).astype(np.float32) * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [last_bit, wider])
 @pytest.mark.parametrize("name", ["gemma4", "qwen3", "qwen3_moe-fp8"])
 def test_an_lm_head_that_differs_in_a_bit_or_a_dtype_is_used(name, change, tmp_path):
@@ -105,6 +107,7 @@ def test_a_model_that_is_not_tied_after_all_is_saved_as_one(tmp_path):
     assert np.array_equal(again.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TIED)
 def test_an_equal_lm_head_is_the_embedding(name, tmp_path):
     change = lambda tensors: tensors.update({"lm_head.weight": np.array(embedding(tensors))})

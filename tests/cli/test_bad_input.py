@@ -248,6 +248,7 @@ def test_row_options_above_what_the_engine_has(generate, folders, tmp_path):
     refused(generate("--prompts", file, *folders.options()), ":1", "num_speculative_tokens: 9", "7")
 
 
+@pytest.mark.slow
 def test_more_drafts_than_the_head_was_trained_for_only_warn(generate, folders, caplog):
     code, _, _ = generate(PROMPT, *folders.options(), "-K", "5", "--max-tokens", "2")
     assert code == 0

@@ -54,6 +54,7 @@ def test_the_text_of_each_prompt_is_its_own(generate, folders, file_of):
     assert len(left_out(err)) == 1
 
 
+@pytest.mark.slow
 def test_methods_are_compared_on_the_others(generate, folders, file_of):
     path = file_of(GOOD, LONG, ALSO)
     argv = ["--model", str(folders.target), "--drafter", str(folders.peagle), "--no-cache"]

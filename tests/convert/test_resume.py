@@ -91,6 +91,7 @@ def files(partial: Path, groups: set[str]) -> list[Path]:
     return [path for name in groups for path in (partial / "weights" / name).rglob("*.0")]
 
 
+@pytest.mark.slow
 def test_the_second_of_two_runs_at_once_is_refused(src, cli, tmp_path):
     dst = tmp_path / "dst"
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)

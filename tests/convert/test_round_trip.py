@@ -22,6 +22,7 @@ def source_of(folder: Path, options: list[str]):
     return open_source(folder, target=Path(options[1]) if options else None)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_comes_back_byte_for_byte(name, cli, tmp_path):
     folder, options = CHECKPOINTS[name]
@@ -37,6 +38,7 @@ def test_a_checkpoint_comes_back_byte_for_byte(name, cli, tmp_path):
     assert same_files(folder, tmp_path / "back")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "gemma4", "embedded peagle"])
 def test_plain_orbax_restores_what_the_rules_make(name, cli, tmp_path):
     folder, options = CHECKPOINTS[name]
@@ -55,6 +57,7 @@ def test_plain_orbax_restores_what_the_rules_make(name, cli, tmp_path):
             assert array.tobytes() == want.tobytes()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("config", "quantization"), [(TINY_MOE, "none"), (TINY_MOE, "fp8"), (TINY_OSS, "mxfp4")]
 )

@@ -99,7 +99,7 @@ def test_every_request_gets_the_text_of_its_own_grammar_in_any_mix(name, lag, nu
     engine = FakeEngine(CONFIGS[name], lag=lag, seed=1)
     added: list[tuple[Request, str | None]] = []
     seen: Counter = Counter()
-    for _ in range(num_cases("rounds of constrained requests in the scheduler", 250)):
+    for _ in range(num_cases("rounds of constrained requests in the scheduler", 250, least=250)):
         while rng.random() < 0.4:
             one = add_random(engine, rng)
             added += [one] if one else []

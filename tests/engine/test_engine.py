@@ -50,7 +50,7 @@ def target():
 @pytest.fixture(scope="module")
 def shared(target, tokenizer) -> Engine:
     """One speculating engine for most tests: its programs compile once."""
-    return Engine(target, tiny.head(), EngineConfig(**SIZES), tokenizer=tokenizer)
+    return one_bucket(Engine(target, tiny.head(), EngineConfig(**SIZES), tokenizer=tokenizer))
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
     assert engine.programs.round_keys == (*shapes[:2], *greedy, *shapes[2:])
 
 
+@pytest.mark.slow
 def test_texts_survive_any_sequence_of_both_programs(num_cases):
     """Requests come, are preempted and are aborted at random, so the batch changes in most rounds."""
     engine = Engine(tiny.target(), tiny.head(), config(True, num_pages=13, prefix_caching=False))

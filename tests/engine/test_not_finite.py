@@ -112,7 +112,7 @@ def test_a_text_fails_at_the_same_token_with_and_without_drafts(family):
     assert (done.tokens, done.finish_reason, done.error) == (text[: at + 1], "stop", None)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma4"])
 @pytest.mark.parametrize("number", [jnp.nan, jnp.inf])
 def test_one_number_of_any_matrix_is_found(family, number):

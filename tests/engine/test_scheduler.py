@@ -74,7 +74,9 @@ def add_random(engine: FakeEngine, rng: random.Random, earlier: list[Request]) -
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
-    run_random(name, seed, lag, num_cases("rounds of random requests in the scheduler", 600))
+    run_random(
+        name, seed, lag, num_cases("rounds of random requests in the scheduler", 600, least=600)
+    )
 
 
 def run_random(name: str, seed: int, lag: int, num_rounds: int) -> None:

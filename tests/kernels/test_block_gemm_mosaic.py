@@ -95,6 +95,7 @@ def test_the_result_is_that_of_the_reference(form):
         assert (far <= step * np.abs(np.asarray(wanted, np.float32)).max()).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS)
 def test_bias_and_dtype_come_after_the_sum_in_float32(form):
     x, *weight = operands(form, 3, *SHAPES[form])
@@ -106,6 +107,7 @@ def test_bias_and_dtype_come_after_the_sum_in_float32(form):
     assert np.array_equal(kernel(x, *weight), plain.astype(jnp.bfloat16))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("chunks", "K"), [(2, 512), (3, 640)])
 @pytest.mark.parametrize("form", FORMATS)
 @both_chips

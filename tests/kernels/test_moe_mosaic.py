@@ -247,6 +247,7 @@ def mix(x, logits, weights, implementation="mosaic_gpu", *, k=2, **options) -> n
     return added(run(x, logits, *weights), x.shape[0])
 
 
+@pytest.mark.sampled(1)
 @race_free
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @pytest.mark.parametrize(
@@ -373,6 +374,7 @@ def test_the_worklist_is_what_it_says():
     assert int(work.num_items[0]) <= work.items == chosen.size
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @both_chips
 def test_a_row_has_the_same_bits_in_any_company(form):

@@ -51,7 +51,7 @@ def run(x, logits, weights, implementation, **options) -> np.ndarray:
     return np.asarray(total)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("R", [5, 40])  # shared by all experts, and spread to them
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_are_those_of_the_reference(form, R):

@@ -117,7 +117,7 @@ def test_experts_with_bias_and_limit(make, R, F, D):
     assert np.allclose(found, wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("race_free")
 @both_chips
 def test_rows_do_not_depend_on_their_company():

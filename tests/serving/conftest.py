@@ -49,10 +49,13 @@ def target():
 
 @pytest.fixture(scope="session")
 def make_engine(target, tokenizer):
-    """Makes engines of the tiny model; keyword arguments override sizes."""
+    """Makes engines of the tiny model; keyword arguments override sizes. Batches are padded to the largest
+    size, unless the options are about K by batch size or load."""
 
     def make(*, head=True, with_tokenizer=True, times=None, **sizes) -> Engine:
-        config = EngineConfig(**(SIZES | sizes))
+        of_any_batch = {"draft_schedule", "adaptive"} & sizes.keys()
+        kind = EngineConfig if of_any_batch else programs.OneBucketConfig
+        config = kind(**(SIZES | sizes))
         drafter = tiny.head() if head else None
         tokens = tokenizer if with_tokenizer else None
         return Engine(target, drafter, config, tokenizer=tokens, times=times)

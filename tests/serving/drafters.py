@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax import Engine, SamplingParams
 from peagle_jax.drafter import Proposal
+from tests.programs import OneBucketConfig
 from tests.serving.conftest import SIZES
 
 
@@ -32,7 +33,7 @@ class KnownTextDrafter:
 
 def known_text_engine(target, tokenizer, prompt: str) -> Engine:
     """An engine that drafts as `KnownTextDrafter` what the target writes after `prompt`."""
-    config = EngineConfig(**SIZES)
+    config = OneBucketConfig(**SIZES)
     params = SamplingParams(max_tokens=80, ignore_eos=True)
     plain = Engine(target, None, config, tokenizer=tokenizer).generate([prompt], params)[0]
     text = jnp.array([*plain.prompt, *plain.tokens], jnp.int32)

@@ -7,9 +7,10 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from peagle_jax import Engine, EngineConfig
+from peagle_jax import Engine
 from peagle_jax.text import Tokenizer
 from tests import tiny
+from tests.programs import OneBucketConfig
 from tests.serving.live import LiveServer
 
 END = "<|im_end|>"
@@ -86,7 +87,7 @@ def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
     )  # fmt: skip
     end_id = tokenizer.special_id(end)
     target = tiny.target(vocab_size=tokenizer.vocab_size, eos_ids=(end_id,))
-    return Engine(target, None, EngineConfig(**(config | sizes)), tokenizer=tokenizer)
+    return Engine(target, None, OneBucketConfig(**(config | sizes)), tokenizer=tokenizer)
 
 
 class Scripted:

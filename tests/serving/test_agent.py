@@ -42,6 +42,7 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps(dict(name=name, arguments=arguments))}\n</tool_call>"
 
 
+@pytest.mark.slow
 def test_the_agent_reads_edits_and_answers(agent, scripted, tmp_path):
     server, say = scripted
     path = tmp_path / "sort.py"

@@ -78,6 +78,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*FATAL, *REFUSED])
 def test_a_hostile_constraint_is_refused_in_bounded_time_and_the_next_one_is_not(engine, name):
     structured = (FATAL | REFUSED)[name]

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax import Engine, SamplingParams
 from peagle_jax.drafter import Proposal
 from peagle_jax.engine.stats import Acceptance
 from serving.client.answer import as_json, statistics
 from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
 from serving.stream import Ask
+from tests.programs import OneBucketConfig
 from tests.serving.conftest import SIZES
 from tests.serving.live import LiveServer
 from tests.serving.test_metrics import moved, scrape
@@ -49,7 +50,7 @@ def text(make_engine) -> list[int]:
 @pytest.fixture(scope="module")
 def live(target, tokenizer, text):
     drafter = PerfectDrafter(jnp.array([*PROMPT, *text], jnp.int32), J)
-    engine = Engine(target, None, EngineConfig(**SIZES), tokenizer=tokenizer, drafter=drafter)
+    engine = Engine(target, None, OneBucketConfig(**SIZES), tokenizer=tokenizer, drafter=drafter)
     server = LiveServer(engine, http=True)
     yield server
     server.close()

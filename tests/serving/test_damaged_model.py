@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from peagle_jax import Engine, EngineConfig
+from peagle_jax import Engine
 from peagle_jax.engine.request import NOT_FINITE
 from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
 from tests import tiny
+from tests.programs import OneBucketConfig
 from tests.serving.conftest import EOS_IDS, SIZES
 from tests.serving.live import LiveServer
 from tests.serving.test_metrics import moved, scrape
@@ -26,7 +27,7 @@ def live(tokenizer):
     target = tiny.target(eos_ids=EOS_IDS)
     rows = target.embed.weight[...]
     target.embed.weight.set_value(rows.at[BAD].set(jnp.nan))
-    engine = Engine(target, tiny.head(), EngineConfig(**SIZES), tokenizer=tokenizer)
+    engine = Engine(target, tiny.head(), OneBucketConfig(**SIZES), tokenizer=tokenizer)
     server = LiveServer(engine, http=True)
     yield server
     server.close()

@@ -56,8 +56,8 @@ def reports(server, ended) -> list:
 
 @pytest.fixture(scope="module")
 def alone(make_engine):
-    """An engine of its own, for what the server should say."""
-    return make_engine()
+    """An engine of its own, for what the server should say; it takes the server's programs."""
+    return make_engine(max_model_len=512, max_logprobs=64)
 
 
 @pytest.fixture(scope="module")

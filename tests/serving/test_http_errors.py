@@ -125,6 +125,7 @@ def as_text(value: object) -> str:
     return json.dumps(value)[:40] if not isinstance(value, str) else repr(value[:40])
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("field", "value"), cases(COMPLETION), ids=as_text)
 def test_completions_name_the_invalid_field(server, http, field, value):
     body = dict(prompt="a") | {field: value}
@@ -138,6 +139,7 @@ def test_completions_name_the_invalid_field(server, http, field, value):
         assert error["message"].startswith(f"{field}: ")
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("field", "value"), cases(CHAT), ids=as_text)
 def test_chats_name_the_invalid_field(server, http, field, value):
     body = dict(messages=HELLO, logprobs=True) | {field.partition("[")[0]: value}
@@ -250,6 +252,7 @@ def test_ids_of_running_requests_are_unique(server, http):
         first.read()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_gives_a_retry_time(server, stream):
     async def ask(pace):
@@ -280,6 +283,7 @@ def test_several_prompts_are_accepted_together_or_not_at_all(server, http):
     server.check_empty()
 
 
+@pytest.mark.slow
 def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
     server = LiveServer(make_engine(), http=True, limits=Limits(max_seconds=3.0))
     with (

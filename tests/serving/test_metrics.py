@@ -136,6 +136,7 @@ class ZeroIsFastest(RoundTimes):
         return {k: 1e-3 * (1 + 99 * k) for k in drafts}
 
 
+@pytest.mark.slow
 def test_metrics_and_stats_say_what_was_chosen_at_run_time(make_engine, monkeypatch):
     monkeypatch.setattr(adaptive, "DECIDE_EVERY", 1)
     engine = make_engine(adaptive="load", max_num_seqs=1, max_waiting=1, times=ZeroIsFastest())
@@ -166,6 +167,7 @@ class OneRowIsFastest(ZeroIsFastest):
         return {shape: 1e-3 if shape.num_rows == 1 else 1.0 for shape in shapes}
 
 
+@pytest.mark.slow
 def test_metrics_and_stats_say_how_many_drafts_are_verified(make_engine, monkeypatch):
     monkeypatch.setattr(draft_schedule, "LEAST_RAGGED_SIZE", 1)
     monkeypatch.setattr(survival, "DECIDE_EVERY", 1)

@@ -244,6 +244,7 @@ def test_deadlines_are_kept(server, stub, pace):
     server.check_freed(pace)
 
 
+@pytest.mark.slow
 def test_a_full_queue_returns_a_retry_time(server, stub):
     request = pb.GenerateRequest(text="a", stopping=LONG)
     with server.paced() as pace:  # 4 run and 64 may wait

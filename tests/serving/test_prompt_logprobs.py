@@ -180,6 +180,7 @@ def test_a_server_without_the_program_refuses_by_the_clients_own_name(live):
         assert client.post("/v1/completions", json=dict(prompt="a", echo=True)).json()["choices"]
 
 
+@pytest.mark.slow
 def test_the_harness_itself(scoring, tokenizer, expected):
     """`local-completions` of lm-evaluation-harness, where it is installed."""
     models = pytest.importorskip("lm_eval.models.openai_completions")

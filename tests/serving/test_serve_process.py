@@ -115,6 +115,7 @@ def test_a_signal_loses_no_request(serve):
     assert server.process.wait(LIMIT) == 0
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_drain_limit_get_a_status(serve):
     server = serve("--drain-seconds", "0.2")
     with grpc.insecure_channel(server.wait()) as channel:

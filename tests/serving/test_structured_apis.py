@@ -9,11 +9,12 @@ import pydantic
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from peagle_jax import Engine, EngineConfig
+from peagle_jax import Engine
 from serving.client import main as client_main
 from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
 from tests import tiny
 from tests.json_vocabulary import BEGIN_THINK, END, END_THINK, json_tokenizer
+from tests.programs import OneBucketConfig
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT
 
@@ -42,7 +43,7 @@ class Switch(pydantic.BaseModel):
 def live(tmp_path_factory):
     tokenizer = json_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     target = tiny.target(eos_ids=(tokenizer.added[END],))
-    engine = Engine(target, tiny.head(), EngineConfig(**SIZES), tokenizer=tokenizer)
+    engine = Engine(target, tiny.head(), OneBucketConfig(**SIZES), tokenizer=tokenizer)
     server = LiveServer(engine, http=True)
     yield server
     server.close()
@@ -73,6 +74,7 @@ def valid(text: str) -> bool:
     return len(content) == 2
 
 
+@pytest.mark.slow
 def test_openais_client_parses_its_own_models(server, client):
     answer = client.chat.completions.parse(
         model="tiny", messages=messages(), response_format=Switch, max_tokens=150, temperature=1,

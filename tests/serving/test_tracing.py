@@ -183,6 +183,7 @@ def test_without_opentelemetry_the_option_says_what_to_install(monkeypatch):
         Tracer.to("http://localhost:4317", "tiny")
 
 
+@pytest.mark.slow
 def test_the_server_imports_no_opentelemetry_unless_told():
     import subprocess
     import sys
