@@ -35,8 +35,9 @@ def commands(program: str) -> list[tuple[list[str], dict[str, str]]]:
                 if program in (words := shlex.split(command) if program in command else []):
                     place = words.index(program)
                     end = words.index("&") if "&" in words else None
-                    environment = dict(word.split("=", 1) for word in words[:place])
-                    found.append((words[place + 1 : end], environment))
+                    if all("=" in word for word in words[:place]):  # else a text about the program
+                        environment = dict(word.split("=", 1) for word in words[:place])
+                        found.append((words[place + 1 : end], environment))
     return found
 
 
