@@ -30,6 +30,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.specs import weight_of
 from pallas_kernels.device import TPU7X, V5E, V6E
 from pallas_kernels.moe.api import ExpertWeights, mixture
+from peagle_jax.engine import layouts
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 """Chip -> libtpu's name of its smallest host. One device of the host is compiled for."""
@@ -133,21 +134,31 @@ def compile_experts(name: str, rows: int, chip: str) -> Program:
     return _program(chip, f"experts of {name}, {rows} rows", compiled, [], smallest, start)
 
 
-def compile_program(name: str, chip: str, made: Programs) -> Program:
-    """The "round" or the "prefill" of `made`, compiled for `chip`.
+def compile_programs(names: Sequence[str], chip: str, made: Programs) -> Iterator[Program]:
+    """The round, and the prefill if `names` has it, compiled for `chip` as the engine does.
+
+    The layouts of the weights are those that the round chose (`peagle_jax.engine.layouts`).
 
     Raises:
       jax.errors.JaxRuntimeError: libtpu refuses it, for example because it does not fit into memory.
     """
-    function, plan = {
-        "round": (made.round, made.round_plan),
-        "prefill": (made.prefill, made.prefill_plan),
-    }[name]
-    start = time.perf_counter()
-    operands = (made.weights, made.state, *plan, None)
     with target(chip) as mesh:
-        compiled = deviceless.compile_on(mesh, function, *operands, donate_argnums=1)
-    return _program(chip, name, compiled, made.caches, made.smallest_matrix, start)
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        start = time.perf_counter()
+        operands = (made.weights, made.state, *made.round_plan, None)
+        lowered = layouts.lower_free(made.round, *operands, donate=(1,), sharding=place)
+        compiled = lowered.compile()
+        yield _program(chip, "round", compiled, made.caches, made.smallest_matrix, start)
+        if "prefill" not in names:
+            return
+        start = time.perf_counter()
+        formats = compiled.input_formats[0][0]
+        put = lambda x, format: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=format)
+        weights = [put(x, format) for x, format in zip(made.weights, formats, strict=True)]
+        others = (made.state, *made.prefill_plan, None)
+        others = jax.tree.map(lambda x: put(x, place), others)
+        compiled = jax.jit(made.prefill, donate_argnums=1).lower(weights, *others).compile()
+        yield _program(chip, "prefill", compiled, made.caches, made.smallest_matrix, start)
 
 
 def _program(
@@ -194,13 +205,11 @@ def _compile(args) -> Iterator[Program]:
     names = args.program or ("round", "prefill")
     made = programs(Sizes.of(vars(args))) if {"round", "prefill"} & set(names) else None
     for chip in args.chip or CHIPS:
-        for name in names:
-            if name != "experts":
-                yield compile_program(name, chip, made)
-                continue
-            for model in EXPERTS:
-                for rows in (16, 64):  # all items share the rows; each item has rows of its own
-                    yield compile_experts(model, rows, chip)
+        if made is not None:
+            yield from compile_programs(names, chip, made)
+        for model in EXPERTS if "experts" in names else ():
+            for rows in (16, 64):  # all items share the rows; each item has rows of its own
+                yield compile_experts(model, rows, chip)
 
 
 def largest_narrow(found: Sequence[tuple[int, str]]) -> int:

@@ -26,9 +26,14 @@ _MIB = 2**20
 
 @functools.cache
 def compiled(chip: str, folder: Path) -> dict[str, dict]:
+    """Programs by name."""
+    return run(chip, folder, *SIZES, *(f"--program={x}" for x in PROGRAMS[chip]))
+
+
+def run(chip: str, folder: Path, *options: str) -> dict[str, dict]:
     """Programs by name; in a process of its own, as libtpu and jax are set up for compiling only."""
     found = folder / f"{chip}.json"
-    options = ["--chip", chip, "--json", found, *SIZES, *(f"--program={x}" for x in PROGRAMS[chip])]
+    options = ["--chip", chip, "--json", found, *options]
     process = subprocess.run(
         [sys.executable, "-m", "bench.deviceless_tpu", *options],
         cwd=_ROOT,
@@ -56,6 +61,21 @@ def test_a_program_works_in_place_and_copies_no_weight(made):
         assert one["aliased_bytes"] >= one["cache_bytes"] > 0, one
         assert one["largest_copy"] < _MIB < one["smallest_matrix"], one
         assert one["temporary_bytes"] < 64 * _MIB, one
+
+
+@pytest.mark.xdist_group("v6e")
+def test_weights_lie_as_the_round_and_the_prefill_want_them(tmp_path):
+    """One layer of GPT-OSS-20B. In default layouts a round copies both embeddings, 1.2 GB each."""
+    if lacking := deviceless_tpu.missing():
+        pytest.skip(lacking)
+    sizes = ("--preset=gpt-oss-20b", "--layers=1", "-k=3", "--concurrency=8")
+    made = run("v6e", tmp_path, *sizes, "--max-model-len=2048")
+    assert made.keys() == {"round", "prefill"}
+    for one in made.values():
+        assert one["aliased_bytes"] >= one["cache_bytes"] > 0, one
+        # A layer's keys of heads 64 wide are copied: 17 MB. The smallest projection has 24 MB.
+        assert one["largest_copy"] < 20 * _MIB, one
+        assert one["temporary_bytes"] < 256 * _MIB, one
 
 
 def test_experts_are_neither_copied_nor_unpacked_in_memory(made):

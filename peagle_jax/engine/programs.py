@@ -32,6 +32,7 @@ from peagle_jax import adjust, step
 from peagle_jax.adjust import Controls
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
+from peagle_jax.engine import layouts
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.memory import carve_holes
@@ -128,6 +129,7 @@ class Programs:
         self._compiled: dict[Key, Callable] = {}
         self._resident: dict[Key, Resident] = {}
         self._lock = threading.Lock()
+        self._layouts_are_free = devices.count == 1 and dispatch.platform() in layouts.PLATFORMS
         self._between_holes = carve_holes(devices.count) if dispatch.platform() == "cuda" else []
 
     @property
@@ -200,6 +202,8 @@ class Programs:
                 key, self._controls.lower, state.controls, pack(idle_controls(self._config))
             )
             return
+        if self._layouts_are_free and key != self.round_keys[0]:
+            self._prepare(self.round_keys[0], state)  # it chooses the layouts for all
         config, is_greedy = self._config, isinstance(key, GreedyRound)
         if isinstance(key, str):
             scores = key == SCORED_PREFILL
@@ -224,8 +228,11 @@ class Programs:
         output = self._devices.reported(output)
         resident = Resident(idle, mask_shape, output, self._devices.copied)
         written, *kept = parts
-        given = (resident.plan, resident.mask, resident.bits)
-        self._compile(key, lower, self._weights, written, *given, *kept)
+        others = (written, resident.plan, resident.mask, resident.bits, *kept)
+        if self._layouts_are_free:
+            layouts.move(self._weights, self._round, key, jax.tree.map(_spec, others))
+            self._layouts_are_free = False
+        self._compile(key, lower, layouts.shapes(self._weights), *others)
         resident.compile()
         self._resident[key] = resident
 
@@ -305,6 +312,8 @@ class Programs:
         prefills = (PREFILL, *[SCORED_PREFILL] * self._config.prompt_logprobs)
         missing = [key for key in (*prefills, *rounds) if key not in self._resident]
         missing += [CONTROLS] * (CONTROLS not in self._compiled)
+        if self._layouts_are_free:
+            self._prepare(self.round_keys[0], state)
         jobs = [partial(self._prepare, key, state) for key in missing]
         with ThreadPoolExecutor(max_workers=4) as pool:
             for future in [pool.submit(job) for job in jobs]:
@@ -370,6 +379,8 @@ def _compiler_options() -> dict[str, bool]:
 
 
 def _spec(leaf) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):  # a weight, with its layout
+        return leaf
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):  # one device: the default one
         sharding = None
