@@ -278,6 +278,10 @@ class DraftingOptions(SweepOptions):
         "accept sampled drafts one by one, or in a block", default="token",
         choices=("token", "block"),
     )  # fmt: skip
+    ngram: int = option(
+        "copy up to 15 drafts from where the last N tokens occurred before; 0: never", default=0,
+        type=int, metavar="N",
+    )  # fmt: skip
     no_selector: bool = option("ignore the head's selector", default=False)
 
     def drafting(self) -> dict[str, object]:
@@ -286,6 +290,7 @@ class DraftingOptions(SweepOptions):
             draft_sampling=self.draft_sampling,
             verify_method=self.verify_method,
             selector=not self.no_selector,
+            ngram=self.ngram,
         )
 
     def drafting_row(self, kind: str) -> dict[str, object]:

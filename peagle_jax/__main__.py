@@ -102,7 +102,8 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     return EngineConfig(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
         draft_schedule=schedule,
-        adaptive=adaptive_or_default(adaptive, schedule),
+        adaptive=adaptive_or_default(adaptive, schedule, args.ngram),
+        ngram=args.ngram,
         draft_sampling=args.draft_sampling,
         verify_method=args.verify_method,
         selector=args.selector,

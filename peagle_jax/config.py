@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peagle_jax.draft_schedule import (
+    NGRAM_DRAFTS,
     Adaptive,
     Schedule,
     check_adaptive,
+    check_ngram,
     num_draft_at,
     ragged_rows,
     schedule_of,
@@ -262,6 +264,7 @@ class EngineConfig:
 
     Args:
       num_draft: J, most draft tokens per round (the papers' K); 0 is plain decoding.
+      ngram: least tokens of a match for n-gram drafts, see the module `ngram`; 0: no such drafts.
       draft_schedule: drafts per round by batch size, see `draft_schedule`; empty: J for all sizes.
       adaptive: "load" chooses the drafts of each round at run time, see `engine.adaptive`.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
@@ -288,6 +291,7 @@ class EngineConfig:
     """
 
     num_draft: int = 7
+    ngram: int = 0
     draft_schedule: Schedule = ()
     adaptive: Adaptive = "off"
     max_num_seqs: int = 8
@@ -327,6 +331,7 @@ class EngineConfig:
                 "verify_method block needs sampled drafts: set draft_sampling to sample. Argmax drafts are "
                 "accepted alike by both methods"
             )
+        check_ngram(self.ngram, self.num_draft, self.adaptive, self.draft_schedule)
         if self.max_logprobs < 0:
             raise ConfigError(f"{self.max_logprobs=} must not be negative")
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
@@ -335,6 +340,15 @@ class EngineConfig:
                 f"{self.pages_per_seq} pages of {self.page_size} tokens and the dummy page; "
                 f"raise num_pages to {self.pages_per_seq + 1} or lower max_model_len"
             )
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts that a round verifies for one request: J, or more with n-grams."""
+        return NGRAM_DRAFTS if self.ngram else self.num_draft
+
+    def num_made(self, num_draft: int) -> int:
+        """Drafts that a round of K = `num_draft` makes: K, or with n-grams always up to their number."""
+        return self.most_drafts if self.ngram else num_draft
 
     def num_draft_at(self, batch_size: int) -> int:
         """K, draft tokens per round of the batch bucket `batch_size`; at most J."""
@@ -352,7 +366,7 @@ class EngineConfig:
     @property
     def lookahead(self) -> int:
         """Number of positions past the committed length that a round may write: the drafter's 2J rows."""
-        return max(1, 2 * self.num_draft)
+        return max(1, self.most_drafts + max(self.num_draft, 1))
 
     @property
     def pages_per_seq(self) -> int:

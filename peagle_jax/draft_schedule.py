@@ -1,4 +1,6 @@
-"""K by batch size, in vLLM's form: `[[low, high, K], ...]`, batch sizes with both ends included.
+"""Rules of the options that choose the number of drafts at run time: K by batch size, by load, by n-grams.
+
+K by batch size has vLLM's form: `[[low, high, K], ...]`, batch sizes with both ends included.
 
 Sizes between two ranges, and above the last, have the K of the range before them. Sizes below the first
 range have the most drafts per round (`num_speculative_tokens`), and no K exceeds it.
@@ -84,6 +86,29 @@ def ragged_rows(size: int, most: int) -> tuple[int, ...]:
     return tuple(number * size for number in _RAGGED if number < most)
 
 
+NGRAM_DRAFTS = 15
+"""Tokens that an n-gram match proposes."""
+NGRAM_LONGEST = 16
+"""Most tokens of a match that are compared."""
+
+
+def check_ngram(least: int, num_draft: int, adaptive: str, schedule: Schedule) -> None:
+    """Raises `ConfigError` for a match length that is out of range, and for options that n-grams exclude.
+
+    Args:
+      least: tokens of a match, 0 for no n-gram drafts.
+      num_draft: most drafts of the head.
+    """
+    if not 0 <= least <= NGRAM_LONGEST:
+        raise ConfigError.of("ngram", f"{least} must lie between 0 (off) and {NGRAM_LONGEST}")
+    if least and (adaptive != "off" or schedule):
+        rule = "n-grams choose between two numbers of drafts: set adaptive to off, and no drafts by batch size"
+        raise ConfigError.of("ngram", rule)
+    if least and num_draft >= NGRAM_DRAFTS:
+        rule = f"{num_draft} must be below {NGRAM_DRAFTS}, the drafts of an n-gram"
+        raise ConfigError.of("num_speculative_tokens", rule)
+
+
 def check_adaptive(adaptive: str, schedule: Schedule) -> None:
     """Raises `ConfigError` for an unknown value, and for a choice at run time beside a schedule."""
     if adaptive not in ADAPTIVE:
@@ -96,11 +121,11 @@ def check_adaptive(adaptive: str, schedule: Schedule) -> None:
         )
 
 
-def adaptive_or_default(adaptive: Adaptive | None, schedule: Schedule) -> Adaptive:
-    """A command's `--adaptive`; without it "load", or "off" where a schedule fixes K."""
+def adaptive_or_default(adaptive: Adaptive | None, schedule: Schedule, ngram: int = 0) -> Adaptive:
+    """A command's `--adaptive`; without it "load", or "off" where a schedule or n-grams choose K."""
     if adaptive is not None:
         return adaptive
-    return "off" if schedule else "load"
+    return "off" if schedule or ngram else "load"
 
 
 def _error(what: str) -> ConfigError:

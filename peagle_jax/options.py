@@ -104,6 +104,11 @@ def _add_model_options(add: Callable) -> None:
         "verify only likely drafts in batches of 16 or more; off: K is fixed (default: load with --concurrency above 1, but off with --compare and with RANGES)",
     )  # fmt: skip
     add(
+        "--ngram", type=int, default=0, metavar="N",
+        help="copy up to 15 drafts from where the last N tokens or more occurred before in the text, "
+        "as 6; elsewhere the head drafts (default: 0, never)",
+    )  # fmt: skip
+    add(
         "--selector", action=argparse.BooleanOptionalAction, default=True,
         help="let the head's selector choose the drafts, where the head has one (default)",
     )  # fmt: skip

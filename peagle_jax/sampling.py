@@ -19,6 +19,21 @@ def request_keys(params: RequestParams) -> jax.Array:
     return jax.random.wrap_key_data(params.seed)
 
 
+def idle_params(num_slots: int) -> RequestParams:
+    """Parameters of slots without a request."""
+    S = num_slots
+    return RequestParams(
+        seed=jnp.zeros((S, 2), jnp.uint32),
+        temperature=jnp.zeros(S, jnp.float32),
+        top_k=jnp.zeros(S, jnp.int32),
+        top_p=jnp.ones(S, jnp.float32),
+        min_p=jnp.zeros(S, jnp.float32),
+        num_draft=jnp.zeros(S, jnp.int32),
+        num_logprobs=jnp.full(S, -1, jnp.int32),
+        adjusts=jnp.zeros(S, jnp.int32),
+    )
+
+
 def _keys(keys: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
     """Request keys [B] and token positions [B, T] -> keys [B, T]."""
     fold = lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose)

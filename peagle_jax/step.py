@@ -25,11 +25,12 @@ from peagle_jax.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
 from peagle_jax.flat_rows import FlatRows
+from peagle_jax.ngram import init_history
 from peagle_jax.parallel import vocabulary
 from peagle_jax.parallel.shares import vocabulary_rows
 from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams, SurvivalReport
 from peagle_jax.prompt_scores import PromptScores, score_prompt
-from peagle_jax.sampling import request_keys, token_logprobs
+from peagle_jax.sampling import idle_params, request_keys, token_logprobs
 from peagle_jax.survival import Survival, confidences, init_survival, observe, report, survivals
 from peagle_jax.verify import Verdict, verify
 
@@ -45,7 +46,7 @@ class State:
     drafter_cache: list[LayerCache]
     length: jax.Array  # [S] int32
     last_token: jax.Array  # [S] int32
-    drafts: jax.Array  # [S, J] int32
+    drafts: jax.Array  # [S, J] int32; with n-grams `NO_DRAFT` behind the last one
     draft_probs: jax.Array | None  # [S, J, V] float32, only when drafts are sampled
     params: RequestParams
     controls: Controls | None  # None in a round without a branch, see `speculative_step`
@@ -69,27 +70,18 @@ class StepOutput:
 
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
     """An empty state: zeroed caches, idle slots; with several devices the arrays of all."""
-    S, J, n = config.max_num_seqs + 1, config.num_draft, config.tensor_parallel
+    S, J, n = config.max_num_seqs + 1, config.most_drafts, config.tensor_parallel
     cache = lambda c: init_cache([c.attention(i) for i in range(c.num_layers)], config)
     width = n * vocabulary_rows(target.vocab_size, n)
     sampled = config.draft_sampling == "sample" and J > 0
     return State(
         target_cache=cache(target),
-        drafter_cache=[] if drafter is None else cache(drafter),
+        drafter_cache=[*init_history(config), *([] if drafter is None else cache(drafter))],
         length=jnp.zeros(S, jnp.int32),
         last_token=jnp.zeros(S, jnp.int32),
         drafts=jnp.zeros((S, J), jnp.int32),
         draft_probs=jnp.zeros((S, J, width), jnp.float32) if sampled else None,
-        params=RequestParams(
-            seed=jnp.zeros((S, 2), jnp.uint32),
-            temperature=jnp.zeros(S, jnp.float32),
-            top_k=jnp.zeros(S, jnp.int32),
-            top_p=jnp.ones(S, jnp.float32),
-            min_p=jnp.zeros(S, jnp.float32),
-            num_draft=jnp.zeros(S, jnp.int32),
-            num_logprobs=jnp.full(S, -1, jnp.int32),
-            adjusts=jnp.zeros(S, jnp.int32),
-        ),
+        params=idle_params(S),
         controls=init_controls(S, target.vocab_size),
         survival=init_survival(S, J) if config.has_survival else None,
     )
@@ -206,13 +198,16 @@ class RoundInputs(NamedTuple):
     positions: jax.Array  # [B, K+1] int32
 
     @classmethod
-    def of(cls, state: State, plan: DecodePlan, num_draft: int) -> Self:
-        """Gathers the rows of `plan`, for K = `num_draft`."""
+    def of(cls, state: State, plan: DecodePlan, num_draft: int, *, ngrams: bool = False) -> Self:
+        """Gathers the rows of `plan`, for K = `num_draft`; with `ngrams` a sequence may have fewer drafts."""
         slots, K = plan.slots, num_draft
         params = jax.tree.map(lambda x: x[slots], state.params)
         may_verify = jnp.minimum(params.num_draft, jnp.minimum(plan.pending, K))
         start = state.length[slots]
         drafts, draft_probs = _stored_drafts(state, plan, K)
+        if ngrams:
+            may_verify = jnp.minimum(may_verify, jnp.cumprod(drafts >= 0, axis=1).sum(axis=1))
+            drafts = jnp.maximum(drafts, 0)
         tokens = jnp.concatenate([state.last_token[slots][:, None], drafts], axis=1)
         return cls(
             params=params._replace(num_draft=may_verify),
@@ -273,6 +268,7 @@ def speculative_step(
     taps: tuple[int, ...] = (),
     max_logprobs: int = 0,
     accept: AcceptRule = verify,
+    num_verified: int | None = None,
 ) -> tuple[State, StepOutput]:
     """One round: verify the stored drafts, emit 1..K+1 tokens per sequence, draft the next K.
 
@@ -297,9 +293,11 @@ def speculative_step(
       taps: the drafter's tap ids.
       max_logprobs: n, alternatives per token.
       accept: acceptance rule with the signature of `verify.verify`.
+      num_verified: with an `NgramDrafter`, most drafts to verify; None: the drafter's K.
     """
     K = 0 if drafter is None else drafter.num_draft
-    inputs = RoundInputs.of(state, plan, K)
+    K = K if num_verified is None else num_verified
+    inputs = RoundInputs.of(state, plan, K, ngrams=num_verified is not None)
     params, positions = inputs.params, inputs.positions
     attend = PagedAttention(plan.page_table, plan.slots, positions)
     hidden, tapped, cache = target(inputs.tokens, positions, state.target_cache, attend, taps=taps)

@@ -148,9 +148,8 @@ class Settings(BaseSettings):
     draft_sampling: Literal["argmax", "sample"] = _option(
         "argmax", "above temperature 0: draft the head's likeliest tokens, or draw them"
     )
-    verify_method: Literal["token", "block"] = _option(
-        "token", "accept sampled drafts one by one, or in a block: never fewer"
-    )
+    verify_method: Literal["token", "block"] = _option("token", "how sampled drafts are accepted")
+    ngram: Int = _option(0, "tokens of a match for n-gram drafts; 0: no such drafts", metavar="N")
     tensor_parallel: Count = _option(1, "devices that run every round together", metavar="N")
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
@@ -369,7 +368,8 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
     return EngineConfig(
         num_draft=settings.num_speculative_tokens,
         draft_schedule=schedule,
-        adaptive=draft_schedule.adaptive_or_default(settings.adaptive, schedule),
+        adaptive=draft_schedule.adaptive_or_default(settings.adaptive, schedule, settings.ngram),
+        ngram=settings.ngram,
         draft_sampling=settings.draft_sampling,
         verify_method=settings.verify_method,
         selector=settings.selector,

@@ -22,7 +22,7 @@ from peagle_jax.engine.grammar import Matcher
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
 from peagle_jax.engine.scheduler import QueueFull
-from peagle_jax.engine.stats import Acceptance, SurvivalCounts
+from peagle_jax.engine.stats import Acceptance, NgramCounts, SurvivalCounts
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 0.25
@@ -93,6 +93,8 @@ class Load:
     """Calls of `Engine.step` so far."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Counts of all rounds so far that had drafts."""
+    ngram: NgramCounts = field(default_factory=NgramCounts)
+    """Counts of the rounds so far that had n-gram drafts, those of the warm-up included."""
     num_draft: Mapping[int, int] = field(default_factory=dict)
     """K, drafts per round, by batch size."""
     num_draft_changes: int = 0
@@ -347,6 +349,7 @@ class EngineWorker:
             num_not_finite=scheduler.num_not_finite,
             rounds=self._rounds,
             acceptance=scheduler.acceptance - self._before,
+            ngram=scheduler.counts.ngram,
             num_draft={
                 size: scheduler.num_draft_at(size) for size in scheduler.config.batch_buckets
             },

@@ -148,6 +148,11 @@ class DecodeCall:
         )
 
 
+def made(row: Sequence[int]) -> list[int]:
+    """The drafts of a row of a call's output; behind them the row may have negative numbers, for no draft."""
+    return [draft for draft in row if draft >= 0]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
     """The device calls of one engine step. If empty while `has_work`: commit, then schedule again.

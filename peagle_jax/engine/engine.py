@@ -30,6 +30,7 @@ from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.engine.survival import SurvivalPolicy
 from peagle_jax.engine.transfer import Result
 from peagle_jax.models import Decoder
+from peagle_jax.ngram import NgramDrafter
 from peagle_jax.parallel import replicas
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.parallel.shares import check_drafting, check_shares
@@ -97,6 +98,9 @@ class Engine:
                     config.num_draft,
                     trained,
                 )
+        if config.ngram:
+            vocab_size = target.config.vocab_size if config.draft_sampling == "sample" else 0
+            drafter = NgramDrafter(drafter, config.ngram, vocab_size)
         models = [target.config] if head_config is None else [target.config, head_config]
         layers = (model.attention(i) for model in models for i in range(model.num_layers))
         windows = {layer.window for layer in layers} - {None}
@@ -211,12 +215,13 @@ class Engine:
             id=number if request_id is None else request_id,
             prompt=tokens,
             params=params,
-            num_draft=self.config.num_draft if num_draft is None else num_draft,
+            num_draft=self.config.most_drafts if num_draft is None else num_draft,
             seed=number if params.seed is None else params.seed,
             priority=priority,
             stop_checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
             salt=salt,
-            reads_prefix_cache=params.prompt_logprobs is None,
+            # N-grams are looked up among the tokens of the prefill.
+            reads_prefix_cache=params.prompt_logprobs is None and not self.config.ngram,
             matcher=matcher,
             banned_ids=banned_ids(params.bad_words, self.tokenizer),
         )

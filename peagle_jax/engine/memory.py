@@ -110,7 +110,7 @@ def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
     """Lower bound on the temporaries of one call: the larger of a round's float32 logits and one
     layer's prefill activations."""
-    rows = max(size * (config.num_draft_at(size) + 1) for size in config.batch_buckets)
+    rows = max(shape.size + shape.num_verified for shape in round_shapes(config))
     rows = max(rows, BLOCK if config.prompt_logprobs else 0)
     logits = 4 * rows * vocabulary_rows(target.vocab_size, config.tensor_parallel)
     width = 2 * target.hidden_size + target.intermediate_size

@@ -102,7 +102,7 @@ class Programs:
         @devices.program
         def prefill(weights, state, plan, mask, previous, *, scores):
             target, drafter = jax.tree.unflatten(structure, weights)
-            drafter = _with_num_draft(drafter, config.num_draft)
+            drafter = _with_num_draft(drafter, config.most_drafts)
             args = (target, drafter, state, plan, mask)
             state, output = step.prefill(*args, scores=scores, **static)
             return state, pack_on_device(output)
@@ -113,12 +113,13 @@ class Programs:
         @devices.program
         def speculative_step(weights, written, plan, mask, previous, kept, *, num_draft, num_rows):
             target, drafter = jax.tree.unflatten(structure, weights)
-            drafter = _with_num_draft(drafter, num_draft)
+            drafter = _with_num_draft(drafter, config.num_made(num_draft))
             args = (target, drafter, _join(written, kept), plan, mask)
             if num_rows:
                 state, output = ragged_step(*args, num_rows=num_rows, **static)
             else:
-                state, output = step.speculative_step(*args, **static)
+                rest = dict(static, num_verified=num_draft if config.ngram else None)
+                state, output = step.speculative_step(*args, **rest)
             return _written(state, kept), pack_on_device(output)
 
         @partial(jax.jit, donate_argnums=0)
@@ -209,7 +210,7 @@ class Programs:
             scores = key == SCORED_PREFILL
             lower = partial(self._prefill.lower, scores=scores)
             idle = PrefillCall.build([], config).plan
-            output = self._output(config.prefill_rows, 1, config.num_draft)
+            output = self._output(config.prefill_rows, 1, config.most_drafts)
             if scores:
                 output = replace(output, prompt=self._scores())
             parts = (state,)
@@ -217,7 +218,7 @@ class Programs:
             shape = key.shape if is_greedy else key
             lower = partial(self._round.lower, num_draft=shape.num_draft, num_rows=shape.num_rows)
             idle = DecodeCall.build([], shape, config).plan
-            output = self._output(shape.size, shape.num_draft + 1, shape.num_draft)
+            output = self._output(shape.size, shape.num_draft + 1, config.num_made(shape.num_draft))
             if config.has_survival:
                 output = replace(output, report=_report(shape.size))
             parts = _written(state, kept := _kept(state, is_greedy)), kept

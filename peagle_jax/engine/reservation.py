@@ -26,7 +26,7 @@ class Reservation:
 
     def __init__(self, config: EngineConfig, pool: PagePool):
         self._pool, self._most = pool, config.max_model_len
-        self._lookahead, self._per_round = config.lookahead, config.num_draft + 1
+        self._lookahead, self._per_round = config.lookahead, config.most_drafts + 1
         self.num_changes = 0
         """Grows when a running request has other pages than before."""
 

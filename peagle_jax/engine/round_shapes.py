@@ -21,6 +21,8 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
             some = (0, config.num_draft) if rows else drafts(size=size)
             shapes += [RoundShape(size, k) for k in some]
             shapes += [RoundShape(size, config.num_draft, number) for number in rows]
+    if config.ngram:
+        shapes += [RoundShape(size, config.most_drafts) for size in sizes]
     return tuple(dict.fromkeys(shapes))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.adaptive import LoadPolicy
-from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape, made
 from peagle_jax.engine.controls import controls_of
 from peagle_jax.engine.integrity import check_requests
 from peagle_jax.engine.pages import PagePool
@@ -77,7 +77,7 @@ class Scheduler:
         }
         """Rounds that may run: values of K by batch bucket (the size to which a round is padded), both
         ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any thread."""
-        self._counts = RoundCounter(config.num_draft)
+        self.counts = RoundCounter(config)
 
     @property
     def has_work(self) -> bool:
@@ -95,7 +95,7 @@ class Scheduler:
     @property
     def acceptance(self) -> Acceptance:
         """Counts over all committed rounds with drafts, including those of unfinished requests."""
-        return self._counts.acceptance
+        return self.counts.acceptance
 
     def num_draft_at(self, size: int) -> int:
         """K of the next rounds of the batch bucket `size`."""
@@ -143,7 +143,7 @@ class Scheduler:
             request = call.requests[row]
             if is_last:
                 request.unread_drafts -= 1
-                request.drafts = drafts[row].tolist()
+                request.drafts = made(drafts[row].tolist())
             if not call.samples(row):
                 continue
             request.in_flight -= 1
@@ -169,8 +169,8 @@ class Scheduler:
         for row, request in enumerate(call.rows):
             request.in_flight -= 1
             request.unread_drafts -= 1
-            verified = request.drafts[: drafted[row]]
-            request.drafts = drafts[row]
+            before, request.drafts = request.drafts, made(drafts[row])
+            verified = before[: drafted[row]]
             if not request.is_finished:
                 produced = count[row]
                 update = self._receive(request, row, tokens[row], produced, logprobs)
@@ -179,7 +179,7 @@ class Scheduler:
                 kept = len(update[1])
                 # If a text ends on a draft, later drafts that passed do not become output.
                 request.record_round(verified, min(accepted, kept), kept)
-                self._counts.count(len(verified), min(accepted, kept), kept)
+                self.counts.count(len(verified), min(accepted, kept), kept, len(before))
                 counts.append((request, drafted[row], accepted))
                 updates.append(update)
         if self.policy is not None:
@@ -210,7 +210,7 @@ class Scheduler:
         for request in rows:
             request.in_flight += 1
             request.unread_drafts += 1
-            request.pending = call.num_draft
+            request.pending = self.config.num_made(call.num_draft)
         return call
 
     def _build_decode(self, rows: list[Request]) -> DecodeCall:
@@ -222,12 +222,12 @@ class Scheduler:
         return last[0]
 
     def _shape(self, rows: Sequence[Request]) -> RoundShape:
-        rounds = self.rounds
-        size = next(size for size in rounds if size >= len(rows))
-        drafts = rounds[size]
-        if self.policy is None:
-            return RoundShape(size, drafts[-1])
-        return self.policy.shape(size, rows, drafts)
+        size, drafts = next(item for item in self.rounds.items() if item[0] >= len(rows))
+        if self.policy is not None:
+            return self.policy.shape(size, rows, drafts)
+        # With n-grams there are two K; the larger one follows where a text repeated itself.
+        repeats = any(len(request.drafts) > drafts[0] for request in rows)
+        return RoundShape(size, drafts[-1] if repeats else drafts[0])
 
     def _holds_constrained(self) -> bool:
         """Whether constrained requests wait in this step, because a round of one of them is in flight.
@@ -267,7 +267,7 @@ class Scheduler:
             self.prefixes.publish(request, request.num_prefilled)
             if call.last[row]:
                 request.state = RequestState.RUNNING
-                request.pending = self.config.num_draft
+                request.pending = self.config.most_drafts
                 request.unread_drafts += 1
                 request.prefill_in_flight = call.samples(row)
                 request.in_flight += request.prefill_in_flight

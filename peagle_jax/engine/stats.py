@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+from peagle_jax.config import EngineConfig
+
 
 @dataclass(frozen=True)
 class SurvivalCounts:
@@ -16,6 +18,17 @@ class SurvivalCounts:
     """Drafts of these that passed, also behind the end of a text."""
     expected: float = 0.0
     """Sum of the survival of the verified drafts: `accepted`, if survival is right."""
+
+
+@dataclass(frozen=True)
+class NgramCounts:
+    """Rounds that verified n-gram drafts (`EngineConfig.ngram`)."""
+
+    rounds: int = 0
+    drafted: int = 0
+    """Drafts that these rounds verified."""
+    accepted: int = 0
+    """Drafts of these that became output."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +91,21 @@ class Acceptance:
 class RoundCounter:
     """Counts rounds with drafts, those of unfinished requests too."""
 
-    def __init__(self, num_draft: int):
+    def __init__(self, config: EngineConfig):
         self._drafted = self._emitted = 0
-        self._by_accepted = [0] * (num_draft + 1)
+        self._by_accepted = [0] * (config.most_drafts + 1)
+        self.ngram = NgramCounts()
+        self._most_of_head = config.num_draft
 
-    def count(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Counts a round that verified `drafted` drafts, if any, and added `emitted` tokens to an output."""
+    def count(self, drafted: int, accepted: int, emitted: int, made: int) -> None:
+        """Counts a round that verified `drafted` drafts, if any, and added `emitted` tokens to an output.
+
+        Args:
+          made: drafts that the request had; more than a head makes are those of an n-gram.
+        """
+        if drafted and made > self._most_of_head:
+            old = self.ngram
+            self.ngram = NgramCounts(old.rounds + 1, old.drafted + drafted, old.accepted + accepted)
         if drafted:
             self._emitted += emitted
             self._drafted += drafted

@@ -134,8 +134,10 @@ def check_drafting(head: DrafterConfig | None, config: EngineConfig) -> None:
     """Refuses what drafting does on one device only.
 
     Raises:
-      ConfigError: a selector, with several devices.
+      ConfigError: a selector or n-gram drafts, with several devices.
     """
+    if config.tensor_parallel > 1 and config.ngram:
+        raise _refusal("n-gram drafts are found on one device only; leave ngram out")
     if config.tensor_parallel > 1 and head is not None and head.selector_rank and config.selector:
         rule = "the draft head has a selector, which runs on one device only; use --no-selector"
         raise _refusal(rule)
