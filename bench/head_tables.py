@@ -60,6 +60,29 @@ def _options(row: dict) -> str:
     return f"`{' '.join(text.split())}`" if text.split() else "no further option"
 
 
+def trained_heads_table(rows: list[dict]) -> str:
+    """One line per head: steps and minutes of its part of the training, AL and fresh AL by K."""
+    drafts = sorted(rows[0]["acceptance_length"], key=int)
+    lines = [
+        [
+            METHOD_NAMES[row["method"]],
+            row["head"],
+            f"{row['steps']:,}" if row["steps"] else "",
+            f"{row['minutes']:.1f}" if row["minutes"] else "",
+            *(
+                f"{row['acceptance_length'][k]:.2f} / {row['fresh_acceptance_length'][k]:.2f}"
+                for k in drafts
+            ),
+        ]
+        for row in sorted(rows, key=lambda row: (row["part"], row["method"]))
+    ]
+    header = ["method", "head", "steps", "minutes", *(f"K = {k}" for k in drafts)]
+    return (
+        f"**{labels.listed(rows, 'device')}**, AL / fresh AL on {rows[0]['texts']} held-out texts; "
+        f"{labels.provenance(rows)}\n\n{labels.markdown(header, lines)}"
+    )
+
+
 _FORM_NAMES = {
     "anchors": "P-EAGLE, by anchors",
     "texts": "P-EAGLE, by texts",
