@@ -117,6 +117,7 @@ def test_a_block_of_the_targets_own_drafts_is_accepted_whole():
     np.testing.assert_allclose(np.asarray(block.chance)[drawn, 2], 1, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_blocks_and_tokens_agree_for_greedy_rows_and_for_argmax_drafts():
     rng = np.random.default_rng(4)
     B = 64

@@ -177,7 +177,7 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["selector", "peagle", "none", "eagle3"])
 def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
     """Sampled tokens and counts too: no token is drawn a second way, and the next drafts are the same."""
@@ -239,7 +239,7 @@ def test_bfloat16_differs_only_at_ties(target):
             assert best - second < 0.1, f"parted at token {parted[0]} without a tie"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("drafts", ["block", "sample", "argmax"])
 @pytest.mark.parametrize("method", ["selector", "peagle", "eagle3"])
 def test_sampled_output_has_the_targets_law(method, drafts, num_cases):

@@ -56,6 +56,7 @@ def test_one_parameter_of_two_dtypes_is_refused_wherever_it_is_read(mix, cli, tm
             load_target(folder, dtype=dtype)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes", [{"dtype": "F32"}, {"dtype": "F16"}, {"shape": [1]}, {"shape": [64, 64]}]
 )

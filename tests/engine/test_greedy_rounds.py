@@ -48,6 +48,7 @@ def watched(engine: Engine) -> list:
     return ran
 
 
+@pytest.mark.slow
 def test_a_greedy_round_has_no_branch():
     engine = ready(True)
     assert engine.programs.num_compiled == engine.num_programs == 2 + 2 * 2

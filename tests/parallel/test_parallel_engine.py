@@ -132,6 +132,7 @@ def test_quantised_models_are_lossless_too(family, form, count, dtype):
     assert texts(Engine(quantised, drafter, config)) == plain
 
 
+@pytest.mark.slow
 def test_a_device_that_computes_something_else_is_found():
     engine = one_bucket(
         Engine(target("qwen3"), None, engine_config(2, num_draft=0, check_replicas=True))

@@ -30,6 +30,7 @@ def check_same(found: nnx.Module, wanted: nnx.Module) -> None:
             np.testing.assert_array_equal(np.asarray(mine.data), np.asarray(theirs.data))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize("name", TARGETS)
 def test_shares_of_a_target(name, is_converted, tmp_path):
@@ -42,6 +43,7 @@ def test_shares_of_a_target(name, is_converted, tmp_path):
     check_same(load_target(folder, dtype="bfloat16", devices=devices), whole)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["peagle-pruned", "eagle31"])
 def test_shares_of_a_head(name):
     target, devices = target_config(target_of(name)), Devices(2)

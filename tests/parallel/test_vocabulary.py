@@ -77,6 +77,7 @@ def rules(rows: int, **changes) -> RequestParams:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     "changes",
@@ -105,6 +106,7 @@ def test_a_verdict_is_that_of_one_device(count, changes):
     np.testing.assert_array_equal(np.where(real, found.tokens, 0), np.where(real, wanted.tokens, 0))
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide_are_exchanged_for_columns():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 7, V)).astype(np.float32))
     rule = (

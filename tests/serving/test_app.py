@@ -67,6 +67,7 @@ def test_the_name_is_the_folders_unless_given(tmp_path):
     assert served_name(Settings(model=str(tmp_path), served_model_name="mine")) == "mine"
 
 
+@pytest.mark.slow
 def test_the_chat_template_is_prepared_once_requests_are_served(make_engine, monkeypatch):
     """Its import would otherwise take a share of the time until the server is ready."""
     order, prepared = [], threading.Event()

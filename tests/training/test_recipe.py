@@ -17,7 +17,15 @@ from peagle_jax.training.curves import Curves
 from tests.waiting import LIMIT
 
 SOURCE = Path(command.__file__).parents[1]
-STAGES = ("data", "target", "text", "peagle", "eagle3", "selector")
+STAGES = {
+    "data": (),
+    "target": ("data",),
+    "text": ("data", "target"),
+    "peagle": ("target", "text"),
+    "eagle3": ("target", "text"),
+    "selector": ("target", "text", "peagle"),
+}
+"""Stages, and those that each reads."""
 STEPS = dict(target=80, peagle=40, eagle3=40, selector=40)
 RUN = "--warmup 5 --log-every 5 --eval-every 20 --save-every 20 --dtype float32 --loss-chunk 1024"
 SHAPE = "--hidden-size 48 --layers 4 --heads 2 --kv-heads 1 --head-dim 24 --intermediate-size 96"
@@ -25,6 +33,15 @@ SHAPE = "--hidden-size 48 --layers 4 --heads 2 --kv-heads 1 --head-dim 24 --inte
 
 class Recipe(SimpleNamespace):
     """Folders of the stages, and the command of each."""
+
+    def run(self, stage: str) -> Path:
+        """The folder of a stage, which is run at the first call, after those that it reads."""
+        out = getattr(self, stage)
+        if not out.exists():
+            for earlier in STAGES[stage]:
+                self.run(earlier)
+            train(self.command(stage, out))
+        return out
 
     def command(self, stage: str, out: Path) -> list[str]:
         lines = dict(
@@ -51,10 +68,7 @@ class Recipe(SimpleNamespace):
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     root = tmp_path_factory.mktemp("recipe")
-    recipe = Recipe(**{n: root / n for n in STAGES})
-    for stage, out in vars(recipe).items():
-        train(recipe.command(stage, out))
-    return recipe
+    return Recipe(**{stage: root / stage for stage in STAGES})
 
 
 def train(arguments: list[str]) -> None:
@@ -69,9 +83,11 @@ def rows(out: Path, name: str) -> list[dict[str, float]]:
     return curves.rows
 
 
-@pytest.mark.parametrize("stage", ["target", "peagle", "eagle3"])
+@pytest.mark.parametrize(
+    "stage", ["target", "peagle", pytest.param("eagle3", marks=pytest.mark.slow)]
+)
 def test_the_losses_fall(recipe, stage):
-    out = getattr(recipe, stage)
+    out = recipe.run(stage)
     losses = [row["loss"] for row in rows(out, "train")]
     assert len(losses) == STEPS[stage] // 5
     assert losses[-1] < 0.8 * losses[0]
@@ -85,8 +101,9 @@ def test_the_losses_fall(recipe, stage):
         assert {"accuracy_0", "accuracy_2", "acceptance_length"} <= heldout[0].keys()
 
 
+@pytest.mark.slow
 def test_a_selector_learns_and_leaves_the_head_as_it_is(recipe):
-    trained = rows(recipe.selector, "train")
+    trained = rows(recipe.run("selector"), "train")
     assert trained[-1]["loss"] < trained[0]["loss"]
     assert trained[-1]["accuracy"] > trained[-1]["head_accuracy"]
     assert {"acceptance_length", "fresh_acceptance_length"} <= rows(recipe.selector, "eval")[
@@ -106,7 +123,7 @@ def test_a_selector_learns_and_leaves_the_head_as_it_is(recipe):
 @pytest.mark.parametrize("method", ["selector", "peagle", "eagle3"])
 def test_what_was_trained_generates(recipe, method):
     config = EngineConfig(num_draft=3, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
-    head = getattr(recipe, method) / "final"
+    head = recipe.run(method) / "final"
     params = SamplingParams(max_tokens=16)
     engine = load(recipe.target / "final", head, config=config)
     drafted = engine.generate(["def "], params)[0]
@@ -118,7 +135,7 @@ def test_what_was_trained_generates(recipe, method):
 @pytest.mark.slow
 def test_a_head_can_be_trained_further(recipe, tmp_path):
     """With every option that a first run leaves alone; one careful step changes little."""
-    more = f"--init {recipe.peagle}/final --intermediate-size 120 --segments 2 --loss lk"
+    more = f"--init {recipe.run('peagle')}/final --intermediate-size 120 --segments 2 --loss lk"
     more += " --sharpen 0.7 --depth-weight 1.1 --steps 1"
     train([*recipe.command("peagle", tmp_path), *more.split()])
     (before, after) = (rows(out, "eval")[-1] for out in (recipe.peagle, tmp_path))
@@ -138,14 +155,28 @@ def test_a_head_can_be_trained_further(recipe, tmp_path):
         ("peagle", "--rate 2", "shares, between 0 and 1"),
         ("peagle", "--taps 9 1 2", "not 3 ascending ids"),
         ("peagle", "--mask-token-id 512", "mask token id 512"),
-        ("peagle", "--init {eagle3}/final", "has method eagle3, not peagle"),
+        pytest.param(
+            "peagle",
+            "--init {eagle3}/final",
+            "has method eagle3, not peagle",
+            marks=pytest.mark.slow,
+        ),
         ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),
-        ("eagle3", "--segments 2", "--segments cuts"),
-        ("selector", "--head {eagle3}/final", "EAGLE-3 sees its earlier drafts"),
-        ("selector", "--batch 500", "is more than there are texts"),
+        pytest.param("eagle3", "--segments 2", "--segments cuts", marks=pytest.mark.slow),
+        pytest.param(
+            "selector",
+            "--head {eagle3}/final",
+            "EAGLE-3 sees its earlier drafts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "selector", "--batch 500", "is more than there are texts", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(recipe, capsys, stage, options, message):
+    for read in [stage, *(name for name in STAGES if f"{{{name}}}" in options)]:
+        recipe.run(read)
     arguments = [
         *recipe.command(stage, getattr(recipe, stage)),
         *options.format(**vars(recipe)).split(),
@@ -183,7 +214,7 @@ main(argv)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["target", "peagle"])
 def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
-    out = tmp_path / stage
+    whole_run, out = recipe.run(stage), tmp_path / stage
     arguments = recipe.command(stage, out)
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(out / "checkpoints" / "20"), *arguments],
@@ -196,12 +227,10 @@ def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
     assert not (out / "final").exists()
     train(arguments)
     for name in ("train", "eval"):
-        resumed, whole = rows(out, name), rows(getattr(recipe, stage), name)
+        resumed, whole = rows(out, name), rows(whole_run, name)
         assert [row["step"] for row in resumed] == [row["step"] for row in whole]
         for a, b in zip(resumed, whole, strict=True):
             for key in a.keys() - {"tokens_per_s"}:
                 np.testing.assert_allclose(a[key], b[key], rtol=1e-6, err_msg=f"{a['step']} {key}")
-    weights = [
-        (x / "final" / "model.safetensors").read_bytes() for x in (out, getattr(recipe, stage))
-    ]
+    weights = [(x / "final" / "model.safetensors").read_bytes() for x in (out, whole_run)]
     assert weights[0] == weights[1]
