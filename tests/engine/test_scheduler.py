@@ -344,6 +344,7 @@ HOST_SIDE = {
     "adaptive",
     "slots",
     "prefixes",
+    "reservation",
     "controls",
     "grammar",
 }
