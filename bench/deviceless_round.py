@@ -34,7 +34,7 @@ from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.parallel.devices import Devices
-from peagle_jax.plan import DecodePlan, PrefillPlan, mask_words
+from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
 from peagle_jax.ragged import ragged_step
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
@@ -90,6 +90,7 @@ class Sizes(Options):
     )
     concurrency: int = option("sequences", default=2, type=positive, metavar="N")
     max_model_len: int = option("prompt and output", default=4096, type=positive, metavar="N")
+    greedy: bool = option("the round of greedy requests, which has no branches", default=False)
     tensor_parallel: int = option("devices", default=1, type=positive, metavar="N")
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
 
@@ -199,7 +200,11 @@ def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
     """The round of `programs(sizes)`, compiled for the GPU of `mesh`."""
     made = programs(sizes, mesh if sizes.tensor_parallel > 1 else None)
     start = time.perf_counter()
-    operands = (made.weights, made.state, *made.round_plan, None)
+    state, (plan, mask) = made.state, made.round_plan
+    if sizes.greedy:
+        state = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
+        plan, mask = plan._replace(constrained=None, forced=None), None
+    operands = (made.weights, state, plan, mask, None)
     compiled = deviceless.compile_on(mesh, made.round, *operands, donate_argnums=1)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()

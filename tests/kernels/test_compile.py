@@ -109,6 +109,19 @@ def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(chip, cache, tm
     assert made["mosaic"].keys() >= ours
 
 
+@pytest.mark.parametrize("chip", [on("h200"), on("b200")])
+def test_a_round_on_two_gpus_has_two_collectives_a_layer(chip, tmp_path):
+    """Two layers of the target and one of the head; two embeddings, the verdict and the drafts."""
+    if lacking := deviceless.missing():
+        pytest.skip(lacking)
+    sizes = ("--layers=2", "-k=3", "--concurrency=8", "--tensor-parallel=2", "--greedy")
+    made = run("bench.deviceless_round", chip, tmp_path, *sizes)
+    assert made["collectives"] == {"kAllGather": 2 * (2 + 1) + 4}
+    assert made["largest_copy"] < made["smallest_matrix"]
+    assert 2 * made["aliased_bytes"] >= made["cache_bytes"]
+    assert made["spills"] == 0
+
+
 @pytest.mark.parametrize("chip", [on("rtx5090"), on("l4")])
 def test_a_round_without_some_kernels_is_one_graph_too(chip, tmp_path):
     """Where operations run their reference: no loop over keys stops at the host, no weight is copied."""

@@ -52,6 +52,7 @@ GAUGES = {
     "vllm:kv_cache_usage_perc": (),
     "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
     "peagle:acceptance_length": (),
+    "peagle:devices": (),
     "peagle:open_requests": (),
     "peagle:prefix_cache_idle_pages": (),
     "peagle:num_speculative_tokens": ("batch_size",),

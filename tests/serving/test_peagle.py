@@ -287,6 +287,7 @@ def test_model_info_and_stats(server, stub):
     info = stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.name, info.method, info.num_speculative_tokens) == ("tiny", "peagle", 3)
     assert (info.vocab_size, info.max_model_len, info.has_tokenizer) == (128, 96, True)
+    assert info.tensor_parallel == 1
     before = stub.GetStats(pb.GetStatsRequest())
     assert before.state == "serving"
     stub.GenerateOnce(pb.GenerateRequest(text="a", stopping=LONG))
