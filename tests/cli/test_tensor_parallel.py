@@ -1,0 +1,37 @@
+"""`--tensor-parallel`: the same text on several devices, and one line where they cannot share the model."""
+
+import pytest
+
+from tests.cli.test_generate import PROMPT, SHORT
+
+OPTION = "--tensor-parallel"
+
+
+@pytest.mark.slow
+def test_two_devices_write_what_one_writes(generate, folders):
+    given = (PROMPT, *folders.options(), *SHORT)
+    code, out, _ = generate(*given, OPTION, "2")
+    assert code == 0
+    assert out == generate(*given)[1]
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        ("3", "the model has 4 query heads, which 3 devices cannot share evenly"),
+        ("0", "0 is not positive"),
+        ("two", "argument --tensor-parallel"),
+    ],
+)
+def test_what_cannot_be_shared_is_one_line(generate, folders, count, message):
+    code, out, err = generate(PROMPT, *folders.options(), *SHORT, OPTION, count)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_more_devices_than_there_are_is_one_line(generate, folders, monkeypatch):
+    monkeypatch.setattr("peagle_jax.model_folders.check_shares", lambda *given: None)
+    code, out, err = generate(PROMPT, *folders.options(), *SHORT, OPTION, "16")
+    assert (code, out) == (2, "")
+    assert "16 devices are asked for, and there are 8 of cpu" in err
