@@ -11,8 +11,7 @@ from peagle_jax.draft_schedule import (
     NGRAM_DRAFTS,
     Adaptive,
     Schedule,
-    check_adaptive,
-    check_ngram,
+    check_drafts,
     num_draft_at,
     ragged_rows,
     schedule_of,
@@ -286,6 +285,7 @@ class EngineConfig:
       tensor_parallel: N, devices that run every step together (docs/parallel.md).
       check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: on GPUs.
+      rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
       dtype: dtype of weights and activations.
       kv_cache_dtype: "auto" stores K and V as `dtype`, "fp8" as e4m3 with scale 1.
     """
@@ -311,11 +311,12 @@ class EngineConfig:
     tensor_parallel: int = 1
     check_replicas: bool = False
     greedy_rounds: bool | None = None
+    rounds_per_call: int | None = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     def __post_init__(self):
-        sizes = "max_num_seqs max_model_len page_size max_waiting tensor_parallel"
+        sizes = "max_num_seqs max_model_len page_size max_waiting tensor_parallel rounds_per_call"
         for name in f"{sizes} prefill_chunk prefill_rows prefill_calls".split():
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -325,13 +326,7 @@ class EngineConfig:
                 f"num_speculative_tokens={self.num_draft} must lie between 0 and {MAX_NUM_DRAFT}"
             )
         object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
-        check_adaptive(self.adaptive, self.draft_schedule)
-        if self.verify_method == "block" and self.draft_sampling == "argmax":
-            raise ConfigError(
-                "verify_method block needs sampled drafts: set draft_sampling to sample. Argmax drafts are "
-                "accepted alike by both methods"
-            )
-        check_ngram(self.ngram, self.num_draft, self.adaptive, self.draft_schedule)
+        check_drafts(self)
         if self.max_logprobs < 0:
             raise ConfigError(f"{self.max_logprobs=} must not be negative")
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
@@ -357,6 +352,11 @@ class EngineConfig:
     def ragged_rows(self, batch_size: int) -> tuple[int, ...]:
         """R, drafts that the ragged rounds of the batch bucket `batch_size` verify in all; ascending."""
         return ragged_rows(batch_size, self.num_draft) if self.adaptive == "survival" else ()
+
+    @property
+    def repeat(self) -> int:
+        """`rounds_per_call`; 1 before the engine has chosen."""
+        return self.rounds_per_call or 1
 
     @property
     def has_survival(self) -> bool:

@@ -261,10 +261,10 @@ class EngineWorker:
                     return False
         if self._engine.has_work:
             self.busy_since = begin = time.monotonic()
-            updates = self._engine.step()
+            notify = lambda request, tokens: events.append(self._event(request, tokens))
+            updates = self._engine.step(notify)
             self._patience = _PATIENCE * (time.monotonic() - begin)
             self._num_vacated = sum(request.is_finished for request, _ in updates)
-            events += [self._event(request, tokens) for request, tokens in updates]
             self._rounds += 1
             self.busy_since = None
         self.load = self._measure()

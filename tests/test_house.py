@@ -21,7 +21,7 @@ PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "test
 ORDER = [
     "errors", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "config", "sampling_params", "presets", "plan",
     "parallel", "parallel.shares", "parallel.partition", "parallel.vocabulary", "quant", "layers", "models.decoder", "models.experts", "models.gemma4", "models",
-    "cache", "sampling", "survival", "selector", "drafter", "ngram", "flat_rows", "adjust", "prompt_scores", "verify", "step", "ragged", "parallel.replicas", "parallel.devices",
+    "cache", "sampling", "survival", "selector", "drafter", "ngram", "flat_rows", "adjust", "prompt_scores", "verify", "step", "rounds", "ragged", "parallel.replicas", "parallel.devices",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
     "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
@@ -30,7 +30,7 @@ ORDER = [
     "engine", "engine.rules", "engine.pages", "engine.slots", "engine.grammar", "engine.request", "engine.reservation",
     "engine.prefixes", "engine.controls", "engine.calls", "engine.prompt_logprobs", "engine.stats",
     "engine.round_times", "engine.adaptive", "engine.survival", "engine.integrity", "engine.scheduler",
-    "engine.sizes", "engine.round_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.layouts",
+    "engine.sizes", "engine.round_shapes", "engine.output_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.layouts",
     "engine.programs",
     "engine.round_timer", "engine.completion", "engine.engine",
     "model_folders", "loading", "prompts", "runs", "draft_marks", "live_table",

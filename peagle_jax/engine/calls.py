@@ -77,7 +77,7 @@ class RoundShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeCall:
-    """One speculative round of K = `num_draft`. Padding rows have request None."""
+    """One speculative round of K = `num_draft`, or several. Padding rows have request None."""
 
     requests: tuple[Request | None, ...]  # B
     shape: RoundShape
@@ -86,6 +86,7 @@ class DecodeCall:
     ]  # per real row: drafts that the round verifies; if it is ragged, at most
     plan: DecodePlan
     mask: np.ndarray | None = None  # [B, K+1, mask_words(V)] int32 for constrained rows, see `plan`
+    repeat: int = 1  # rounds that the call runs
 
     @property
     def num_draft(self) -> int:
@@ -96,6 +97,11 @@ class DecodeCall:
     def rows(self) -> list[Request]:
         """The requests, without padding."""
         return [request for request in self.requests if request is not None]
+
+    @cached_property
+    def drafted_again(self) -> tuple[int, ...]:
+        """As `drafted`, for the rounds after the first one: all drafts before them are fresh."""
+        return tuple(min(self.num_draft, request.num_draft) for request in self.rows)
 
     @cached_property
     def is_greedy(self) -> bool:
@@ -118,8 +124,14 @@ class DecodeCall:
         return any(request.matcher is not None for request in self.rows)
 
     @classmethod
-    def build(cls, rows: Sequence[Request], shape: RoundShape, config: EngineConfig) -> Self:
-        """Plans a round of `shape` for `rows`, at most `shape.size` requests."""
+    def build(
+        cls, rows: Sequence[Request], shape: RoundShape, config: EngineConfig, repeat: int = 1
+    ) -> Self:
+        """Plans a round of `shape` for `rows`, at most `shape.size` requests.
+
+        Args:
+          repeat: rounds of the call, if no request needs a branch.
+        """
         size, num_draft = shape.size, shape.num_draft
         slots, pending = np.full(size, config.max_num_seqs, np.int32), np.zeros(size, np.int32)
         slots[: len(rows)] = [request.slot for request in rows]
@@ -145,6 +157,7 @@ class DecodeCall:
             drafted=drafted,
             plan=plan,
             mask=masks_of(windows, size=size, height=num_draft + 1),
+            repeat=1 if any(request.needs_branch for request in rows) else repeat,
         )
 
 

@@ -10,6 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
+
+import jax
 
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
@@ -22,6 +25,7 @@ from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.programs import Key, Programs
 from peagle_jax.engine.prompt_logprobs import store_prompt_logprobs
 from peagle_jax.engine.request import BatchLogprobs, Request
+from peagle_jax.engine.round_shapes import rounds_per_call
 from peagle_jax.engine.round_timer import RoundTimer
 from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.engine.rules import banned_ids, check_request
@@ -35,9 +39,11 @@ from peagle_jax.parallel import replicas
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.parallel.shares import check_drafting, check_shares
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.step import AcceptRule
+from peagle_jax.step import AcceptRule, StepOutput
 from peagle_jax.text import StopChecker, Tokenizer
 from peagle_jax.verify import verify, verify_blocks
+
+OnUpdate = Callable[[Request, list[int]], object]
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +85,9 @@ class Engine:
         target, head = devices.placed(target), devices.placed(head)
         limit = min(config.max_model_len, target.config.max_position)
         config = replace(config, max_model_len=limit)
+        if config.rounds_per_call is None:
+            held = sum(leaf.nbytes for leaf in jax.tree.leaves((target, head)))
+            config = replace(config, rounds_per_call=rounds_per_call(config, held))
         head_config = None if head is None else head.config
         self.config = replace(config, num_pages=fit_pages(target.config, head_config, config))
         self.tokenizer = tokenizer
@@ -162,6 +171,7 @@ class Engine:
     ) -> None:
         self.programs.warm_up(self._state, on_compiled, rounds)
         self.scheduler.rounds = self.programs.rounds
+        self.scheduler.repeated = self.programs.greedy
         if self.policy is not None:
             self.policy.ragged = self.programs.ragged
 
@@ -264,8 +274,11 @@ class Engine:
         self.scheduler.abort(request)
         request.finish_time = request.finish_time or time.monotonic()
 
-    def step(self) -> list[Update]:
+    def step(self, on_update: OnUpdate = lambda request, tokens: None) -> list[Update]:
         """Dispatches the next calls, then commits the previous ones.
+
+        Args:
+          on_update: called with a request and its new tokens after each round; a call may have several.
 
         Returns:
           (request, new tokens) for every request in the committed calls; see `request.is_finished`.
@@ -291,14 +304,26 @@ class Engine:
             )
             dispatched.append((prefill, result))
         previous, self._in_flight = self._in_flight, dispatched
-        return [update for call in previous for update in self._commit(*call)]
+        return [update for call in previous for update in self._commit(*call, on_update)]
 
-    def _commit(self, call: PrefillCall | DecodeCall, result: Result) -> list[Update]:
-        output = result.fetch()
+    def _commit(
+        self, call: PrefillCall | DecodeCall, result: Result, on_update: OnUpdate
+    ) -> list[Update]:
+        output, updates = result.fetch(), []
         if output.replicas is not None:
             replicas.check(output.replicas)
         if self._timer is not None:
             self._timer.fetched(call)
+        repeat = 1 if isinstance(call, PrefillCall) else call.repeat
+        for index in range(repeat):
+            one = output if repeat == 1 else jax.tree.map(itemgetter(index), output)
+            updates += self._commit_one(call, one, index, on_update)
+        return updates
+
+    def _commit_one(
+        self, call: PrefillCall | DecodeCall, output: StepOutput, index: int, on_update: OnUpdate
+    ) -> list[Update]:
+        """Commits a prefill call, or round `index` of another call."""
         tokens, count = output.packed[:, :-1], output.packed[:, -1]
         logprobs = None
         if any(r is not None and r.params.logprobs is not None for r in call.requests):
@@ -309,7 +334,7 @@ class Engine:
         if isinstance(call, PrefillCall):
             updates = self.scheduler.commit_prefill(call, *results)
         else:
-            updates = self.scheduler.commit_decode(call, *results, output.report)
+            updates = self.scheduler.commit_decode(call, *results, output.report, index)
         now = time.monotonic()
         for request, tokens in updates:
             if tokens:
@@ -321,6 +346,7 @@ class Engine:
                 _log.error(
                     "request %s failed at output token %d: %s", request.id, at, request.error
                 )
+            on_update(request, tokens)
         return updates
 
     def generate(
@@ -328,7 +354,7 @@ class Engine:
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        on_update: Callable[[Request, list[int]], None] = lambda request, tokens: None,
+        on_update: OnUpdate = lambda request, tokens: None,
     ) -> list[Completion]:
         """Runs all prompts to completion and returns the completions in prompt order.
 
@@ -349,8 +375,7 @@ class Engine:
                     requests.append(self.add_request(*item, request_id=len(requests)))
                 if not self.has_work:
                     break
-                for request, tokens in self.step():
-                    on_update(request, tokens)
+                self.step(on_update)
         except BaseException:
             # After an invalid prompt or an interrupt no request of this call may stay in the engine.
             for request in requests:

@@ -31,8 +31,9 @@ def check_requests(
         assert published <= request.committed, (
             f"{request.id} published a page beyond its committed tokens"
         )
+    most = MAX_IN_FLIGHT * config.repeat
     for request in [*waiting, *active]:
-        assert request.prefill_in_flight <= request.in_flight <= MAX_IN_FLIGHT, request.id
+        assert request.prefill_in_flight <= request.in_flight <= most, request.id
         assert request.in_flight <= request.unread_drafts, request.id
         assert len(request.output) < request.params.max_tokens, f"{request.id} is complete"
         assert request.num_tokens < config.max_model_len, f"{request.id} is complete"

@@ -36,22 +36,21 @@ from peagle_jax.engine import layouts
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.memory import carve_holes
+from peagle_jax.engine.output_shapes import prefill_output, round_output
 from peagle_jax.engine.round_shapes import greedy_shapes, round_shapes
 from peagle_jax.engine.stored_times import StoredTimes
 from peagle_jax.engine.transfer import Resident, Result, pack, pack_on_device, unpack
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.plan import (
-    SURVIVAL_BINS,
     ControlsPlan,
     DecodePlan,
     PrefillPlan,
     RequestParams,
-    SurvivalReport,
     greedy_only,
     mask_words,
 )
-from peagle_jax.prompt_scores import PromptScores
 from peagle_jax.ragged import ragged_step
+from peagle_jax.rounds import speculative_rounds
 
 PREFILL, SCORED_PREFILL, CONTROLS = "prefill", "prefill with scores", "controls"
 """Keys of the programs besides the rounds. The key of a round's program is its `RoundShape`."""
@@ -107,16 +106,20 @@ class Programs:
             state, output = step.prefill(*args, scores=scores, **static)
             return state, pack_on_device(output)
 
-        shape = ("num_draft", "num_rows")
+        shape = ("num_draft", "num_rows", "repeat")
 
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames=shape)
         @devices.program
-        def speculative_step(weights, written, plan, mask, previous, kept, *, num_draft, num_rows):
+        def speculative_step(
+            weights, written, plan, mask, previous, kept, *, num_draft, num_rows, repeat
+        ):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, config.num_made(num_draft))
             args = (target, drafter, _join(written, kept), plan, mask)
             if num_rows:
                 state, output = ragged_step(*args, num_rows=num_rows, **static)
+            elif repeat > 1:
+                state, output = speculative_rounds(*args[:-1], repeat=repeat, **static)
             else:
                 rest = dict(static, num_verified=num_draft if config.ngram else None)
                 state, output = step.speculative_step(*args, **rest)
@@ -207,25 +210,22 @@ class Programs:
             self._prepare(self.round_keys[0], state)  # it chooses the layouts for all
         config, is_greedy = self._config, isinstance(key, GreedyRound)
         if isinstance(key, str):
-            scores = key == SCORED_PREFILL
+            scores, rows, T = key == SCORED_PREFILL, config.prefill_rows, 1
             lower = partial(self._prefill.lower, scores=scores)
             idle = PrefillCall.build([], config).plan
-            output = self._output(config.prefill_rows, 1, config.most_drafts)
-            if scores:
-                output = replace(output, prompt=self._scores())
+            output = prefill_output(config, scores=scores)
             parts = (state,)
         else:
             shape = key.shape if is_greedy else key
-            lower = partial(self._round.lower, num_draft=shape.num_draft, num_rows=shape.num_rows)
+            rows, T, repeat = shape.size, shape.num_draft + 1, config.repeat if is_greedy else 1
+            sizes = dict(num_draft=shape.num_draft, num_rows=shape.num_rows, repeat=repeat)
+            lower = partial(self._round.lower, **sizes)
             idle = DecodeCall.build([], shape, config).plan
-            output = self._output(shape.size, shape.num_draft + 1, config.num_made(shape.num_draft))
-            if config.has_survival:
-                output = replace(output, report=_report(shape.size))
+            output = round_output(config, shape, is_greedy=is_greedy)
             parts = _written(state, kept := _kept(state, is_greedy)), kept
-        mask_shape = (*output.logprobs.shape, mask_words(state.controls.counts.shape[1]))
+        mask_shape = (rows, T, mask_words(state.controls.counts.shape[1]))
         if is_greedy:
             mask_shape = None
-            output = replace(output, logprobs=None, top_ids=None, top_logprobs=None)
         output = self._devices.reported(output)
         resident = Resident(idle, mask_shape, output, self._devices.copied)
         written, *kept = parts
@@ -236,28 +236,6 @@ class Programs:
         self._compile(key, lower, layouts.shapes(self._weights), *others)
         resident.compile()
         self._resident[key] = resident
-
-    def _output(self, rows: int, T: int, num_draft: int) -> step.StepOutput:
-        """Shapes of the output for `T` tokens and `num_draft` drafts of each of `rows` slots."""
-        n = self._config.max_logprobs
-        return step.StepOutput(
-            packed=_ints(rows, T + 1),
-            drafts=_ints(rows, num_draft),
-            logprobs=_floats(rows, T),
-            top_ids=_ints(rows, T, n),
-            top_logprobs=_floats(rows, T, n),
-        )
-
-    def _scores(self) -> PromptScores:
-        """Shapes of the log-probabilities of prompts."""
-        rows = (self._config.prefill_rows, self._config.prefill_chunk)
-        top = (*rows, self._config.max_logprobs)
-        return PromptScores(
-            logprobs=_floats(*rows),
-            ranks=_ints(*rows),
-            top_ids=_ints(*top),
-            top_logprobs=_floats(*top),
-        )
 
     def _compile(self, key: Key, lower: Callable, *operands) -> None:
         if key not in self._compiled:
@@ -270,6 +248,12 @@ class Programs:
     def compiled(self) -> tuple[RoundShape, ...]:
         """Shapes whose rounds are compiled, ascending."""
         return tuple(sorted(key for key in tuple(self._resident) if isinstance(key, RoundShape)))
+
+    @property
+    def greedy(self) -> frozenset[RoundShape]:
+        """Shapes whose program for greedy requests is compiled."""
+        keys = tuple(self._resident)
+        return frozenset(key.shape for key in keys if isinstance(key, GreedyRound))
 
     @property
     def missing(self) -> tuple[Key, ...]:
@@ -327,19 +311,6 @@ def _with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
     if drafter is None or drafter.num_draft == num_draft:
         return drafter
     return replace(drafter, num_draft=num_draft)
-
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _floats(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _report(rows: int) -> SurvivalReport:
-    """Shapes of the report of a round."""
-    return SurvivalReport(verified=_ints(rows), expected=_floats(), histogram=_ints(SURVIVAL_BINS))
 
 
 Kept = tuple[RequestParams, Controls | None]

@@ -1,6 +1,6 @@
 """Pages that running requests hold: those of the calls in flight, and some ahead. No jax here.
 
-    |-- committed: KV final --|-- (J+1) per round in flight --|-- lookahead of this round --|-- ahead --|
+    |-- committed: KV final --|-- (J+1) per round in flight --|-- lookahead of this call --|-- ahead --|
     0                         known                           upper bound                   needed
 
 all capped at max_model_len (the device drops writes beyond it). A plan is uploaded when its page table has
@@ -26,12 +26,13 @@ class Reservation:
 
     def __init__(self, config: EngineConfig, pool: PagePool):
         self._pool, self._most = pool, config.max_model_len
-        self._lookahead, self._per_round = config.lookahead, config.most_drafts + 1
+        self._per_round = config.most_drafts + 1
+        self._lookahead = config.lookahead + (config.repeat - 1) * self._per_round
         self.num_changes = 0
         """Grows when a running request has other pages than before."""
 
     def num_pages(self, positions: int) -> int:
-        """Number of pages for `positions` plus the lookahead of a round that starts there."""
+        """Number of pages for `positions` plus the lookahead of a call that starts there."""
         return self._pool.pages_for(min(positions + self._lookahead, self._most))
 
     def upper_bound(self, request: Request) -> int:
@@ -39,8 +40,8 @@ class Reservation:
         return request.committed + request.rounds_in_flight * self._per_round
 
     def missing(self, request: Request) -> int:
-        """Number of pages that one more round needs and the request lacks."""
-        end = self.upper_bound(request) + self._lookahead  # of what the round writes
+        """Number of pages that one more call needs and the request lacks."""
+        end = self.upper_bound(request) + self._lookahead  # of what the call writes
         request.writes_below(end)
         if end <= len(request.pages) * self._pool.page_size:
             return 0

@@ -30,6 +30,20 @@ _MOST_GREEDY = 64
 """In larger batches the device takes longer than the host, and a branch costs nothing."""
 
 
+_LIGHT = 2**30
+"""Bytes of weights of target and head below which a round takes the device less time than the host."""
+
+_MANY = 4
+"""Rounds in a call then. More of them relieve the host, but requests wait longer for a slot, and rounds after the
+end of a text are wasted."""
+
+
+def rounds_per_call(config: EngineConfig, weights_bytes: int) -> int:
+    """Rounds that a call of a greedy batch runs, if `config.rounds_per_call` does not say."""
+    may = dispatch.platform() == "cuda" and config.tensor_parallel == 1 and not config.ngram
+    return _MANY if may and weights_bytes < _LIGHT else 1
+
+
 def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     """Shapes that also have a program for batches of greedy requests, in the order in which they compile.
 

@@ -61,7 +61,7 @@ class RoundTimer:
             return
         now = time.perf_counter()
         if self._last_result is not None:
-            self.times.add_round(call.shape, now - self._last_result)
+            self.times.add_round(call.shape, (now - self._last_result) / call.repeat)
         self._last_result = now
 
     def interrupt(self) -> None:

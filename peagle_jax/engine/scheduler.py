@@ -60,6 +60,8 @@ class Scheduler:
         self.eos_ids = frozenset(eos_ids)
         self.pool = PagePool(config.total_pages, config.page_size)
         self._pages = Reservation(config, self.pool)
+        self.repeated: Collection[RoundShape] = ()
+        """Shapes of which one call can run several rounds. It is replaced as a whole, by any thread."""
         self._last_decode: tuple[DecodeCall, int] | None = None
         """The last round, and `num_changes` of the reservation at that time."""
         self.waiting: list[Request] = []  # by rank
@@ -161,10 +163,12 @@ class Scheduler:
         drafts: np.ndarray,  # [B, K], for the next round
         logprobs: BatchLogprobs | None = None,  # C = K+1
         report: SurvivalReport | None = None,
+        index: int = 0,
     ) -> list[Update]:
-        """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
+        """Commits round `index` of a call: appends its tokens, counts its drafts, frees surplus pages."""
         updates, counts = [], []
-        drafted = call.drafted if report is None else report.verified.tolist()
+        drafted = call.drafted_again if index else call.drafted
+        drafted = drafted if report is None else report.verified.tolist()
         tokens, count, drafts = tokens.tolist(), count.tolist(), drafts.tolist()
         for row, request in enumerate(call.rows):
             request.in_flight -= 1
@@ -208,8 +212,8 @@ class Scheduler:
             return None
         call = self._build_decode(rows)
         for request in rows:
-            request.in_flight += 1
-            request.unread_drafts += 1
+            request.in_flight += call.repeat
+            request.unread_drafts += call.repeat
             request.pending = self.config.num_made(call.num_draft)
         return call
 
@@ -218,7 +222,8 @@ class Scheduler:
         shape, changes = self._shape(rows), self._pages.num_changes
         last = self._last_decode
         if last is None or last[1] != changes or not last[0].is_again(rows, shape):
-            self._last_decode = last = DecodeCall.build(rows, shape, self.config), changes
+            repeat = self.config.repeat if shape in self.repeated else 1
+            self._last_decode = last = DecodeCall.build(rows, shape, self.config, repeat), changes
         return last[0]
 
     def _shape(self, rows: Sequence[Request]) -> RoundShape:

@@ -6,12 +6,14 @@ import random
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError
 from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.programs import GreedyRound
 from tests import programs, tiny
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [5, 3]]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+STOPS = SamplingParams(max_tokens=12, stop_ids=tuple(range(0, 128, 9)))
 NEEDS_BRANCH = {
     "temperature": SamplingParams(max_tokens=5, temperature=0.7, ignore_eos=True),
     "logprobs": SamplingParams(max_tokens=5, logprobs=1, ignore_eos=True),
@@ -92,11 +94,14 @@ def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
 
 
 @pytest.mark.slow
-def test_texts_survive_any_sequence_of_both_programs(num_cases):
+@pytest.mark.parametrize("rounds_per_call", [1, 3])
+def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases):
     """Requests come, are preempted and are aborted at random, so the batch changes in most rounds."""
-    engine = Engine(tiny.target(), tiny.head(), config(True, num_pages=13, prefix_caching=False))
+    sizes = dict(num_pages=13, prefix_caching=False, rounds_per_call=rounds_per_call)
+    engine = Engine(tiny.target(), tiny.head(), config(True, **sizes))
     engine.warm_up()
-    jobs = [(p, params) for p in PROMPTS for params in (GREEDY, *NEEDS_BRANCH.values())]
+    kinds = (GREEDY, STOPS, *NEEDS_BRANCH.values())
+    jobs = [(p, params) for p in PROMPTS for params in kinds]
     plain = Engine(tiny.target(), None, config(False, num_draft=0))
     plain.warm_up(sizes=[2])
     exact = [not params.temperature for _, params in jobs]
@@ -114,9 +119,42 @@ def test_texts_survive_any_sequence_of_both_programs(num_cases):
             engine.scheduler.check_integrity()
         for request in requests:
             length = len(request.output)
-            assert length == len(wanted[request.id]) or request.finish_reason == "abort"
             if exact[request.id]:
                 assert request.output == wanted[request.id][:length]
+                assert length == len(wanted[request.id]) or request.finish_reason == "abort"
     kinds = [type(key) for key in ran if not isinstance(key, str)]
     changes = sum(a is not b for a, b in itertools.pairwise(kinds))
     assert changes > 10
+
+
+def test_every_round_of_a_call_is_reported_on_its_own():
+    engine = Engine(tiny.target(), tiny.head(), config(True, rounds_per_call=3))
+    engine.warm_up()
+    seen = []
+    note = lambda request, tokens: seen.append((request.id, request.last_round, tokens))
+    done = engine.generate(PROMPTS, GREEDY, on_update=note)
+    assert [one.tokens for one in done] == texts(ready(False), [GREEDY] * 4)
+    for number, one in enumerate(done):
+        (_, none, _), *rounds = [each for each in seen if each[0] == number]
+        assert none is None  # the first token is prefill's
+        assert [made.tokens for _, made, _ in rounds] == [len(t) for *_, t in rounds]
+        assert len(rounds) == one.rounds
+        assert sum(len(made.drafts) for _, made, _ in rounds) == one.drafted
+
+
+def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
+    engine = Engine(tiny.target(), tiny.head(), config(True, adaptive="load", rounds_per_call=3))
+    engine.warm_up()
+    found = []
+    monkeypatch.setattr(
+        engine._timer.times, "add_round", lambda shape, seconds: found.append(seconds)
+    )
+    clock = iter(range(0, 9999, 6))
+    monkeypatch.setattr("peagle_jax.engine.round_timer.time.perf_counter", lambda: next(clock))
+    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert 2.0 in found  # 6 seconds for three rounds
+
+
+def test_several_rounds_in_a_call_need_one_device():
+    with pytest.raises(ConfigError, match="rounds_per_call"):
+        config(True, rounds_per_call=2, tensor_parallel=2)

@@ -1,0 +1,58 @@
+"""Shapes and dtypes of what the programs report, before they exist."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.calls import RoundShape
+from peagle_jax.plan import SURVIVAL_BINS, SurvivalReport
+from peagle_jax.prompt_scores import PromptScores
+from peagle_jax.step import StepOutput
+
+
+def prefill_output(config: EngineConfig, *, scores: bool) -> StepOutput:
+    """Output of a prefill call; `scores`: with log-probabilities of prompts."""
+    output = _output(config.prefill_rows, 1, config.most_drafts, config.max_logprobs)
+    if not scores:
+        return output
+    rows = (config.prefill_rows, config.prefill_chunk)
+    top = (*rows, config.max_logprobs)
+    prompt = PromptScores(
+        logprobs=_floats(*rows), ranks=_ints(*rows), top_ids=_ints(*top), top_logprobs=_floats(*top)
+    )
+    return replace(output, prompt=prompt)
+
+
+def round_output(config: EngineConfig, shape: RoundShape, *, is_greedy: bool) -> StepOutput:
+    """Output of a round, or of all rounds of a call for greedy requests, then with a leading axis."""
+    sizes = (shape.size, shape.num_draft + 1, config.num_made(shape.num_draft))
+    output = _output(*sizes, config.max_logprobs)
+    if config.has_survival:
+        report = SurvivalReport(_ints(shape.size), _floats(), _ints(SURVIVAL_BINS))
+        output = replace(output, report=report)
+    if not is_greedy:
+        return output
+    output = replace(output, logprobs=None, top_ids=None, top_logprobs=None)
+    several = lambda one: jax.ShapeDtypeStruct((config.repeat, *one.shape), one.dtype)
+    return jax.tree.map(several, output) if config.repeat > 1 else output
+
+
+def _output(rows: int, T: int, num_draft: int, n: int) -> StepOutput:
+    """For `T` tokens, with n alternatives each, and `num_draft` drafts of each of `rows` slots."""
+    return StepOutput(
+        packed=_ints(rows, T + 1),
+        drafts=_ints(rows, num_draft),
+        logprobs=_floats(rows, T),
+        top_ids=_ints(rows, T, n),
+        top_logprobs=_floats(rows, T, n),
+    )
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
