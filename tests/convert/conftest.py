@@ -10,6 +10,7 @@ from convert.__main__ import main
 from convert.synthetic import write_synthetic
 from peagle_jax.model_folders import embedded
 from peagle_jax.presets import PRESETS
+from tests import memory
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,12 @@ def same_files(first: Path, second: Path) -> bool:
         return False
     _, different, unreadable = filecmp.cmpfiles(first, second, names[0], shallow=False)
     return not different and not unreadable
+
+
+@pytest.fixture
+def tmp_path():
+    with memory.folder() as path:
+        yield path
 
 
 @pytest.fixture

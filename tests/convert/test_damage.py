@@ -20,6 +20,7 @@ import convert.__main__ as command
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target, target_config
 from peagle_jax.checkpoint.checked import checked_head, checked_target
 from peagle_jax.checkpoint.converted import joined, open_checkpoint
+from tests import memory
 from tests.convert import damage
 from tests.convert.seeds import SEEDS, seed, write
 
@@ -29,7 +30,6 @@ FULL_LOADS = 12
 """One in so many intact checkpoints is loaded whole from both folders; of the others the arrays are compared."""
 CONVERTED = 0.15
 """Share of cases that damage a converted folder instead."""
-MEMORY = Path("/dev/shm")
 
 
 class Broken(AssertionError):
@@ -134,7 +134,7 @@ def check_case(base: Path, files: dict[str, bytes], *, loads_whole: bool, group:
 @cache
 def pristine(name: str) -> Path:
     """A golden checkpoint at src and what convert makes of it at made; removed when Python ends."""
-    base = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
+    base = Path(tempfile.mkdtemp(dir=memory.root()))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
     write(seed(name).files(), base / "src")
     call("convert", base / "src", base / "made", *options_of(base / "src"))
@@ -185,7 +185,7 @@ def run_case(number: int) -> bool | None:
     """
     rng = Random(number)
     name = rng.choice([*SEEDS])
-    base = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
+    base = Path(tempfile.mkdtemp(dir=memory.root()))
     done = []
     try:
         with warnings.catch_warnings():

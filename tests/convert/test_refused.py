@@ -347,4 +347,7 @@ def test_an_incomplete_manifest_is_refused(cli, sharded, tmp_path):
     )
     del manifest["tensors"]
     path.write_text(json.dumps(manifest))
-    refused(cli("export", tmp_path / "dst", tmp_path / "back"), "incomplete")
+    refused(
+        cli("export", tmp_path / "dst", tmp_path / "back"),
+        "states no tensors; the manifest is damaged",
+    )
