@@ -88,6 +88,7 @@ class Sizes(Options):
     rows: int = option(
         "drafts that a ragged round verifies in all; 0: all", default=0, type=int, metavar="R"
     )
+    selector: int = option("rank of the head's selector; 0: none", default=0, type=int, metavar="N")
     concurrency: int = option("sequences", default=2, type=positive, metavar="N")
     max_model_len: int = option("prompt and output", default=4096, type=positive, metavar="N")
     greedy: bool = option("the round of greedy requests, which has no branches", default=False)
@@ -154,7 +155,8 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))
     )
     if sizes.k:  # K = 0 is plain decoding
-        head_config = dataclasses.replace(chosen.head("peagle"), num_layers=sizes.head_layers)
+        shape = dict(num_layers=sizes.head_layers, selector_rank=sizes.selector)
+        head_config = dataclasses.replace(chosen.head("peagle"), **shape)
         head = jax.eval_shape(lambda: random_head(head_config, dtype="bfloat16"))
         head = devices.placed(head)
         drafter = jax.eval_shape(lambda head: make_drafter(head, sizes.k, "argmax"), head)
