@@ -17,7 +17,7 @@ from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError
 from peagle_jax.drafter import DraftHead, candidate_scores
 from peagle_jax.models import Decoder
-from peagle_jax.selector import CANDIDATES, Selector, top, walk
+from peagle_jax.selector import CANDIDATES, Selector, walk
 from peagle_jax.training.acceptance import earlier, leading, repeats
 from peagle_jax.training.acceptance import walk as simulate
 from peagle_jax.training.attention import Backend
@@ -127,10 +127,10 @@ def _deep_rows(
     def one(piece):
         out, wanted = piece
         logits = head.logits(target, out)
-        ids = top(logits, min(CANDIDATES, logits.shape[-1]))
+        best, ids = jax.lax.top_k(logits, min(CANDIDATES, logits.shape[-1]))
         is_wanted = head.to_target_ids(ids) == wanted[:, None]
         place = jnp.where(is_wanted.any(-1), jnp.argmax(is_wanted, -1), -1)
-        return ids, jnp.take_along_axis(logits, ids, axis=-1), place, head.norm(out)
+        return ids, best, place, head.norm(out)
 
     found = by_chunk(one, (out, following), options.loss_chunk)
     before = run.tokens.reshape(-1)[at]
