@@ -268,7 +268,7 @@ class SweepOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingOptions(SweepOptions):
-    """Of a sweep that may also change how heads draft and how drafts are verified."""
+    """Options of a sweep that may also change how heads draft and how drafts are verified."""
 
     draft_sampling: str = option(
         "above temperature 0: draft the head's likeliest tokens, or draw them", default="argmax",

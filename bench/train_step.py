@@ -34,7 +34,7 @@ class Step:
     arguments: tuple
 
     def memory_bytes(self) -> int | None:
-        """Arguments, results and temporary arrays; None where XLA does not tell."""
+        """Arguments, results and temporary arrays; None where XLA does not report them."""
         used = self.compiled.memory_analysis()
         if used is None:
             return None
@@ -46,7 +46,7 @@ class Step:
         )
 
     def milliseconds(self, steps: int) -> float:
-        """Of a step, the median of `steps`."""
+        """Milliseconds of a step: the median of `steps`."""
         params, state, *rest = self.arguments
         times = []
         for _ in range(steps + 2):  # the first ones place the weights

@@ -71,7 +71,7 @@ def target():
 
 
 def prompts() -> list[list[int]]:
-    """Of several lengths; some repeat themselves, so that matches exist from the first round on."""
+    """Texts of several lengths; some repeat themselves, so that matches exist from the first round on."""
     rng = np.random.default_rng(7)
     random = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (1, 7, 16, 30)]
     return [*random, [*random[1]] * 4, [*random[2]] * 2, [5] * 9, [3, 4] * 11]

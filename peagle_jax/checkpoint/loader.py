@@ -254,7 +254,7 @@ def save_head(
     """Writes a head in the AWS layout (P-EAGLE) or the SafeAILab layout (EAGLE-3): `midlayer.*`.
 
     `d2t` (int64 offsets) and `t2d` (bool) are always written, as those files have them. `selector` False leaves
-    the head's selector out, which other programs do not know.
+    the head's selector out, which other programs do not support.
     """
     config = head.config if selector else replace(head.config, selector_rank=0)
     like = head_tensors(config, jnp.dtype(dtype))

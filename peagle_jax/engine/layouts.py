@@ -1,6 +1,6 @@
-"""Weights in the memory layouts that the compiled round wants, on TPUs.
+"""Weights in the memory layouts of the compiled round, on TPUs.
 
-An array has the default layout of its shape. If a program wants another one, libtpu copies the whole array
+An array has the default layout of its shape. If a program has another one, libtpu copies the whole array
 in each call: 1.2 GB for the embedding of GPT-OSS, whose width is no multiple of 128. So the round of the
 largest batch is compiled with free layouts, the weights move once into those that it chose, and all other
 programs are compiled for weights that lie so.
@@ -16,13 +16,13 @@ from pallas_kernels import dispatch
 from peagle_jax.engine.calls import RoundShape
 
 PLATFORMS = ("tpu",)
-"""Of `pallas_kernels.dispatch.platform`. On GPUs and CPUs programs want the default layouts."""
+"""Platforms (`pallas_kernels.dispatch.platform`) with such layouts. Programs for GPUs and CPUs have the default ones."""
 
 
 def lower_free(function: Callable, weights, *others, donate: Sequence[int], sharding=None):
     """`function` lowered for shapes, with free layouts of its first operand, the weights.
 
-    The compiled program has the layouts that it wants in `input_formats[0][0]`.
+    The layouts of the compiled program are in `input_formats[0][0]`.
 
     Args:
       donate: numbers of the operands that are consumed.
@@ -34,7 +34,7 @@ def lower_free(function: Callable, weights, *others, donate: Sequence[int], shar
 
 
 def move(weights: list[jax.Array], round_of: Callable, shape: RoundShape, others: Sequence) -> None:
-    """Moves the weights of the list into the layouts that the round of `shape` wants, one after the other.
+    """Moves the weights of the list into the layouts of the round of `shape`, one after the other.
 
     Args:
       round_of: the jitted round, a function of the weights and the others; it consumes operands 1 and 4.

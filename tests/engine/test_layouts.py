@@ -1,4 +1,4 @@
-"""Weights move once into the layouts that the first round wants, and all programs take them so."""
+"""Weights move once into the layouts of the first round, and all programs take them in these."""
 
 from functools import partial
 
