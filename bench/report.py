@@ -11,7 +11,17 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import head_tables, headline, labels, ladder_page, plots, prefix_page, rows, tried
+from bench import (
+    head_tables,
+    headline,
+    host_page,
+    labels,
+    ladder_page,
+    plots,
+    prefix_page,
+    rows,
+    tried,
+)
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
@@ -26,6 +36,7 @@ PAGES = tuple(
         "docs/results.md",
         "docs/adaptive.md",
         "docs/decode-step.md",
+        "docs/host.md",
         "docs/ladder.md",
         "docs/training.md",
         "docs/conversion.md",
@@ -45,6 +56,7 @@ _KEYS = {
     "train-step": ("device", "form", "texts", "tokens", "options"),
     "conversion": ("model", "weights", "layers"),
     "prefix-cache": (*_RUN, "chat_tokens", "page_size"),
+    "host-round": (*_RUN, "rounds_per_call", "program"),
     "lossless-warm": (*_RUN, "layers"),
 }
 """Fields that identify a measurement of the other kinds."""
@@ -243,6 +255,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "lossless-sum": ("lossless", headline.lossless_sum),
     "ladder": ("ladder", ladder_page.table),
     "prefix": ("prefix-cache", prefix_page.saved_table),
+    "host": ("host-round", host_page.host_table),
     "lossless-warm": ("lossless-warm", prefix_page.equal_table),
     "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),
 }

@@ -1,0 +1,55 @@
+"""The host's parts of a round: counted while the clock is on, and shown without overlaps."""
+
+from types import SimpleNamespace
+
+from bench import host_page
+from bench.host_round import Clock, measure
+from peagle_jax import Engine, EngineConfig
+from peagle_jax.engine import programs, transfer
+from tests import tiny
+
+ROW = {
+    "kind": "host-round", "device": "Chip", "model": "m", "dtype": "float32", "method": "peagle",
+    "num_speculative_tokens": 7, "concurrency": 32, "rounds_per_call": 1, "program": "greedy", "jax": "1",
+    "sha": "abc", "date": "2026-01-01", "us_per_round": 1234.4, "us_fastest": 1000.0, "us_slowest": 2000.0,
+    "us_parts": dict(schedule=10.0, dispatch=500.0, plan=20.0, output=30.0, fetch=60.0, commit=100.0),
+}  # fmt: skip
+
+
+def test_a_clock_counts_only_while_it_is_on():
+    clock, owner = Clock(), SimpleNamespace(work=lambda x: x + 1)
+    clock.watch(owner, "work", "part")
+    assert owner.work(1) == 2
+    assert clock.seconds == {}
+    clock.is_on = True
+    assert owner.work(2) == 3
+    assert clock.seconds["part"] > 0
+
+
+def test_the_parts_of_a_round_are_within_its_time(monkeypatch):
+    config = EngineConfig(num_draft=2, max_num_seqs=1, max_model_len=48, greedy_rounds=True)
+    engine = Engine(tiny.target(), tiny.head(), config)
+    engine.warm_up()
+    for owner, name in (
+        (transfer.Resident, "update"),
+        (transfer.Result, "fetch"),
+        (programs, "Result"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
+    clock = Clock()
+    clock.watch_engine(engine)
+    row = measure(engine, [[3, 4, 5]], 24, 1, clock)
+    parts = row["us_parts"]
+    assert set(parts) == {"schedule", "dispatch", "plan", "output", "fetch", "commit"}
+    assert parts["plan"] + parts["output"] < parts["dispatch"]
+    assert parts["fetch"] < parts["commit"]
+    assert row["rounds"] > 10
+    assert 1 <= row["tokens_per_round"] <= 3
+
+
+def test_the_table_shows_disjoint_parts():
+    line = host_page.host_table([ROW]).splitlines()[-1]
+    assert (
+        line
+        == "| P-EAGLE K=7, greedy | 32 | 1,234 | 1,000 | 2,000 | 10 | 20 | 450 | 30 | 60 | 40 |"
+    )
