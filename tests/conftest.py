@@ -95,6 +95,9 @@ def pytest_addoption(parser):
 DEFAULT_SUITE = "not slow"
 """Markers of the tests that run where pytest is called without a file, a folder or -m."""
 
+OTHER_SUITE = "slow or randomised"
+"""Markers of the tests that `.ci/run` runs after the default suite."""
+
 LONGEST = (
     "test_structured.py", "test_ragged_rounds.py", "test_mixed_features.py", "test_damage.py",
     "test_recipe.py", "test_losslessness.py", "test_families.py", "test_generate.py",
@@ -151,8 +154,12 @@ def num_cases(request, record_property):
         only = request.config.getoption("--only-kind")
         if only and not any(text in kind for text in only):
             pytest.skip(f"tries {kind}")
-        if request.config.option.markexpr == DEFAULT_SUITE:
-            default = min(default, max(10, default // 10))
+        suite, few = request.config.option.markexpr, min(default, max(10, default // 10))
+        is_slow = request.node.get_closest_marker("slow") is not None
+        if suite == OTHER_SUITE and not is_slow and max(least, few) == max(least, default):
+            pytest.skip("the default suite tries as many cases")
+        if suite == DEFAULT_SUITE:
+            default = few
         number = max(least, request.config.getoption("--cases") or default)
         record_property("tried", f"{number} {kind}")
         return number
