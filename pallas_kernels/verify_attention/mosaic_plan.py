@@ -173,7 +173,10 @@ def choose_walks(
     # The merge is a second kernel: it pays off only with many splits and idle SMs.
     if splits <= 2 or 8 * blocks >= 3 * room or not _can_store_splits(G, H):
         return 1
-    return min(splits, pl.cdiv(room, blocks))
+    # Blocks run in waves of `room`. A wave takes as long as its longest walk, and the start of one takes
+    # about as long as a split.
+    cost = lambda walks: pl.cdiv(blocks * walks, room) * (pl.cdiv(splits, walks) + 1)
+    return min(range(1, splits + 1), key=cost)
 
 
 def _can_store_splits(group: int, head_dim: int) -> bool:

@@ -51,6 +51,7 @@ SPECS = {
     "qwen3-moe-draft": Spec(batch=8, rows=14, **QWEN3),
     "qwen3-moe-prefill": Spec(batch=1, rows=512, **QWEN3),
     "qwen3-moe-long": Spec(batch=1, rows=8, length=32768, page_size=64, **QWEN3),
+    "qwen3-moe-long-eight": Spec(batch=8, rows=8, length=16384, page_size=64, **QWEN3),
     "llama-8b-one": Spec(batch=1, rows=8, **LLAMA),
     "llama-8b-eight": Spec(batch=8, rows=8, page_size=32, **LLAMA),
     "llama-8b-many": Spec(batch=64, rows=6, **LLAMA),

@@ -246,6 +246,21 @@ def test_the_api_runs_the_kernel_and_refuses_what_it_cannot_take():
 
 
 @on_each_chip
+@pytest.mark.parametrize("batch", [1, 4, 8, 12])
+@pytest.mark.parametrize("length", [4096, 16384, 131072])
+def test_no_wave_of_thread_blocks_is_nearly_empty(chip, batch, length):
+    """Blocks of a wave run at once; one block more than fits would double the time."""
+    device = DEVICES[chip]
+    room = (2 if chip is mosaic_sm90 else 1) * device.num_sms
+    config = chip.choose_config((batch, 8, 32, 128), 4, length, None, device)
+    blocks, splits = 4 * batch * config.walks, -(-length // config.split)
+    waves = -(-blocks // room)
+    longest = -(-splits // config.walks)
+    even = splits * 4 * batch / room  # splits of a place, if they could be shared evenly
+    assert waves * longest <= 1.25 * max(even, 1) + 1
+
+
+@on_each_chip
 def test_tuning_leaves_the_arithmetic_alone(chip):
     """`key_block` and `split`, which a result depends on, follow from the head dim."""
     seen = {}
