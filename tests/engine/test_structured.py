@@ -197,7 +197,7 @@ def test_constraints_need_a_tokenizer():
 @pytest.mark.parametrize("num_draft", [0, 3, 7])
 def test_the_embedded_model_obeys_random_schemas(num_draft, num_cases):
     """Half greedy and half sampled, in a pool that preempts, with aborts and free neighbours."""
-    number = num_cases("random schemas", 200)
+    number = num_cases("random schemas", 100)
     schemas = [random_schema(random.Random(i)) for i in range(number)]
     target, head, tokenizer = load_weights(None, None, method="peagle", dtype="float32")
     config = EngineConfig(
