@@ -74,7 +74,7 @@ def own_items(
     slots = jnp.where(is_own, slots, work.items * tokens - 1)
     own = Worklist(
         jnp.clip(moved, 0, count - 1),
-        jnp.broadcast_to(end - begin, work.num_items.shape),
+        (end - begin)[None],
         slots,
         work.items,
     )
