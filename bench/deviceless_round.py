@@ -36,6 +36,7 @@ from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
 from peagle_jax.ragged import ragged_step
+from peagle_jax.rounds import speculative_rounds
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
 _COLLECTIVE = re.compile(r"k(All|Collective|ReduceScatter|Send|Recv)\w*")
@@ -87,6 +88,9 @@ class Sizes(Options):
     )
     rows: int = option(
         "drafts that a ragged round verifies in all; 0: all", default=0, type=int, metavar="R"
+    )
+    rounds_per_call: int = option(
+        "rounds in a call, for greedy requests if above 1", default=1, type=positive, metavar="N"
     )
     selector: int = option("rank of the head's selector; 0: none", default=0, type=int, metavar="N")
     concurrency: int = option("sequences", default=2, type=positive, metavar="N")
@@ -175,6 +179,13 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         if sizes.rows:
             rows = dict(num_rows=sizes.rows)
             return ragged_step(target, drafter, state, plan, mask, taps=taps, **rows)
+        if sizes.rounds_per_call > 1:
+            light = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
+            plan = plan._replace(constrained=None, forced=None)
+            repeat = dict(repeat=sizes.rounds_per_call)
+            light, output = speculative_rounds(target, drafter, light, plan, taps=taps, **repeat)
+            kept = dict(params=state.params, controls=state.controls)
+            return dataclasses.replace(light, **kept), output
         return step.speculative_step(target, drafter, state, plan, mask, taps=taps)
 
     @devices.program

@@ -110,6 +110,19 @@ def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(chip, cache, tm
 
 
 @pytest.mark.parametrize("chip", [on("h200"), on("b200")])
+def test_several_rounds_in_a_call_copy_no_weight_and_no_cache(chip, tmp_path):
+    if lacking := deviceless.missing():
+        pytest.skip(lacking)
+    made = run(
+        "bench.deviceless_round", chip, tmp_path, "--layers=2", "-k=3", "--rounds-per-call=4"
+    )
+    assert made["outside"]["kWhile"] == 1
+    assert made["largest_copy"] < made["smallest_matrix"]
+    assert made["aliased_bytes"] >= made["cache_bytes"]
+    assert made["spills"] == 0
+
+
+@pytest.mark.parametrize("chip", [on("h200"), on("b200")])
 def test_a_round_on_two_gpus_has_two_collectives_a_layer(chip, tmp_path):
     """Two layers of the target and one of the head; two embeddings, the verdict and the drafts."""
     if lacking := deviceless.missing():
