@@ -31,6 +31,7 @@ def check_same(found: nnx.Module, wanted: nnx.Module) -> None:
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize("name", TARGETS)
 def test_shares_of_a_target(name, is_converted, tmp_path):

@@ -78,6 +78,7 @@ def rules(rows: int, **changes) -> RequestParams:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     "changes",
