@@ -244,6 +244,10 @@ class ModelOptions(RowOptions):
         group="model",
         choices=("fp8",),
     )
+    activations: str = option(
+        "how fp8 weights of the target read activations; fp8: quantised", default="bf16", group="model",
+        choices=("bf16", "fp8"),
+    )  # fmt: skip
     max_tokens: int = option("new tokens per prompt", default=128, type=positive, metavar="N")
     prompt_tokens: int = option(
         "length of prompts that are cut from plain text", default=128, type=positive, metavar="N"

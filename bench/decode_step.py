@@ -94,6 +94,7 @@ class Models:
             dtype=self.dtype,
             kv_cache_dtype=options.kv_cache_dtype,
             tensor_parallel=self.num_devices,
+            activations=options.activations,
         )
         head, drafter, accept = self.heads.get(method), None, verify
         if head is not None:
@@ -216,6 +217,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         "dtype": models.dtype,
         "weights": models.preset.weights,
         "kv_cache_dtype": engine.config.kv_cache_dtype,
+        "activations": engine.config.activations,
         "layers": models.preset.target.num_layers,
         "set": "random tokens",
         "method": method,

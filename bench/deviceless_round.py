@@ -98,6 +98,7 @@ class Sizes(Options):
     greedy: bool = option("the round of greedy requests, which has no branches", default=False)
     tensor_parallel: int = option("devices", default=1, type=positive, metavar="N")
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
+    activations: str = option("of fp8 weights", default="bf16", choices=("bf16", "fp8"))
 
 
 class Programs(NamedTuple):
@@ -150,6 +151,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         max_model_len=sizes.max_model_len,
         dtype="bfloat16",
         kv_cache_dtype=sizes.kv_cache_dtype,
+        activations=sizes.activations,
         adaptive="survival" if sizes.rows else "off",
         tensor_parallel=sizes.tensor_parallel,
     )

@@ -34,6 +34,7 @@ def shape_rows(rows: list[dict]) -> list[dict]:
         for row in rows
         if (row["kind"], row.get("model")) == ("decode-step", SHAPE)
         and row["kv_cache_dtype"] == "auto"
+        and row.get("activations", "bf16") == "bf16"
         and row["synthetic_acceptance_length"] in (None, SYNTHETIC)
     ]
     plain = {row["concurrency"] for row in chosen if row["method"] == "none"}

@@ -2,7 +2,7 @@
 
 from peagle_jax.runs import METHOD_NAMES
 
-SETTING = ("device", "model", "dtype", "weights", "kv_cache_dtype", "temperature")
+SETTING = ("device", "model", "dtype", "weights", "kv_cache_dtype", "activations", "temperature")
 
 
 def settings(rows: list[dict]) -> list[tuple[tuple, list[dict]]]:
@@ -22,9 +22,10 @@ def label(row: dict) -> str:
     return f"{name} {k}"
 
 
-def number_formats(dtype: str, weights: str, cache: str) -> str:
+def number_formats(dtype: str, weights: str, cache: str, activations: str) -> str:
     others = [] if weights == dtype else [f"{weights} weights"]
     others += [] if cache == "auto" else [f"{cache} KV cache"]
+    others += [] if activations == "bf16" else [f"{activations} activations"]
     return f"{dtype} with {' and '.join(others)}" if others else dtype
 
 

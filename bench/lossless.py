@@ -94,6 +94,7 @@ class Subject:
     set: str
     prompts: Callable[[int], list[list[int]]]
     is_random: bool
+    activations: str
     num_devices: int = 1
     left_out: int = 0
     """Number of prompts of the set that are too long for their outputs."""
@@ -104,9 +105,8 @@ class Subject:
         head, drafter = self.heads.get(method), None
         if head is not None and self.is_random:
             drafter = Oracle(make_drafter(head, num_draft, "argmax"), texts, num_draft)
-        config = replace(
-            config, num_draft=num_draft, dtype=self.dtype, tensor_parallel=self.num_devices
-        )
+        numbers = dict(dtype=self.dtype, activations=self.activations)
+        config = replace(config, num_draft=num_draft, tensor_parallel=self.num_devices, **numbers)
         return Engine(self.target, head, config, drafter=drafter)
 
 
@@ -147,6 +147,7 @@ def _preset_subject(options: SubjectOptions) -> Subject:
         set="random tokens",
         prompts=prompts,
         is_random=True,
+        activations=options.activations,
     )
 
 
@@ -173,6 +174,7 @@ def _model_subject(options: SubjectOptions) -> Subject:
         set=name,
         prompts=lambda count: list(itertools.islice(itertools.cycle(pool), count)),
         is_random=False,
+        activations=models.activations,
         left_out=left_out,
     )
 
@@ -297,6 +299,7 @@ def _row(
         "model": subject.name,
         "dtype": subject.dtype,
         "weights": subject.weights,
+        "activations": subject.activations,
         "layers": subject.target.config.num_layers,
         **({} if subject.num_devices == 1 else {"tensor_parallel": subject.num_devices}),
         "set": subject.set,

@@ -65,6 +65,7 @@ def prefix_cache(options: Options, environment: dict) -> list[dict]:
                 "model": subject.name,
                 "dtype": subject.dtype,
                 "weights": subject.weights,
+                "activations": subject.activations,
                 "kv_cache_dtype": config.kv_cache_dtype,
                 "layers": subject.target.config.num_layers,
                 "set": subject.set,

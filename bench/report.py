@@ -77,7 +77,8 @@ def newest(all_rows: Sequence[dict]) -> list[dict]:
             others[row["kind"], *(row.get(name) for name in _KEYS[row["kind"]])] = row
         if row["kind"] not in _KINDS:
             continue
-        row = {"weights": row["dtype"], "kv_cache_dtype": "auto"} | row  # the first rows do not say
+        # The first rows do not say these.
+        row = {"weights": row["dtype"], "kv_cache_dtype": "auto", "activations": "bf16"} | row
         # Concurrency changes no acceptance: a repeat with another one replaces the row.
         latest[tuple(row.get(k) for k in _KEY[: -1 if row["kind"] == "acceptance" else None])] = row
     order = lambda row: (

@@ -169,10 +169,11 @@ def fraction(
       row: of a throughput or decode-step measurement; its context is taken halfway through the output.
     Returns:
       `floor_ms`, `fraction_of_floor` (1 is the floor itself) and `bytes_per_second`, the bytes of the
-      floor divided by the time of the round.
+      floor divided by the time of the round. None also with fp8 activations: the chip's e4m3 rate has not
+      been measured.
     """
     chip = CHIPS.get(row["device"])
-    if chip is None:
+    if chip is None or row.get("activations", "bf16") != "bf16":
         return {"floor_ms": None, "fraction_of_floor": None, "bytes_per_second": None}
     load = Load(
         batch=row["concurrency"],

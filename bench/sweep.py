@@ -32,6 +32,7 @@ class Models:
     target: Decoder
     heads: dict[str, DraftHead]
     tokenizer: Tokenizer | None
+    activations: str = "bf16"
 
     @classmethod
     def load(cls, options: ModelOptions) -> "Models":
@@ -47,6 +48,7 @@ class Models:
             target=target,
             heads={method: head for method, head in heads.items() if method in options.methods},
             tokenizer=tokenizer,
+            activations=options.activations,
         )
 
     @property
@@ -71,6 +73,7 @@ class Models:
             "model": self.name,
             "dtype": self.dtype,
             "weights": self.weights,
+            "activations": self.activations,
             "set": prompts,
             "method": method,
             "num_speculative_tokens": num_draft,
@@ -92,7 +95,13 @@ class Models:
 
     def engine(self, method: str, num_draft: int, config: EngineConfig) -> Engine:
         # Prompts repeat from run to run; cached ones would be measured without their prefill.
-        config = replace(config, num_draft=num_draft, dtype=self.dtype, prefix_caching=False)
+        config = replace(
+            config,
+            num_draft=num_draft,
+            dtype=self.dtype,
+            activations=self.activations,
+            prefix_caching=False,
+        )
         head = self.heads.get(method)
         return Engine(self.target, head, config, tokenizer=self.tokenizer)
 

@@ -113,6 +113,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
         max_logprobs=max(5, most),
         tensor_parallel=args.tensor_parallel,
         kv_cache_dtype=args.kv_cache_dtype,
+        activations=args.activations,
     )
 
 

@@ -267,14 +267,12 @@ class EngineConfig:
       draft_schedule: drafts per round by batch size, see `draft_schedule`; empty: J for all sizes.
       adaptive: "load" chooses the drafts of each round at run time, see `engine.adaptive`.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
-      max_model_len: maximum number of tokens of prompt plus output.
-      page_size: tokens per KV page.
+      max_model_len, page_size: most tokens of prompt plus output; tokens per KV page.
       num_pages: KV pages including the dummy page 0; None: enough for `max_num_seqs` sequences of
         `max_model_len`, and with `prefix_caching` more, as far as memory allows (`memory.fit_pages`).
       prefill_chunk: prompt tokens per prefill row and call.
       prefill_rows: prompts per prefill call.
-      prefill_calls: maximum number of prefill calls between two rounds; None: one while a request
-        decodes, and 4 otherwise.
+      prefill_calls: most prefill calls between two rounds; None: one while a request decodes, else 4.
       max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
       verify_method: how sampled drafts are accepted, "token" by token or in a "block" (`verify.verify_block`).
@@ -288,6 +286,7 @@ class EngineConfig:
       rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
       dtype: dtype of weights and activations.
       kv_cache_dtype: "auto" stores K and V as `dtype`, "fp8" as e4m3 with scale 1.
+      activations: "fp8" quantises the rows that fp8 weights multiply, see `quantized_activations`.
     """
 
     num_draft: int = 7
@@ -314,6 +313,7 @@ class EngineConfig:
     rounds_per_call: int | None = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    activations: Literal["bf16", "fp8"] = "bf16"
 
     def __post_init__(self):
         sizes = "max_num_seqs max_model_len page_size max_waiting tensor_parallel rounds_per_call"

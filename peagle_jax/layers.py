@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.activations import Activations
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.rope_write.api import Form
@@ -85,7 +86,10 @@ class Linear(nnx.Module):
     """`x @ weight.T + bias`. The weight is stored [out, in], so `in` is contiguous.
 
     A checkpoint loader may replace it by a quantised weight with a `scale` (pallas_kernels.formats).
+    `activations` says how products with an fp8 weight read x, see `quantized_activations`.
     """
+
+    activations: Activations = "bf16"
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (outputs, inputs), dtype))
@@ -94,12 +98,13 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, out_dtype=None) -> jax.Array:
         scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
-        return linear(x, self.weight[...], scale=scale, bias=bias, out_dtype=out_dtype)
+        options = dict(scale=scale, bias=bias, activations=self.activations)
+        return linear(x, self.weight[...], out_dtype=out_dtype, **options)
 
     def parts(self, x: jax.Array) -> jax.Array:
         """Partial products (K-splits) without the bias: float32 [S, ..., out], summed in ascending order."""
         scale = None if self.scale is None else self.scale[...]
-        return partial_products(x, self.weight[...], scale=scale)
+        return partial_products(x, self.weight[...], scale=scale, activations=self.activations)
 
     def delta(self, x: jax.Array) -> Delta:
         """The layer's output as a `Delta`; with several devices each multiplies its own columns of x."""

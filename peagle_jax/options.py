@@ -130,6 +130,10 @@ def _add_model_options(add: Callable) -> None:
     )  # fmt: skip
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
     add(
+        "--activations", choices=("bf16", "fp8"), default="bf16",
+        help="how products with fp8 weights read activations; fp8 quantises them",
+    )  # fmt: skip
+    add(
         "--quantization", choices=("fp8",),
         help="quantise an unquantised target while it is read (128x128 blocks)",
     )  # fmt: skip

@@ -168,9 +168,8 @@ class Settings(BaseSettings):
     prompt_logprobs: bool = _option(
         False, "compile what prompt_logprobs of requests, and echo with logprobs, need"
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = _option(
-        "auto", "dtype of the KV cache: that of --dtype, or fp8"
-    )
+    kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "dtype of keys and values")
+    activations: Literal["bf16", "fp8"] = _option("bf16", "fp8: quantised for fp8 weights")
     prefill_chunk: Int = _option(128, "prompt tokens per prefill row and call", metavar="N")
     prefill_rows: Int = _option(1, "prompts prefilled together", metavar="N")
     prefill_calls: Int | None = _option(
@@ -385,6 +384,7 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
         dtype=dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
         tensor_parallel=settings.tensor_parallel,
+        activations=settings.activations,
     )
 
 

@@ -73,6 +73,9 @@ class Options(RowOptions):
     tensor_parallel: int = option(
         "devices that run every round together", default=1, type=positive, metavar="N"
     )
+    activations: str = option(
+        "how fp8 weights read activations; fp8: quantised", default="bf16", choices=("bf16", "fp8")
+    )
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     prefill_chunk: int = option("tokens per prefill call", default=512, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")

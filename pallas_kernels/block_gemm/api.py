@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, formats
+from pallas_kernels.activations import Activations, are_quantized, quantize, rounded
 from pallas_kernels.block_gemm import reference
 
 CHIPS = (90, 100)
@@ -19,6 +20,7 @@ def linear(
     scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     out_dtype: jnp.dtype | None = None,
+    activations: Activations = "bf16",
     implementation: dispatch.Implementation | None = None,
     config: Any = None,
 ) -> jax.Array:
@@ -31,6 +33,8 @@ def linear(
       scale: scale of a quantised weight; None for a plain one.
       bias: [N] or None.
       out_dtype: dtype of the result, default `x.dtype`; float32 returns the unrounded accumulator.
+      activations: "fp8" quantises x for an fp8 weight (`pallas_kernels.activations`); its products are then
+        of e4m3. Other weights are multiplied as with "bf16".
       config: `TuningConfig` of the kernel, for benchmarks; by default chosen from the shapes.
     Returns:
       [..., N].
@@ -45,10 +49,12 @@ def linear(
     if bias is not None and bias.shape != (N,):
         raise ValueError(f"{bias.shape=} must be ({N},), the rows of the weight")
     out_dtype = jnp.dtype(out_dtype or x.dtype)
+    quantized = are_quantized(activations, weight)
     launch = _launch(x, weight, scale, implementation)
     if launch is None:
+        x = rounded(x) if quantized else x
         return reference.linear(x, weight, scale, bias, out_dtype)
-    parts = _kernel(x, weight, scale, launch, config)
+    parts = _kernel(x, weight, scale, quantized, launch, config)
     y = add_in_order(parts)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(out_dtype)
 
@@ -58,6 +64,7 @@ def partial_products(
     weight: jax.Array,
     *,
     scale: jax.Array | None = None,
+    activations: Activations = "bf16",
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     """`x @ weight.T` as partial sums of a K-split; the consumer adds them in ascending order.
@@ -67,10 +74,12 @@ def partial_products(
     Returns:
       float32 [S, ..., N]; S depends on the shapes, and is 1 for the reference.
     """
+    quantized = are_quantized(activations, weight)
     launch = _launch(x, weight, scale, implementation)
     if launch is None:
+        x = rounded(x) if quantized else x
         return reference.linear(x, weight, scale, None, jnp.dtype(jnp.float32))[None]
-    return _kernel(x, weight, scale, launch)
+    return _kernel(x, weight, scale, quantized, launch)
 
 
 def add_in_order(parts: jax.Array) -> jax.Array:
@@ -97,15 +106,19 @@ def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
     return dispatch.resolve("block_gemm", implementation, chips=CHIPS, refusal=refusal)
 
 
-def _kernel(x, weight, scale, launch: dispatch.Launch, config: Any = None) -> jax.Array:
+def _kernel(
+    x, weight, scale, quantized: bool, launch: dispatch.Launch, config: Any = None
+) -> jax.Array:
     from pallas_kernels.block_gemm import mosaic_gpu  # a slow import that CPU use does not need
 
     *rows, K = x.shape
-    x = x.reshape(-1, K)
+    x, x_scale = x.reshape(-1, K), None
     R = x.shape[0]
+    if quantized:
+        x, x_scale = quantize(x)
     x = whole_tiles(x)
     if config is None:
-        kind = formats.kind(weight, scale)
-        config = mosaic_gpu.TuningConfig.choose(x.shape[0], weight.shape[0], K, launch.device, kind)
-    parts = mosaic_gpu.product(x, weight, scale, config, launch)
+        choose, kind = mosaic_gpu.TuningConfig.choose, formats.kind(weight, scale)
+        config = choose(x.shape[0], weight.shape[0], K, launch.device, kind, x.dtype)
+    parts = mosaic_gpu.product(x, weight, scale, config, launch, x_scale)
     return parts[:, :R].reshape(parts.shape[0], *rows, -1)

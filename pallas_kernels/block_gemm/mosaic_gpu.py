@@ -49,12 +49,18 @@ class TuningConfig:
 
     @classmethod
     def choose(
-        cls, R: int, N: int, K: int, device: Device, kind: formats.Kind = "plain"
+        cls,
+        R: int,
+        N: int,
+        K: int,
+        device: Device,
+        kind: formats.Kind = "plain",
+        x_dtype: jnp.dtype = jnp.bfloat16,
     ) -> "TuningConfig":
         tokens = next(t for t in (8, 16, 32, 64) if t >= R or t == 64)
         if N <= 256:  # router: the next kernel is one block, which would read every split
             return cls(8 if R <= 128 else 32, 1, False, stages=8)
-        form = Format.of_kind(kind, device)
+        form = Format.of_kind(kind, device, x_dtype)
         tiles, steps = pl.cdiv(N, form.rows), pl.cdiv(K, STEP)
         # Up to two blocks per SM: more splits would cost more in partial sums than the shorter loop saves.
         per_chunk = next(
@@ -80,8 +86,10 @@ class TuningConfig:
                 totals = (
                     1 if split or self.chunks == 1 else 2
                 )  # accumulators: of a chunk, and of all chunks
-                # With four warpgroups a thread has 128 registers: no room for unpacked weights.
-                if groups < 4 or (not form.codec.unpacked and tokens * totals <= 128):
+                # With four warpgroups a thread has 128 registers: no room for unpacked weights, nor for
+                # the scales of 128 rows of x.
+                fits = not form.codec.unpacked and tokens * totals <= 128
+                if groups < 4 or (fits and (tokens <= 64 or not form.codec.x_scaled)):
                     size = dict(tokens=tokens, groups=groups, stages=stages)
                     configs.append(replace(self, split=split, **size))
         return configs
@@ -96,23 +104,24 @@ class TuningConfig:
         rows = self.groups * form.rows
         blocks = self.blocks(R, N, form) * splits
         row = K * form.codec.row_bytes // form.codec.step  # bytes of one weight row
-        read = (rows * row + self.tokens * K * 2) / splits
+        read = (rows * row + self.tokens * K * form.codec.x_dtype.itemsize) / splits
         added = 2 * rows * self.tokens * 4  # partial sums are written once and read once
         return pl.cdiv(blocks, device.num_sms) * (read + added)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "launch"))
 def product(
-    x: jax.Array,  # [R, K] bfloat16
+    x: jax.Array,  # [R, K] bfloat16, or e4m3 with x_scale
     values: jax.Array,  # [N, K], mxfp4 [N, K / 2]
     scale: jax.Array | None,  # see formats.kernel_refusal
     config: TuningConfig,
     launch: Launch,
+    x_scale: jax.Array | None = None,  # float32 [K / 128, R'], R' >= R a multiple of 4
 ) -> jax.Array:
     """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`."""
     R, K = x.shape
     N = values.shape[0]
-    form = Format.of(values, scale, launch.device)
+    form = Format.of(values, scale, launch.device, x.dtype)
     codec, mma = form.codec, form.mma
     # Steps past K multiply zeros: TMA fills tiles outside of the array with zeros.
     per_chunk = pl.cdiv(pl.cdiv(K, codec.step), config.chunks)
@@ -124,20 +133,22 @@ def product(
     x = codec.arrange(x)
 
     def body(
-        x_gmem,  # [R, K] bfloat16
+        x_gmem,  # [R, K] bfloat16 or e4m3
         w_gmem,  # [N, K], mxfp4 [N, K / 2]
-        *refs,  # the scale, if any; out_gmem float32 [splits, R, N]
+        *refs,  # the scales of w and x, if any; out_gmem float32 [splits, R, N]
         w_smem,  # [groups * stages, 1, rows, width]
-        x_smem,  # [stages, tokens, step] bfloat16
+        x_smem,  # [stages, tokens, step] bfloat16 or e4m3
         out_smem,  # [(groups,) stored tokens, rows] float32
         ready_barrier,
         x_ready_barrier=None,
         x_free_barrier=None,
+        x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32
         scale_smem=None,  # mxfp4: [groups, rows * K / 32] uint8
         scales_ready_barrier=None,
         **scratch,  # of the MMA
     ):
         *scale_refs, out_gmem = refs
+        x_scale_gmem = scale_refs.pop() if codec.x_scaled else None
         scale_gmem = scale_refs[0] if scale_refs else None
         token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
         first_row, out_row = tile_rows(form.rows, groups, row_tile, N)
@@ -151,13 +162,20 @@ def product(
         def fetch_x(i, slot, barrier):
             columns = pl.ds((first_step + i) * codec.step, codec.step)
             fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier.at[slot])
+            if codec.x_scaled:
+                group = jnp.minimum(first_step + i, pl.cdiv(K, BLOCK) - 1)
+                source_gmem = x_scale_gmem.at[group, token_range]
+                fetch_tile(source_gmem, x_scale_smem.at[slot, pl.ds(0, tokens)], barrier.at[slot])
 
         def fetch_both(i, slot):
             fetch_weights(i, slot)
             fetch_x(i, slot, ready_barrier)
 
         ring = dict(
-            stages=stages, num_steps=num_steps, ready_barrier=ready_barrier, fenced=codec.unpacked
+            stages=stages,
+            num_steps=num_steps,
+            ready_barrier=ready_barrier,
+            fenced=codec.read_by_threads,
         )
         if groups == 1:
             pipeline = Pipeline(fetch=fetch_both, **ring)
@@ -191,7 +209,8 @@ def product(
             next_factor = block_scale(i + 1)  # one step ahead, to hide the load latency
             place = pipeline.wait(slot)
             tiles_smem = [w_smem.at[place, 0]]
-            operands = Operands(tiles_smem, x_smem.at[slot], scales_smem, first_step + i)
+            x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)] if codec.x_scaled else None
+            operands = Operands(tiles_smem, x_smem.at[slot], scales_smem, first_step + i, x_scales)
             totals = form.add_products(
                 totals, [factor], operands, refill, launch.interpret, **scratch
             )
@@ -227,4 +246,5 @@ def product(
         kernel_name="block_gemm",
         **launch_options(groups),
     )
-    return kernel(x, values) if scale is None else kernel(x, values, form.kernel_scale(scale))
+    scales = [s for s in (form.kernel_scale(scale), x_scale) if s is not None]
+    return kernel(x, values, *scales)

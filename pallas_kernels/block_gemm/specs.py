@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.activations import Activations
 from pallas_kernels.block_gemm import api
 from pallas_kernels.device import Device
 
@@ -22,7 +23,8 @@ Form = Literal["bf16", "fp8", "fp8_rows", "mxfp4"]
 class Spec:
     """bfloat16 rows times a weight [outputs, inputs], float32 result.
 
-    The call includes the addition of the partial sums of a K-split.
+    The call includes the addition of the partial sums of a K-split, and with fp8 activations their
+    quantisation.
     """
 
     rows: int
@@ -30,6 +32,7 @@ class Spec:
     inputs: int
     form: Form = "bf16"
     bias: bool = False
+    activations: Activations = "bf16"
 
 
 def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dict[str, Spec]:
@@ -79,6 +82,13 @@ SPECS = {
         gate_up__fp8=(43008, 5376),
         down__fp8=(5376, 21504),
     ),
+    **{
+        f"qwen3-moe-fp8-{name}-{R}": Spec(
+            rows=R, outputs=N, inputs=K, form="fp8", activations="fp8"
+        )
+        for name, N, K in (("qkv", 5120, 2048), ("o", 2048, 4096))
+        for R in (8, 64, 256, 1024, 4096)
+    },
     "ragged": Spec(rows=21, outputs=224, inputs=448, bias=True),
     "one-row": Spec(rows=1, outputs=192, inputs=384, form="fp8"),
     **_layers("mxfp4", (8, 64, 4096), wide__mxfp4=(5120, 2880)),
@@ -120,8 +130,10 @@ def configs(spec: Spec, device: Device) -> list:
 
     values, *scale = weight_of(spec.form, spec.outputs, spec.inputs)
     scale = scale[0] if scale else None
-    form, kind = Format.of(values, scale, device), formats.kind(values, scale)
-    chosen = TuningConfig.choose(spec.rows, spec.outputs, spec.inputs, device, kind)
+    kind = formats.kind(values, scale)
+    x_dtype = jnp.float8_e4m3fn if spec.activations == "fp8" else jnp.bfloat16
+    form = Format.of(values, scale, device, x_dtype)
+    chosen = TuningConfig.choose(spec.rows, spec.outputs, spec.inputs, device, kind, x_dtype)
     if spec.rows <= 64 or spec.outputs <= 256 or form.mma.groups(2) == 1:
         return [chosen]
     return [chosen, *(one for one in chosen.alternatives(form) if one != chosen)]
@@ -141,7 +153,8 @@ def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtyp
         scale = None if spec.form == "bf16" else rest[0]
         return api.linear(
             x, weight, scale=scale, bias=rest[-1] if spec.bias else None,
-            out_dtype=jnp.float32, implementation="mosaic_gpu", config=config,
+            out_dtype=jnp.float32, activations=spec.activations, implementation="mosaic_gpu",
+            config=config,
         )  # fmt: skip
 
     return run, args

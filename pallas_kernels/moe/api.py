@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, formats
+from pallas_kernels.activations import Activations, are_quantized, quantize
 from pallas_kernels.block_gemm.api import add_in_order, whole_tiles
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
@@ -65,6 +66,7 @@ def moe(
     down: ExpertWeights,
     *,
     limit: float | None = None,
+    activations: Activations = "bf16",
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     """Each row's weighted sum over its experts of `down(activation(gate(x), up(x)))`.
@@ -81,22 +83,23 @@ def moe(
       down: values [E, D, F], bias [E, D].
       limit: None: `silu(gate) * up`. Else GPT-OSS's activation: with gate at most `limit` and up in
         [-limit, limit], `(up + 1) * gate * sigmoid(1.702 gate)`.
+      activations: "fp8" quantises the rows that fp8 weights multiply (`pallas_kernels.activations`).
     Returns:
       [R, D] in `x.dtype`.
     Raises:
       ValueError: inconsistent shapes, or dtypes that match no format.
     """
     _check(x, ids, weights, gate_up, down)
-    launch = _launch(x, gate_up, down, implementation, gate_up.values.shape[0])
+    launch = _launch(x, gate_up, down, activations, implementation, gate_up.values.shape[0])
     if launch is None:
-        return reference.moe(x, ids, weights, gate_up, down, limit)
+        return reference.moe(x, ids, weights, gate_up, down, limit, activations)
     R, E = x.shape[0], gate_up.values.shape[0]
     if launch.device.platform == "tpu":
         values, slots = _experts_on_tpu(x, ids.T, gate_up, down, limit, launch)
         return add_in_order(values[slots] * weights.T[..., None]).astype(x.dtype)
-    config = _config(R, E, ids.shape[1])
+    config = _config(R, E, ids.shape[1], (gate_up, down), activations, launch)
     work = make_worklist(ids.T, E, config.tokens, config.shared)
-    values = _experts(x, work, gate_up, down, limit, config, launch)
+    values = _experts(x, work, gate_up, down, limit, config, launch, activations)
     return add_in_order(values[work.slots] * weights.T[..., None]).astype(x.dtype)
 
 
@@ -120,6 +123,16 @@ class Mixture(NamedTuple):
         return add_in_order(jnp.where(weights != 0, parts, 0)).astype(self.values.dtype)
 
 
+class ExpertForm(NamedTuple):
+    """How experts compute: `limit` and `activations` as in `moe`."""
+
+    limit: float | None = None
+    activations: Activations = "bf16"
+
+
+DEFAULT_FORM = ExpertForm()
+
+
 def mixture(
     x: jax.Array,
     logits: jax.Array,
@@ -129,7 +142,7 @@ def mixture(
     router_bias: jax.Array | None,
     top_k: int,
     normalize: bool,
-    limit: float | None = None,
+    form: ExpertForm = DEFAULT_FORM,
     first: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Mixture:
@@ -138,9 +151,10 @@ def mixture(
     Args:
       x: [R, D].
       logits: float32 [R, E], without the router's bias.
-      gate_up, down, limit: as in `moe`.
+      gate_up, down: as in `moe`.
       router_bias: [E] or None.
       top_k, normalize: as in `route`.
+      form: how the experts compute.
       first: [] int32. `gate_up` and `down` are those of the experts from here on, and other experts are left
         out: their parts have weight 0 and no value. None: all E experts are there.
     Returns:
@@ -149,7 +163,8 @@ def mixture(
       ValueError: as in `route` and `moe`.
     """
     R, E = logits.shape
-    launch = _launch(x, gate_up, down, implementation, E)
+    limit, activations = form
+    launch = _launch(x, gate_up, down, activations, implementation, E)
     if launch is None or launch.device.platform == "tpu":
         if router_bias is not None:
             logits = logits + router_bias.astype(jnp.float32)
@@ -162,7 +177,7 @@ def mixture(
         if launch is not None:
             values, slots = _experts_on_tpu(x, ids.T, gate_up, down, limit, launch)
             return Mixture(values, weights.T, slots)
-        values = reference.moe(x, ids, weights, gate_up, down, limit)
+        values = reference.moe(x, ids, weights, gate_up, down, limit, activations)
         own = jnp.arange(R, dtype=jnp.int32)[None]
         return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
     from pallas_kernels.moe import (
@@ -170,7 +185,7 @@ def mixture(
         mosaic_route,
     )  # a slow import that CPU use does not need
 
-    config = _config(R, E, top_k)
+    config = _config(R, E, top_k, (gate_up, down), activations, launch)
     cut = dict(tokens=config.tokens, shared=config.shared)
     if not mosaic_plan.fits(R, E, top_k, config.tokens):
         weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)
@@ -190,11 +205,13 @@ def mixture(
     if first is not None:
         count = gate_up.values.shape[0]
         work, weights = own_items(work, weights, first, count, config.tokens)
-    values = _experts(x, work, gate_up, down, limit, config, launch)
+    values = _experts(x, work, gate_up, down, limit, config, launch, activations)
     return Mixture(values, weights, work.slots)
 
 
-def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation, E: int):
+def _launch(
+    x, gate_up: ExpertWeights, down: ExpertWeights, activations: Activations, implementation, E: int
+):
     """`E` is the number of experts to choose from, of which the weights may be a share."""
     refusal = formats.kernel_refusal(gate_up.values, gate_up.scale)
     refusal = refusal or formats.kernel_refusal(down.values, down.scale)
@@ -205,11 +222,16 @@ def _launch(x, gate_up: ExpertWeights, down: ExpertWeights, implementation, E: i
             refusal = f"the number of experts must be a multiple of 32, not {E}"
     if x.dtype != jnp.bfloat16:
         refusal = f"activations must be bfloat16, not {x.dtype}"
+    quantized = any(are_quantized(activations, w.values) for w in (gate_up, down))
+    if quantized and x.shape[1] % 64:
+        refusal = f"quantised rows are copied in units of 64 columns, not {x.shape[1]}"
     tpu_refusal = None
     if dispatch.platform() == "tpu" or implementation == "mosaic_tpu":
         from pallas_kernels.moe import mosaic_tpu  # a slow import that other platforms do not need
 
         tpu_refusal = mosaic_tpu.refusal(x, gate_up, down)
+        if quantized:
+            tpu_refusal = "it has no kernel for fp8 activations on a TPU"
     return dispatch.resolve(
         "moe", implementation, chips=CHIPS, refusal=refusal, tpu_refusal=tpu_refusal
     )
@@ -224,24 +246,42 @@ def _experts_on_tpu(x, ids, gate_up, down, limit, launch) -> tuple[jax.Array, ja
     return mosaic_tpu.experts(x, work, shared, gate_up, down, limit, launch), work.slots
 
 
-def _config(R: int, E: int, top_k: int):
+def _config(R: int, E: int, top_k: int, weights, activations: Activations, launch):
+    """Tile sizes for the experts of `weights`, (gate_up, down)."""
     from pallas_kernels.moe import mosaic_gpu  # a slow import that CPU use does not need
 
-    return mosaic_gpu.TuningConfig.choose(R, E, top_k)
+    quantized = all(are_quantized(activations, weight.values) for weight in weights)
+    most = 128 if quantized and launch.device.sm == 90 else 64
+    return mosaic_gpu.TuningConfig.choose(R, E, top_k, most)
 
 
-def _experts(x, work: Worklist, gate_up, down, limit, config, launch) -> jax.Array:
+def _experts(
+    x, work: Worklist, gate_up, down, limit, config, launch, activations: Activations
+) -> jax.Array:
     """Results of all items [P, D] in `x.dtype`. Rows without a slot are undefined and are never read."""
     from pallas_kernels.moe import mosaic_gpu, mosaic_route
 
+    R, scale, inner_scale = x.shape[0], None, None
+    if are_quantized(activations, gate_up.values):
+        x, scale = quantize(x)
     if config.shared:
         x = whole_tiles(x)
     else:
         x = mosaic_route.spread(x, work.slots, work.items * config.tokens, launch)
+        scale = None if scale is None else _spread_scale(scale, work.slots[:, :R], x.shape[0])
     items = (work.experts, work.num_items, work.items)
     arranged = formats.kind(down.values, down.scale) == "mxfp4"
-    inner = mosaic_gpu.gate_up(x, gate_up, *items, limit, config, launch, arranged)
-    return mosaic_gpu.down(inner, down, *items, config, launch, arranged)
+    inner = mosaic_gpu.gate_up(x, gate_up, *items, limit, config, launch, arranged, scale)
+    if are_quantized(activations, down.values):
+        inner, inner_scale = quantize(inner)
+    return mosaic_gpu.down(inner, down, *items, config, launch, arranged, inner_scale)
+
+
+def _spread_scale(scale: jax.Array, slots: jax.Array, size: int) -> jax.Array:
+    """Scales [groups, R'] of rows -> [groups, size] of their slots [k, R]; other slots get 1."""
+    top_k, R = slots.shape
+    copies = jnp.broadcast_to(scale[:, None, :R], (scale.shape[0], top_k, R))
+    return jnp.ones((scale.shape[0], size), scale.dtype).at[:, slots].set(copies)
 
 
 def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None:

@@ -28,7 +28,8 @@ class TuningConfig:
     """Tile sizes; the result's bits do not depend on them.
 
     Attributes:
-      tokens: rows of an item, at most 64.
+      tokens: rows of an item, at most 64; of quantised rows on Hopper at most 128, because their weights
+        are not unpacked in registers.
       shared: all items read the same rows of x, so rows need no sorting by expert.
       stages: preferred pipeline stages of gate_up and down, see `Format.stages`.
     """
@@ -38,11 +39,14 @@ class TuningConfig:
     stages: tuple[int, int]
 
     @classmethod
-    def choose(cls, R: int, E: int, top_k: int) -> "TuningConfig":
+    def choose(cls, R: int, E: int, top_k: int, most: int = 64) -> "TuningConfig":
+        """Config for R rows; `most` is the largest tile of tokens that the kernels have registers for."""
         if R <= 16:  # one item holds all rows
             return cls(8 if R <= 8 else 16, True, (2, 3))
         busy = R * top_k / E
         tokens = next((t for t in (8, 16, 32) if t >= 1.5 * busy), 64)
+        if most > 64 and busy > 96:
+            return cls(128, False, (2, 3))
         if R > 64:
             return cls(tokens, False, (2, 2))
         return cls(tokens, False, {32: (4, 2), 64: (2, 2)}.get(tokens, (2, 3)))
@@ -71,12 +75,13 @@ def _grouped(
     launch: Launch,
     name: str,
     arranged: bool = False,
+    x_scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Multiplies every item with its expert's weight: [items * tokens, N] in `x.dtype`.
+    """Multiplies every item with its expert's weight: bfloat16 [items * tokens, N].
 
     Args:
-      x: [rows, K] bfloat16 in `Codec.arrange` order; item i reads `tokens` rows from i * tokens on, or
-        from 0 if `shared`.
+      x: [rows, K] in `Codec.arrange` order, bfloat16, or e4m3 with x_scale; item i reads `tokens` rows
+        from i * tokens on, or from 0 if `shared`.
       weight: values [E, parts, N, K].
       experts: int32 [items or more], the expert of each item.
       num_items: int32, the number of items in entry 0.
@@ -84,26 +89,28 @@ def _grouped(
       parts: weights that share x: 2 for gate and up.
       finish: epilogue; maps `parts` totals float32 [rows, tokens] to one.
       arranged: store the columns in the order that mxfp4 products expect.
+      x_scale: float32 [K / 128, rows'], rows' a multiple of 4.
     """
     K = x.shape[1]
     N = weight.values.shape[-2]
-    form = Format.of(weight.values, weight.scale, launch.device)
+    form = Format.of(weight.values, weight.scale, launch.device, x.dtype)
     codec, mma = form.codec, form.mma
     num_steps = pl.cdiv(K, codec.step)
-    tile_sizes = (parts, tokens, K, x.dtype, 1)  # one warpgroup
+    tile_sizes = (parts, tokens, K, jnp.bfloat16, 1)  # one warpgroup
     stages = form.stages(stages, num_steps, form.most_stages(*tile_sizes, launch.device))
     row_tiles = pl.cdiv(N, form.rows)
 
     def body(
-        x_gmem,  # [rows, K] bfloat16
+        x_gmem,  # [rows, K] bfloat16 or e4m3
         experts_gmem,  # [items or more] int32
         num_items_gmem,  # [1 or more] int32
         w_gmem,  # [E, parts, N, K], mxfp4 [E, parts, N, K / 2]
-        *refs,  # scale and bias, if any; out_gmem bfloat16 [items * tokens, N]
+        *refs,  # scale, bias and scale of x, if any; out_gmem bfloat16 [items * tokens, N]
         w_smem,  # [stages, parts, rows, width]
-        x_smem,  # [stages, tokens, step] bfloat16
-        out_smem,  # [tokens, rows] bfloat16
+        x_smem,  # [stages, tokens, step] bfloat16 or e4m3
+        out_smem,  # [stored tokens, rows] bfloat16
         ready_barrier,
+        x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32
         scale_smem=None,  # mxfp4: [parts, rows * K / 32] uint8
         scales_ready_barrier=None,
         **scratch,  # of the MMA
@@ -111,6 +118,7 @@ def _grouped(
         *optional, out_gmem = refs
         scale_gmem = optional.pop(0) if weight.scale is not None else None
         bias_gmem = optional.pop(0) if weight.bias is not None else None
+        x_scale_gmem = optional.pop(0) if x_scale is not None else None
         block = lax.axis_index("block")
         item, row_tile = lax.div(block, row_tiles), lax.rem(block, row_tiles)
         first_row = row_tile * form.rows
@@ -128,15 +136,18 @@ def _grouped(
                     source_gmem = w_gmem.at[expert, part, rows, columns]
                     fetch_tile(source_gmem, w_smem.at[slot, part], barrier)
                 columns = pl.ds(i * codec.step, codec.step)
-                source_gmem = x_gmem.at[pl.ds(first_token, tokens), columns]
-                fetch_tile(source_gmem, x_smem.at[slot], barrier)
+                token_range = pl.ds(first_token, tokens)
+                fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier)
+                if codec.x_scaled:
+                    target_smem = x_scale_smem.at[slot, pl.ds(0, tokens)]
+                    fetch_tile(x_scale_gmem.at[i, token_range], target_smem, barrier)
 
             pipeline = Pipeline(
                 stages=stages,
                 num_steps=num_steps,
                 fetch=fetch,
                 ready_barrier=ready_barrier,
-                fenced=codec.unpacked,
+                fenced=codec.read_by_threads,
             )
 
             def block_scales(i):
@@ -158,7 +169,8 @@ def _grouped(
                 next_factors = block_scales(i + 1)  # one step ahead, to hide the load latency
                 pipeline.wait(slot)
                 tiles_smem = [w_smem.at[slot, part] for part in range(parts)]
-                operands = Operands(tiles_smem, x_smem.at[slot], scales_smem, i)
+                x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)] if codec.x_scaled else None
+                operands = Operands(tiles_smem, x_smem.at[slot], scales_smem, i, x_scales)
                 totals = form.add_products(
                     totals, factors, operands, refill, launch.interpret, **scratch
                 )
@@ -166,32 +178,34 @@ def _grouped(
 
             carry = form.zeros(parts, tokens, 1), block_scales(0)
             totals, _ = pipeline.each_step(0, num_steps, visit, carry)
+            pieces = len(totals) // parts
             load = lambda source_gmem: mma.load_rows(
-                source_gmem, first_row, tokens, launch.interpret
+                source_gmem, first_row, tokens // pieces, launch.interpret
             )
-            for part in range(parts):
+            for i in range(len(totals)):
+                part = i // pieces
                 if codec.row_scaled:
-                    totals[part] = totals[part] * load(scale_gmem.at[expert, part, :, 0])
+                    totals[i] = totals[i] * load(scale_gmem.at[expert, part, :, 0])
                 if bias_gmem is not None:
-                    totals[part] = totals[part] + load(bias_gmem.at[expert, part])
+                    totals[i] = totals[i] + load(bias_gmem.at[expert, part])
             form.store_tokens_first(
                 out_gmem.at[pl.ds(item * tokens, tokens), rows],
                 out_smem,
-                [finish(*totals)],
+                [finish(*totals[piece::pieces]) for piece in range(pieces)],
                 arranged=arranged,
                 interpret=launch.interpret,
             )
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((items * tokens, N), x.dtype),
+        out_type=jax.ShapeDtypeStruct((items * tokens, N), jnp.bfloat16),
         scratch_types=form.scratch(stages, *tile_sizes),
         grid=(items * row_tiles,),
         grid_names=("block",),
         interpret=launch.interpret,
         kernel_name=name,
     )
-    optional = form.kernel_scale(weight.scale), mma.pad_rows(weight.bias)
+    optional = form.kernel_scale(weight.scale), mma.pad_rows(weight.bias), x_scale
     optional = [array for array in optional if array is not None]
     return kernel(x, experts, num_items, weight.values, *optional)
 
@@ -207,6 +221,7 @@ def gate_up(
     config: TuningConfig,
     launch: Launch,
     arranged: bool = False,
+    x_scale: jax.Array | None = None,
 ) -> jax.Array:
     """`activation(gate(x), up(x))` of every item, bfloat16 [items * tokens, F].
 
@@ -226,6 +241,7 @@ def gate_up(
         launch=launch,
         name="moe_gate_up",
         arranged=arranged,
+        x_scale=x_scale,
     )
 
 
@@ -239,6 +255,7 @@ def down(
     config: TuningConfig,
     launch: Launch,
     arranged: bool = False,
+    x_scale: jax.Array | None = None,
 ) -> jax.Array:
     """`down(x)` of every item, bfloat16 [items * tokens, D]; `arranged` as in `gate_up`."""
     if not arranged:
@@ -257,4 +274,5 @@ def down(
         finish=lambda y: y,
         launch=launch,
         name="moe_down",
+        x_scale=x_scale,
     )

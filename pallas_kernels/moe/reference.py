@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.activations import Activations, are_quantized, rounded
 from pallas_kernels.block_gemm.reference import product
 
 ALPHA = 1.702  # sigmoid factor of GPT-OSS; not in its config
@@ -54,6 +55,7 @@ def moe(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     limit: float | None,
+    activations: Activations = "bf16",
 ) -> jax.Array:
     R, D = x.shape
     E = gate_up.values.shape[0]
@@ -65,7 +67,7 @@ def moe(
         share = jnp.where(chosen, weights, 0).sum(-1)[..., None]
 
         def add(total):
-            y = _expert(x, _one(gate_up, expert), _one(down, expert), limit)
+            y = _expert(x, _one(gate_up, expert), _one(down, expert), limit, activations)
             return jnp.where(chosen.any(-1)[..., None], total + share * y, total)
 
         return jax.lax.cond(chosen.any(), add, lambda total: total, total), None
@@ -86,16 +88,26 @@ def _one(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
 
 
 def _expert(
-    x: jax.Array, gate_up: ExpertWeights, down: ExpertWeights, limit: float | None
+    x: jax.Array,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    limit: float | None,
+    activations: Activations,
 ) -> jax.Array:
     """One expert on all rows: [blocks, ROWS, D] -> the same shape and dtype."""
-    gate, up = formats.dequantize(gate_up.values, gate_up.scale, x.dtype)
+    read_x, read_inner = (
+        rounded if are_quantized(activations, weight.values) else lambda rows: rows
+        for weight in (gate_up, down)
+    )
+    operand = lambda rounds: jnp.float32 if rounds is rounded else x.dtype
+    gate, up = formats.dequantize(gate_up.values, gate_up.scale, operand(read_x))
     gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias
-    out = formats.dequantize(down.values, down.scale, x.dtype)
+    out = formats.dequantize(down.values, down.scale, operand(read_inner))
 
     def block(rows):  # [ROWS, D]
+        rows = read_x(rows)
         inner = _activate(_linear(rows, gate, gate_bias), _linear(rows, up, up_bias), limit)
-        return _linear(inner.astype(x.dtype), out, down.bias).astype(x.dtype)
+        return _linear(read_inner(inner.astype(x.dtype)), out, down.bias).astype(x.dtype)
 
     return jax.lax.map(block, x)
 

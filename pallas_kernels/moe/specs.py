@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch, formats
+from pallas_kernels.activations import Activations, Quantized, dequantize, quantize
 from pallas_kernels.block_gemm.specs import Form, random_leaf, weight_of
 from pallas_kernels.device import Device
 from pallas_kernels.moe import api, reference
@@ -30,6 +31,7 @@ class Spec:
         as possible.
       form: format of the experts' weights.
       bias: whether the router, or the experts, have a bias.
+      activations: "fp8": gate_up and down take quantised rows.
     """
 
     kernel: Literal["route", "plan", "spread", "gate_up", "down"]
@@ -42,6 +44,7 @@ class Spec:
     form: Form = "fp8"
     bias: bool = False
     limit: float | None = None
+    activations: Activations = "bf16"
 
     @property
     def arranged(self) -> bool:
@@ -85,6 +88,13 @@ SPECS = {
         )
         for kernel in ("gate_up", "down")
     },
+    **{
+        f"qwen3-moe-fp8-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, activations="fp8"
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 51), (64, 129), (256, 128), (1024, 192), (4096, 320))
+    },
     **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
     "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),
     "gpt-oss-spread-64": Spec(kernel="spread", rows=64, **GPT_OSS),
@@ -113,8 +123,12 @@ def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     normal = lambda x, key: jax.random.normal(key, x.shape).astype(x.dtype)
     if spec.kernel in ("gate_up", "down"):
         count = jnp.full(1, spec.items, jnp.int32)
-        weight = map(random_leaf, shapes[3:], keys[3:])
-        return normal(shapes[0], keys[0]), _experts_of_items(spec, key), count, *weight
+        plan = _experts_of_items(spec, key), count
+        if spec.activations == "fp8":
+            *weight, _ = map(random_leaf, shapes[3:], keys[3:])
+            x, x_scale = quantize(jax.random.normal(keys[0], shapes[0].shape))
+            return x, *plan, *weight, x_scale
+        return normal(shapes[0], keys[0]), *plan, *map(random_leaf, shapes[3:], keys[3:])
     arrays = list(map(normal, shapes, keys))
     if spec.kernel == "spread":
         slots = jax.random.permutation(key, spec.top_k * spec.rows)
@@ -145,7 +159,20 @@ def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
 def _config(spec: Spec):
     from pallas_kernels.moe import mosaic_gpu  # a slow import that references spare
 
-    return mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k)
+    launch = _launch()
+    wide = spec.activations == "fp8" and launch is not None and launch.device.sm == 90
+    return mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k, 128 if wide else 64)
+
+
+def _x_dtype(spec: Spec) -> jnp.dtype:
+    return jnp.dtype(jnp.float8_e4m3fn if spec.activations == "fp8" else jnp.bfloat16)
+
+
+def _rows_of(spec: Spec, x: jax.Array, leaves: tuple) -> tuple[jax.Array, tuple]:
+    """(the rows that x stands for, leaves of the weight), from the arguments of gate_up or down."""
+    if spec.activations == "bf16":
+        return x, leaves
+    return dequantize(Quantized(x, leaves[-1])), leaves[:-1]
 
 
 def _launch() -> dispatch.Launch | None:
@@ -213,12 +240,15 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
     config = config or _config(spec)
 
     def run(x, experts, num_items, *leaves):
-        weight = _weight(spec, leaves)
+        rows, weight = _rows_of(spec, x, leaves)
+        weight = _weight(spec, weight)
         if launch := _launch():
             from pallas_kernels.moe import mosaic_gpu
 
             items = (experts, num_items, spec.items)
-            return mosaic_gpu.gate_up(x, weight, *items, spec.limit, config, launch, spec.arranged)
+            options = (spec.limit, config, launch, spec.arranged, *_scale_of(spec, leaves))
+            return mosaic_gpu.gate_up(x, weight, *items, *options)
+        x = rows
         own = jnp.broadcast_to(x, (spec.items, *x.shape)) if config.shared else x
         both = _products(own.reshape(spec.items, -1, spec.width), experts, weight)
         inner = reference._activate(both[..., 0, :], both[..., 1, :], spec.limit)
@@ -233,15 +263,17 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
     config = config or _config(spec)
 
     def run(inner, experts, num_items, *leaves):
-        weight = _weight(spec, leaves)
+        rows, weight = _rows_of(spec, inner, leaves)
+        weight = _weight(spec, weight)
         if launch := _launch():
             from pallas_kernels.moe import mosaic_gpu
 
             items = (experts, num_items, spec.items)
-            return mosaic_gpu.down(inner, weight, *items, config, launch, spec.arranged)
-        own = inner.reshape(spec.items, -1, spec.inner)
+            options = (config, launch, spec.arranged, *_scale_of(spec, leaves))
+            return mosaic_gpu.down(inner, weight, *items, *options)
+        own = rows.reshape(spec.items, -1, spec.inner)
         made = _products(own, experts, weight, lambda columns: _arranged(spec, columns))
-        return made.reshape(-1, spec.width).astype(inner.dtype)
+        return made.reshape(-1, spec.width).astype(jnp.bfloat16)
 
     return run, _items(spec, config.tokens * spec.items, spec.inner, (spec.width,))
 
@@ -255,14 +287,21 @@ def _logits(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _items(spec: Spec, rows: int, K: int, outputs: tuple[int, ...]) -> tuple:
-    """Shapes of x [rows, K], experts, num_items, and values[, scale][, bias] of [E, *outputs, K]."""
+    """Shapes of x [rows, K], experts, num_items, values[, scale][, bias] of [E, *outputs, K][, x_scale]."""
+    scale = jax.eval_shape(quantize, _made(jnp.bfloat16, rows, K)).scale
     return (
-        _made(jnp.bfloat16, rows, K),
+        _made(_x_dtype(spec), rows, K),
         _made(jnp.int32, spec.items),
         _made(jnp.int32, 1),
         *weight_of(spec.form, spec.experts, *outputs, K),
         *([_made(jnp.bfloat16, spec.experts, *outputs)] if spec.bias else []),
+        *([scale] if spec.activations == "fp8" else []),
     )
+
+
+def _scale_of(spec: Spec, leaves: tuple) -> tuple:
+    """The scale of x among the last arguments of gate_up or down, if it has one."""
+    return leaves[-1:] if spec.activations == "fp8" else ()
 
 
 def _weight(spec: Spec, leaves: tuple) -> ExpertWeights:

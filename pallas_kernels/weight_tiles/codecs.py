@@ -8,6 +8,9 @@ A codec describes the tile of one pipeline step and where its scales apply. It d
     Fp8Blocks   128 e4m3                     float32, one per 128 x 128 block      the product of each step
     Fp8Rows     128 e4m3                     float32, one per row                  the total, after all steps
     Mxfp4       256 e2m1 in 128 bytes        e8m0, one per row and 32 columns      the weights, in registers
+
+`Fp8BlocksNative` and `Fp8RowsNative` are the e4m3 formats with e4m3 activations: the MMA multiplies e4m3, and
+a row of x has one scale for each step, a factor on its column of the product.
 """
 
 from abc import ABC
@@ -41,6 +44,8 @@ class Codec(ABC):
       row_scaled: each row has one scale, a factor on the total of all steps.
       staged: the scales of all of K are copied to shared memory before the first step.
       rescale: constant factor on the product of each tile.
+      x_dtype: elements of the activations, which the MMA multiplies.
+      x_scaled: each row of x has one scale per step, a factor on the product of that step.
     """
 
     dtype: ClassVar[jnp.dtype]
@@ -51,6 +56,8 @@ class Codec(ABC):
     row_scaled: ClassVar[bool] = False
     staged: ClassVar[bool] = False
     rescale: ClassVar[float] = 1.0
+    x_dtype: ClassVar[jnp.dtype] = jnp.dtype(jnp.bfloat16)
+    x_scaled: ClassVar[bool] = False
 
     @property
     def row_bytes(self) -> int:
@@ -60,7 +67,12 @@ class Codec(ABC):
     @property
     def scaled(self) -> bool:
         """Whether the product of a tile has a factor."""
-        return self.block_scaled or self.rescale != 1.0
+        return self.block_scaled or self.x_scaled or self.rescale != 1.0
+
+    @property
+    def read_by_threads(self) -> bool:
+        """Whether threads, and not only the MMA, read a slot of the pipeline."""
+        return self.unpacked or self.x_scaled
 
     def staged_scales(self, K: int) -> int:
         """Bytes of scales per weight row in shared memory."""
@@ -111,6 +123,22 @@ class Fp8Rows(Fp8Blocks):
     row_scaled = True
 
 
+class Fp8BlocksNative(Fp8Blocks):
+    """`Fp8Blocks` with e4m3 activations."""
+
+    unpacked = False
+    x_dtype = Fp8Blocks.dtype
+    x_scaled = True
+
+
+class Fp8RowsNative(Fp8Rows):
+    """`Fp8Rows` with e4m3 activations."""
+
+    unpacked = False
+    x_dtype = Fp8Rows.dtype
+    x_scaled = True
+
+
 class Mxfp4(Codec):
     """e2m1, one e8m0 scale per row and 32 columns, applied while unpacking."""
 
@@ -127,18 +155,32 @@ class Mxfp4(Codec):
         return mma.unpack_mxfp4(tile_smem, scales_smem, step, interpret)
 
 
-def codec_of(values: jax.Array, scale: jax.Array | None) -> Codec:
-    """Codec of a weight; the arguments need only a shape and a dtype.
+def codec_of(
+    values: jax.Array, scale: jax.Array | None, x_dtype: jnp.dtype = jnp.bfloat16
+) -> Codec:
+    """Codec of a weight and activations of `x_dtype`; the arrays need only a shape and a dtype.
 
     Raises:
       ValueError: no format has these dtypes and shapes.
     """
     kind = formats.kind(values, scale)
     if kind == "fp8" and scale.shape[-2] == values.shape[-2]:
-        return Fp8Rows()
-    return codec_of_kind(kind)
+        return _CODECS["fp8_rows", jnp.dtype(x_dtype)]
+    return codec_of_kind(kind, x_dtype)
 
 
-def codec_of_kind(kind: formats.Kind) -> Codec:
+def codec_of_kind(kind: formats.Kind, x_dtype: jnp.dtype = jnp.bfloat16) -> Codec:
     """Codec of a kind of format. Row scales of fp8 do not change tile sizes, so they have no kind."""
-    return {"plain": Plain(), "fp8": Fp8Blocks(), "mxfp4": Mxfp4()}[kind]
+    return _CODECS[kind, jnp.dtype(x_dtype)]
+
+
+_CODECS: dict[tuple[str, jnp.dtype], Codec] = {
+    (kind, codec.x_dtype): codec
+    for kind, codecs in {
+        "plain": (Plain(),),
+        "fp8": (Fp8Blocks(), Fp8BlocksNative()),
+        "fp8_rows": (Fp8Rows(), Fp8RowsNative()),
+        "mxfp4": (Mxfp4(),),
+    }.items()
+    for codec in codecs
+}

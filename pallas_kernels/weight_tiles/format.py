@@ -1,8 +1,9 @@
 """The tiles of one weight in a GEMM kernel: `Format`, its shared memory, and the copies in and out.
 
 Quantised weights are stored in device memory at 4 or 8 bits and converted to bfloat16 on the way to the
-tensor cores. Products are bfloat16 with float32 accumulation. (Hopper's FP8 MMA accumulates with fewer bits
-and would need quantised activations.)
+tensor cores. Products are bfloat16 with float32 accumulation. With quantised activations
+(`pallas_kernels.activations`) fp8 tiles are multiplied as they are stored; Hopper's FP8 MMA accumulates with
+fewer bits, so each step is added to a float32 total.
 
     TMA              w_smem, x_smem -> codec: bfloat16 -> MMA: product of one step    [rows, tokens] float32
     each step        total += factor * product         (factor: block scale, or a constant)
@@ -30,6 +31,8 @@ from pallas_kernels.weight_tiles.mma_sm90 import Wgmma
 from pallas_kernels.weight_tiles.mma_sm100 import Tcgen05
 
 _SWIZZLE = 128  # bytes
+_SLOT_SCALES = 32
+"""Fewest scales of x in a slot: TMA writes to multiples of 128 bytes."""
 _MMAS = {90: Wgmma(), 100: Tcgen05()}
 
 
@@ -47,13 +50,21 @@ class Format:
     mma: Mma
 
     @classmethod
-    def of(cls, values: jax.Array, scale: jax.Array | None, device: Device) -> "Format":
-        """Format of a weight; the arrays need only a shape and a dtype. Raises as `formats.kind`."""
-        return cls(codec_of(values, scale), _MMAS[device.sm])
+    def of(
+        cls,
+        values: jax.Array,
+        scale: jax.Array | None,
+        device: Device,
+        x_dtype: jnp.dtype = jnp.bfloat16,
+    ) -> "Format":
+        """Format of a weight; the arrays need only a shape and a dtype. Arguments as in `codec_of`."""
+        return cls(codec_of(values, scale, x_dtype), _MMAS[device.sm])
 
     @classmethod
-    def of_kind(cls, kind: formats.Kind, device: Device) -> "Format":
-        return cls(codec_of_kind(kind), _MMAS[device.sm])
+    def of_kind(
+        cls, kind: formats.Kind, device: Device, x_dtype: jnp.dtype = jnp.bfloat16
+    ) -> "Format":
+        return cls(codec_of_kind(kind, x_dtype), _MMAS[device.sm])
 
     @property
     def rows(self) -> int:
@@ -69,9 +80,11 @@ class Format:
     ) -> int:
         """Most stages that fit into the shared memory of a block; arguments as in `scratch`."""
         scales = self.codec.staged_scales(K)
-        stored = _stored(tokens, groups) * jnp.dtype(out_dtype).itemsize
+        stored = self._stored(tokens, groups) * jnp.dtype(out_dtype).itemsize
         rest = groups * self.rows * (parts * scales + stored) + 2048  # barriers, alignment
-        slot = groups * parts * self.rows * self.codec.row_bytes + tokens * self.codec.step * 2
+        scale = 4 * max(tokens, _SLOT_SCALES) if self.codec.x_scaled else 0
+        x = tokens * self.codec.step * self.codec.x_dtype.itemsize + scale
+        slot = groups * parts * self.rows * self.codec.row_bytes + x
         return (device.smem_bytes - rest) // slot
 
     def scratch(
@@ -95,18 +108,22 @@ class Format:
         if codec.staged:  # no tiling: K / 2 may not be a multiple of the tile width
             transforms = transforms[1:]
         shared = groups > 1
-        out = (_stored(tokens, groups), self.rows)
+        out = (self._stored(tokens, groups), self.rows)
         w, x = (groups * stages, parts, self.rows, codec.width), (stages, tokens, codec.step)
-        arrivals = parts + (not shared)  # weight copies, and the copy of x
+        copies_x = 1 + codec.x_scaled
+        arrivals = parts + (0 if shared else copies_x)
         scratch = dict(
             # [(groups,) stored tokens, rows] out_dtype
             out_smem=plgpu.SMEM((groups, *out) if shared else out, out_dtype),
             w_smem=plgpu.SMEM(w, codec.dtype, transforms=transforms),
-            x_smem=plgpu.SMEM(x, jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
+            x_smem=plgpu.SMEM(x, codec.x_dtype, transforms=swizzled(codec.x_dtype)),
             ready_barrier=plgpu.Barrier(num_arrivals=arrivals, num_barriers=groups * stages),
         )
+        if codec.x_scaled:
+            slot = max(tokens, _SLOT_SCALES)
+            scratch["x_scale_smem"] = plgpu.SMEM((stages, slot), jnp.float32)
         if shared:
-            scratch["x_ready_barrier"] = plgpu.Barrier(num_barriers=stages)
+            scratch["x_ready_barrier"] = plgpu.Barrier(num_arrivals=copies_x, num_barriers=stages)
             scratch["x_free_barrier"] = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
         if codec.staged:
             scales = (groups * parts, self.rows * codec.staged_scales(K))
@@ -114,8 +131,15 @@ class Format:
             scratch["scales_ready_barrier"] = plgpu.Barrier(num_arrivals=parts, num_barriers=groups)
         return scratch | self.mma.scratch(codec, parts, tokens)
 
+    def _stored(self, tokens: int, groups: int) -> int:
+        """Tokens of the output tile that are in shared memory at once during the epilogue."""
+        piece = tokens // self.mma.pieces(self.codec, tokens, groups)
+        return min(piece, 64, 128 // groups)
+
     def kernel_scale(self, scale: jax.Array | None) -> jax.Array | None:
         """The scale as a kernel operand. No copy for the shapes of supported models."""
+        if scale is None:
+            return None
         if self.codec.staged:
             return scale.reshape(-1)
         return self.mma.pad_rows(scale, -2) if self.codec.row_scaled else scale
@@ -168,11 +192,6 @@ class Format:
             target_gmem = out_gmem if len(parts) == 1 else out_gmem.at[pl.ds(i * size, size)]
             plgpu.copy_smem_to_gmem(out_smem, target_gmem)
             plgpu.wait_smem_to_gmem(0)
-
-
-def _stored(tokens: int, groups: int) -> int:
-    """Tokens of the output tile that are in shared memory at once during the epilogue."""
-    return min(tokens, 64, 128 // groups)
 
 
 def _columns(tile_reg: jax.Array, i: int, size: int) -> jax.Array:

@@ -1,10 +1,10 @@
 """Contract of a chip's matrix multiply-accumulate (MMA): weight tile times x tile, float32 sums.
 
 The weight is the M operand (64 rows on Hopper, 128 on Blackwell) and the tokens are the N operand
-("swap-AB"): M is then always full, and N is padded to a multiple of 8 only. Operands are bfloat16. There are
-two ways to multiply, and `Codec.unpacked` decides:
+("swap-AB"): M is then always full, and N is padded to a multiple of 8 only. Operands are bfloat16, or e4m3
+with quantised activations. There are two ways to multiply, and `Codec.unpacked` decides:
 
-- stored: both operands are read from shared memory (plain weights).
+- stored: both operands are read from shared memory (plain weights; e4m3 weights and activations).
 - unpacked: threads convert the weights to bfloat16, `part` columns at a time. They are the first operand,
   from registers (Hopper) or from tensor memory (Blackwell). x is read from shared memory.
 
@@ -29,15 +29,17 @@ class Operands:
 
     Attributes:
       tiles_smem: `codec.dtype` [rows, codec.width], one per weight that shares x.
-      x_smem: bfloat16 [tokens, codec.step], columns in `codec.arrange` order.
+      x_smem: `codec.x_dtype` [tokens, codec.step], columns in `codec.arrange` order.
       scales_smem: staged scales uint8 [rows * K / 32] of each tile, or empty.
       step: number of the tiles along K.
+      x_scale_smem: scale of each row of x, float32 [tokens], if `codec.x_scaled`; else None.
     """
 
     tiles_smem: Sequence[Any]
     x_smem: Any
     scales_smem: Sequence[Any]
     step: Any
+    x_scale_smem: Any = None
 
     def unpacker(
         self, codec: Codec, mma: "Mma", i: int, interpret: Any

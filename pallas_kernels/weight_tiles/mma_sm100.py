@@ -2,8 +2,9 @@
 
 Each thread of the warpgroup handles one weight row. It unpacks 64 columns of it and stores them to tensor
 memory (TMEM), from where they are the first operand of the MMA. In this file such 64 columns are a piece;
-the tokens are not divided (`Mma.pieces` is 1). There are two buffers: one piece is multiplied while the next
-is unpacked. Products accumulate in tensor memory within one K step and in registers across steps.
+the tokens are divided (`Mma.pieces`) only where each column of a product has a scale. There are two buffers:
+one piece is multiplied while the next is unpacked. Products accumulate in tensor memory within one K step and
+in registers across steps.
 
     TMEM columns   sums: parts * tokens (float32)   pieces: 2 * 64 bfloat16, packed in 64 columns
 """
@@ -38,6 +39,10 @@ class Tcgen05(Mma):
     layout = plgpu.Layout.TCGEN05
     transposed = plgpu.Layout.TCGEN05_TRANSPOSED
 
+    def pieces(self, codec: Codec, tokens: int, groups: int) -> int:
+        # A thread holds the scales of all columns of a piece beside its sums and the totals.
+        return 2 if codec.x_scaled and tokens > 32 else 1
+
     def scratch(self, codec: Codec, parts: int, tokens: int) -> dict[str, Any]:
         scratch = dict(
             sums_tmem=plgpu.TMEM((self.rows, parts * tokens), jnp.float32),
@@ -69,14 +74,45 @@ class Tcgen05(Mma):
             self._multiply_unpacked(accs_tmem, load, pieces, x_smem, pieces_tmem, done_barrier)
         else:
             self._multiply_stored(accs_tmem, tiles_smem, x_smem, done_barrier)
+        if codec.x_scaled:
+            sums = self._add_scaled(codec, totals_reg, factors, sums_tmem, operands.x_scale_smem)
+            refill()
+            return sums
         # Refill before the sums are loaded: otherwise the sums stay live in registers beside the totals.
         refill()
         return scaled_sums(codec, totals_reg, factors, self._load_sums(accs_tmem))
 
+    def _add_scaled(
+        self,
+        codec: Codec,
+        totals_reg: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        sums_tmem: Any,
+        scale_smem: Any,
+    ) -> list[jax.Array]:
+        """Adds sums whose columns each have a scale, in scale_smem float32 [tokens], to the totals."""
+        pieces = len(totals_reg) // len(factors)
+        size = scale_smem.shape[0] // pieces
+        sums = []
+        for i, total in enumerate(totals_reg):
+            product = plgpu.async_load_tmem(sums_tmem.at[:, _span(i, size)], layout=self.layout)
+            plgpu.wait_load_tmem()
+            scale_reg = plgpu.load(
+                scale_smem.at[_span(i % pieces, size)],
+                layout=self.layout.reduce(0),
+                optimized=False,
+            )
+            if codec.block_scaled:
+                scale_reg = scale_reg * factors[i // pieces]
+            total = total + product * lax.broadcast_in_dim(scale_reg, product.shape, (1,))
+            # Otherwise the compiler loads all sums and scales before the first addition.
+            sums.append(lax.optimization_barrier(total))
+        return sums
+
     def _multiply_stored(
         self, accs_tmem: Sequence[Any], tiles_smem: Sequence[Any], x_smem: Any, done_barrier: Any
     ) -> None:
-        """Multiplies bfloat16 tiles [rows, step] in shared memory, one MMA per tile, and waits for them."""
+        """Multiplies stored tiles [rows, step] in shared memory, one MMA per tile, and waits for them."""
         for i, (tile_smem, acc) in enumerate(zip(tiles_smem, accs_tmem, strict=True)):
             plgpu.tcgen05_mma(acc, tile_smem, x_smem.T, done_barrier.at[i], accumulate=False)
         for i in range(len(tiles_smem)):

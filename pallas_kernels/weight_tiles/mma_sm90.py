@@ -42,6 +42,8 @@ class Wgmma(Mma):
         refill: Callable[[], None],
         interpret: Any,
     ) -> list[jax.Array]:
+        if codec.x_scaled:
+            return self._add_scaled(codec, totals_reg, factors, operands, refill, interpret)
         tiles_smem, x_smem = operands.tiles_smem, operands.x_smem
         pieces = len(totals_reg) // len(tiles_smem)
         size = x_smem.shape[0] // pieces
@@ -63,17 +65,51 @@ class Wgmma(Mma):
         refill()
         return sums
 
+    def _add_scaled(
+        self,
+        codec: Codec,
+        totals_reg: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        operands: Operands,
+        refill: Callable[[], None],
+        interpret: Any,
+    ) -> list[jax.Array]:
+        """`add_products` of stored tiles whose x has one scale per row."""
+        tiles_smem, x_smem = operands.tiles_smem, operands.x_smem
+        pieces = len(totals_reg) // len(tiles_smem)
+        size = x_smem.shape[0] // pieces
+        sums = list(totals_reg)
+        # Products of more tokens at once leave no registers for the totals beside them.
+        at_once = len(tiles_smem) if size <= 32 else 1
+        for piece in range(pieces):
+            part = slice(piece * size, (piece + 1) * size)
+            x_part_smem, scale_smem = x_smem, operands.x_scale_smem
+            if pieces > 1:
+                x_part_smem, scale_smem = x_smem.at[part], scale_smem.at[part]
+            scale_reg = plgpu.load(scale_smem, layout=self.layout.reduce(0), optimized=False)
+            for first in range(0, len(tiles_smem), at_once):
+                tiles = range(first, first + at_once)
+                some_smem = [tiles_smem[i] for i in tiles]
+                products = self._products(codec, some_smem, None, x_part_smem, interpret)
+                for i, product in zip(tiles, products, strict=True):
+                    column_reg = scale_reg * factors[i] if codec.block_scaled else scale_reg
+                    factor = lax.broadcast_in_dim(column_reg, product.shape, (1,))
+                    total = totals_reg[i * pieces + piece] + product * factor
+                    sums[i * pieces + piece] = lax.optimization_barrier(total)
+        refill()
+        return sums
+
     def _products(
         self,
         codec: Codec,
         tiles_smem: Sequence[Any],
-        load: Callable[[int], Callable],
+        load: Callable[[int], Callable] | None,
         x_smem: Any,
         interpret: Any,
     ) -> list[jax.Array]:
         """Each tile times x_smem [tokens, step]: float32 [rows, tokens] in registers.
 
-        `load(i)` is the unpacker of tile i.
+        `load(i)` is the unpacker of tile i; None if the tiles are stored.
         """
         parts = codec.step // self.part
         if interpret is not None and codec.unpacked:
@@ -91,7 +127,7 @@ class Wgmma(Mma):
         return pl.run_scoped(multiply, *accs)
 
     def _multiply_stored(self, accs: Sequence[Any], tiles_smem: Sequence[Any], x_smem: Any) -> None:
-        """Issues the wgmmas of bfloat16 tiles [rows, step] in shared memory, one per tile."""
+        """Issues the wgmmas of stored tiles [rows, step], one per tile."""
         for tile_smem, acc in zip(tiles_smem, accs, strict=True):
             plgpu.wgmma(acc, tile_smem, x_smem.T)
 

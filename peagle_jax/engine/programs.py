@@ -49,6 +49,7 @@ from peagle_jax.plan import (
     greedy_only,
     mask_words,
 )
+from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
 
@@ -91,6 +92,7 @@ class Programs:
         self.round_keys: tuple[Key, ...] = (*self.shapes[:first], *greedy, *self.shapes[first:])
         """All rounds, in the order in which they compile."""
         devices = devices or Devices()
+        target = with_activations(target, config)
         weights, structure = jax.tree.flatten((target, drafter))
         self._devices, self._weights = devices, devices.take_weights(weights)
         self.stored_times = StoredTimes(self._weights, structure, config)

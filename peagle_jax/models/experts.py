@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.activations import Activations
 from pallas_kernels.block_gemm.api import add_in_order
-from pallas_kernels.moe.api import ExpertWeights, mixture
+from pallas_kernels.moe.api import ExpertForm, ExpertWeights, mixture
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, GatedMLP, Linear
 from peagle_jax.parallel import partition
@@ -19,6 +20,8 @@ from peagle_jax.parallel import partition
 
 class ExpertLinear(nnx.Module):
     """Weights [E, ..., out, in] of one projection of all experts; quantised weights have a `scale`."""
+
+    activations: Activations = "bf16"
 
     def __init__(
         self, outputs: tuple[int, ...], inputs: int, *, bias: bool, std: float, dtype, rngs
@@ -57,7 +60,7 @@ class MoE(nnx.Module):
             router_bias=None if bias is None else bias[...],
             top_k=experts.top_k,
             normalize=experts.normalize,
-            limit=self.config.swiglu_limit,
+            form=ExpertForm(self.config.swiglu_limit, self.gate_up.activations),
             first=None
             if partition.size() == 1
             else partition.rank() * self.gate_up.weight.shape[0],

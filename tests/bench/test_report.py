@@ -12,7 +12,7 @@ from peagle_jax.config import ConfigError
 
 def row(kind: str, method: str, k: int, **changes) -> dict:
     base = {
-        "kind": kind, "device": "Chip", "model": "m", "dtype": "float32", "weights": "float32", "kv_cache_dtype": "auto",
+        "kind": kind, "device": "Chip", "model": "m", "dtype": "float32", "weights": "float32", "kv_cache_dtype": "auto", "activations": "bf16",
         "temperature": 0.0,
         "set": "HumanEval", "method": method, "num_speculative_tokens": k, "concurrency": 1,
         "prompts": 4, "max_tokens": 64, "tokens_per_second": 100.0, "ms_per_round": 2.5,

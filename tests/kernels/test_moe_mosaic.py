@@ -11,7 +11,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.device import Device
 from pallas_kernels.formats import BLOCK, dequantize
 from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route, reference
-from pallas_kernels.moe.api import CHIPS, ExpertWeights, Mixture, mixture, moe, route
+from pallas_kernels.moe.api import CHIPS, ExpertForm, ExpertWeights, Mixture, mixture, moe, route
 from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.worklist import make_worklist, most_items
 
@@ -329,7 +329,7 @@ def test_an_expert_without_rows_is_not_read(shared):
 @pytest.mark.parametrize(
     ("R", "form", "options"),
     [
-        (5, "bf16", dict(router_bias=bias_of(16), limit=LIMIT)),
+        (5, "bf16", dict(router_bias=bias_of(16), form=ExpertForm(LIMIT))),
         (12, "fp8", dict(normalize=False)),
         (21, "bf16", dict(router_bias=bias_of(16), normalize=False)),
         (70, "fp8", dict()),
@@ -337,7 +337,7 @@ def test_an_expert_without_rows_is_not_read(shared):
 )
 @both_chips
 def test_a_mixture_is_the_reference(R, form, options):
-    weights = experts(form, E=16, F=64, bias="limit" in options)
+    weights = experts(form, E=16, F=64, bias="form" in options)
     x, logits = rows(R), logits_of(R, 16)
     wanted = mix(x, logits, weights, "reference", **options)
     found = mix(x, logits, weights, **options)

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.specs import random_leaf, weight_of
 from pallas_kernels.device import V6E
-from pallas_kernels.moe.api import ExpertWeights, mixture, moe
+from pallas_kernels.moe.api import ExpertForm, ExpertWeights, mixture, moe
 
 E, F, D, TOP_K = (
     4,
@@ -56,7 +56,7 @@ def run(x, logits, weights, implementation, **options) -> np.ndarray:
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_are_those_of_the_reference(form, R):
     x, logits = rows(R)
-    options = dict(limit=7.0) if form == "mxfp4" else {}
+    options = dict(form=ExpertForm(limit=7.0)) if form == "mxfp4" else {}
     weights = experts(form, bias=form in ("bf16", "mxfp4"))
     wanted = run(x, logits, weights, "reference", **options)
     found = run(x, logits, weights, "mosaic_tpu", **options)

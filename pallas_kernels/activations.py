@@ -1,0 +1,64 @@
+"""Quantised activations: e4m3 with one scale for each row and group of 128 columns.
+
+The scheme is that of FP8 checkpoints with dynamic activations: the scale of a group is its largest magnitude
+divided by 448, the largest e4m3 number, so nothing overflows. A row's numbers depend on the row alone.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats import BLOCK
+
+Activations = Literal["bf16", "fp8"]
+"""How products with fp8 weights read their activations: as they are, or quantised."""
+LARGEST = 448.0
+
+
+class Quantized(NamedTuple):
+    """Rows [..., K] in e4m3.
+
+    Attributes:
+      values: float8_e4m3fn [R, K].
+      scale: float32 [ceil(K / 128), R'], which multiplies the values of a group; R' is R rounded up to a
+        multiple of 8, because TMA copies 16 bytes or more. Entries past R are unspecified.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def quantize(x: jax.Array) -> Quantized:
+    """Quantises rows x [R, K]; a group of zeros has scale 1."""
+    R, K = x.shape
+    groups = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -K % BLOCK))).reshape(R, -1, BLOCK)
+    largest = jnp.abs(groups).max(-1)
+    # A subnormal scale would be flushed to 0.
+    smallest = jnp.finfo(jnp.float32).tiny
+    scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest * (1 / LARGEST), smallest))
+    values = (groups / scale[..., None]).astype(jnp.float8_e4m3fn).reshape(R, -1)[:, :K]
+    return Quantized(values, jnp.pad(scale, ((0, -R % 8), (0, 0)), constant_values=1.0).T)
+
+
+def dequantize(x: Quantized) -> jax.Array:
+    """The rows as float32 [R, K]."""
+    R, K = x.values.shape
+    scale = jnp.repeat(x.scale.T[:R], BLOCK, axis=1)[:, :K]
+    return x.values.astype(jnp.float32) * scale
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """x [..., K] as its quantised rows represent it, float32."""
+    return dequantize(quantize(x.reshape(-1, x.shape[-1]))).reshape(x.shape)
+
+
+def are_quantized(activations: Activations, values: jax.Array) -> bool:
+    """Whether products with a weight of these values quantise their activations.
+
+    Raises:
+      ValueError: there are no such activations.
+    """
+    if activations not in get_args(Activations):
+        raise ValueError(f"{activations=} must be one of {get_args(Activations)}")
+    return activations == "fp8" and values.dtype == jnp.float8_e4m3fn

@@ -1,0 +1,156 @@
+"""Products with quantised activations: their law, the kernels that compute it, and rows that stay themselves."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import activations, formats
+from pallas_kernels.activations import are_quantized, quantize, rounded
+from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
+from pallas_kernels.moe.api import ExpertWeights, moe
+
+race_free = pytest.mark.usefixtures("race_free")
+both_chips = pytest.mark.usefixtures("chip")
+E4M3 = jnp.float8_e4m3fn
+
+
+def rows_of(R: int, K: int, seed: int = 0) -> jax.Array:
+    """bfloat16 [R, K] whose rows and groups differ in size by orders of magnitude."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    size = jnp.exp(2 * jax.random.normal(keys[1], (R, 1)) + jnp.repeat(
+        2 * jax.random.normal(keys[2], (R, -(-K // 128))), 128, axis=1)[:, :K])  # fmt: skip
+    return (size * jax.random.normal(keys[0], (R, K))).astype(jnp.bfloat16)
+
+
+def weight_of(*shape: int, per_row: bool = False, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Values and scale of an fp8 weight."""
+    *leading, N, K = shape
+    keys = jax.random.split(jax.random.key(seed), 2)
+    scales = (N, 1) if per_row else (-(-N // 128), -(-K // 128))
+    scale = jnp.exp(jax.random.normal(keys[1], (*leading, *scales))) / 32
+    return jax.random.normal(keys[0], shape).astype(E4M3), scale
+
+
+def test_a_group_is_divided_by_its_scale_and_rounded_to_e4m3():
+    x = rows_of(5, 320).at[2, 128:256].set(0)
+    found = quantize(x)
+    assert found.values.dtype == E4M3
+    assert found.values.shape == (5, 320)
+    assert found.scale.shape == (3, 8)
+    wide = np.pad(np.asarray(x, np.float32), ((0, 0), (0, 64))).reshape(5, 3, 128)
+    largest = np.abs(wide).max(-1)
+    scale = np.where(largest == 0, np.float32(1), largest * np.float32(1 / 448))
+    np.testing.assert_array_equal(found.scale.T[:5], scale)
+    values = (wide / scale[..., None]).astype(ml_dtypes.float8_e4m3fn).reshape(5, -1)[:, :320]
+    np.testing.assert_array_equal(np.asarray(found.values), values)
+    far = np.abs(np.asarray(rounded(x)) - np.asarray(x, np.float32)).reshape(5, -1, 64).max(-1)
+    assert (far <= np.repeat(largest, 2, axis=1)[:, :5] * 2.0**-4).all()
+
+
+def test_a_row_is_quantised_by_itself():
+    x = rows_of(9, 256)
+    alone = quantize(x[4:5])
+    together = quantize(x)
+    np.testing.assert_array_equal(np.asarray(together.values)[4:5], np.asarray(alone.values))
+    np.testing.assert_array_equal(together.scale[:, 4], alone.scale[:, 0])
+
+
+@pytest.mark.parametrize(("mode", "dtype", "wanted"), [
+    ("bf16", E4M3, False), ("fp8", E4M3, True), ("fp8", jnp.bfloat16, False), ("fp8", jnp.uint8, False),
+])  # fmt: skip
+def test_only_fp8_weights_take_quantised_rows(mode, dtype, wanted):
+    assert are_quantized(mode, jax.ShapeDtypeStruct((8, 8), dtype)) is wanted
+
+
+def test_other_names_of_activations_are_refused():
+    values, scale = weight_of(64, 128)
+    with pytest.raises(ValueError, match=r"activations='int8' must be one of \('bf16', 'fp8'\)"):
+        linear(rows_of(1, 128), values, scale=scale, activations="int8")
+
+
+def exact(x: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The product of quantised rows in float64, and the sums of its terms' magnitudes."""
+    weight = np.asarray(formats.dequantize(values, scale, jnp.float32), np.float64)
+    x = np.asarray(rounded(x), np.float64)
+    return x @ weight.T, np.abs(x) @ np.abs(weight).T
+
+
+@both_chips
+@race_free
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("R", "N", "K", "per_row"),
+    [(3, 192, 384, False), (21, 320, 448, False), (70, 192, 384, True), (130, 128, 256, False)],
+)
+def test_a_product_of_quantised_rows_is_the_definition(R, N, K, per_row):
+    x, (values, scale) = rows_of(R, K), weight_of(N, K, per_row=per_row)
+    options = dict(scale=scale, activations="fp8", out_dtype=jnp.float32)
+    wanted, size = exact(x, values, scale)
+    found = linear(x, values, implementation="mosaic_gpu", **options)
+    assert (np.abs(found - wanted) <= 1e-6 * size).all()
+    reference = linear(x, values, implementation="reference", **options)
+    assert (np.abs(reference - wanted) <= 1e-5 * size).all()
+    options["activations"] = "bf16"
+    plain = linear(x, values, implementation="reference", **options)
+    assert (np.abs(plain - wanted) > 1e-3 * size).any()
+
+
+@both_chips
+@race_free
+def test_a_quantised_row_does_not_depend_on_its_company():
+    """Sums are exact here: the interpreter may add in another order for another number of rows."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    whole = lambda key, shape, most: jax.random.randint(key, shape, -most, most + 1)
+    x = whole(keys[0], (70, 384), 7).at[:, ::128].set(7)  # the scale of a group is a power of two
+    x = (x * 2.0 ** jnp.repeat(whole(keys[1], (70, 3), 2), 128, axis=1)).astype(jnp.bfloat16)
+    values = whole(keys[2], (320, 384), 4).astype(E4M3)
+    scale = 2.0 ** whole(keys[3], (3, 3), 2)
+    made = lambda x: partial_products(
+        x, values, scale=scale, activations="fp8", implementation="mosaic_gpu"
+    )
+    many, one = made(x), made(x[66:67])
+    np.testing.assert_array_equal(add_in_order(many)[66:67], add_in_order(one))
+
+
+E, TOP_K, D, F = 4, 2, 128, 128
+
+
+def experts_of(R: int):
+    x = rows_of(R, D)
+    keys = jax.random.split(jax.random.key(R), 2)
+    ids = jnp.argsort(jax.random.normal(keys[0], (R, E)), axis=1)[:, :TOP_K].astype(jnp.int32)
+    weights = jax.nn.softmax(jax.random.normal(keys[1], (R, TOP_K)))
+    gate_up = ExpertWeights(*weight_of(E, 2, F, D))
+    return x, ids, weights, gate_up, ExpertWeights(*weight_of(E, D, F, seed=1))
+
+
+@both_chips
+@race_free
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("R", [3, 20])
+def test_experts_of_quantised_rows_are_the_definition(R):
+    args = experts_of(R)
+    wanted = moe(*args, activations="fp8", implementation="reference").astype(jnp.float32)
+    found = moe(*args, activations="fp8", implementation="mosaic_gpu").astype(jnp.float32)
+    # Rounding `inner` to bfloat16 and then to e4m3 may go the other way after another order of sums.
+    size = jnp.abs(wanted).max(1, keepdims=True)
+    assert (jnp.abs(found - wanted) <= 2**-5 * size).all()
+    assert float(jnp.abs(found - wanted).mean()) <= 2**-9 * float(jnp.abs(wanted).mean())
+    plain = moe(*args, implementation="reference").astype(jnp.float32)
+    assert float(jnp.abs(plain - wanted).mean()) >= 2**-8 * float(jnp.abs(wanted).mean())
+
+
+@both_chips
+@race_free
+def test_experts_of_a_quantised_row_do_not_depend_on_its_company():
+    x, ids, weights, *leaves = experts_of(20)
+    run = lambda rows: np.asarray(moe(
+        x[rows], ids[rows], weights[rows], *leaves, activations="fp8", implementation="mosaic_gpu"
+    ))  # fmt: skip
+    np.testing.assert_array_equal(run(slice(None))[17:18], run(slice(17, 18)))
+
+
+def test_the_largest_number_is_that_of_the_format():
+    assert float(jnp.finfo(E4M3).max) == activations.LARGEST
