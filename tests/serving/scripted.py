@@ -73,10 +73,8 @@ class Script:
             is_last = len(self.replies) == 1
             self._of_request[request] = self.replies[0] if is_last else self.replies.pop(0)
         start = len(request.output)
-        tokens = tokens.copy()
-        reply = self._of_request[request][start : start + count]
-        tokens[row, : len(reply)] = reply
-        return self._original(request, row, tokens, count, logprobs)
+        reply = list(self._of_request[request][start : start + count])
+        return self._original(request, row, [*reply, *tokens[len(reply) :]], count, logprobs)
 
 
 def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:

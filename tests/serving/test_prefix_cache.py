@@ -238,7 +238,7 @@ def test_a_flush_of_an_engine_that_dies_or_does_not_serve_is_unavailable(make_en
     server = LiveServer(make_engine())
     entered, leave = threading.Event(), threading.Event()
 
-    def die():
+    def die(*_, **options):
         entered.set()
         leave.wait(LIMIT)
         raise RuntimeError("the device is gone")
