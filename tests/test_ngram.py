@@ -128,7 +128,7 @@ def test_a_request_may_ask_for_fewer_drafts(target, plain):
     assert run(engine, params) == plain
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["sample", "block", "argmax"])
 def test_sampled_output_has_the_targets_law(drafts, num_cases):
     """Joint law of three tokens after a prompt that repeats itself, vocabulary 4, against exact probabilities.

@@ -125,6 +125,7 @@ def test_sampled_output_has_the_targets_law_under_any_sequence_of_rows(
     assert engine.policy.num_changes > 20
 
 
+@pytest.mark.slow
 def test_rows_follow_the_times(every_round_decides):
     times = GivenTimes({0: 1.0, 2: 1.0, 7: 1.0})
     engine = make_engine("llama", "oracle", times)

@@ -77,7 +77,7 @@ def test_drafts_after_rounds_of_any_k_equal_those_of_a_fresh_run(rig, prefilled)
         np.testing.assert_allclose(state.draft_probs[:B, :K], fresh.draft_probs[:B, :K], atol=2e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pending", [0, 1, 2])
 def test_stale_drafts_are_not_verified(greedy_rig, pending):
     """All drafts in the state are right, but only the first `pending` come from the call before."""

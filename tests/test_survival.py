@@ -232,6 +232,7 @@ def test_a_token_has_the_targets_law_whichever_drafts_are_verified(
     assert law.p_value(survival_of, int(share * law.size), count) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_selection_that_looks_at_the_drawn_drafts_changes_the_law():
     """So the test above can fail: the same round, with q_j(d_j) in place of max_v q_j(v)."""
     law = law_of("peagle", "sample")

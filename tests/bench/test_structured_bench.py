@@ -34,6 +34,7 @@ def test_forced_tokens_are_drafted_in_their_mode_only(engine):
     assert measured["free"]["complete"] == 0
 
 
+@pytest.mark.slow
 def test_masks_are_timed_along_the_texts(engine):
     row = structured._masks(engine, 2, 3)
     assert row["vocab_size"] == 128

@@ -211,6 +211,7 @@ def test_compare_shows_three_methods_and_finds_no_difference(generate, folders, 
     assert "3 outputs are those of plain decoding (float32)" in out
 
 
+@pytest.mark.slow
 def test_compare_leaves_out_a_method_without_a_head(generate, folders):
     code, out, _ = generate("--compare", PROMPT, "xs", *folders.options(), *COMPARED, "--json")
     assert code == 0

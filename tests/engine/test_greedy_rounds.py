@@ -60,6 +60,7 @@ def test_a_greedy_round_has_no_branch():
         assert "conditional(" not in engine.programs._compiled[GreedyRound(shape)].as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", NEEDS_BRANCH)
 def test_the_text_of_a_greedy_request_does_not_depend_on_the_program(other):
     params = [GREEDY, NEEDS_BRANCH[other], GREEDY, GREEDY]
