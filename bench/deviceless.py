@@ -6,7 +6,8 @@ that chip; results are checked by the tests in interpret mode.
 
 An operation is included through its `specs.py`:
 
-- `SPECS`: name -> spec, the shapes that models use. A spec may have `max_registers` (default 255).
+- `SPECS`: name -> spec, the shapes that models use. A spec may have `max_registers` (default 255), and
+  `chips` if not all of `CHIPS` have its kernel.
 - `build(spec)`: a function to jit that requires the kernel, and a tuple of its argument shapes.
 - `CHIPS`: generations (`pallas_kernels.device.Device.sm`) with a kernel.
 - `MMA`: capability -> the matrix instruction that a kernel must contain, such as "wgmma"; may be empty.
@@ -135,6 +136,13 @@ def compile_on(mesh, function, *args, **options):
     return jax.jit(function, **options).lower(*jax.tree.map(put, args)).compile()
 
 
+def specs_on(op: str, chip: str) -> dict[str, Any]:
+    """Specs of an operation whose kernel exists for a chip."""
+    module, sm = specs_of(op), CHIPS[chip].sm
+    has_kernel = lambda spec: sm in getattr(spec, "chips", module.CHIPS)
+    return {name: spec for name, spec in module.SPECS.items() if has_kernel(spec)}
+
+
 def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
     """At most `most` of the specs, spread evenly over their order from first to last; all if None.
 
@@ -153,9 +161,7 @@ def compile_op(op: str, chip: str, mesh, dump: Path, most: int | None = None) ->
     Nothing if it has no kernel for the chip.
     """
     specs, device = specs_of(op), CHIPS[chip]
-    if device.sm not in specs.CHIPS:
-        return
-    for name, spec in spread(specs.SPECS, most).items():
+    for name, spec in spread(specs_on(op, chip), most).items():
         before, start = set(dump.iterdir()), time.perf_counter()
         common = dict(op=op, spec=name, chip=chip)
         try:

@@ -37,7 +37,7 @@ WORDS: dict[Check, str] = {
 }
 ON_REQUEST = "GPU kernel on request"
 PARTS = (
-    "products", "experts", "attention", "norms and cache writes", "whole round", ON_REQUEST,
+    "products", "experts", "attention", "norms, routing, cache writes", "whole round", ON_REQUEST,
 )  # fmt: skip
 ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "tests" / "portability.toml"
@@ -98,7 +98,7 @@ KERNELS: dict[str, dict[str, str]] = {
     "products": {"cuda": "sm_90, sm_100"},
     "experts": {"cuda": "sm_90, sm_100", "tpu": "mosaic_tpu"},
     "attention": {"cuda": "sm_90, sm_100"},
-    "norms and cache writes": {"cuda": "sm_90, sm_100, sm_120"},
+    "norms, routing, cache writes": {"cuda": "sm_90, sm_100, sm_120"},
 }
 """Part -> platform -> its kernels; references everywhere else."""
 

@@ -13,7 +13,9 @@ from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
 
 CHIPS = (90, 100)
-"""Generations (`Device.sm`) with kernels."""
+"""Generations (`Device.sm`) with kernels for experts."""
+ROUTE_CHIPS = (90, 100, 120)
+"""Generations with a kernel for routing."""
 
 
 def route(
@@ -48,7 +50,7 @@ def route(
     refusal = None
     if implementation is None and E % 32:  # the interpreter takes any number
         refusal = f"the number of experts must be a multiple of 32, not {E}"
-    launch = dispatch.resolve("moe.route", implementation, chips=CHIPS, refusal=refusal)
+    launch = dispatch.resolve("moe.route", implementation, chips=ROUTE_CHIPS, refusal=refusal)
     if launch is None:
         return reference.route(logits, top_k, normalize)
     from pallas_kernels.moe import mosaic_route  # a slow import that CPU use does not need
@@ -168,7 +170,8 @@ def mixture(
     if launch is None or launch.device.platform == "tpu":
         if router_bias is not None:
             logits = logits + router_bias.astype(jnp.float32)
-        weights, ids = route(logits, top_k, normalize=normalize, implementation="reference")
+        how = implementation if launch is None else "reference"  # a TPU has no kernel for it
+        weights, ids = route(logits, top_k, normalize=normalize, implementation=how)
         if first is not None:
             local = ids - first
             is_own = (local >= 0) & (local < gate_up.values.shape[0])
