@@ -28,6 +28,8 @@ from peagle_jax.sampling import probabilities, sample_rows
 
 CANDIDATES = 16
 """C, tokens of a position among which the selector chooses."""
+_FEW = 32_768
+"""Most values that `lax.top_k` takes."""
 _DIRECT = 512
 """Most values whose ranks are counted pair by pair."""
 
@@ -77,17 +79,23 @@ def top(values: jax.Array, count: int) -> jax.Array:
     which hold the largest values.
     """
     values = jnp.where(values == values, values, -jnp.inf)
+    # XLA compiles ranks of few thousand values for minutes, and sorts these fast enough.
+    return jax.lax.top_k(values, count)[1] if values.shape[-1] <= _FEW else _in_tiles(values, count)
+
+
+def _in_tiles(values: jax.Array, count: int) -> jax.Array:
+    """`top` of many values without NaN."""
     V = values.shape[-1]
     if V <= _DIRECT:
         return _ranked(values, count)
     width = max(count, 1 << math.ceil(math.log2(V / _DIRECT)))
     pad = [(0, 0)] * (values.ndim - 1) + [(0, -V % width)]
     tiles = jnp.pad(values, pad, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, width)
-    best = top(tiles.max(-1), count)
+    best = _in_tiles(tiles.max(-1), count)
     inner = jnp.take_along_axis(tiles, best[..., None], axis=-2)
     at = best[..., None] * width + jnp.arange(width)
     flat = lambda x: x.reshape(*x.shape[:-2], count * width)
-    chosen = jnp.take_along_axis(flat(at), top(flat(inner), count), axis=-1)
+    chosen = jnp.take_along_axis(flat(at), _in_tiles(flat(inner), count), axis=-1)
     return jnp.minimum(chosen, V - 1)  # padding is chosen only where all values are -inf
 
 
