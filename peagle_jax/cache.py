@@ -28,7 +28,8 @@ class PageCache(NamedTuple):
 
 
 class RingCache(NamedTuple):
-    """K and V of a sliding-window layer, each [S, R, Z, K, H]: a ring of R pages for each of S slots."""
+    """K and V of a sliding-window layer, each [S+N, R, Z, K, H]: a ring of R pages for each of S slots, and N
+    saved rings."""
 
     k: jax.Array
     v: jax.Array
@@ -38,7 +39,10 @@ LayerCache = PageCache | RingCache
 
 
 def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[LayerCache]:
-    """Zeroed caches for all layers, with `max_num_seqs` slots and the dummy slot, of all devices together."""
+    """Zeroed caches for all layers, of all devices together.
+
+    They have rows for `max_num_seqs` slots, the dummy slot and the saved rings.
+    """
 
     def zeros(layer: AttentionConfig) -> LayerCache:
         layer = stored_attention(layer, config.tensor_parallel)
@@ -47,10 +51,15 @@ def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[
             kind, shape = PageCache, (config.total_pages, *tail)
         else:
             ring = config.ring_pages(layer.window)
-            kind, shape = RingCache, (config.max_num_seqs + 1, ring, *tail)
+            kind, shape = RingCache, (config.ring_rows, ring, *tail)
         return kind(jnp.zeros(shape, config.cache_dtype), jnp.zeros(shape, config.cache_dtype))
 
     return [zeros(layer) for layer in layers]
+
+
+def copy_rings(rings: list[RingCache], source: jax.Array, target: jax.Array) -> list[RingCache]:
+    """Copies the rings of row `source`, [] int32, to row `target` in all layers."""
+    return jax.tree.map(lambda x: x.at[target].set(x[source]), rings)
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,8 @@ class EngineConfig:
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
       verify_method: how sampled drafts are accepted, "token" by token or in a "block" (`verify.verify_block`).
       selector: let the head's selector choose the drafts, if the head has one.
+      saved_rings: most beginnings whose sliding windows are kept for other requests, with `prefix_caching`;
+        None: 64, or as many as 256 MiB hold (`memory.fit_rings`).
       prefix_caching: keep the pages of earlier prompts and outputs, and prefill only what follows them.
       max_logprobs: maximum number of alternatives per token for requests with logprobs.
       prompt_logprobs: compile a second prefill program, for requests with `prompt_logprobs`.
@@ -305,6 +307,7 @@ class EngineConfig:
     verify_method: Literal["token", "block"] = "token"
     selector: bool = True
     prefix_caching: bool = True
+    saved_rings: int | None = None
     max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
     prompt_logprobs: bool = False
     tensor_parallel: int = 1
@@ -327,8 +330,8 @@ class EngineConfig:
             )
         object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
         check_drafts(self)
-        if self.max_logprobs < 0:
-            raise ConfigError(f"{self.max_logprobs=} must not be negative")
+        if min(self.max_logprobs, self.saved_rings or 0) < 0:
+            raise ConfigError(f"{self.max_logprobs=}, {self.saved_rings=} must not be negative")
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
             raise ConfigError(
                 f"{self.num_pages=} cannot hold one request of {self.max_model_len=}: it needs "
@@ -380,6 +383,11 @@ class EngineConfig:
         """
         rows = self.prefill_chunk + self.lookahead
         return -(-(min(window, self.max_model_len) + rows) // self.page_size)
+
+    @property
+    def ring_rows(self) -> int:
+        """Rows of the rings: the slots, the dummy slot, and the saved rings."""
+        return self.max_num_seqs + 1 + (self.saved_rings or 0)
 
     @property
     def total_pages(self) -> int:

@@ -213,6 +213,11 @@ class _EngineCollector(Collector):
         yield self._gauge(
             "peagle:prefix_cache_idle_pages", "KV pages kept for later prompts.", load.pages_idle
         )
+        yield self._counter(
+            "peagle:prefix_cache_restored_rings",
+            "Prompts that went on from saved sliding windows.",
+            load.rings_restored,
+        )
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds with drafts.", counts.rounds)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", counts.drafted)
         yield self._counter(

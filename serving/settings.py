@@ -165,6 +165,12 @@ class Settings(BaseSettings):
     prefix_caching: bool = _option(
         True, "prefill a prompt only from where it differs from earlier texts (default: on)"
     )
+    saved_rings: Int | None = _option(
+        None,
+        "beginnings of texts whose sliding windows are kept for other requests (default: 64, or as many as "
+        "256 MiB hold)",
+        metavar="N",
+    )
     prompt_logprobs: bool = _option(
         False, "compile what prompt_logprobs of requests, and echo with logprobs, need"
     )
@@ -376,6 +382,7 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,
         prefix_caching=settings.prefix_caching,
+        saved_rings=settings.saved_rings,
         prompt_logprobs=settings.prompt_logprobs,
         prefill_chunk=settings.prefill_chunk,
         prefill_rows=settings.prefill_rows,

@@ -86,6 +86,8 @@ class Load:
     """Prompt tokens looked up in the prefix cache so far."""
     prefix_found: int = 0
     """Prompt tokens found there."""
+    rings_restored: int = 0
+    """How often a prompt went on from saved rings, see `EngineConfig.saved_rings`."""
     num_preemptions: int = 0
     num_not_finite: int = 0
     """Requests that ended because their logits were not finite."""
@@ -345,6 +347,7 @@ class EngineWorker:
             pages_idle=scheduler.pool.num_idle,
             prefix_queried=scheduler.prefixes.num_queried - self._prefix_before[0],
             prefix_found=scheduler.prefixes.num_found - self._prefix_before[1],
+            rings_restored=scheduler.prefixes.saved_rings.num_restored,
             num_preemptions=scheduler.num_preemptions,
             num_not_finite=scheduler.num_not_finite,
             rounds=self._rounds,

@@ -9,7 +9,7 @@ import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.grammar import Matcher, masks_of
-from peagle_jax.engine.request import Request
+from peagle_jax.engine.request import Request, RingCopy
 from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, RequestParams
 
 
@@ -23,6 +23,8 @@ class PrefillCall:
     controls: tuple[
         ControlsPlan, ...
     ] = ()  # of newly admitted requests: dispatched before the call
+    restores: tuple[RingCopy, ...] = ()  # of saved rings to slots: dispatched before the call
+    saves: tuple[RingCopy, ...] = ()  # of slots' rings: dispatched after the call
     scores: bool = False  # whether the call scores the tokens of prompts
     mask: np.ndarray | None = None  # [R, 1, mask_words(V)] int32 for constrained rows, see `plan`
 
@@ -32,6 +34,7 @@ class PrefillCall:
         rows: Sequence[Request],
         config: EngineConfig,
         controls: tuple[ControlsPlan, ...] = (),
+        restores: tuple[RingCopy, ...] = (),
     ) -> Self:
         """Plans the next chunk of each request in `rows` (at most R)."""
         R, T = config.prefill_rows, config.prefill_chunk
@@ -53,6 +56,7 @@ class PrefillCall:
             last=tuple(end == r.num_to_prefill for r, end in zip(rows, ends, strict=True)),
             plan=plan,
             controls=controls,
+            restores=restores,
             scores=any(request.wants_prompt_logprobs for request in rows),
             mask=masks_of([(matcher, ()) for matcher in matchers], size=R, height=1),
         )

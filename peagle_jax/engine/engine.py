@@ -20,7 +20,7 @@ from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.completion import Completion, completion_of
 from peagle_jax.engine.grammar import Grammars, Matcher
-from peagle_jax.engine.memory import fit_pages
+from peagle_jax.engine.memory import fit_pages, fit_rings, saved_bytes
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.programs import Key, Programs
 from peagle_jax.engine.prompt_logprobs import store_prompt_logprobs
@@ -89,7 +89,11 @@ class Engine:
             held = sum(leaf.nbytes for leaf in jax.tree.leaves((target, head)))
             config = replace(config, rounds_per_call=rounds_per_call(config, held))
         head_config = None if head is None else head.config
+        config = replace(config, saved_rings=fit_rings(target.config, head_config, config))
         self.config = replace(config, num_pages=fit_pages(target.config, head_config, config))
+        if config.saved_rings:
+            num_bytes = saved_bytes(target.config, head_config, config)
+            _log.info("%d saved rings use %.1f MB", config.saved_rings, num_bytes / 1e6)
         self.tokenizer = tokenizer
         self.target_config = target.config
         self.drafter_config = head_config
@@ -191,7 +195,8 @@ class Engine:
     @property
     def num_programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
-        return 2 + self.config.prompt_logprobs + len(self.programs.round_keys)
+        others = 2 + self.config.prompt_logprobs + bool(self.config.saved_rings)
+        return others + len(self.programs.round_keys)
 
     @property
     def has_work(self) -> bool:
@@ -299,9 +304,13 @@ class Engine:
                 request.start_time = request.start_time or now
             for controls in prefill.controls:
                 self._state = self.programs.control(self._state, controls)
+            for copy in prefill.restores:
+                self._state = self.programs.copy_rings(self._state, *copy)
             self._state, result = self.programs.prefill(
                 self._state, prefill.plan, prefill.mask, prefill.scores
             )
+            for copy in prefill.saves:
+                self._state = self.programs.copy_rings(self._state, *copy)
             dispatched.append((prefill, result))
         previous, self._in_flight = self._in_flight, dispatched
         return [update for call in previous for update in self._commit(*call, on_update)]

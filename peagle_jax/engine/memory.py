@@ -28,6 +28,10 @@ from peagle_jax.prompt_scores import BLOCK
 _SHARE = 0.85  # of free memory goes to KV caches; the rest is for activations and programs
 
 
+_MOST_SAVED, _SAVED_BYTES = 64, 2**28
+"""Default number of saved rings: at most 64, in at most 256 MiB."""
+_SAVED_SHARE = 0.05  # of free memory, at most
+
 _HOLES = {256: 64, 1024: 64, 4096: 64, 2**14: 16, 2**16: 16, 2**18: 8, 2**20: 8}
 """Holes to carve: {size in bytes: count}, 12 MB in all."""
 
@@ -70,9 +74,38 @@ def page_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
 
 def ring_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
     """Bytes of the ring buffers of all sliding-window layers; independent of sequence lengths."""
-    tokens = lambda window: (config.max_num_seqs + 1) * config.ring_pages(window) * config.page_size
+    return config.ring_rows * _slot_ring_bytes(target, drafter, config)
+
+
+def _slot_ring_bytes(
+    target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
+) -> int:
+    """Bytes of the ring buffers of one slot."""
+    tokens = lambda window: config.ring_pages(window) * config.page_size
     layers = (layer for layer in _layers(target, drafter) if layer.window is not None)
     return sum(tokens(layer.window) * _token_bytes(layer, config) for layer in layers)
+
+
+def saved_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
+    """Bytes of the saved rings; part of `ring_bytes`."""
+    return (config.saved_rings or 0) * _slot_ring_bytes(target, drafter, config)
+
+
+def fit_rings(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
+    """Number of saved rings: `saved_rings` of the config, else what `_SAVED_BYTES` hold.
+
+    0 without sliding windows or without a prefix cache.
+    """
+    one = _slot_ring_bytes(target, drafter, config)
+    if one == 0 or not config.prefix_caching:
+        return 0
+    if config.saved_rings is not None:
+        return config.saved_rings
+    number, free = min(_MOST_SAVED, _SAVED_BYTES // one), free_bytes()
+    # Halves, because a shape that changes from start to start would be compiled again.
+    while number and free is not None and number * one > _SAVED_SHARE * free:
+        number //= 2
+    return number
 
 
 def control_bytes(target: TargetConfig, config: EngineConfig) -> int:

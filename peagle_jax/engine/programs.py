@@ -1,5 +1,5 @@
-"""The compiled device programs of an engine: one for prefill, one per `RoundShape` for rounds, and one
-that writes the sampling controls of a request.
+"""The compiled device programs of an engine: one for prefill, one per `RoundShape` for rounds, one that
+writes the sampling controls of a request, and one that copies rings of windowed layers.
 
 Each program is compiled ahead of time for fixed shapes. After `warm_up` no call compiles anything.
 
@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding
 from pallas_kernels import dispatch
 from peagle_jax import adjust, step
 from peagle_jax.adjust import Controls
+from peagle_jax.cache import RingCache, copy_rings
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.engine import layouts
@@ -53,7 +54,7 @@ from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
 
-PREFILL, SCORED_PREFILL, CONTROLS = "prefill", "prefill with scores", "controls"
+PREFILL, SCORED_PREFILL, CONTROLS, RINGS = "prefill", "prefill with scores", "controls", "rings"
 """Keys of the programs besides the rounds. The key of a round's program is its `RoundShape`."""
 
 
@@ -132,6 +133,7 @@ class Programs:
             return adjust.fill(all_controls, unpack(packed, idle_controls(config)))
 
         self._prefill, self._round, self._controls = prefill, speculative_step, controls
+        self._copy_rings = jax.jit(copy_rings, donate_argnums=0)
         self._compiled: dict[Key, Callable] = {}
         self._resident: dict[Key, Resident] = {}
         self._lock = threading.Lock()
@@ -180,6 +182,16 @@ class Programs:
             self._prepare(CONTROLS, state)
         return replace(state, controls=self._compiled[CONTROLS](state.controls, pack(plan)))
 
+    def copy_rings(self, state: step.State, source: int, target: int) -> step.State:
+        """Dispatches the copy of all rings of one row to another; `state` is consumed."""
+        if RINGS not in self._compiled:
+            self._prepare(RINGS, state)
+        copied = self._compiled[RINGS](_rings(state), np.int32(source), np.int32(target))
+        replaced = iter(copied)
+        put = lambda cache: [next(replaced) if isinstance(x, RingCache) else x for x in cache]
+        target_cache = put(state.target_cache)
+        return replace(state, target_cache=target_cache, drafter_cache=put(state.drafter_cache))
+
     def _dispatch(
         self,
         key: Key,
@@ -207,6 +219,9 @@ class Programs:
             self._compile(
                 key, self._controls.lower, state.controls, pack(idle_controls(self._config))
             )
+            return
+        if key == RINGS:
+            self._compile(key, self._copy_rings.lower, _rings(state), np.int32(0), np.int32(0))
             return
         if self._layouts_are_free and key != self.round_keys[0]:
             self._prepare(self.round_keys[0], state)  # it chooses the layouts for all
@@ -298,7 +313,8 @@ class Programs:
         """
         prefills = (PREFILL, *[SCORED_PREFILL] * self._config.prompt_logprobs)
         missing = [key for key in (*prefills, *rounds) if key not in self._resident]
-        missing += [CONTROLS] * (CONTROLS not in self._compiled)
+        others = [CONTROLS, *[RINGS] * bool(self._config.saved_rings)]
+        missing += [key for key in others if key not in self._compiled]
         if self._layouts_are_free:
             self._prepare(self.round_keys[0], state)
         jobs = [partial(self._prepare, key, state) for key in missing]
@@ -342,6 +358,12 @@ def _join(written: step.State, kept: Kept) -> step.State:
 
 def _counts_only(controls: Controls) -> Controls:
     return Controls(**dict.fromkeys(Controls._fields) | {"counts": controls.counts})
+
+
+def _rings(state: step.State) -> list[RingCache]:
+    """The caches of all layers with a sliding window, of the target and then of the drafter."""
+    caches = (*state.target_cache, *state.drafter_cache)
+    return [cache for cache in caches if isinstance(cache, RingCache)]
 
 
 def _compiler_options() -> dict[str, bool]:

@@ -34,6 +34,13 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
+class RingCopy(NamedTuple):
+    """Copies the rings of all windowed layers from one row of the cache to another, see `SavedRings`."""
+
+    source: int
+    target: int
+
+
 class TokenLogprob(NamedTuple):
     """Log-probability of one output token, and the (id, logprob) pairs of the most likely tokens."""
 
@@ -128,6 +135,15 @@ class Request:
     pages: list[int] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)
     """Numbers of its first pages that are in the prefix cache; see `PagePool`."""
+    leader: tuple["Request", int] | None = None
+    """A request whose prefill computes a prefix of this one, and the position up to which it does: this one
+    has a slot, and gets its pages then."""
+    begun: bool = False
+    """Whether a prefill call has had a row of it since the last admission."""
+    save_at: set[int] = field(default_factory=set)
+    """Numbers of its first pages after which its rings are saved, see `slots.SavedRings`."""
+    restore: RingCopy | None = None
+    """The copy of saved rings to its slot, before its first prefill call."""
     written: int = 0
     """No dispatched call wrote this position of the text, or a later one, to the rings of its slot."""
     num_cached: int = 0

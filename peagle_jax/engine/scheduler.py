@@ -10,6 +10,7 @@ calls run in order, so the stale write comes before the first write of the new o
 import bisect
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from peagle_jax.engine.pages import PagePool
 from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
 from peagle_jax.engine.reservation import Reservation
-from peagle_jax.engine.slots import FreeSlots
 from peagle_jax.engine.stats import Acceptance, RoundCounter
 from peagle_jax.plan import SurvivalReport
 
@@ -67,8 +67,8 @@ class Scheduler:
         self.waiting: list[Request] = []  # by rank
         self.active: list[Request] = []  # PREFILL and RUNNING, by rank
         self._numbers = itertools.count()
-        self.free_slots = FreeSlots(config, windows)
-        self.prefixes = PrefixCache(config, self.pool, self.free_slots)
+        self.prefixes = PrefixCache(config, self.pool, windows)
+        self.free_slots = self.prefixes.free_slots
         self.num_preemptions = 0
         self._refused: tuple[Request, int] | None = None
         """The head of the queue that did not fit, and `num_changes` of the pool at that time."""
@@ -96,7 +96,7 @@ class Scheduler:
 
     @property
     def acceptance(self) -> Acceptance:
-        """Counts over all committed rounds with drafts, including those of unfinished requests."""
+        """Counts over all committed rounds with drafts."""
         return self.counts.acceptance
 
     def num_draft_at(self, size: int) -> int:
@@ -237,9 +237,8 @@ class Scheduler:
     def _holds_constrained(self) -> bool:
         """Whether constrained requests wait in this step, because a round of one of them is in flight.
 
-        The masks of a round need the text and the drafts that the calls before it made. So a constrained
-        request has at most one call in flight. All of them go in the same round: each would otherwise have
-        its rounds at its own steps, in smaller batches.
+        Masks need the text and the drafts of the calls before, so a constrained request has at most one call
+        in flight. All go in the same round: each would otherwise have its own steps, in smaller batches.
         """
         return any(r.matcher is not None and r.rounds_in_flight for r in self.active)
 
@@ -254,42 +253,49 @@ class Scheduler:
 
     def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
         size = self.config.prefill_rows
-        begun = rows = self._in_prefill(size)
+        rows = self._in_prefill(size, may_admit)
         while may_admit and self._comes_before(rows[size - 1 :]) and self._admit_next():
-            rows = self._in_prefill(size)  # has all that were admitted: they come in order of rank
+            rows = self._in_prefill(size, may_admit)  # in order of rank
         if not rows:
             return None
-        admitted = [request for request in rows if request not in begun]
-        controls = (controls_of(request, self.config, self.eos_ids) for request in admitted)
-        call = PrefillCall.build(rows, self.config, tuple(filter(None, controls)))
+        new = (request for request in rows if not request.begun)
+        controls = (controls_of(request, self.config, self.eos_ids) for request in new)
+        restores = self.prefixes.restores(self.active)
+        call = PrefillCall.build(rows, self.config, tuple(filter(None, controls)), restores)
+        saves = []
         for row, request in enumerate(rows):
             # Padding rows and drafts are written too.
             request.writes_below(
                 request.num_prefilled + self.config.prefill_chunk + self.config.lookahead
             )
             request.num_prefilled += int(call.plan.count[row])
+            request.begun = True
             # Not before the call is built: rows of one call cannot read each other's pages.
             self.prefixes.publish(request, request.num_prefilled)
+            saves += self.prefixes.saves(request, int(call.plan.start[row]))
             if call.last[row]:
                 request.state = RequestState.RUNNING
                 request.pending = self.config.most_drafts
                 request.unread_drafts += 1
                 request.prefill_in_flight = call.samples(row)
                 request.in_flight += request.prefill_in_flight
-        return call
+        return replace(call, saves=tuple(saves))
 
-    def _in_prefill(self, size: int) -> list[Request]:
-        """The first requests in prefill."""
-        return [request for request in self.active if request.state is RequestState.PREFILL][:size]
+    def _in_prefill(self, size: int, may_admit: bool) -> list[Request]:
+        """The first requests in prefill that have pages, or get them now."""
+        proceeds = lambda one: (
+            may_admit and self.prefixes.proceed(one, self._pages.num_pages(one.num_tokens))
+        )
+        found = (one for one in self.active if one.state is RequestState.PREFILL)
+        return list(itertools.islice((one for one in found if one.pages or proceeds(one)), size))
 
     def _comes_before(self, rows: list[Request]) -> bool:
-        """Whether the head of the queue comes before the only one of `rows`; always, if there is none."""
+        """Whether the head of the queue comes before the only one of `rows`, if there is one."""
         return bool(self.waiting) and (not rows or self.waiting[0].rank < rows[0].rank)
 
     def _is_ending(self, request: Request) -> bool:
         """Whether the calls in flight end the request even if each yields only one token."""
-        output = len(request.output) + request.in_flight
-        total = request.num_tokens + request.in_flight
+        output, total = (n + request.in_flight for n in (len(request.output), request.num_tokens))
         return output >= request.params.max_tokens or total >= self.config.max_model_len
 
     def _reserve(self, request: Request) -> bool:
@@ -312,34 +318,28 @@ class Scheduler:
 
         Its results in flight stay valid: commit appends them before the request can be readmitted.
         """
+        has_begun = bool(request.pages)  # false while it waits for another request's pages
         self._remove(request)
         request.state = RequestState.WAITING
         request.num_prefilled = 0
-        request.preemptions += 1
-        self.num_preemptions += 1
+        request.preemptions += has_begun
+        self.num_preemptions += has_begun
         _insert(self.waiting, request)
 
     def _admit_next(self) -> bool:
         """Admits the head of the queue if a slot and enough pages are free; no other may pass it."""
-        if not self.waiting or not self.free_slots:
+        if not (self.waiting and self.free_slots):
             return False
         request = self.waiting[0]
         # A preempted request with calls in flight cannot be prefilled: some of its tokens are unknown.
         if request.in_flight or self._refused == (request, self.pool.num_changes):
             return False
-        hit = self.prefixes.find(request)
-        missing = self._pages.num_pages(request.num_tokens) - len(hit.pages)
-        if missing > self.pool.num_free:
-            self.pool.release(hit.pages)
+        if any(not (one.pages or one.leader) for one in self.active):  # they come first
+            return False
+        if not self.prefixes.admit(request, self._pages.num_pages(request.num_tokens), self.active):
             self._refused = request, self.pool.num_changes
             return False
         del self.waiting[0]
-        written = self.free_slots.take(hit.slot)
-        request.written = written if hit.pages else 0
-        request.slot, request.chain = hit.slot, hit.chain
-        request.pages = hit.pages + self.pool.allocate(missing)
-        request.num_prefilled = len(hit.pages) * self.pool.page_size
-        self.prefixes.count(request)
         request.state = RequestState.PREFILL
         _insert(self.active, request)
         return True
@@ -353,7 +353,7 @@ class Scheduler:
         self._pages.num_changes += 1
         self.free_slots.release(request.slot, request.chain, request.written)
         self.pool.release(request.pages)
-        request.slot = None
+        request.slot = request.leader = None
         request.pages, request.chain = [], []
 
     def _receive(

@@ -8,14 +8,14 @@ shared, or remapped too early changes the output.
 import itertools
 import random
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall
 from peagle_jax.engine.pages import PagePool
-from peagle_jax.engine.request import BatchLogprobs, Request
+from peagle_jax.engine.request import BatchLogprobs, Request, RingCopy
 
 VOCAB = 60
 JUNK = -1  # what rejected drafts, mask rows and padding leave behind in the caches
@@ -103,7 +103,7 @@ class FakeDevice:
         self.num_found = 0
         self.owners: list = [None] * config.max_num_seqs
         self.rings = {
-            window: np.full((config.max_num_seqs, self.capacity(window), 2), JUNK)
+            window: np.full((config.ring_rows, self.capacity(window), 2), JUNK)
             for window in windows
         }
 
@@ -127,6 +127,12 @@ class FakeDevice:
                 slot = plan.slots[row]
                 yield row, slot, Row(self, request, slot, plan.page_table[row])
 
+    def copy_rings(self, copies: Iterable[RingCopy]) -> None:
+        for source, target in copies:
+            assert min(source, target) < self.config.max_num_seqs < max(source, target)
+            for ring in self.rings.values():
+                ring[target] = ring[source]
+
     def draft(self, tokens: list[int], number: int) -> list[int]:
         """The true continuation of `tokens`, with one mistake at a random place or none."""
         drafts, mistake = [], self.rng.randint(0, number)
@@ -140,6 +146,7 @@ class FakeDevice:
         tokens = np.full((len(call.requests), 1), JUNK)
         drafts = np.full((len(call.requests), self.config.num_draft), JUNK)
         starts = {}
+        self.copy_rings(call.restores)
         for row, slot, view in self.rows(call):  # all rows of a call read what was there before it
             start, request = int(plan.start[row]), view.request
             if self.owners[slot] != (request, request.preemptions):
@@ -172,6 +179,7 @@ class FakeDevice:
             if call.last[row]:
                 text = [*view.read(end), self.slots[slot][1]]
                 drafts[row] = self.slots[slot][3] = self.draft(text, self.config.num_draft)
+        self.copy_rings(call.saves)
         return tokens, (tokens[:, 0] != JUNK).astype(int), drafts, fake_logprobs(tokens)
 
     def decode(self, call: DecodeCall):

@@ -56,6 +56,24 @@ def test_the_prefix_cache_leaves_room_for_one_call_and_stays_within_int32(monkey
     assert 0.9 < pages * 16 * 2 * 8 * 4 / 2**31 < 1  # bytes of the keys of one layer
 
 
+def test_saved_rings_have_a_bound(monkeypatch):
+    """As many as 256 MiB hold, fewer where little is free, and the number that is asked for."""
+    target = replace(TARGET, sliding_windows=(1000, 1000, None), head_dim=512)
+    config = replace(CONFIG, max_model_len=2048)
+    one = memory.saved_bytes(target, None, replace(config, saved_rings=1))
+    assert one == 2 * config.ring_pages(1000) * 16 * 2 * 2 * 512 * 4
+    fit = lambda **changes: memory.fit_rings(target, None, replace(config, **changes))
+    monkeypatch.setattr(memory, "free_bytes", lambda: None)
+    assert fit() == 2**28 // one
+    assert fit(max_model_len=32) == memory._MOST_SAVED
+    assert (fit(saved_rings=3), fit(saved_rings=0), fit(prefix_caching=False)) == (3, 0, 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 30 * one)
+    assert fit() == 1
+    assert memory.fit_rings(TARGET, None, config) == 0
+    kept = memory.ring_bytes(target, None, replace(config, saved_rings=7))
+    assert kept == (4 + 1 + 7) * one
+
+
 def test_a_little_more_or_less_memory_changes_no_number_of_pages(monkeypatch):
     """Compiled programs are found again only by an engine with the same number."""
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])

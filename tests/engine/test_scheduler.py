@@ -13,7 +13,7 @@ import peagle_jax
 from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import Request, RequestState
 from peagle_jax.engine.scheduler import QueueFull, Scheduler
-from peagle_jax.engine.slots import FreeSlots
+from peagle_jax.engine.slots import Reach
 from tests.engine.fake_engine import (
     EOS,
     FakeEngine,
@@ -45,9 +45,16 @@ CONFIGS = {
     ),
     "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=None),
     "windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=2, N=2),
+    "saved windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=3, N=2, saved=5),
+    "one saved window": make_config(J=2, B=5, max_len=48, Z=4, P=20, T=8, R=2, N=None, saved=1),
     "plain with a window": make_config(J=0, B=3, max_len=48, Z=4, P=20, T=5, R=1, N=2),
 }
-WINDOWS = {"windows": (5, 11, 100), "plain with a window": (7,)}
+WINDOWS = {
+    "saved windows": (5, 11, 100),
+    "one saved window": (6,),
+    "windows": (5, 11, 100),
+    "plain with a window": (7,),
+}
 PRIORITIES = (0, 0, 0, 0, -1, 0, 0, 2**31 - 1)
 SALTS = [(None, None), (None, None), (None, "a"), ("a", None)]
 
@@ -98,6 +105,9 @@ def run_random(name: str, seed: int, lag: int, num_rounds: int) -> None:
     for request in requests:
         check_finished(request, engine)
     assert engine.device.num_found >= engine.scheduler.prefixes.num_found > 0
+    rings = engine.scheduler.prefixes.saved_rings
+    assert bool(rings.num_saved) == bool(engine.config.saved_rings)
+    assert rings.num_restored or name != "saved windows"
     reasons = Counter(request.finish_reason for request in requests)
     assert min(reasons["stop"], reasons["length"], reasons["abort"]) > 0
     if name != "roomy":
@@ -122,9 +132,13 @@ def one_page_too_early(patch: pytest.MonkeyPatch):
 
 
 def rings_of_any_reach(patch: pytest.MonkeyPatch):
-    reusable = FreeSlots._reusable
-    written = lambda slots, content, chain: reusable(slots, content._replace(written=0), chain)
-    patch.setattr(FreeSlots, "_reusable", written)
+    reusable = Reach.reusable
+    written = lambda reach, content, chain: reusable(reach, content._replace(written=0), chain)
+    patch.setattr(Reach, "reusable", written)
+
+
+def forgotten_copies(patch: pytest.MonkeyPatch):
+    patch.setattr(PrefixCache, "restores", lambda cache, active: ())
 
 
 @pytest.mark.parametrize(
@@ -135,6 +149,9 @@ def rings_of_any_reach(patch: pytest.MonkeyPatch):
         ("long drafts", one_page_too_early, "published a page beyond its committed tokens"),
         ("windows", rings_of_any_reach, "a window"),
         ("plain with a window", rings_of_any_reach, "a window"),
+        ("saved windows", rings_of_any_reach, "a window"),
+        ("saved windows", forgotten_copies, "a window"),
+        ("one saved window", forgotten_copies, "a window"),
     ],
 )
 def test_a_broken_prefix_cache_is_noticed(monkeypatch, name, break_it, message):

@@ -1,0 +1,109 @@
+"""Prompts with the same beginning that arrive at once: the beginning is computed once."""
+
+import pytest
+
+from peagle_jax.engine.request import Request
+from tests.engine.fake_engine import FakeEngine, check_finished, make_config
+
+Z, CHUNK, SHARED, OWN = 4, 8, 40, 5
+
+
+def make_engine(windows=(), saved=0, pages=None, **sizes) -> FakeEngine:
+    sizes = dict(J=2, B=8, max_len=64, R=4, N=None) | sizes
+    return FakeEngine(make_config(Z=Z, P=pages, T=CHUNK, saved=saved, **sizes), windows=windows)
+
+
+def add(engine: FakeEngine, beginning: list[int], own: int, **fields) -> Request:
+    return engine.add([*beginning, *[own] * OWN], max_tokens=3, ignore_eos=True, **fields)
+
+
+def drain(engine: FakeEngine) -> int:
+    """Runs all requests, and returns the number of prompt tokens that were computed."""
+    computed = 0
+    while engine.scheduler.has_work:
+        computed += sum(int(call.plan.count.sum()) for call in engine.dispatch().prefills)
+        while len(engine.in_flight) > engine.lag:
+            engine.commit()
+    engine.drain()
+    return computed
+
+
+BEGINNING = [(3 * i) % 50 for i in range(SHARED)]
+WHOLE = SHARED + OWN
+REST = WHOLE - (SHARED // Z - 1) * Z
+"""Tokens that a follower computes: the last page of the beginning has another token after it."""
+
+
+@pytest.mark.parametrize(("windows", "saved"), [((), 0), ((6, 11), 2)])
+def test_a_beginning_that_all_rows_of_a_call_share_is_computed_once(windows, saved):
+    engine = make_engine(windows, saved)
+    requests = [add(engine, BEGINNING, own) for own in range(4)]
+    assert drain(engine) == WHOLE + 3 * REST
+    assert [request.num_cached for request in requests] == [0, *[WHOLE - REST] * 3]
+    for request in requests:
+        check_finished(request, engine)
+
+
+def test_without_saved_rings_windows_are_computed_for_each_row():
+    engine = make_engine((6, 11))
+    requests = [add(engine, BEGINNING, own) for own in range(4)]
+    assert drain(engine) == 4 * WHOLE
+    for request in requests:
+        check_finished(request, engine)
+
+
+def test_a_short_common_beginning_is_not_waited_for():
+    engine = make_engine()
+    short = BEGINNING[: CHUNK - 1]
+    requests = [add(engine, short, own) for own in range(4)]
+    (call, *_) = engine.dispatch().prefills
+    assert call.requests == tuple(requests)
+
+
+def test_other_prompts_take_the_rows_that_followers_leave():
+    engine = make_engine()
+    leader, follower = add(engine, BEGINNING, 1), add(engine, BEGINNING, 2)
+    other, salted = add(engine, [9] * SHARED, 3), add(engine, BEGINNING, 4, salt=("x",))
+    (call, *_) = engine.dispatch().prefills
+    assert call.requests == (leader, other, salted, None)
+    assert (follower.slot is None, follower.pages) == (False, [])
+    engine.drain()
+    for request in (leader, follower, other, salted):
+        check_finished(request, engine)
+
+
+def test_an_urgent_request_does_not_wait_for_another():
+    engine = make_engine(R=2, N=1)
+    leader = add(engine, BEGINNING, 1)
+    engine.step()
+    urgent = add(engine, BEGINNING, 2, priority=-1)
+    (call,) = engine.dispatch().prefills
+    assert call.requests == (urgent, leader)
+    engine.drain()
+    for request in (leader, urgent):
+        check_finished(request, engine)
+
+
+@pytest.mark.parametrize("windows", [(), (6,)])
+def test_a_follower_goes_on_if_its_leader_ends(windows):
+    engine = make_engine(windows, 2, N=1)
+    leader, follower = add(engine, BEGINNING, 1), add(engine, BEGINNING, 2)
+    for _ in range(3):
+        engine.step()
+    assert not follower.pages
+    engine.abort(leader)
+    engine.step()
+    assert follower.pages
+    assert follower.num_cached == (0 if windows else 3 * CHUNK), "no ring was saved here"
+    engine.drain()
+    check_finished(follower, engine)
+
+
+def test_a_follower_without_memory_is_not_overtaken():
+    """Two requests fill the pool when the leader is done; the follower then gets the first pages."""
+    engine = make_engine(B=4, pages=40, R=3, N=1)
+    leader, follower = add(engine, BEGINNING, 1), add(engine, BEGINNING, 2)
+    others = [engine.add([30 + i] * 44, max_tokens=12, ignore_eos=True) for i in range(2)]
+    engine.drain()
+    for request in (leader, follower, *others):
+        check_finished(request, engine)
