@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import select
 import subprocess
 import sys
@@ -70,9 +71,14 @@ class Constraints:
             _log.info("constraints are not possible: %s", error.rule)
 
     async def compile(
-        self, structured: Structured, *, field: str, chat: Sequence[int] | None = None
-    ) -> Matcher:
-        """A matcher at the beginning of the constrained text.
+        self,
+        structured: Structured,
+        *,
+        field: str,
+        number: int = 1,
+        chat: Sequence[int] | None = None,
+    ) -> list[Matcher]:
+        """Matchers at the beginning of the constrained text, one for each of `number` sequences.
 
         Args:
           field: the client's name of the constraint, for errors.
@@ -89,11 +95,11 @@ class Constraints:
         if chat is not None:
             structured = self._grammars.located(structured, chat)
         try:
-            return await self._pool.run(lambda: self._compile(structured))
+            return await self._pool.run(lambda: self._compile(structured, number))
         except ConfigError as error:
             raise invalid(field, error.rule) from error
 
-    def _compile(self, structured: Structured) -> Matcher:
+    def _compile(self, structured: Structured, number: int) -> list[Matcher]:
         self._grammars.prepare()
         frame = self._grammars.markers.frame(structured.reasoning)
         key = structured.kind, structured.text, frame
@@ -106,7 +112,8 @@ class Constraints:
                 self._known[key] = definition
             while len(self._known) > _NUM_REMEMBERED:
                 self._known.popitem(last=False)
-        return self._grammars.matcher(definition)
+        matcher = self._grammars.matcher(definition)
+        return [matcher, *(matcher.copy() for _ in range(number - 1))]
 
     def _check(self, structured: Structured, frame: str | None) -> str:
         process = self._idle.pop()  # as many as threads
@@ -135,10 +142,21 @@ class Constraints:
 
 
 class _Process:
-    """A `grammar_process`, started at the first question and again after its death."""
+    """A `grammar_process`, started at the first question and again after its death.
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]):
-        self._vocabulary = vocabulary
+    Args:
+      vocabulary: what it is told first.
+      command: starts the process.
+      seconds: most time of a question, the start included.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        command: Sequence[str] = (sys.executable, "-m", "serving.grammar_process"),
+        seconds: float = _MAX_SECONDS,
+    ):
+        self._vocabulary, self._command, self._seconds = vocabulary, command, seconds
         self._process: subprocess.Popen | None = None
         self._is_ended = False
         self._lock = threading.Lock()
@@ -150,11 +168,14 @@ class _Process:
           ServiceError: UNAVAILABLE; the process cannot be started, or the server ends.
         """
         with self._lock:
+            deadline = time.monotonic() + self._seconds
             try:
                 if self._process is None:
                     self._start()
-                answer = self._exchange(constraint)
-            except OSError:  # it died before it had read everything
+                    self._send(asdict(self._vocabulary()), deadline)
+                self._send(constraint, deadline)
+                answer = self._receive(deadline)
+            except OSError:  # it died before it had read everything, or does not read
                 answer = None
             if answer is None or self._is_ended:
                 self._kill()
@@ -176,10 +197,10 @@ class _Process:
                 self._lock.release()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "serving.grammar_process"]
         try:
             process = subprocess.Popen(
-                command,
+                self._command,
+                bufsize=0,  # a write then takes what the pipe has room for
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -192,21 +213,23 @@ class _Process:
         self._process = process
         if self._is_ended:
             process.kill()
-        self._send(asdict(self._vocabulary()))
 
-    def _send(self, content: dict) -> None:
-        self._process.stdin.write(json.dumps(content).encode() + b"\n")
-        self._process.stdin.flush()
+    def _send(self, content: dict, deadline: float) -> None:
+        """Raises `OSError` if the process does not read all of it in time."""
+        rest = memoryview(json.dumps(content).encode() + b"\n")
+        pipe = self._process.stdin
+        while rest:
+            if not select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise TimeoutError("the process does not read")
+            rest = rest[os.write(pipe.fileno(), rest[: select.PIPE_BUF]) :]
 
-    def _exchange(self, constraint: dict) -> dict | None:
-        process, deadline = self._process, time.monotonic() + _MAX_SECONDS
-        self._send(constraint)
-        answer = bytearray()
+    def _receive(self, deadline: float) -> dict | None:
+        answer, pipe = bytearray(), self._process.stdout
         while not answer.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
                 return None
-            part = process.stdout.read1(1 << 16)
+            part = os.read(pipe.fileno(), 1 << 16)
             if not part:
                 return None
             answer += part

@@ -195,12 +195,13 @@ class Frontend:
             return ask
         is_chat = ask.is_chat if is_chat is None else is_chat
         async with self._limit_time(ask.deadline):
-            matcher = await self._constraints.compile(
+            matchers = await self._constraints.compile(
                 ask.params.structured,
                 field=ask.spelling.get("structured", "structured"),
+                number=ask.n,
                 chat=ask.prompt if is_chat else None,
             )
-        return replace(ask, matcher=matcher)
+        return replace(ask, matchers=matchers)
 
     def open(self, ask: Ask) -> Stream:
         """Accepts a request; a refusal by the engine's queue is raised when the stream is read.
@@ -385,7 +386,7 @@ class Frontend:
 
 def _job(ask: Ask, key: tuple[int, int], salt: Salt) -> Job:
     """One sequence of a request."""
-    matcher = None if ask.matcher is None else ask.matcher.copy()
+    matcher = ask.matchers[key[1]] if ask.matchers else None
     params = _numbered(ask.params, key[1])
     return Job(key, ask.prompt, params, salt, ask.priority, matcher)
 

@@ -39,7 +39,7 @@ class Ask:
       method: the method or path that the client called; for logs.
       trace: headers of the client's trace (W3C), lower-case.
       spelling: the client's names of "prompt", "n" and fields of `params`, where they differ from ours.
-      matcher: the constraint of `params`, compiled; `Frontend.constrain` sets it.
+      matchers: the constraint of `params`, compiled for each sequence; `Frontend.constrain` sets it.
       caller: the client that sent the request; see `caller`.
       arrival: `time.monotonic()` at which its call, or its message in a stream of requests, arrived.
     """
@@ -58,7 +58,7 @@ class Ask:
     method: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
     spelling: Mapping[str, str] = field(default_factory=dict)
-    matcher: Matcher | None = None
+    matchers: Sequence[Matcher] = ()
     arrival: float = field(default_factory=caller.arrival)
     caller: str = field(default_factory=caller.current)
 

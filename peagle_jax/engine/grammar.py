@@ -189,6 +189,11 @@ def definition(structured: Structured, frame: str | None) -> str:
     if len(structured.text) > MAX_CHARS:
         rule = f"{len(structured.text)} characters are more than the {MAX_CHARS} that are allowed"
         raise ConfigError.of("structured", rule)
+    try:
+        structured.text.encode()
+    except UnicodeEncodeError as error:
+        rule = f"character {error.start + 1} is half of a surrogate pair, which no text can contain"
+        raise ConfigError.of("structured", rule) from None
     answer = _answer(structured) | {"name": "answer"}
     framed = [answer] if frame is None else [{"lark_grammar": frame}, answer]
     return json.dumps({"grammars": framed})

@@ -18,7 +18,7 @@ from serving.http.chat import Chat
 from serving.http.completions import Completions
 from serving.http.connection import RESERVED
 from serving.http.dialect import dialect_of
-from serving.http.errors import answer, content_of, error_answer
+from serving.http.errors import answer, error_answer
 from serving.http.generation import Generation, Reader
 from serving.http.hosts import is_allowed, name_of
 from serving.http.messages import CountTokens, Messages
@@ -187,4 +187,5 @@ class _Pages:
 
 async def _no_such_page(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return answer(content_of(error.status_code, message), error.status_code, error.headers)
+    content = dialect_of(request.url.path).no_route(error.status_code, message)
+    return answer(content, error.status_code, error.headers)

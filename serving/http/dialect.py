@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serving.errors import ServiceError
-from serving.http.errors import error_content, status_of
+from serving.http.errors import content_of, error_content, status_of
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -23,21 +23,26 @@ class Dialect:
 
     Args:
       error: the content of an answer that is an error.
+      no_route: the same, from a status and a message: there is no such path, or not for this method.
       error_event: the content of an event that ends a stream.
       names_events: whether an event has a line with its name, the "type" of its content.
       last_event: data of an event that ends every stream; None without one.
     """
 
     error: Callable[[ServiceError], dict]
+    no_route: Callable[[int, str], dict]
     error_event: Callable[[ServiceError], dict]
     names_events: bool = False
     last_event: bytes | None = None
 
 
-def _anthropic_error(error: ServiceError) -> dict:
-    status = status_of(error)
+def _anthropic_content(status: int, message: str) -> dict:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _anthropic_error(error: ServiceError) -> dict:
+    return _anthropic_content(status_of(error), error.message)
 
 
 def _response_error(error: ServiceError) -> dict:
@@ -45,9 +50,18 @@ def _response_error(error: ServiceError) -> dict:
     return {"type": "error"} | {name: found[name] for name in ("code", "message", "param")}
 
 
-OPENAI = Dialect(error=error_content, error_event=error_content, last_event=b"[DONE]")
-ANTHROPIC = Dialect(error=_anthropic_error, error_event=_anthropic_error, names_events=True)
-RESPONSES = Dialect(error=error_content, error_event=_response_error, names_events=True)
+OPENAI = Dialect(
+    error=error_content, no_route=content_of, error_event=error_content, last_event=b"[DONE]"
+)
+ANTHROPIC = Dialect(
+    error=_anthropic_error,
+    no_route=_anthropic_content,
+    error_event=_anthropic_error,
+    names_events=True,
+)
+RESPONSES = Dialect(
+    error=error_content, no_route=content_of, error_event=_response_error, names_events=True
+)
 
 
 def dialect_of(path: str) -> Dialect:

@@ -15,6 +15,7 @@ from peagle_jax.text import Tokenizer
 from serving import constraints
 from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
+from serving.grammar_process import Vocabulary
 from tests.waiting import LIMIT, soon
 
 
@@ -210,6 +211,32 @@ def test_a_process_that_cannot_be_started_is_an_error_and_the_next_one_is_tried(
         assert await made.compile(Structured.json_object(), field="structured")
 
     run(engine, work)
+
+
+def test_a_process_that_does_not_read_is_given_up():
+    """Its pipe is full long before the constraint is written."""
+    process = constraints._Process(
+        lambda: Vocabulary(1, [0], {"a" * 1000: 0}), ["sleep", "60"], seconds=0.5
+    )
+    try:
+        assert process.ask({"kind": "regex", "text": "a" * 250_000, "frame": None}) is None
+    finally:
+        process.end()
+
+
+def test_each_sequence_has_a_matcher_of_its_own(engine):
+    numbers = Structured.regex("[0-9]{3}")
+    first, *others = run(engine, lambda made: made.compile(numbers, field="f", number=3))
+    first.consume(engine.tokenizer.encode("123"))
+    assert (first.is_complete, [one.is_complete for one in others]) == (True, [False, False])
+
+
+@pytest.mark.parametrize("kind", ["regex", "choice", "grammar", "json_schema"])
+def test_half_of_a_surrogate_pair_is_named(engine, kind):
+    half = "\ud800"
+    text = {"choice": [half], "json_schema": {"const": half}}.get(kind, f'start: "{half}"')
+    with pytest.raises(ServiceError, match="half of a surrogate pair"):
+        run(engine, lambda made: made.compile(getattr(Structured, kind)(text), field="f"))
 
 
 def test_a_schema_that_is_too_long_is_refused_before_it_is_parsed():

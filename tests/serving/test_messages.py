@@ -167,6 +167,25 @@ def test_errors_have_anthropics_types(scripted, client):
         client.with_options(api_key="wrong").messages.create(**ASK)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("PUT", "/v1/messages/count_tokens", 405, "invalid_request_error"),
+    ],
+)
+def test_routes_that_are_not_there_are_refused_in_anthropics_form(
+    scripted, method, path, status, kind
+):
+    url = f"http://{scripted.live.http_address}{path}"
+    found = httpx.request(method, url, headers={"x-api-key": "secret"})
+    assert found.status_code == status
+    body = found.json()
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert path in body["error"]["message"]
+
+
 def test_an_error_ends_a_stream_as_an_event(scripted, client):
     scripted.say("Hi")
     live = scripted.live
