@@ -44,6 +44,7 @@ COUNTERS = {
     "peagle:survival_verified": (),
     "peagle:survival_accepted": (),
     "peagle:survival_expected": (),
+    "peagle:prefix_cache_restored_rings": (),
 }
 GAUGES = {
     "vllm:num_requests_running": (),
@@ -55,7 +56,6 @@ GAUGES = {
     "peagle:devices": (),
     "peagle:open_requests": (),
     "peagle:prefix_cache_idle_pages": (),
-    "peagle:prefix_cache_restored_rings_total": (),
     "peagle:num_speculative_tokens": ("batch_size",),
     "peagle:predicted_tokens_per_second": (),
     "peagle:verified_drafts_per_round": ("batch_size",),
