@@ -122,8 +122,8 @@ def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
         for structured in (Structured.json_object(), Structured.choice(["a"])):
             await made.compile(structured, field="structured")
         monkeypatch.setattr(constraints._Process, "ask", lambda *_: pytest.fail("checked again"))
-        first = await made.compile(Structured.json_object(), field="structured")
-        second = await made.compile(Structured.json_object(), field="structured")
+        (first,) = await made.compile(Structured.json_object(), field="structured")
+        (second,) = await made.compile(Structured.json_object(), field="structured")
         assert first.matcher is not second.matcher
         first.consume([5])
         assert first.error
@@ -160,7 +160,7 @@ def test_a_model_without_a_tokenizer_refuses_constraints_by_name():
 def test_the_check_knows_the_special_tokens_of_the_vocabulary(engine):
     async def work(made):
         named = Structured.grammar('start: <|reserved_0|> <[4]> "x"')
-        matcher = await made.compile(named, field="structured")
+        (matcher,) = await made.compile(named, field="structured")
         matcher.consume([engine.tokenizer.added["<|reserved_0|>"], 4])
         assert matcher.error is None
         with pytest.raises(ServiceError):
