@@ -2,6 +2,7 @@
 
 import random
 
+FORMATS = ("date", "time", "date-time", "duration", "ipv4", "ipv6", "uuid")
 WORDS = ("name", "age", "tags", "id", "size", "note", "kind", "x")
 
 
@@ -12,7 +13,7 @@ def _string(rng: random.Random) -> dict:
             {"type": "string", "minLength": rng.randint(1, 3), "maxLength": rng.randint(3, 9)},
             {"type": "string", "pattern": r"^[a-c]{1,3}-[0-9]{2}$"},
             {"type": "string", "pattern": "^(left|right)[0-9]?$"},
-            {"type": "string", "format": rng.choice(["date", "time", "ipv4", "uuid"])},
+            {"type": "string", "format": rng.choice(FORMATS)},
             {"const": rng.choice(["", "a b", 'quote " and \\', "ä€😀", "line\nbreak"])},
         ]
     )
@@ -37,9 +38,23 @@ def _leaf(rng: random.Random) -> dict:
             _number,
             lambda rng: {"type": "boolean"},
             lambda rng: {"type": "null"},
+            _combined,
             lambda rng: {"enum": rng.sample(["red", "green", 7, -1.5, None, True, [1], {}], 3)},
         ]
     )(rng)
+
+
+def _combined(rng: random.Random) -> dict:
+    """Several schemas of one value: all of them hold, or one, or one of several types."""
+    low = rng.randint(0, 9)
+    return rng.choice(
+        [
+            {"allOf": [{"type": "integer", "minimum": low}, {"maximum": low + rng.randint(0, 99)}]},
+            {"oneOf": [{"type": "boolean"}, {"type": "null"}, {"const": "both"}]},
+            {"type": ["integer", "null"], "minimum": 0, "maximum": 99},
+            {"type": ["string", "boolean"], "maxLength": 4},
+        ]
+    )
 
 
 def _array(rng: random.Random, depth: int) -> dict:
@@ -66,6 +81,8 @@ def _object(rng: random.Random, depth: int) -> dict:
     }
     if rng.random() < 0.15:
         schema["patternProperties"] = {"^p_[a-z]$": {"type": "boolean"}}
+    elif rng.random() < 0.1:
+        schema |= {"additionalProperties": {"type": "boolean"}, "required": names, "maxProperties": 4}
     return schema
 
 

@@ -208,12 +208,12 @@ class Chat(Route[ChatFields]):
             logprobs=_num_logprobs(fields),
         )
         tools, arguments = fields.allowed_tools(frontend), Arguments(frontend.limits)
-        forced = fields.constraint(frontend, tools)
-        if forced is not None:
+        field, constraint = fields.constraint(frontend, tools)
+        if constraint is not None:
             if params.structured is not None:
-                field = spelling["structured"]
-                raise invalid("tool_choice", f"a text has one constraint, and {field} is set too")
-            params, spelling["structured"] = replace(params, structured=forced), "tool_choice"
+                other = spelling["structured"]
+                raise invalid(field, f"a text has one constraint, and {other} is set too")
+            params, spelling["structured"] = replace(params, structured=constraint), field
         messages = [
             message.variables(arguments, f"messages[{place}]")
             for place, message in enumerate(fields.messages)

@@ -70,7 +70,7 @@ class Tool(Fields):
     name: str
     description: str | None = None
     input_schema: dict[str, object] | None = None
-    strict: neutral(False) = None
+    strict: bool | None = None
     cache_control: Any = None
 
 
@@ -201,7 +201,7 @@ def _parts(blocks: list[TextBlock]) -> list[dict]:
 
 def _function(one: Tool) -> dict:
     function = {"name": one.name, "description": one.description, "parameters": one.input_schema}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function | {"strict": one.strict}}
 
 
 def _of_user(blocks: list[Block], field: str) -> list[dict]:

@@ -74,7 +74,7 @@ class Tool(Fields):
     name: str
     description: str | None = None
     parameters: dict[str, object] | None = None
-    strict: neutral(False) = None
+    strict: bool | None = None
 
 
 class Reasoning(Fields):
@@ -183,7 +183,7 @@ def _response_format(given: dict[str, object]) -> dict[str, object]:
 
 def _function(one: Tool) -> dict:
     function = {"name": one.name, "description": one.description, "parameters": one.parameters}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function | {"strict": one.strict}}
 
 
 def _texts(parts: list[Part]) -> list[dict]:

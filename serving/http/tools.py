@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_val
 from peagle_jax.structured import Structured
 from serving.errors import invalid
 from serving.frontend import Frontend
-from serving.http.fields import Fields, neutral
+from serving.http.fields import Fields
 from serving.tools import NO_FORMAT, Arguments, refuse_equal_names, tool
 
 
@@ -34,7 +34,7 @@ class Function(Fields):
     name: str
     description: str | None = None
     parameters: dict[str, object] | None = None
-    strict: neutral(False) = None
+    strict: bool | None = None
 
 
 class Tool(Fields):
@@ -104,27 +104,49 @@ class ToolFields(Fields):
             )
         return tools
 
-    def constraint(self, frontend: Frontend, tools: list[dict]) -> Structured | None:
-        """The constraint of a reply that must be a call; None if it need not.
+    def constraint(
+        self, frontend: Frontend, tools: list[dict]
+    ) -> tuple[str, Structured] | tuple[None, None]:
+        """The constraint of a reply that must be a call, or whose calls are strict, and the field it is from.
 
         Args:
           tools: of `allowed_tools`.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT; calls of this model cannot be forced.
+          ServiceError: INVALID_ARGUMENT; calls of this model cannot be constrained.
         """
         named = self._named(tools)
         if self.tool_choice in (None, "auto", "none"):
-            return None
+            return self._strict(frontend, tools)
         if not tools:
             raise invalid("tool_choice", "needs tools")
         is_parallel = self.parallel_tool_calls and named is None
-        forced = frontend.replies.forced(named or tools, is_parallel=is_parallel)
+        forced = frontend.replies.calls(named or tools, is_parallel=is_parallel, must_call=True)
         if forced is None:
             raise invalid(
                 "tool_choice", "must be auto or none: this model's calls cannot be forced"
             )
-        return forced
+        return "tool_choice", forced
+
+    def _strict(
+        self, frontend: Frontend, tools: list[dict]
+    ) -> tuple[str, Structured] | tuple[None, None]:
+        """Calls of other functions than strict ones have any arguments."""
+        strict = {one.function.name for one in self.tools if one.function.strict}
+        first = next((place for place, one in enumerate(self.tools) if one.function.strict), None)
+        if first is None or not tools:
+            return None, None
+        loose = lambda name: {"type": "function", "function": {"name": name}}
+        names = ((one, one["function"]["name"]) for one in tools)
+        found = frontend.replies.calls(
+            [one if name in strict else loose(name) for one, name in names],
+            is_parallel=self.parallel_tool_calls,
+            must_call=False,
+        )
+        field = f"tools[{first}].function.strict"
+        if found is None:
+            raise invalid(field, "must be false: this model's calls cannot be constrained")
+        return field, found
 
     def _named(self, tools: list[dict]) -> list[dict] | None:
         """The tool that the client names; None if it names none."""

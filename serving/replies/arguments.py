@@ -40,7 +40,7 @@ class Tools:
         properties = schema.get("properties") if isinstance(schema, dict) else None
         if isinstance(properties, dict):
             arguments = {
-                key: _converted(value, _types(properties.get(key), schema))
+                key: _converted(value, types_of(properties.get(key), schema))
                 for key, value in arguments.items()
             }
         try:
@@ -67,7 +67,7 @@ def _refuse(name: str):
     raise ValueError(f"{name} is no JSON")
 
 
-def _types(schema: object, root: dict) -> list[str]:
+def types_of(schema: object, root: dict) -> list[str]:
     """Names of the types that a schema allows, in its order; none if it does not say.
 
     Looks at `_MOST_SCHEMAS` parts of it: references may form circles.

@@ -1,17 +1,32 @@
-"""Grammars of replies that must be calls, for `tool_choice` required or a named function."""
+"""Grammars of replies with calls: those that must be calls (`tool_choice` required or a named function), and
+those that may have calls, which then satisfy the schemas of strict functions."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from peagle_jax.text import Tokenizer
+from serving.replies.arguments import types_of
 
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Spaces as in models' own calls. Otherwise a model may write white space for ever."""
 _TYPES_OF_JSON = {"integer", "number", "boolean", "object", "array", "null"}
 
+_DEFINITIONS = ("$defs", "definitions")
+"""Where a schema's references point to."""
+_TEXT = "TEXT: /(.|\\n)*/"
+
 Grammar = Callable[[Tokenizer, Sequence[dict], bool], str]
 """Makes a grammar in llguidance's dialect of Lark from the tokenizer, the tools that may be called, and whether
 several calls may follow each other."""
+
+
+@dataclass(frozen=True)
+class CallGrammars:
+    """The grammars of one format: of replies that must be calls, and of texts that may have calls."""
+
+    must: Grammar
+    may: Grammar
 
 
 def _literal(tokenizer: Tokenizer, text: str) -> str:
@@ -31,9 +46,9 @@ def _parameters(tool: dict) -> dict:
 
 def _named(tool: dict, key: str) -> dict:
     """The schema of a call as a JSON object, with the arguments under `key`."""
-    schema = {name: value for name, value in _parameters(tool).items() if name != "$defs"}
-    definitions = {name: value for name, value in _parameters(tool).items() if name == "$defs"}
-    return definitions | {
+    given = _parameters(tool)
+    schema = {name: value for name, value in given.items() if name not in _DEFINITIONS}
+    return _definitions(given) | {
         "type": "object",
         "properties": {"name": {"const": tool["function"]["name"]}, key: schema},
         "required": ["name", key],
@@ -41,10 +56,9 @@ def _named(tool: dict, key: str) -> dict:
     }
 
 
-def _is_json(kind: object) -> bool:
-    """Whether a value of a schema's type is written as JSON, and not as plain text."""
-    kinds = kind if isinstance(kind, list) else [kind]
-    return bool(kinds) and all(isinstance(one, str) and one in _TYPES_OF_JSON for one in kinds)
+def _definitions(schema: Mapping[str, object]) -> dict:
+    """What references within a schema may point to."""
+    return {name: schema[name] for name in _DEFINITIONS if name in schema}
 
 
 def _rules(start: str, calls: Sequence[str]) -> str:
@@ -53,23 +67,61 @@ def _rules(start: str, calls: Sequence[str]) -> str:
     return "\n".join([start, f"call: {names}", *rules])
 
 
-def json_calls(key: str, opening: str = "", closing: str = "") -> Grammar:
-    """Calls as JSON objects, each between two texts; without texts there is one call."""
+def json_calls(key: str, opening: str = "", closing: str = "", marker: str = "") -> CallGrammars:
+    """Calls as JSON objects, each between two texts; without texts there is one call, the whole reply.
 
-    def grammar(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
+    Args:
+      marker: a special token that may come before a call without texts.
+    """
+
+    def must(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
         one = f"{json.dumps(opening)} call {json.dumps(closing)}" if opening else "call"
         start = (
             f'start: one ("\\n" one)*\none: {one}' if is_parallel and opening else f"start: {one}"
         )
         return _rules(start, [_json(_named(tool, key)) for tool in tools])
 
-    return grammar
+    def may(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
+        if opening:
+            head = opening.rstrip()
+            rest = f"{json.dumps(opening.removeprefix(head))} call {json.dumps(closing)}"
+            start = _tagged({head: rest}, is_parallel)
+        else:
+            # A reply is a call if it begins as one.
+            special = tokenizer.special_id(marker)
+            start = "start: call | other" + ("" if special is None else f" | <[{special}]> call")
+            start += "\nother: /([^{ \\t\\r\\n](.|\\n)*)?/"
+        return _rules(start, [_json(_named(tool, key)) for tool in tools])
+
+    return CallGrammars(must, may)
 
 
-def xml_calls(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
-    """Qwen3-Coder's calls: required parameters in their order, then others."""
-    one = '"<tool_call>\\n" call "</tool_call>"'
+def _tagged(tags: Mapping[str, str], is_parallel: bool) -> str:
+    """The rule of a text with tags: after each of these texts the rest of its tag must follow."""
+    names = [f"tag_{place}" for place in range(len(tags))]
+    rules = [f"start: ({' | '.join(names)}){'*' if is_parallel else '?'} rest", "rest: TEXT", _TEXT]
+    for name, (opening, rest) in zip(names, tags.items(), strict=True):
+        rules += [f"{name}_head[lazy]: TEXT {json.dumps(opening)}", f"{name}: {name}_head {rest}"]
+    return "\n".join(rules)
+
+
+def _xml_must(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
+    one = '"<tool_call>\\n<function=" call "</tool_call>"'
     start = f'start: one ("\\n" one)*\none: {one}' if is_parallel else f"start: {one}"
+    return _xml_rules(start, tools)
+
+
+def _xml_may(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
+    # A call may come without its wrapper.
+    tags = {"<tool_call>": '"\\n<function=" call "</tool_call>"', "<function=": "call"}
+    return _xml_rules(_tagged(tags, is_parallel), tools)
+
+
+xml_calls = CallGrammars(_xml_must, _xml_may)
+
+
+def _xml_rules(start: str, tools: Sequence[dict]) -> str:
+    """Qwen3-Coder's calls after `<function=`: required parameters in their order, then others."""
     calls, values = [], ['text[suffix="\\n</parameter>\\n"]: /(.|\\n)*/']
     for tool in tools:
         schema = _parameters(tool)
@@ -83,25 +135,65 @@ def xml_calls(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) ->
         written = {}
         for name, value in properties.items():
             opening = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
-            if isinstance(value, dict) and _is_json(value.get("type")) and "$ref" not in str(value):
-                values.append(f"value_{len(values)}: {_json(value)}")
-                written[name] = f'{opening} value_{len(values) - 1} "\\n</parameter>\\n"'
-            else:
+            rule = _xml_value(value, schema)
+            if rule is None:
                 written[name] = f"{opening} text"
+            else:
+                values.append(f"value_{len(values)}: {rule}")
+                written[name] = f'{opening} value_{len(values) - 1} "\\n</parameter>\\n"'
         others = " | ".join(text for name, text in written.items() if name not in required)
-        head = json.dumps(f"<function={tool['function']['name']}>\n")
+        head = json.dumps(f"{tool['function']['name']}>\n")
         parts = [head, *(written[name] for name in required), *([f"({others})*"] if others else [])]
         calls.append(" ".join([*parts, '"</function>\\n"']))
     return "\n".join([_rules(start, calls), *values])
 
 
-def harmony_call(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
-    """GPT-OSS: reasoning, then one message to a function."""
-    mark = lambda name: _literal(tokenizer, f"<|{name}|>")
-    start = (
-        f'start: thought* call\nthought: {mark("channel")} "analysis" {mark("message")} text '
-        f'{mark("end")} {mark("start")} "assistant"\ntext: /(.|\\n)*/'
+def _xml_value(value: object, schema: dict) -> str | None:
+    """The rule of a parameter's value; None: a text that ends at the next closing tag."""
+    if not isinstance(value, dict):
+        return None
+    choices = value.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+        return " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+    types = types_of(value, schema)
+    if not types or not _TYPES_OF_JSON.issuperset(types):
+        return None
+    return _json((_definitions(schema) if "$ref" in str(value) else {}) | value)
+
+
+def _harmony_must(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
+    return _harmony_rules(tokenizer, tools, "start: analysis* call")
+
+
+def _harmony_may(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
+    mark = _mark(tokenizer)
+    return _harmony_rules(
+        tokenizer,
+        tools,
+        "start: (analysis | preamble)* (call | final)\n"
+        f"preamble: {_message(tokenizer, 'commentary')}\n"
+        f'final: {mark("channel")} "final" {mark("message")} text',
     )
+
+
+harmony_calls = CallGrammars(_harmony_must, _harmony_may)
+"""GPT-OSS: reasoning, then one message: to a function, or to the user."""
+
+
+def _mark(tokenizer: Tokenizer) -> Callable[[str], str]:
+    return lambda name: _literal(tokenizer, f"<|{name}|>")
+
+
+def _message(tokenizer: Tokenizer, channel: str) -> str:
+    """A message after which another follows."""
+    mark = _mark(tokenizer)
+    text = f"{mark('channel')} {json.dumps(channel)} {mark('message')} text"
+    return f'{text} {mark("end")} {mark("start")} "assistant"'
+
+
+def _harmony_rules(tokenizer: Tokenizer, tools: Sequence[dict], start: str) -> str:
+    mark = _mark(tokenizer)
+    rules = f"{start}\nanalysis: {_message(tokenizer, 'analysis')}\ntext: /(.|\\n)*/"
     is_marked = tokenizer.special_id("<|constrain|>") is not None
     kind = f'" " {mark("constrain")} "json"' if is_marked else '" json"'
     calls = [
@@ -109,4 +201,4 @@ def harmony_call(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool)
         f"{kind} {mark('message')} {_json(_parameters(tool))}"
         for tool in tools
     ]
-    return _rules(start, calls)
+    return _rules(rules, calls)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from serving.replies.forced import Grammar, json_calls, xml_calls
+from serving.replies.forced import CallGrammars, json_calls, xml_calls
 from serving.replies.lexer import SPACE
 from serving.replies.readers import GemmaReader, JsonReader, Reader, XmlReader
 
@@ -20,7 +20,7 @@ class Format:
       readers: for each marker that opens a region with calls, a function that makes its reader.
       at_start: markers in `readers` that count at the start of a reply only.
       markers: what the lexer finds beside the markers above.
-      grammar: of a reply that must be a call; None: calls cannot be forced.
+      grammars: of replies with calls; None: calls can be neither forced nor strict.
       special: markers that are special tokens, which text otherwise leaves out.
     """
 
@@ -30,7 +30,7 @@ class Format:
     readers: Mapping[str, Callable[[], Reader]] = field(default_factory=dict)
     at_start: frozenset[str] = frozenset()
     markers: tuple[str, ...] = ()
-    grammar: Grammar | None = None
+    grammars: CallGrammars | None = None
     special: tuple[str, ...] = ()
 
     @property
@@ -56,7 +56,7 @@ FORMATS = (
         reasoning=_THINK,
         readers={"<tool_call>": XmlReader, "<function=": XmlReader},
         markers=XmlReader.MARKERS,
-        grammar=xml_calls,
+        grammars=xml_calls,
     ),
     Format(
         name="qwen3",
@@ -64,7 +64,7 @@ FORMATS = (
         reasoning=_THINK,
         readers={"<tool_call>": partial(JsonReader, "<tool_call>", "</tool_call>")},
         markers=("</tool_call>", *JsonReader.MARKERS),
-        grammar=json_calls("arguments", "<tool_call>\n", "\n</tool_call>"),
+        grammars=json_calls("arguments", "<tool_call>\n", "\n</tool_call>"),
     ),
     Format(
         name="llama3",
@@ -75,7 +75,7 @@ FORMATS = (
         },
         at_start=frozenset("{"),
         markers=JsonReader.MARKERS,
-        grammar=json_calls("parameters"),
+        grammars=json_calls("parameters", marker="<|python_tag|>"),
         special=("<|python_tag|>",),
     ),
     Format(name="think", signs=_THINK, reasoning=_THINK),

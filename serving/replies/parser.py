@@ -11,7 +11,7 @@ from peagle_jax.text import TextStream, Tokenizer
 from serving.errors import Code, ServiceError
 from serving.harmony import HarmonyIds, HarmonyParser
 from serving.replies.arguments import Tools
-from serving.replies.forced import harmony_call
+from serving.replies.forced import harmony_calls
 from serving.replies.formats import FORMATS, Format, detected
 from serving.replies.marked import MarkedText
 from serving.replies.parts import ReplyParser, ReplyPart
@@ -131,14 +131,20 @@ class Replies:
         is_other = self._channels is not None or self.name == "response_template"
         return is_other or (self._format is not None and bool(self._format.readers))
 
-    def forced(self, tools: Sequence[dict], *, is_parallel: bool) -> Structured | None:
-        """The constraint of a reply that must be a call of one of the tools; None if this format has none."""
-        if self._channels is not None:
-            text = harmony_call(self._tokenizer, tools, is_parallel)
-            return replace(Structured.grammar(text), reasoning="none")
-        if self._format is None or self._format.grammar is None:
+    def calls(
+        self, tools: Sequence[dict], *, is_parallel: bool, must_call: bool
+    ) -> Structured | None:
+        """The constraint of a reply that must be a call of one of the tools, or of one that may be.
+
+        Arguments satisfy the schemas of the tools. None if this format has no such constraint.
+        """
+        grammars = None if self._format is None else self._format.grammars
+        grammars = grammars if self._channels is None else harmony_calls
+        if grammars is None:
             return None
-        return Structured.grammar(self._format.grammar(self._tokenizer, tools, is_parallel))
+        grammar = grammars.must if must_call else grammars.may
+        found = Structured.grammar(grammar(self._tokenizer, tools, is_parallel))
+        return found if self._channels is None else replace(found, reasoning="none")
 
     def parsers(self, reply: Reply) -> Callable[[], ReplyParser | None]:
         """A function that returns a new parser for each sequence; None without a tokenizer.

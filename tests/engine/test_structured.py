@@ -196,9 +196,12 @@ def test_constraints_need_a_tokenizer():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_draft", [0, 3, 7])
 def test_the_embedded_model_obeys_random_schemas(num_draft, num_cases):
-    """Half greedy and half sampled, in a pool that preempts, with aborts and free neighbours."""
-    number = num_cases("random schemas", 100)
-    schemas = [random_schema(random.Random(i)) for i in range(number)]
+    """Each greedily and sampled, in a pool that preempts, with aborts and free neighbours.
+
+    The schemas are generated over the keywords of the JSON Schema test suite that llguidance enforces.
+    """
+    number = num_cases("random schemas", 200)
+    schemas = [random_schema(random.Random(i // 2)) for i in range(2 * number)]
     target, head, tokenizer = load_weights(None, None, method="peagle", dtype="float32")
     config = EngineConfig(
         num_draft=num_draft, max_num_seqs=8, max_model_len=256, page_size=8, num_pages=36,
@@ -225,5 +228,5 @@ def test_the_embedded_model_obeys_random_schemas(num_draft, num_cases):
     for request, schema in zip(requests, schemas, strict=True):
         check(engine, request, schema)
     stopped = sum(request.finish_reason == "stop" for request in requests)
-    assert stopped > 0.5 * number
+    assert stopped > number
     assert engine.scheduler.num_preemptions > 0

@@ -106,7 +106,7 @@ CHAT = SAMPLING | {
     "tools[0].type": [[{"function": {"name": "f"}}], [A_TOOL | {"type": "code_interpreter"}]],
     "tools[0].function": [[{"type": "function"}]],
     "tools[0]": [[{"type": "function", "function": {"name": "a b"}}]],
-    "tools[0].function.strict": [[{"type": "function", "function": {"name": "f", "strict": True}}]],
+    "tools[0].function.strict": [[{"type": "function", "function": {"name": "f", "strict": 5}}]],
     "tools[0].function.parameters": [
         [{"type": "function", "function": {"name": "f", "parameters": 5}}]
     ],

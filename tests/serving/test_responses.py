@@ -100,7 +100,7 @@ WRONG = {
     "input[0].content[0].type": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
     "input[0].call_id": {"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]},
     "tools[0].type": {"tools": [{"type": "web_search"}]},
-    "tools[0].strict": {"tools": [TOOL | {"strict": True}]},
+    "tools[0].strict": {"tools": [TOOL | {"strict": 5}]},
     "max_output_tokens": {"max_output_tokens": 0},
     "no_such_field": {"no_such_field": 1},
 }  # fmt: skip

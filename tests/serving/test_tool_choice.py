@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import openai
 import pytest
 
@@ -58,19 +59,25 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_grammar_of_a_format_admits_its_calls_and_nothing_else(name, tmp_path):
-    tokenizer = make_tokenizer(tmp_path, TEMPLATE, special=HARMONY if name == "harmony" else ())
+def admitted(tokenizer, name: str, tools: list[dict], *, must_call: bool):
+    """The replies of a format, and a function that says whether their grammar admits a whole text."""
     replies, end = Replies(tokenizer, name), tokenizer.special_id(END)
-    forced = replies.forced(TOOLS, is_parallel=True)
+    constraint = replies.calls(tools, is_parallel=True, must_call=must_call)
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [end])
-    accepted, refused = CASES[name]
 
     def consumed(text: str) -> bool:
-        matcher = grammars.compile(forced)
+        matcher = grammars.compile(constraint)
         matcher.consume(tokenizer.encode(text, special=False))
         return matcher.error is None and matcher.is_complete
 
+    return replies, consumed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_grammar_of_a_format_admits_its_calls_and_nothing_else(name, tmp_path):
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE, special=HARMONY if name == "harmony" else ())
+    replies, consumed = admitted(tokenizer, name, TOOLS, must_call=True)
+    accepted, refused = CASES[name]
     for text in accepted:
         assert consumed(text), text
         parser = replies.parsers(Reply([1], (), True, TOOLS))()
@@ -84,12 +91,40 @@ def test_the_grammar_of_a_format_admits_its_calls_and_nothing_else(name, tmp_pat
         assert not consumed(text), text
 
 
+TEXTS = {
+    "qwen3": (["", "Hi {", "a < b", "Hi\n{0}", "{0} and {1}."], ["Hi {2}", "{1}{2}", "<tool_call>Hi"]),
+    "llama3": (["", "Hi {", "a < b", "{0}"], ["{2}", "{"]),
+    "qwen3-coder": (["", "Hi {", "a < b", "Hi\n{0}", "{0}{1}"], ["{2}", "Hi {3}", "<function=other>"]),
+    "harmony": (
+        ["{0}", "{1}", "<|channel|>final<|message|>Hi {", "<|channel|>commentary<|message|>I read.<|end|><|start|>assistant{0}"],
+        ["Hi", "<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{}"],
+    ),
+}  # fmt: skip
+"""Texts that may have calls: 0 and 1 are the accepted calls of `CASES`, 2 and on its refused ones."""
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_strict_calls_in_a_text_satisfy_their_schemas(name, tmp_path):
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE, special=HARMONY if name == "harmony" else ())
+    replies, consumed = admitted(tokenizer, name, TOOLS, must_call=False)
+    calls = [*CASES[name][0][:2], *CASES[name][1][1:]]
+    if name == "llama3":
+        calls = [CASES[name][0][0], "", CASES[name][1][1]]
+    for place, texts in enumerate(TEXTS[name]):
+        for text in texts:
+            for number, call in enumerate(calls):
+                text = text.replace(f"{{{number}}}", call)
+            assert consumed(text) == (place == 0), text
+
+
 def test_formats_without_a_grammar_force_nothing(tmp_path):
     tokenizer = make_tokenizer(tmp_path, TEMPLATE)
-    without = {one.name for one in FORMATS if one.grammar is None}
+    without = {one.name for one in FORMATS if one.grammars is None}
     assert without == {"gemma4", "think"}
     for name in (*without, "none"):
-        assert Replies(tokenizer, name).forced(TOOLS, is_parallel=True) is None
+        for must_call in (True, False):
+            replies = Replies(tokenizer, name)
+            assert replies.calls(TOOLS, is_parallel=True, must_call=must_call) is None
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +189,58 @@ def test_choices_that_cannot_be_are_refused(client, options):
         client.chat.completions.create(**CHAT | options)
 
 
+@pytest.mark.parametrize("route", ["chat", "responses", "messages"])
+def test_strict_functions_are_taken_by_every_route(client, route):
+    """The model is random, so its text may have no call; if it has one, its arguments are right."""
+    function = modes("open")["function"]
+    if route == "responses":
+        tool = {"type": "function", "strict": True, **function}
+        answer = client.responses.create(
+            model="tiny", input="a", tools=[tool], max_output_tokens=40, temperature=1
+        )
+        assert answer.status in ("completed", "incomplete")
+    elif route == "messages":
+        schema = {"name": "open", "input_schema": function["parameters"], "strict": True}
+        content = dict(model="tiny", max_tokens=40, tools=[schema], messages=CHAT["messages"])
+        assert httpx.post(f"{client.base_url}messages", json=content).json()["type"] == "message"
+    else:
+        tools = [{"type": "function", "function": function | {"strict": True}}, modes("close")]
+        choice = client.chat.completions.create(**CHAT | dict(tools=tools)).choices[0]
+        for call in choice.message.tool_calls or ():
+            json.loads(call.function.arguments)
+
+
+def test_strict_functions_and_another_constraint_exclude_each_other(client):
+    function = modes("open")["function"] | {"strict": True}
+    tools = [{"type": "function", "function": function}]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.function\.strict"):
+        client.chat.completions.create(
+            **CHAT | dict(tools=tools, response_format={"type": "json_object"})
+        )
+
+
+SHARED = {"Point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}
+
+
+@pytest.mark.parametrize("name", ["$defs", "definitions"])
+@pytest.mark.parametrize("form", [one for one in FORMATS if one.grammars], ids=lambda one: one.name)
+def test_references_of_a_tools_schema_are_found_within_a_call(form, name, tmp_path):
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE)
+    at = {"$ref": f"#/{name}/Point"}
+    schema = {"type": "object", "properties": {"at": at}, "required": ["at"], name: SHARED}
+    tools = [{"type": "function", "function": {"name": "go", "parameters": schema}}]
+    _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
+    key = "parameters" if form.name == "llama3" else "arguments"
+    call = '{{"name": "go", "KEY": {{"at": {{"x": {0}}}}}}}'.replace("KEY", key)
+    whole = {
+        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
+        "llama3": call,
+        "qwen3-coder": '<tool_call>\n<function=go>\n<parameter=at>\n{{"x": {0}}}\n</parameter>\n</function>\n</tool_call>',
+    }[form.name]
+    assert consumed(whole.format(5))
+    assert not consumed(whole.format('"a"'))
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -166,16 +253,18 @@ def test_choices_that_cannot_be_are_refused(client, options):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("form", [one for one in FORMATS if one.grammar], ids=lambda one: one.name)
+@pytest.mark.parametrize("form", [one for one in FORMATS if one.grammars], ids=lambda one: one.name)
 def test_any_schema_of_a_tool_has_a_grammar(form, schema, tmp_path):
     """A grammar that is wrong is refused later, by the check of constraints."""
     tool = {"type": "function", "function": {"name": "edit", "parameters": schema}}
-    assert "edit" in form.grammar(make_tokenizer(tmp_path, TEMPLATE), [tool], True)
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE)
+    for grammar in (form.grammars.must, form.grammars.may):
+        assert "edit" in grammar(tokenizer, [tool], True)
 
 
 def test_a_parameter_that_may_be_null_is_json_unless_it_may_be_a_text(tmp_path):
     properties = {"a": {"type": ["string", "null"]}, "b": {"type": ["integer", "null"]}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
-    text = xml_calls(make_tokenizer(tmp_path, TEMPLATE), [tool], False)
+    text = xml_calls.must(make_tokenizer(tmp_path, TEMPLATE), [tool], False)
     assert r'"<parameter=a>\n" text' in text
     assert r'"<parameter=b>\n" value_1' in text
