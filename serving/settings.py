@@ -125,8 +125,7 @@ class Settings(BaseSettings):
     )
     # None stands within Literal: typing caches unions of Literals regardless of their order.
     method: Literal["peagle", "eagle3", "none", None] = _option(
-        None,
-        "drafting method; none decodes without drafts (default: the head's own)",
+        None, "drafting method; none decodes without drafts (default: the head's own)"
     )
     num_speculative_tokens: Int = _option(
         7, "most drafted tokens per round (K in the papers)", metavar="K"
@@ -153,9 +152,7 @@ class Settings(BaseSettings):
     tensor_parallel: Count = _option(1, "devices that run every round together", metavar="N")
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
-    max_waiting: Int = _option(
-        1024, "most requests in the queue; further requests are refused", metavar="N"
-    )
+    max_waiting: Int = _option(1024, "most requests in the queue; more are refused", metavar="N")
     kv_cache_memory: Size | None = _option(
         None,
         "memory of the KV cache, as 8GiB or 500MB (default: what is left; without prefix-caching, "
@@ -166,10 +163,7 @@ class Settings(BaseSettings):
         True, "prefill a prompt only from where it differs from earlier texts (default: on)"
     )
     saved_rings: Int | None = _option(
-        None,
-        "beginnings of texts whose sliding windows are kept for other requests (default: 64, or as many as "
-        "256 MiB hold)",
-        metavar="N",
+        None, "beginnings whose sliding windows are kept (default: 64, in 256 MiB)", metavar="N"
     )
     prompt_logprobs: bool = _option(
         False, "compile what prompt_logprobs of requests, and echo with logprobs, need"
@@ -180,7 +174,7 @@ class Settings(BaseSettings):
     prefill_rows: Int = _option(1, "prompts prefilled together", metavar="N")
     prefill_calls: Int | None = _option(
         None,
-        "most prefill calls between two decoding rounds (default: 1, and 4 while no request decodes)",
+        "most prefill calls between two rounds (default: 1; 4 if nothing decodes)",
         metavar="N",
     )
     max_logprobs: Int = _option(20, "most alternatives per token for logprobs", metavar="N")

@@ -82,7 +82,11 @@ def _object(rng: random.Random, depth: int) -> dict:
     if rng.random() < 0.15:
         schema["patternProperties"] = {"^p_[a-z]$": {"type": "boolean"}}
     elif rng.random() < 0.1:
-        schema |= {"additionalProperties": {"type": "boolean"}, "required": names, "maxProperties": 4}
+        schema |= {
+            "additionalProperties": {"type": "boolean"},
+            "required": names,
+            "maxProperties": 4,
+        }
     return schema
 
 

@@ -65,7 +65,7 @@ BODIES = {
     DetokenizeFields: {"tokens": [1]},
 }  # fmt: skip
 FRONTEND = SimpleNamespace(
-    replies=SimpleNamespace(has_calls=True, forced=lambda tools, is_parallel: tools)
+    replies=SimpleNamespace(has_calls=True, calls=lambda tools, **how: tools)
 )
 
 
