@@ -6,7 +6,7 @@ rows of one call, independent of the sequence length. Page 0 and the last slot a
 and positions past a page table write there, and no real row reads them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -55,6 +55,16 @@ def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[
         return kind(jnp.zeros(shape, config.cache_dtype), jnp.zeros(shape, config.cache_dtype))
 
     return [zeros(layer) for layer in layers]
+
+
+def rings_of(*caches: Sequence[LayerCache]) -> list[RingCache]:
+    """The layers with a sliding window."""
+    return [layer for cache in caches for layer in cache if isinstance(layer, RingCache)]
+
+
+def with_rings(cache: Sequence[LayerCache], rings: Iterator[RingCache]) -> list[LayerCache]:
+    """The cache with other arrays in the layers with a sliding window: the next ones of `rings`."""
+    return [next(rings) if isinstance(layer, RingCache) else layer for layer in cache]
 
 
 def copy_rings(rings: list[RingCache], source: jax.Array, target: jax.Array) -> list[RingCache]:

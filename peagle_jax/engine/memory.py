@@ -101,7 +101,7 @@ def fit_rings(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
         return 0
     if config.saved_rings is not None:
         return config.saved_rings
-    number, free = min(_MOST_SAVED, _SAVED_BYTES // one), free_bytes()
+    number, free = min(_MOST_SAVED, _SAVED_BYTES // one), free_bytes(config.tensor_parallel)
     # Halves, because a shape that changes from start to start would be compiled again.
     while number and free is not None and number * one > _SAVED_SHARE * free:
         number //= 2

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 from pallas_kernels import dispatch
 from peagle_jax import adjust, step
 from peagle_jax.adjust import Controls
-from peagle_jax.cache import RingCache, copy_rings
+from peagle_jax.cache import copy_rings, rings_of, with_rings
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.engine import layouts
@@ -133,7 +133,6 @@ class Programs:
             return adjust.fill(all_controls, unpack(packed, idle_controls(config)))
 
         self._prefill, self._round, self._controls = prefill, speculative_step, controls
-        self._copy_rings = jax.jit(copy_rings, donate_argnums=0)
         self._compiled: dict[Key, Callable] = {}
         self._resident: dict[Key, Resident] = {}
         self._lock = threading.Lock()
@@ -186,11 +185,11 @@ class Programs:
         """Dispatches the copy of all rings of one row to another; `state` is consumed."""
         if RINGS not in self._compiled:
             self._prepare(RINGS, state)
-        copied = self._compiled[RINGS](_rings(state), np.int32(source), np.int32(target))
-        replaced = iter(copied)
-        put = lambda cache: [next(replaced) if isinstance(x, RingCache) else x for x in cache]
-        target_cache = put(state.target_cache)
-        return replace(state, target_cache=target_cache, drafter_cache=put(state.drafter_cache))
+        caches = state.target_cache, state.drafter_cache
+        row = map(np.int32, (source, target))
+        copied = iter(self._compiled[RINGS](rings_of(*caches), *row))
+        target_cache, drafter_cache = (with_rings(cache, copied) for cache in caches)
+        return replace(state, target_cache=target_cache, drafter_cache=drafter_cache)
 
     def _dispatch(
         self,
@@ -221,7 +220,10 @@ class Programs:
             )
             return
         if key == RINGS:
-            self._compile(key, self._copy_rings.lower, _rings(state), np.int32(0), np.int32(0))
+            rings = rings_of(state.target_cache, state.drafter_cache)
+            kept = jax.tree.map(lambda x: _spec(x).sharding, rings)
+            copy = jax.jit(copy_rings, donate_argnums=0, out_shardings=kept)
+            self._compile(key, copy.lower, rings, np.int32(0), np.int32(0))
             return
         if self._layouts_are_free and key != self.round_keys[0]:
             self._prepare(self.round_keys[0], state)  # it chooses the layouts for all
@@ -358,12 +360,6 @@ def _join(written: step.State, kept: Kept) -> step.State:
 
 def _counts_only(controls: Controls) -> Controls:
     return Controls(**dict.fromkeys(Controls._fields) | {"counts": controls.counts})
-
-
-def _rings(state: step.State) -> list[RingCache]:
-    """The caches of all layers with a sliding window, of the target and then of the drafter."""
-    caches = (*state.target_cache, *state.drafter_cache)
-    return [cache for cache in caches if isinstance(cache, RingCache)]
 
 
 def _compiler_options() -> dict[str, bool]:

@@ -63,11 +63,11 @@ def test_saved_rings_have_a_bound(monkeypatch):
     one = memory.saved_bytes(target, None, replace(config, saved_rings=1))
     assert one == 2 * config.ring_pages(1000) * 16 * 2 * 2 * 512 * 4
     fit = lambda **changes: memory.fit_rings(target, None, replace(config, **changes))
-    monkeypatch.setattr(memory, "free_bytes", lambda: None)
+    monkeypatch.setattr(memory, "free_bytes", lambda devices: None)
     assert fit() == 2**28 // one
     assert fit(max_model_len=32) == memory._MOST_SAVED
     assert (fit(saved_rings=3), fit(saved_rings=0), fit(prefix_caching=False)) == (3, 0, 0)
-    monkeypatch.setattr(memory, "free_bytes", lambda: 30 * one)
+    monkeypatch.setattr(memory, "free_bytes", lambda devices: 30 * one)
     assert fit() == 1
     assert memory.fit_rings(TARGET, None, config) == 0
     kept = memory.ring_bytes(target, None, replace(config, saved_rings=7))
