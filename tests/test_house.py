@@ -31,7 +31,7 @@ ORDER = [
     "engine.prefixes", "engine.controls", "engine.calls", "engine.prompt_logprobs", "engine.stats",
     "engine.round_times", "engine.adaptive", "engine.survival", "engine.integrity", "engine.scheduler",
     "engine.sizes", "engine.round_shapes", "engine.output_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.layouts",
-    "engine.programs",
+    "engine.ring_copies", "engine.programs",
     "engine.round_timer", "engine.completion", "engine.engine",
     "model_folders", "loading", "prompts", "runs", "draft_marks", "live_table",
     "training", "training.options", "training.corpus", "training.data", "training.cod", "training.attention",

@@ -30,10 +30,9 @@ from jax.sharding import NamedSharding
 from pallas_kernels import dispatch
 from peagle_jax import adjust, step
 from peagle_jax.adjust import Controls
-from peagle_jax.cache import copy_rings, rings_of, with_rings
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
-from peagle_jax.engine import layouts
+from peagle_jax.engine import layouts, ring_copies
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.memory import carve_holes
@@ -185,11 +184,8 @@ class Programs:
         """Dispatches the copy of all rings of one row to another; `state` is consumed."""
         if RINGS not in self._compiled:
             self._prepare(RINGS, state)
-        caches = state.target_cache, state.drafter_cache
-        row = map(np.int32, (source, target))
-        copied = iter(self._compiled[RINGS](rings_of(*caches), *row))
-        target_cache, drafter_cache = (with_rings(cache, copied) for cache in caches)
-        return replace(state, target_cache=target_cache, drafter_cache=drafter_cache)
+        copied = self._compiled[RINGS](*ring_copies.operands(state, source, target))
+        return ring_copies.with_copied(state, copied)
 
     def _dispatch(
         self,
@@ -220,10 +216,8 @@ class Programs:
             )
             return
         if key == RINGS:
-            rings = rings_of(state.target_cache, state.drafter_cache)
-            kept = jax.tree.map(lambda x: _spec(x).sharding, rings)
-            copy = jax.jit(copy_rings, donate_argnums=0, out_shardings=kept)
-            self._compile(key, copy.lower, rings, np.int32(0), np.int32(0))
+            operands = ring_copies.operands(state)
+            self._compile(key, ring_copies.program(operands[0]).lower, *operands)
             return
         if self._layouts_are_free and key != self.round_keys[0]:
             self._prepare(self.round_keys[0], state)  # it chooses the layouts for all
