@@ -38,6 +38,11 @@ class RingCache(NamedTuple):
 LayerCache = PageCache | RingCache
 
 
+def ring_rows(config: EngineConfig) -> int:
+    """Rows of a ring cache: the slots, the dummy slot, and the saved rings."""
+    return config.max_num_seqs + 1 + (config.saved_rings or 0)
+
+
 def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[LayerCache]:
     """Zeroed caches for all layers, of all devices together.
 
@@ -51,7 +56,7 @@ def init_cache(layers: Sequence[AttentionConfig], config: EngineConfig) -> list[
             kind, shape = PageCache, (config.total_pages, *tail)
         else:
             ring = config.ring_pages(layer.window)
-            kind, shape = RingCache, (config.ring_rows, ring, *tail)
+            kind, shape = RingCache, (ring_rows(config), ring, *tail)
         return kind(jnp.zeros(shape, config.cache_dtype), jnp.zeros(shape, config.cache_dtype))
 
     return [zeros(layer) for layer in layers]

@@ -277,8 +277,7 @@ class EngineConfig:
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
       verify_method: how sampled drafts are accepted, "token" by token or in a "block" (`verify.verify_block`).
       selector: let the head's selector choose the drafts, if the head has one.
-      saved_rings: most beginnings whose sliding windows are kept for other requests, with `prefix_caching`;
-        None: 64, or as many as 256 MiB hold (`memory.fit_rings`).
+      saved_rings: beginnings whose sliding windows are kept; None: 64, in 256 MiB (`memory.fit_rings`).
       prefix_caching: keep the pages of earlier prompts and outputs, and prefill only what follows them.
       max_logprobs: maximum number of alternatives per token for requests with logprobs.
       prompt_logprobs: compile a second prefill program, for requests with `prompt_logprobs`.
@@ -321,8 +320,7 @@ class EngineConfig:
     def __post_init__(self):
         sizes = "max_num_seqs max_model_len page_size max_waiting tensor_parallel rounds_per_call"
         for name in f"{sizes} prefill_chunk prefill_rows prefill_calls".split():
-            value = getattr(self, name)
-            if value is not None and value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
             raise ConfigError(
@@ -383,11 +381,6 @@ class EngineConfig:
         """
         rows = self.prefill_chunk + self.lookahead
         return -(-(min(window, self.max_model_len) + rows) // self.page_size)
-
-    @property
-    def ring_rows(self) -> int:
-        """Rows of the rings: the slots, the dummy slot, and the saved rings."""
-        return self.max_num_seqs + 1 + (self.saved_rings or 0)
 
     @property
     def total_pages(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from peagle_jax.adjust import slot_bytes
+from peagle_jax.cache import ring_rows
 from peagle_jax.config import (
     AttentionConfig,
     ConfigError,
@@ -74,7 +75,7 @@ def page_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
 
 def ring_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
     """Bytes of the ring buffers of all sliding-window layers; independent of sequence lengths."""
-    return config.ring_rows * _slot_ring_bytes(target, drafter, config)
+    return ring_rows(config) * _slot_ring_bytes(target, drafter, config)
 
 
 def _slot_ring_bytes(

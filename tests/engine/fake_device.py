@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
+from peagle_jax.cache import ring_rows
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall
 from peagle_jax.engine.pages import PagePool
@@ -103,7 +104,7 @@ class FakeDevice:
         self.num_found = 0
         self.owners: list = [None] * config.max_num_seqs
         self.rings = {
-            window: np.full((config.ring_rows, self.capacity(window), 2), JUNK)
+            window: np.full((ring_rows(config), self.capacity(window), 2), JUNK)
             for window in windows
         }
 
