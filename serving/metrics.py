@@ -206,17 +206,14 @@ class _EngineCollector(Collector):
         yield waiting
         yield self._gauge("vllm:kv_cache_usage_perc", "KV pages in use, 0 to 1.", load.kv_usage)
         yield self._counter("vllm:num_preemptions", "Preemptions.", load.num_preemptions)
-        yield self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up.", load.prefix_queried
-        )
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", load.prefix_found)
+        for name, text, value in (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", load.prefix_queried),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", load.prefix_found),
+            ("peagle:prefix_cache_restored_rings", "Windows found.", load.rings_restored),
+        ):
+            yield self._counter(name, text, value)
         yield self._gauge(
             "peagle:prefix_cache_idle_pages", "KV pages kept for later prompts.", load.pages_idle
-        )
-        yield self._counter(
-            "peagle:prefix_cache_restored_rings",
-            "Prompts that went on from saved sliding windows.",
-            load.rings_restored,
         )
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds with drafts.", counts.rounds)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", counts.drafted)
