@@ -195,8 +195,7 @@ class _EngineCollector(Collector):
         counts = load.acceptance
         yield self._gauge("vllm:num_requests_running", "Requests on the device.", load.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", load.num_waiting)
-        devices = self._config.tensor_parallel
-        yield self._gauge("peagle:devices", "Devices that run every round together.", devices)
+        yield self._gauge("peagle:devices", "Devices of a round.", self._config.tensor_parallel)
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Requests in the queue.",
