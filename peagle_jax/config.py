@@ -270,8 +270,7 @@ class EngineConfig:
       max_model_len, page_size: most tokens of prompt plus output; tokens per KV page.
       num_pages: KV pages including the dummy page 0; None: enough for `max_num_seqs` sequences of
         `max_model_len`, and with `prefix_caching` more, as far as memory allows (`memory.fit_pages`).
-      prefill_chunk: prompt tokens per prefill row and call.
-      prefill_rows: prompts per prefill call.
+      prefill_chunk, prefill_rows: prompt tokens per row and call; prompts per prefill call.
       prefill_calls: most prefill calls between two rounds; None: one while a request decodes, else 4.
       max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
