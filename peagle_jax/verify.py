@@ -162,7 +162,7 @@ def block_law(p: jax.Array, drafts: jax.Array, q: jax.Array, num_draft: jax.Arra
     J = drafts.shape[1]
     is_draft = jnp.arange(J) < num_draft[:, None]
     ratio = jnp.where(is_draft, at_tokens(p[:, :J], drafts) / at_tokens(q, drafts), 0.0)
-    reach = [jnp.ones_like(ratio[:, 0])]
+    reach = [jnp.ones(drafts.shape[:1], ratio.dtype)]
     for i in range(J):
         reach.append(jnp.minimum(1.0, reach[-1] * ratio[:, i]))
     r = jnp.stack(reach, axis=1)

@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import IO
 
 from peagle_jax import ConfigError, Engine
 from peagle_jax.engine.grammar import Grammars, Matcher
@@ -141,6 +142,13 @@ class Constraints:
         await self._pool.wait_closed(seconds)
 
 
+def _is_ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
+    """Waits for an event of `select.poll`, which takes descriptors above 1,023 as well."""
+    poll = select.poll()
+    poll.register(pipe, event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+
+
 class _Process:
     """A `grammar_process`, started at the first question and again after its death.
 
@@ -177,6 +185,9 @@ class _Process:
                 answer = self._receive(deadline)
             except OSError:  # it died before it had read everything, or does not read
                 answer = None
+            except BaseException:  # a half-written question would be read as part of the next one
+                self._kill()
+                raise
             if answer is None or self._is_ended:
                 self._kill()
         if answer is None and self._is_ended:
@@ -219,15 +230,14 @@ class _Process:
         rest = memoryview(json.dumps(content).encode() + b"\n")
         pipe = self._process.stdin
         while rest:
-            if not select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))[1]:
+            if not _is_ready(pipe, select.POLLOUT, deadline):
                 raise TimeoutError("the process does not read")
             rest = rest[os.write(pipe.fileno(), rest[: select.PIPE_BUF]) :]
 
     def _receive(self, deadline: float) -> dict | None:
         answer, pipe = bytearray(), self._process.stdout
         while not answer.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            if not _is_ready(pipe, select.POLLIN, deadline):
                 return None
             part = os.read(pipe.fileno(), 1 << 16)
             if not part:

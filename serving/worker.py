@@ -266,7 +266,8 @@ class EngineWorker:
             notify = lambda request, tokens: events.append(self._event(request, tokens))
             updates = self._engine.step(notify)
             self._patience = _PATIENCE * (time.monotonic() - begin)
-            self._num_vacated = sum(request.is_finished for request, _ in updates)
+            # A call of several rounds has several updates of a request.
+            self._num_vacated = len({id(one) for one, _ in updates if one.is_finished})
             self._rounds += 1
             self.busy_since = None
         self.load = self._measure()

@@ -294,8 +294,10 @@ class Engine:
         dispatched = []
         if calls.decode is not None:
             decode = calls.decode
+            # A greedy program that was compiled after this call was planned may run more rounds than it.
+            is_greedy = decode.is_greedy and decode.repeat == self.config.repeat
             self._state, result = self.programs.round(
-                self._state, decode.plan, decode.shape, decode.mask, decode.is_greedy
+                self._state, decode.plan, decode.shape, decode.mask, is_greedy
             )
             dispatched.append((decode, result))
         for prefill in calls.prefills:

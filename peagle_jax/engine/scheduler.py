@@ -62,7 +62,7 @@ class Scheduler:
         self._pages = Reservation(config, self.pool)
         self.repeated: Collection[RoundShape] = ()
         """Shapes of which one call can run several rounds. It is replaced as a whole, by any thread."""
-        self._last_decode: tuple[DecodeCall, int] | None = None
+        self._last_decode: tuple[DecodeCall | None, object] = None, None
         """The last round, and `num_changes` of the reservation at that time."""
         self.waiting: list[Request] = []  # by rank
         self.active: list[Request] = []  # PREFILL and RUNNING, by rank
@@ -220,11 +220,12 @@ class Scheduler:
     def _build_decode(self, rows: list[Request]) -> DecodeCall:
         """A round for `rows`: the last one again, if it is the same, so that no plan is packed or uploaded."""
         shape, changes = self._shape(rows), self._pages.num_changes
-        last = self._last_decode
-        if last is None or last[1] != changes or not last[0].is_again(rows, shape):
-            repeat = self.config.repeat if shape in self.repeated else 1
-            self._last_decode = last = DecodeCall.build(rows, shape, self.config, repeat), changes
-        return last[0]
+        repeat = self.config.repeat if shape in self.repeated else 1
+        call, planned = self._last_decode
+        if call is None or planned != (changes, repeat) or not call.is_again(rows, shape):
+            call = DecodeCall.build(rows, shape, self.config, repeat)
+            self._last_decode = call, (changes, repeat)
+        return call
 
     def _shape(self, rows: Sequence[Request]) -> RoundShape:
         size, drafts = next(item for item in self.rounds.items() if item[0] >= len(rows))

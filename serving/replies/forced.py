@@ -14,6 +14,10 @@ _TYPES_OF_JSON = {"integer", "number", "boolean", "object", "array", "null"}
 
 _DEFINITIONS = ("$defs", "definitions")
 """Where a schema's references point to."""
+_WHOLE = "__tool__"
+"""Name of a tool's whole schema among the definitions of one parameter."""
+_VALUES = ("const", "enum", "default", "examples")
+"""Keys of a schema whose values are no schemas."""
 _TEXT = "TEXT: /(.|\\n)*/"
 
 Grammar = Callable[[Tokenizer, Sequence[dict], bool], str]
@@ -46,7 +50,7 @@ def _parameters(tool: dict) -> dict:
 
 def _named(tool: dict, key: str) -> dict:
     """The schema of a call as a JSON object, with the arguments under `key`."""
-    given = _parameters(tool)
+    given = _moved(_parameters(tool), f"properties/{key}")
     schema = {name: value for name, value in given.items() if name not in _DEFINITIONS}
     return _definitions(given) | {
         "type": "object",
@@ -54,6 +58,25 @@ def _named(tool: dict, key: str) -> dict:
         "required": ["name", key],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: object, place: str) -> object:
+    """A schema that will stand at `place` of another: references to parts of it point there.
+
+    References to definitions stay, because these move to the root.
+    """
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {
+        name: value if name in _VALUES else _moved(value, place) for name, value in schema.items()
+    }
+    match schema.get("$ref"):
+        case str(target) if target == "#" or target.startswith("#/"):
+            if target.split("/")[1:2] not in [[name] for name in _DEFINITIONS]:
+                moved["$ref"] = f"#/{place}{target[1:]}"
+    return moved
 
 
 def _definitions(schema: Mapping[str, object]) -> dict:
@@ -122,7 +145,11 @@ xml_calls = CallGrammars(_xml_must, _xml_may)
 
 def _xml_rules(start: str, tools: Sequence[dict]) -> str:
     """Qwen3-Coder's calls after `<function=`: required parameters in their order, then others."""
-    calls, values = [], ['text[suffix="\\n</parameter>\\n"]: /(.|\\n)*/']
+    calls = []
+    values = [
+        'text[suffix="\\n</parameter>\\n"]: /(.|\\n)*/',
+        'any_parameter: "<parameter=" /[^>\\n]+/ ">\\n" text',
+    ]
     for tool in tools:
         schema = _parameters(tool)
         properties = schema.get("properties")
@@ -142,6 +169,8 @@ def _xml_rules(start: str, tools: Sequence[dict]) -> str:
                 values.append(f"value_{len(values)}: {rule}")
                 written[name] = f'{opening} value_{len(values) - 1} "\\n</parameter>\\n"'
         others = " | ".join(text for name, text in written.items() if name not in required)
+        if not isinstance(schema.get("properties"), dict):
+            others = "any_parameter"
         head = json.dumps(f"{tool['function']['name']}>\n")
         parts = [head, *(written[name] for name in required), *([f"({others})*"] if others else [])]
         calls.append(" ".join([*parts, '"</function>\\n"']))
@@ -158,7 +187,19 @@ def _xml_value(value: object, schema: dict) -> str | None:
     types = types_of(value, schema)
     if not types or not _TYPES_OF_JSON.issuperset(types):
         return None
-    return _json((_definitions(schema) if "$ref" in str(value) else {}) | value)
+    return _json(_alone(value, schema) if "$ref" in str(value) else value)
+
+
+def _alone(value: dict, schema: dict) -> dict:
+    """The schema of one parameter with all that its references point to."""
+    place = f"$defs/{_WHOLE}"
+    whole = _moved(schema, place)
+    names, value = _definitions(whole), _moved(value, place)
+    if _WHOLE in str(names) or _WHOLE in str(value):
+        given = names.get("$defs")
+        rest = {name: part for name, part in whole.items() if name not in _DEFINITIONS}
+        names["$defs"] = (given if isinstance(given, dict) else {}) | {_WHOLE: rest}
+    return names | value
 
 
 def _harmony_must(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:

@@ -143,6 +143,27 @@ def test_every_round_of_a_call_is_reported_on_its_own():
         assert sum(len(made.drafts) for _, made, _ in rounds) == one.drafted
 
 
+def test_a_program_that_is_ready_late_takes_over_between_two_calls():
+    """A planned call is used again for many rounds, but not by a program that runs more of them."""
+    config = EngineConfig(
+        num_draft=2, max_num_seqs=1, max_model_len=128, page_size=128, prefill_chunk=16,
+        greedy_rounds=True, rounds_per_call=3,
+    )  # fmt: skip
+    texts = []
+    for is_late in (False, True):
+        engine = Engine(tiny.target(), tiny.head(), config)
+        engine.warm_up(sizes=[1])
+        request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(5):
+            engine.step()
+        while is_late and engine.compile_next():
+            pass
+        while engine.has_work:
+            engine.step()
+        texts.append(request.output)
+    assert texts[0] == texts[1]
+
+
 def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
     engine = Engine(tiny.target(), tiny.head(), config(True, adaptive="load", rounds_per_call=3))
     engine.warm_up()

@@ -241,6 +241,44 @@ def test_references_of_a_tools_schema_are_found_within_a_call(form, name, tmp_pa
     assert not consumed(whole.format('"a"'))
 
 
+@pytest.mark.parametrize("form", [one for one in FORMATS if one.grammars], ids=lambda one: one.name)
+def test_references_to_parts_of_a_tools_schema_point_into_the_call(form, tmp_path):
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE)
+    parts = {"v": {"type": "integer"}, "w": {"$ref": "#/properties/v"}, "next": {"$ref": "#"}}
+    schema = {"properties": parts, "required": ["w", "next"], "additionalProperties": False}
+    schema["type"] = "object"
+    schema["properties"]["next"] = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
+    tools = [{"type": "function", "function": {"name": "go", "parameters": schema}}]
+    _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
+    key = "parameters" if form.name == "llama3" else "arguments"
+    call = '{{"name": "go", "KEY": {{"w": {0}, "next": {1}}}}}'.replace("KEY", key)
+    xml = "<parameter=w>\n{0}\n</parameter>\n<parameter=next>\n{1}\n</parameter>\n"
+    whole = {
+        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
+        "llama3": call,
+        "qwen3-coder": f"<tool_call>\n<function=go>\n{xml}</function>\n</tool_call>",
+    }[form.name]
+    assert consumed(whole.format(5, '{"w": 6, "next": null}'))
+    assert not consumed(whole.format('"a"', "null"))
+    assert not consumed(whole.format(5, '{"name": "go"}'))
+
+
+@pytest.mark.parametrize("form", [one for one in FORMATS if one.grammars], ids=lambda one: one.name)
+def test_a_function_without_a_schema_takes_any_arguments(form, tmp_path):
+    """Such are functions that are not strict, beside one that is."""
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "go"}}]
+    _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
+    key = "parameters" if form.name == "llama3" else "arguments"
+    call = '{"name": "go", "KEY": {"at": "Rome"}}'.replace("KEY", key)
+    whole = {
+        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
+        "llama3": call,
+        "qwen3-coder": "<tool_call>\n<function=go>\n<parameter=at>\nRome\n</parameter>\n</function>\n</tool_call>",
+    }[form.name]
+    assert consumed(whole)
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -267,4 +305,4 @@ def test_a_parameter_that_may_be_null_is_json_unless_it_may_be_a_text(tmp_path):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
     text = xml_calls.must(make_tokenizer(tmp_path, TEMPLATE), [tool], False)
     assert r'"<parameter=a>\n" text' in text
-    assert r'"<parameter=b>\n" value_1' in text
+    assert r'"<parameter=b>\n" value_2' in text
