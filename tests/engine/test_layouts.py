@@ -20,7 +20,7 @@ def by_columns(x: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("num_draft", "num_rows"))
-def round_of(weights, state, plan, mask, bits, *, num_draft, num_rows):
+def round_of(weights, state, plan, mask, bits, *, num_draft, num_rows, repeat):
     return state + sum(w.sum() for w in weights) * num_draft, bits
 
 
