@@ -234,6 +234,18 @@ def test_a_race_with_other_texts_says_so(server, page):
     assert page.text("#verdict").startswith("Different texts: they part after ")
 
 
+def test_a_race_whose_first_answer_fails_starts_no_second(server, page):
+    page.await_model()
+    page.run(
+        "window.fetch = (real => (url, options) => options?.method === 'POST' "
+        "? Promise.resolve(new Response('{}', {status: 503})) : real(url, options))(fetch)"
+    )
+    page.ask(button="#race")
+    assert page.one("#problem").is_displayed()
+    assert [one.text for one in page.all(".progress")] == ["failed", "not started"]
+    assert page.text("#verdict") == ""
+
+
 def test_text_is_never_html(server, page):
     prompt = "<img src=x onerror=document.title=1>"
     page.ask(prompt)

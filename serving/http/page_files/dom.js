@@ -23,6 +23,8 @@ export function say(element, text) {
 
 export const percent = (share) => `${Math.round(100 * share)} %`;
 
+export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
 export function duration(seconds) {
   return seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`;
 }

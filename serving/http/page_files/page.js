@@ -2,7 +2,7 @@
 
 import { Api } from "./api.js";
 import { Charts } from "./charts.js";
-import { find, make, say } from "./dom.js";
+import { find, make, plural, say } from "./dom.js";
 import { Run } from "./run.js";
 
 const REPLAY_MS = 90; // of a round in the replay
@@ -158,7 +158,12 @@ async function race(asked) {
   const drafted = new Run(nameOf(drafts), shown, { isTimed: false });
   drafted.say("waits for the other one");
   showRuns(plain, drafted);
-  await stream(plain, asked, { temperature: 0, num_speculative_tokens: 0 });
+  try {
+    await stream(plain, asked, { temperature: 0, num_speculative_tokens: 0 });
+  } catch (error) {
+    drafted.say("not started");
+    throw error;
+  }
   drafted.begin();
   await stream(drafted, asked, { temperature: 0, num_speculative_tokens: drafts });
   judge(plain, drafted);
@@ -176,7 +181,8 @@ function judge(plain, drafted) {
   const [slow, fast] = [plain.counts.rounds, drafted.counts.rounds];
   const times = fast ? `: ${(slow / fast).toFixed(2)} times fewer` : "";
   const { tokens } = plain.counts;
-  say(verdict, `Equal text. ${tokens} tokens took ${slow} rounds without drafts and ${fast} with them${times}.`);
+  const rounds = `${plural(slow, "round")} without drafts and ${fast} with them`;
+  say(verdict, `Equal text. ${plural(tokens, "token")} took ${rounds}${times}.`);
   const button = make("button", "", "Replay by rounds");
   button.type = "button";
   button.addEventListener("click", () => replay(plain, drafted));
