@@ -136,10 +136,10 @@ def compile_on(mesh, function, *args, **options):
     return jax.jit(function, **options).lower(*jax.tree.map(put, args)).compile()
 
 
-def specs_on(op: str, chip: str) -> dict[str, Any]:
+def specs_on(op: str, device: Device) -> dict[str, Any]:
     """Specs of an operation whose kernel exists for a chip."""
-    module, sm = specs_of(op), CHIPS[chip].sm
-    has_kernel = lambda spec: sm in getattr(spec, "chips", module.CHIPS)
+    module = specs_of(op)
+    has_kernel = lambda spec: device.sm in getattr(spec, "chips", module.CHIPS)
     return {name: spec for name, spec in module.SPECS.items() if has_kernel(spec)}
 
 
@@ -161,7 +161,7 @@ def compile_op(op: str, chip: str, mesh, dump: Path, most: int | None = None) ->
     Nothing if it has no kernel for the chip.
     """
     specs, device = specs_of(op), CHIPS[chip]
-    for name, spec in spread(specs_on(op, chip), most).items():
+    for name, spec in spread(specs_on(op, CHIPS[chip]), most).items():
         before, start = set(dump.iterdir()), time.perf_counter()
         common = dict(op=op, spec=name, chip=chip)
         try:

@@ -116,10 +116,12 @@ def kernels(options: Options, environment: dict) -> Iterator[dict]:
     if unknown := sorted(set(options.spec or ()) - known):
         raise ConfigError(f"no operation has a spec {unknown[0]!r}; there are {sorted(known)}")
     for op in ops:
-        if device.sm not in deviceless.specs_of(op).CHIPS:
-            _log.warning("%s has no kernel for %s", op, device.name)
-            continue
-        for case in cases(op, options.spec or None, device if options.configs else None):
+        asked = [name for name in deviceless.specs_of(op).SPECS if name in (options.spec or known)]
+        has_kernel = deviceless.specs_on(op, device)
+        if without := [name for name in asked if name not in has_kernel]:
+            _log.warning("%s has no kernel for %s: %s skipped", op, device.name, ", ".join(without))
+        names = [name for name in asked if name in has_kernel]
+        for case in cases(op, names, device if options.configs else None):
             try:
                 measured = measure(case, device.name)
             except Exception as error:  # the other cases are still measured

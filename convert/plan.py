@@ -9,10 +9,9 @@ from convert.source import Source
 from peagle_jax.checkpoint.converted import DTYPE_NAMES, UNUSED, Parameter
 from peagle_jax.checkpoint.layout import Path, Rule
 from peagle_jax.checkpoint.transforms import Copy, Shape
+from peagle_jax.parallel.partition import AXIS
 from peagle_jax.parallel.shares import check_shares, cut_of
 
-AXIS = "tensor"
-"""Mesh axis that the sharding column names."""
 GROUP_BYTES = 2_000_000_000
 """Maximum bytes per group of several parameters. A killed run repeats at most one group."""
 IN_FLIGHT_BYTES = 300_000_000
@@ -171,7 +170,7 @@ _COLUMNS = ("out", "down")
 
 
 def partition(path: Path, shape: Shape) -> str:
-    """Suggested sharding of a parameter over a mesh axis "tensor", as a PartitionSpec in text.
+    """Suggested sharding of a parameter over the mesh axis of the engine, as a PartitionSpec in text.
 
     Rows of q/k/v and of gate/up, columns of the projections back (their biases are added once, so they
     are replicated), experts along E, embeddings along the vocabulary; the rest is replicated. A scale

@@ -45,11 +45,11 @@ def test_a_plan_is_readable(cli):
     lines = out.splitlines()
     assert (
         "model.layers.1.mlp.experts.0.gate_proj.weight  F8_E4M3 [8, 136]  stack experts -> "
-        'layers.1.mlp.gate_up.weight  F8_E4M3 [4, 2, 8, 136]  P("tensor")'
+        'layers.1.mlp.gate_up.weight  F8_E4M3 [4, 2, 8, 136]  P("model")'
     ) in lines
     assert (
         "model.layers.0.self_attn.o_proj.weight_scale_inv  BF16 [2, 2]  join scales -> "
-        'layers.0.attention.out.scale  BF16 [2, 2]  P(None, "tensor")'
+        'layers.0.attention.out.scale  BF16 [2, 2]  P(None, "model")'
     ) in lines
     code, out, _ = cli("plan", GOLDEN / "llama-fp8-tensor")
     assert "unused.0  F32 []  P()  (not used: activations are not quantised)" in out
@@ -58,22 +58,22 @@ def test_a_plan_is_readable(cli):
 @pytest.mark.parametrize(
     ("path", "shape", "want"),
     [
-        ("embed.weight", (256, 64), 'P("tensor")'),
-        ("lm_head.weight", (256, 64), 'P("tensor")'),
-        ("layers.0.attention.qkv.weight", (96, 64), 'P("tensor")'),
-        ("layers.0.attention.qkv.bias", (96,), 'P("tensor")'),
-        ("layers.0.attention.qkv.scale", (96, 1), 'P("tensor")'),
-        ("layers.0.attention.out.weight", (64, 32), 'P(None, "tensor")'),
+        ("embed.weight", (256, 64), 'P("model")'),
+        ("lm_head.weight", (256, 64), 'P("model")'),
+        ("layers.0.attention.qkv.weight", (96, 64), 'P("model")'),
+        ("layers.0.attention.qkv.bias", (96,), 'P("model")'),
+        ("layers.0.attention.qkv.scale", (96, 1), 'P("model")'),
+        ("layers.0.attention.out.weight", (64, 32), 'P(None, "model")'),
         ("layers.0.attention.out.bias", (64,), "P()"),
         ("layers.0.attention.out.scale", (64, 1), "P()"),
-        ("layers.0.attention.sinks", (8,), 'P("tensor")'),
-        ("layers.0.mlp.gate_up.weight", (192, 64), 'P("tensor")'),
-        ("layers.0.mlp.down.weight", (64, 96), 'P(None, "tensor")'),
-        ("layers.0.mlp.gate_up.weight", (8, 2, 96, 64), 'P("tensor")'),
-        ("layers.0.mlp.gate_up.bias", (8, 2, 96), 'P("tensor")'),
-        ("layers.0.mlp.down.weight", (8, 64, 96), 'P("tensor")'),
-        ("layers.0.mlp.down.scale", (8, 1, 1), 'P("tensor")'),
-        ("layers.0.mlp.down.bias", (8, 64), 'P("tensor")'),
+        ("layers.0.attention.sinks", (8,), 'P("model")'),
+        ("layers.0.mlp.gate_up.weight", (192, 64), 'P("model")'),
+        ("layers.0.mlp.down.weight", (64, 96), 'P(None, "model")'),
+        ("layers.0.mlp.gate_up.weight", (8, 2, 96, 64), 'P("model")'),
+        ("layers.0.mlp.gate_up.bias", (8, 2, 96), 'P("model")'),
+        ("layers.0.mlp.down.weight", (8, 64, 96), 'P("model")'),
+        ("layers.0.mlp.down.scale", (8, 1, 1), 'P("model")'),
+        ("layers.0.mlp.down.bias", (8, 64), 'P("model")'),
         ("layers.0.mlp.router.weight", (8, 64), "P()"),
         ("layers.0.input_norm.weight", (64,), "P()"),
         ("fc.weight", (64, 192), "P()"),

@@ -61,10 +61,10 @@ def test_kernels_compile(op, chip, tmp_path_factory):
         pytest.skip(lacking)
     specs, sm = deviceless.specs_of(op), deviceless.CHIPS[chip].sm
     if sm not in specs.CHIPS:
-        assert not deviceless.specs_on(op, chip)
+        assert not deviceless.specs_on(op, deviceless.CHIPS[chip])
         pytest.skip(f"{op} has no kernel for {chip}")
     kernels = [one for one in compiled(chip, tmp_path_factory.getbasetemp()) if one["op"] == op]
-    wanted = deviceless.spread(deviceless.specs_on(op, chip), MOST[chip])
+    wanted = deviceless.spread(deviceless.specs_on(op, deviceless.CHIPS[chip]), MOST[chip])
     assert wanted
     assert {one["spec"] for one in kernels} == wanted.keys()
     wrong = [complaint for one in kernels if (complaint := complaint_about(one))]
