@@ -67,19 +67,24 @@ def projection(form: str, shape: tuple[int, ...], seed: int) -> ExpertWeights:
 )
 def test_the_shares_of_all_devices_add_to_the_mixture(form, rows, implementation):
     inner = 256 if form == "mxfp4" else F
-    gate_up, down = projection(form, (E, 2, inner, D), 0), projection(form, (E, D, inner), 1)
+    weights = projection(form, (E, 2, inner, D), 0), projection(form, (E, D, inner), 1)
     x = jax.random.normal(jax.random.key(2), (rows, D)).astype(jnp.bfloat16)
     logits = 2 * jax.random.normal(jax.random.key(3), (rows, E))
     rules = dict(router_bias=None, top_k=K, normalize=True)
-    whole = mixture(x, logits, gate_up, down, **rules, implementation="reference").added(rows)
-    total = jnp.zeros((rows, D))
+    whole = mixture(x, logits, *weights, **rules, implementation="reference").added(rows)
+
+    # Jitted: jax queues 32 programs of a CPU device. If those that wait for an interpreted kernel fill the
+    # queue, the programs of the interpreter itself cannot enter it, and nothing ever ends.
+    @jax.jit
+    def compute_share(first, *own):
+        found = mixture(x, logits, *own, **rules, first=first, implementation=implementation)
+        return found.added(rows)
+
+    total = np.zeros((rows, D), np.float32)
     for rank in range(2):
         first = rank * E // 2
-        own = jax.tree.map(lambda leaf: leaf[first : first + E // 2], (gate_up, down))  # noqa: B023
-        found = mixture(
-            x, logits, *own, **rules, first=jnp.int32(first), implementation=implementation
-        )
-        share = found.added(rows)
-        assert np.isfinite(np.asarray(share, np.float32)).all()
-        total += share.astype(jnp.float32)
+        own = jax.tree.map(lambda leaf: leaf[first : first + E // 2], weights)  # noqa: B023
+        share = np.asarray(compute_share(jnp.int32(first), *own), np.float32)
+        assert np.isfinite(share).all()
+        total += share
     np.testing.assert_allclose(total, whole.astype(jnp.float32), rtol=0.03, atol=0.03)
