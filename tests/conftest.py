@@ -113,6 +113,10 @@ LONGEST = (
 def pytest_configure(config):
     """Without a file, folder or -m, pytest runs the default suite: all tests but the slow ones."""
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
+    if getattr(config.option, "maxworkerrestart", None) is None:
+        # After a crash pytest-xdist would hand finished files to the new worker too, and wait for them
+        # for ever. Without a new worker the run ends and names the test that crashed.
+        config.option.maxworkerrestart = "0"
     is_default = config.args_source is not pytest.Config.ArgsSource.ARGS
     if is_default and not config.option.markexpr:
         config.option.markexpr = DEFAULT_SUITE
