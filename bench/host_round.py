@@ -73,7 +73,8 @@ class Clock:
         """The parts of a round; "dispatch" and "commit" contain others."""
         self.watch(engine.scheduler, "schedule", "schedule")
         self.watch(engine.programs, "_dispatch", "dispatch")
-        self.watch(transfer.Resident, "update", "plan")
+        for name in ("changes", "upload"):
+            self.watch(transfer.Resident, name, "plan")
         self.watch(programs, "Result", "output")
         self.watch(transfer.Result, "fetch", "fetch")
         self.watch(engine, "_commit", "commit")

@@ -19,6 +19,7 @@ from peagle_jax.drafter import Drafter, DraftHead, make_drafter
 from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.completion import Completion, completion_of
+from peagle_jax.engine.follower import Follower
 from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.engine.memory import fit_pages, fit_rings, saved_bytes
 from peagle_jax.engine.pages import Salt
@@ -111,15 +112,15 @@ class Engine:
                     config.num_draft,
                     trained,
                 )
+        vocab_size, eos_ids = target.config.vocab_size, target.config.eos_ids
         if config.ngram:
-            vocab_size = target.config.vocab_size if config.draft_sampling == "sample" else 0
-            drafter = NgramDrafter(drafter, config.ngram, vocab_size)
+            drawn = vocab_size if config.draft_sampling == "sample" else 0
+            drafter = NgramDrafter(drafter, config.ngram, drawn)
         models = [target.config] if head_config is None else [target.config, head_config]
         layers = (model.attention(i) for model in models for i in range(model.num_layers))
         windows = {layer.window for layer in layers} - {None}
         self.grammars: Grammars | None = None
         if tokenizer is not None:
-            vocab_size, eos_ids = target.config.vocab_size, target.config.eos_ids
             self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
         if accept is None:
             accept = verify_blocks if config.verify_method == "block" else verify
@@ -132,13 +133,15 @@ class Engine:
             self._timer = RoundTimer(self.programs, times)
             policy = SurvivalPolicy if self.config.has_survival else LoadPolicy
             self.policy = policy(self.config.num_draft, self._timer.times)
-        eos_ids = target.config.eos_ids
-        self.scheduler = Scheduler(
-            self.config, eos_ids=eos_ids, windows=windows, policy=self.policy
-        )
+        rules = dict(eos_ids=eos_ids, windows=windows, policy=self.policy)
+        self.scheduler = Scheduler(self.config, **rules)
         self._state = devices.init_state(target.config, head_config, self.config)
         self._in_flight: list[tuple[PrefillCall | DecodeCall, Result]] = []
         self._numbers = itertools.count()
+
+    def follower(self) -> Follower:
+        """What repeats the device calls of another engine on this one, which must not run itself."""
+        return Follower(self.programs, self._state)
 
     def warm_up(
         self,

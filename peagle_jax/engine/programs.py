@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +28,25 @@ from jax.sharding import NamedSharding
 
 from pallas_kernels import dispatch
 from peagle_jax import adjust, step
-from peagle_jax.adjust import Controls
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.engine import layouts, ring_copies
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.controls import idle_controls
+from peagle_jax.engine.device_calls import (
+    CONTROLS,
+    PREFILL,
+    RINGS,
+    SCORED_PREFILL,
+    Compile,
+    CopyRings,
+    DeviceCall,
+    GreedyRound,
+    Key,
+    Run,
+    WriteControls,
+)
+from peagle_jax.engine.kept import join, kept_by, without
 from peagle_jax.engine.memory import carve_holes
 from peagle_jax.engine.output_shapes import prefill_output, round_output
 from peagle_jax.engine.round_shapes import greedy_shapes, round_shapes
@@ -45,34 +57,20 @@ from peagle_jax.plan import (
     ControlsPlan,
     DecodePlan,
     PrefillPlan,
-    RequestParams,
-    greedy_only,
     mask_words,
 )
 from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
 
-PREFILL, SCORED_PREFILL, CONTROLS, RINGS = "prefill", "prefill with scores", "controls", "rings"
-"""Keys of the programs besides the rounds. The key of a round's program is its `RoundShape`."""
-
-
-class GreedyRound(NamedTuple):
-    """Key of the program of a round without branches, see `DecodeCall.is_greedy`."""
-
-    shape: RoundShape
-
-    @property
-    def size(self) -> int:
-        """The batch bucket."""
-        return self.shape.size
-
-
-Key = RoundShape | GreedyRound | str
-
 
 class Programs:
-    """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest dispatch."""
+    """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest dispatch.
+
+    Attributes:
+      on_call: called with each call before it is performed, by the thread that asks for it. Processes that
+        `perform` all of them in this order hold equal state.
+    """
 
     def __init__(
         self,
@@ -85,6 +83,7 @@ class Programs:
         devices: Devices | None = None,
     ):
         self._config = config
+        self.on_call: Callable[[DeviceCall], None] = lambda call: None
         self.shapes = round_shapes(config)
         """Shapes of the rounds that `warm_up` compiles without a choice of its own."""
         first = len(config.batch_buckets)
@@ -117,7 +116,7 @@ class Programs:
         ):
             target, drafter = jax.tree.unflatten(structure, weights)
             drafter = _with_num_draft(drafter, config.num_made(num_draft))
-            args = (target, drafter, _join(written, kept), plan, mask)
+            args = (target, drafter, join(written, kept), plan, mask)
             if num_rows:
                 state, output = ragged_step(*args, num_rows=num_rows, **static)
             elif repeat > 1:
@@ -125,7 +124,7 @@ class Programs:
             else:
                 rest = dict(static, num_verified=num_draft if config.ngram else None)
                 state, output = step.speculative_step(*args, **rest)
-            return _written(state, kept), pack_on_device(output)
+            return without(state, kept), pack_on_device(output)
 
         @partial(jax.jit, donate_argnums=0)
         def controls(all_controls, packed):
@@ -176,16 +175,11 @@ class Programs:
 
     def control(self, state: step.State, plan: ControlsPlan) -> step.State:
         """Dispatches the write of a request's sampling controls; `state` is consumed."""
-        if CONTROLS not in self._compiled:
-            self._prepare(CONTROLS, state)
-        return replace(state, controls=self._compiled[CONTROLS](state.controls, pack(plan)))
+        return self._call(state, WriteControls(pack(plan)))[0]
 
     def copy_rings(self, state: step.State, source: int, target: int) -> step.State:
         """Dispatches the copy of all rings of one row to another; `state` is consumed."""
-        if RINGS not in self._compiled:
-            self._prepare(RINGS, state)
-        copied = self._compiled[RINGS](*ring_copies.operands(state, source, target))
-        return ring_copies.with_copied(state, copied)
+        return self._call(state, CopyRings(source, target))[0]
 
     def _dispatch(
         self,
@@ -193,19 +187,54 @@ class Programs:
         state: step.State,
         plan: PrefillPlan | DecodePlan,
         mask: np.ndarray | None,
-    ):
+    ) -> tuple[step.State, Result]:
         if key not in self._resident:
             self._prepare(key, state)
-        resident = self._resident[key]
-        resident.update(plan, mask)
-        program = self._compiled[key]
+        return self._call(state, Run(key, *self._resident[key].changes(plan, mask)))
+
+    def _call(self, state: step.State, call: DeviceCall) -> tuple[step.State, Result | None]:
+        self.on_call(call)
+        return self.perform(state, call)
+
+    def perform(self, state: step.State, call: DeviceCall) -> tuple[step.State, Result | None]:
+        """Performs a call of these programs or, in their order, one of equal programs elsewhere.
+
+        `state` is consumed, but for `Compile`.
+
+        Returns:
+          The next state, and the result of a `Run`.
+        """
+        match call:
+            case Run():
+                return self._run(state, call)
+            case WriteControls(packed):
+                written = self._ready(CONTROLS, state)(state.controls, packed)
+                return replace(state, controls=written), None
+            case CopyRings(source, target):
+                program = self._ready(RINGS, state)
+                copied = program(*ring_copies.operands(state, source, target))
+                return ring_copies.with_copied(state, copied), None
+            case Compile(keys):
+                for key in keys:
+                    self._ready(key, state)
+                return state, None
+
+    def _ready(self, key: Key, state: step.State) -> Callable:
+        """The program of `key`, compiled if it is not yet."""
+        if key not in (self._compiled if key in (CONTROLS, RINGS) else self._resident):
+            self._prepare(key, state)
+        return self._compiled[key]
+
+    def _run(self, state: step.State, call: Run) -> tuple[step.State, Result]:
+        program, resident = self._ready(call.key, state), self._resident[call.key]
+        resident.upload(call.plan, call.mask)
         given = (resident.plan, resident.mask, resident.bits)
-        if isinstance(key, str):
+        if isinstance(call.key, str):
             state, resident.bits = program(self._weights, state, *given)
         else:
-            kept = _kept(state, isinstance(key, GreedyRound))
-            written, resident.bits = program(self._weights, _written(state, kept), *given, kept)
-            state = _join(written, (state.params, state.controls))
+            kept = kept_by(state, isinstance(call.key, GreedyRound))
+            written, resident.bits = program(self._weights, without(state, kept), *given, kept)
+            state = join(written, (state.params, state.controls))
         return state, Result(resident.bits, resident.layout)
 
     def _prepare(self, key: Key, state: step.State) -> None:
@@ -235,7 +264,7 @@ class Programs:
             lower = partial(self._round.lower, **sizes)
             idle = DecodeCall.build([], shape, config).plan
             output = round_output(config, shape, is_greedy=is_greedy)
-            parts = _written(state, kept := _kept(state, is_greedy)), kept
+            parts = without(state, kept := kept_by(state, is_greedy)), kept
         mask_shape = (rows, T, mask_words(state.controls.counts.shape[1]))
         if is_greedy:
             mask_shape = None
@@ -248,7 +277,8 @@ class Programs:
             self._layouts_are_free = False
         self._compile(key, lower, layouts.shapes(self._weights), *others)
         resident.compile()
-        self._resident[key] = resident
+        # A program that two threads prepare keeps its first buffers: a plan may lie there.
+        self._resident.setdefault(key, resident)
 
     def _compile(self, key: Key, lower: Callable, *operands) -> None:
         if key not in self._compiled:
@@ -313,6 +343,8 @@ class Programs:
         missing += [key for key in others if key not in self._compiled]
         if self._layouts_are_free:
             self._prepare(self.round_keys[0], state)
+        if missing:
+            self.on_call(Compile(tuple(missing)))
         jobs = [partial(self._prepare, key, state) for key in missing]
         with ThreadPoolExecutor(max_workers=4) as pool:
             for future in [pool.submit(job) for job in jobs]:
@@ -325,35 +357,6 @@ def _with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
     if drafter is None or drafter.num_draft == num_draft:
         return drafter
     return replace(drafter, num_draft=num_draft)
-
-
-Kept = tuple[RequestParams, Controls | None]
-"""Parts of the state that a round reads only: the parameters, and controls without counts."""
-
-
-def _kept(state: step.State, is_greedy: bool) -> Kept:
-    """What a round reads of the state and does not write: each result costs the host a microsecond."""
-    if is_greedy:
-        return greedy_only(state.params), None
-    return state.params, state.controls._replace(counts=None)
-
-
-def _written(state: step.State, kept: Kept) -> step.State:
-    """The state without `kept`."""
-    controls = None if kept[1] is None else _counts_only(state.controls)
-    return replace(state, params=None, controls=controls)
-
-
-def _join(written: step.State, kept: Kept) -> step.State:
-    """The state from its parts."""
-    params, controls = kept
-    if written.controls is not None:
-        controls = controls._replace(counts=written.controls.counts)
-    return replace(written, params=params, controls=controls)
-
-
-def _counts_only(controls: Controls) -> Controls:
-    return Controls(**dict.fromkeys(Controls._fields) | {"counts": controls.counts})
 
 
 def _compiler_options() -> dict[str, bool]:

@@ -74,15 +74,25 @@ class Resident:
             self.mask = _unpack_into(self.mask, np.zeros(self.mask.size, np.int32))
         _copy(self.bits)
 
-    def update(self, plan: PrefillPlan | DecodePlan, mask: np.ndarray | None = None) -> None:
-        """Uploads a host plan, unless it equals the uploaded one, and the mask of a constrained row."""
+    def changes(
+        self, plan: PrefillPlan | DecodePlan, mask: np.ndarray | None = None
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Bits to `upload` for the next call: of the host plan, None if it equals the uploaded one; and of
+        the mask of a constrained row."""
+        bits = None
         if plan is not self._last:
             new = pack(self._narrow(plan))
             if not np.array_equal(new, self._uploaded):
-                self.plan, self._uploaded = _unpack_into(self.plan, new), new
+                bits = self._uploaded = new
             self._last = plan
+        return bits, None if mask is None else pack(mask)
+
+    def upload(self, plan: np.ndarray | None, mask: np.ndarray | None) -> None:
+        """Overwrites plan and mask with packed ones, each [n] int32; None keeps what is there."""
+        if plan is not None:
+            self.plan = _unpack_into(self.plan, plan)
         if mask is not None:
-            self.mask = _unpack_into(self.mask, pack(mask))
+            self.mask = _unpack_into(self.mask, mask)
 
     def _narrow(self, plan: PrefillPlan | DecodePlan) -> PrefillPlan | DecodePlan:
         """The plan without what only constrained rows need, if the program takes none."""

@@ -31,7 +31,8 @@ def test_the_parts_of_a_round_are_within_its_time(monkeypatch):
     engine = Engine(tiny.target(), tiny.head(), config)
     engine.warm_up()
     for owner, name in (
-        (transfer.Resident, "update"),
+        (transfer.Resident, "changes"),
+        (transfer.Resident, "upload"),
         (transfer.Result, "fetch"),
         (programs, "Result"),
     ):
