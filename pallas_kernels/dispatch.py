@@ -147,11 +147,11 @@ def _interpreter(kind: Implementation) -> Any:
 
 
 def default_device() -> jax.Device:
-    """The device of arrays that no sharding places: that of `jax.default_device`, else the first one."""
+    """The device of arrays that no sharding places: that of `jax.default_device`, else the first of this process."""
     chosen = jax.config.jax_default_device
     if chosen is None:
-        return jax.devices()[0]
-    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
 
 
 def _default_device() -> Device:

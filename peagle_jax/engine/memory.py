@@ -21,7 +21,8 @@ from peagle_jax.config import (
     TargetConfig,
 )
 from peagle_jax.engine.round_shapes import round_shapes
-from peagle_jax.parallel.devices import first_devices
+from peagle_jax.parallel.devices import own_devices
+from peagle_jax.parallel.processes import least
 from peagle_jax.parallel.shares import local_attention, vocabulary_rows
 from peagle_jax.plan import mask_words
 from peagle_jax.prompt_scores import BLOCK
@@ -48,7 +49,7 @@ def carve_holes(num_devices: int) -> list[jax.Array]:
     """
     sizes = [size for size, count in _HOLES.items() for _ in range(count)]
     put = lambda count, device: jax.device_put(np.zeros(count, np.int8), device)
-    devices = first_devices(num_devices)
+    devices = own_devices(num_devices)
     pairs = [(put(size, device), put(1, device)) for device in devices for size in sizes]
     jax.block_until_ready(pairs)
     for hole, _ in pairs:
@@ -119,15 +120,15 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
 
 
 def free_bytes(num_devices: int) -> int | None:
-    """Least free memory of the devices in bytes; None when the platform does not report it."""
-    devices = first_devices(num_devices)
+    """Least free memory of the devices in bytes, over all processes; None when the platform does not report it."""
+    devices = own_devices(num_devices)
     stats = [device.memory_stats() for device in devices]
     if all(stats):
-        return min(one["bytes_limit"] - one["bytes_in_use"] for one in stats)
+        return least(min(one["bytes_limit"] - one["bytes_in_use"] for one in stats))
     if devices[0].platform != "cpu":
         return None
     free = _free_host_bytes()
-    return None if free is None else free // num_devices  # they share the host's memory
+    return None if free is None else least(free // len(devices))  # they share the host's memory
 
 
 def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:

@@ -25,24 +25,39 @@ _WHOLE = PartitionSpec()
 
 
 def first_devices(count: int) -> list[jax.Device]:
-    """The default device, or the first `count` devices of its platform.
+    """The default device, or the first `count` devices of its platform: of each process equally many.
 
     Raises:
-      ConfigError: there are fewer.
+      ConfigError: there are fewer, or the processes cannot have equally many.
     """
-    default = dispatch.default_device()
+    default, num_processes = dispatch.default_device(), jax.process_count()
     if count == 1:
         return [default]
-    found = jax.devices(default.platform)
-    if count > len(found):
-        there = f"there {'is' if len(found) == 1 else 'are'} {len(found)} of {default.platform}"
-        rule = f"{count} devices are asked for, and {there}"
+    if count % num_processes:
+        rule = f"{count} devices cannot be divided over {num_processes} hosts"
         raise ConfigError.of("tensor_parallel", rule)
-    return found[:count]
+    found: list[jax.Device] = []
+    for process in range(num_processes):
+        there = jax.local_devices(process, backend=default.platform)
+        if len(there) < count // num_processes:
+            held = f"there {'is' if len(there) == 1 else 'are'} {len(there)} of {default.platform}"
+            where = f" on host {process}" if num_processes > 1 else ""
+            rule = f"{count // num_processes} devices are asked for, and {held}{where}"
+            raise ConfigError.of("tensor_parallel", rule)
+        found += there[: count // num_processes]
+    return found
+
+
+def own_devices(count: int) -> list[jax.Device]:
+    """Those of `first_devices` that belong to this process."""
+    devices = first_devices(count)
+    if jax.process_count() == 1:
+        return devices
+    return [one for one in devices if one.process_index == jax.process_index()]
 
 
 class Devices:
-    """The first N devices of this process.
+    """The first N devices, of several processes equally many.
 
     Args:
       count: N; 1 leaves everything as it is on the default device.
@@ -50,7 +65,7 @@ class Devices:
       mesh: devices to use instead, along `AXIS`: those of a topology, to compile for absent ones.
 
     Raises:
-      ConfigError: this process has fewer devices.
+      ConfigError: a process has too few devices.
     """
 
     def __init__(self, count: int = 1, *, check_replicas: bool = False, mesh: Mesh | None = None):
@@ -75,7 +90,17 @@ class Devices:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(sharding=self.sharding())
-        return jax.device_put(leaf, self.sharding())
+        if jax.process_count() == 1:
+            return jax.device_put(leaf, self.sharding())
+        # For devices of several processes `device_put` would compare the values by a collective.
+        copies = [jax.device_put(leaf, device) for _, device in self._own]
+        return jax.make_array_from_single_device_arrays(leaf.shape, self.sharding(), copies)
+
+    @property
+    def _own(self) -> list[tuple[int, jax.Device]]:
+        """Rank and device of those that belong to this process."""
+        ranked = enumerate(self.mesh.devices)
+        return [(rank, one) for rank, one in ranked if one.process_index == jax.process_index()]
 
     def placed(self, model: nnx.Module | None) -> nnx.Module | None:
         """The model with each device's share on that device, which may be the model itself.
@@ -121,14 +146,16 @@ class Devices:
         )
 
     def assembled(self, shape, dtype, cut: Cut, share: Callable[[int], np.ndarray] | None):
-        """The global array of an array [shape] that is cut, from each device's `share(rank)`; None: its shape."""
+        """The global array of an array [shape] that is cut, from `share(rank)` of each device of this process.
+
+        None in its place makes its shape only.
+        """
         wide = list(shape)
         wide[cut.axis] = self.count * cut.width(self.count)
         sharding = self.sharding(PartitionSpec(*[None] * cut.axis, AXIS))
         if share is None:
             return jax.ShapeDtypeStruct(tuple(wide), dtype, sharding=sharding)
-        pairs = enumerate(self.mesh.devices)
-        shares = [jax.device_put(share(rank), device) for rank, device in pairs]
+        shares = [jax.device_put(share(rank), device) for rank, device in self._own]
         return jax.make_array_from_single_device_arrays(tuple(wide), sharding, shares)
 
     def init_state(

@@ -40,13 +40,13 @@ def test_the_pool_is_the_worst_case_or_what_fits(
     assert memory.fit_pages(TARGET, HEAD, CONFIG) == on_a_cpu
     assert memory.fit_pages(TARGET, HEAD, replace(CONFIG, num_pages=5)) == 5
     gpu = SimpleNamespace(platform="gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     assert memory.fit_pages(TARGET, HEAD, CONFIG) == on_a_gpu
 
 
 def test_the_prefix_cache_leaves_room_for_one_call_and_stays_within_int32(monkeypatch):
     target, gpu = replace(TARGET, vocab_size=10**6), SimpleNamespace(platform="gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     needed = 4 * 8 * target.vocab_size  # four rows of two logits
     controls = memory.control_bytes(target, CONFIG)
     monkeypatch.setattr(memory, "free_bytes", lambda _: needed + controls + 50 * PAGE)
@@ -76,7 +76,7 @@ def test_saved_rings_have_a_bound(monkeypatch):
 
 def test_a_little_more_or_less_memory_changes_no_number_of_pages(monkeypatch):
     """Compiled programs are found again only by an engine with the same number."""
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
     found = set()
     for pages in range(10_050, 10_110):
         monkeypatch.setattr(

@@ -232,7 +232,9 @@ def test_the_platform_is_that_of_the_assumed_device_or_of_the_default_one(defaul
 def test_the_device_is_the_one_that_jax_puts_arrays_on(monkeypatch):
     """A machine with a GPU may compute on its CPU."""
     cpu, h100 = jax.devices("cpu")[0], gpu("NVIDIA H100 80GB HBM3", "9.0")
-    monkeypatch.setattr(jax, "devices", lambda name=None: [cpu] if name == "cpu" else [h100])
+    monkeypatch.setattr(
+        jax, "local_devices", lambda backend=None: [cpu] if backend == "cpu" else [h100]
+    )
     assert dispatch.platform() == "cuda"
     for chosen in (cpu, "cpu"):
         with jax.default_device(chosen):
