@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 # Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight.
@@ -95,7 +95,7 @@ def pytest_addoption(parser):
 DEFAULT_SUITE = "not slow"
 """Markers of the tests that run where pytest is called without a file, a folder or -m."""
 
-OTHER_SUITE = "slow or randomised"
+OTHER_SUITE = "(slow or randomised) and not exhaustive"
 """Markers of the tests that `.ci/run` runs after the default suite."""
 
 LONGEST = (
@@ -126,7 +126,9 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Marks randomised tests, which take their number of cases from `num_cases`, and slow cases.
 
-    Of a test marked `sampled(n)`, n cases spread over its parameters stay in the default suite.
+    Of a test marked `sampled(n, slow=m)`, n cases spread over its parameters stay in the default suite.
+    Of the others, which are slow, m have as many new values of parameters as possible; the remaining
+    ones are exhaustive. Without `slow=` all others are only slow. Exhaustive tests are slow too.
     """
     first = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: first.get(item.path.name, len(LONGEST)))
@@ -134,14 +136,37 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "num_cases" in getattr(item, "fixturenames", ()):
             item.add_marker("randomised")
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker("slow")
         if sample := item.get_closest_marker("sampled"):
-            cases[item.path, item.originalname, sample.args[0]].append(item)
-    for (_, _, number), group in cases.items():
+            number, most = sample.args[0], sample.kwargs.get("slow")
+            cases[item.path, item.originalname, number, most].append(item)
+    for (_, _, number, most), group in cases.items():
         step = (len(group) - 1) / max(1, number - 1)
-        kept = {round(step * i) for i in range(number)}
-        for position, item in enumerate(group):
-            if position not in kept:
-                item.add_marker("slow")
+        kept = [group[place] for place in sorted({round(step * i) for i in range(number)})]
+        others = [item for item in group if item not in kept]
+        chosen = others if most is None else covering(others, kept, most)
+        for item in others:
+            item.add_marker("slow")
+            if item not in chosen:
+                item.add_marker("exhaustive")
+
+
+def covering(items: list, others: list, number: int) -> list:
+    """At most `number` of `items`: each time one with most values of parameters that no chosen item or
+    other has, and of these one whose values are rarest among them."""
+
+    def values(item) -> set:
+        return set(item.callspec.indices.items()) if hasattr(item, "callspec") else set()
+
+    seen = Counter(value for item in others for value in values(item))
+    left, chosen = list(items), []
+    while left and len(chosen) < number:
+        counts = [[seen[value] for value in values(item)] for item in left]
+        place = max(range(len(left)), key=lambda i: (counts[i].count(0), -sum(counts[i])))
+        chosen.append(left.pop(place))
+        seen.update(values(chosen[-1]))
+    return chosen
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def step(engine: Engine, rng: random.Random) -> int | None:
     return next((c.num_draft for c, _ in engine._in_flight if isinstance(c, DecodeCall)), None)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(
     ("family", "method"), [("llama", "oracle"), ("gpt_oss", "peagle"), ("mistral", "eagle3")]
 )
@@ -75,7 +75,7 @@ def without_schedule(config: WalkConfig) -> WalkConfig:
     return WalkConfig(**(fields | dict(draft_schedule=(), adaptive="load")))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(
     ("method", "draft_sampling"),
     [("peagle", "sample"), ("uniform", "sample"), ("peagle", "argmax")],

@@ -165,7 +165,7 @@ def test_counts_take_emitted_tokens_of_rows_with_controls_and_stop_before_they_o
     assert not counts[[0, 1, 3]].any()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_a_requests_bits_do_not_depend_on_the_controls_of_others(with_probs, temperature):
@@ -213,7 +213,7 @@ def emitted_pairs(verdict: Verdict) -> tuple[np.ndarray, np.ndarray]:
     return tokens, count == 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, slow=3)
 @pytest.mark.parametrize("mode", ["argmax", "sample", "forced"])
 @pytest.mark.parametrize("kind", ["penalties", "mask", "both"])
 def test_emitted_tokens_have_the_law_of_the_adjusted_target(kind, mode, num_cases):

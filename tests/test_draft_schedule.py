@@ -104,7 +104,7 @@ def oracle(family: str, num_draft: int) -> OracleDrafter:
     return OracleDrafter(jnp.asarray(table), jnp.asarray(0), num_draft)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize(
     ("family", "method"),
     [("llama", "oracle"), *zip(tiny.FAMILIES, itertools.cycle(("peagle", "eagle3")))],
@@ -178,7 +178,7 @@ def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
     assert stats.chisquare(f_obs[some], f_exp).pvalue > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(
     ("method", "draft_sampling"),
     [
@@ -253,7 +253,7 @@ def check_sampled_law(
     return engine
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rounds_have_the_k_of_their_batch_size():
     schedule = [[1, 1, 3], [2, 3, 0], [4, 8, 2]]
     config = EngineConfig(

@@ -31,7 +31,7 @@ def generate(method: str, num_draft: int, dtype: str = "float32", max_tokens: in
     return engine.generate(PROMPTS, params)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("num_draft", [1, 5, 7])
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_output_is_unchanged_by_a_trained_head(method, num_draft):
@@ -39,7 +39,7 @@ def test_output_is_unchanged_by_a_trained_head(method, num_draft):
     assert [done.tokens for done in generate(method, num_draft)] == plain
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bfloat16_parts_only_at_ties():
     """The rule of `peagle-generate --compare`: both candidates within TIE_NATS of each other."""
     plain, speculative = generate("none", 0, "bfloat16"), generate("peagle", 5, "bfloat16")
@@ -51,7 +51,7 @@ def test_bfloat16_parts_only_at_ties():
             assert best - second < TIE_NATS
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_drafts_of_a_trained_head_are_accepted(method):
     assert Acceptance.of(generate(method, 7, max_tokens=128)).length >= 3.0

@@ -63,7 +63,7 @@ def run(engine: Engine) -> list[list[int]]:
     return [completion.tokens for completion in done]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, slow=3)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize(("method", "num_draft"), [("none", 0), ("peagle", 5), ("eagle3", 3)])
 def test_output_is_that_of_the_target_alone(family, method, num_draft):
@@ -71,14 +71,14 @@ def test_output_is_that_of_the_target_alone(family, method, num_draft):
     assert run(Engine(target(family), head, engine_config(num_draft=num_draft))) == naive(family)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("variant", list(reversed(tiny.VARIANTS)))
 def test_drafting_for_a_variant_does_not_change_its_output(variant):
     engine = Engine(target(variant), tiny.head(), engine_config(num_draft=4))
     assert run(engine) == naive(variant)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=5)
 @pytest.mark.parametrize("family", tiny.TARGETS)
 @pytest.mark.parametrize("tap_last", [False, True])
 def test_rows_that_are_kept_are_those_of_all(family, tap_last):
@@ -96,7 +96,7 @@ def test_rows_that_are_kept_are_those_of_all(family, tap_last):
     np.testing.assert_allclose(tapped_too, tapped, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4"])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_windows_do_not_see_how_the_prompt_was_cut(family, chunk):

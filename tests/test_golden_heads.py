@@ -119,7 +119,7 @@ def parallel(request):
     return request.param, served(request.param)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=2)
 def test_the_engine_drafts_with_the_golden_logits(parallel):
     name, seen = parallel
     golden = zip(expected(name)["chain_anchor"], expected(name)["chain_logits"], strict=True)
@@ -176,7 +176,7 @@ def teacher(name: str):
     return SimpleNamespace(embed=target().embed, lm_head=SimpleNamespace(weight=rows))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 def test_the_trainer_computes_what_the_engine_computes(parallel):
     """Elements (a, 0) .. (a, K-1) of the trainer are slots a .. a+K-1 of a serving round."""
     name, seen = parallel
@@ -217,7 +217,7 @@ def cod_elements(name: str) -> tuple[cod.Elements, np.ndarray]:
     return elements, np.array([layout.index(pair) for pair in pairs])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("name", PEAGLE)
 def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
     want, (elements, rows) = expected(name), cod_elements(name)

@@ -127,14 +127,14 @@ def test_plain_decoding_equals_recomputing_everything(engine_of, naive):
     assert run(engine_of("none", 0)) == naive
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("num_draft", [5, 2, 7, 1])
 @pytest.mark.parametrize("method", ["peagle", "selector", "eagle3"])
 def test_output_is_unchanged_by_a_random_head(engine_of, naive, method, num_draft):
     assert run(engine_of(method, num_draft)) == naive
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("num_draft", [7, 1, 2, 5])
 def test_output_is_unchanged_by_a_perfect_drafter(target, naive, num_draft):
     engine = oracle_engine(target, naive, num_draft, 0)
@@ -154,20 +154,20 @@ def test_output_is_unchanged_by_an_adversarial_drafter(target, naive, num_draft)
     assert Acceptance.of(done).accepted == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("batch", range(1, 9))
 def test_output_is_unchanged_by_the_batch_size(of_every_size, naive, batch):
     assert run(of_every_size, batch) == naive[:batch]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize(("chunk", "rows"), [(1, 1), (5, 3), (64, 1)])
 def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows):
     config = engine_config(num_draft=3, prefill_chunk=chunk, prefill_rows=rows, max_num_seqs=4)
     assert run(one_bucket(Engine(target, tiny.head(), config))) == naive
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("method", ["selector", "none", "peagle", "eagle3"])
 def test_output_is_unchanged_by_preemption(target, naive, method):
     head = None if method == "none" else tiny.head(method)
@@ -177,7 +177,7 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["selector", "peagle", "none", "eagle3"])
 def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
     """Sampled tokens and counts too: no token is drawn a second way, and the next drafts are the same."""
@@ -239,7 +239,7 @@ def test_bfloat16_differs_only_at_ties(target):
             assert best - second < 0.1, f"parted at token {parted[0]} without a tie"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("drafts", ["block", "sample", "argmax"])
 @pytest.mark.parametrize("method", ["selector", "peagle", "eagle3"])
 def test_sampled_output_has_the_targets_law(method, drafts, num_cases):

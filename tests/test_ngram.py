@@ -103,7 +103,7 @@ def plain(target) -> list[list[int]]:
     return run(one_bucket(Engine(target, None, config(num_draft=0))), GREEDY)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, slow=2)
 @pytest.mark.parametrize("changes", [{}, dict(num_pages=34), dict(prefix_caching=False)])
 @pytest.mark.parametrize("method", ["peagle", "selector", "eagle3", "none"])
 def test_output_is_unchanged_by_ngrams(target, plain, method, changes):
@@ -128,7 +128,7 @@ def test_a_request_may_ask_for_fewer_drafts(target, plain):
     assert run(engine, params) == plain
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("drafts", ["sample", "block", "argmax"])
 def test_sampled_output_has_the_targets_law(drafts, num_cases):
     """Joint law of three tokens after a prompt that repeats itself, vocabulary 4, against exact probabilities.

@@ -71,7 +71,7 @@ def make_engine(family: str, method: str, times: RoundTimes) -> Engine:
         return Engine(target(family), head, config, drafter=drafter, times=times)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(
     ("family", "method"),
     [("llama", "oracle"), ("gpt_oss", "peagle"), ("gemma4", "eagle3"), ("qwen3_moe", "peagle")],
@@ -108,7 +108,7 @@ def test_output_is_unchanged_by_any_sequence_of_rows(
 SHAPES = [RoundShape(6, 0), RoundShape(6, 4), RoundShape(6, 4, 2), RoundShape(6, 4, 7)]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(
     ("method", "draft_sampling"),
     [*itertools.product(("peagle", "eagle3"), ("sample", "argmax"))],
@@ -173,7 +173,7 @@ def test_logprobs_are_those_of_plain_decoding(every_round_decides):
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_constrained_and_penalised_requests_keep_their_texts(every_round_decides, tmp_path):
     """Masks and counts belong to a row of a sequence, wherever the row lies among the flat ones."""
     tokenizer = json_tokenizer(tmp_path)

@@ -58,7 +58,7 @@ def test_drafts_after_any_rounds_equal_those_of_a_fresh_run_over_the_prefix(rig,
     assert len(np.unique(np.concatenate(seen))) > 20, "a drafter that always says the same"
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 def test_drafts_after_rounds_of_any_k_equal_those_of_a_fresh_run(rig, prefilled):
     """Also after K = 0: the drafter's cache holds every position of the text."""
     rng, state = np.random.default_rng(1), prefilled
@@ -77,7 +77,7 @@ def test_drafts_after_rounds_of_any_k_equal_those_of_a_fresh_run(rig, prefilled)
         np.testing.assert_allclose(state.draft_probs[:B, :K], fresh.draft_probs[:B, :K], atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("pending", [0, 1, 2])
 def test_stale_drafts_are_not_verified(greedy_rig, pending):
     """All drafts in the state are right, but only the first `pending` come from the call before."""

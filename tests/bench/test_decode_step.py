@@ -205,7 +205,7 @@ def test_rounds_with_controls_are_rows_of_a_kind_of_their_own(tiny_presets, tmp_
     assert row["timed_rounds"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ragged_rounds_are_timed_beside_dense_ones(tiny_presets, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     argv = ["--preset", "tiny", *TINY, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]

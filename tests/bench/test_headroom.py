@@ -23,7 +23,7 @@ def few_prompts(tmp_path):
     return f"few={file}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_head_gets_a_row_and_texts_are_written_once(
     folders, tmp_path, few_prompts, monkeypatch, capsys
 ):
@@ -51,7 +51,7 @@ def test_every_head_gets_a_row_and_texts_are_written_once(
     assert main(argv) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_right_drafts_are_those_that_the_engine_accepts(method):
     """A random head guesses one of eight tokens now and then."""

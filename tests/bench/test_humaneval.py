@@ -21,7 +21,7 @@ def solution(row: dict, prompt: str) -> str:
     return (row["prompt"] + row["canonical_solution"]).removeprefix(prompt)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, slow=12)
 @pytest.mark.parametrize("i", range(0, 164, 4))
 def test_released_solutions_pass_and_stubs_fail(i):
     row, problem = ROWS[i], PROBLEMS[i]

@@ -32,7 +32,7 @@ def measured(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_k_and_concurrency_is_compared(tiny_preset, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     argv = ["--preset", "tiny-fp8", *TINY, "--out", str(out), "--methods", "none,peagle"]
@@ -90,7 +90,7 @@ def test_a_wrong_draft_that_is_accepted_is_found_out(tiny_preset, tmp_path, monk
     assert "tokens differ" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_warm_texts_are_compared_with_the_reference_and_with_cold_ones(
     tiny_preset, tmp_path, capsys
 ):
@@ -118,7 +118,7 @@ def test_a_warm_run_that_finds_nothing_fails(tiny_preset, tmp_path, monkeypatch,
     assert "no prompt was found in the prefix cache" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trained_heads_draft_for_themselves(folders, tmp_path):
     prompts = tmp_path / "few.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):" * i}) + "\n" for i in (1, 2)))

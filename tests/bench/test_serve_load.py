@@ -130,7 +130,7 @@ def test_load_with_cancels_and_deadlines_ends_every_request(tiny_server, tmp_pat
     assert "CANCELLED:" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_overhead_is_measured_beside_an_engine_that_says_the_same(tiny_server, tmp_path):
     out = tmp_path / "rows.jsonl"
     argv = ["--concurrency", "2", "--set", "random", "--prompt-tokens", "20", "--max-tokens", "16"]

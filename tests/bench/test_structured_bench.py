@@ -22,7 +22,7 @@ def engine(tmp_path_factory) -> Engine:
     return Engine(target, tiny.head(), config, tokenizer=tokenizer)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_forced_tokens_are_drafted_in_their_mode_only(engine):
     options = Options(max_tokens=24, repeats=1)
     measured = {mode: structured._write(engine, mode, 2, options) for mode in structured.MODES}

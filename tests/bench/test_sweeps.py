@@ -58,7 +58,7 @@ def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few
     assert measured[0]["ratio_to_plain"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_throughput_compares_fixed_k_with_a_choice_by_load(folders, tmp_path, few_prompts):
     out = tmp_path / "rows.jsonl"
     argv = [*options(folders, out), "-K", "2", "--concurrency", "2", "--set", few_prompts]
@@ -106,7 +106,7 @@ def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts
     assert len(read(out)) == 4  # rows are appended
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("command", ["throughput", "acceptance", "lossless"])
 def test_prompts_that_cannot_run_are_left_out_and_counted(
     folders, tmp_path, few_prompts, capsys, command

@@ -35,7 +35,7 @@ def synthetic_engine(length: float, temperature: float) -> tuple[Engine, list]:
     return engine, engine.generate([[i, i + 1] for i in range(8)], params)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_synthetic_acceptance_has_the_mean_asked_for(temperature):
     _, completions = synthetic_engine(2.4, temperature)

@@ -37,7 +37,7 @@ def target(name: str):
     return load_target(GOLDEN / name, dtype="float32")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_a_head_of_these_targets_is_loaded_and_drafts_losslessly(name, method, tmp_path):

@@ -47,7 +47,7 @@ def test_every_method_writes_the_same_text(generate, folders, method):
     assert ("acceptance length" in err) == (method != "none")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drafts_by_batch_size_do_not_change_the_text(generate, folders):
     prompts = (PROMPT, PROMPT, *SHORT, "--concurrency", "2")
     _, expected, _ = generate(*prompts, *folders.options("none"))
@@ -57,7 +57,7 @@ def test_drafts_by_batch_size_do_not_change_the_text(generate, folders):
     assert "P-EAGLE K=0 to 2: acceptance length" in err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_choice_of_drafts_by_load_does_not_change_the_text(generate, folders):
     prompts = (PROMPT, PROMPT, *SHORT)
     _, expected, _ = generate(*prompts, *folders.options("none"), "--concurrency", "2")
@@ -301,7 +301,7 @@ def test_the_embedded_model_needs_no_options(generate):
     assert "P-EAGLE K=7: acceptance length" in err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_embedded_heads_change_no_text(generate):
     code, out, _ = generate("--compare", PROMPT, "class Stack:", "--max-tokens", "48", "--no-cache")
     assert code == 0

@@ -29,7 +29,7 @@ def peak_of(*argv) -> int:
     return 1024 * int(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(
     ("preset", "quantization"), [("gpt-oss-20b", "mxfp4"), ("qwen3-coder-30b-a3b", "fp8")]
 )

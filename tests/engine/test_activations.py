@@ -44,7 +44,7 @@ def run(target, head, **changes) -> list[list[int]]:
     return [done.tokens for done in engine.generate(prompts, SamplingParams(max_tokens=24))]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("changes", [{}, MOE], ids=["dense", "experts"])
 def test_speculation_keeps_the_text_of_plain_decoding_with_the_same_activations(changes):
     target = in_fp8(**changes)

@@ -60,7 +60,7 @@ def test_a_greedy_round_has_no_branch():
         assert "conditional(" not in engine.programs._compiled[GreedyRound(shape)].as_text()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("other", NEEDS_BRANCH)
 def test_the_text_of_a_greedy_request_does_not_depend_on_the_program(other):
     params = [GREEDY, NEEDS_BRANCH[other], GREEDY, GREEDY]
@@ -94,7 +94,7 @@ def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
     assert engine.programs.round_keys == (*shapes[:2], *greedy, *shapes[2:])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rounds_per_call", [1, 3])
 def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases):
     """Requests come, are preempted and are aborted at random, so the batch changes in most rounds."""

@@ -55,7 +55,7 @@ def on_a_tpu(monkeypatch):
     return calls
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("warms_up", [True, False])
 def test_an_engine_whose_weights_moved_writes_the_same_text(warms_up, request):
     """Also if no warm-up comes before the first prefill."""

@@ -38,7 +38,7 @@ FEATURES = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", ["llama", "gemma4"])
 def test_requests_with_any_features_keep_the_text_of_plain_decoding(
     family, monkeypatch, num_cases, tmp_path

@@ -57,7 +57,7 @@ def check_failed(completion, num_tokens: int | None = None) -> None:
         assert completion.emitted == len(completion.tokens) - 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize(
     ("family", "method", "num_draft"),
     [("llama", *method) for method in METHODS] + [(name, "peagle", 3) for name in FAMILIES[1:]],
@@ -112,7 +112,7 @@ def test_a_text_fails_at_the_same_token_with_and_without_drafts(family):
     assert (done.tokens, done.finish_reason, done.error) == (text[: at + 1], "stop", None)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma4"])
 @pytest.mark.parametrize("number", [jnp.nan, jnp.inf])
 def test_one_number_of_any_matrix_is_found(family, number):
@@ -147,7 +147,7 @@ def test_one_number_of_any_matrix_is_found(family, number):
     assert engine.generate([[5, 6, 7]], params)[0].tokens == clean.tokens  # in the same pages
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
 @pytest.mark.parametrize(("method", "num_draft"), METHODS[:2])
 def test_a_drafter_of_nan_costs_its_drafts_and_nothing_else(method, num_draft, draft_sampling):

@@ -193,14 +193,19 @@ def test_constraints_need_a_tokenizer():
     assert caught.value.field == "structured"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_draft", [0, 3, 7])
-def test_the_embedded_model_obeys_random_schemas(num_draft, num_cases):
+@pytest.mark.parametrize(
+    ("num_draft", "number"),
+    [
+        pytest.param(7, 20, marks=pytest.mark.slow),
+        *[pytest.param(num_draft, 200, marks=pytest.mark.exhaustive) for num_draft in (0, 3, 7)],
+    ],
+)
+def test_the_embedded_model_obeys_random_schemas(num_draft, number, num_cases):
     """Each greedily and sampled, in a pool that preempts, with aborts and free neighbours.
 
     The schemas are generated over the keywords of the JSON Schema test suite that llguidance enforces.
     """
-    number = num_cases("random schemas", 200)
+    number = num_cases("random schemas", number)
     schemas = [random_schema(random.Random(i // 2)) for i in range(2 * number)]
     target, head, tokenizer = load_weights(None, None, method="peagle", dtype="float32")
     config = EngineConfig(

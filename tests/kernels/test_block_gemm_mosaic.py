@@ -57,6 +57,7 @@ def product(x, values, scale, config: TuningConfig) -> jax.Array:
     return mosaic_gpu.product(x, values, scale, config, launch)
 
 
+@pytest.mark.sampled(2, slow=4)
 @pytest.mark.parametrize("R", [1, 3, 11, 12, 21])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.usefixtures("race_free")
@@ -66,7 +67,7 @@ def test_the_kernel_multiplies_any_number_of_rows(form, R):
     assert_sums(kernel(x, *weight, out_dtype=jnp.float32), x, *weight)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize("K", [64, 384, 1024])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.usefixtures("race_free")
@@ -107,7 +108,7 @@ def test_bias_and_dtype_come_after_the_sum_in_float32(form):
     assert np.array_equal(kernel(x, *weight), plain.astype(jnp.bfloat16))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize(("chunks", "K"), [(2, 512), (3, 640)])
 @pytest.mark.parametrize("form", FORMATS)
 @both_chips
@@ -119,7 +120,7 @@ def test_blocks_of_their_own_give_the_bits_of_one_block(form, chunks, K):
     assert np.array_equal(add_in_order(parts), whole[0])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("form", FORMATS)
 @both_chips
 def test_a_row_has_the_same_bits_in_any_company(form):

@@ -129,7 +129,7 @@ def test_a_kernel_asked_for_on_any_other_chip_is_refused(name, default):
     assert "use implementation='reference'" in str(caught.value)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize("name", WITHOUT_KERNELS)
 def test_the_reference_answers_on_any_other_chip(name, default):
     """Through the public functions of every operation that a round of a mixture of experts uses."""

@@ -62,6 +62,7 @@ SHAPES = {
 """Of R, N, K: 72 rows are two tiles of 64, or a part of one of 128."""
 
 
+@pytest.mark.sampled(2, slow=2)
 @race_free
 @pytest.mark.parametrize(
     ("form", "tokens", "groups", "split"),

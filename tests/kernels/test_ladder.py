@@ -79,7 +79,7 @@ def test_blocks_walk_over_several_units(step, num_sms):
     assert_rounded(module(step).product(*args, launch=launch(num_sms)), *args)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("step", specs.STEPS[:-1])
 def test_a_row_has_the_same_bits_in_any_company(step):
     x, *weight = operands(step, 24)
@@ -130,7 +130,7 @@ def test_a_routing_touches_what_the_spec_says():
             assert np.bincount(ids.ravel()).max() <= specs.TOKENS  # an item an expert
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("step", specs.STEPS)
 def test_a_spec_runs_the_kernel_and_the_reference(step):
     experts = dict(experts=4, top_k=2, touched=3) if step == "6_grouped" else {}

@@ -33,6 +33,7 @@ def rows(R: int, K: int, dtype=jnp.float32) -> jax.Array:
     return jax.random.normal(jax.random.key(R), (R, K)).astype(dtype)
 
 
+@pytest.mark.sampled(1, slow=4)
 @pytest.mark.parametrize("N", [40, TILE, TILE + 1, 2 * TILE + 300])
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_weight_multiplies_as_in_float64(form, N):

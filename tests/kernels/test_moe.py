@@ -65,6 +65,7 @@ def by_hand(x, ids, weights, gate_up, down, limit) -> np.ndarray:
     return out
 
 
+@pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("limit", [None, 1.5])
 @pytest.mark.parametrize("form", FORMATS)
@@ -111,6 +112,7 @@ def test_gpt_oss_activation_clamps_gate_from_above_only():
     assert np.allclose(found, wanted, rtol=1e-6)
 
 
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("limit", [None, 7.0])
 @pytest.mark.parametrize(("F", "D"), [(160, 32), (8, 16), (33, 7), (64, 1)])
 def test_a_row_has_the_same_bits_in_any_company(F, D, limit):

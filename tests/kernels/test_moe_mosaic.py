@@ -92,7 +92,7 @@ def test_routing_is_the_definition(R, E, k, normalize, bias, ties):
     assert_weights(weights, wanted)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=4)
 @race_free
 @pytest.mark.parametrize(
     ("R", "E", "k", "normalize", "bias", "ties"),
@@ -158,7 +158,7 @@ def test_routing_says_what_it_cannot_do():
         route(logits_of(3, 32), 4, normalize=True, implementation="mosaic_gpu")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("E", [32, 128])
 def test_routing_of_a_row_has_the_same_bits_in_any_company(E):
     logits, bias = logits_of(128, E), bias_of(E)
@@ -247,7 +247,7 @@ def mix(x, logits, weights, implementation="mosaic_gpu", *, k=2, **options) -> n
     return added(run(x, logits, *weights), x.shape[0])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=2)
 @race_free
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_experts_compute_as_in_float64(form, R, bias, limit):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @race_free
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @pytest.mark.parametrize("R", [3, 21])
@@ -324,7 +324,7 @@ def test_an_expert_without_rows_is_not_read(shared):
         np.testing.assert_allclose(found[:, j], wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=2)
 @race_free
 @pytest.mark.parametrize(
     ("R", "form", "options"),
@@ -344,7 +344,7 @@ def test_a_mixture_is_the_reference(R, form, options):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @race_free
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @pytest.mark.parametrize("R", [21, 70])
@@ -375,7 +375,7 @@ def test_the_worklist_is_what_it_says():
     assert int(work.num_items[0]) <= work.items == chosen.size
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @both_chips
 def test_a_row_has_the_same_bits_in_any_company(form):

@@ -51,7 +51,7 @@ def run(x, logits, weights, implementation, **options) -> np.ndarray:
     return np.asarray(total)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("R", [5, 40])  # shared by all experts, and spread to them
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_are_those_of_the_reference(form, R):
@@ -66,7 +66,7 @@ def test_experts_are_those_of_the_reference(form, R):
     np.testing.assert_allclose(found / scale, wanted / scale, atol=0.02)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_has_the_same_bits_in_any_company(form):
     x, logits = rows(40)

@@ -42,7 +42,7 @@ def product(x, values, scale) -> tuple[np.ndarray, np.ndarray]:
     return x @ weight, np.abs(x) @ np.abs(weight)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.usefixtures("race_free")
 @pytest.mark.parametrize(("R", "N", "K"), [(8, 144, 320), (9, 64, 768), (1, 80, 64)])
 @both_chips
@@ -101,7 +101,7 @@ def small(*shape: int, seed: int) -> tuple:
     return packed(*shape, seed=seed, low=118, high=124)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.usefixtures("race_free")
 @pytest.mark.parametrize(
     ("make", "R", "F", "D"), [(small, 3, 128, 320), (small, 17, 64, 64), (per_row, 3, 64, 128)]
@@ -117,7 +117,7 @@ def test_experts_with_bias_and_limit(make, R, F, D):
     assert np.allclose(found, wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.usefixtures("race_free")
 @both_chips
 def test_rows_do_not_depend_on_their_company():

@@ -79,7 +79,7 @@ def exact(x: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[np.ndarray
 
 @both_chips
 @race_free
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize(
     ("R", "N", "K", "per_row"),
     [(3, 192, 384, False), (21, 320, 448, False), (70, 192, 384, True), (130, 128, 256, False)],
@@ -128,7 +128,7 @@ def experts_of(R: int):
 
 @both_chips
 @race_free
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=1)
 @pytest.mark.parametrize("R", [3, 20])
 def test_experts_of_quantised_rows_are_the_definition(R):
     args = experts_of(R)

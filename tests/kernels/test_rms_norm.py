@@ -52,6 +52,7 @@ def assert_close(found: jax.Array, wanted: np.ndarray, step: float):
     assert (error <= step * np.abs(wanted) + 1e-5).all(), error.max()
 
 
+@pytest.mark.sampled(1, slow=4)
 @pytest.mark.parametrize(("dtype", "step"), [(jnp.bfloat16, 2**-8), (jnp.float32, 2**-20)])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("S", [1, 3, 32])
@@ -102,6 +103,7 @@ def assert_same(found, wanted, dtype):
     assert_close(found[-1], np.asarray(wanted[-1], np.float64), step)
 
 
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize(
     ("D", "S", "dtype"),
     [

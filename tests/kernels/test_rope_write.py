@@ -97,6 +97,7 @@ def layer_by_layer(pages, k_pages, v_pages, *, angles, page_table, positions, fo
     return q, *write_kv(k_pages, v_pages, k, v, **where)
 
 
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_the_layers_one_after_the_other(name):
     args, options = CASES[name].inputs()
@@ -105,6 +106,7 @@ def test_the_reference_is_the_layers_one_after_the_other(name):
         np.testing.assert_array_equal(one, want)
 
 
+@pytest.mark.sampled(1, slow=2)
 @interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_the_reference(name):
@@ -170,6 +172,7 @@ def test_wrong_shapes_and_dtypes_are_refused():
         rope_write(qkv, *wide, **options, implementation="mosaic_gpu")
 
 
+@pytest.mark.sampled(1, slow=2)
 @interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_that_is_not_finite_keeps_the_values_finite_and_marks_its_keys(name):

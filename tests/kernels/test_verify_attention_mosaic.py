@@ -67,6 +67,7 @@ def attend(chip, case: Case, q, k, v, table, positions, sinks, walks: int, split
     )
 
 
+@pytest.mark.sampled(2, slow=4)
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
         run()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_keys_of_nan_that_a_row_must_not_see_change_no_bit(chip, case):
     np.testing.assert_array_equal(out[1:], want[1:])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize(("window", "fp8"), [(None, False), (70, True)])
@@ -186,7 +187,7 @@ def test_a_row_does_not_depend_on_its_company(chip, window, fp8):
     np.testing.assert_array_equal(attend(chip, case, *row, walks=3), together[:1, 2:])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @interpreted
 @on_each_chip
 def test_a_row_does_not_depend_on_the_length_of_its_table(chip):
@@ -213,7 +214,7 @@ def test_a_row_does_not_depend_on_the_size_of_its_ring(chip):
     np.testing.assert_array_equal(out, want)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @interpreted
 @on_each_chip
 def test_padding_sequences_and_positions_past_the_table_are_harmless(chip):

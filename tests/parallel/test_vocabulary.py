@@ -77,8 +77,8 @@ def rules(rows: int, **changes) -> RequestParams:
     )
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, slow=3)
+@pytest.mark.sampled(4, slow=3)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     "changes",

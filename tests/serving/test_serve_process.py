@@ -131,7 +131,7 @@ def test_requests_beyond_the_drain_limit_get_a_status(serve):
     assert server.process.wait(LIMIT) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_the_drain(serve, second, code):
     server = serve("--drain-seconds", "3600")

@@ -31,6 +31,7 @@ def client(scripted, tmp_path_factory):
         yield client
 
 
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_the_gateway_finds_the_calls_in_our_tokens(scripted, client, is_stream):
     scripted.say(f"Look: {CALL.replace('"3"', '3')}")

@@ -162,7 +162,7 @@ def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
     return jnp.stack(logits)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_training_rows_are_what_serving_computes(method):
     target, head = _models(method)

@@ -84,7 +84,7 @@ def rows(out: Path, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "stage", ["target", "peagle", pytest.param("eagle3", marks=pytest.mark.slow)]
+    "stage", ["target", "peagle", pytest.param("eagle3", marks=pytest.mark.exhaustive)]
 )
 def test_the_losses_fall(recipe, stage):
     out = recipe.run(stage)
@@ -101,7 +101,7 @@ def test_the_losses_fall(recipe, stage):
         assert {"accuracy_0", "accuracy_2", "acceptance_length"} <= heldout[0].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_selector_learns_and_leaves_the_head_as_it_is(recipe):
     trained = rows(recipe.run("selector"), "train")
     assert trained[-1]["loss"] < trained[0]["loss"]
@@ -120,7 +120,7 @@ def test_a_selector_learns_and_leaves_the_head_as_it_is(recipe):
     assert raw == json.loads((recipe.peagle / "final" / "config.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["selector", "peagle", "eagle3"])
 def test_what_was_trained_generates(recipe, method):
     config = EngineConfig(num_draft=3, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
@@ -212,7 +212,7 @@ main(argv)
 """A training that kills itself past the first checkpoint, with rows in the CSV that no checkpoint covers."""
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("stage", ["target", "peagle"])
 def test_a_killed_run_goes_on_along_the_same_curve(recipe, stage, tmp_path):
     whole_run, out = recipe.run(stage), tmp_path / stage

@@ -1,0 +1,42 @@
+"""Which tests the default suite, the slow one and the exhaustive one run."""
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.conftest import OTHER_SUITE, covering
+
+ROOT = Path(__file__).parents[1]
+
+
+def cases(**sizes: int) -> list[SimpleNamespace]:
+    """Items of a test with these parameters: name=number of values."""
+    indices = [
+        dict(zip(sizes, one, strict=True)) for one in itertools.product(*map(range, sizes.values()))
+    ]
+    return [SimpleNamespace(callspec=SimpleNamespace(indices=one)) for one in indices]
+
+
+def values(items: list[SimpleNamespace]) -> set:
+    return {value for item in items for value in item.callspec.indices.items()}
+
+
+def test_few_cases_have_each_value_of_each_parameter():
+    items = cases(family=8, devices=3)
+    chosen = covering(items, [], 8)
+    assert values(chosen) == values(items)
+    numbers = [item.callspec.indices["devices"] for item in chosen]
+    assert sorted(map(numbers.count, range(3))) == [2, 3, 3]
+
+
+def test_values_of_the_default_suite_are_chosen_last():
+    items = cases(form=4)
+    assert covering(items[1:], items[:1], 3) == items[1:]
+    assert covering(items, items[:2], 2) == items[2:]
+    assert covering(items, [], 9) == items
+
+
+def test_ci_and_the_fixture_of_cases_mean_the_same_suite():
+    """`num_cases` compares this text with that of -m."""
+    for name in (".ci/run", "CONTRIBUTING.md"):
+        assert f'-m "{OTHER_SUITE}"' in Path(ROOT, name).read_text(encoding="utf-8")
