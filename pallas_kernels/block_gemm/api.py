@@ -9,7 +9,7 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.activations import Activations, are_quantized, quantize, rounded
 from pallas_kernels.block_gemm import reference
 
-CHIPS = (90, 100)
+CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with a kernel."""
 
 

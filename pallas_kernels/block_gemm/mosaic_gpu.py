@@ -175,7 +175,7 @@ def product(
             stages=stages,
             num_steps=num_steps,
             ready_barrier=ready_barrier,
-            fenced=codec.read_by_threads,
+            fenced=form.read_by_threads,
         )
         if groups == 1:
             pipeline = Pipeline(fetch=fetch_both, **ring)

@@ -13,7 +13,7 @@ from pallas_kernels.block_gemm import api
 from pallas_kernels.device import Device
 
 CHIPS = api.CHIPS
-MMA = {90: "wgmma", 100: "tcgen05.mma"}
+MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 Form = Literal["bf16", "fp8", "fp8_rows", "mxfp4"]
 """Weight format: bfloat16, fp8 with one scale per block or per row, or mxfp4."""

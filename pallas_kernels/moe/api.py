@@ -12,10 +12,8 @@ from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
 
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with kernels for experts."""
-ROUTE_CHIPS = (90, 100, 120)
-"""Generations with a kernel for routing."""
+CHIPS = (90, 100, 120)
+"""Generations (`Device.sm`) with kernels for experts and for routing."""
 
 
 def route(
@@ -50,7 +48,7 @@ def route(
     refusal = None
     if implementation is None and E % 32:  # the interpreter takes any number
         refusal = f"the number of experts must be a multiple of 32, not {E}"
-    launch = dispatch.resolve("moe.route", implementation, chips=ROUTE_CHIPS, refusal=refusal)
+    launch = dispatch.resolve("moe.route", implementation, chips=CHIPS, refusal=refusal)
     if launch is None:
         return reference.route(logits, top_k, normalize)
     from pallas_kernels.moe import mosaic_route  # a slow import that CPU use does not need

@@ -16,8 +16,8 @@ from pallas_kernels.moe import api, reference
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import make_worklist, most_items
 
-CHIPS = api.ROUTE_CHIPS
-MMA = {90: "wgmma", 100: "tcgen05.mma"}
+CHIPS = api.CHIPS
+MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 """Required matrix instruction of gate_up and down, by chip."""
 
 
@@ -50,11 +50,6 @@ class Spec:
     def arranged(self) -> bool:
         """Whether gate_up stores its columns in `arrange` order for down."""
         return self.form == "mxfp4"
-
-    @property
-    def chips(self) -> tuple[int, ...]:
-        """Generations with this kernel."""
-        return api.ROUTE_CHIPS if self.kernel == "route" else api.CHIPS
 
     @property
     def mma(self) -> dict[int, str]:

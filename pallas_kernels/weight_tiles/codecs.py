@@ -71,7 +71,7 @@ class Codec(ABC):
 
     @property
     def read_by_threads(self) -> bool:
-        """Whether threads, and not only the MMA, read a slot of the pipeline."""
+        """Whether threads read a slot of the pipeline beside the MMA."""
         return self.unpacked or self.x_scaled
 
     def staged_scales(self, K: int) -> int:

@@ -10,7 +10,7 @@ from pallas_kernels.block_gemm import mosaic_gpu
 from pallas_kernels.block_gemm.api import CHIPS, add_in_order, linear, partial_products
 from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig
 from pallas_kernels.block_gemm.specs import SPECS
-from pallas_kernels.device import B200, H200
+from pallas_kernels.device import GENERATIONS
 from pallas_kernels.weight_tiles.codecs import STEP
 
 pytestmark = pytest.mark.sampled(2)
@@ -156,7 +156,7 @@ def test_partial_products_add_up_to_the_layer(form):
     assert np.array_equal(kernel(x[0, 0], values, scale, out_dtype=jnp.float32), whole[0, 0])
 
 
-@pytest.mark.parametrize("device", [H200, B200])
+@pytest.mark.parametrize("device", GENERATIONS.values(), ids=lambda one: one.arch)
 def test_tuning_leaves_the_arithmetic_alone(device):
     """Chunks, which a result depends on, follow from the weight's shape; a split has something to cut."""
     for spec in SPECS.values():

@@ -164,6 +164,9 @@ def registers(x: np.ndarray, layout) -> np.ndarray:
         at, end = len(outer), x.ndim
         x = x.transpose(*range(at), *range(at, end, 2), *range(at + 1, end, 2))
     threads = [*layout.warp_dims, *layout.lane_dims, layout.vector_dim]
+    threads = [
+        axis for axis in threads if isinstance(axis, int)
+    ]  # others are copies, of which there is one
     x = np.moveaxis(x, threads, range(-len(threads), 0))
     return x.reshape(-1, 4, 32, x.shape[-1])
 
