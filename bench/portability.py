@@ -95,9 +95,9 @@ PLATFORMS = {
 }
 
 KERNELS: dict[str, dict[str, str]] = {
-    "products": {"cuda": "sm_90, sm_100"},
-    "experts": {"cuda": "sm_90, sm_100", "tpu": "mosaic_tpu"},
-    "attention": {"cuda": "sm_90, sm_100"},
+    "products": {"cuda": "sm_90, sm_100, sm_120"},
+    "experts": {"cuda": "sm_90, sm_100, sm_120", "tpu": "mosaic_tpu"},
+    "attention": {"cuda": "sm_90, sm_100, sm_120"},
     "norms, routing, cache writes": {"cuda": "sm_90, sm_100, sm_120"},
 }
 """Part -> platform -> its kernels; references everywhere else."""

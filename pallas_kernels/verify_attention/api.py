@@ -6,8 +6,10 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.verify_attention import reference
 
-CHIPS = (90, 100)
+CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with a kernel."""
+WIDE_CHIPS = (90, 100)
+"""Those with a kernel for a head dim of 512; its queries do not fit into the registers of the others."""
 
 
 def verify_attention(
@@ -41,13 +43,16 @@ def verify_attention(
       NotImplementedError: the requested implementation cannot take these arguments here.
     """
     launch = dispatch.resolve(
-        "verify_attention", implementation, chips=CHIPS, refusal=_refusal(q, k_pages, v_pages)
+        "verify_attention",
+        implementation,
+        chips=WIDE_CHIPS if q.shape[3] > 256 else CHIPS,
+        refusal=_refusal(q, k_pages, v_pages),
     )
     if launch is not None:
         # Imported here: a slow import that CPU use does not need.
-        from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100
+        from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120
 
-        chip = {90: mosaic_sm90, 100: mosaic_sm100}[launch.device.sm]
+        chip = {90: mosaic_sm90, 100: mosaic_sm100, 120: mosaic_sm120}[launch.device.sm]
         return chip.verify_attention(
             q, k_pages, v_pages, page_table, positions, scale, window, sinks, launch,
             soft_cap=soft_cap,

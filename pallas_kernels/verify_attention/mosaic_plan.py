@@ -32,11 +32,13 @@ class Tile(NamedTuple):
       rows: M of the MMA.
       groups: maximum number of warpgroups; each computes 128 output columns.
       layout: register layout of a [rows, n] array.
+      swizzled: the MMA reads queries from swizzled shared memory.
     """
 
     rows: int
     groups: int
     layout: Any
+    swizzled: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +144,8 @@ class Plan:
 
     @property
     def aligned(self) -> bool:
-        """Whether the G rows of a query fill whole swizzle tiles of 8 rows."""
-        return self.G % 8 == 0
+        """Whether queries and results pass through swizzled tiles, of which the G rows fill whole ones (8)."""
+        return self.tile.swizzled and self.G % 8 == 0
 
     @property
     def max_splits(self) -> int:

@@ -1,41 +1,29 @@
 """Paged attention for Hopper: TMA-fed wgmma over key blocks, with a fixed-order split merge.
 
-A thread block owns up to 64 rows (queries times heads of one kv head). One or two warpgroups compute the
-same scores and 128 output columns each. Within a split the online softmax is rescaled in registers after
-each key block. `mosaic_plan` describes the tiling of rows, keys and splits. fp8 pages are converted
-to bfloat16 from one shared-memory buffer to another, which is exact.
-
-Warpgroup 0 issues all loads. A slot of the ring (`pipeline.PagedPipeline`) holds one key block of K and V; it
-is refilled when all warpgroups have read it.
+The loop is that of `mosaic_warpgroups`. Queries, keys and values are read from shared memory, the weights of
+values from registers.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.pipeline import PagedPipeline
-from pallas_kernels.verify_attention import mosaic_softmax as softmax
 from pallas_kernels.verify_attention.mosaic_merge import attend
 from pallas_kernels.verify_attention.mosaic_plan import (
-    Plan,
     Tile,
     TuningConfig,
     choose_walks,
     make_plan,
-    result_type,
 )
-from pallas_kernels.verify_attention.mosaic_tiles import load_queries, store_result, widen
-from pallas_kernels.verify_attention.mosaic_walk import Walk
+from pallas_kernels.verify_attention.mosaic_tiles import load_queries
+from pallas_kernels.verify_attention.mosaic_warpgroups import Cores, walk_kernel
 
 TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA)
-_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
 
@@ -75,230 +63,40 @@ def verify_attention(
     facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
     plan = make_plan(q, k_pages, page_table, TILE, config, **facts)
     operands = (q, k_pages, v_pages, page_table, positions, sinks)
-    return attend(plan, _walk_kernel, launch.interpret, *operands)
+    return attend(plan, _WALK, launch.interpret, *operands)
 
 
-class _Scratch(NamedTuple):
-    """Scratch of a thread block; None if the plan does not need it.
-
-    The order of the fields fixes the shared-memory addresses, and with them the generated code.
-    """
-
-    q_smem: Any  # [rows, H] bfloat16
-    k_smem: Any  # [stages, key_block, H] bfloat16 or e4m3
-    wide_k_smem: Any  # e4m3 pages: [key_block, H] bfloat16
-    v_smem: Any  # [stages, groups, key_block, columns] bfloat16 or e4m3
-    wide_v_smem: Any  # e4m3 pages: [groups, key_block, columns] bfloat16
-    q_ready_barrier: Any  # q has arrived
-    k_ready_barrier: Any  # one per slot
-    v_ready_barrier: Any  # one per slot
-    free_barrier: Any  # one per slot: all warpgroups have finished the key block
-    group_barrier: Any  # synchronises the warpgroups
-    plain_smem: Any  # unaligned heads: [H / columns, rows, columns] bfloat16, not swizzled
-
-
-def _scratch_types(plan: Plan) -> _Scratch:
-    rows, columns, groups, stages = TILE.rows, plan.columns, plan.groups, plan.config.stages
-    bf16 = jnp.bfloat16
-    copies_q = plan.tile_queries * (1 if plan.aligned else plan.H // columns)
-    k_smem, *wide_k_smem = plan.slots((plan.H,), _TILED)
-    v_smem, *wide_v_smem = plan.slots((groups, columns), plan.v_tiling)
-    return _Scratch(
-        q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
-        k_smem=k_smem,
-        v_smem=v_smem,
-        q_ready_barrier=plgpu.Barrier(num_arrivals=copies_q),
-        k_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
-        v_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies * groups, num_barriers=stages),
-        free_barrier=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        group_barrier=plgpu.Barrier(num_arrivals=groups),
-        wide_k_smem=wide_k_smem[0] if plan.fp8 else None,
-        wide_v_smem=wide_v_smem[0] if plan.fp8 else None,
-        plain_smem=None if plan.aligned else plgpu.SMEM((plan.H // columns, rows, columns), bf16),
-    )
-
-
-def _walk_kernel(plan: Plan, interpret):
-    """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each split."""
-    config, merges_inside = plan.config, plan.merges_inside
-    rows, key_block, columns = TILE.rows, config.key_block, plan.columns
-    per, groups, stages = plan.blocks_per_split, plan.groups, config.stages
-
-    def body(
-        q_gmem,  # [B, T, K, G, H] bfloat16
-        k_pages_gmem,  # [P, Z, K, H] bfloat16 or e4m3
-        v_pages_gmem,  # [P, Z, K, H]
-        table_gmem,  # [B, W] int32
-        positions_gmem,  # [B, T] int32
-        *refs,  # sinks [N], if any; the results, see `result_type`; then `_Scratch`
+class _Wgmma(Cores):
+    def load_queries(
+        self, plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place, interpret
     ):
-        refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
-        sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
-        (
-            q_smem, k_smem, wide_k_smem, v_smem, wide_v_smem,
-            q_ready_barrier, k_ready_barrier, v_ready_barrier, free_barrier, group_barrier, plain_smem,
-        ) = scratch  # fmt: skip
-        b, walk_index, tile, kv = (
-            lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
-        )
-        group, share = lax.axis_index("group"), lax.axis_index("share")
-        my_columns = pl.ds((share * groups + group) * columns, columns)
-        walk = Walk.of(plan, table_gmem, positions_gmem, b, walk_index, tile)
-        num_splits = walk.num_splits
+        load_queries(plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place)
+        return q_smem
 
-        def fetch(item, pages):
-            slot = lax.rem(item, stages)
-            for where, keys in walk.sources(item, pages):
-                plgpu.copy_gmem_to_smem(
-                    k_pages_gmem.at[(*where, kv)], k_smem.at[slot, keys], k_ready_barrier.at[slot]
-                )
-            for where, keys in walk.sources(item, pages):
-                for g in range(groups):
-                    columns_of_g = pl.ds((share * groups + g) * columns, columns)
-                    plgpu.copy_gmem_to_smem(
-                        v_pages_gmem.at[(*where, kv, columns_of_g)],
-                        v_smem.at[slot, g, keys],
-                        v_ready_barrier.at[slot],
-                    )
+    def scores(self, plan, queries, keys_smem):
+        def score(acc):
+            if plan.H <= _SCORE_COLUMNS:
+                plgpu.wgmma(acc, queries, keys_smem.transpose((1, 0)))
+                return acc[...]
 
-        first_item = walk.first_item
-        # Prefetch the page ids before the bounds are known, to hide the load latency.
-        first_pages = [walk.pages_of(first_item + ahead) for ahead in range(stages)]
+            # Not unrolled: the descriptors of all steps would take registers.
+            @pl.loop(0, plan.H // _SCORE_COLUMNS)
+            def _(i):
+                part = pl.ds(i * _SCORE_COLUMNS, _SCORE_COLUMNS)
+                keys_part_smem = keys_smem.at[:, part]
+                plgpu.wgmma(acc, queries.at[:, part], keys_part_smem.transpose((1, 0)))
 
-        @pl.when(num_splits > 0)
-        def _():
-            end_item = walk.end_item(num_splits)
-            pipeline = PagedPipeline(
-                stages=stages,
-                end=end_item,
-                fetch=fetch,
-                read_barrier=free_barrier if groups > 1 else None,
-            )
-            pl.when(group == 0)(functools.partial(pipeline.start, first_item, first_pages))
+            return acc[...]
 
-            load_queries(
-                plan,
-                q_gmem,
-                q_smem,
-                plain_smem,
-                q_ready_barrier,
-                group_barrier,
-                (b, tile, kv, group),
-            )
-            queries = [
-                jnp.minimum(tile * plan.tile_queries + t, plan.T - 1)
-                for t in range(plan.tile_queries)
-            ]
-            row_position = softmax.row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
-            spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
+        return pl.run_scoped(score, plgpu.ACC((TILE.rows, keys_smem.shape[0]), jnp.float32))
 
-            def sync_groups():
-                if groups > 1:
-                    plgpu.barrier_arrive(group_barrier)
-                    plgpu.barrier_wait(group_barrier)
-
-            def visit(item, carry):
-                best, total, out = carry  # float32 [rows], [rows], [rows, columns]
-                slot = lax.rem(item, stages)
-                pages = walk.pages_of(item + stages)  # prefetched: hides the latency
-                plgpu.barrier_wait(k_ready_barrier.at[slot])
-                keys_smem = k_smem.at[slot]  # [key_block, H]
-                if plan.fp8:  # each warpgroup converts its part of the columns
-                    share_of_k = pl.ds(group * (plan.H // groups), plan.H // groups)
-                    widen(keys_smem.at[:, share_of_k], wide_k_smem.at[:, share_of_k])
-                    keys_smem = wide_k_smem
-                    sync_groups()
-
-                def score(acc):
-                    if plan.H <= _SCORE_COLUMNS:
-                        plgpu.wgmma(acc, q_smem, keys_smem.transpose((1, 0)))
-                        return acc[...]
-
-                    # Not unrolled: the descriptors of all steps would take registers.
-                    @pl.loop(0, plan.H // _SCORE_COLUMNS)
-                    def _(i):
-                        part = pl.ds(i * _SCORE_COLUMNS, _SCORE_COLUMNS)
-                        keys_part_smem = keys_smem.at[:, part]
-                        plgpu.wgmma(acc, q_smem.at[:, part], keys_part_smem.transpose((1, 0)))
-
-                    return acc[...]
-
-                # [rows, key_block] float32
-                scores = pl.run_scoped(score, plgpu.ACC((rows, key_block), jnp.float32))
-                if plan.fp8:  # before wide_k_smem is overwritten
-                    sync_groups()
-                scores = softmax.masked(plan, scores, walk.block_of(item) * key_block, row_position)
-                new_best = jnp.maximum(best, scores.max(1))
-                shrink = jnp.exp2(best - new_best)
-                weights = jnp.exp2(scores - lax.broadcast_in_dim(new_best, (rows, key_block), (0,)))
-                total = total * shrink + weights.sum(1)
-                plgpu.barrier_wait(v_ready_barrier.at[slot])
-                values_smem = v_smem.at[slot, group]  # [key_block, columns]
-                if plan.fp8:
-                    widen(values_smem, wide_v_smem.at[group])
-                    values_smem = wide_v_smem.at[group]
-                out = _accumulate(
-                    out * spread(shrink),
-                    weights.astype(jnp.bfloat16),
-                    values_smem,
-                    interpret,
-                )
-                if groups > 1:
-                    plgpu.barrier_arrive(free_barrier.at[slot])
-                pl.when(group == 0)(functools.partial(pipeline.refill, item, pages))
-                return new_best, total, out
-
-            def one_split(j, running):
-                start = jnp.maximum(j * per, first_item)
-                end = jnp.minimum((j + 1) * per, end_item)
-                split = lax.fori_loop(start, end, visit, softmax.initial_state(plan))
-                if merges_inside:
-                    return softmax.merge(running, split, spread)
-                parts_gmem, stats_gmem = outs_gmem
-                best, total, out = split
-                where = (b, kv, tile, walk.my_first + j * config.walks - walk.first_split)
-                parts_gmem[(*where, slice(None), my_columns)] = out
-
-                @pl.when((group == 0) & (share == 0))
-                def _():
-                    stats_gmem[(*where, 0)] = best
-                    stats_gmem[(*where, 1)] = total
-
-                return running
-
-            running = softmax.initial_state(plan) if merges_inside else ()
-            running = lax.fori_loop(0, num_splits, one_split, running)
-            if merges_inside:
-                sink = softmax.sink_values(plan, sinks_gmem, kv)
-                result = softmax.finish(running, sink, spread)
-                out_smem = q_smem.at[:, my_columns] if plan.aligned else plain_smem.at[group]
-                store_result(
-                    plan, result, outs_gmem[0], out_smem, group_barrier, (b, tile, kv, my_columns)
-                )
-
-    return plgpu.kernel(
-        body,
-        out_type=result_type(plan),
-        scratch_types=_scratch_types(plan),
-        grid=(plan.B, config.walks, plan.tiles, plan.K, plan.shares),
-        grid_names=("batch", "walk", "tile", "head", "share"),
-        num_threads=groups,
-        thread_name="group",
-        # Rows are reduced within a warp. Without reduction scratch two thread blocks fit on one SM.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        interpret=interpret,
-        kernel_name="verify_attention",
-    )
+    def accumulate(self, out, weights, values_smem, interpret):
+        # The interpreter supports neither an initialised accumulator nor a wgmma operand in registers.
+        if interpret is not None:
+            product = jnp.dot(weights, values_smem[...], preferred_element_type=jnp.float32)
+            plgpu.commit_smem()  # unlike a wgmma read, this read needs a fence before the next TMA write
+            return out + product
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values_smem))(plgpu.ACC.init(out))
 
 
-def _accumulate(out: jax.Array, weights: jax.Array, values_smem: Any, interpret: Any) -> jax.Array:
-    """out + weights @ values, float32 [rows, columns] in registers.
-
-    `weights` are bfloat16 [rows, key_block] in registers, values_smem is [key_block, columns]. The
-    interpreter supports neither an initialised accumulator nor a wgmma operand in registers.
-    """
-    if interpret is not None:
-        product = jnp.dot(weights, values_smem[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # unlike a wgmma read, this read needs a fence before the next TMA write
-        return out + product
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values_smem))(plgpu.ACC.init(out))
+_WALK = functools.partial(walk_kernel, _Wgmma())

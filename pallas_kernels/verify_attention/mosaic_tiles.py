@@ -26,6 +26,25 @@ def load_queries(
       group_barrier: synchronises the warpgroups.
       place: (sequence, row tile, kv head, warpgroup).
     """
+    copy_queries(plan, q_gmem, q_smem, plain_smem, ready_barrier, place)
+    group, chunks = place[-1], plan.H // plan.columns
+    if not plan.aligned:
+        # TMA cannot write part of an 8-row swizzle tile, so the copy goes through registers.
+        @pl.when(group == 0)
+        def _():
+            for i in range(chunks):
+                columns = pl.ds(i * plan.columns, plan.columns)
+                q_smem[:, columns] = plgpu.load(
+                    plain_smem.at[i], layout=plgpu.Layout.WGMMA, optimized=False
+                )
+            plgpu.commit_smem()
+
+        plgpu.barrier_arrive(group_barrier)
+        plgpu.barrier_wait(group_barrier)
+
+
+def copy_queries(plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, place) -> None:
+    """Copies the rows of one tile to q_smem if `plan.aligned`, else to plain_smem; as `load_queries`."""
     b, tile, kv, group = place
     chunks = plan.H // plan.columns
 
@@ -45,19 +64,6 @@ def load_queries(
                 )
 
     plgpu.barrier_wait(ready_barrier)
-    if not plan.aligned:
-        # TMA cannot write part of an 8-row swizzle tile, so the copy goes through registers.
-        @pl.when(group == 0)
-        def _():
-            for i in range(chunks):
-                columns = pl.ds(i * plan.columns, plan.columns)
-                q_smem[:, columns] = plgpu.load(
-                    plain_smem.at[i], layout=plgpu.Layout.WGMMA, optimized=False
-                )
-            plgpu.commit_smem()
-
-        plgpu.barrier_arrive(group_barrier)
-        plgpu.barrier_wait(group_barrier)
 
 
 def store_result(plan: Plan, result_reg, out_gmem, out_smem, group_barrier, place) -> None:

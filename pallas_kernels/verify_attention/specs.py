@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.verify_attention import api
 
 CHIPS = api.CHIPS
-MMA = {90: "wgmma", 100: "tcgen05.mma"}
+MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,11 @@ class Spec:
     sinks: bool = False
     soft_cap: float | None = None
     fp8: bool = False
+
+    @property
+    def chips(self) -> tuple[int, ...]:
+        """Generations with a kernel for this head dim."""
+        return api.WIDE_CHIPS if self.head_dim > 256 else api.CHIPS
 
 
 QWEN3 = dict(heads=32, kv_heads=4, head_dim=128)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.device import B200, H200
-from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, reference
+from pallas_kernels.device import B200, H200, RTX5090
+from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120, reference
 from pallas_kernels.verify_attention.api import verify_attention
 from pallas_kernels.verify_attention.specs import SPECS
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.sampled(2)
 
 interpreted = pytest.mark.usefixtures("race_free")
 on_each_chip = pytest.mark.parametrize(
-    "chip", [mosaic_sm90, mosaic_sm100], ids=["hopper", "blackwell"]
+    "chip", [mosaic_sm90, mosaic_sm100, mosaic_sm120], ids=["hopper", "blackwell", "rtx"]
 )
-DEVICES = {mosaic_sm90: H200, mosaic_sm100: B200}
+DEVICES = {mosaic_sm90: H200, mosaic_sm100: B200, mosaic_sm120: RTX5090}
 
 # Weights (of a mean of values around 1) and results are rounded to bfloat16: 2^-9 each, and some.
 CLOSE = dict(rtol=2**-8, atol=2**-8)
@@ -59,7 +59,8 @@ def attend(chip, case: Case, q, k, v, table, positions, sinks, walks: int, split
     """The kernel with splits so short that a few keys make several."""
     launch = dispatch.resolve("verify_attention", "mosaic_gpu", chips=(90,))
     launch = launch._replace(device=DEVICES[chip])
-    key_block = 32 if case.H == 512 else 64
+    narrow = 64 if chip is mosaic_sm120 else 256  # head dims with key blocks of 64 keys
+    key_block = 64 if narrow >= case.H else 32
     config = chip.TuningConfig(key_block, split, stages=2, walks=walks)
     scale = case.H**-0.5
     return chip.verify_attention(
@@ -246,13 +247,26 @@ def test_the_api_runs_the_kernel_and_refuses_what_it_cannot_take():
             verify_attention(*args, **options)
 
 
+def test_rtx_cards_run_the_reference_with_heads_that_their_registers_do_not_hold():
+    case = Case((20,), T=1, K=1, G=8, H=512, Z=16, width=2)
+    q, k, v, table, positions, _ = case.inputs()
+    where = dict(page_table=table, positions=positions, scale=0.125)
+    with dispatch.assume(RTX5090):
+        run = lambda how: lambda *args: verify_attention(*args, **where, implementation=how)
+        assert "mpmd_map" not in str(jax.make_jaxpr(run(None))(q, k, v))
+        with pytest.raises(NotImplementedError, match=r"its kernel is for sm_90, sm_100;"):
+            jax.eval_shape(run("mosaic_gpu"), q, k, v)
+        narrow = (x[..., :256] for x in (q, k, v))
+        assert "mpmd_map" in str(jax.make_jaxpr(run(None))(*narrow))
+
+
 @on_each_chip
 @pytest.mark.parametrize("batch", [1, 4, 8, 12])
 @pytest.mark.parametrize("length", [4096, 16384, 131072])
 def test_no_wave_of_thread_blocks_is_nearly_empty(chip, batch, length):
     """Blocks of a wave run at once; one block more than fits would double the time."""
     device = DEVICES[chip]
-    room = (2 if chip is mosaic_sm90 else 1) * device.num_sms
+    room = (1 if chip is mosaic_sm100 else 2) * device.num_sms
     config = chip.choose_config((batch, 8, 32, 128), 4, length, None, device)
     blocks, splits = 4 * batch * config.walks, -(-length // config.split)
     waves = -(-blocks // room)

@@ -1,0 +1,111 @@
+"""Paged attention for RTX cards of the Blackwell generation (sm_120): mma.sync, operands in registers.
+
+The loop is that of `mosaic_warpgroups`. Of 99 KB of shared memory a thread block takes half with head dims of 64
+and 128, so that two of them fit on one SM. Keys and values come through ldmatrix, values transposed. Queries stay
+in registers where there is room, else each key block loads them again.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device import Device
+from pallas_kernels.dispatch import Launch
+from pallas_kernels.verify_attention.mosaic_merge import attend
+from pallas_kernels.verify_attention.mosaic_plan import (
+    Plan,
+    Tile,
+    TuningConfig,
+    choose_walks,
+    make_plan,
+)
+from pallas_kernels.verify_attention.mosaic_tiles import copy_queries
+from pallas_kernels.verify_attention.mosaic_warpgroups import Cores, walk_kernel
+from pallas_kernels.weight_tiles.mma_sm120 import as_operand
+
+TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, swizzled=False)
+_COLUMNS = 64  # of queries and keys in one load: a row of the swizzle
+_KEYS = 16  # of values in one load: K of the instruction
+
+
+def choose_config(
+    shape: tuple[int, int, int, int],
+    kv_heads: int,
+    table_size: int,
+    window: int | None,
+    device: Device,
+) -> TuningConfig:
+    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; H is at most 256."""
+    H = shape[3]
+    room = (1 if H > 128 else 2) * device.num_sms
+    walks = choose_walks(shape, kv_heads, table_size, window, TILE, room)
+    return TuningConfig(64 if H == 64 else 32, 256, 2, walks)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window", "launch", "config", "soft_cap"))
+def verify_attention(
+    q: jax.Array,  # [B, T, N, H]
+    k_pages: jax.Array,  # [P, Z, K, H]
+    v_pages: jax.Array,  # [P, Z, K, H]
+    page_table: jax.Array,  # [B, W]
+    positions: jax.Array,  # [B, T]
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None,  # [N]
+    launch: Launch,
+    config: TuningConfig | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    if config is None:
+        Z, K = k_pages.shape[1:3]
+        config = choose_config(q.shape, K, page_table.shape[1] * Z, window, launch.device)
+    facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
+    plan = make_plan(q, k_pages, page_table, TILE, config, **facts)
+    operands = (q, k_pages, v_pages, page_table, positions, sinks)
+    return attend(plan, _WALK, launch.interpret, *operands)
+
+
+class _Mma(Cores):
+    def load_queries(
+        self, plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place, interpret
+    ):
+        copy_queries(plan, q_gmem, q_smem, plain_smem, ready_barrier, place)
+
+        def load(part: int) -> jax.Array:
+            first = part * _COLUMNS
+            chunk_smem = plain_smem.at[first // plan.columns]
+            columns = pl.ds(first % plan.columns, _COLUMNS)
+            part_reg = plgpu.load(chunk_smem.at[:, columns], layout=TILE.layout, optimized=False)
+            return as_operand(part_reg, interpret)
+
+        if plan.H > 64 and (plan.H > 128 or plan.merges_inside):
+            return load  # sums of a split, and of all before it, leave no registers for queries
+        parts = [load(part) for part in range(plan.H // _COLUMNS)]
+        return parts.__getitem__
+
+    def scores(self, plan: Plan, queries: Callable[[int], jax.Array], keys_smem: Any) -> jax.Array:
+        shape = (TILE.rows, keys_smem.shape[0])
+        scores = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE.layout)
+        for i in range(plan.H // _COLUMNS):
+            keys_part_smem = keys_smem.at[:, i * _COLUMNS : (i + 1) * _COLUMNS]
+            keys_reg = plgpu.load(
+                keys_part_smem.transpose((1, 0)), layout=plgpu.Layout.MMA_RHS(jnp.bfloat16)
+            )
+            scores = plgpu.mma(scores, queries(i), keys_reg)
+        return scores
+
+    def accumulate(self, out, weights, values_smem, interpret):
+        for first in range(0, weights.shape[1], _KEYS):
+            some = slice(first, first + _KEYS)
+            values_reg = plgpu.load(values_smem.at[some], layout=plgpu.Layout.MMA_RHS(jnp.bfloat16))
+            out = plgpu.mma(out, as_operand(weights[:, some], interpret), values_reg)
+        plgpu.commit_smem()  # threads have read keys and values: a fence before the next copy
+        return out
+
+
+_WALK = functools.partial(walk_kernel, _Mma())
