@@ -65,7 +65,7 @@ class MmaSync(Wgmma):
     ) -> Callable[[int], jax.Array]:
         unpack = super().unpack_mxfp4(tile_smem, scales_smem, step, interpret)
         if interpret is not None:
-            return unpack
+            return lambda i: unpack(i).astype(jnp.bfloat16)
         half = functools.cache(unpack)  # two parts
         return lambda i: half(i // 2)[:, i % 2 * self.part : (i % 2 + 1) * self.part]
 

@@ -58,9 +58,18 @@ def race_free(interpreted):
 @pytest.fixture(params=[90, 100, 120])
 def chip(request, monkeypatch):
     """Runs a test on the kernels of each chip that has some."""
+    return _default(request.param, monkeypatch)
+
+
+@pytest.fixture(params=[90, 100])
+def wgmma_or_tcgen05(request, monkeypatch):
+    """As `chip`, without RTX cards: for what their kernels share with those of Hopper."""
+    return _default(request.param, monkeypatch)
+
+
+def _default(sm: int, monkeypatch):
     from pallas_kernels import dispatch
     from pallas_kernels.device import GENERATIONS
 
-    device = GENERATIONS[request.param]
-    monkeypatch.setattr(dispatch, "_default_device", lambda: device)
-    return device
+    monkeypatch.setattr(dispatch, "_default_device", lambda: GENERATIONS[sm])
+    return GENERATIONS[sm]

@@ -44,8 +44,15 @@ def on(chip: str, *others):
 MOST = {"h200": 18, "b200": 18, "rtx5090": 6, "b300": 2}
 """Specs of an operation to compile on a chip, spread over its list; B300 runs B200's kernels. They reach
 every kernel and weight format. `python -m bench.deviceless --chip CHIP --op OP` compiles all specs."""
-SPILLS = {("rtx5090", "widest"): 8}
-"""Bytes that a kernel may spill: a thread of rows of 8,192 columns has 128 registers and no more."""
+SPILLS = {
+    ("rtx5090", "widest"): 8,
+    ("rtx5090", "qwen3-moe-prefill"): 12,
+    ("rtx5090", "gemma-31b-local-many"): 12,
+    ("rtx5090", "gemma-31b-local-prefill"): 16,
+    ("rtx5090", "gemma-31b-local-fp8-cache"): 20,
+}
+"""Bytes that a kernel may spill: a thread of rows of 8,192 columns has 128 registers and no more, and one that
+merges splits of attention holds two sums."""
 
 
 @functools.cache

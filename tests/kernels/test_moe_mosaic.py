@@ -18,7 +18,8 @@ from pallas_kernels.moe.worklist import make_worklist, most_items
 pytestmark = pytest.mark.sampled(2)
 
 race_free = pytest.mark.usefixtures("race_free")
-both_chips = pytest.mark.usefixtures("chip")
+both_chips = pytest.mark.usefixtures("wgmma_or_tcgen05")
+every_chip = pytest.mark.usefixtures("chip")
 LIMIT = 1.5
 """Low enough to clamp some gates and ups."""
 
@@ -253,7 +254,7 @@ def mix(x, logits, weights, implementation="mosaic_gpu", *, k=2, **options) -> n
 @pytest.mark.parametrize(
     ("R", "bias", "limit"), [(3, True, LIMIT), (11, False, None), (21, True, None)]
 )
-@both_chips
+@every_chip
 def test_experts_compute_as_in_float64(form, R, bias, limit):
     """Items that share the rows of x, and sorted ones; few rows, so that experts stay without."""
     weights = experts(form, bias=bias and form == "bf16")
@@ -377,7 +378,7 @@ def test_the_worklist_is_what_it_says():
 
 @pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
-@both_chips
+@every_chip
 def test_a_row_has_the_same_bits_in_any_company(form):
     """Alone, among 5 that share items, among 21 that are sorted; tiles are of 8 rows in all of them."""
     weights, x, logits = experts(form, E=16, F=64), rows(21), logits_of(21, 16)

@@ -12,7 +12,8 @@ from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.moe.api import ExpertWeights, moe
 
 race_free = pytest.mark.usefixtures("race_free")
-both_chips = pytest.mark.usefixtures("chip")
+both_chips = pytest.mark.usefixtures("wgmma_or_tcgen05")
+every_chip = pytest.mark.usefixtures("chip")
 E4M3 = jnp.float8_e4m3fn
 
 
@@ -77,7 +78,7 @@ def exact(x: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[np.ndarray
     return x @ weight.T, np.abs(x) @ np.abs(weight).T
 
 
-@both_chips
+@every_chip
 @race_free
 @pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_a_product_of_quantised_rows_is_the_definition(R, N, K, per_row):
     assert (np.abs(plain - wanted) > 1e-3 * size).any()
 
 
-@both_chips
+@every_chip
 @race_free
 def test_a_quantised_row_does_not_depend_on_its_company():
     """Sums are exact here: the interpreter may add in another order for another number of rows."""
