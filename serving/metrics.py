@@ -219,14 +219,22 @@ class _EngineCollector(Collector):
         yield self._counter(
             "vllm:spec_decode_num_accepted_tokens", "Drafts that became output.", counts.accepted
         )
-        positions = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that became output, by position.",
-            labels=[*self._names, "position"],
-        )
-        for position, count in enumerate(counts.per_position):
-            positions.add_metric([*self._values, str(position)], count)
-        yield positions
+        for name, text, values in (
+            (
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Drafts that became output, by position.",
+                counts.per_position,
+            ),
+            (
+                "peagle:spec_decode_num_draft_tokens_per_pos",
+                "Drafts that the target verified, by position.",
+                counts.drafted_per_position,
+            ),
+        ):
+            positions = CounterMetricFamily(name, text, labels=[*self._names, "position"])
+            for position, count in enumerate(values):
+                positions.add_metric([*self._values, str(position)], count)
+            yield positions
         yield self._counter(
             "peagle:spec_decode_num_emitted_tokens", "Tokens of rounds with drafts.", counts.emitted
         )

@@ -14,7 +14,8 @@ class Completion:
     in one sentence, and the tokens before it are valid.
 
     `drafted` counts the drafts that the target verified, `accepted` the drafts that became output, and
-    `accepted_per_position[i]` the rounds in which draft i+1 became output. The number of `tokens` is
+    `accepted_per_position[i]` the rounds in which draft i+1 became output, of the `drafted_per_position[i]` rounds
+    that verified it. The number of `tokens` is
     1 + `rounds` + `accepted`, or one less if the text ends on a draft.
 
     `cached` is the number of prompt tokens that the prefix cache had.
@@ -33,6 +34,7 @@ class Completion:
     drafted: int
     accepted: int
     accepted_per_position: list[int]
+    drafted_per_position: list[int]
     cached: int
     time_to_first_token: float
     duration: float
@@ -64,6 +66,7 @@ def completion_of(request: Request, tokenizer: Tokenizer | None) -> Completion:
         drafted=request.drafted,
         accepted=request.accepted,
         accepted_per_position=request.accepted_per_position,
+        drafted_per_position=request.drafted_per_position,
         cached=request.num_cached,
         # A request aborted before its first token has no first_token_time.
         time_to_first_token=(request.first_token_time or request.finish_time)

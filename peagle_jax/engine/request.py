@@ -179,6 +179,7 @@ class Request:
 
     def __post_init__(self):
         self._rounds_by_accepted = [0] * (self.num_draft + 1)
+        self._rounds_by_drafted = [0] * (self.num_draft + 1)
         self._page_keys: list[bytes] = []
         self._end_ids: frozenset[int] | None = None
         if self.params.logprobs is not None:
@@ -192,6 +193,12 @@ class Request:
         asked = self.params
         is_plain = asked.temperature == 0 and asked.logprobs is None and self.matcher is None
         return not is_plain or asked.is_adjusted
+
+    @property
+    def holds_k(self) -> bool:
+        """Whether its rounds must have the most drafts: it samples, and its client chose the seed. The text of a
+        seed depends on the sequence of K."""
+        return self.params.temperature > 0 and self.params.seed is not None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -254,8 +261,12 @@ class Request:
     @property
     def accepted_per_position(self) -> list[int]:
         """Number of rounds in which draft 1, 2, .. became output."""
-        at_least = itertools.accumulate(self._rounds_by_accepted[:0:-1])
-        return list(at_least)[::-1]
+        return at_least(self._rounds_by_accepted)
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """Number of rounds that verified draft 1, 2, .."""
+        return at_least(self._rounds_by_drafted)
 
     @property
     def rounds_in_flight(self) -> int:
@@ -278,6 +289,7 @@ class Request:
         self.drafted += len(drafts)
         self.accepted += num_accepted
         self._rounds_by_accepted[num_accepted] += 1
+        self._rounds_by_drafted[len(drafts)] += 1
 
     def force_drafts(self, most: int) -> list[int]:
         """Replaces the first `drafts`, at most `most`, by the tokens that the constraint forces.
@@ -372,3 +384,8 @@ class Request:
             self.finish("stop", stop_string)
         elif len(self.output) >= self.params.max_tokens or self.num_tokens >= max_model_len:
             self.finish("length")
+
+
+def at_least(rounds: Sequence[int]) -> list[int]:
+    """Rounds with 1, 2, .. drafts or more, from the numbers of rounds with 0, 1, 2, .. drafts."""
+    return list(itertools.accumulate(rounds[:0:-1]))[::-1]

@@ -1,10 +1,12 @@
 """Acceptance counts. A draft counts as accepted only if it became output (docs/algorithm.md)."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from peagle_jax.config import EngineConfig
+from peagle_jax.engine.request import at_least
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Acceptance:
       drafted: drafts that the target verified, including those after the end of a text.
       accepted: drafts that became output.
       per_position: per draft position, the number of rounds in which that draft became output.
+      drafted_per_position: per draft position, the number of rounds that verified that draft.
     """
 
     rounds: int = 0
@@ -48,33 +51,33 @@ class Acceptance:
     drafted: int = 0
     accepted: int = 0
     per_position: tuple[int, ...] = ()
+    drafted_per_position: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, items: Iterable) -> Self:
         """Sum over requests, completions or other counts that carry these fields."""
         rounds = emitted = drafted = accepted = 0
-        positions: list[int] = []
+        positions: tuple[int, ...] = ()
+        drafted_positions: tuple[int, ...] = ()
         for item in items:
             rounds += item.rounds
             emitted += item.emitted
             drafted += item.drafted
             accepted += item.accepted
-            accepted_per_position = item.accepted_per_position
-            positions += [0] * (len(accepted_per_position) - len(positions))
-            for i, count in enumerate(accepted_per_position):
-                positions[i] += count
-        return cls(rounds, emitted, drafted, accepted, tuple(positions))
+            positions = _added(positions, item.accepted_per_position)
+            drafted_positions = _added(drafted_positions, item.drafted_per_position)
+        return cls(rounds, emitted, drafted, accepted, positions, drafted_positions)
 
     def __sub__(self, before: Self) -> Self:
         """The counts since `before`, an earlier snapshot of the same counters."""
-        earlier = before.per_position or (0,) * len(self.per_position)
-        positions = zip(self.per_position, earlier, strict=True)
+        less = lambda now, then: _added(now, [-count for count in then])
         return Acceptance(
             self.rounds - before.rounds,
             self.emitted - before.emitted,
             self.drafted - before.drafted,
             self.accepted - before.accepted,
-            tuple(now - then for now, then in positions),
+            less(self.per_position, before.per_position),
+            less(self.drafted_per_position, before.drafted_per_position),
         )
 
     @property
@@ -84,8 +87,14 @@ class Acceptance:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Per position, the share of all rounds in which its draft became output (non-increasing)."""
-        return tuple(count / self.rounds if self.rounds else 0.0 for count in self.per_position)
+        """Per position, the share of the rounds that verified its draft in which it became output."""
+        counts = zip(self.per_position, self.drafted_per_position, strict=True)
+        return tuple(accepted / drafted if drafted else 0.0 for accepted, drafted in counts)
+
+
+def _added(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    """Sums by position; missing counts are 0."""
+    return tuple(a + b for a, b in itertools.zip_longest(first, second, fillvalue=0))
 
 
 class RoundCounter:
@@ -94,6 +103,7 @@ class RoundCounter:
     def __init__(self, config: EngineConfig):
         self._drafted = self._emitted = 0
         self._by_accepted = [0] * (config.most_drafts + 1)
+        self._by_drafted = [0] * (config.most_drafts + 1)
         self.ngram = NgramCounts()
         self._most_of_head = config.num_draft
 
@@ -110,10 +120,11 @@ class RoundCounter:
             self._emitted += emitted
             self._drafted += drafted
             self._by_accepted[accepted] += 1
+            self._by_drafted[drafted] += 1
 
     @property
     def acceptance(self) -> Acceptance:
         """The sums."""
-        rounds = self._by_accepted
-        reached = tuple(sum(rounds[i + 1 :]) for i in range(len(rounds) - 1))
-        return Acceptance(sum(rounds), self._emitted, self._drafted, sum(reached), reached)
+        rounds, reached = sum(self._by_accepted), tuple(at_least(self._by_accepted))
+        verified = tuple(at_least(self._by_drafted))
+        return Acceptance(rounds, self._emitted, self._drafted, sum(reached), reached, verified)

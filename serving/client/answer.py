@@ -31,7 +31,8 @@ def statistics(whole: pb.GenerateResponse) -> str:
         f"time to first token {usage.time_to_first_token:.3f} s; ended by {reasons}"
     ]
     if counts.drafted:
-        rates = " ".join(f"{n / counts.rounds:.2f}" for n in counts.accepted_per_position)
+        pairs = zip(counts.accepted_per_position, counts.drafted_per_position, strict=True)
+        rates = " ".join(f"{n / drafted if drafted else 0:.2f}" for n, drafted in pairs)
         lines.append(
             f"acceptance length {counts.acceptance_length:.2f} over {counts.rounds} rounds; "
             f"accepted at position 1, 2, ...: {rates}"
@@ -56,6 +57,7 @@ def as_json(whole: pb.GenerateResponse) -> dict:
             "drafted": counts.drafted,
             "accepted": counts.accepted,
             "accepted_per_position": list(counts.accepted_per_position),
+            "drafted_per_position": list(counts.drafted_per_position),
             "acceptance_length": counts.acceptance_length,
         },
     }

@@ -300,20 +300,22 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., time_to_first_token: _Optional[float] = ..., duration: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Acceptance(_message.Message):
-    __slots__ = ("rounds", "drafted", "accepted", "accepted_per_position", "acceptance_length", "emitted")
+    __slots__ = ("rounds", "drafted", "accepted", "accepted_per_position", "acceptance_length", "emitted", "drafted_per_position")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     drafted: int
     accepted: int
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
     acceptance_length: float
     emitted: int
-    def __init__(self, rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., acceptance_length: _Optional[float] = ..., emitted: _Optional[int] = ...) -> None: ...
+    drafted_per_position: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., acceptance_length: _Optional[float] = ..., emitted: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)

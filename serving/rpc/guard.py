@@ -55,7 +55,8 @@ class Guard(grpc.aio.ServerInterceptor):
     Args:
       tokens: bearer tokens, read again for every call; if empty, no token is needed.
       limits: see `MessageLimits`.
-      on_refused: called with the method and the error of each call that raised `ServiceError`.
+      on_refused: called with the method and the error of each call that raised `ServiceError`, health checks
+        excepted.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class Guard(grpc.aio.ServerInterceptor):
             read = _reader(handler, self._limits, self._limits.of(details.method))
         guarded = _guarded_stream if handler.response_streaming else _guarded
         report = partial(self._on_refused, details.method.removeprefix("/"))
+        if details.method.startswith(_OPEN):
+            report = _ignore  # a probe is no request
         return _rebuilt(handler, guarded(behaviour, read, report, token))
 
 
@@ -206,6 +209,10 @@ def _status_of(error: Exception, report: Report) -> ServiceError:
         status = failure(error)
     status.__traceback__ = status.__context__ = status.__cause__ = None
     return status
+
+
+def _ignore(error: ServiceError) -> None:
+    """Does not report an error."""
 
 
 async def _read_nothing(stream: AsyncIterator[bytes]) -> None:

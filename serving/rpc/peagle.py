@@ -327,5 +327,6 @@ def _acceptance(counts: Acceptance) -> pb.Acceptance:
         drafted=counts.drafted,
         accepted=counts.accepted,
         accepted_per_position=counts.per_position,
+        drafted_per_position=counts.drafted_per_position,
         acceptance_length=counts.length,
     )

@@ -27,7 +27,12 @@ def outcome(code: str = "OK", *, ttft: float = 0.1, per_token: float = 0.01, tok
         last=first + per_token * (tokens - 1),
         tokens=[5] * tokens,
         acceptance=pb.Acceptance(
-            rounds=5, emitted=10, drafted=15, accepted=6, accepted_per_position=[4, 2, 0]
+            rounds=5,
+            emitted=10,
+            drafted=14,
+            accepted=6,
+            accepted_per_position=[4, 2, 0],
+            drafted_per_position=[5, 5, 4],
         ),
     )
 

@@ -163,6 +163,7 @@ def check_counts(request: Request) -> None:
     counts, size = Acceptance.of([request]), len(request.output)
     assert counts.accepted <= counts.drafted <= counts.rounds * request.num_draft
     assert counts.accepted == sum(counts.per_position)
+    assert counts.drafted == sum(counts.drafted_per_position)
     assert list(counts.per_position) == sorted(counts.per_position, reverse=True)
     if not request.output:
         assert (counts.rounds, counts.emitted, counts.accepted) == (0, 0, 0)

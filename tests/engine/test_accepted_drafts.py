@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull, Scheduler
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.stats import Acceptance, RoundCounter
 from tests.engine.fake_device import VOCAB
 from tests.engine.fake_engine import (
     EOS,
@@ -56,7 +56,8 @@ def test_a_round_counts_the_drafts_that_became_output(fields, kept, accepted):
     assert len(tokens) == kept
     counts = Acceptance.of([request])
     assert counts == scheduler.acceptance
-    assert counts == Acceptance(1, kept, J, accepted, tuple([1] * accepted + [0] * (J - accepted)))
+    by_position = tuple([1] * accepted + [0] * (J - accepted))
+    assert counts == Acceptance(1, kept, J, accepted, by_position, (1,) * J)
     assert counts.length == kept == len(request.output) - 1
     assert request.last_round == ([7, 8, EOS, 10], accepted, kept)
 
@@ -144,10 +145,30 @@ def test_tokens_are_one_and_rounds_and_accepted_drafts(num_cases):
             seen["on a draft"] += len(request.output) == request.rounds + request.accepted > 0
         drafting = Acceptance.of(request for request in requests if request.num_draft)
         sums = engine.scheduler.acceptance
-        pairs = zip_longest(sums.per_position, drafting.per_position, fillvalue=0)
-        assert all(a == b for a, b in pairs)
-        assert replace(sums, per_position=()) == replace(drafting, per_position=())
+        for field in ("per_position", "drafted_per_position"):
+            pairs = zip_longest(getattr(sums, field), getattr(drafting, field), fillvalue=0)
+            assert all(a == b for a, b in pairs)
+        none = dict(per_position=(), drafted_per_position=())
+        assert replace(sums, **none) == replace(drafting, **none)
 
     check()
     for what in ("stop", "length", "abort", "preempted", "on a draft"):
         assert seen[what] > 0, f"no request was like this: {what}"
+
+
+def test_the_rate_of_a_position_counts_the_rounds_that_verified_it():
+    """Not those with fewer drafts or none: K may change from round to round."""
+    request, counter = (
+        fresh(),
+        RoundCounter(make_config(J=J, B=1, max_len=40, Z=4, P=None, T=8, R=1)),
+    )
+    for num_drafts, accepted in ((J, 2), (0, 0), (1, 1), (2, 0)):
+        request.record_round([7] * num_drafts, accepted, accepted + 1)
+        counter.count(num_drafts, accepted, accepted + 1, num_drafts)
+    counts = Acceptance.of([request, request])
+    assert counts.drafted_per_position == (6, 4, 2, 2)
+    assert counter.acceptance.drafted_per_position == (3, 2, 1, 1)
+    assert counts.rates == counter.acceptance.rates == (2 / 3, 1 / 2, 0, 0)
+    assert (
+        counts.rates == (counts - Acceptance()).rates == (counts - Acceptance.of([request])).rates
+    )

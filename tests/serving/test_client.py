@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from peagle_jax import SamplingParams
+from peagle_jax.engine.stats import Acceptance
 from serving.client import main
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -45,7 +46,7 @@ def test_statistics_follow_the_streamed_text(ask, make_engine):
     assert (code, out) == (0, expected.text + "\n")
     assert f"({len(expected.tokens)} tokens in " in err
     assert f"over {expected.rounds} rounds" in err
-    rates = [f"{n / expected.rounds:.2f}" for n in expected.accepted_per_position]
+    rates = [f"{rate:.2f}" for rate in Acceptance.of([expected]).rates]
     assert err.endswith(f"accepted at position 1, 2, ...: {' '.join(rates)}\n")
 
 
@@ -62,6 +63,7 @@ def test_json_has_all_fields(ask, make_engine):
     assert [len(one["alternatives"]) for one in sequence["logprobs"]] == [2] * 9
     assert answer["usage"]["rounds"] == expected.rounds
     assert answer["usage"]["accepted_per_position"] == expected.accepted_per_position
+    assert answer["usage"]["drafted_per_position"] == expected.drafted_per_position
 
 
 def test_options_reach_the_engine(ask):

@@ -161,6 +161,7 @@ def test_stats_are_the_sum_of_the_requests(server):
     assert (told.rounds, told.emitted, told.accepted) == (2, 5, 4)
     assert told.emitted == usage.acceptance.emitted
     assert told.per_position == (2, 1, 1)
+    assert told.drafted_per_position == (2, 2, 2)
     assert told.length == usage.acceptance.acceptance_length == 2.5
 
 
@@ -172,6 +173,7 @@ def _fields(stats) -> tuple:
         counts.drafted,
         counts.accepted,
         tuple(counts.accepted_per_position),
+        tuple(counts.drafted_per_position),
     )
 
 

@@ -29,7 +29,14 @@ ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_su
 @pytest.fixture(scope="module")
 def series() -> dict[str, set[str]]:
     """Labels of each series of a server that has had no request: Prometheus must see them begin at 0."""
-    counts = Acceptance(rounds=1, emitted=2, drafted=3, accepted=1, per_position=(1, 0, 0))
+    counts = Acceptance(
+        rounds=1,
+        emitted=2,
+        drafted=3,
+        accepted=1,
+        per_position=(1, 0, 0),
+        drafted_per_position=(1, 1, 1),
+    )
     metrics = Metrics(
         "tiny",
         config=EngineConfig(num_draft=3),
@@ -110,6 +117,7 @@ def test_the_dashboard_shows_each_figure_of_speculation():
         "peagle:spec_decode_num_emitted_tokens_total", "vllm:spec_decode_num_drafts_total",
         "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total",
         "vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle:num_speculative_tokens",
+        "peagle:spec_decode_num_draft_tokens_per_pos_total",
         "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total",
     }  # fmt: skip
 

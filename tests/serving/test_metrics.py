@@ -6,6 +6,7 @@ import threading
 import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle_jax import draft_schedule
@@ -24,6 +25,7 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": (),
     "vllm:spec_decode_num_accepted_tokens": (),
     "vllm:spec_decode_num_accepted_tokens_per_pos": ("position",),
+    "peagle:spec_decode_num_draft_tokens_per_pos": ("position",),
     "vllm:prefix_cache_queries": (),
     "vllm:prefix_cache_hits": (),
     "vllm:prompt_tokens": (),
@@ -218,6 +220,17 @@ def test_lines_are_as_load_tools_search_them(server):
     assert values["vllm:spec_decode_num_draft_tokens_total"] == 3 * drafts > 0
     assert values["vllm:spec_decode_num_accepted_tokens_total"] == sum(per_position)
     assert per_position == sorted(per_position, reverse=True)
+
+
+def test_a_health_check_is_no_request(server):
+    """Also of a service that does not exist: it is refused, and no counter moves."""
+    before = scrape(server)
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.RpcError, match="there is no service"):
+            stub.Check(health_pb2.HealthCheckRequest(service="nothing"))
+        stub.Check(health_pb2.HealthCheckRequest())
+    assert moved(server, before) == {}
 
 
 def test_a_request_changes_its_metrics(server):

@@ -132,9 +132,9 @@ export class Charts {
 }
 
 function positionRates(samples) {
-  const rounds = total(samples, "vllm:spec_decode_num_drafts_total");
-  const positions = samples.get("vllm:spec_decode_num_accepted_tokens_per_pos_total") ?? [];
-  return positions.map(({ value }) => (rounds ? value / rounds : 0));
+  const accepted = samples.get("vllm:spec_decode_num_accepted_tokens_per_pos_total") ?? [];
+  const drafted = samples.get("peagle:spec_decode_num_draft_tokens_per_pos_total") ?? [];
+  return accepted.map(({ value }, i) => (drafted[i]?.value ? value / drafted[i].value : 0));
 }
 
 // K of each batch size, as one sentence.
