@@ -16,7 +16,7 @@ from pathlib import Path
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_schedule import adaptive_or_default
 from peagle_jax.model_folders import check_folders, check_head_is_given
-from peagle_jax.options import parser, read_structured
+from peagle_jax.options import parser, read_structured, refuse_ineffective
 from peagle_jax.prompts import (
     Prompt,
     find_runnable,
@@ -340,6 +340,7 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
 def _run(args) -> int:
     prompts = _read_prompts(args)
     params = _sampling(args, prompts)
+    refuse_ineffective(args)
     config = _engine_config(args, prompts, params)
     with _loading(args):
         _check_models(args, config)

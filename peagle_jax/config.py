@@ -11,12 +11,12 @@ from peagle_jax.draft_schedule import (
     NGRAM_DRAFTS,
     Adaptive,
     Schedule,
-    check_drafts,
     num_draft_at,
     ragged_rows,
     schedule_of,
 )
 from peagle_jax.errors import ConfigError
+from peagle_jax.exclusions import check_options
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
 Method = Literal["none", "eagle3", "peagle"]
@@ -268,24 +268,22 @@ class EngineConfig:
       adaptive: "load" chooses the drafts of each round at run time, see `engine.adaptive`.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
       max_model_len, page_size: most tokens of prompt plus output; tokens per KV page.
-      num_pages: KV pages including the dummy page 0; None: enough for `max_num_seqs` sequences of
-        `max_model_len`, and with `prefix_caching` more, as far as memory allows (`memory.fit_pages`).
+      num_pages: KV pages including the dummy page 0; None: see `memory.fit_pages`.
       prefill_chunk, prefill_rows: prompt tokens per row and call; prompts per prefill call.
       prefill_calls: most prefill calls between two rounds; None: one while a request decodes, else 4.
       max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
-      verify_method: how sampled drafts are accepted, "token" by token or in a "block" (`verify.verify_block`).
+      verify_method: how these are accepted, "token" by token or in a "block" (`verify.verify_block`).
       selector: let the head's selector choose the drafts, if the head has one.
       saved_rings: beginnings whose sliding windows are kept; None: 64, in 256 MiB (`memory.fit_rings`).
-      prefix_caching: keep the pages of earlier prompts and outputs, and prefill only what follows them.
-      max_logprobs: maximum number of alternatives per token for requests with logprobs.
+      prefix_caching: keep the pages of earlier texts, and prefill only what follows them.
+      max_logprobs: most alternatives per token for logprobs.
       prompt_logprobs: compile a second prefill program, for requests with `prompt_logprobs`.
       tensor_parallel: N, devices that run every step together (docs/parallel.md).
       check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
-      greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: on GPUs.
+      greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
       rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
-      dtype: dtype of weights and activations.
-      kv_cache_dtype: "auto" stores K and V as `dtype`, "fp8" as e4m3 with scale 1.
+      dtype: of weights and activations; kv_cache_dtype: "auto" stores K and V in it, "fp8" as e4m3 with scale 1.
       activations: "fp8" quantises the rows that fp8 weights multiply, see `quantized_activations`.
     """
 
@@ -326,9 +324,7 @@ class EngineConfig:
                 f"num_speculative_tokens={self.num_draft} must lie between 0 and {MAX_NUM_DRAFT}"
             )
         object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
-        check_drafts(self)
-        if min(self.max_logprobs, self.saved_rings or 0) < 0:
-            raise ConfigError(f"{self.max_logprobs=}, {self.saved_rings=} must not be negative")
+        check_options(self)
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
             raise ConfigError(
                 f"{self.num_pages=} cannot hold one request of {self.max_model_len=}: it needs "
@@ -348,6 +344,10 @@ class EngineConfig:
     def num_draft_at(self, batch_size: int) -> int:
         """K, draft tokens per round of the batch bucket `batch_size`; at most J."""
         return num_draft_at(self.draft_schedule, batch_size, self.num_draft)
+
+    def first_num_draft(self, batch_size: int) -> int:
+        """K of a bucket's round that compiles first. The texts of seeds have its drafts."""
+        return self.most_drafts if self.ngram else self.num_draft_at(batch_size)
 
     def ragged_rows(self, batch_size: int) -> tuple[int, ...]:
         """R, drafts that the ragged rounds of the batch bucket `batch_size` verify in all; ascending."""

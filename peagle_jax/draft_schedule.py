@@ -136,10 +136,3 @@ def check_drafts(config) -> None:
     """Raises `ConfigError` for fields of an `EngineConfig` that exclude each other."""
     check_adaptive(config.adaptive, config.draft_schedule)
     check_ngram(config.ngram, config.num_draft, config.adaptive, config.draft_schedule)
-    if config.verify_method == "block" and config.draft_sampling == "argmax":
-        raise ConfigError(
-            "verify_method block needs sampled drafts: set draft_sampling to sample. Argmax drafts are "
-            "accepted alike by both methods"
-        )
-    if config.repeat > 1 and (config.tensor_parallel > 1 or config.ngram):
-        raise ConfigError("rounds_per_call above 1 excludes tensor_parallel above 1 and ngram")

@@ -75,6 +75,31 @@ def read_structured(args: argparse.Namespace) -> Structured | None:
     return None
 
 
+def refuse_ineffective(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for an option that another one leaves without effect."""
+    drafting = {
+        "--draft-sampling sample": args.draft_sampling == "sample",
+        "--verify-method block": args.verify_method == "block",
+    }
+    of_rounds = {
+        "--adaptive": args.adaptive not in (None, "off"),
+        f"--{OPTION.replace('_', '-')}": bool(args.num_speculative_tokens_per_batch_size),
+    }
+    reasons = (
+        (args.compare, "--compare is greedy", drafting),
+        (
+            not args.compare and args.method == "none",
+            "--method none has no head",
+            drafting | of_rounds,
+        ),
+        (not args.json, "it is for --json", {"--logprobs": args.logprobs is not None}),
+    )
+    for holds, reason, options in reasons:
+        for option, is_given in options.items():
+            if holds and is_given:
+                raise ConfigError(f"{option} has no effect: {reason}; leave it out")
+
+
 def _text_of(path: str) -> str:
     return Path(path).read_text(encoding="utf-8")
 

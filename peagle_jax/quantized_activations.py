@@ -11,15 +11,10 @@ def with_activations(model: nnx.Module, config: EngineConfig) -> nnx.Module:
     """A copy of `model`, with the same weights, that reads activations as `config.activations` says.
 
     Raises:
-      ConfigError: the activations are fp8, and no weight is, or there are several devices.
+      ConfigError: the activations are fp8, and no weight is.
     """
     if config.activations == "bf16":
         return model
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            f"activations={config.activations} runs on one device; leave it out, or "
-            f"tensor_parallel={config.tensor_parallel}"
-        )
     if not any(leaf.dtype == jnp.float8_e4m3fn for leaf in jax.tree.leaves(model)):
         raise ConfigError(
             f"activations={config.activations} is for fp8 weights, and the target has none; leave it out, or "

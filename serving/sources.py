@@ -126,13 +126,28 @@ def _merge(layers: Iterable[dict[str, object]]) -> Settings:
     return Settings(**dict(Layered()))
 
 
+_OF_DRAFTS: dict[str, tuple[object, ...]] = {
+    "num_speculative_tokens": (),
+    "num_speculative_tokens_per_batch_size": (),
+    "adaptive": ("off",),
+    "draft_sampling": ("argmax",),
+    "verify_method": ("token",),
+}
+"""Options of a head's drafts, with values that ask for nothing."""
+
+
 def _refuse_ineffective(settings: Settings, sources: Mapping[str, str]) -> None:
-    for name in ("num_speculative_tokens", "num_speculative_tokens_per_batch_size", "adaptive"):
+    reasons = {}
+    if settings.method == "none":
+        reasons = dict.fromkeys(_OF_DRAFTS, "method none drafts nothing")
+    if not settings.prefix_caching:
+        reasons["saved_rings"] = "prefix-caching is off"
+    for name, reason in reasons.items():
         value = getattr(settings, name)
-        is_off = value in (0, None, "off")
-        if settings.method == "none" and not is_off and sources[name] != "default":
+        is_off = value in (0, None, *_OF_DRAFTS.get(name, ()))
+        if not is_off and sources[name] != "default":
             option = f"{name.replace('_', '-')}={value} ({sources[name]})"
-            raise ConfigError(f"{option} has no effect: method none drafts nothing; leave it out")
+            raise ConfigError(f"{option} has no effect: {reason}; leave it out")
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:

@@ -128,6 +128,26 @@ def test_a_request_may_ask_for_fewer_drafts(target, plain):
     assert run(engine, params) == plain
 
 
+def test_the_text_of_a_seed_depends_neither_on_other_requests_nor_on_what_is_compiled():
+    """Its rounds have all drafts, also before the smaller program is compiled. The vocabulary has 4 tokens, so
+    most texts have matches."""
+    engine = one_bucket(
+        Engine(
+            tiny.target(seed=3, vocab_size=4), None, config(num_draft=0, ngram=2, max_logprobs=0)
+        )
+    )
+    texts = [[0, 2, 3, 1, 2, 3, 1, 2, 3], [1], [2, 2, 2, 1, 3]]
+    sampled = [SamplingParams(max_tokens=24, temperature=4.0, seed=seed) for seed in range(3)]
+    early = [one.tokens for one in engine.generate(texts, sampled)]
+    both_rounds(engine)
+    alone = [
+        engine.generate(*one)[0].tokens for one in zip(([t] for t in texts), sampled, strict=True)
+    ]
+    beside = engine.generate([*texts, [3, 1] * 9], [*sampled, GREEDY])
+    assert early == alone == [one.tokens for one in beside[:3]]
+    assert engine.scheduler.counts.ngram.accepted > 10
+
+
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("drafts", ["sample", "block", "argmax"])
 def test_sampled_output_has_the_targets_law(drafts, num_cases):

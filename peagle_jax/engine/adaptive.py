@@ -160,8 +160,7 @@ class LoadPolicy:
           rows: its requests.
           drafts: values of K whose rounds are compiled, ascending; the last is J.
         """
-        # The text of a seed depends on the sequence of K.
-        if len(drafts) == 1 or any(holds_k(request) for request in rows):
+        if len(drafts) == 1 or any(request.holds_k for request in rows):
             return drafts[-1]
         self._rounds[size] += 1
         if self._rounds[size] >= DECIDE_EVERY:
@@ -229,11 +228,6 @@ class LoadPolicy:
             for k in drafts:
                 tokens[k] += count * sum(shares[: min(k, limit)])
         return tokens
-
-
-def holds_k(request: Request) -> bool:
-    """Whether the request's rounds keep K = J: it samples, and its client chose the seed."""
-    return _is_sampled(request) and request.params.seed is not None
 
 
 def _is_sampled(request: Request) -> bool:

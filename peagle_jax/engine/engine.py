@@ -152,7 +152,7 @@ class Engine:
         """Compiles all programs; afterwards no call compiles. `on_compiled` is called after each one.
 
         With `sizes`, compiles only the first round of each of these batch buckets, that of
-        `config.num_draft_at`; the largest bucket must be among them or already compiled. Batches are
+        `config.first_num_draft`; the largest bucket must be among them or already compiled. Batches are
         padded to the next larger compiled bucket. `compile_next` compiles the others.
         """
         if sizes is None:
@@ -160,7 +160,7 @@ class Engine:
             while self.time_idle_round():
                 pass
         else:
-            first = [RoundShape(size, self.config.num_draft_at(size)) for size in sizes]
+            first = [RoundShape(size, self.config.first_num_draft(size)) for size in sizes]
             self._compile(first, on_compiled)
 
     def compile_next(self) -> bool:

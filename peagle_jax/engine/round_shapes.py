@@ -12,7 +12,7 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     """Shapes of all rounds, in the order in which they compile: first one round of each batch bucket, the
     largest bucket in front, because its round serves any number of requests."""
     sizes = config.batch_buckets[::-1]
-    shapes = [RoundShape(size, config.num_draft_at(size)) for size in sizes]
+    shapes = [RoundShape(size, config.first_num_draft(size)) for size in sizes]
     if config.adaptive != "off":
         drafts = partial(candidates, config.num_draft, platform=dispatch.platform())
         for size in sizes:
@@ -22,7 +22,7 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
             shapes += [RoundShape(size, k) for k in some]
             shapes += [RoundShape(size, config.num_draft, number) for number in rows]
     if config.ngram:
-        shapes += [RoundShape(size, config.most_drafts) for size in sizes]
+        shapes += [RoundShape(size, config.num_draft) for size in sizes]
     return tuple(dict.fromkeys(shapes))
 
 
@@ -48,11 +48,12 @@ def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     """Shapes that also have a program for batches of greedy requests, in the order in which they compile.
 
     Only the first round of each batch bucket has one: another program for each K would double the time
-    to compile them all. Sampled drafts need their requests' temperatures.
+    to compile them all. Sampled drafts need their requests' temperatures. `greedy_rounds` None compiles them on
+    GPUs, and where a call runs several rounds.
     """
     wanted = config.greedy_rounds
     if wanted is None:
-        wanted = dispatch.platform() == "cuda"
+        wanted = dispatch.platform() == "cuda" or config.repeat > 1
     if not wanted or config.draft_sampling == "sample":
         return ()
     sizes = (size for size in config.batch_buckets[::-1] if size <= _MOST_GREEDY)

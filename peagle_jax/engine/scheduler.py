@@ -75,7 +75,7 @@ class Scheduler:
         self.num_not_finite = 0
         """Requests that ended because their logits were not finite."""
         self.rounds: Mapping[int, Sequence[int]] = {
-            size: (config.num_draft_at(size),) for size in config.batch_buckets
+            size: (config.first_num_draft(size),) for size in config.batch_buckets
         }
         """Rounds that may run: values of K by batch bucket (the size to which a round is padded), both
         ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any thread."""
@@ -232,7 +232,7 @@ class Scheduler:
         if self.policy is not None:
             return self.policy.shape(size, rows, drafts)
         # With n-grams there are two K; the larger one follows where a text repeated itself.
-        repeats = any(len(request.drafts) > drafts[0] for request in rows)
+        repeats = any(len(one.drafts) > drafts[0] or one.holds_k for one in rows)
         return RoundShape(size, drafts[-1] if repeats else drafts[0])
 
     def _holds_constrained(self) -> bool:

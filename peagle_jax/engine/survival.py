@@ -17,7 +17,6 @@ from peagle_jax.engine.adaptive import (
     LoadPolicy,
     best,
     exploration_interval,
-    holds_k,
 )
 from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.request import Request
@@ -97,7 +96,7 @@ class SurvivalPolicy(LoadPolicy):
         most = drafts[-1]
         whole = RoundShape(size, most)
         # The text of a seed depends on the drafts that are verified.
-        if any(holds_k(request) for request in rows):
+        if any(request.holds_k for request in rows):
             return whole
         present = self._shapes.setdefault(size, whole)
         self._rounds[size] += 1

@@ -55,6 +55,13 @@ def drop_tensor(folder, name: str) -> None:
         (["x", "--seed", "-1"], ["seed=-1"]),
         (["x", "--stop", ""], ["stop="]),
         (["x", "--logprobs", "-1"], ["logprobs=-1"]),
+        (["x", "--logprobs", "2"], ["--logprobs", "--json"]),
+        (["x", "--method", "none", "--draft-sampling", "sample"], ["no effect", "--method none"]),
+        (["x", "--method", "none", "--adaptive", "load"], ["no effect", "--method none"]),
+        (
+            ["--compare", "y", "--draft-sampling", "sample", "--verify-method", "block"],
+            ["no effect", "--compare is greedy"],
+        ),
         (["x", "--concurrency", "0"], ["--concurrency 0"]),
         (["x", "--limit", "0"], ["--limit 0"]),
         (["x", "--max-model-len", "0"], ["max_model_len=0"]),

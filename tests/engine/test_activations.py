@@ -58,12 +58,6 @@ def test_a_model_without_fp8_weights_is_refused():
         Engine(tiny.target(), None, replace(CONFIG, activations="fp8"))
 
 
-def test_several_devices_are_refused():
-    config = replace(CONFIG, activations="fp8", tensor_parallel=2)
-    with pytest.raises(ConfigError, match="activations=fp8 runs on one device"):
-        with_activations(in_fp8(), config)
-
-
 def test_an_engine_leaves_the_activations_of_its_target_alone():
     target = in_fp8(**MOE)
     kinds = lambda model: {

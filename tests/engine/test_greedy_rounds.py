@@ -6,7 +6,6 @@ import random
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.config import ConfigError
 from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.programs import GreedyRound
 from tests import programs, tiny
@@ -175,8 +174,3 @@ def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
     monkeypatch.setattr("peagle_jax.engine.round_timer.time.perf_counter", lambda: next(clock))
     engine.generate(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
     assert 2.0 in found  # 6 seconds for three rounds
-
-
-def test_several_rounds_in_a_call_need_one_device():
-    with pytest.raises(ConfigError, match="rounds_per_call"):
-        config(True, rounds_per_call=2, tensor_parallel=2)

@@ -96,6 +96,20 @@ def test_k_by_batch_size_reaches_the_engine(file):
         settings("--method", "none", f"--{name}", ranges)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--method=none", "--draft-sampling=sample"),
+        ("--method=none", "--draft-sampling=sample", "--verify-method=block"),
+        ("--no-prefix-caching", "--saved-rings=3"),
+    ],
+)
+def test_an_option_without_effect_is_refused_by_name(words):
+    name = words[1].removeprefix("--")
+    with pytest.raises(ConfigError, match=f"{name} .* has no effect"):
+        settings(*words)
+
+
 def test_the_load_chooses_k_unless_k_is_fixed():
     ranges = ("--num-speculative-tokens-per-batch-size", "[[1, 8, 3]]")
     adaptive = lambda *words: engine_config(settings(*words)).adaptive

@@ -1,0 +1,51 @@
+"""Options of an engine that exclude each other, or that have no effect without another one."""
+
+from collections.abc import Callable
+
+from peagle_jax.draft_schedule import check_drafts
+from peagle_jax.errors import ConfigError
+
+Rule = tuple[Callable[[object], bool], str]
+
+_RULES: tuple[Rule, ...] = (
+    (
+        lambda config: min(config.max_logprobs, config.saved_rings or 0) < 0,
+        "max_logprobs and saved_rings must not be negative",
+    ),
+    (
+        lambda config: config.verify_method == "block" and config.draft_sampling == "argmax",
+        "verify_method block needs sampled drafts: set draft_sampling to sample. Argmax drafts are accepted "
+        "alike by both methods",
+    ),
+    (
+        lambda config: config.repeat > 1 and (config.tensor_parallel > 1 or config.ngram),
+        "rounds_per_call above 1 excludes tensor_parallel above 1 and ngram",
+    ),
+    (
+        lambda config: (
+            config.repeat > 1
+            and (config.draft_sampling == "sample" or config.greedy_rounds is False)
+        ),
+        "rounds_per_call above 1 is for greedy rounds: it excludes draft_sampling sample and greedy_rounds False",
+    ),
+    (
+        lambda config: config.saved_rings and not config.prefix_caching,
+        "saved_rings has no effect without prefix_caching: leave it out",
+    ),
+    (
+        lambda config: config.activations == "fp8" and config.tensor_parallel > 1,
+        "activations=fp8 runs on one device; leave it out, or tensor_parallel",
+    ),
+    (
+        lambda config: config.check_replicas and config.tensor_parallel == 1,
+        "check_replicas compares devices: set tensor_parallel above 1",
+    ),
+)
+
+
+def check_options(config) -> None:
+    """Raises `ConfigError` for the first rule that an `EngineConfig` breaks."""
+    check_drafts(config)
+    for is_broken, message in _RULES:
+        if is_broken(config):
+            raise ConfigError(message)

@@ -1,0 +1,36 @@
+"""Options that exclude each other are refused by name, before anything is loaded."""
+
+import pytest
+
+from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.engine.round_shapes import greedy_shapes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(verify_method="block"), "needs sampled drafts"),
+        (dict(rounds_per_call=2, ngram=6), "rounds_per_call above 1 excludes"),
+        (dict(rounds_per_call=2, tensor_parallel=2), "rounds_per_call above 1 excludes"),
+        (dict(rounds_per_call=2, draft_sampling="sample"), "draft_sampling sample"),
+        (dict(rounds_per_call=2, greedy_rounds=False), "greedy_rounds False"),
+        (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),
+        (dict(activations="fp8", tensor_parallel=2), "activations=fp8 runs on one device"),
+        (dict(check_replicas=True), "set tensor_parallel above 1"),
+        (dict(ngram=6, adaptive="load"), "set adaptive to off"),
+        (dict(draft_schedule=[[1, 8, 3]], adaptive="survival"), "leave one of the two out"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_by_name(options, message):
+    for name, value in options.items():
+        alone = {name: value}
+        needed = dict(draft_sampling="sample") if "verify_method" in alone else {}
+        needed |= dict(tensor_parallel=2) if "check_replicas" in alone else {}
+        EngineConfig(**alone, **needed)
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
+
+
+def test_several_rounds_in_a_call_have_a_program_on_every_platform():
+    assert not greedy_shapes(EngineConfig())
+    assert greedy_shapes(EngineConfig(rounds_per_call=2))
