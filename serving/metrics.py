@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from peagle_jax import EngineConfig
+from peagle_jax.engine.stats import Acceptance
 from serving.errors import Code, ServiceError
 from serving.stream import Stream
 from serving.worker import Event, Load, Tokens
@@ -219,22 +220,7 @@ class _EngineCollector(Collector):
         yield self._counter(
             "vllm:spec_decode_num_accepted_tokens", "Drafts that became output.", counts.accepted
         )
-        for name, text, values in (
-            (
-                "vllm:spec_decode_num_accepted_tokens_per_pos",
-                "Drafts that became output, by position.",
-                counts.per_position,
-            ),
-            (
-                "peagle:spec_decode_num_draft_tokens_per_pos",
-                "Drafts that the target verified, by position.",
-                counts.drafted_per_position,
-            ),
-        ):
-            positions = CounterMetricFamily(name, text, labels=[*self._names, "position"])
-            for position, count in enumerate(values):
-                positions.add_metric([*self._values, str(position)], count)
-            yield positions
+        yield from self._by_position(counts)
         yield self._counter(
             "peagle:spec_decode_num_emitted_tokens", "Tokens of rounds with drafts.", counts.emitted
         )
@@ -278,6 +264,25 @@ class _EngineCollector(Collector):
         )
         info.add_metric([*self._values, str(self._config.page_size), str(load.pages_total)], 1.0)
         yield info
+
+    def _by_position(self, counts: Acceptance) -> Iterable[Metric]:
+        """Drafts by position; those that the target verified are fewer where K was smaller."""
+        for name, text, values in (
+            (
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Drafts that became output, by position.",
+                counts.per_position,
+            ),
+            (
+                "peagle:spec_decode_num_draft_tokens_per_pos",
+                "Drafts that the target verified, by position.",
+                counts.drafted_per_position,
+            ),
+        ):
+            positions = CounterMetricFamily(name, text, labels=[*self._names, "position"])
+            for position, count in enumerate(values):
+                positions.add_metric([*self._values, str(position)], count)
+            yield positions
 
     def _survival(self, load: Load) -> Iterable[Metric]:
         """Rounds that verify only the likely drafts: docs/adaptive.md, "Survival"."""
