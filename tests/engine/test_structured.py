@@ -197,7 +197,10 @@ def test_constraints_need_a_tokenizer():
     ("num_draft", "number"),
     [
         pytest.param(7, 20, marks=pytest.mark.slow),
-        *[pytest.param(num_draft, 200, marks=pytest.mark.exhaustive) for num_draft in (0, 3, 7)],
+        *[
+            pytest.param(K, 200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)])
+            for K in (0, 3, 7)
+        ],
     ],
 )
 def test_the_embedded_model_obeys_random_schemas(num_draft, number, num_cases):
