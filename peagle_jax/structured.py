@@ -24,11 +24,13 @@ class Structured:
         reasoning in the model's markers. "open": the rest of a block that the prompt has opened, and its end.
         "harmony": messages to the channel analysis, then one to the channel final, which is constrained
         (GPT-OSS). None: nothing, and in chats what `Grammars.reasoning_after` says of the prompt.
+      around: a grammar in llguidance's Lark in which `@text` stands for the constrained text; empty: none.
     """
 
     kind: Kind
     text: str = ""
     reasoning: Reasoning | None = None
+    around: str = ""
 
     @classmethod
     def json_object(cls) -> Self:

@@ -91,8 +91,9 @@ class Constraints:
         """
         if self._grammars is None:
             raise invalid(field, "needs a model with a tokenizer")
-        if len(structured.text) > MAX_CHARS:
-            raise invalid(field, f"{len(structured.text)} characters are more than {MAX_CHARS}")
+        size = len(structured.text) + len(structured.around)
+        if size > MAX_CHARS:
+            raise invalid(field, f"{size} characters are more than {MAX_CHARS}")
         if chat is not None:
             structured = self._grammars.located(structured, chat)
         try:
@@ -103,7 +104,7 @@ class Constraints:
     def _compile(self, structured: Structured, number: int) -> list[Matcher]:
         self._grammars.prepare()
         frame = self._grammars.markers.frame(structured.reasoning)
-        key = structured.kind, structured.text, frame
+        key = structured.kind, structured.text, structured.around, frame
         with self._lock:
             definition = self._known.pop(key, None)
         if definition is None:
@@ -119,7 +120,8 @@ class Constraints:
     def _check(self, structured: Structured, frame: str | None) -> str:
         process = self._idle.pop()  # as many as threads
         try:
-            answer = process.ask(dict(kind=structured.kind, text=structured.text, frame=frame))
+            parts = dict(kind=structured.kind, text=structured.text, around=structured.around)
+            answer = process.ask(parts | dict(frame=frame))
         finally:
             self._idle.append(process)
         if answer is None:

@@ -1,7 +1,7 @@
 """Checks constraints of clients in a process of its own: a hostile one may exhaust time, memory or stack.
 
     python -m serving.grammar_process
-    stdin:  one JSON object per line: a `Vocabulary`, then constraints {"kind": ..., "text": ..., "frame": ...}
+    stdin:  one JSON object per line: a `Vocabulary`, then constraints {"kind", "text", "around", "frame"}
     stdout: one JSON object per constraint: {"definition": ...} or {"error": ...}
 
 The process dies of a constraint that exceeds a limit; its parent starts another. A constraint that passes
@@ -75,7 +75,8 @@ class _Bytes:
 
 def _check(given: Mapping[str, str | None], vocabulary: LLTokenizer) -> dict[str, str]:
     try:
-        text = definition(Structured(given["kind"], given["text"]), given["frame"])
+        structured = Structured(given["kind"], given["text"], around=given["around"])
+        text = definition(structured, given["frame"])
         new_matcher(vocabulary, text)
     except ConfigError as error:
         return {"error": error.rule}

@@ -83,6 +83,7 @@ class Encoder:
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template; raises as `encode` does."""
         tokenizer = self._required(field)
+        messages = [_known_role(one, tokenizer.template_source) for one in messages]
         if taken := sorted(variables.keys() & _NO_VARIABLES):
             raise invalid(field, f"{taken[0]!r} is no variable of a chat template; leave it out")
         size = _num_chars([variables, messages, tools])
@@ -150,6 +151,13 @@ class Encoder:
     def _check_size(self, size: int, field: str) -> None:
         if size > self.max_chars:
             raise _too_long(field, size, self.max_chars)
+
+
+def _known_role(message: Mapping[str, object], template: str) -> Mapping[str, object]:
+    """OpenAI's role developer is system where a template does not know it: many templates drop such messages."""
+    if message.get("role") != "developer" or "developer" in template:
+        return message
+    return {**message, "role": "system"}
 
 
 def _num_chars(value: object) -> int:

@@ -2,7 +2,7 @@
 
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from serving.errors import invalid
 from serving.json_input import check_sizes, parse_object
@@ -11,6 +11,9 @@ from serving.limits import Limits
 NO_FORMAT = (
     "this model's chat template has no known format of calls; the server's operator may choose one with "
     "--reply-format"
+)
+NOT_BESIDE_TOOLS = (
+    "excludes tools, because this model's calls cannot be constrained: leave one of them out"
 )
 _NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -31,6 +34,13 @@ def tool(name: str, description: str | None, parameters: dict | None) -> dict:
     optional = (("description", description), ("parameters", parameters))
     given = {key: value for key, value in optional if value is not None}
     return {"type": "function", "function": {"name": name, **given}}
+
+
+def loose(tools: Iterable[dict], *, strict: Collection[str] = ()) -> list[dict]:
+    """The tools for a grammar of calls: those that are not strict take any JSON object as arguments."""
+    free = lambda name: {"type": "function", "function": {"name": name}}
+    named = ((one, one["function"]["name"]) for one in tools)
+    return [one if name in strict else free(name) for one, name in named]
 
 
 def refuse_equal_names(tools: Iterable[dict], *, field: str) -> None:

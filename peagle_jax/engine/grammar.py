@@ -186,17 +186,21 @@ def definition(structured: Structured, frame: str | None) -> str:
     Raises:
       ConfigError: the text is too long, or not a grammar.
     """
-    if len(structured.text) > MAX_CHARS:
-        rule = f"{len(structured.text)} characters are more than the {MAX_CHARS} that are allowed"
+    size = len(structured.text) + len(structured.around)
+    if size > MAX_CHARS:
+        rule = f"{size} characters are more than the {MAX_CHARS} that are allowed"
         raise ConfigError.of("structured", rule)
     try:
         structured.text.encode()
     except UnicodeEncodeError as error:
         rule = f"character {error.start + 1} is half of a surrogate pair, which no text can contain"
         raise ConfigError.of("structured", rule) from None
-    answer = _answer(structured) | {"name": "answer"}
-    framed = [answer] if frame is None else [{"lark_grammar": frame}, answer]
-    return json.dumps({"grammars": framed})
+    grammars = [_answer(structured) | {"name": "text" if structured.around else "answer"}]
+    if structured.around:
+        grammars.insert(0, {"lark_grammar": structured.around, "name": "answer"})
+    if frame is not None:
+        grammars.insert(0, {"lark_grammar": frame})
+    return json.dumps({"grammars": grammars})
 
 
 def _answer(structured: Structured) -> dict:

@@ -113,7 +113,7 @@ class ChatFields(SharedFields, ToolFields):
     modalities: neutral(["text"]) = None
     audio: neutral() = None
     prediction: neutral() = None
-    verbosity: neutral() = None
+    verbosity: neutral("medium") = None
     web_search_options: neutral() = None
     add_generation_prompt: neutral(True) = None
     continue_final_message: neutral(False) = None
@@ -208,12 +208,10 @@ class Chat(Route[ChatFields]):
             logprobs=_num_logprobs(fields),
         )
         tools, arguments = fields.allowed_tools(frontend), Arguments(frontend.limits)
-        field, constraint = fields.constraint(frontend, tools)
-        if constraint is not None:
-            if params.structured is not None:
-                other = spelling["structured"]
-                raise invalid(field, f"a text has one constraint, and {other} is set too")
-            params, spelling["structured"] = replace(params, structured=constraint), field
+        spelling["structured"], constraint = fields.constraint(
+            frontend, tools, spelling["structured"], params.structured
+        )
+        params = replace(params, structured=constraint)
         messages = [
             message.variables(arguments, f"messages[{place}]")
             for place, message in enumerate(fields.messages)

@@ -3,13 +3,16 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast
+from pydantic import BeforeValidator, FailFast, Field
 
 from serving.errors import invalid
 from serving.http.chat import check_length, check_messages
 from serving.http.fields import Fields, Texts, described, neutral, required
 
-_KINDS = "must be text, thinking, tool_use or tool_result"
+_KINDS = (
+    "must be text, thinking, tool_use or tool_result: this server takes no images, documents or "
+    "redacted reasoning"
+)
 
 
 class TextBlock(Fields):
@@ -72,6 +75,9 @@ class Tool(Fields):
     input_schema: dict[str, object] | None = None
     strict: bool | None = None
     cache_control: Any = None
+    eager_input_streaming: Any = None  # without effect: calls come whole
+    defer_loading: neutral(False) = None
+    allowed_callers: neutral(["direct"]) = None
 
 
 class Choice(Fields):
@@ -95,6 +101,38 @@ class Thinking(Fields):
     display: Any = None
 
 
+class Turns(Fields):
+    """A number of the assistant's newest turns."""
+
+    type: Annotated[
+        Literal["all", "thinking_turns"], described("must be all or thinking_turns")
+    ] = "thinking_turns"
+    value: Annotated[int, Field(ge=0), described("must be an integer of at least 0")] = 1
+
+
+class Edit(Fields):
+    """An edit of the conversation before the model reads it."""
+
+    type: Annotated[
+        Literal["clear_thinking_20251015"],
+        described("must be clear_thinking_20251015: this server makes no other edits"),
+    ]
+    keep: Annotated[
+        Turns, BeforeValidator(lambda one: {"type": "all"} if one == "all" else one)
+    ] = Turns()
+
+
+class ContextManagement(Fields):
+    """Edits of the conversation."""
+
+    edits: Annotated[list[Edit], FailFast(), BeforeValidator(check_length)] = ()
+
+    def turns_with_thinking(self) -> int | None:
+        """Newest turns of the assistant that keep their reasoning; None: all."""
+        kept = [one.keep.value for one in self.edits if one.keep.type != "all"]
+        return min(kept, default=None)
+
+
 class Output(Fields):
     """Form of the output."""
 
@@ -114,7 +152,7 @@ class PromptFields(Fields):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    context_management: neutral() = None
+    context_management: ContextManagement | None = None
     mcp_servers: neutral([]) = None
     output_config: Output | None = None
     speed: neutral("standard") = None
@@ -153,6 +191,8 @@ class PromptFields(Fields):
             field = f"messages[{place}].content"
             as_chat = _of_assistant if message.role == "assistant" else _of_user
             found += as_chat(message.content, field)
+        if self.context_management is not None:
+            _clear_thinking(found, self.context_management.turns_with_thinking())
         return found
 
 
@@ -181,6 +221,13 @@ class MessagesFields(PromptFields):
         )
         given = {name: getattr(self, name) for name in same}
         return super().as_chat() | given | {"stop": list(self.stop_sequences)}
+
+
+def _clear_thinking(messages: list[dict], kept: int | None) -> None:
+    """Removes the reasoning of all but the newest `kept` messages that have some; None keeps all."""
+    thoughts = [one for one in messages if "reasoning_content" in one]
+    for message in thoughts[: max(0, len(thoughts) - kept) if kept is not None else 0]:
+        del message["reasoning_content"]
 
 
 def _choice(given: Choice) -> object:

@@ -8,7 +8,14 @@ from peagle_jax.structured import Structured
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.fields import Fields
-from serving.tools import NO_FORMAT, Arguments, refuse_equal_names, tool
+from serving.tools import (
+    NO_FORMAT,
+    NOT_BESIDE_TOOLS,
+    Arguments,
+    loose,
+    refuse_equal_names,
+    tool,
+)
 
 
 def _check_type(value: object) -> object:
@@ -105,21 +112,27 @@ class ToolFields(Fields):
         return tools
 
     def constraint(
-        self, frontend: Frontend, tools: list[dict]
-    ) -> tuple[str, Structured] | tuple[None, None]:
-        """The constraint of a reply that must be a call, or whose calls are strict, and the field it is from.
+        self, frontend: Frontend, tools: list[dict], field: str, text: Structured | None
+    ) -> tuple[str, Structured | None]:
+        """The constraint of a reply, and the field it is from.
+
+        A reply that must be a call has no text, so `response_format` does not concern it.
 
         Args:
           tools: of `allowed_tools`.
+          field: where `text` is from.
+          text: the constraint of a text without calls, if it has one.
 
         Raises:
           ServiceError: INVALID_ARGUMENT; calls of this model cannot be constrained.
         """
         named = self._named(tools)
         if self.tool_choice in (None, "auto", "none"):
-            return self._strict(frontend, tools)
+            return self._free(frontend, tools, field, text) if tools else (field, text)
         if not tools:
             raise invalid("tool_choice", "needs tools")
+        if text is not None and not field.startswith("response_format"):
+            raise invalid("tool_choice", f"a text has one constraint, and {field} is set too")
         is_parallel = self.parallel_tool_calls and named is None
         forced = frontend.replies.calls(named or tools, is_parallel=is_parallel, must_call=True)
         if forced is None:
@@ -128,24 +141,29 @@ class ToolFields(Fields):
             )
         return "tool_choice", forced
 
-    def _strict(
-        self, frontend: Frontend, tools: list[dict]
-    ) -> tuple[str, Structured] | tuple[None, None]:
-        """Calls of other functions than strict ones have any arguments."""
+    def _free(
+        self, frontend: Frontend, tools: list[dict], field: str, text: Structured | None
+    ) -> tuple[str, Structured | None]:
+        """The constraint of a reply that may be a call: of its text, of strict functions, or of both."""
         strict = {one.function.name for one in self.tools if one.function.strict}
-        first = next((place for place, one in enumerate(self.tools) if one.function.strict), None)
-        if first is None or not tools:
-            return None, None
-        loose = lambda name: {"type": "function", "function": {"name": name}}
-        names = ((one, one["function"]["name"]) for one in tools)
+        if not strict and text is None:
+            return field, None
         found = frontend.replies.calls(
-            [one if name in strict else loose(name) for one, name in names],
+            loose(tools, strict=strict),
             is_parallel=self.parallel_tool_calls,
             must_call=False,
+            text=text,
         )
-        field = f"tools[{first}].function.strict"
+        if text is None:
+            first = next(place for place, one in enumerate(self.tools) if one.function.strict)
+            field = f"tools[{first}].function.strict"
         if found is None:
-            raise invalid(field, "must be false: this model's calls cannot be constrained")
+            rule = (
+                NOT_BESIDE_TOOLS
+                if text
+                else "must be false: this model's calls cannot be constrained"
+            )
+            raise invalid(field, rule)
         return field, found
 
     def _named(self, tools: list[dict]) -> list[dict] | None:

@@ -1,5 +1,6 @@
-"""Grammars of replies with calls: those that must be calls (`tool_choice` required or a named function), and
-those that may have calls, which then satisfy the schemas of strict functions."""
+"""Grammars of replies with calls: those that must be calls (`tool_choice` required or a named function), those
+that may have calls, which then satisfy the schemas of strict functions, and those that are calls or a
+constrained text."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +28,22 @@ several calls may follow each other."""
 
 @dataclass(frozen=True)
 class CallGrammars:
-    """The grammars of one format: of replies that must be calls, and of texts that may have calls."""
+    """The grammars of one format: of replies that must be calls, of texts that may have calls, and of replies
+    that are calls or what `@text` stands for, see `Structured`."""
 
     must: Grammar
     may: Grammar
+    either: Grammar
+
+
+def _either(must: Grammar) -> Grammar:
+    """Calls, or `@text`."""
+
+    def grammar(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
+        calls = must(tokenizer, tools, is_parallel).removeprefix("start:")
+        return f"start: calls | @text\ncalls:{calls}"
+
+    return grammar
 
 
 def _literal(tokenizer: Tokenizer, text: str) -> str:
@@ -116,7 +129,7 @@ def json_calls(key: str, opening: str = "", closing: str = "", marker: str = "")
             start += "\nother: /([^{ \\t\\r\\n](.|\\n)*)?/"
         return _rules(start, [_json(_named(tool, key)) for tool in tools])
 
-    return CallGrammars(must, may)
+    return CallGrammars(must, may, _either(must))
 
 
 def _tagged(tags: Mapping[str, str], is_parallel: bool) -> str:
@@ -140,7 +153,7 @@ def _xml_may(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> 
     return _xml_rules(_tagged(tags, is_parallel), tools)
 
 
-xml_calls = CallGrammars(_xml_must, _xml_may)
+xml_calls = CallGrammars(_xml_must, _xml_may, _either(_xml_must))
 
 
 def _xml_rules(start: str, tools: Sequence[dict]) -> str:
@@ -217,7 +230,13 @@ def _harmony_may(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool)
     )
 
 
-harmony_calls = CallGrammars(_harmony_must, _harmony_may)
+def _harmony_either(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
+    mark = _mark(tokenizer)
+    final = f'final: {mark("channel")} "final" {mark("message")} @text'
+    return _harmony_rules(tokenizer, tools, f"start: analysis* (call | final)\n{final}")
+
+
+harmony_calls = CallGrammars(_harmony_must, _harmony_may, _harmony_either)
 """GPT-OSS: reasoning, then one message: to a function, or to the user."""
 
 

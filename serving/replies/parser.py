@@ -132,18 +132,29 @@ class Replies:
         return is_other or (self._format is not None and bool(self._format.readers))
 
     def calls(
-        self, tools: Sequence[dict], *, is_parallel: bool, must_call: bool
+        self,
+        tools: Sequence[dict],
+        *,
+        is_parallel: bool,
+        must_call: bool,
+        text: Structured | None = None,
     ) -> Structured | None:
         """The constraint of a reply that must be a call of one of the tools, or of one that may be.
 
         Arguments satisfy the schemas of the tools. None if this format has no such constraint.
+
+        Args:
+          text: what a reply that is no call must match; None: any text.
         """
         grammars = None if self._format is None else self._format.grammars
         grammars = grammars if self._channels is None else harmony_calls
         if grammars is None:
             return None
-        grammar = grammars.must if must_call else grammars.may
-        found = Structured.grammar(grammar(self._tokenizer, tools, is_parallel))
+        given = (self._tokenizer, tools, is_parallel)
+        if text is not None and not must_call:
+            found = replace(text, around=grammars.either(*given))
+        else:
+            found = Structured.grammar((grammars.must if must_call else grammars.may)(*given))
         return found if self._channels is None else replace(found, reasoning="none")
 
     def parsers(self, reply: Reply) -> Callable[[], ReplyParser | None]:

@@ -21,7 +21,7 @@ from serving.rounds import RoundReport, RoundReports
 from serving.rpc import calls
 from serving.rpc.chat import calls_of, message_of, tools_of
 from serving.stream import Ask, Delta, Finish, Usage
-from serving.tools import Arguments
+from serving.tools import NOT_BESIDE_TOOLS, Arguments, loose
 
 _MAX_ABORTS = 1024
 
@@ -134,6 +134,10 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         if request.HasField("cache_salt"):
             salt = cache_salt(request.cache_salt, field="cache_salt")
         tools = tools_of(request.chat, self._frontend)
+        field = f"structured.{request.structured.WhichOneof('constraint')}"
+        params = dataclasses.replace(
+            params, structured=self._beside_calls(params.structured, tools, field)
+        )
         prompt = await self._prompt(request, tools)
         ask = Ask(
             request_id=request_id,
@@ -151,10 +155,22 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             spelling=_SPELLING
             | {
                 "prompt": request.WhichOneof("prompt"),
-                "structured": f"structured.{request.structured.WhichOneof('constraint')}",
+                "structured": field,
             },
         )
         return await self._frontend.constrain(ask)
+
+    def _beside_calls(
+        self, text: Structured | None, tools: list[dict], field: str
+    ) -> Structured | None:
+        """The constraint of a reply that may also be calls of the tools."""
+        if text is None or not tools:
+            return text
+        calls = self._frontend.replies.calls
+        found = calls(loose(tools), is_parallel=True, must_call=False, text=text)
+        if found is None:
+            raise invalid(field, NOT_BESIDE_TOOLS)
+        return found
 
     async def _prompt(self, request: pb.GenerateRequest, tools: list[dict]) -> list[int]:
         match request.WhichOneof("prompt"):

@@ -24,7 +24,7 @@ PARAMETERS = {
 
 TEMPLATE = """
 {%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
-{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.reasoning_content if m.content == "" }}{{ m.content }}
 {%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.path }}</tool_call>{% endfor %}
 {%- endfor %}<|assistant|>{{ "<no think>" if enable_thinking is false }}"""
 """A chat template that shows what it gets, with the signs of Qwen3's format."""

@@ -77,7 +77,7 @@ def understand(model, content: dict) -> None:
     if not isinstance(fields, ChatFields):
         return
     tools, arguments = fields.allowed_tools(FRONTEND), Arguments(LIMITS)
-    fields.constraint(FRONTEND, tools)
+    fields.constraint(FRONTEND, tools, "response_format", None)
     for place, message in enumerate(fields.messages):
         message.variables(arguments, f"messages[{place}]")
     read_params(fields, LIMITS, max_tokens=5, spelling={}, logprobs=None)

@@ -1,12 +1,17 @@
 """Replies that must be calls: grammars of all formats, and a random model that has no choice."""
 
 import json
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 
 from peagle_jax.engine.grammar import Grammars
+from peagle_jax.structured import Structured
+from serving.errors import ServiceError
+from serving.http.tools import ToolFields
+from serving.limits import Limits
 from serving.replies.forced import xml_calls
 from serving.replies.formats import FORMATS
 from serving.replies.parser import Replies, Reply
@@ -59,10 +64,10 @@ CASES = {
 }  # fmt: skip
 
 
-def admitted(tokenizer, name: str, tools: list[dict], *, must_call: bool):
+def admitted(tokenizer, name: str, tools: list[dict], **how):
     """The replies of a format, and a function that says whether their grammar admits a whole text."""
     replies, end = Replies(tokenizer, name), tokenizer.special_id(END)
-    constraint = replies.calls(tools, is_parallel=True, must_call=must_call)
+    constraint = replies.calls(tools, is_parallel=True, **how)
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [end])
 
     def consumed(text: str) -> bool:
@@ -117,6 +122,19 @@ def test_strict_calls_in_a_text_satisfy_their_schemas(name, tmp_path):
             assert consumed(text) == (place == 0), text
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_calls_or_a_constrained_text_are_admitted_and_nothing_else(name, tmp_path):
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE, special=HARMONY if name == "harmony" else ())
+    text = Structured.json_schema({"enum": ["yes", {"a": 1}]})
+    _, consumed = admitted(tokenizer, name, TOOLS, must_call=False, text=text)
+    calls, others = CASES[name]
+    final = "<|channel|>final<|message|>{}" if name == "harmony" else "{}"
+    for reply in (*calls, final.format('"yes"'), final.format('{"a": 1}')):
+        assert consumed(reply), reply
+    for reply in (*others, final.format('"no"'), final.format('"yes"') + calls[0]):
+        assert not consumed(reply), reply
+
+
 def test_formats_without_a_grammar_force_nothing(tmp_path):
     tokenizer = make_tokenizer(tmp_path, TEMPLATE)
     without = {one.name for one in FORMATS if one.grammars is None}
@@ -125,6 +143,17 @@ def test_formats_without_a_grammar_force_nothing(tmp_path):
         for must_call in (True, False):
             replies = Replies(tokenizer, name)
             assert replies.calls(TOOLS, is_parallel=True, must_call=must_call) is None
+
+
+def test_a_format_beside_calls_that_cannot_be_constrained_is_refused_by_name(tmp_path):
+    replies = Replies(make_tokenizer(tmp_path, TEMPLATE), "gemma4")
+    fields = ToolFields.read({"tools": TOOLS}, Limits())
+    field = "response_format.json_schema.schema"
+    with pytest.raises(ServiceError, match="excludes tools") as caught:
+        fields.constraint(SimpleNamespace(replies=replies), TOOLS, field, Structured.json_object())
+    assert caught.value.field == field
+    text = Structured.json_object()
+    assert fields.constraint(SimpleNamespace(replies=replies), [], field, text) == (field, text)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +209,6 @@ def test_a_random_model_calls_some_tool_where_one_is_required(client):
     [
         dict(tool_choice="required", tools=[]),
         dict(tool_choice={"type": "function", "function": {"name": "other"}}),
-        dict(tool_choice="required", response_format={"type": "json_object"}),
         dict(tool_choice="always"),
     ],
 )
@@ -208,15 +236,6 @@ def test_strict_functions_are_taken_by_every_route(client, route):
         choice = client.chat.completions.create(**CHAT | dict(tools=tools)).choices[0]
         for call in choice.message.tool_calls or ():
             json.loads(call.function.arguments)
-
-
-def test_strict_functions_and_another_constraint_exclude_each_other(client):
-    function = modes("open")["function"] | {"strict": True}
-    tools = [{"type": "function", "function": function}]
-    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.function\.strict"):
-        client.chat.completions.create(
-            **CHAT | dict(tools=tools, response_format={"type": "json_object"})
-        )
 
 
 SHARED = {"Point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}
