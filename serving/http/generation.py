@@ -146,6 +146,10 @@ async def _send_events(answer: Answer, streams: Sequence[Stream], reply: Reply) 
 
 async def _deltas(streams: Sequence[Stream], n: int) -> AsyncIterator[tuple[int, Delta]]:
     """Deltas of all prompts in the order of arrival, each with the index of its choice."""
+    if len(streams) == 1:  # without tasks, which would take a quarter of the time of an event
+        async for delta in streams[0]:
+            yield delta.index, delta
+        return
     waiting = {asyncio.create_task(_next(stream)): place for place, stream in enumerate(streams)}
     try:
         while waiting:
