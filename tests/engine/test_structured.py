@@ -14,6 +14,7 @@ from peagle_jax.loading import load_weights
 from peagle_jax.structured import Structured
 from peagle_jax.text import Tokenizer
 from tests import tiny
+from tests.json_schema_suite import CHECKABLE
 from tests.json_vocabulary import BEGIN_THINK, END, END_THINK, json_tokenizer
 from tests.programs import one_bucket
 from tests.schemas import random_schema
@@ -238,3 +239,17 @@ def test_the_embedded_model_obeys_random_schemas(num_draft, number, num_cases):
     stopped = sum(request.finish_reason == "stop" for request in requests)
     assert stopped > number
     assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_draft", [0, 3, 7])
+def test_texts_satisfy_the_schemas_of_the_json_schema_test_suite(engine, num_draft, temperature):
+    """A random model, in a pool that preempts."""
+    options = dict(num_speculative_tokens=num_draft, temperature=temperature, max_tokens=40)
+    params = [constrained(one.schema, seed=place, **options) for place, one in enumerate(CHECKABLE)]
+    requests = run(engine, params, aborted=(3, 50))
+    for request, one in zip(requests, CHECKABLE, strict=True):
+        check(engine, request, one.schema)
+    stopped = sum(request.finish_reason == "stop" for request in requests)
+    assert stopped > len(CHECKABLE) // 4
