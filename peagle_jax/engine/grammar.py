@@ -6,7 +6,9 @@ rejects it there, and the rows behind it are not used. Matchers consume committe
 rolled back, and a preempted request keeps its matcher.
 """
 
+import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -39,6 +41,9 @@ LIMITS = llguidance.LLParserLimits(
 _SLOW_CALL, _SLOW_MASK = 0.05, 0.01
 """Seconds of the masks of a call, from which each matcher is measured, and of processor time of one mask, from
 which its request fails: `LIMITS` do not bound the time of repetitions such as a{100000}."""
+_COSTLY = 0.002
+"""Seconds of a matcher's masks from which several threads compute them, each after other drafts."""
+_NUM_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 _MARKERS = (("<think>", "</think>"), ("<|channel>", "<channel|>"), ("[THINK]", "[/THINK]"))
 """Before and after reasoning: Qwen3 and others, Gemma 4, Mistral."""
 _HARMONY = tuple(f"<|{name}|>" for name in ("channel", "message", "start", "end"))
@@ -61,19 +66,27 @@ def masks_of(
     masks = np.full((size, height, matchers[0].num_words), ALL, np.int32)
     flat = masks.reshape(size * height, -1)
     begin, windows, plain = time.perf_counter(), [], []
+    threads_each = _NUM_THREADS // len(matchers)
+    divides = threads_each > 1 and max(one.seconds for one in matchers) > _COSTLY
     for row, (matcher, drafts) in enumerate(rows):
-        if matcher is not None and drafts:
+        if matcher is None:
+            continue
+        if drafts and not divides:
             windows.append((matcher.matcher, row * height, list(drafts)))
-        elif matcher is not None:
-            plain.append((matcher.matcher, row * height))
+        else:
+            places = itertools.count(row * height)
+            plain += zip(matcher.after(drafts), places, strict=False)
     if windows:
         fill_next_token_bitmask_par_with_draft_tokens(matchers[0].executor, windows, flat)
     if plain:
         fill_next_token_bitmask_par(matchers[0].executor, plain, flat)
+    elapsed = time.perf_counter() - begin
     for row, (matcher, drafts) in enumerate(rows):
         if matcher is not None:
             matcher.close(drafts, masks[row])
-    if time.perf_counter() - begin > _SLOW_CALL:
+            # What one thread for the matcher would have taken.
+            matcher.seconds = elapsed * (min(threads_each, 1 + len(drafts)) if divides else 1)
+    if elapsed > _SLOW_CALL:
         for matcher in matchers:
             matcher.measure()
     return masks
@@ -92,24 +105,43 @@ class Matcher:
         self.matcher, self.executor, self.eos_ids = matcher, executor, eos_ids
         self.num_words = num_words
         """Words of a mask."""
+        self.seconds = 0.0
+        """What the last call of `masks_of` took, or would have taken with one thread for each matcher."""
         self._is_slow = False
+        self._copies: list[llguidance.LLMatcher] = []
 
     @property
     def error(self) -> str | None:
         """One sentence, if the matcher exceeded a limit or met a token that its masks forbid. It is final."""
         if self._is_slow:
             return f"the constraint cannot be continued: a mask takes more than {1e3 * _SLOW_MASK:g} ms"
-        if not self.matcher.is_error():
-            return None
-        return f"the constraint cannot be continued: {_first_line(self.matcher.get_error())}"
+        for one in (self.matcher, *self._copies):
+            if one.is_error():
+                return f"the constraint cannot be continued: {_first_line(one.get_error())}"
+        return None
 
     @property
     def is_complete(self) -> bool:
         """Whether the text may end here."""
         return self.matcher.is_accepting()
 
+    def after(self, drafts: Sequence[int]) -> list[llguidance.LLMatcher]:
+        """Where the text stands after drafts 1..j, for j from 0, up to a draft that is forbidden or ends the text.
+
+        An error of one of them is an error of this matcher, until it takes tokens.
+        """
+        found, self._copies = [self.matcher], []
+        for draft in drafts:
+            copy = found[-1].deep_copy()
+            self._copies.append(copy)
+            if copy.try_consume_tokens([draft]) != 1 or draft in self.eos_ids:
+                break
+            found.append(copy)
+        return found
+
     def consume(self, tokens: Iterable[int]) -> None:
         """Takes committed tokens; see `error`. After the end of the text it takes further ends."""
+        self._copies = []
         for token in tokens:
             if not (self.matcher.is_stopped() and token in self.eos_ids):
                 self.matcher.consume_token(token)

@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from peagle_jax import ConfigError
+from peagle_jax.engine import grammar
 from peagle_jax.engine.grammar import ALL, Grammars, Matcher, masks_of
 from peagle_jax.model_folders import ASSETS
 from peagle_jax.plan import mask_words
@@ -83,6 +84,14 @@ def one_by_one(matcher_of, drafts: list[int], size: int) -> list[np.ndarray | No
     return rows
 
 
+@pytest.fixture(params=["one thread", "several threads"])
+def threads(request, monkeypatch):
+    """How many threads compute the masks of a matcher; by default that depends on their time."""
+    monkeypatch.setattr(grammar, "_NUM_THREADS", 1 if request.param == "one thread" else 8)
+    monkeypatch.setattr(grammar, "_COSTLY", -1.0)
+
+
+@pytest.mark.usefixtures("threads")
 def test_the_rows_of_a_window_are_those_of_its_drafts_one_by_one(plain, num_cases):
     """Random windows over texts that the grammar allows, most with a draft that it forbids."""
     rng, compiler = random.Random(0), grammars(plain)
@@ -288,6 +297,19 @@ def test_a_constraint_with_slow_masks_fails_and_its_neighbour_does_not(plain):
     assert fast.error is None
 
 
+def test_costly_masks_are_divided_among_threads_from_the_next_round_on(plain, monkeypatch):
+    monkeypatch.setattr(grammar, "_NUM_THREADS", 8)
+    matcher = grammars(plain).compile(Structured.json_schema(PERSON))
+    draft = plain.encode('{"', special=False)[:1]
+    for seconds, num_copies in ((0.0, 0), (1.0, 1), (0.0, 0)):
+        matcher.seconds = seconds
+        allowed_by(matcher, draft, size_of(plain))
+        assert len(matcher._copies) == num_copies
+        assert matcher.seconds > 0
+        matcher.consume([])
+
+
+@pytest.mark.usefixtures("threads")
 def test_a_grammar_beyond_its_limits_says_so_and_allows_nothing_more(plain):
     rules = "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(30))
     matcher = grammars(plain).compile(Structured.grammar(f'start: "x" r0\n{rules}\nr30: "a" | '))
