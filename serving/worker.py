@@ -93,6 +93,8 @@ class Load:
     """Requests that ended because their logits were not finite."""
     rounds: int = 0
     """Calls of `Engine.step` so far."""
+    sequence_seconds: float = 0.0
+    """Seconds of these rounds, each times its running sequences."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Counts of all rounds so far that had drafts."""
     ngram: NgramCounts = field(default_factory=NgramCounts)
@@ -166,7 +168,7 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._compiler = threading.Thread(target=self._compile, name="compiler", daemon=True)
         self._is_stopping = False
-        self._rounds = 0
+        self._rounds, self._sequence_seconds = 0, 0.0
         self._num_vacated = 0  # slots that became free in the last round
         self._patience = 0.0  # seconds to wait for requests that fill them
         # Counts of the warm-up, which are not reported.
@@ -265,7 +267,10 @@ class EngineWorker:
             self.busy_since = begin = time.monotonic()
             notify = lambda request, tokens: events.append(self._event(request, tokens))
             updates = self._engine.step(notify)
-            self._patience = _PATIENCE * (time.monotonic() - begin)
+            seconds = time.monotonic() - begin
+            self._patience = _PATIENCE * seconds
+            running = max(self.load.num_running, self._engine.scheduler.num_running)
+            self._sequence_seconds += running * seconds
             # A call of several rounds has several updates of a request.
             self._num_vacated = len({id(one) for one, _ in updates if one.is_finished})
             self._rounds += 1
@@ -352,6 +357,7 @@ class EngineWorker:
             num_preemptions=scheduler.num_preemptions,
             num_not_finite=scheduler.num_not_finite,
             rounds=self._rounds,
+            sequence_seconds=self._sequence_seconds,
             acceptance=scheduler.acceptance - self._before,
             ngram=scheduler.counts.ngram,
             num_draft={

@@ -37,6 +37,7 @@ _NOWHERE = f"/{NAME}/served"
 """Prefix of model paths. A gateway looks for the tokenizer on its disk, then on the Hugging Face hub, then asks
 this server. A bare name could be another model's name on the hub; the hub has no names of three parts."""
 _MAX_ABORTS = 1024
+_LEAST_TOKENS = 64  # of a measurement of speed
 _CHUNK = 64 << 10  # bytes of the tokenizer's archive per message
 
 
@@ -224,18 +225,23 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 class _Pace:
-    """Measures tokens per second, over at least one second."""
+    """Measures tokens per second of a running sequence, times the slots.
+
+    Gateways divide the tokens that wait by this rate. The rate of all sequences would be higher where more of them
+    run, and a busy server would get more requests than an idle one. Time without requests does not count.
+    """
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
-        self._then, self._tokens, self._rate = time.monotonic(), 0, 0.0
+        self._seconds, self._tokens, self._rate = 0.0, 0, 0.0
 
     def measure(self) -> float:
-        """The latest rate. Frequent calls do not shorten the time over which it is measured."""
-        now, tokens = time.monotonic(), self._frontend.metrics.num_tokens
-        if now - self._then >= 1.0:
-            self._rate = (tokens - self._tokens) / (now - self._then)
-            self._then, self._tokens = now, tokens
+        """The latest rate, 0 before the first; frequent calls do not make the measurement shorter."""
+        seconds = self._frontend.load.sequence_seconds - self._seconds
+        tokens = self._frontend.metrics.num_tokens - self._tokens
+        if tokens >= _LEAST_TOKENS and seconds > 0:
+            self._rate = self._frontend.config.max_num_seqs * tokens / seconds
+            self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
         return self._rate
 
 

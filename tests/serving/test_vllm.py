@@ -4,6 +4,7 @@ import hashlib
 import io
 import time
 import zipfile
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,6 +18,8 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from peagle_jax import SamplingParams
+from serving.rpc.vllm import _Pace
+from serving.worker import Load
 from tests.serving.live import LiveServer
 from tests.waiting import eventually
 
@@ -312,8 +315,7 @@ def test_loads_follow_the_engine(server, stub):
         list(call)
     assert all(one.num_total_reqs == one.num_running_reqs + one.num_waiting_reqs for one in seen)
     assert busiest.token_usage == busiest.num_used_tokens / busiest.max_total_num_tokens > 0
-    # It is measured over a second or more.
-    eventually(lambda: newest().gen_throughput > 0 or any(one.gen_throughput for one in seen))
+    eventually(lambda: newest().gen_throughput > 0)
     response = stub.GetLoads(pb.GetLoadsRequest(dp_rank=1))
     assert (response.dp_rank_count, len(response.loads)) == (1, 0)
 
@@ -377,3 +379,18 @@ def test_a_server_without_a_tokenizer_takes_ids_only(make_engine):
         )
         assert len(completes(stub.Generate(request))[0].output_ids) <= 4
     server.close()
+
+
+@pytest.mark.parametrize("running", [1, 3, 4])
+def test_the_reported_speed_is_that_of_full_slots(running):
+    """A gateway divides waiting tokens by it: equal servers must report the same, whatever runs on them."""
+    slots, tokens, seconds = 4, 0, 0.0
+    metrics, config = SimpleNamespace(num_tokens=0), SimpleNamespace(max_num_seqs=slots)
+    frontend = SimpleNamespace(metrics=metrics, config=config, load=Load())
+    pace = _Pace(frontend)
+    assert pace.measure() == 0
+    for _ in range(200):  # rounds of 10 ms, in which each sequence gets 2 tokens
+        tokens, seconds = tokens + 2 * running, seconds + 0.01 * running
+        metrics.num_tokens, frontend.load = tokens, Load(sequence_seconds=seconds)
+        assert pace.measure() in (0, pytest.approx(slots * 2 / 0.01))
+    assert pace.measure() > 0
