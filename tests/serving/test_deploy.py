@@ -203,14 +203,14 @@ def test_compose_shows_the_gateway_the_servers(services, stages):
 
 def test_prometheus_scrapes_what_runs(services, stages):
     content = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
-    targets = {
-        job["job_name"]: job["static_configs"][0]["targets"] for job in content["scrape_configs"]
-    }
-    server = in_force(stages, services["peagle"]["command"])
+    jobs = {job["job_name"]: job for job in content["scrape_configs"]}
+    assert jobs.keys() == {"peagle", "gateway"}
+    (servers,), (gateways,) = jobs["peagle"]["dns_sd_configs"], jobs["gateway"]["static_configs"]
+    found = in_force(stages, services["peagle"]["command"])
+    assert (servers["names"], servers["type"]) == (["peagle"], "A")
+    assert servers["port"] == found.http_port
     gateway = smg_options(services["gateway"]["command"])
-    assert targets == {
-        "peagle": [f"peagle:{server.http_port}"], "gateway": [f"gateway:{gateway.prometheus_port}"]
-    }  # fmt: skip
+    assert gateways["targets"] == [f"gateway:{gateway.prometheus_port}"]
     mounts = [one.split(":") for one in services["prometheus"]["volumes"]]
     assert content["rule_files"] == [Path(place).name for _, place, _ in mounts[1:]]
     assert all((DEPLOY / source).is_file() for source, _, _ in mounts)

@@ -1,0 +1,151 @@
+"""The files of deploy/ for several servers: every server has GPUs of its own and is known to the gateway."""
+
+import urllib.parse
+
+import pytest
+import yaml
+
+from tests.serving.test_deploy import (
+    AFTER_DRAIN,
+    DEPLOY,
+    in_force,
+    published,
+    read_dockerfile,
+    smg_options,
+)
+
+STEADY = 30
+"""Seconds after which the gateway has left out a server that does not answer."""
+
+
+@pytest.fixture(scope="module")
+def stages():
+    return read_dockerfile(DEPLOY / "Dockerfile")
+
+
+@pytest.fixture(scope="module")
+def services():
+    return yaml.safe_load((DEPLOY / "compose.replicas.yaml").read_text())["services"]
+
+
+@pytest.fixture(scope="module")
+def servers(services):
+    """The services of compose.replicas.yaml that run the image of the server."""
+    is_server = lambda one: one.get("build", {}).get("target") == "server"
+    return {name: one for name, one in services.items() if is_server(one)}
+
+
+@pytest.fixture(scope="module")
+def objects():
+    """Objects of kubernetes-replicas.yaml, by kind and name."""
+    found = yaml.safe_load_all((DEPLOY / "kubernetes-replicas.yaml").read_text())
+    return {(one["kind"], one["metadata"]["name"]): one for one in found}
+
+
+@pytest.fixture(scope="module")
+def replicas(objects):
+    return objects["StatefulSet", "peagle-replica"]["spec"]
+
+
+@pytest.fixture(scope="module")
+def gateway(objects):
+    return objects["Deployment", "peagle-gateway"]["spec"]["template"]["spec"]
+
+
+def check_gateway(args, addresses: set[str]) -> None:
+    """The gateway knows these servers, asks for their health often, and sends refused requests to another one."""
+    urls = [urllib.parse.urlsplit(one) for one in args.worker_urls]
+    assert {one.scheme for one in urls} == {"grpc"}
+    assert {one.netloc for one in urls} == addresses
+    assert not args.disable_retries
+    assert not args.disable_health_check
+    assert args.health_failure_threshold * args.health_check_interval_secs <= STEADY
+    assert args.policy == "cache_aware"
+
+
+def test_every_server_of_compose_has_its_own_gpus(servers):
+    assert len(servers) >= 2
+    seen = []
+    for one in servers.values():
+        (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        assert device["device_ids"]
+        seen += device["device_ids"]
+    assert len(set(seen)) == len(seen)
+
+
+def test_servers_of_compose_exist(servers, stages):
+    for one in servers.values():
+        found = in_force(stages, one["command"])
+        (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+        assert found.tensor_parallel == len(device["device_ids"])
+        assert f"ARG {next(iter(one['build']['args']))}=" in (DEPLOY / "Dockerfile").read_text()
+        minutes = one["stop_grace_period"].removesuffix("m")
+        assert 60 * int(minutes) > found.drain_seconds + AFTER_DRAIN
+        assert [text.split(":")[1] for text in one["volumes"]] == [stages["server"].one("VOLUME")]
+        assert not published(one)  # clients reach the gateway only
+
+
+def test_the_gateway_of_compose_knows_every_server(services, servers, stages):
+    args = smg_options(services["gateway"]["command"])
+    ports = {name: in_force(stages, one["command"]).port for name, one in servers.items()}
+    check_gateway(args, {f"{name}:{port}" for name, port in ports.items()})
+    healthy = {"condition": "service_healthy"}
+    assert services["gateway"]["depends_on"] == dict.fromkeys(servers, healthy)
+    assert published(services["gateway"]) == {args.port: ("127.0.0.1", args.port)}
+
+
+def test_prometheus_finds_every_server_of_compose(services, servers):
+    content = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    (job,) = (one for one in content["scrape_configs"] if one["job_name"] == "peagle")
+    (names,) = (one["names"] for one in job["dns_sd_configs"])
+    for one in servers.values():
+        assert one["networks"]["default"]["aliases"] == names
+    assert "./prometheus.yml:" in services["prometheus"]["volumes"][0]
+
+
+def test_the_gateway_of_kubernetes_knows_every_server(objects, replicas, gateway, stages):
+    (server,), (container,) = replicas["template"]["spec"]["containers"], gateway["containers"]
+    args, found = smg_options(container["args"]), in_force(stages, server["args"])
+    service = replicas["serviceName"]
+    names = [f"peagle-replica-{i}.{service}" for i in range(replicas["replicas"])]
+    check_gateway(args, {f"{name}:{found.port}" for name in names})
+    checks = args.health_success_threshold * args.health_check_interval_secs
+    assert replicas["minReadySeconds"] > checks  # before the next server is replaced
+    headless = objects["Service", service]["spec"]
+    assert headless["clusterIP"] == "None"
+    assert headless["publishNotReadyAddresses"]  # the gateway still reads from one that drains
+    assert headless["selector"] == replicas["selector"]["matchLabels"]
+    assert replicas["template"]["metadata"]["labels"] == replicas["selector"]["matchLabels"]
+
+
+def test_servers_of_kubernetes_exist_and_may_drain(replicas, stages):
+    pod = replicas["template"]["spec"]
+    (container,) = pod["containers"]
+    found = in_force(stages, container["args"])
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {"grpc": found.port, "http": found.http_port}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == found.tensor_parallel
+    for name in ("startup", "liveness", "readiness"):
+        assert container[f"{name}Probe"]["grpc"] == {"port": found.port}
+    assert pod["terminationGracePeriodSeconds"] >= found.drain_seconds + AFTER_DRAIN
+    assert pod["enableServiceLinks"] is False
+    (mount,), (claim,) = container["volumeMounts"], replicas["volumeClaimTemplates"]
+    assert mount == {"name": claim["metadata"]["name"], "mountPath": stages["server"].one("VOLUME")}
+    user = int(stages["server"].one("USER").split(":")[0])
+    assert (pod["securityContext"]["runAsNonRoot"], pod["securityContext"]["runAsUser"]) == (
+        True,
+        user,
+    )
+
+
+def test_the_gateway_of_kubernetes_is_reachable_and_may_drain(objects, gateway):
+    (container,) = gateway["containers"]
+    args = smg_options(container["args"])
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {"http": args.port, "metrics": args.prometheus_port}
+    (port,) = objects["Service", "peagle-gateway"]["spec"]["ports"]
+    assert (port["port"], port["targetPort"]) == (args.port, "http")
+    assert gateway["terminationGracePeriodSeconds"] > args.shutdown_grace_period_secs
+    labels = objects["Deployment", "peagle-gateway"]["spec"]["template"]["metadata"]["labels"]
+    assert objects["Service", "peagle-gateway"]["spec"]["selector"] == labels
