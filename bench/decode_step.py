@@ -231,7 +231,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         **({"adaptive": adaptive} if kind(options) != "decode-step" else {}),
         **({} if models.num_devices == 1 else {"tensor_parallel": models.num_devices}),
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
-        **({"rows_per_request": per_request} if kind(options) == "ragged-step" else {}),
+        **({"rows_per_request": per_request} if options.rows else {}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -250,7 +250,9 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
 
 
 def kind(options: Options) -> str:
-    """Kind of the rows: those of a comparison are not part of the tables of fixed K."""
+    """Kind of the rows: those of a comparison, and of several devices, are not part of the tables of fixed K."""
+    if options.tensor_parallel > 1:
+        return "parallel-step"
     if options.rows:
         return "ragged-step"
     if options.presence_penalty:

@@ -19,6 +19,7 @@ from bench import (
     ladder_page,
     plots,
     prefix_page,
+    replicas,
     rows,
     tried,
 )
@@ -38,6 +39,7 @@ PAGES = tuple(
         "docs/decode-step.md",
         "docs/host.md",
         "docs/ladder.md",
+        "docs/replicas.md",
         "docs/training.md",
         "docs/conversion.md",
         "docs/reliability.md",
@@ -58,6 +60,7 @@ _KEYS = {
     "prefix-cache": (*_RUN, "chat_tokens", "page_size"),
     "host-round": (*_RUN, "rounds_per_call", "program"),
     "lossless-warm": (*_RUN, "layers"),
+    "parallel-step": replicas.KEY,
 }
 """Fields that identify a measurement of the other kinds."""
 _METHOD_ORDER = list(METHOD_NAMES)
@@ -256,6 +259,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "lossless-sum": ("lossless", headline.lossless_sum),
     "ladder": ("ladder", ladder_page.table),
     "prefix": ("prefix-cache", prefix_page.saved_table),
+    "replicas": (replicas.KINDS, replicas.drawn),
     "host": ("host-round", host_page.host_table),
     "lossless-warm": ("lossless-warm", prefix_page.equal_table),
     "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),

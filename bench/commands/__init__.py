@@ -17,6 +17,7 @@ from bench.commands import (
     matrix,
     prefix_cache,
     reliability,
+    replicas,
     report,
     serve_load,
     sizes,
@@ -32,7 +33,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         structured.COMMAND,
     ),
     "Full-size models without their weights, on a GPU": (
-        decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND,
+        decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND, replicas.COMMAND,
     ),
     "Quality of heads and models": (
         headroom.COMMAND, ablations.COMMAND, humaneval.COMMAND, train_step.COMMAND,
