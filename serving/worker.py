@@ -78,6 +78,8 @@ class Load:
 
     num_running: int = 0
     num_waiting: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens of the waiting requests; the prefix cache may have some of them."""
     pages_used: int = 0
     pages_total: int = 0
     pages_idle: int = 0
@@ -348,6 +350,7 @@ class EngineWorker:
         return Load(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            waiting_tokens=sum(len(request.prompt) for request in scheduler.waiting),
             pages_used=total - scheduler.pool.num_free,
             pages_total=total,
             pages_idle=scheduler.pool.num_idle,

@@ -144,6 +144,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             gen_throughput=self._pace.measure(),
             utilization=load.num_running / config.max_num_seqs,
             max_running_requests=config.max_num_seqs,
+            num_waiting_uncached_tokens=load.waiting_tokens,
         )
         return pb.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),

@@ -298,6 +298,7 @@ def test_server_info(server, stub):
 def test_loads_follow_the_engine(server, stub):
     (idle,) = stub.GetLoads(pb.GetLoadsRequest(include=["core"])).loads
     assert (idle.num_running_reqs, idle.num_total_reqs, idle.num_used_tokens) == (0, 0, 0)
+    assert idle.num_waiting_uncached_tokens == 0
     assert (idle.max_total_num_tokens, idle.max_running_requests) == (4 * 4 * 96, 4)
     seen = []
 
@@ -311,6 +312,8 @@ def test_loads_follow_the_engine(server, stub):
         pace.release(3)
         eventually(lambda: (newest().num_running_reqs, newest().num_waiting_reqs) == (4, 8))
         busiest = newest()
+        prompt_tokens = len(server.frontend.tokenizer.encode(PROMPT))
+        assert busiest.num_waiting_uncached_tokens == 8 * prompt_tokens
     for call in calls:
         list(call)
     assert all(one.num_total_reqs == one.num_running_reqs + one.num_waiting_reqs for one in seen)
