@@ -8,12 +8,19 @@ LIMIT = 300.0
 """Seconds. Generous, because a machine may be busy: a test fails by it only when something hangs."""
 
 
-def eventually(condition: Callable[[], object], what: str = "the condition") -> None:
-    """Returns once `condition()` is true; fails after `LIMIT` seconds. `what` names it in the error."""
+def eventually(
+    condition: Callable[[], object], what: str = "the condition", *, every: float = 0.005
+) -> None:
+    """Returns once `condition()` is true; fails after `LIMIT` seconds.
+
+    Args:
+      what: names the condition in the error.
+      every: seconds between two calls; more for a condition that takes time to find out.
+    """
     deadline = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < deadline, f"{what} is not true after {LIMIT:g} s"
-        time.sleep(0.005)
+        time.sleep(every)
 
 
 async def soon(condition: Callable[[], object]) -> None:

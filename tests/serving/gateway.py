@@ -1,4 +1,4 @@
-"""The smg gateway in front of a live server."""
+"""The smg gateway in front of servers."""
 
 import contextlib
 import os
@@ -6,13 +6,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import openai
 import pytest
-
-from tests.serving.live import LiveServer
 
 
 def free_ports(count: int) -> list[int]:
@@ -24,13 +22,15 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running_gateway(live: LiveServer, folder: Path, model: str, *options: str) -> Iterator[str]:
-    """The gateway's base URL. It knows the worker's address and nothing else, and has no network."""
+def running_gateway(
+    addresses: Sequence[str], folder: Path, model: str, *options: str
+) -> Iterator[str]:
+    """The gateway's base URL. It knows the servers' addresses and nothing else, and has no network."""
     port, metrics_port = free_ports(2)
     log = folder / "log"
     command = [
         Path(sys.executable).with_name("smg"), "launch", "--host", "127.0.0.1", "--port", port,
-        "--worker-urls", f"grpc://{live.address}", "--disable-retries",
+        "--worker-urls", *(f"grpc://{address}" for address in addresses),
         "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port, *options,
     ]  # fmt: skip
     with log.open("w") as out:

@@ -36,7 +36,8 @@ def server(live):
 
 @pytest.fixture(scope="module")
 def gateway(live, tmp_path_factory):
-    with running_gateway(live, tmp_path_factory.mktemp("smg"), MODEL) as url:
+    folder = tmp_path_factory.mktemp("smg")
+    with running_gateway([live.address], folder, MODEL, "--disable-retries") as url:
         yield url
 
 

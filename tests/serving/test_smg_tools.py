@@ -23,9 +23,10 @@ def scripted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(scripted, tmp_path_factory):
-    folder, options = tmp_path_factory.mktemp("smg"), ("--tool-call-parser", "qwen")
+    folder = tmp_path_factory.mktemp("smg")
+    options = ("--tool-call-parser", "qwen", "--disable-retries")
     with (
-        running_gateway(scripted.live, folder, "tiny", *options) as url,
+        running_gateway([scripted.live.address], folder, "tiny", *options) as url,
         openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client,
     ):
         yield client

@@ -1,0 +1,136 @@
+"""Two servers behind the smg gateway: balance, prefixes, a killed server, a rolling restart."""
+
+import itertools
+
+import pytest
+
+from tests import tiny
+from tests.serving.conftest import EOS_IDS
+from tests.serving.fleet import MAX_POSITION, Fleet, Load, save_model
+from tests.waiting import LIMIT
+
+pytestmark = pytest.mark.slow
+PAGE = 16
+TALKS = 4
+TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory, tokenizer):
+    """Servers and gateway; a test that ends a server starts it again."""
+    folder = tmp_path_factory.mktemp("fleet")
+    model = save_model(folder, tiny.target(eos_ids=EOS_IDS, max_position=MAX_POSITION), tokenizer)
+    made = Fleet(folder, model)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Texts that differ from the first token on: the gateway sends those that begin alike to the same server."""
+    letters = itertools.product("ABCDEFGHIJKLMNOPQRSTUVWXYZ", repeat=2)
+    return (f"{a}{b} = 0\n# computes {a}{b} of all the items of a list\n" for a, b in letters)
+
+
+@pytest.fixture
+def prompts(fleet, texts):
+    """Four texts: the gateway sends the first two to the first server, the others to the second."""
+    found = [[], []]
+
+    def is_enough() -> bool:
+        before, text = fleet.completed, next(texts)
+        fleet.post("/v1/completions", prompt=text, max_tokens=1)
+        fleet.wait(lambda: sum(fleet.completed) == sum(before) + 1, "a log has the request")
+        found[fleet.completed[0] == before[0]].append(text)
+        return min(map(len, found)) >= 2
+
+    fleet.wait(is_enough, "both servers got two requests of some")
+    return [text for some in found for text in some[:2]]
+
+
+def have_grown(now: list[int], then: list[int]) -> bool:
+    return all(b > a for a, b in zip(then, now, strict=True))
+
+
+def test_requests_at_the_same_time_reach_both_servers(fleet, texts):
+    """As soon as the gateway has the load of both, every four requests do."""
+
+    def is_shared() -> bool:
+        before, some = fleet.completed, list(itertools.islice(texts, 4))
+        fleet.at_once(lambda text: fleet.post("/v1/completions", prompt=text, max_tokens=32), some)
+        fleet.wait(lambda: sum(fleet.completed) == sum(before) + 4, "the logs have all requests")
+        return have_grown(fleet.completed, before)
+
+    fleet.wait(is_shared, "both servers get some of four requests")
+
+
+def test_the_second_turn_of_a_chat_finds_its_prefix(fleet, texts):
+    """Chats at the same time are on both servers, and each server has the prefixes of its own chats only."""
+
+    def talk(prompt: str) -> tuple[dict, dict]:
+        messages = [dict(role="user", content=prompt)]
+        first = fleet.post("/v1/chat/completions", messages=messages, max_tokens=32)
+        answer = dict(role="assistant", content=first["choices"][0]["message"]["content"])
+        messages += [answer, dict(role="user", content="def test():")]
+        second = fleet.post("/v1/chat/completions", messages=messages, max_tokens=2)
+        return first["usage"], second["usage"]
+
+    def are_shared() -> bool:
+        before = fleet.completed
+        for first, second in fleet.at_once(talk, itertools.islice(texts, TALKS)):
+            assert first["prompt_tokens_details"]["cached_tokens"] < PAGE
+            cached = second["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= first["prompt_tokens"] // PAGE * PAGE > 0
+        wanted = sum(before) + 2 * TALKS
+        fleet.wait(lambda: sum(fleet.completed) == wanted, "the logs have all requests")
+        return have_grown(fleet.completed, before)
+
+    fleet.wait(are_shared, "both servers have chats")
+
+
+def test_a_killed_server_costs_only_the_streams_that_had_begun(fleet, texts, prompts):
+    """Whole answers are asked for again elsewhere, broken streams say so, and the server returns."""
+    other, killed = fleet.replicas
+    with Load(fleet.url, prompts, max_tokens=TOKENS) as load:
+        before = fleet.completed
+        fleet.wait(lambda: have_grown(fleet.completed, before), "both servers have work")
+        killed.kill()
+        fleet.wait(lambda: fleet.statuses()[1] != "ready", "the gateway knows")
+        load.wait_for(len(prompts))
+    assert all(one.was_streamed and "error" in one.error for one in load.failed), load.failed
+    assert len(load.failed) <= 1  # of the two clients of this server one streams
+    check_texts(load, prompts)
+    served = other.completed
+    for prompt in prompts:
+        fleet.post("/v1/completions", prompt=prompt, max_tokens=1)
+    fleet.wait(lambda: other.completed == served + len(prompts), "the other one served them")
+    killed.start()
+    fleet.wait_until_ready()
+    served = killed.completed
+
+    def works_again() -> bool:
+        fleet.post("/v1/completions", prompt=next(texts), max_tokens=1)
+        return killed.completed > served
+
+    fleet.wait(works_again, "the restarted server gets work")
+
+
+def test_a_rolling_restart_fails_no_request(fleet, prompts):
+    """Each client repeats its prompt, so the gateway prefers the server that has it, also while that drains."""
+    with Load(fleet.url, prompts, max_tokens=TOKENS) as load:
+        for replica in fleet.replicas:
+            load.wait_for(len(prompts))
+            replica.process.process.terminate()
+            assert replica.process.process.wait(LIMIT) == 0
+            replica.start()
+            fleet.wait_until_ready()
+        load.wait_for(len(prompts))
+    assert not load.failed
+    check_texts(load, prompts)
+
+
+def check_texts(load: Load, prompts: list[str]) -> None:
+    """Whoever served a prompt, its greedy text is the same."""
+    texts = {one.prompt: one.text for one in load.outcomes if one.text is not None}
+    assert texts.keys() == set(prompts)
+    assert all(one.text in (None, texts[one.prompt]) for one in load.outcomes)
