@@ -60,6 +60,7 @@ def check_gateway(args, addresses: set[str]) -> None:
     assert not args.disable_retries
     assert not args.disable_health_check
     assert args.health_failure_threshold * args.health_check_interval_secs <= STEADY
+    assert args.load_monitor_interval == 1
     assert args.policy == "cache_aware"
 
 
