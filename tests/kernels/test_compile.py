@@ -82,6 +82,10 @@ def test_kernels_compile(op, chip, tmp_path_factory):
             assert any(kind.startswith(mma) for kind in kinds), f"{name} has {kinds or 'none'}"
 
 
+BARRIERS = 1024
+"""Bytes of shared memory that barriers may take; `smem` does not count them."""
+
+
 def complaint_about(kernel: dict) -> str | None:
     if kernel["error"]:
         what = kernel["error"]
@@ -89,6 +93,10 @@ def complaint_about(kernel: dict) -> str | None:
         what = f"{kernel['spills']} bytes spilled"
     elif kernel["registers"] > kernel["max_registers"]:
         what = f"{kernel['registers']} registers, more than {kernel['max_registers']}"
+    elif kernel["smem"] + BARRIERS > deviceless.CHIPS[kernel["chip"]].smem_bytes:
+        what = (
+            f"{kernel['smem']} bytes of shared memory, and barriers: more than a thread block has"
+        )
     else:
         return None
     return f"{kernel['op']} {kernel['spec']} {kernel['name']}: {what}"
