@@ -1,6 +1,8 @@
-"""Bits of cached keys and values: pages that rounds wrote, beside pages of the same text from prefill."""
+"""Bits of cached keys and values: pages that rounds wrote, beside pages of the same texts from prefill."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,56 +13,82 @@ from peagle_jax.engine.request import Request
 from peagle_jax.sampling_params import SamplingParams
 
 
+class Place(NamedTuple):
+    """Keys or values of a page in one layer."""
+
+    model: str  # "target" or "drafter"
+    text: int
+    layer: int
+    part: str  # "k" or "v"
+    page: int  # of the text
+
+
 @dataclass(frozen=True)
 class WrittenPages:
-    """Bytes of the pages that hold output tokens only: one array for each page and layer.
+    """Bits of the pages that hold output tokens only, each an unsigned array with a row for each position.
 
     Layers with a sliding window have no pages and are left out.
     """
 
-    tokens: list[int]
-    target: list[bytes]
-    drafter: list[bytes]
+    tokens: list[list[int]]
+    pages: dict[Place, np.ndarray]
 
-    def num_differing(self, other: "WrittenPages") -> int:
-        """Arrays of the target, and of the drafter where both have one, that differ."""
-        pairs = [(self.target, other.target)]
-        if self.drafter and other.drafter:
-            pairs.append((self.drafter, other.drafter))
-        return sum(a != b for one, two in pairs for a, b in zip(one, two, strict=True))
+    def differing(self, other: "WrittenPages") -> list[str]:
+        """The places that both have and that differ, each with the positions that do."""
+        found = []
+        for place, bits in self.pages.items():
+            if place in other.pages:
+                rows = np.flatnonzero((bits != other.pages[place]).any(axis=1))
+                if rows.size:
+                    at = " ".join(str(place.page * len(bits) + row) for row in rows)
+                    where = f"layer {place.layer} {place.part} of text {place.text}"
+                    found.append(f"{place.model} {where}: positions {at}")
+        return found
+
+    def count(self, model: str) -> int:
+        """Number of places of the target or of the drafter."""
+        return sum(place.model == model for place in self.pages)
 
 
 def written_twice(
-    engine: Engine, prompt: list[int], count: int
+    engine: Engine, prompts: Sequence[list[int]], count: int
 ) -> tuple[WrittenPages, WrittenPages]:
-    """Pages of an output of `count` tokens: as rounds write them, then as prefill writes them."""
+    """Pages of outputs of `count` tokens, of all prompts at once: as rounds write them, then as prefill does."""
     engine.flush_prefix_cache()
-    text = _run(engine, prompt, count)
-    by_rounds = _pages(engine, text)
+    texts = _run(engine, prompts, count)
+    by_rounds = _pages(engine, texts)
     engine.flush_prefix_cache()
-    _run(engine, text.tokens, 1)
-    by_prefill = _pages(engine, text)
+    _run(engine, [text.tokens for text in texts], 1)
+    by_prefill = _pages(engine, texts)
     return by_rounds, by_prefill
 
 
-def _run(engine: Engine, prompt: list[int], count: int) -> Request:
+def _run(engine: Engine, prompts: Sequence[list[int]], count: int) -> list[Request]:
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    return drive(engine, [prompt], params, concurrency=1).requests[0]
+    return drive(engine, prompts, params, concurrency=len(prompts)).requests
 
 
-def _pages(engine: Engine, text: Request) -> WrittenPages:
-    size, pool = engine.config.page_size, engine.scheduler.pool
-    first, stop = -(-len(text.prompt) // size), (text.num_tokens - 1) // size
-    held, _ = pool.find(text.page_keys(size, stop), text.salt)
-    assert len(held) == stop, f"{len(held)} of {stop} pages are cached"
-    state, pages = engine._state, np.array(held[first:], np.int32)
-    found = WrittenPages(
-        text.tokens, _bytes(state.target_cache, pages), _bytes(state.drafter_cache, pages)
-    )
-    pool.release(held)
-    return found
+def _pages(engine: Engine, texts: Sequence[Request]) -> WrittenPages:
+    size, pool, state = engine.config.page_size, engine.scheduler.pool, engine._state
+    caches = {"target": state.target_cache, "drafter": state.drafter_cache}
+    pages: dict[Place, np.ndarray] = {}
+    for number, text in enumerate(texts):
+        first, stop = -(-len(text.prompt) // size), (text.num_tokens - 1) // size
+        held, _ = pool.find(text.page_keys(size, stop), text.salt)
+        assert len(held) == stop, f"{len(held)} of {stop} pages are cached"
+        for model, cache in caches.items():
+            for layer, part, bits in _bits(cache, np.array(held[first:], np.int32)):
+                for page, rows in enumerate(bits, start=first):
+                    pages[Place(model, number, layer, part, page)] = rows
+        pool.release(held)
+    return WrittenPages([text.tokens for text in texts], pages)
 
 
-def _bytes(cache: list[LayerCache], pages: np.ndarray) -> list[bytes]:
-    layers = [np.asarray(x[pages]) for one in cache if isinstance(one, PageCache) for x in one]
-    return [page.tobytes() for layer in layers for page in layer]
+def _bits(cache: Sequence[LayerCache], pages: np.ndarray):
+    """(layer, "k" or "v", [pages, positions, elements]) of the layers that have pages."""
+    for number, layer in enumerate(cache):
+        if isinstance(layer, PageCache):
+            for part, values in zip("kv", layer, strict=True):
+                found = np.asarray(values[pages])
+                bits = found.view(f"uint{8 * found.itemsize}")
+                yield number, part, bits.reshape(*bits.shape[:2], -1)

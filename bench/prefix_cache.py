@@ -19,6 +19,8 @@ from peagle_jax.engine.request import Request
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.sampling_params import SamplingParams
 
+_NUM_WRITTEN = 4  # texts whose pages are compared
+_MOST_PLACES = 20  # differences that a row lists
 _PIECES = 256  # prompts of the set that texts are joined from
 
 
@@ -52,14 +54,14 @@ def prefix_cache(options: Options, environment: dict) -> list[dict]:
             # The first calls allocate memory.
             drive(engine, [texts[0][:8]] * options.concurrency, _params(8), concurrency=8)
             by_rounds, by_prefill = written_twice(
-                engine, texts[0][: options.turn_tokens], options.max_tokens
+                engine, _first_turns(options, texts), options.max_tokens
             )
             turns = _second_turns(options, engine, texts, bar)
             shared = _shared_beginning(options, engine, texts, bar)
             requests = [*turns.cold, *shared.cold]
             if variant[0] == "none":
                 plain_pages = by_rounds
-                known = [by_rounds.tokens, *(request.tokens for request in requests)]
+                known = [*by_rounds.tokens, *(request.tokens for request in requests)]
             row = {
                 "kind": "prefix-cache",
                 "model": subject.name,
@@ -97,14 +99,22 @@ def _params(count: int) -> SamplingParams:
 
 
 def _compare_pages(rounds: WrittenPages, prefill: WrittenPages, plain: WrittenPages | None) -> dict:
-    """Counts of pages that differ. Pages of plain decoding are compared if its text is the same."""
-    same_text = plain is not None and plain.tokens == rounds.tokens
+    """Counts of pages that differ, and the first of them. Pages of plain decoding are compared if its texts are
+    the same."""
+    same_texts = plain is not None and plain.tokens == rounds.tokens
+    differing = rounds.differing(prefill)
     return {
-        "pages_compared": len(rounds.target) + len(rounds.drafter),
-        "pages_differing": rounds.num_differing(prefill),
-        "plain_pages_compared": len(rounds.target) if same_text else 0,
-        "plain_pages_differing": rounds.num_differing(plain) if same_text else None,
+        "pages_compared": len(rounds.pages),
+        "pages_differing": len(differing),
+        "pages_differing_at": differing[:_MOST_PLACES],
+        "plain_pages_compared": rounds.count("target") if same_texts else 0,
+        "plain_pages_differing": len(rounds.differing(plain)) if same_texts else None,
     }
+
+
+def _first_turns(options: Options, texts: list[list[int]]) -> list[list[int]]:
+    """Beginnings of a few texts, for a round of the batch size `--concurrency`."""
+    return [text[: options.turn_tokens] for text in texts[: min(options.concurrency, _NUM_WRITTEN)]]
 
 
 def _config(options: Options) -> CellsConfig:

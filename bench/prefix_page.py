@@ -37,12 +37,15 @@ def _share(row: dict, name: str) -> str:
 
 def equal_table(rows: Sequence[dict]) -> str:
     """One line per device, model, method and concurrency: differences of warm texts, cached tokens, AL."""
-    header = ["", "concurrency", "tokens that differ", "prompt tokens cached", "AL, warm", "cold"]
+    header = [
+        "", "concurrency", "tokens that differ", "texts with other drafts accepted", "prompt tokens cached", "AL, warm", "cold",
+    ]  # fmt: skip
     lines = [
         [
             f"{row['model']}, {row['dtype']}, {labels.label(row)}, {row['device']}",
             str(row["concurrency"]),
             f"{row['tokens_differing']:,} of {row['tokens_compared']:,}",
+            f"{row['acceptance_differing']:,} of {row['texts']:,}",
             f"{row['cached_tokens'] / row['prompt_tokens']:.0%}",
             f"{row['acceptance_length']:.2f}",
             f"{row['acceptance_length_cold']:.2f}",

@@ -9,17 +9,24 @@ from peagle_jax.engine.request import Request
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.sampling_params import SamplingParams
 
-WARM = ("cached_tokens", "acceptance_length_cold", "acceptance_differing")
+WARM = (
+    *("cached_tokens", "acceptance_length_cold", "acceptance_differing"),
+    *("acceptance_differing_again", "acceptance_differing_texts"),
+)
 """Fields of a row that only warm runs have."""
 
 
 @dataclass(frozen=True)
 class WarmRun:
-    """Outputs in two halves: `first` fills the cache, `warm` and `cold` continue it."""
+    """Outputs in two halves: `first` fills the cache, `warm` and `cold` continue it; `again` is cold too.
+
+    Cold runs that differ from each other are a defect of another kind than the prefix cache's.
+    """
 
     first: list[Request]
     warm: list[Request]
     cold: list[Request]
+    again: list[Request]
     seconds: float
 
     @property
@@ -29,8 +36,7 @@ class WarmRun:
     def as_row(self) -> dict:
         """Counts of the warm halves."""
         counts, cold = Acceptance.of(self.warm), Acceptance.of(self.cold)
-        per_text = lambda some: [(r.rounds, r.accepted_per_position, r.output) for r in some]
-        pairs = zip(per_text(self.warm), per_text(self.cold), strict=True)
+        differing = _differing(self.warm, self.cold)
         return {
             "prompt_tokens": sum(len(request.prompt) for request in self.warm),
             "cached_tokens": sum(request.num_cached for request in self.warm),
@@ -39,10 +45,23 @@ class WarmRun:
             "accepted": counts.accepted,
             "acceptance_length": counts.length,
             "acceptance_length_cold": cold.length,
-            "acceptance_differing": sum(one != other for one, other in pairs),
+            "acceptance_differing": len(differing),
+            "acceptance_differing_again": len(_differing(self.cold, self.again)),
+            # Number, prompt and cached tokens of each text.
+            "acceptance_differing_texts": [
+                (place, len(self.warm[place].prompt), self.warm[place].num_cached)
+                for place in differing
+            ],
             "acceptance_per_position": list(counts.rates),
             "seconds": self.seconds,
         }
+
+
+def _differing(one: list[Request], other: list[Request]) -> list[int]:
+    """Numbers of the texts with other drafts accepted, or another output."""
+    facts = lambda request: (request.rounds, request.accepted_per_position, request.output)
+    pairs = enumerate(zip(one, other, strict=True))
+    return [place for place, (a, b) in pairs if facts(a) != facts(b)]
 
 
 def warm_run(
@@ -52,7 +71,7 @@ def warm_run(
     *,
     concurrency: int,
 ) -> WarmRun:
-    """Decodes each text to the middle of its output, then from there on, warm and cold.
+    """Decodes each text to the middle of its output, then from there on, warm, cold, and cold again.
 
     One group of `concurrency` texts at a time, so that slots still hold the windows of the texts.
 
@@ -73,7 +92,12 @@ def warm_run(
         )
         rest = size - size // 2
         runs.append(
-            (one(first, size // 2, False), one(longer, rest, True), one(longer, rest, False))
+            (
+                one(first, size // 2, False),
+                one(longer, rest, True),
+                one(longer, rest, False),
+                one(longer, rest, False),
+            )
         )
-    first, warm, cold = ([r for run in runs for r in run[part].requests] for part in range(3))
-    return WarmRun(first, warm, cold, sum(part.seconds for run in runs for part in run))
+    halves = ([r for run in runs for r in run[part].requests] for part in range(4))
+    return WarmRun(*halves, seconds=sum(part.seconds for run in runs for part in run))

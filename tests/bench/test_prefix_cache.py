@@ -7,7 +7,7 @@ import pytest
 
 from bench import presets
 from bench.__main__ import main
-from bench.page_bits import written_twice
+from bench.page_bits import Place, written_twice
 from peagle_jax import Engine, EngineConfig
 from tests import tiny
 from tests.programs import one_bucket
@@ -41,28 +41,33 @@ def test_a_row_has_both_measurements(tiny_preset, tmp_path, capsys):
     assert min(value for name, value in row.items() if "_ms_" in name) > 0
     assert "89%" in capsys.readouterr().out
     assert row["acceptance_length"] == 1 < 1.3 < drafted["acceptance_length"]  # K = 2
-    # One whole page of output, keys and values of one layer; the head has a layer too.
-    assert (row["pages_compared"], drafted["pages_compared"]) == (2, 4)
-    assert row["plain_pages_compared"] == drafted["plain_pages_compared"] == 2
+    # One whole page of output of two texts, keys and values of one layer; the head has a layer too.
+    assert (row["pages_compared"], drafted["pages_compared"]) == (4, 8)
+    assert row["plain_pages_compared"] == drafted["plain_pages_compared"] == 4
     assert drafted["plain_pages_differing"] is not None
 
 
 @pytest.fixture
 def engine():
-    config = EngineConfig(num_draft=2, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
+    config = EngineConfig(num_draft=2, max_num_seqs=2, max_model_len=64, prefill_chunk=16)
     return one_bucket(Engine(tiny.target(), tiny.head("peagle"), config))
 
 
-def test_pages_that_differ_are_counted(engine):
-    by_rounds, by_prefill = written_twice(engine, list(range(5, 25)), 30)
+def test_pages_that_differ_are_counted_and_named(engine):
+    prompts = [list(range(5, 25)), list(range(9, 29))]
+    by_rounds, by_prefill = written_twice(engine, prompts, 30)
     size = engine.config.page_size
-    assert len(by_rounds.target) == 2 * tiny.TARGET.num_layers * (49 // size - 2)
-    assert by_rounds.num_differing(by_rounds) == 0
-    changed = replace(by_prefill, target=[b"", *by_prefill.target[1:]])
-    assert changed.num_differing(by_prefill) == 1
-    assert replace(changed, drafter=[]).num_differing(by_prefill) == 1
-    without = replace(by_prefill, drafter=[b"", *by_prefill.drafter[1:]])
-    assert without.num_differing(by_prefill) == 1
+    assert by_rounds.count("target") == 2 * 2 * tiny.TARGET.num_layers * (49 // size - 2)
+    assert by_rounds.differing(by_rounds) == []
+    place = Place("drafter", 1, 0, "v", 2)
+    bits = by_rounds.pages[place].copy()
+    bits[3, 5] ^= 1
+    changed = replace(by_rounds, pages=by_rounds.pages | {place: bits})
+    assert changed.differing(by_rounds) == [
+        f"drafter layer 0 v of text 1: positions {2 * size + 3}"
+    ]
+    plain = {one: bits for one, bits in by_rounds.pages.items() if one.model == "target"}
+    assert changed.differing(replace(by_rounds, pages=plain)) == []
 
 
 def test_texts_longer_than_the_context_are_refused(tiny_preset, tmp_path, capsys):

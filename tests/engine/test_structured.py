@@ -245,11 +245,13 @@ def test_the_embedded_model_obeys_random_schemas(num_draft, number, num_cases):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_draft", [0, 3, 7])
 def test_texts_satisfy_the_schemas_of_the_json_schema_test_suite(engine, num_draft, temperature):
-    """A random model, in a pool that preempts."""
+    """A random model, in a pool that preempts; its vocabulary spells ASCII only."""
+    found = [one for one in CHECKABLE if json.dumps(one.schema, ensure_ascii=False).isascii()]
+    assert len(found) == 199
     options = dict(num_speculative_tokens=num_draft, temperature=temperature, max_tokens=40)
-    params = [constrained(one.schema, seed=place, **options) for place, one in enumerate(CHECKABLE)]
+    params = [constrained(one.schema, seed=place, **options) for place, one in enumerate(found)]
     requests = run(engine, params, aborted=(3, 50))
-    for request, one in zip(requests, CHECKABLE, strict=True):
+    for request, one in zip(requests, found, strict=True):
         check(engine, request, one.schema)
     stopped = sum(request.finish_reason == "stop" for request in requests)
-    assert stopped > len(CHECKABLE) // 4
+    assert stopped > len(found) // 4
