@@ -84,14 +84,25 @@ class Format:
     def most_stages(
         self, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, groups: int, device: Device
     ) -> int:
-        """Most stages that fit into the shared memory of a block; arguments as in `scratch`."""
+        """Most stages that fit into the shared memory of a block; arguments as in `scratch`.
+
+        Raises:
+          NotImplementedError: not even one fits.
+        """
         scales = self.codec.staged_scales(K)
         stored = self._stored(tokens, groups) * jnp.dtype(out_dtype).itemsize
         rest = groups * self.rows * (parts * scales + stored) + 2048  # barriers, alignment
         scale = 4 * max(tokens, _SLOT_SCALES) if self.codec.x_scaled else 0
         x = tokens * self.codec.step * self.codec.x_dtype.itemsize + scale
         slot = groups * parts * self.rows * self.codec.row_bytes + x
-        return (device.smem_bytes - rest) // slot
+        most = (device.smem_bytes - rest) // slot
+        if most < 1:
+            raise NotImplementedError(
+                f"tiles of {tokens} rows and a weight with {K} columns need {rest + slot} bytes of shared "
+                f"memory and a thread block of {device} has {device.smem_bytes} bytes; "
+                "use implementation='reference'"
+            )
+        return most
 
     def scratch(
         self, stages: int, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, groups: int = 1

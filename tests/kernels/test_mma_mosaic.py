@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels import mlir_compat as mlir
 from pallas_kernels.block_gemm.api import linear
+from pallas_kernels.device import RTX5090
 from pallas_kernels.weight_tiles.format import Format
 from tests.kernels.test_mxfp4_mosaic import registers
 
@@ -50,3 +52,20 @@ def test_a_slot_that_threads_read_is_fenced_before_it_is_filled_again(
     assert (linear(x, w, implementation="mosaic_gpu") == 1024).all()
     assert interpreted
     assert any(state.races_found for state in interpreted) != fenced
+
+
+@pytest.mark.parametrize(("K", "fits"), [(16384, True), (32768, False)])
+def test_a_tile_that_does_not_fit_into_shared_memory_is_refused(K, fits):
+    """The scales of a whole row of mxfp4 tiles lie in shared memory, of which an RTX card has 99 KB."""
+    made = jax.ShapeDtypeStruct
+    weight = made((320, K // 2), jnp.uint8), made((320, K // 32), jnp.uint8)
+    run = lambda x, w, scale: linear(x, w, scale=scale, implementation="mosaic_gpu")
+    call = lambda: jax.eval_shape(run, made((64, K), jnp.bfloat16), *weight)
+    with dispatch.assume(RTX5090):
+        if fits:
+            assert call().shape == (64, 320)
+            return
+        with pytest.raises(
+            NotImplementedError, match=r"101376 bytes.*use implementation='reference'"
+        ):
+            call()
