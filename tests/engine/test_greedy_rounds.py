@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -21,15 +22,28 @@ NEEDS_BRANCH = {
 }
 
 
-def config(greedy_rounds: bool, **changes) -> EngineConfig:
+def config(greedy_rounds: bool, kind=EngineConfig, **changes) -> EngineConfig:
     sizes = dict(num_draft=2, max_num_seqs=2, max_model_len=48, page_size=4)
-    return EngineConfig(greedy_rounds=greedy_rounds, **(sizes | changes))
+    return kind(greedy_rounds=greedy_rounds, **(sizes | changes))
+
+
+ONE_BUCKET = config(True, programs.OneBucketConfig)
+CALLS_OF_THREE = replace(ONE_BUCKET, rounds_per_call=3, max_model_len=128, page_size=128)
+"""A call of three rounds for greedy requests; one page, so that a planned call serves many rounds."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
     with programs.shared():
         yield
+
+
+@pytest.fixture(scope="module")
+def plain_texts() -> list[list[int]]:
+    """What plain decoding writes for `PROMPTS`."""
+    plain = replace(ONE_BUCKET, greedy_rounds=False, num_draft=0)
+    engine = Engine(tiny.target(), None, plain)
+    return texts(engine, [GREEDY] * 4)
 
 
 def ready(greedy_rounds: bool) -> Engine:
@@ -71,13 +85,12 @@ def test_the_text_of_a_greedy_request_does_not_depend_on_the_program(other):
     assert 0 < len(with_branch) < len(rounds)  # the other request ends before the greedy ones
 
 
-def test_greedy_requests_alone_run_no_branch():
-    engine = ready(True)
+def test_greedy_requests_alone_run_no_branch(plain_texts):
+    engine = Engine(tiny.target(), tiny.head(), ONE_BUCKET)
+    engine.warm_up()
     ran = watched(engine)
-    assert texts(engine, [GREEDY] * 4) == texts(ready(False), [GREEDY] * 4)
-    assert {key for key in ran if not isinstance(key, str)} <= {
-        GreedyRound(RoundShape(size, 2)) for size in (1, 2)
-    }
+    assert texts(engine, [GREEDY] * 4) == plain_texts
+    assert {key for key in ran if not isinstance(key, str)} == {GreedyRound(RoundShape(2, 2))}
 
 
 def test_only_argmax_drafts_have_greedy_rounds():
@@ -127,13 +140,13 @@ def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases)
     assert changes > 10
 
 
-def test_every_round_of_a_call_is_reported_on_its_own():
-    engine = Engine(tiny.target(), tiny.head(), config(True, rounds_per_call=3))
+def test_every_round_of_a_call_is_reported_on_its_own(plain_texts):
+    engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
     engine.warm_up()
     seen = []
     note = lambda request, tokens: seen.append((request.id, request.last_round, tokens))
     done = engine.generate(PROMPTS, GREEDY, on_update=note)
-    assert [one.tokens for one in done] == texts(ready(False), [GREEDY] * 4)
+    assert [one.tokens for one in done] == plain_texts
     for number, one in enumerate(done):
         (_, none, _), *rounds = [each for each in seen if each[0] == number]
         assert none is None  # the first token is prefill's
@@ -144,14 +157,10 @@ def test_every_round_of_a_call_is_reported_on_its_own():
 
 def test_a_program_that_is_ready_late_takes_over_between_two_calls():
     """A planned call is used again for many rounds, but not by a program that runs more of them."""
-    config = EngineConfig(
-        num_draft=2, max_num_seqs=1, max_model_len=128, page_size=128, prefill_chunk=16,
-        greedy_rounds=True, rounds_per_call=3,
-    )  # fmt: skip
     texts = []
     for is_late in (False, True):
-        engine = Engine(tiny.target(), tiny.head(), config)
-        engine.warm_up(sizes=[1])
+        engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
+        engine.warm_up(sizes=[2])
         request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True))
         for _ in range(5):
             engine.step()
@@ -164,8 +173,9 @@ def test_a_program_that_is_ready_late_takes_over_between_two_calls():
 
 
 def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
-    engine = Engine(tiny.target(), tiny.head(), config(True, adaptive="load", rounds_per_call=3))
-    engine.warm_up()
+    engine = Engine(tiny.target(), tiny.head(), replace(CALLS_OF_THREE, adaptive="load"))
+    engine.warm_up(sizes=[2])
+    assert engine.compile_next()  # the round of greedy requests
     found = []
     monkeypatch.setattr(
         engine._timer.times, "add_round", lambda shape, seconds: found.append(seconds)
