@@ -42,6 +42,17 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_threads():
+    """The workers keep the cores busy: more threads that trace at once take a tenth more time, as they
+    wait for Python's lock."""
+    from peagle_jax.engine import programs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "AT_ONCE", 2)
+        yield
+
+
 MOST_MAPS = 7000
 """Most memory maps of a process with which its compiled programs stay for the next file of tests. Those
 of a tiny engine take about 400 maps and 80 MB."""
@@ -167,6 +178,17 @@ def covering(items: list, others: list, number: int) -> list:
         chosen.append(left.pop(place))
         seen.update(values(chosen[-1]))
     return chosen
+
+
+def pytest_collection_finish():
+    """What imports and collection have made lives as long as the process: no search for garbage visits it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish():
+    gc.unfreeze()  # hypothesis, which may be imported late, finds no references from frozen objects
 
 
 @pytest.fixture

@@ -87,10 +87,14 @@ def test_rows_that_are_kept_are_those_of_all(family, tap_last):
     tokens = np.random.default_rng(2).integers(2, tiny.TARGET.vocab_size, (2, 9)).astype(np.int32)
     where = jnp.broadcast_to(jnp.arange(9), (2, 9))
     taps = (1, L) if tap_last else (1,)
-    args = (tokens, where, [None] * L, causal_attention)
-    whole, tapped, _ = model(*args, taps=taps)
+
+    @jax.jit
+    def run(keep):
+        return model(tokens, where, [None] * L, causal_attention, taps=taps, keep=keep)[:2]
+
+    whole, tapped = run(None)
     keep = jnp.array([[8, 0, 3], [2, 2, 7]])
-    some, tapped_too, _ = model(*args, taps=taps, keep=keep)
+    some, tapped_too = run(keep)
     wanted = np.take_along_axis(np.asarray(whole), np.asarray(keep)[..., None], axis=1)
     np.testing.assert_allclose(some, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(tapped_too, tapped, rtol=1e-5, atol=1e-5)
@@ -105,7 +109,7 @@ def test_windows_do_not_see_how_the_prompt_was_cut(family, chunk):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
 def test_windows_survive_preemption(family):
     config = engine_config(num_draft=3, num_pages=34, max_num_seqs=4)
     engine = Engine(target(family), tiny.head(), config)

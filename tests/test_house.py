@@ -88,6 +88,7 @@ def is_module(dotted: str) -> bool:
     return path.with_suffix(".py").is_file() or path.is_dir()
 
 
+@cache
 def imports(name: str) -> set[str]:
     """Modules that a file imports anywhere; `from package import module` counts as the module."""
     found = set()

@@ -268,8 +268,13 @@ def test_sampled_output_has_the_targets_law(method, drafts, num_cases):
     continuations = np.stack(np.meshgrid(*[np.arange(4)] * 2, indexing="ij"), -1).reshape(-1, 2)
     rows = np.concatenate([np.tile(prompt, (16, 1)), continuations], axis=1)
     positions = jnp.broadcast_to(jnp.arange(7), rows.shape)
-    hidden, _, _ = target(rows, positions, [None] * 3, causal_attention)
-    p = np.asarray(jax.nn.softmax(target.unembed(hidden) / temperature, axis=-1), np.float64)
+
+    @jax.jit
+    def law(rows):
+        hidden, _, _ = target(rows, positions, [None] * 3, causal_attention)
+        return jax.nn.softmax(target.unembed(hidden) / temperature, axis=-1)
+
+    p = np.asarray(law(rows), np.float64)
     for row, (a, b) in enumerate(continuations):
         expected[a, b] = p[row, 4, a] * p[row, 5, b] * p[row, 6]
     observed = np.zeros((4, 4, 4))

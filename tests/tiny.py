@@ -1,11 +1,13 @@
 """Tiny random models for tests: real structure, sizes that compile in a second or two."""
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import PyTreeDef
 
 from peagle_jax.config import (
     DrafterConfig,
@@ -111,16 +113,27 @@ def loud(module, seed: int, *, vectors: bool = False):
     return jax.tree.unflatten(structure, [redraw(*pair) for pair in zip(leaves, keys, strict=True)])
 
 
+@functools.cache
+def _parts(
+    config: TargetConfig | DrafterConfig, seed: int, dtype: str, vectors: bool
+) -> tuple[list[jax.Array], PyTreeDef]:
+    """Leaves and structure of a random model. To draw them costs more than many a test."""
+    make = build if isinstance(config, TargetConfig) else DraftHead
+    model = loud(make(config, dtype=dtype, rngs=nnx.Rngs(seed)), seed, vectors=vectors)
+    return jax.tree.flatten(model)
+
+
 def target(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
-    model = build(replace(TARGET, **changes), dtype=dtype, rngs=nnx.Rngs(seed))
-    return loud(model, seed, vectors="family" in changes)
+    leaves, structure = _parts(replace(TARGET, **changes), seed, dtype, "family" in changes)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def head(method: str = "peagle", seed: int = 1, dtype: str = "float32", **changes) -> DraftHead:
     """A random head of a method; "selector" is P-EAGLE with a selector."""
     own = {"eagle3": dict(method="eagle3", num_layers=1), "selector": dict(selector_rank=8)}
     config = replace(HEAD, **(own.get(method, {}) | changes))
-    return loud(DraftHead(config, dtype=dtype, rngs=nnx.Rngs(seed)), seed)
+    leaves, structure = _parts(config, seed, dtype, False)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def causal_attention(rows: AttentionRows, cache: None, *, window: int | None, scale, sinks):

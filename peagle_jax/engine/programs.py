@@ -63,6 +63,9 @@ from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
 
+AT_ONCE = 4
+"""Programs that `Programs.warm_up` compiles at the same time."""
+
 
 class Programs:
     """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest dispatch.
@@ -333,7 +336,7 @@ class Programs:
     def warm_up(
         self, state: step.State, on_compiled: Callable[[], None], rounds: Sequence[Key]
     ) -> None:
-        """Compiles prefill, the controls and the `rounds` where missing, four at a time.
+        """Compiles prefill, the controls and the `rounds` where missing, `AT_ONCE` at a time.
 
         `on_compiled` is called after each program.
         """
@@ -346,7 +349,7 @@ class Programs:
         if missing:
             self.on_call(Compile(tuple(missing)))
         jobs = [partial(self._prepare, key, state) for key in missing]
-        with ThreadPoolExecutor(max_workers=4) as pool:
+        with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
                 on_compiled()

@@ -19,7 +19,7 @@ from bench.presets import preset
 from bench.random_weights import num_bytes, random_head, random_target
 from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind
-from peagle_jax.config import ConfigError, ExpertsConfig
+from peagle_jax.config import ConfigError, EngineConfig, ExpertsConfig
 from peagle_jax.layers import INIT_STD
 from tests import tiny
 
@@ -161,6 +161,8 @@ def tiny_presets(monkeypatch):
     monkeypatch.setitem(presets.PRESETS, "tiny", replace(tiny.TARGET, **wide))
     monkeypatch.setitem(presets.PRESETS, "tiny-moe", replace(tiny.TARGET, **moe, **wide))
     monkeypatch.setattr(presets, "PEAGLE_LAYERS", 1)
+    one_bucket = property(lambda config: (config.max_num_seqs,))
+    monkeypatch.setattr(EngineConfig, "batch_buckets", one_bucket)
 
 
 TINY = ["--layers", "1", "--page-size", "8", "--prefill-chunk", "16", "--prompt-tokens", "20"]

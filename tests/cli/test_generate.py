@@ -15,7 +15,8 @@ from peagle_jax.text import Tokenizer
 from tests.waiting import LIMIT
 
 SHORT = ["--max-tokens", "12", "-K", "3"]
-COMPARED = [*SHORT, "--concurrency", "2"]
+COMPARED = [*SHORT, "--concurrency", "2", "--adaptive", "off"]
+"""Without the rounds of other K, which a choice by load would compile."""
 PROMPT = "def quicksort(xs):"
 
 
@@ -80,8 +81,7 @@ def test_streamed_text_is_the_completion_text(generate, folders):
 
 def test_json_gives_tokens_counts_and_timings_for_each_prompt_and_a_summary(generate, folders):
     code, out, _ = generate(
-        PROMPT, "return xs", *folders.options(), *SHORT, "--json", "--logprobs", "2",
-        "--concurrency", "2",
+        PROMPT, "return xs", *folders.options(), *COMPARED, "--json", "--logprobs", "2",
     )  # fmt: skip
     first, second, summary = objects(out)
     assert code == 0
@@ -104,7 +104,9 @@ def test_json_gives_tokens_counts_and_timings_for_each_prompt_and_a_summary(gene
 
 
 def test_several_prompts_come_as_blocks(generate, folders):
-    code, out, err = generate(PROMPT, "xs", *folders.options(), *SHORT, "--concurrency", "2")
+    code, out, err = generate(
+        PROMPT, "xs", *folders.options(), *SHORT, "-K", "1", "--concurrency", "2"
+    )
     assert code == 0
     assert set(re.findall(r"^=== (.*)$", out, re.M)) == {"prompt 1", "prompt 2"}
     assert f"\n{PROMPT}" in out

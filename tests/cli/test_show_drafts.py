@@ -145,7 +145,8 @@ def test_the_comparison_is_drawn_while_it_runs(generate, folders, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "72")
     monkeypatch.setattr(live_table, "_PERIOD", 0.0)  # however fast the run is
-    code, _, _ = generate("--compare", PROMPT, "return", *folders.options(), *SHORT)
+    options = (*folders.options(), *SHORT, "--adaptive", "off")
+    code, _, _ = generate("--compare", PROMPT, "return", *options)
     assert code == 0
     written = terminal.getvalue()
     assert "plain: compiles" in written

@@ -1,5 +1,6 @@
 """Constrained and free requests in any mix, against `FakeDevice`, which obeys the masks of its calls."""
 
+import functools
 import random
 from collections import Counter
 
@@ -50,10 +51,15 @@ VOCABULARY = LLTokenizer(TokenizerWrapper(_Alphabet()), eos_token=[EOS])
 EXECUTOR = LLExecutor(2)
 
 
-def matcher_of(grammar: str) -> Matcher:
+@functools.cache
+def compiled(grammar: str) -> LLMatcher:
     matcher = LLMatcher(VOCABULARY, LLMatcher.grammar_from_lark(grammar), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    return Matcher(matcher, EXECUTOR, (EOS,), mask_words(VOCAB))
+    return matcher
+
+
+def matcher_of(grammar: str) -> Matcher:
+    return Matcher(compiled(grammar).deep_copy(), EXECUTOR, (EOS,), mask_words(VOCAB))
 
 
 def text_of(tokens: list[int]) -> str:

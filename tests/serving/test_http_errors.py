@@ -259,7 +259,7 @@ def test_a_full_queue_gives_a_retry_time(server, stream):
         limits = httpx.Limits(max_connections=None)
         address = f"http://{server.http_address}"
         async with httpx.AsyncClient(base_url=address, timeout=LIMIT, limits=limits) as http:
-            body = LONG | dict(stream=stream)
+            body = LONG | dict(stream=stream, max_tokens=9)
             post = lambda: asyncio.create_task(http.post("/v1/completions", json=body))
             calls = [post()]
             assert await asyncio.to_thread(pace.is_waiting.wait, LIMIT)
