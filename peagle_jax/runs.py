@@ -191,6 +191,11 @@ def run(
 def warm_up(engine: Engine, *, sizes: Sequence[int] | None = None) -> None:
     """Compiles (see `Engine.warm_up`), then decodes a few tokens, because first calls allocate memory."""
     engine.warm_up(sizes=sizes)
+    first_rounds(engine)
+
+
+def first_rounds(engine: Engine) -> None:
+    """Decodes a few tokens, because first calls allocate memory and connect devices."""
     if engine.config.max_model_len > 1:
         params = SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
         engine.generate([[0]] * engine.config.max_num_seqs, params)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from peagle_jax import Engine, runs
@@ -14,13 +15,17 @@ from peagle_jax.engine.memory import page_bytes
 from peagle_jax.loading import load_weights
 from serving.access import RESERVE, Access
 from serving.frontend import Frontend, State
+from serving.hosts import FAILED, LOST
 from serving.http.connection import TimeLimits
 from serving.http.gate import Gate
 from serving.http.server import HttpServer
 from serving.limits import Limits
 from serving.logs import configure, log_figures, log_refusal, log_request
+from serving.option_types import num_bytes
+from serving.rpc.leader import Leader
 from serving.rpc.server import RpcServer
-from serving.settings import Settings, engine_config, num_bytes
+from serving.rpc.several_hosts import failures_end_all, follow, lead
+from serving.settings import Settings, engine_config
 from serving.signals import Signals
 from serving.stream import Stream
 from serving.tracing import Tracer
@@ -50,15 +55,36 @@ def serve(
     configure(settings.log_level)
     if not settings.no_cache:
         runs.keep_compiled_programs(cache_home)
+    if settings.host_index:
+        follow(settings, make_engine)
+    if settings.num_hosts == 1:
+        return _serve_requests(settings, access, None, say)
+    leader = lead(settings, say)
+    with failures_end_all(leader.fail):
+        code = _serve_requests(settings, access, leader, say)
+        _end_hosts(leader, code)
+    return code
+
+
+def _serve_requests(
+    settings: Settings, access: Access, leader: Leader | None, say: Callable[[str], None]
+) -> int:
     tracer = None
     if settings.otlp_endpoint is not None:
         tracer = Tracer.to(settings.otlp_endpoint, served_name(settings))
     engine = make_engine(settings)
+    if leader is not None:
+        engine.programs.on_call = leader.send
     try:
-        return asyncio.run(_serve(settings, engine, access, _reports(tracer), say))
+        return asyncio.run(_serve(settings, engine, access, _reports(tracer), leader, say))
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def _end_hosts(leader: Leader, code: int) -> None:
+    """Ends the processes of all hosts after the service has ended."""
+    leader.end(code, "the service has ended", others=LOST if code == FAILED else 0)
 
 
 def served_name(settings: Settings) -> str:
@@ -112,13 +138,15 @@ def _reports(tracer: Tracer | None) -> Callable[[Stream], None]:
     return report
 
 
-async def _announce(frontend: Frontend, server: RpcServer) -> None:
-    """Logs each state of the frontend, and sets the health accordingly."""
+async def _announce(frontend: Frontend, server: RpcServer, leader: Leader | None) -> None:
+    """Logs each state of the frontend, and sets the health accordingly. Other hosts end with a dead engine."""
     state = frontend.state
     while state is not State.DEAD:
         state = await frontend.change(state)
         _log.info("the engine is %s", state.value)
         server.show(state)
+    if leader is not None:
+        await asyncio.to_thread(leader.fail, FAILED, "the engine failed, see above")
 
 
 async def _serve(
@@ -126,6 +154,7 @@ async def _serve(
     engine: Engine,
     access: Access,
     report: Callable[[Stream], None],
+    leader: Leader | None,
     say: Callable[[str], None],
 ) -> int:
     frontend = Frontend(
@@ -137,6 +166,10 @@ async def _serve(
         report_refusal=log_refusal,
     )
     signals = Signals(on_hangup=access.read_again)
+    if leader is not None:
+        stop = partial(asyncio.get_running_loop().call_soon_threadsafe, signals.stop.set)
+        leader.when_told_to_stop(stop)
+        leader.watch_rounds(lambda: frontend.busy_since)
     http, server = _servers(settings, frontend, access)
     port = await server.start(settings.host, settings.port)
     say(f"gRPC listens on {settings.host}:{port}")
@@ -144,7 +177,7 @@ async def _serve(
         port = await http.start(settings.host, settings.http_port)
         say(f"HTTP listens on {settings.host}:{port}")
     frontend.start()
-    tasks = [asyncio.create_task(_announce(frontend, server))]
+    tasks = [asyncio.create_task(_announce(frontend, server, leader))]
     if settings.round_seconds:
         tasks.append(asyncio.create_task(frontend.watch(settings.round_seconds)))
     if settings.stats_seconds:
@@ -158,8 +191,11 @@ async def _serve(
     code = 1 if frontend.state is State.DEAD else 0
     if not is_done or frontend.is_stuck:
         # The interpreter aborts if it exits while a thread compiles or waits for a device.
+        code = code if is_done else signals.exit_code
+        if leader is not None:
+            _end_hosts(leader, code)
         logging.shutdown()
-        os._exit(code if is_done else signals.exit_code)
+        os._exit(code)
     return code
 
 

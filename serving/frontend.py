@@ -92,12 +92,8 @@ class Frontend:
         self._constraints = Constraints(engine)
         self.started = time.time()
         self._report, self._report_refusal = report, report_refusal
-        self._worker = EngineWorker(
-            engine,
-            deliver=self._deliver,
-            on_ready=self._serve,
-            on_death=self._die,
-        )
+        callbacks = dict(deliver=self._deliver, on_ready=self._serve, on_death=self._die)
+        self._worker = EngineWorker(engine, **callbacks)
         self.metrics = Metrics(
             name,
             config=self.config,
@@ -114,6 +110,11 @@ class Frontend:
     def load(self) -> Load:
         """What the engine held after its last round."""
         return self._worker.load
+
+    @property
+    def busy_since(self) -> float | None:
+        """See `EngineWorker.busy_since`."""
+        return self._worker.busy_since
 
     @property
     def batch_sizes_pending(self) -> int:

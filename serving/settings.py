@@ -1,104 +1,33 @@
 """Options of `peagle-serve`: types, defaults and rules. `sources` reads their values."""
 
-import ipaddress
-import json
-import math
-import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticKnownError
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from peagle_jax import draft_schedule
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.model_folders import check_folders, check_head_is_given
+from serving.option_types import (
+    Count,
+    Int,
+    Mebibytes,
+    MoreSeconds,
+    Port,
+    PortOrNone,
+    Schedule,
+    Seconds,
+    Size,
+    Text,
+    Url,
+    address,
+    is_loopback,
+)
 
 MOST_CONNECTIONS = 2048
 """Upper bound of the default connection limit of each port."""
-
-
-def num_bytes(text: str) -> int:
-    """Bytes of a size such as "8GiB", "500MB" or "1073741824".
-
-    Raises:
-      ConfigError: `text` is not a size.
-    """
-    units = {"": 1, "b": 1} | {
-        f"{letter}{suffix}": base**power
-        for power, letter in enumerate("kmgt", start=1)
-        for suffix, base in (("b", 1000), ("ib", 1024))
-    }
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
-    is_size = match is not None and match[2] in units
-    size = float(match[1]) * units[match[2]] if is_size else math.inf
-    if math.isinf(size):  # no size, or one of more than 308 digits
-        raise ConfigError(f"{text!r} is not a size; write one as 8GiB or 500MB")
-    return int(size)
-
-
-def _rule(text: str, holds: Callable[..., bool]) -> AfterValidator:
-    """A validator that refuses values for which `holds` is false."""
-
-    def check(value):
-        if not holds(value):
-            raise ValueError(f"{value!r} must be {text}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _refuse_bool(value: object) -> object:
-    # Without this check pydantic accepts true as the number 1.
-    if isinstance(value, bool):
-        raise PydanticKnownError("int_type")
-    return value
-
-
-def _check_size(text: str) -> str:
-    num_bytes(text)
-    return text
-
-
-def _schedule_text(value: object) -> object:
-    # A YAML file may have the ranges as a list, with types that JSON does not have.
-    if not isinstance(value, list):
-        return value
-    try:
-        return json.dumps(draft_schedule.schedule_of(value))
-    except ConfigError as error:
-        raise ValueError(error.rule) from error
-
-
-def _check_schedule(text: str) -> str:
-    try:
-        return json.dumps(draft_schedule.parse(text))
-    except ConfigError as error:
-        raise ValueError(error.rule) from error
-
-
-Text = Annotated[str, _rule("left out or given", bool)]
-Size = Annotated[Text, AfterValidator(_check_size)]
-Schedule = Annotated[str, BeforeValidator(_schedule_text), AfterValidator(_check_schedule)]
-Url = Annotated[
-    Text,
-    _rule(
-        "a URL that begins with http:// or https://",
-        lambda url: url.startswith(("http://", "https://")),
-    ),
-]
-Int = Annotated[int, BeforeValidator(_refuse_bool)]
-Count = Annotated[Int, _rule("at least 1", lambda count: count >= 1)]
-Mebibytes = Annotated[Int, _rule("between 1 and 1024", lambda size: 1 <= size <= 1024)]
-Port = Annotated[Int, _rule("a port or 0", lambda port: 0 <= port < 65536)]
-PortOrNone = Annotated[Int, _rule("a port, 0 or -1", lambda port: -1 <= port < 65536)]
-Seconds = Annotated[
-    float,
-    BeforeValidator(_refuse_bool),
-    _rule("0 or more seconds", lambda seconds: 0 <= seconds < math.inf),
-]
-MoreSeconds = Annotated[Seconds, _rule("above 0", lambda seconds: seconds > 0)]
 
 
 def _option(default: object, text: str, *, metavar: str | None = None):
@@ -150,6 +79,26 @@ class Settings(BaseSettings):
     verify_method: Literal["token", "block"] = _option("token", "how sampled drafts are accepted")
     ngram: Int = _option(0, "tokens of a match for n-gram drafts; 0: no such drafts", metavar="N")
     tensor_parallel: Count = _option(1, "devices that run every round together", metavar="N")
+    num_hosts: Count = _option(1, "hosts that have equally many of these devices", metavar="N")
+    host_index: Int = _option(0, "number of this host: 0 serves, the others follow it", metavar="I")
+    coordinator: Text | None = _option(
+        None,
+        "where host 0 listens for the other hosts; port 0 picks a free one",
+        metavar="HOST:PORT",
+    )
+    hosts_token_file: Text | None = _option(
+        None,
+        "bearer token of the hosts, needed unless the coordinator is on loopback",
+        metavar="FILE",
+    )
+    hosts_seconds: MoreSeconds = _option(
+        120.0,
+        "time after which a silent host, or a round without a result, ends all hosts",
+        metavar="S",
+    )
+    hosts_start_seconds: MoreSeconds = _option(
+        1800.0, "time in which all hosts must have connected", metavar="S"
+    )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
     max_waiting: Int = _option(1024, "most requests in the queue; more are refused", metavar="N")
@@ -299,13 +248,36 @@ class Settings(BaseSettings):
             raise ValueError("method none takes no drafter: leave one of the two out")
         return self
 
+    @model_validator(mode="after")
+    def _check_hosts(self) -> Self:
+        if self.num_hosts == 1:
+            if self.host_index or self.coordinator:
+                raise ValueError("host_index and coordinator need num_hosts, 2 or more")
+            return self
+        if not 0 <= self.host_index < self.num_hosts:
+            raise ValueError(f"host_index={self.host_index} must be 0 to {self.num_hosts - 1}")
+        if self.tensor_parallel % self.num_hosts:
+            raise ValueError(
+                f"num_hosts={self.num_hosts} must divide tensor_parallel={self.tensor_parallel}"
+            )
+        if self.coordinator is None:
+            raise ValueError("num_hosts needs coordinator, HOST:PORT of host 0")
+        host, _ = address(self.coordinator)
+        if not is_loopback(host) and not self.hosts_token_file:
+            raise ValueError(
+                f"a coordinator at {host} needs hosts_token_file: it is not on loopback"
+            )
+        return self
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices of each host."""
+        return self.tensor_parallel // self.num_hosts
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
     @property
     def hosts(self) -> list[str] | None:

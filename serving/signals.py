@@ -19,10 +19,11 @@ def exit_while_loading() -> None:
     leaves `exec` of a string (each dataclass runs one), also if it is caught.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _exit_at_once)
+        signal.signal(number, exit_at_once)
 
 
-def _exit_at_once(number: int, _: FrameType | None) -> None:
+def exit_at_once(number: int, _: FrameType | None = None) -> None:
+    """Ends the process with 128 plus the signal's number."""
     os._exit(128 + number)
 
 
@@ -54,4 +55,4 @@ class Signals:
             self.exit_code = 128 + number
             self.hurry.set()
         else:
-            _exit_at_once(number, None)
+            exit_at_once(number)

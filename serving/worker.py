@@ -228,7 +228,10 @@ class EngineWorker:
     def _run(self) -> None:
         try:
             # The largest batch serves any number of requests, so clients do not wait for the others.
-            runs.warm_up(self._engine, sizes=self._engine.config.batch_buckets[-1:])
+            self._engine.warm_up(sizes=self._engine.config.batch_buckets[-1:])
+            self.busy_since = time.monotonic()
+            runs.first_rounds(self._engine)
+            self.busy_since = None
             self._before = self._engine.scheduler.acceptance
             prefixes = self._engine.scheduler.prefixes
             self._prefix_before = prefixes.num_queried, prefixes.num_found

@@ -71,10 +71,10 @@ def test_the_name_is_the_folders_unless_given(tmp_path):
 def test_the_chat_template_is_prepared_once_requests_are_served(make_engine, monkeypatch):
     """Its import would otherwise take a share of the time until the server is ready."""
     order, prepared = [], threading.Event()
-    warm_up = runs.warm_up
+    first_rounds = runs.first_rounds
 
-    def recorded_warm_up(engine, **options):
-        warm_up(engine, **options)
+    def recorded(engine):
+        first_rounds(engine)
         order.append("programs")
 
     def prepare(tokenizer):
@@ -82,7 +82,7 @@ def test_the_chat_template_is_prepared_once_requests_are_served(make_engine, mon
         prepared.set()
 
     engine = make_engine()
-    monkeypatch.setattr(runs, "warm_up", recorded_warm_up)
+    monkeypatch.setattr(runs, "first_rounds", recorded)
     monkeypatch.setattr(type(engine.tokenizer), "prepare_chat", prepare)
     server = LiveServer(engine)
     try:

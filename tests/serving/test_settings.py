@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from peagle_jax.config import ConfigError
-from serving.settings import Settings, engine_config, num_bytes
+from serving.option_types import num_bytes
+from serving.settings import Settings, engine_config
 from serving.sources import PREFIX, parser, resolve
 
 NAMES = list(Settings.model_fields)

@@ -1,0 +1,117 @@
+"""Types of options: how their values are written, and the rule of each."""
+
+import ipaddress
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+from pydantic_core import PydanticKnownError
+
+from peagle_jax import draft_schedule
+from peagle_jax.config import ConfigError
+
+
+def num_bytes(text: str) -> int:
+    """Bytes of a size such as "8GiB", "500MB" or "1073741824".
+
+    Raises:
+      ConfigError: `text` is not a size.
+    """
+    units = {"": 1, "b": 1} | {
+        f"{letter}{suffix}": base**power
+        for power, letter in enumerate("kmgt", start=1)
+        for suffix, base in (("b", 1000), ("ib", 1024))
+    }
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    is_size = match is not None and match[2] in units
+    size = float(match[1]) * units[match[2]] if is_size else math.inf
+    if math.isinf(size):  # no size, or one of more than 308 digits
+        raise ConfigError(f"{text!r} is not a size; write one as 8GiB or 500MB")
+    return int(size)
+
+
+def _rule(text: str, holds: Callable[..., bool]) -> AfterValidator:
+    """A validator that refuses values for which `holds` is false."""
+
+    def check(value):
+        if not holds(value):
+            raise ValueError(f"{value!r} must be {text}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _refuse_bool(value: object) -> object:
+    # Without this check pydantic accepts true as the number 1.
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _check_size(text: str) -> str:
+    num_bytes(text)
+    return text
+
+
+def _schedule_text(value: object) -> object:
+    # A YAML file may have the ranges as a list, with types that JSON does not have.
+    if not isinstance(value, list):
+        return value
+    try:
+        return json.dumps(draft_schedule.schedule_of(value))
+    except ConfigError as error:
+        raise ValueError(error.rule) from error
+
+
+def _check_schedule(text: str) -> str:
+    try:
+        return json.dumps(draft_schedule.parse(text))
+    except ConfigError as error:
+        raise ValueError(error.rule) from error
+
+
+Text = Annotated[str, _rule("left out or given", bool)]
+Size = Annotated[Text, AfterValidator(_check_size)]
+Schedule = Annotated[str, BeforeValidator(_schedule_text), AfterValidator(_check_schedule)]
+Url = Annotated[
+    Text,
+    _rule(
+        "a URL that begins with http:// or https://",
+        lambda url: url.startswith(("http://", "https://")),
+    ),
+]
+Int = Annotated[int, BeforeValidator(_refuse_bool)]
+Count = Annotated[Int, _rule("at least 1", lambda count: count >= 1)]
+Mebibytes = Annotated[Int, _rule("between 1 and 1024", lambda size: 1 <= size <= 1024)]
+Port = Annotated[Int, _rule("a port or 0", lambda port: 0 <= port < 65536)]
+PortOrNone = Annotated[Int, _rule("a port, 0 or -1", lambda port: -1 <= port < 65536)]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_refuse_bool),
+    _rule("0 or more seconds", lambda seconds: 0 <= seconds < math.inf),
+]
+MoreSeconds = Annotated[Seconds, _rule("above 0", lambda seconds: seconds > 0)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[address]:port". Port 0 is any free one.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    host, _, port = text.rpartition(":")
+    # The port after it is taken too, see `rpc.several_hosts`.
+    if not host or not port.isdecimal() or int(port) > 65534:
+        raise ValueError(f"coordinator={text!r} is no address; write HOST:PORT")
+    return host.strip("[]"), int(port)

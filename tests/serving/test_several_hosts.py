@@ -1,0 +1,247 @@
+"""One model on the devices of several processes: equal texts, and one end for all of them."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import yaml
+
+from bench.served import Served
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.checkpoint import load_head, load_target, save_head, save_target
+from peagle_jax.parallel.devices import Devices
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
+from serving.sources import resolve
+from tests import tiny
+from tests.programs import one_bucket
+from tests.waiting import LIMIT, eventually
+
+ROOT = Path(__file__).parents[2]
+SIZES = dict(num_layers=1, num_heads=6, num_kv_heads=6)  # two and three hosts can share them
+MAX_TOKENS = 20
+LENGTHS = (3, 19, 30, 9, 25)
+_LISTENS = re.compile(r"hosts connect to (\S+)")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A folder with "target" and "head"."""
+    folder = tmp_path_factory.mktemp("model")
+    save_target(tiny.target(**SIZES), folder / "target", dtype="float32")
+    head = tiny.head(**SIZES, num_taps=1, taps=(0,), trained_num_draft=3)
+    save_head(head, folder / "head", max_position=512, dtype="float32")
+    return folder
+
+
+@pytest.fixture
+def start(model, tmp_path):
+    """Starts the processes of some hosts; all are killed at the end."""
+    started: list[Served] = []
+
+    def process(name: str, *options: str) -> Served:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PEAGLE_")}
+        environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
+        started.append(Served(options, log=tmp_path / name, environment=environment))
+        return started[-1]
+
+    def hosts(count: int, *options: str, refused: Sequence[str] = ()) -> list[Served]:
+        """Host 0 and its followers; `refused`: options of a follower that is refused before."""
+        common = ["--model", str(model / "target"), "--tensor-parallel", str(count)]
+        common += ["--num-hosts", str(count), "--adaptive", "off", "--no-cache", *options]
+        common += ["--max-model-len", "64", "--prefill-chunk", "16"]
+        leader = process("host-0", *common, "--coordinator", "127.0.0.1:0")
+        eventually(lambda: listens_at(leader), "the leader listens")
+        common += ["--coordinator", listens_at(leader)]
+        if refused:
+            stranger = process("refused", *common, "--host-index", "1", *refused)
+            assert stranger.process.wait(LIMIT) == 2
+            assert "host 1 is refused: all hosts must be equal, and num_draft is" in stranger.text()
+            assert "Traceback" not in stranger.text()
+            assert leader.process.poll() is None
+        numbers = range(1, count)
+        return [leader, *(process(f"host-{i}", *common, "--host-index", str(i)) for i in numbers)]
+
+    yield hosts
+    for one in started:
+        one.process.send_signal(signal.SIGCONT)
+        one.__exit__()
+
+
+def listens_at(leader: Served) -> str | None:
+    leader.check(float("inf"), "listen for hosts")
+    found = _LISTENS.search(leader.text())
+    return found and found[1]
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(2, tiny.TARGET.vocab_size, length).tolist() for length in LENGTHS]
+
+
+@functools.cache
+def of_one_process(model: Path, num_devices: int, **config) -> list[list[int]]:
+    """Greedy texts of an engine over as many virtual devices."""
+    devices = Devices(num_devices)
+    target = load_target(model / "target", dtype="float32", devices=devices)
+    head = None
+    if config["num_draft"]:
+        head = load_head(model / "head", target.config, dtype="float32", devices=devices)
+    sizes = dict(max_model_len=64, prefill_chunk=16, tensor_parallel=num_devices)
+    engine = one_bucket(Engine(target, head, EngineConfig(**sizes, **config)))
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    return [done.tokens for done in engine.generate(prompts(), params)]
+
+
+def served(leader: Served) -> list[list[int]]:
+    """The same texts from a server, requested at once."""
+    stopping = pb.Stopping(max_tokens=MAX_TOKENS, ignore_eos=True)
+    with grpc.insecure_channel(leader.wait(LIMIT)) as channel:
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        calls = [
+            stub.GenerateOnce.future(
+                pb.GenerateRequest(tokens=pb.TokenIds(ids=ids), stopping=stopping), timeout=LIMIT
+            )
+            for ids in prompts()
+        ]
+        return [list(call.result().sequences[0].token_ids) for call in calls]
+
+
+class Load:
+    """One stream after the other, until they fail; `status` is that of the last."""
+
+    def __init__(self, leader: Served):
+        self.num_tokens, self.status = 0, None
+        address = leader.wait(LIMIT)
+        self._thread = threading.Thread(target=self._run, args=(address,), daemon=True)
+        self._thread.start()
+        eventually(lambda: self.num_tokens > 50, "tokens flow")
+
+    def _run(self, address: str) -> None:
+        request = pb.GenerateRequest(
+            tokens=pb.TokenIds(ids=[5, 6, 7]), stopping=pb.Stopping(max_tokens=50, ignore_eos=True)
+        )
+        with grpc.insecure_channel(address) as channel:
+            stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+            try:
+                while True:
+                    for delta in stub.Generate(request, timeout=LIMIT):
+                        self.num_tokens += len(delta.token_ids)
+            except grpc.RpcError as error:
+                self.status = error.code()
+
+    def wait(self) -> grpc.StatusCode | None:
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive()
+        return self.status
+
+
+def ends(host: Served) -> tuple[int, str]:
+    """Exit code, and the log line that gives the reason."""
+    code = host.process.wait(LIMIT)
+    lines = [line for line in host.text().splitlines() if "ends with exit code" in line]
+    assert len(lines) == 1, host.text()
+    assert f"ends with exit code {code}: " in lines[0]
+    return code, lines[0]
+
+
+def test_the_manifest_gives_every_host_its_options():
+    lines = (ROOT / "deploy/several-hosts.yaml").read_text()
+    group, *_ = yaml.safe_load_all(lines)
+    templates = group["spec"]["leaderWorkerTemplate"]
+    found = []
+    for index, name in enumerate(("leaderTemplate", "workerTemplate")):
+        container = templates[name]["spec"]["containers"][0]
+        assert ("readinessProbe" in container) == (index == 0)
+        text = " ".join(container["args"])
+        variables = {
+            "GROUP_SIZE": templates["size"],
+            "WORKER_INDEX": index,
+            "LEADER_ADDRESS": "peagle-0",
+        }
+        for variable, value in variables.items():
+            text = text.replace(f"$(LWS_{variable})", str(value))
+        settings, _ = resolve(text.split())
+        assert settings.devices_per_host == container["resources"]["limits"]["nvidia.com/gpu"]
+        found.append((settings.host_index, settings.coordinator))
+    assert found == [(0, "peagle-0:7000"), (1, "peagle-0:7000")]
+
+
+PLAIN = ("--method", "none", "--max-num-seqs", "1")
+
+
+def test_two_hosts_write_the_text_of_one_process(start, model):
+    leader, follower = start(2, *PLAIN)
+    assert served(leader) == of_one_process(model, 2, num_draft=0, max_num_seqs=1)
+    leader.process.terminate()
+    assert [ends(host)[0] for host in (leader, follower)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_drafts_and_preemption_change_nothing_and_a_killed_follower_ends_the_leader(start, model):
+    """The five pages of 16 tokens hold one or two of the requests."""
+    page = 2 * 2 * 4 * 16 * SIZES["num_heads"] // 2 * 8  # bytes of one device, target and head
+    options = ["--drafter", str(model / "head"), "--num-speculative-tokens", "3"]
+    options += ["--max-num-seqs", "4", "--kv-cache-memory", f"{6 * page}B"]
+    leader, follower = start(2, *options)
+    wanted = of_one_process(model, 2, num_draft=3, max_num_seqs=4)
+    assert served(leader) == wanted
+    assert wanted == of_one_process(model, 2, num_draft=0, max_num_seqs=4)
+    with grpc.insecure_channel(leader.address) as channel:
+        stats = peagle_v1_pb2_grpc.GenerationStub(channel).GetStats(pb.GetStatsRequest())
+    assert stats.preemptions > 0
+    load = Load(leader)
+    follower.process.kill()
+    code, line = ends(leader)
+    assert code == 70
+    assert "host 1 (" in line
+    assert "its connection broke" in line
+    assert load.wait() is not None
+
+
+@pytest.mark.slow
+def test_a_killed_leader_ends_its_follower(start):
+    leader, follower = start(2, *PLAIN)
+    load = Load(leader)
+    leader.process.kill()
+    code, line = ends(follower)
+    assert code == 70
+    assert "host 0" in line
+    assert load.wait() is not None
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_all(start):
+    leader, follower = start(2, *PLAIN, "--hosts-seconds", "5")
+    load = Load(leader)
+    follower.process.send_signal(signal.SIGSTOP)
+    code, line = ends(leader)
+    assert code == 71
+    assert "host 1 has been silent for 5 s" in line or "no result within 5 s" in line
+    assert load.wait() is not None
+    follower.process.send_signal(signal.SIGCONT)
+    assert ends(follower)[0] in (70, 71)
+
+
+@pytest.mark.slow
+def test_three_hosts_stop_when_one_is_told_to(start, model):
+    leader, *followers = start(3, *PLAIN, refused=["--num-speculative-tokens", "5"])
+    assert served(leader) == of_one_process(model, 3, num_draft=0, max_num_seqs=1)
+    followers[0].process.terminate()
+    assert [ends(host)[0] for host in (leader, *followers)] == [0, 0, 0]
+
+
+def test_a_host_outside_of_loopback_needs_a_token(model):
+    options = ["--tensor-parallel", "2", "--num-hosts", "2", "--coordinator", "10.0.0.1:7000"]
+    command = ["python", "-m", "serving", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "needs hosts_token_file" in done.stderr
