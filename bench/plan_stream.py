@@ -32,7 +32,7 @@ def measure(num_words: int, num_followers: int) -> tuple[float, float, float]:
     Args:
       num_words: int32 numbers of the plan; 0: it is not sent again.
     """
-    leader = Leader(num_followers + 1, {}, tokens=(), seconds=60.0, fate=Fate(0))
+    leader = Leader(num_followers + 1, {}, tokens=(), seconds=60.0, fate=Fate(0, _wait))
     address = f"127.0.0.1:{leader.start('127.0.0.1', 0)}"
     arrived: queue.SimpleQueue[float] = queue.SimpleQueue()
     follower = SimpleNamespace(perform=lambda call: arrived.put(time.perf_counter()))

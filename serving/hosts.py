@@ -117,7 +117,8 @@ class Fate:
         write("host %d ends with exit code %d: %s", self._host, code, reason, extra={"kind": None})
         if tell is not None:
             tell(code, reason)
-        logging.shutdown()
+        for handler in logging.getLogger().handlers:
+            handler.flush()
         self._leave(code)
 
     def catch_aborts(self) -> None:

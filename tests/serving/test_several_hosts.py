@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -241,7 +242,7 @@ def test_three_hosts_stop_when_one_is_told_to(start, model):
 
 def test_a_host_outside_of_loopback_needs_a_token(model):
     options = ["--tensor-parallel", "2", "--num-hosts", "2", "--coordinator", "10.0.0.1:7000"]
-    command = ["python", "-m", "serving", *options]
+    command = [sys.executable, "-m", "serving", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "needs hosts_token_file" in done.stderr
