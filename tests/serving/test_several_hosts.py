@@ -65,7 +65,10 @@ def start(model, tmp_path):
         if refused:
             stranger = process("refused", *common, "--host-index", "1", *refused)
             assert stranger.process.wait(LIMIT) == 2
-            assert "host 1 is refused: all hosts must be equal, and num_draft is" in stranger.text()
+            assert (
+                "host 1 is refused: all hosts must be equal, and max_num_seqs is 2"
+                in stranger.text()
+            )
             assert "Traceback" not in stranger.text()
             assert leader.process.poll() is None
         numbers = range(1, count)
@@ -234,7 +237,7 @@ def test_a_process_that_hangs_ends_all(start):
 
 @pytest.mark.slow
 def test_three_hosts_stop_when_one_is_told_to(start, model):
-    leader, *followers = start(3, *PLAIN, refused=["--num-speculative-tokens", "5"])
+    leader, *followers = start(3, *PLAIN, refused=["--max-num-seqs", "2"])
     assert served(leader) == of_one_process(model, 3, num_draft=0, max_num_seqs=1)
     followers[0].process.terminate()
     assert [ends(host)[0] for host in (leader, *followers)] == [0, 0, 0]
