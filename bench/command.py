@@ -35,7 +35,18 @@ def list_of_positive(text: str) -> tuple[int, ...]:
     return tuple(sorted({positive(item) for item in text.split(",")}))
 
 
-def _methods(text: str) -> tuple[str, ...]:
+class _Joined(argparse.Action):
+    """Values of a list that was typed with commas, spaces or both between them."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        joined = [value for some in values for value in some]
+        if self.type is not list_of_methods:
+            joined.sort()
+        setattr(namespace, self.dest, tuple(dict.fromkeys(joined)))
+
+
+def list_of_methods(text: str) -> tuple[str, ...]:
+    """Names of methods with commas between them."""
     names = text.split(",")
     unknown = sorted(set(names) - set(METHODS))
     if unknown:
@@ -103,6 +114,8 @@ def _flags(name: str, one: _Option) -> list[str]:
 
 def _arguments(field: dataclasses.Field, one: _Option) -> dict[str, Any]:
     arguments = dict(one.arguments, help=one.help.replace("%", "%%"))
+    if arguments.get("type") in (list_of_positive, list_of_methods):
+        arguments |= dict(nargs="+", action=_Joined)
     if field.default is MISSING:
         return arguments | ({} if one.positional else {"required": True})
     if field.default is False:
@@ -186,7 +199,7 @@ class RowOptions(RowFileOptions):
 
 def methods_option(default: tuple[str, ...]) -> Any:
     return option(
-        "methods to run: none (plain decoding), eagle3, peagle", default=default, group="model", type=_methods,
+        "methods to run: none (plain decoding), eagle3, peagle", default=default, group="model", type=list_of_methods,
         metavar="M,M",
     )  # fmt: skip
 

@@ -19,7 +19,10 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     """Parses a whole number of at least 1."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number") from error
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value

@@ -12,6 +12,8 @@ from bench.command import (
     check_num_drafts,
     check_preset,
     dtype_option,
+    list_of_methods,
+    list_of_positive,
     option,
     positive,
     rows_file,
@@ -27,14 +29,14 @@ class Options(RowOptions):
     weights: str = option("source of the weights", default="random", choices=("random",))
     layers: int | None = option("the first N layers only", default=None, type=positive, metavar="N")
     method: tuple[str, ...] = option(
-        "methods to time", default=METHODS, nargs="+", choices=METHODS, metavar="METHOD"
+        "methods to time", default=METHODS, type=list_of_methods, metavar="M,M"
     )
     k: tuple[int, ...] = option(
-        "numbers of drafts per round; 7 without it", default=(), short="-K", nargs="+", type=positive,
-        metavar="K",
+        "numbers of drafts per round; 7 without it", default=(), short="-K", type=list_of_positive,
+        metavar="K,K",
     )  # fmt: skip
     concurrency: tuple[int, ...] = option(
-        "requests at once", default=(1, 8, 32), nargs="+", type=positive, metavar="N"
+        "requests at once", default=(1, 8, 32), type=list_of_positive, metavar="N,N"
     )
     presence_penalty: float = option(
         "of all requests: measures rounds with sampling controls; rows of the kind controlled-step",
@@ -53,7 +55,7 @@ class Options(RowOptions):
     adaptive: tuple[str, ...] = adaptive_option()
     rows: tuple[int, ...] = option(
         "also time ragged rounds, which verify N drafts of each request on average, at most K - 1", default=(),
-        nargs="+", type=positive, metavar="N",
+        type=list_of_positive, metavar="N,N",
     )  # fmt: skip
     prompt_tokens: int = option("tokens per prompt", default=512, type=positive, metavar="N")
     max_tokens: int = option("new tokens per prompt", default=512, type=positive, metavar="N")

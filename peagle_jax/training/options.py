@@ -219,7 +219,12 @@ def _add_drafter(commands):
     shape = parser.add_argument_group("head (default: the target's shape)")
     shape.add_argument("--layers", type=int, help="default 4 for peagle, 1 for eagle3")
     shape.add_argument("--intermediate-size", type=int)
-    shape.add_argument("--taps", type=int, nargs="+", help="layer ids; default 2, L/2, L-3")
+    shape.add_argument(
+        "--taps",
+        type=int,
+        nargs="+",
+        help="layer ids with spaces between them, as 1 4 7; default 2, L/2, L-3",
+    )
     shape.add_argument("--mask-token-id", type=int, help="peagle; default that of `data`")
     shape.add_argument(
         "--freeze-lm-head", action="store_true", help="keep the target's unembedding"

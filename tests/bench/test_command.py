@@ -55,6 +55,30 @@ def test_examples_are_valid(name, example):
     hash(options)
 
 
+@pytest.mark.parametrize(
+    "command", ["decode-step --preset llama-3.1-8b", "throughput", "acceptance"]
+)
+@pytest.mark.parametrize("typed", ["3,7", "3 7", "7 3", "3,7 3"])
+def test_lists_have_commas_or_spaces_between_their_numbers(command, typed):
+    assert parse(f"{command} -K {typed}").k == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("throughput -K many", "'many' must be a whole number"),
+        ("throughput -K 3,,7", "'' must be a whole number"),
+        ("decode-step --preset llama-3.1-8b --method eagle", "unknown method 'eagle'"),
+        ("throughput --concurrency 0", "0 is not positive"),
+    ],
+)
+def test_a_wrong_list_is_refused_by_its_wrong_item(line, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(line)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_options_are_typed_and_have_their_defaults():
     assert parse("decode-step --preset llama-3.1-8b -K 3 7 --profile") == DecodeStepOptions(
         preset="llama-3.1-8b", k=(3, 7), profile=""
