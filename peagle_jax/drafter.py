@@ -27,9 +27,9 @@ from peagle_jax.layers import (
     kept,
     rope_angles,
 )
-from peagle_jax.parallel import vocabulary
+from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.sampling import draft_keys, probabilities, sample_rows
-from peagle_jax.selector import CANDIDATES, Selector, rows_of, sampled_walk, top, walk
+from peagle_jax.selector import Selector, candidates, rows_of, sampled_walk, walk
 from peagle_jax.survival import confidence_of
 
 
@@ -169,7 +169,8 @@ class DraftHead(nnx.Module):
         unembedding = (owner.embed if owner.lm_head is None else owner.lm_head).weight[...]
         embedded = embed(self.to_target_ids(candidates[:, :-1]))
         normed = self.norm(hidden[:, 1:])
-        edges = self.selector(embedded, normed, unembedding[candidates[:, 1:]])
+        score = lambda columns: self.selector(embedded, normed, columns)
+        edges = vocabulary.by_columns(score, unembedding, candidates[:, 1:])
         return jnp.pad(edges, ((0, 0), (1, 0), (0, 0), (0, 0)))
 
     def feedback(self, hidden: jax.Array) -> jax.Array:
@@ -271,9 +272,8 @@ def candidate_scores(
     Returns:
       (draft ids [B, J, C], scores [B, J, C, C] of candidate b, the last axis, after candidate a).
     """
-    candidates = top(logits, min(CANDIDATES, logits.shape[-1]))
-    at = jnp.take_along_axis(logits, candidates, axis=-1)
-    return candidates, at[..., None, :] + head.edges(target, out, candidates)
+    ids, at = candidates(logits, head.config.draft_vocab_size)
+    return ids, at[..., None, :] + head.edges(target, out, ids)
 
 
 def _select(
@@ -283,17 +283,20 @@ def _select(
 
     The confidence is the largest probability of a draft given the drafts before it.
     """
-    candidates, scores = candidate_scores(head, target, out, logits)
-    ids = head.to_target_ids(candidates)
+    found, scores = candidate_scores(head, target, out, logits)
+    ids = head.to_target_ids(found)
     chosen = lambda taken: jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
+    with partition.over(1):  # all devices have all candidates
+        if sampling == "argmax":
+            taken = walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+        else:
+            taken, laws = sampled_walk(scores, inputs.temperature, _keys(inputs, positions))
+        confidence = confidence_of(rows_of(scores, taken))
     if sampling == "argmax":
-        taken = walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
-        return Proposal(chosen(taken), None, confidence_of(rows_of(scores, taken)))
-    taken, laws = sampled_walk(scores, inputs.temperature, _keys(inputs, positions))
-    B, J = taken.shape
-    rows = jnp.arange(B)[:, None, None], jnp.arange(J)[:, None]
-    probs = jnp.zeros((B, J, head.config.vocab_size), jnp.float32).at[*rows, ids].set(laws)
-    return Proposal(chosen(taken), probs, confidence_of(rows_of(scores, taken)))
+        return Proposal(chosen(taken), None, confidence)
+    return Proposal(
+        chosen(taken), vocabulary.scattered(ids, laws, head.config.vocab_size), confidence
+    )
 
 
 def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache]):

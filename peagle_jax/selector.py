@@ -24,6 +24,7 @@ from flax import nnx
 
 from peagle_jax.config import DrafterConfig
 from peagle_jax.layers import INIT_STD, Linear
+from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.sampling import probabilities, sample_rows
 
 CANDIDATES = 16
@@ -81,6 +82,22 @@ def top(values: jax.Array, count: int) -> jax.Array:
     values = jnp.where(values == values, values, -jnp.inf)
     # XLA compiles ranks of few thousand values for minutes, and sorts these fast enough.
     return jax.lax.top_k(values, count)[1] if values.shape[-1] <= _FEW else _in_tiles(values, count)
+
+
+def candidates(logits: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """Ids [..., C] int32 and logits [..., C] of the likeliest tokens, largest first, as `top` orders them.
+
+    With several devices each finds the likeliest of its columns [..., w], and all choose among these.
+    """
+    count, width = min(CANDIDATES, vocab_size), logits.shape[-1]
+    ids = top(logits, min(count, width))
+    values = jnp.take_along_axis(logits, ids, axis=-1)
+    if (n := partition.size()) == 1:
+        return ids, values
+    ids = ids + partition.rank() * width
+    ids, values = (vocabulary.whole(x, n * x.shape[-1]) for x in (ids, values))
+    best = top(values, count)  # ties: the lower rank comes first, and has the lower ids
+    return tuple(jnp.take_along_axis(x, best, axis=-1) for x in (ids, values))
 
 
 def _in_tiles(values: jax.Array, count: int) -> jax.Array:

@@ -12,7 +12,6 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.draft_schedule import NGRAM_DRAFTS, NGRAM_LONGEST
 from peagle_jax.ngram import lookup
-from peagle_jax.parallel.shares import check_drafting
 from tests import programs, tiny
 from tests.programs import one_bucket
 
@@ -197,4 +196,4 @@ def test_sampled_output_has_the_targets_law(drafts, num_cases):
 )
 def test_what_ngrams_exclude_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
-        check_drafting(None, EngineConfig(**changes))
+        EngineConfig(**changes)

@@ -38,7 +38,7 @@ from peagle_jax.models import Decoder
 from peagle_jax.ngram import NgramDrafter
 from peagle_jax.parallel import replicas
 from peagle_jax.parallel.devices import Devices
-from peagle_jax.parallel.shares import check_drafting, check_shares
+from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.step import AcceptRule, StepOutput
 from peagle_jax.text import StopChecker, Tokenizer
@@ -82,7 +82,6 @@ class Engine:
         for model in (target, head):
             if model is not None:
                 check_shares(model.config, devices.count)
-        check_drafting(None if head is None else head.config, config)
         target, head = devices.placed(target), devices.placed(head)
         limit = min(config.max_model_len, target.config.max_position)
         config = replace(config, max_model_len=limit)

@@ -12,7 +12,6 @@ from peagle_jax.config import (
     AttentionConfig,
     ConfigError,
     DrafterConfig,
-    EngineConfig,
     TargetConfig,
 )
 
@@ -130,19 +129,6 @@ def check_shares(config: TargetConfig | DrafterConfig, num_devices: int) -> None
             raise _refusal(f"{name} has {count} {what}, {_uneven(num_devices)}")
 
 
-def check_drafting(head: DrafterConfig | None, config: EngineConfig) -> None:
-    """Refuses what drafting does on one device only.
-
-    Raises:
-      ConfigError: a selector or n-gram drafts, with several devices.
-    """
-    if config.tensor_parallel > 1 and config.ngram:
-        raise _refusal("n-gram drafts are found on one device only; leave ngram out")
-    if config.tensor_parallel > 1 and head is not None and head.selector_rank and config.selector:
-        rule = "the draft head has a selector, which runs on one device only; use --no-selector"
-        raise _refusal(rule)
-
-
 def _check_heads(name: str, config: AttentionConfig, num_devices: int) -> None:
     N, K = config.num_heads, config.num_kv_heads
     if N % num_devices:
@@ -178,6 +164,8 @@ def cut_of(
       ConfigError: a share would begin or end within a block of 128 rows or columns that has one scale.
     """
     module, leaf = (path[-2] if len(path) > 1 else ""), path[-1]
+    if path[0] == "selector":
+        return None
     if module in ("embed", "lm_head"):
         return Cut(0, (Part(shape[0], 1),), vocabulary_rows(shape[0], num_devices))
     if leaf == "sinks":

@@ -120,6 +120,37 @@ def at_tokens(rows: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.take_along_axis(found, (tokens // width)[None], axis=0)[0]
 
 
+def by_columns(f: Callable, weight: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`f(weight[tokens])`, where each column of the result comes from the row of one token.
+
+    Each device computes the columns of its own rows, and the values travel instead of the rows.
+
+    Args:
+      f: function from rows [..., C, D] to values [..., A, C].
+      weight: [w, D], this device's rows.
+      tokens: [..., C] int32.
+    """
+    if partition.size() == 1:
+        return f(weight[tokens])
+    rows = weight.shape[0]
+    found = gathered(f(weight[jnp.clip(tokens - partition.rank() * rows, 0, rows - 1)]))
+    owner = jnp.broadcast_to((tokens // rows)[..., None, :], found.shape[1:])
+    return jnp.take_along_axis(found, owner[None], axis=0)[0]
+
+
+def scattered(tokens: jax.Array, values: jax.Array, vocab_size: int) -> jax.Array:
+    """Rows [..., w] with `values` [..., C] at `tokens` [..., C] int32 and 0 elsewhere."""
+    n = partition.size()
+    width = vocabulary_rows(vocab_size, n)
+    if n > 1:
+        tokens = tokens - partition.rank() * width
+        tokens = jnp.where(tokens < 0, width, tokens)  # a negative index would count from the end
+    rows = jnp.zeros((values.size // values.shape[-1], width), values.dtype)
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    at = (jnp.arange(len(rows))[:, None], flat(tokens))
+    return rows.at[at].set(flat(values), mode="drop").reshape(*values.shape[:-1], width)
+
+
 def by_rows(f: Callable, logits: jax.Array, *values: jax.Array):
     """`f(logits, *values)`, where `f` computes each row by itself and needs the row's whole vocabulary.
 

@@ -17,6 +17,7 @@ from peagle_jax.engine.round_shapes import greedy_shapes
         (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),
         (dict(activations="fp8", tensor_parallel=2), "activations=fp8 runs on one device"),
         (dict(check_replicas=True), "set tensor_parallel above 1"),
+        (dict(ngram=6, tensor_parallel=2), "on one device only"),
         (dict(ngram=6, adaptive="load"), "set adaptive to off"),
         (dict(draft_schedule=[[1, 8, 3]], adaptive="survival"), "leave one of the two out"),
     ],

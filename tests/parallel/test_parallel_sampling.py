@@ -86,3 +86,16 @@ def test_ragged_rounds_on_two_devices_write_the_text_of_one():
     check_equal(
         completions(2, head, adaptive="survival"), completions(1, head, adaptive="survival")
     )
+
+
+@pytest.mark.sampled(0, slow=2)
+@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
+@pytest.mark.parametrize("draft_vocab_size", [50, tiny.TARGET.vocab_size])
+def test_a_selector_chooses_the_drafts_of_one_device(draft_sampling, draft_vocab_size):
+    """Drafts, and with them the acceptance of each position, are equal too: sampled ones by their laws."""
+    head = tiny.head("selector", **HEADS, draft_vocab_size=draft_vocab_size)
+    two, one = (completions(n, head, draft_sampling=draft_sampling) for n in (2, 1))
+    check_equal(two, one)
+    counts = [(done.rounds, done.accepted_per_position) for done in one]
+    assert [(done.rounds, done.accepted_per_position) for done in two] == counts
+    assert sum(done.accepted for done in one) > 0

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from peagle_jax.config import ConfigError, EngineConfig, ExpertsConfig
+from peagle_jax.config import ConfigError, ExpertsConfig
 from peagle_jax.parallel.shares import (
     Cut,
     Part,
-    check_drafting,
     check_shares,
     cut_of,
     local_attention,
@@ -133,13 +132,10 @@ def test_what_does_not_divide_is_refused_by_name(changes, count, message):
     assert f"{count} devices" in str(raised.value)
 
 
-def test_a_selector_is_refused_until_it_is_turned_off():
-    config, head = EngineConfig(tensor_parallel=2), replace(tiny.HEAD, selector_rank=8)
-    with pytest.raises(ConfigError, match="use --no-selector"):
-        check_drafting(head, config)
-    check_drafting(head, replace(config, selector=False))
-    check_drafting(head, replace(config, tensor_parallel=1))
-    check_drafting(tiny.HEAD, config)
+def test_a_selector_is_whole_on_each_device():
+    config = replace(tiny.HEAD, selector_rank=8)
+    for name, shape in (("previous", (8, 32)), ("hidden", (8, 32)), ("out", (32, 8))):
+        assert cut_of(config, ("selector", name, "weight"), shape, shape, 2) is None
 
 
 def test_a_head_that_does_not_divide_is_refused_by_name():

@@ -11,6 +11,7 @@ from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.parallel.partition import AXIS
 from peagle_jax.parallel.shares import vocabulary_rows
 from peagle_jax.plan import RequestParams
+from peagle_jax.selector import candidates
 from peagle_jax.verify import largest, verify
 
 V = 43
@@ -64,6 +65,17 @@ def test_tokens_are_found_on_their_devices(count):
     tokens = jnp.array([0, 42, 31, 32, 7])
     found = on_devices(count, vocabulary.at_tokens, logits, tokens)
     np.testing.assert_array_equal(found, vocabulary.at_tokens(logits, tokens))
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_candidates_of_a_selector_are_those_of_the_whole_row(count, num_cases):
+    """Also where a device has fewer columns than there are candidates."""
+    for case in range(num_cases("rows with ties over devices", 4)):
+        logits = rows_with_ties(np.random.default_rng(case))
+        found = on_devices(count, lambda x: candidates(x, V), logits)
+        for one, other in zip(found, candidates(logits, V), strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert (found[0] < V).all()
 
 
 def rules(rows: int, **changes) -> RequestParams:
