@@ -4,6 +4,7 @@ Element (a, d), slot p = a + d, drafts x_{p+2}; its label is the target's output
 p + 1. P-EAGLE trains all sampled elements in one pass; EAGLE-3 unrolls its feedback.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,8 +68,8 @@ class DrafterOptions:
             raise ConfigError("--sharpen must be above 0, weights of depths not below it")
         if not 0 <= self.repeat_weight <= 1:
             raise ConfigError("--repeat-weight is a share, between 0 and 1")
-        if self.noise < 0:
-            raise ConfigError("--noise must not be negative")
+        if not 0 <= self.noise < math.inf:
+            raise ConfigError("--noise must be 0 or a finite number above it")
         if self.weights == "dpace" and self.elements != "texts":
             raise ConfigError("--weights dpace needs whole chains: add --elements texts")
         if self.elements == "texts" and (self.segments > 1 or self.query_chunk):
