@@ -84,7 +84,7 @@ def rows(out: Path, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "stage", ["target", "peagle", pytest.param("eagle3", marks=pytest.mark.exhaustive)]
+    "stage", ["target", "peagle", pytest.param("eagle3", marks=pytest.mark.slow)]
 )
 def test_the_losses_fall(recipe, stage):
     out = recipe.run(stage)
@@ -101,7 +101,7 @@ def test_the_losses_fall(recipe, stage):
         assert {"accuracy_0", "accuracy_2", "acceptance_length"} <= heldout[0].keys()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_selector_learns_and_leaves_the_head_as_it_is(recipe):
     trained = rows(recipe.run("selector"), "train")
     assert trained[-1]["loss"] < trained[0]["loss"]
