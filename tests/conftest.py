@@ -168,7 +168,8 @@ def covering(items: list, others: list, number: int) -> list:
     other has, and of these one whose values are rarest among them."""
 
     def values(item) -> set:
-        return set(item.callspec.indices.items()) if hasattr(item, "callspec") else set()
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return {(name, repr(value)) for name, value in params.items()}
 
     seen = Counter(value for item in others for value in values(item))
     left, chosen = list(items), []

@@ -239,7 +239,7 @@ def test_bfloat16_differs_only_at_ties(target):
             assert best - second < 0.1, f"parted at token {parted[0]} without a tie"
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("drafts", ["block", "sample", "argmax"])
 @pytest.mark.parametrize("method", ["selector", "peagle", "eagle3"])
 def test_sampled_output_has_the_targets_law(method, drafts, num_cases):

@@ -9,6 +9,9 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
+MARKS = {"conversion": pytest.mark.exhaustive}
+"""`tests/convert` tests what this notebook shows, which takes a minute."""
+
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -20,8 +23,13 @@ def kernel(tmp_path, monkeypatch) -> str:
     return "this-interpreter"
 
 
-@pytest.mark.slow
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, pytest.mark.slow))
+        for path in NOTEBOOKS
+    ],
+)
 def test_notebook_runs(path, kernel):
     notebook = nbformat.read(path, as_version=4)
     folder = {"metadata": {"path": str(path.parent)}}

@@ -182,7 +182,7 @@ def test_a_cpu_compiles_fewer_values_of_k(platform):
     assert (len(round_shapes(config)) == 3) == is_cpu
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", ["AMD", "Intel"])
 def test_an_engine_of_references_writes_the_text_of_a_cpu(name, reference_text):
     """The device of a plugin that is not here decides as if it were: dispatch, and what depends on it."""

@@ -79,7 +79,7 @@ def engine(request) -> Engine:
     return one_bucket(Engine(tiny.target(), head, config(**drafts)))
 
 
-@pytest.mark.sampled(2, slow=2)
+@pytest.mark.sampled(2, slow=1)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_answers_after_a_hit_are_those_of_a_cold_engine(engine, sampling):
     """Texts part before, at and after a page's end, and within the output."""
@@ -159,7 +159,7 @@ def test_rows_of_one_call_share_a_beginning(windowed):
     assert [one.tokens for one in done] == [one.tokens for one in alone]
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
 def test_trained_heads_are_as_good_after_a_hit(method, sampling):

@@ -121,7 +121,7 @@ def check_same(got, want) -> None:
         assert np.array_equal(getattr(state.survival, name), getattr(other.survival, name)), name
 
 
-@pytest.mark.sampled(1, slow=1)
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize(
     ("family", "method", "draft_sampling"),
     [
@@ -164,7 +164,7 @@ def test_unverified_and_padding_rows_write_no_page_of_a_sequence():
         assert all(np.array_equal(a[free], b[free]) for a, b in zip(old, new, strict=True))
 
 
-@pytest.mark.sampled(1, slow=1)
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("num_rows", [5, 0, 2, 11])
 def test_a_round_verifies_the_drafts_that_are_likeliest_to_stand(num_rows):
     rounds = rounds_of("llama", "peagle", "argmax")

@@ -4,6 +4,8 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from tests.conftest import OTHER_SUITE, covering
 
 ROOT = Path(__file__).parents[1]
@@ -11,22 +13,29 @@ ROOT = Path(__file__).parents[1]
 
 def cases(**sizes: int) -> list[SimpleNamespace]:
     """Items of a test with these parameters: name=number of values."""
-    indices = [
+    params = [
         dict(zip(sizes, one, strict=True)) for one in itertools.product(*map(range, sizes.values()))
     ]
-    return [SimpleNamespace(callspec=SimpleNamespace(indices=one)) for one in indices]
+    return [SimpleNamespace(callspec=SimpleNamespace(params=one)) for one in params]
 
 
 def values(items: list[SimpleNamespace]) -> set:
-    return {value for item in items for value in item.callspec.indices.items()}
+    return {value for item in items for value in item.callspec.params.items()}
 
 
 def test_few_cases_have_each_value_of_each_parameter():
     items = cases(family=8, devices=3)
     chosen = covering(items, [], 8)
     assert values(chosen) == values(items)
-    numbers = [item.callspec.indices["devices"] for item in chosen]
+    numbers = [item.callspec.params["devices"] for item in chosen]
     assert sorted(map(numbers.count, range(3))) == [2, 3, 3]
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("second", [1, 2])
+def test_pytest_says_which_values_a_case_has(request, first, second):
+    """Its `indices` count the cases instead, whatever their values."""
+    assert request.node.callspec.params == {"first": first, "second": second}
 
 
 def test_values_of_the_default_suite_are_chosen_last():

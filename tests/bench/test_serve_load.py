@@ -96,7 +96,7 @@ def tiny_server(folders, monkeypatch, tmp_path):
     return ["--", *folders.options(), *sizes]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_load_with_cancels_and_deadlines_ends_every_request(tiny_server, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     argv = [

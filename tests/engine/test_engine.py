@@ -360,7 +360,7 @@ def mixed_workload(engine: Engine) -> None:
     assert all(request.is_finished for request in requests)
 
 
-@pytest.mark.sampled(1, slow=1)
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("kind", ["K by batch size", "peagle", "none"])
 def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
     head = None if kind == "none" else tiny.head()

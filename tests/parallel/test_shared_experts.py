@@ -59,9 +59,9 @@ def projection(form: str, shape: tuple[int, ...], seed: int) -> ExpertWeights:
         ("fp8", 11, "reference"),
         ("mxfp4", 11, "reference"),
         *[
-            pytest.param(form, rows, "mosaic_gpu", marks=pytest.mark.slow)
+            pytest.param(form, rows, "mosaic_gpu", marks=mark)
             for form in ("bf16", "fp8", "mxfp4")
-            for rows in (5, 70)
+            for rows, mark in ((5, pytest.mark.exhaustive), (70, pytest.mark.slow))
         ],
     ],
 )

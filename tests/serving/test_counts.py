@@ -120,7 +120,7 @@ def over_vllm(server: LiveServer, fields: dict) -> Told:
     return Told(whole.completion_tokens, whole.spec_accepted_tokens, rejected)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, slow=4)
 @pytest.mark.parametrize("ask", [over_http, over_peagle, over_vllm])
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 7, 96, None])
 def test_a_perfect_drafter_is_credited_with_what_it_emitted(server, text, ask, max_tokens):

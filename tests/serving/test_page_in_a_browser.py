@@ -358,7 +358,7 @@ def test_without_a_token_the_page_says_what_it_needs(server, driver, tmp_path):
         driver.switch_to.window(driver.window_handles[0])
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_the_page_fits_its_window(page, size, is_dark):

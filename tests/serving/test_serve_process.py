@@ -215,7 +215,7 @@ def test_a_signal_while_it_compiles_ends_it(serve):
     assert server.stop(LIMIT) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_embedded_model_is_soon_served(environment, tmp_path):
     """On two idle cores after 9 s, or 5 s once programs lie in the cache."""
     environment = {name: value for name, value in environment.items() if name != "XLA_FLAGS"}
