@@ -10,9 +10,10 @@ from serving.http.chat import Chat
 from serving.http.dialect import ANTHROPIC
 from serving.http.messages_fields import MessagesFields, PromptFields
 from serving.http.route import Call, Caller, Encode, Route
+from serving.http.structured import format_names
 from serving.stream import Delta, Finish, Stream
 
-_SPELLING = {"stop": "stop_sequences"}
+_SPELLING = {"stop": "stop_sequences", **format_names("output_config.format")}
 _REASONS = {"length": "max_tokens", "stop": "end_turn", "abort": "end_turn"}
 
 

@@ -160,7 +160,7 @@ def read_params(
       ServiceError: INVALID_ARGUMENT names a field.
     """
     structured, spelling["structured"] = read_structured(
-        fields.response_format, fields.structured_outputs
+        fields.response_format, fields.structured_outputs, spelling
     )
     return sampling_params(
         spelling,

@@ -9,10 +9,11 @@ from serving.http.chat import Chat
 from serving.http.dialect import RESPONSES
 from serving.http.responses_fields import ResponsesFields
 from serving.http.route import Call, Caller, Encode, Route
+from serving.http.structured import format_names
 from serving.stream import Delta, Finish, Stream
 from serving.tools import call_id
 
-_SPELLING = {"max_tokens": "max_output_tokens", "prompt": "input"}
+_SPELLING = {"max_tokens": "max_output_tokens", "prompt": "input", **format_names("text.format")}
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _TEXT_EVENTS = {
     "reasoning": "response.reasoning_text",

@@ -1,6 +1,6 @@
 """Constraints in requests: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, FailFast, Field
@@ -61,15 +61,30 @@ def guided(key: str) -> Any:
     return Annotated[Any, BeforeValidator(check)]
 
 
+def format_names(field: str) -> dict[str, str]:
+    """Names of the parts of `response_format` on a route where the format stands in `field`, with its schema beside
+    its type."""
+    return {
+        "response_format": field,
+        "response_format.type": f"{field}.type",
+        "response_format.json_schema": field,
+    }
+
+
 def read_structured(
-    response_format: ResponseFormat | None, outputs: StructuredOutputs | None
+    response_format: ResponseFormat | None,
+    outputs: StructuredOutputs | None,
+    spelling: Mapping[str, str],
 ) -> tuple[Structured | None, str]:
     """The constraint of a request, and the field it comes from.
+
+    Args:
+      spelling: the route's names of the fields, where they differ.
 
     Raises:
       ServiceError: INVALID_ARGUMENT names a field.
     """
-    found = [*_of_format(response_format), *_of_outputs(outputs)]
+    found = [*_of_format(response_format, spelling), *_of_outputs(outputs)]
     if len(found) > 1:
         raise invalid(found[1][0], f"a text has one constraint, and {found[0][0]} is set too")
     for field, make in found:
@@ -83,18 +98,19 @@ def read_structured(
 _Found = list[tuple[str, Callable[[], Structured]]]
 
 
-def _of_format(given: ResponseFormat | None) -> _Found:
+def _of_format(given: ResponseFormat | None, spelling: Mapping[str, str]) -> _Found:
     if given is None or given.type == "text":
         return []
     if given.type == "json_object":
-        return [("response_format", Structured.json_object)]
+        return [(spelling.get("response_format", "response_format"), Structured.json_object)]
     if given.type != "json_schema":
         rule = f"{given.type!r} must be text, json_object or json_schema"
-        raise invalid("response_format.type", rule)
+        raise invalid(spelling.get("response_format.type", "response_format.type"), rule)
+    field = spelling.get("response_format.json_schema", "response_format.json_schema")
     if given.json_schema is None or given.json_schema.schema_ is None:
-        raise invalid("response_format.json_schema", "needs a schema")
+        raise invalid(field, "needs a schema")
     schema = given.json_schema.schema_
-    return [("response_format.json_schema.schema", lambda: Structured.json_schema(schema))]
+    return [(f"{field}.schema", lambda: Structured.json_schema(schema))]
 
 
 def _of_outputs(given: StructuredOutputs | None) -> _Found:

@@ -131,7 +131,7 @@ class ToolFields(Fields):
             return self._free(frontend, tools, field, text) if tools else (field, text)
         if not tools:
             raise invalid("tool_choice", "needs tools")
-        if text is not None and not field.startswith("response_format"):
+        if text is not None and field.startswith("structured_outputs"):
             raise invalid("tool_choice", f"a text has one constraint, and {field} is set too")
         is_parallel = self.parallel_tool_calls and named is None
         forced = frontend.replies.calls(named or tools, is_parallel=is_parallel, must_call=True)

@@ -142,7 +142,8 @@ WRONG = {
     "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
     "container": {"container": "x"},
     "output_config.format.type": {"output_config": {"format": {"type": "xml"}}},
-    "response_format.json_schema": {"output_config": {"format": {"type": "json_schema"}}},
+    "output_config.format": {"output_config": {"format": {"type": "json_schema"}}},
+    "output_config.format.schema": {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
     "no_such_field": {"no_such_field": 1},
 }  # fmt: skip
 
