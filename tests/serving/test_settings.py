@@ -65,11 +65,13 @@ def test_every_option_exists_in_all_three_places(file):
         num_speculative_tokens_per_batch_size="[[1,8,7],[9,64,0]]", adaptive="off",
         selector=False, draft_sampling="sample", verify_method="block",
     )  # fmt: skip
-    together = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
+    tls = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
+    hosts = dict(tensor_parallel=2, num_hosts=2, host_index=1, coordinator="127.0.0.1:7000")
+    together = dict.fromkeys(tls, tls) | dict.fromkeys(hosts, hosts)
     for name in NAMES:
         default = getattr(Settings(), name)
         value = special.get(name, default + 1 if isinstance(default, int | float) else "text")
-        given = {name: value} | (together if name in together else {})
+        given = {name: value} | together.get(name, {})
         words = {key.replace("_", "-"): value for key, value in given.items()}
         switches = {True: "--{}", False: "--no-{}"}
         flags = [

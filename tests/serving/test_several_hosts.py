@@ -4,8 +4,6 @@ import functools
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +16,11 @@ import yaml
 from bench.served import Served
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.checkpoint import load_head, load_target, save_head, save_target
+from peagle_jax.config import ConfigError
 from peagle_jax.parallel.devices import Devices
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from serving.settings import Settings
 from serving.sources import resolve
 from tests import tiny
 from tests.programs import one_bucket
@@ -243,9 +243,20 @@ def test_three_hosts_stop_when_one_is_told_to(start, model):
     assert [ends(host)[0] for host in (leader, *followers)] == [0, 0, 0]
 
 
-def test_a_host_outside_of_loopback_needs_a_token(model):
-    options = ["--tensor-parallel", "2", "--num-hosts", "2", "--coordinator", "10.0.0.1:7000"]
-    command = [sys.executable, "-m", "serving", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "needs hosts_token_file" in done.stderr
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(coordinator="10.0.0.1:7000"), "needs hosts_token_file"),
+        (dict(coordinator="10.0.0.1"), "write HOST:PORT"),
+        (dict(coordinator=None), "needs coordinator"),
+        (dict(host_index=2), "must be 0 to 1"),
+        (dict(tensor_parallel=3), "num_hosts=2 must divide tensor_parallel=3"),
+        (dict(num_hosts=1), "need num_hosts, 2 or more"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_that_no_host_can_have_are_refused(changes, reason):
+    right = dict(num_hosts=2, tensor_parallel=2, coordinator="127.0.0.1:7000")
+    assert Settings(**right).devices_per_host == 1
+    with pytest.raises(ConfigError, match=reason):
+        Settings(**(right | changes))
