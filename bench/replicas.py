@@ -149,7 +149,7 @@ class Rounds:
 
     def _projected(self, gpus: int, sequences: int) -> float:
         most = max(n for n, _ in self.measured)
-        if most == 1 or gpus not in LATENCY_MS or most not in LATENCY_MS:
+        if gpus not in LATENCY_MS or most not in LATENCY_MS:
             raise ConfigError(f"a projection to {gpus} GPUs needs rows of 2, 4 or 8 GPUs")
         rest = self.time(most, sequences).ms - self._shared(most, sequences)
         part = self._rows_of(sequences) * self.target.hidden_size * _ACTIVATION_BYTES

@@ -24,15 +24,21 @@ MODEL = "tiny"
 MAX_POSITION = 256
 GREEDY = dict(temperature=0, ignore_eos=True)
 SIZES = (
-    "--max-num-seqs", "4", "--max-model-len", "256", "--prefill-chunk", "32",
-    "--num-speculative-tokens", "3", "--adaptive", "off",
+    "--max-num-seqs", "2", "--max-model-len", "256", "--prefill-chunk", "32",
+    "--num-speculative-tokens", "3", "--adaptive", "off", "--max-connection-seconds", "2",
 )  # fmt: skip
+"""Few programs, so that a server starts soon. It ends each connection after two seconds (GOAWAY): no request
+may notice that."""
 GATEWAY = (
     "--health-check-interval-secs", "1", "--worker-startup-check-interval", "1",
-    "--load-monitor-interval", "1",
+    "--load-monitor-interval", "1", "--retry-max-retries", "10", "--retry-initial-backoff-ms", "200",
 )  # fmt: skip
-"""The gateway notices the state of a server sooner than by default, so that tests wait less."""
+"""The gateway notices the state of a server sooner than by default, and retries until it has: it sends a
+request again to the server that has its prefix, as long as three checks in a row have not failed."""
 _POLL = 0.1  # seconds between two looks at the gateway, or at a log
+_PAUSE = (
+    0.3  # seconds that a client of `Load` waits between two requests, so that servers start soon
+)
 
 
 def save_model(folder: Path, target: Decoder, tokenizer: Tokenizer) -> list[str]:
@@ -192,7 +198,7 @@ class Load:
         options = dict(model=MODEL, prompt=prompt, max_tokens=self._max_tokens, stream=is_stream)
         body = options | GREEDY
         with httpx.Client(base_url=self._url, timeout=LIMIT) as client:
-            while not self._is_over.is_set():
+            while not self._is_over.wait(_PAUSE):
                 try:
                     response = client.post("/v1/completions", json=body)
                     text, error = _read(response, is_stream)

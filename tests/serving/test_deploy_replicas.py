@@ -1,13 +1,16 @@
 """The files of deploy/ for several servers: every server has GPUs of its own and is known to the gateway."""
 
+import re
 import urllib.parse
 
 import pytest
 import yaml
 
+from serving.sources import resolve
 from tests.serving.test_deploy import (
     AFTER_DRAIN,
     DEPLOY,
+    ROOT,
     in_force,
     published,
     read_dockerfile,
@@ -60,6 +63,12 @@ def check_gateway(args, addresses: set[str]) -> None:
     assert not args.disable_retries
     assert not args.disable_health_check
     assert args.health_failure_threshold * args.health_check_interval_secs <= STEADY
+    # A retry may reach the same server again until the checks have failed.
+    retries = range(args.retry_max_retries - 1)
+    waits = [args.retry_initial_backoff_ms * args.retry_backoff_multiplier**i for i in retries]
+    least = (1 - args.retry_jitter_factor) * sum(waits) / 1000
+    checks = args.health_failure_threshold + 1
+    assert least > checks * args.health_check_interval_secs + args.health_check_timeout_secs
     assert args.load_monitor_interval == 1
     assert args.policy == "cache_aware"
 
@@ -150,3 +159,12 @@ def test_the_gateway_of_kubernetes_is_reachable_and_may_drain(objects, gateway):
     assert gateway["terminationGracePeriodSeconds"] > args.shutdown_grace_period_secs
     labels = objects["Deployment", "peagle-gateway"]["spec"]["template"]["metadata"]["labels"]
     assert objects["Service", "peagle-gateway"]["spec"]["selector"] == labels
+
+
+def test_the_commands_of_the_page_start_servers_and_their_gateway():
+    text = (ROOT / "docs/replicas.md").read_text()
+    found = re.findall(r"^CUDA_VISIBLE_DEVICES=(\S+) peagle-serve (.*)$", text, re.MULTILINE)
+    ports = [resolve(options.split(), {})[0].port for _, options in found]
+    assert len({gpu for gpu, _ in found}) == len(found) >= 2
+    (line,) = re.findall(r"^smg launch (.*)$", text.replace("\\\n", ""), re.MULTILINE)
+    check_gateway(smg_options(line.split()), {f"127.0.0.1:{port}" for port in ports})

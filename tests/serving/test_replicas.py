@@ -3,15 +3,16 @@
 import itertools
 
 import pytest
+import yaml
 
 from tests import tiny
 from tests.serving.conftest import EOS_IDS
 from tests.serving.fleet import MAX_POSITION, Fleet, Load, save_model
+from tests.serving.test_deploy import DEPLOY
 from tests.waiting import LIMIT
 
 pytestmark = pytest.mark.slow
 PAGE = 16
-TALKS = 4
 TOKENS = 128
 
 
@@ -64,28 +65,39 @@ def test_requests_at_the_same_time_reach_both_servers(fleet, texts):
     fleet.wait(is_shared, "both servers get some of four requests")
 
 
-def test_the_second_turn_of_a_chat_finds_its_prefix(fleet, texts):
-    """Chats at the same time are on both servers, and each server has the prefixes of its own chats only."""
+def test_the_gateway_answers_the_probes_of_kubernetes(fleet):
+    objects = yaml.safe_load_all((DEPLOY / "kubernetes-replicas.yaml").read_text())
+    (gateway,) = (
+        one
+        for one in objects
+        if one["metadata"]["name"] == "peagle-gateway" and one["kind"] == "Deployment"
+    )
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    for name in ("readinessProbe", "livenessProbe"):
+        assert fleet.client.get(container[name]["httpGet"]["path"]).status_code == 200
 
-    def talk(prompt: str) -> tuple[dict, dict]:
-        messages = [dict(role="user", content=prompt)]
+
+def test_the_second_turn_of_a_chat_finds_its_prefix(fleet, texts):
+    """Chats are on both servers, and each server has the prefixes of its own chats only.
+
+    One of eight may miss: the gateway leaves a server that does not answer for two seconds.
+    """
+
+    def talk(text: str) -> bool:
+        messages = [dict(role="user", content=text)]
         first = fleet.post("/v1/chat/completions", messages=messages, max_tokens=32)
         answer = dict(role="assistant", content=first["choices"][0]["message"]["content"])
         messages += [answer, dict(role="user", content="def test():")]
         second = fleet.post("/v1/chat/completions", messages=messages, max_tokens=2)
-        return first["usage"], second["usage"]
+        shared = first["usage"]["prompt_tokens"] // PAGE * PAGE
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < PAGE <= shared
+        return second["usage"]["prompt_tokens_details"]["cached_tokens"] >= shared
 
-    def are_shared() -> bool:
-        before = fleet.completed
-        for first, second in fleet.at_once(talk, itertools.islice(texts, TALKS)):
-            assert first["prompt_tokens_details"]["cached_tokens"] < PAGE
-            cached = second["prompt_tokens_details"]["cached_tokens"]
-            assert cached >= first["prompt_tokens"] // PAGE * PAGE > 0
-        wanted = sum(before) + 2 * TALKS
-        fleet.wait(lambda: sum(fleet.completed) == wanted, "the logs have all requests")
-        return have_grown(fleet.completed, before)
-
-    fleet.wait(are_shared, "both servers have chats")
+    before = fleet.completed
+    found = [talk(text) for text in itertools.islice(texts, 8)]
+    assert sum(found) >= 7
+    fleet.wait(lambda: sum(fleet.completed) == sum(before) + 16, "the logs have all requests")
+    assert have_grown(fleet.completed, before)
 
 
 def test_a_killed_server_costs_only_the_streams_that_had_begun(fleet, texts, prompts):
