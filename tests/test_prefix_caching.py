@@ -89,7 +89,7 @@ def test_answers_after_a_hit_are_those_of_a_cold_engine(engine, sampling):
     assert found == [(cut, (cut - 1) // Z * Z) for cut in CUTS for _ in TAILS]
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3", "windowed head"])
 @pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name != "llama"])
 def test_every_family_answers_alike_cold_and_warm(family, method):
