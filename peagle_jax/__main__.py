@@ -142,6 +142,15 @@ def _after_reasoning(engine, text: list[int], params: SamplingParams) -> Samplin
     return replace(params, structured=engine.grammars.located(params.structured, text))
 
 
+def _check_constraints(engine, params: list[SamplingParams]) -> None:
+    """Compiles each constraint once, so that a wrong one is refused before anything is printed."""
+    for structured in {one.structured for one in params} - {None}:
+        try:
+            engine.grammars.compile(structured)
+        except ConfigError as error:
+            raise ConfigError(f"the constraint of the output: {error.rule}") from error
+
+
 @contextlib.contextmanager
 def _loading(args):
     """Turns unexpected exceptions while loading model folders into a ConfigError with their names."""
@@ -240,6 +249,8 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
         texts = _texts(prompts, engine.tokenizer, args)
     if args.chat:
         params = [_after_reasoning(engine, *one) for one in zip(texts, params, strict=True)]
+    if engine.grammars is not None:
+        _check_constraints(engine, params)
     numbers, left_out = _leave_out(prompts, texts, params, [engine])
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     loaded = time.perf_counter()

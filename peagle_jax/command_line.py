@@ -17,12 +17,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
 
 
-def positive(text: str) -> int:
-    """Parses a whole number of at least 1."""
+def whole(text: str) -> int:
+    """Parses one whole number."""
     try:
-        value = int(text)
+        return int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number") from error
+
+
+def positive(text: str) -> int:
+    """Parses a whole number of at least 1."""
+    value = whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value

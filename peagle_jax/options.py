@@ -10,6 +10,7 @@ from peagle_jax.command_line import (
     add_controls,
     named_value,
     positive,
+    whole,
 )
 from peagle_jax.draft_schedule import ADAPTIVE, OPTION, Schedule, parse
 from peagle_jax.errors import ConfigError
@@ -115,7 +116,7 @@ def _add_model_options(add: Callable) -> None:
         help="default: what the head was made for; peagle for the embedded model",
     )  # fmt: skip
     add(
-        "--num-speculative-tokens", "-K", type=int, default=7, metavar="K",
+        "--num-speculative-tokens", "-K", type=whole, default=7, metavar="K",
         help="draft tokens per round (default: 7)",
     )  # fmt: skip
     add(

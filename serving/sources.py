@@ -62,7 +62,8 @@ def parser() -> argparse.ArgumentParser:
     for name, field in _FIELDS.items():
         if name in _SECTIONS:
             group = command_line.add_argument_group(_SECTIONS[name])
-        group.add_argument(f"--{name.replace('_', '-')}", **_argument(name, field))
+        short = ["-K"] if name == "num_speculative_tokens" else []
+        group.add_argument(*short, f"--{name.replace('_', '-')}", **_argument(name, field))
     return command_line
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from peagle_jax.command_line import Parser, add_constraints, add_controls, named_value
+from peagle_jax.command_line import Parser, add_constraints, add_controls, named_value, whole
 
 _EPILOG = """\
 The text streams to stdout. Statistics go to stderr: tokens per second, the acceptance length (AL, tokens per
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         help="with --json: log-probabilities of each token and of the N most likely ones",
     )
     add(
-        "--num-speculative-tokens", "-K", type=int, metavar="K",
+        "--num-speculative-tokens", "-K", type=whole, metavar="K",
         help="drafts per round; 0 decodes without drafts (default: the server's own)",
     )  # fmt: skip
     add_constraints(command_line.add_argument_group("structured output").add_argument)

@@ -45,7 +45,8 @@ def drop_tensor(folder, name: str) -> None:
         (["x", "--unknown"], ["--unknown"]),
         (["x", "-K", "33"], ["num_speculative_tokens=33", "32"]),
         (["x", "-K", "-1"], ["num_speculative_tokens=-1"]),
-        (["x", "-K", "many"], ["many"]),
+        (["x", "-K", "many"], ["'many' must be a whole number"]),
+        (["x", "-K", "3,7"], ["'3,7' must be a whole number"]),
         (["x", "--max-tokens", "0"], ["max_tokens=0"]),
         (["x", "--temperature", "-1"], ["temperature=-1.0"]),
         (["x", "--temperature", "nan"], ["temperature=nan"]),
@@ -143,6 +144,11 @@ def test_compare_is_greedy(generate, folders):
 def test_a_head_of_the_other_method(generate, folders):
     head = ["--drafter", folders.eagle3, "--method", "peagle"]
     refused(generate(PROMPT, "--model", folders.target, *head, "--no-cache"), "--method eagle3")
+
+
+def test_a_wrong_constraint_is_refused_before_anything_is_printed(generate, folders):
+    wrong = [*folders.options(), "--regex", "("]
+    refused(generate(PROMPT, *wrong), "the constraint of the output")
 
 
 def break_json(broken):

@@ -113,6 +113,10 @@ def test_an_option_without_effect_is_refused_by_name(words):
         settings(*words)
 
 
+def test_k_has_the_short_option_of_the_other_commands():
+    assert settings("-K", "3") == settings("--num-speculative-tokens", "3")
+
+
 def test_the_load_chooses_k_unless_k_is_fixed():
     ranges = ("--num-speculative-tokens-per-batch-size", "[[1, 8, 3]]")
     adaptive = lambda *words: engine_config(settings(*words)).adaptive
