@@ -17,7 +17,7 @@ WINDOWS = tiny.FAMILIES["mistral"] | dict(num_layers=1, sliding_windows=(6,))
 
 
 @pytest.fixture(scope="module")
-def engines() -> tuple[Engine, Engine]:
+def engines(shared_programs) -> tuple[Engine, Engine]:
     target, head = tiny.target(**WINDOWS), tiny.head(num_layers=1, num_taps=1, taps=(0,))
     return Engine(target, head, CONFIG), Engine(target, head, CONFIG)
 
