@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         if name in _SECTIONS:
             group = command_line.add_argument_group(_SECTIONS[name])
         short = ["-K"] if name == "num_speculative_tokens" else []
-        group.add_argument(*short, f"--{name.replace('_', '-')}", **_argument(name, field))
+        group.add_argument(f"--{name.replace('_', '-')}", *short, **_argument(name, field))
     return command_line
 
 
