@@ -32,9 +32,11 @@ may notice that."""
 GATEWAY = (
     "--health-check-interval-secs", "1", "--worker-startup-check-interval", "1",
     "--load-monitor-interval", "1", "--retry-max-retries", "10", "--retry-initial-backoff-ms", "200",
+    "--disable-circuit-breaker",
 )  # fmt: skip
 """The gateway notices the state of a server sooner than by default, and retries until it has: it sends a
-request again to the server that has its prefix, as long as three checks in a row have not failed."""
+request again to the server that has its prefix, as long as three checks in a row have not failed. The failures would open its circuit
+breaker for a minute, also after the server has returned."""
 _POLL = 0.1  # seconds between two looks at the gateway, or at a log
 _PAUSE = (
     0.3  # seconds that a client of `Load` waits between two requests, so that servers start soon

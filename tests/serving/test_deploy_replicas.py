@@ -69,6 +69,7 @@ def check_gateway(args, addresses: set[str]) -> None:
     least = (1 - args.retry_jitter_factor) * sum(waits) / 1000
     checks = args.health_failure_threshold + 1
     assert least > checks * args.health_check_interval_secs + args.health_check_timeout_secs
+    assert args.disable_circuit_breaker  # it would count the retries, and outlast the restart
     assert args.load_monitor_interval == 1
     assert args.policy == "cache_aware"
 
