@@ -253,7 +253,7 @@ def check_sampled_law(
     return engine
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_rounds_have_the_k_of_their_batch_size():
     schedule = [[1, 1, 3], [2, 3, 0], [4, 8, 2]]
     config = EngineConfig(

@@ -51,7 +51,7 @@ def test_bfloat16_parts_only_at_ties():
             assert best - second < TIE_NATS
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_drafts_of_a_trained_head_are_accepted(method):
     assert Acceptance.of(generate(method, 7, max_tokens=128)).length >= 3.0

@@ -147,7 +147,7 @@ def test_the_text_of_a_seed_depends_neither_on_other_requests_nor_on_what_is_com
     assert engine.scheduler.counts.ngram.accepted > 10
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("drafts", ["sample", "block", "argmax"])
 def test_sampled_output_has_the_targets_law(drafts, num_cases):
     """Joint law of three tokens after a prompt that repeats itself, vocabulary 4, against exact probabilities.

@@ -173,7 +173,7 @@ def test_logprobs_are_those_of_plain_decoding(every_round_decides):
         ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_constrained_and_penalised_requests_keep_their_texts(every_round_decides, tmp_path):
     """Masks and counts belong to a row of a sequence, wherever the row lies among the flat ones."""
     tokenizer = json_tokenizer(tmp_path)

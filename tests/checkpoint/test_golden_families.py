@@ -113,7 +113,7 @@ def test_the_engine_writes_the_greedy_text_of_transformers(name):
     assert greedy(name, None, 0) == expected(name)["greedy"].tolist()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "mistral", "qwen2", "gemma4"])
 def test_drafting_does_not_change_it(name):
     width = expected(name)["last"].shape[-1]

@@ -201,7 +201,7 @@ def test_a_seed_repeats_a_sampled_text(generate, folders):
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_compare_shows_three_methods_and_finds_no_difference(generate, folders, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", {"prompt": "def f(x):"}, {"prompt": "return"})
     heads = [f"--drafter={folders.eagle3}", f"--drafter={folders.peagle}"]

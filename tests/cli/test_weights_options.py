@@ -6,7 +6,7 @@ from tests import tiny
 from tests.cli.test_generate import PROMPT, SHORT
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_quantised_drafting_writes_what_the_quantised_target_writes(generate, folders):
     outs = {}
     for method in ("none", "peagle"):

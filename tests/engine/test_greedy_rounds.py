@@ -106,7 +106,7 @@ def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
     assert engine.programs.round_keys == (*shapes[:2], *greedy, *shapes[2:])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("rounds_per_call", [1, 3])
 def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases):
     """Requests come, are preempted and are aborted at random, so the batch changes in most rounds."""

@@ -74,13 +74,13 @@ def test_every_kind_of_request_gets_the_text_of_one_device(count, draft_sampling
     check_equal(*made)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_drafts_that_are_accepted_in_blocks_are_those_of_one_device():
     rules = dict(draft_sampling="sample", verify_method="block")
     check_equal(*(completions(n, tiny.head(**HEADS), **rules) for n in (2, 1)))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_ragged_rounds_on_two_devices_write_the_text_of_one():
     head = tiny.head(**HEADS)
     check_equal(

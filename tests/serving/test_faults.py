@@ -281,7 +281,7 @@ def test_output_does_not_depend_on_concurrent_requests(server, alone, temperatur
     assert tokens_together(server, wanted) == tokens_alone(alone, wanted)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_output_does_not_depend_on_preemption(narrow, alone):
     """Requests that were pushed out and came back go on where they were. Greedy only: a sampled one
     has lost the drafts that its seed had met, and draws anew."""

@@ -34,7 +34,7 @@ def server(folders, tmp_path_factory):
         yield server
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_honest_clients_hardly_notice_hostile_ones(server, group):
     attacks, scale = GROUPS[group]

@@ -174,7 +174,7 @@ class OneRowIsFastest(ZeroIsFastest):
         return {shape: 1e-3 if shape.num_rows == 1 else 1.0 for shape in shapes}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_metrics_and_stats_say_how_many_drafts_are_verified(make_engine, monkeypatch):
     monkeypatch.setattr(draft_schedule, "LEAST_RAGGED_SIZE", 1)
     monkeypatch.setattr(survival, "DECIDE_EVERY", 1)
