@@ -232,7 +232,7 @@ def test_compare_fails_and_names_the_place_where_an_output_differs(generate, fol
         return result
 
     monkeypatch.setattr(runs, "run", tampering)
-    code, out, err = generate("--compare", PROMPT, "xs", *folders.options(), *COMPARED)
+    code, out, err = generate("--compare", PROMPT, "xs", *folders.options(), *SHORT)
     assert code == 1
     assert "P-EAGLE differs from plain decoding: prompt 1, output token 5" in err
     assert "are those of plain" not in out
