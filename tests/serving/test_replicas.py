@@ -130,10 +130,12 @@ def test_a_killed_server_costs_only_the_streams_that_had_begun(fleet, texts, pro
 def test_a_rolling_restart_fails_no_request(fleet, prompts):
     """Each client repeats its prompt, so the gateway prefers the server that has it, also while that drains."""
     with Load(fleet.url, prompts, max_tokens=TOKENS) as load:
-        for replica in fleet.replicas:
+        for i, replica in enumerate(fleet.replicas):
             load.wait_for(len(prompts))
             replica.process.process.terminate()
             assert replica.process.process.wait(LIMIT) == 0
+            # Otherwise "ready" could be the state before.
+            fleet.wait(lambda i=i: fleet.statuses()[i] != "ready", "the gateway knows")
             replica.start()
             fleet.wait_until_ready()
         load.wait_for(len(prompts))
