@@ -141,6 +141,7 @@ class Held:
     """A tokenizer whose work on long texts goes on until it is released."""
 
     longest_token = 100
+    template_source = ""
 
     def __init__(self):
         self.released = threading.Event()
@@ -191,7 +192,7 @@ def test_long_texts_share_threads_and_delay_no_short_text(threads):
         assert await asyncio.gather(*tasks) == [[5000]] * len(tasks)
         encoder.close()
 
-    asyncio.run(ask())
+    asyncio.run(asyncio.wait_for(ask(), SECONDS))
     assert held.most == threads
     assert held.ended == threads + 64
     assert not any("MainThread" in name for name in held.threads)
