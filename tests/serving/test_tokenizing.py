@@ -178,6 +178,7 @@ def test_long_texts_share_threads_and_delay_no_short_text(threads):
             asyncio.create_task(kinds[i % 2]("a" * 5000)) for i in range(threads + 64)
         ]  # as many wait as may
         await soon(lambda: held.running == threads)
+        assert not any(task.done() for task in tasks), "a text was refused"
         for ask in kinds:
             with pytest.raises(ServiceError) as refused:
                 await ask("a" * 5000)
