@@ -19,6 +19,8 @@ _WHOLE = "__tool__"
 """Name of a tool's whole schema among the definitions of one parameter."""
 _VALUES = ("const", "enum", "default", "examples")
 """Keys of a schema whose values are no schemas."""
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)
+"""Keys of a schema whose values map names, also such as `default`, to schemas."""
 _TEXT = "TEXT: /(.|\\n)*/"
 
 Grammar = Callable[[Tokenizer, Sequence[dict], bool], str]
@@ -82,9 +84,12 @@ def _moved(schema: object, place: str) -> object:
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {
-        name: value if name in _VALUES else _moved(value, place) for name, value in schema.items()
-    }
+    moved = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            moved[key] = {name: _moved(one, place) for name, one in value.items()}
+        else:
+            moved[key] = value if key in _VALUES else _moved(value, place)
     match schema.get("$ref"):
         case str(target) if target == "#" or target.startswith("#/"):
             if target.split("/")[1:2] not in [[name] for name in _DEFINITIONS]:

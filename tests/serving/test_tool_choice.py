@@ -261,23 +261,25 @@ def test_references_of_a_tools_schema_are_found_within_a_call(form, name, tmp_pa
 
 
 @pytest.mark.parametrize("form", [one for one in FORMATS if one.grammars], ids=lambda one: one.name)
-def test_references_to_parts_of_a_tools_schema_point_into_the_call(form, tmp_path):
+@pytest.mark.parametrize("w", ["w", "default"])  # the other is a keyword of schemas, too
+def test_references_to_parts_of_a_tools_schema_point_into_the_call(form, w, tmp_path):
     tokenizer = make_tokenizer(tmp_path, TEMPLATE)
-    parts = {"v": {"type": "integer"}, "w": {"$ref": "#/properties/v"}, "next": {"$ref": "#"}}
-    schema = {"properties": parts, "required": ["w", "next"], "additionalProperties": False}
+    parts = {"v": {"type": "integer"}, w: {"$ref": "#/properties/v"}, "next": {"$ref": "#"}}
+    schema = {"properties": parts, "required": [w, "next"], "additionalProperties": False}
     schema["type"] = "object"
     schema["properties"]["next"] = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
     tools = [{"type": "function", "function": {"name": "go", "parameters": schema}}]
     _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
     key = "parameters" if form.name == "llama3" else "arguments"
-    call = '{{"name": "go", "KEY": {{"w": {0}, "next": {1}}}}}'.replace("KEY", key)
-    xml = "<parameter=w>\n{0}\n</parameter>\n<parameter=next>\n{1}\n</parameter>\n"
+    call = '{{"name": "go", "KEY": {{"W": {0}, "next": {1}}}}}'
+    call = call.replace("KEY", key).replace("W", w)
+    xml = f"<parameter={w}>\n{{0}}\n</parameter>\n<parameter=next>\n{{1}}\n</parameter>\n"
     whole = {
         "qwen3": f"<tool_call>\n{call}\n</tool_call>",
         "llama3": call,
         "qwen3-coder": f"<tool_call>\n<function=go>\n{xml}</function>\n</tool_call>",
     }[form.name]
-    assert consumed(whole.format(5, '{"w": 6, "next": null}'))
+    assert consumed(whole.format(5, f'{{"{w}": 6, "next": null}}'))
     assert not consumed(whole.format('"a"', "null"))
     assert not consumed(whole.format(5, '{"name": "go"}'))
 
