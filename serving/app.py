@@ -168,7 +168,7 @@ async def _serve(
     signals = Signals(on_hangup=access.read_again)
     if leader is not None:
         stop = partial(asyncio.get_running_loop().call_soon_threadsafe, signals.stop.set)
-        leader.when_told_to_stop(stop)
+        leader.call_on_stop(stop)
         leader.watch_rounds(lambda: frontend.busy_since)
     http, server = _servers(settings, frontend, access)
     port = await server.start(settings.host, settings.port)

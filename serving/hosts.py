@@ -24,7 +24,7 @@ FAILED, REFUSED, LOST, HUNG = 1, 2, 70, 71
 silent, or a round has no result."""
 
 BEATS = 4
-"""Signs of life within the time after which a silent process counts as lost."""
+"""Messages that a process sends within `Heartbeats.seconds`."""
 
 _PIECES, _PIECE = 64, 1 << 16  # of each file of weights: their number, and bytes of one
 _ROOT = Path(__file__).parents[1]
@@ -104,8 +104,8 @@ class Fate:
         self.is_sealed = threading.Event()
         """Set once the process is about to end."""
 
-    def end(self, code: int, reason: str, tell: Callable[[int, str], None] | None = None) -> None:
-        """Writes one log line, calls `tell` with code and reason, and ends the process.
+    def end(self, code: int, reason: str, notify: Callable[[int, str], None] | None = None) -> None:
+        """Writes one log line, calls `notify` with code and reason, and ends the process.
 
         A second call waits for the end. The interpreter does not clean up: a thread may wait in a
         collective for ever, and jax would wait for processes that are gone.
@@ -115,8 +115,8 @@ class Fate:
         self.is_sealed.set()
         write = _log.info if code == 0 else _log.error
         write("host %d ends with exit code %d: %s", self._host, code, reason, extra={"kind": None})
-        if tell is not None:
-            tell(code, reason)
+        if notify is not None:
+            notify(code, reason)
         for handler in logging.getLogger().handlers:
             handler.flush()
         self._leave(code)
@@ -135,24 +135,20 @@ class Fate:
         ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
 
 
-class SignsOfLife:
-    """When the processes of other hosts were last heard of."""
+class Heartbeats:
+    """The time of the last message from each other host."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        """After this time a silent process counts as lost."""
-        self._heard: dict[int, float] = {}
+        """After this time without a message a process counts as lost."""
+        self._received: dict[int, float] = {}
 
-    def heard(self, host: int) -> None:
-        """A message of this host has arrived."""
-        self._heard[host] = time.monotonic()
-
-    def forget(self, host: int) -> None:
-        """Messages of this host are no longer expected."""
-        self._heard.pop(host, None)
+    def record(self, host: int) -> None:
+        """Records that a message of this host has arrived."""
+        self._received[host] = time.monotonic()
 
     def silent(self) -> int | None:
-        """A host of which nothing was heard for `seconds`."""
+        """The number of a host whose last message is older than `seconds`; None if no host is silent."""
         now = time.monotonic()
-        late = (host for host, heard in self._heard.copy().items() if now - heard > self.seconds)
-        return next(late, None)
+        last = self._received.copy()  # other threads record
+        return next((host for host in last if now - last[host] > self.seconds), None)

@@ -4,8 +4,9 @@ The merge kernel adds the splits of a row in ascending order, with the formula t
 registers, so both give the same bits.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,52 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.verify_attention.mosaic_plan import Plan
+from pallas_kernels.dispatch import Launch
+from pallas_kernels.verify_attention.mosaic_plan import Plan, Tile, TuningConfig, make_plan
 from pallas_kernels.verify_attention.mosaic_softmax import LOG2E, NOTHING, finish, merge
 from pallas_kernels.verify_attention.mosaic_walk import span
 
 _MERGE_UNROLL = 4
 
 
-def attend(
+class Chip(NamedTuple):
+    """Attention of one generation of GPUs."""
+
+    tile: Tile
+    choose_config: Callable[..., TuningConfig]
+    """(shape of q, KV heads, positions of a page table, window, device) -> tuning."""
+    walk_kernel: Callable[[Plan, Any], Callable]
+    """(plan, interpret) -> the kernel that walks over keys."""
+
+
+@functools.partial(
+    jax.jit, static_argnames=("chip", "scale", "window", "launch", "config", "soft_cap")
+)
+def verify_attention(
+    chip: Chip,
+    q: jax.Array,  # [B, T, N, H]
+    k_pages: jax.Array,  # [P, Z, K, H]
+    v_pages: jax.Array,  # [P, Z, K, H]
+    page_table: jax.Array,  # [B, W]
+    positions: jax.Array,  # [B, T]
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None,  # [N]
+    launch: Launch,
+    config: TuningConfig | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """`api.verify_attention` by the kernels of a chip; without `config` the chip chooses it."""
+    if config is None:
+        Z, K = k_pages.shape[1:3]
+        config = chip.choose_config(q.shape, K, page_table.shape[1] * Z, window, launch.device)
+    facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
+    plan = make_plan(q, k_pages, page_table, chip.tile, config, **facts)
+    operands = (q, k_pages, v_pages, page_table, positions, sinks)
+    return _attend(plan, chip.walk_kernel, launch.interpret, *operands)
+
+
+def _attend(
     plan: Plan, walk_kernel: Callable, interpret: Any, q: jax.Array, *operands: jax.Array | None
 ) -> jax.Array:
     """Runs `walk_kernel(plan, interpret)` and, if needed, the merge kernel.

@@ -14,23 +14,21 @@ is loaded during its score MMAs, and K of the next split during the softmax.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device
-from pallas_kernels.dispatch import Launch
 from pallas_kernels.pipeline import PagedPipeline
+from pallas_kernels.verify_attention import mosaic_merge
 from pallas_kernels.verify_attention import mosaic_softmax as softmax
-from pallas_kernels.verify_attention.mosaic_merge import attend
+from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
     Plan,
     Tile,
     TuningConfig,
     choose_walks,
-    make_plan,
     result_type,
 )
 from pallas_kernels.verify_attention.mosaic_tiles import load_queries, store_result, widen
@@ -55,29 +53,6 @@ def choose_config(
     stages = {64: 8, 128: 4, 256: 2, 512: 2}[H]
     walks = choose_walks(shape, kv_heads, table_size, window, TILE, device.num_sms)
     return TuningConfig(key_block, _SPLIT, stages, walks)
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "window", "launch", "config", "soft_cap"))
-def verify_attention(
-    q: jax.Array,  # [B, T, N, H]
-    k_pages: jax.Array,  # [P, Z, K, H]
-    v_pages: jax.Array,  # [P, Z, K, H]
-    page_table: jax.Array,  # [B, W]
-    positions: jax.Array,  # [B, T]
-    scale: float,
-    window: int | None,
-    sinks: jax.Array | None,  # [N]
-    launch: Launch,
-    config: TuningConfig | None = None,
-    soft_cap: float | None = None,
-) -> jax.Array:
-    if config is None:
-        Z, K = k_pages.shape[1:3]
-        config = choose_config(q.shape, K, page_table.shape[1] * Z, window, launch.device)
-    facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
-    plan = make_plan(q, k_pages, page_table, TILE, config, **facts)
-    operands = (q, k_pages, v_pages, page_table, positions, sinks)
-    return attend(plan, _walk_kernel, launch.interpret, *operands)
 
 
 class _Scratch(NamedTuple):
@@ -322,3 +297,8 @@ def _walk_kernel(plan: Plan, interpret):
         interpret=interpret,
         kernel_name="verify_attention",
     )
+
+
+verify_attention = functools.partial(
+    mosaic_merge.verify_attention, Chip(TILE, choose_config, _walk_kernel)
+)

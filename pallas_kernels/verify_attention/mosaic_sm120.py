@@ -15,14 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device
-from pallas_kernels.dispatch import Launch
-from pallas_kernels.verify_attention.mosaic_merge import attend
+from pallas_kernels.verify_attention import mosaic_merge
+from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
     Plan,
     Tile,
     TuningConfig,
     choose_walks,
-    make_plan,
 )
 from pallas_kernels.verify_attention.mosaic_tiles import copy_queries
 from pallas_kernels.verify_attention.mosaic_warpgroups import Cores, walk_kernel
@@ -45,29 +44,6 @@ def choose_config(
     room = (1 if H > 128 else 2) * device.num_sms
     walks = choose_walks(shape, kv_heads, table_size, window, TILE, room)
     return TuningConfig(64 if H == 64 else 32, 256, 2, walks)
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "window", "launch", "config", "soft_cap"))
-def verify_attention(
-    q: jax.Array,  # [B, T, N, H]
-    k_pages: jax.Array,  # [P, Z, K, H]
-    v_pages: jax.Array,  # [P, Z, K, H]
-    page_table: jax.Array,  # [B, W]
-    positions: jax.Array,  # [B, T]
-    scale: float,
-    window: int | None,
-    sinks: jax.Array | None,  # [N]
-    launch: Launch,
-    config: TuningConfig | None = None,
-    soft_cap: float | None = None,
-) -> jax.Array:
-    if config is None:
-        Z, K = k_pages.shape[1:3]
-        config = choose_config(q.shape, K, page_table.shape[1] * Z, window, launch.device)
-    facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
-    plan = make_plan(q, k_pages, page_table, TILE, config, **facts)
-    operands = (q, k_pages, v_pages, page_table, positions, sinks)
-    return attend(plan, _WALK, launch.interpret, *operands)
 
 
 class _Mma(Cores):
@@ -108,4 +84,6 @@ class _Mma(Cores):
         return out
 
 
-_WALK = functools.partial(walk_kernel, _Mma())
+verify_attention = functools.partial(
+    mosaic_merge.verify_attention, Chip(TILE, choose_config, functools.partial(walk_kernel, _Mma()))
+)

@@ -6,19 +6,17 @@ values from registers.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device
-from pallas_kernels.dispatch import Launch
-from pallas_kernels.verify_attention.mosaic_merge import attend
+from pallas_kernels.verify_attention import mosaic_merge
+from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
     Tile,
     TuningConfig,
     choose_walks,
-    make_plan,
 )
 from pallas_kernels.verify_attention.mosaic_tiles import load_queries
 from pallas_kernels.verify_attention.mosaic_warpgroups import Cores, walk_kernel
@@ -41,29 +39,6 @@ def choose_config(
     stages = {64: 6, 128: 3 if N // kv_heads % 8 == 0 else 2, 256: 2, 512: 3}[H]
     walks = choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms)
     return TuningConfig(key_block, 256, stages, walks)
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "window", "launch", "config", "soft_cap"))
-def verify_attention(
-    q: jax.Array,  # [B, T, N, H]
-    k_pages: jax.Array,  # [P, Z, K, H]
-    v_pages: jax.Array,  # [P, Z, K, H]
-    page_table: jax.Array,  # [B, W]
-    positions: jax.Array,  # [B, T]
-    scale: float,
-    window: int | None,
-    sinks: jax.Array | None,  # [N]
-    launch: Launch,
-    config: TuningConfig | None = None,
-    soft_cap: float | None = None,
-) -> jax.Array:
-    if config is None:
-        Z, K = k_pages.shape[1:3]
-        config = choose_config(q.shape, K, page_table.shape[1] * Z, window, launch.device)
-    facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
-    plan = make_plan(q, k_pages, page_table, TILE, config, **facts)
-    operands = (q, k_pages, v_pages, page_table, positions, sinks)
-    return attend(plan, _WALK, launch.interpret, *operands)
 
 
 class _Wgmma(Cores):
@@ -99,4 +74,7 @@ class _Wgmma(Cores):
         return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values_smem))(plgpu.ACC.init(out))
 
 
-_WALK = functools.partial(walk_kernel, _Wgmma())
+verify_attention = functools.partial(
+    mosaic_merge.verify_attention,
+    Chip(TILE, choose_config, functools.partial(walk_kernel, _Wgmma())),
+)

@@ -10,7 +10,7 @@ import grpc
 
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.follower import Follower
-from serving.hosts import BEATS, FAILED, HUNG, LOST, Fate, SignsOfLife
+from serving.hosts import BEATS, FAILED, HUNG, LOST, Fate, Heartbeats
 from serving.protos import hosts_v1_pb2 as pb
 from serving.protos import hosts_v1_pb2_grpc
 from serving.rpc.device_calls import from_message
@@ -20,7 +20,7 @@ _LEADER = 0
 _LAST_SECONDS = 5.0
 """For the last message to the leader, which then closes the stream."""
 _BLAME_SECONDS = 3.0
-"""A collective fails at once where a process is lost. So long the leader may take to say which."""
+"""A collective fails at once where a process is lost. The leader may report which one this much later."""
 _REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -32,7 +32,7 @@ class LeaderStream:
       address: "host:port" where the leader listens.
       identity: see `hosts.identity`.
       token: bearer token; None sends none.
-      seconds: see `SignsOfLife`.
+      seconds: see `Heartbeats`.
       fate: of this process.
     """
 
@@ -47,7 +47,7 @@ class LeaderStream:
         fate: Fate,
     ):
         self._host, self._address, self._fate = host, address, fate
-        self._signs = SignsOfLife(seconds)
+        self._heartbeats = Heartbeats(seconds)
         self._reports: queue.SimpleQueue[pb.Report | None] = queue.SimpleQueue()
         self._reports.put(pb.Report(hello=pb.Hello(host=host, identity=identity)))
         self._calls: queue.SimpleQueue[pb.Call] = queue.SimpleQueue()
@@ -72,7 +72,7 @@ class LeaderStream:
         limit.start()
         try:
             for order in self._orders:
-                self._signs.heard(_LEADER)
+                self._heartbeats.record(_LEADER)
                 if order.WhichOneof("kind") == "welcome":
                     threading.Thread(target=self._read, name="leader", daemon=True).start()
                     return order.welcome.jax_address
@@ -100,11 +100,11 @@ class LeaderStream:
         The main thread must call it: SIGTERM and SIGINT ask the leader to stop.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask_to_stop)
+            signal.signal(number, self._forward_stop)
         threading.Thread(target=self.perform, args=(follower,), name="engine", daemon=True).start()
         threading.Event().wait()
 
-    def _ask_to_stop(self, number: int, _: FrameType | None) -> None:
+    def _forward_stop(self, number: int, _: FrameType | None) -> None:
         self._reports.put(pb.Report(stop=pb.Stop()))
         signal.signal(number, exit_at_once)
 
@@ -127,25 +127,27 @@ class LeaderStream:
         If another process is lost, that is the reason: collectives with it fail too.
         """
         self._fate.is_sealed.wait(_BLAME_SECONDS)
-        self._fate.end(code, reason, self._tell)
+        self._fate.end(code, reason, self._notify)
 
-    def _tell(self, code: int, reason: str) -> None:
+    def _notify(self, code: int, reason: str) -> None:
         self._reports.put(pb.Report(end=pb.End(exit_code=code, reason=reason)))
         self._reports.put(None)
         self._is_closed.wait(_LAST_SECONDS)
 
     def _beat(self) -> None:
-        while not self._fate.is_sealed.wait(min(1.0, self._signs.seconds / BEATS)):
+        while not self._fate.is_sealed.wait(min(1.0, self._heartbeats.seconds / BEATS)):
             self._reports.put(pb.Report(alive=pb.Alive(num_calls=self._num_calls)))
-            if self._signs.silent() is not None:
-                text = f"host 0 ({self._address}) has been silent for {self._signs.seconds:g} s"
+            if self._heartbeats.silent() is not None:
+                text = (
+                    f"host 0 ({self._address}) has been silent for {self._heartbeats.seconds:g} s"
+                )
                 self._fate.end(HUNG, text)
 
     def _read(self) -> None:
         status = "it closed the stream"
         try:
             for order in self._orders:
-                self._signs.heard(_LEADER)
+                self._heartbeats.record(_LEADER)
                 match order.WhichOneof("kind"):
                     case "start":
                         self._has_started.set()

@@ -12,7 +12,7 @@ import grpc
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.device_calls import DeviceCall
 from serving.bearer_tokens import token_of
-from serving.hosts import BEATS, HUNG, LOST, Fate, SignsOfLife, difference
+from serving.hosts import BEATS, HUNG, LOST, Fate, Heartbeats, difference
 from serving.protos import hosts_v1_pb2 as pb
 from serving.protos import hosts_v1_pb2_grpc
 from serving.rpc.device_calls import to_message
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _LAST_SECONDS = 5.0
 """For the last message to the followers, whose connections then close."""
 _BLAME_SECONDS = 3.0
-"""A collective fails at once where a process is lost. So long the stream of that process may take to break."""
+"""A collective fails at once where a process is lost. The stream of that process may break this much later."""
 _ATTEMPTS = 8  # streams of hosts that are refused, at a time
 
 
@@ -43,7 +43,7 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
       num_hosts: this one included.
       identity: what must be equal on all hosts, see `hosts.identity`.
       tokens: of which a follower must send one; if empty, none is needed.
-      seconds: see `SignsOfLife`; also the longest time of a round.
+      seconds: see `Heartbeats`; also the longest time of a round.
       fate: of this process.
     """
 
@@ -57,13 +57,13 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         fate: Fate,
     ):
         self._num_hosts, self._identity, self._tokens = num_hosts, identity, tokens
-        self._fate, self._signs = fate, SignsOfLife(seconds)
+        self._fate, self._heartbeats = fate, Heartbeats(seconds)
         self._streams: dict[int, _Stream] = {}
         self._changed = threading.Condition()
         self._num_calls = 0
         self._numbering = threading.Lock()
         self._on_stop: Callable[[], None] | None = None
-        self._is_asked_to_stop = False
+        self._has_stop_signal = False
         self._busy_since: Callable[[], float | None] = lambda: None
         pool = ThreadPoolExecutor(num_hosts + _ATTEMPTS, thread_name_prefix="follower")
         self._server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
@@ -85,7 +85,7 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         return port
 
     def wait_for_hosts(self, seconds: float) -> None:
-        """Returns when all followers are there and equal this host.
+        """Returns when all followers have connected and equal this host.
 
         Raises:
           ConfigError: one is missing after `seconds`.
@@ -125,15 +125,15 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         """
         self._busy_since = busy_since
 
-    def when_told_to_stop(self, stop: Callable[[], None]) -> None:
-        """Calls `stop` when a follower is told to stop, or at once if one has been."""
+    def call_on_stop(self, stop: Callable[[], None]) -> None:
+        """Calls `stop` when a follower receives a signal to stop, or at once if one has received it already."""
         self._on_stop = stop
-        if self._is_asked_to_stop:
+        if self._has_stop_signal:
             stop()
 
     def end(self, code: int, reason: str, others: int = LOST) -> None:
         """Ends this process with exit code `code`, and all others with `others`; it does not return."""
-        self._fate.end(code, reason, lambda code, reason: self._tell(others, reason))
+        self._fate.end(code, reason, lambda code, reason: self._notify(others, reason))
 
     def fail(self, code: int, reason: str) -> None:
         """Ends all processes after a failure of this one; it does not return.
@@ -158,7 +158,7 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
             )
         hello = next(request_iterator, pb.Report()).hello
         stream = self._joined(hello, context)
-        self._signs.heard(stream.host)
+        self._heartbeats.record(stream.host)
         reader = threading.Thread(target=self._read, args=(stream, request_iterator), daemon=True)
         reader.start()
         while (order := stream.orders.get()) is not None:
@@ -180,14 +180,14 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         if refusal is not None:
             _log.warning("host %d (%s) is refused: %s", host, context.peer(), refusal)
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"host {host} is refused: {refusal}")
-        _log.info("host %d is there (%s)", host, stream.peer)
+        _log.info("host %d has connected (%s)", host, stream.peer)
         return stream
 
     def _read(self, stream: _Stream, reports: Iterator[pb.Report]) -> None:
         reason, code = "its connection broke", LOST
         try:
             for report in reports:
-                self._signs.heard(stream.host)
+                self._heartbeats.record(stream.host)
                 match report.WhichOneof("kind"):
                     case "devices":
                         with self._changed:
@@ -206,7 +206,7 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         self.end(code, f"host {stream.host} ({stream.peer}) ended: {reason}")
 
     def _stop(self) -> None:
-        self._is_asked_to_stop = True
+        self._has_stop_signal = True
         if self._on_stop is not None:
             self._on_stop()
 
@@ -223,23 +223,23 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         for stream in tuple(self._streams.values()):
             stream.orders.put(order)
 
-    def _tell(self, code: int, reason: str) -> None:
+    def _notify(self, code: int, reason: str) -> None:
         """The last message of all streams, and their end."""
         self._order(pb.Order(end=pb.End(exit_code=code, reason=reason)))
         until = time.monotonic() + _LAST_SECONDS
         for stream in tuple(self._streams.values()):
-            if self._signs.silent() != stream.host:
+            if self._heartbeats.silent() != stream.host:
                 stream.is_closed.wait(max(0.0, until - time.monotonic()))
 
     def _watch(self) -> None:
-        beat = min(1.0, self._signs.seconds / BEATS)
+        beat = min(1.0, self._heartbeats.seconds / BEATS)
         while not self._fate.is_sealed.wait(beat):
             self._order(pb.Order(alive=pb.Alive(num_calls=self._num_calls)))
-            if (host := self._signs.silent()) is not None:
-                text = f"host {host} has been silent for {self._signs.seconds:g} s"
+            if (host := self._heartbeats.silent()) is not None:
+                text = f"host {host} has been silent for {self._heartbeats.seconds:g} s"
                 self.end(HUNG, text, HUNG)
             since = self._busy_since()
-            if since is not None and time.monotonic() - since > self._signs.seconds:
+            if since is not None and time.monotonic() - since > self._heartbeats.seconds:
                 counts = ", ".join(f"host {h}: {s.num_calls}" for h, s in self._streams.items())
-                text = f"no result within {self._signs.seconds:g} s of call {self._num_calls}"
+                text = f"no result within {self._heartbeats.seconds:g} s of call {self._num_calls}"
                 self.end(HUNG, f"{text} (calls dispatched by {counts})", HUNG)

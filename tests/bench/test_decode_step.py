@@ -299,7 +299,7 @@ def test_a_start_that_fails_is_one_line(tiny_presets, tmp_path, monkeypatch, cap
         (["--preset", "qwen3-0.6b", "--max-tokens", "50000"], "40960 positions"),
     ],
 )
-def test_mistakes_are_told_before_any_weight_is_made(argv, message, capsys, tmp_path):
+def test_mistakes_are_reported_before_any_weight_is_made(argv, message, capsys, tmp_path):
     assert main(["decode-step", *argv, "--no-cache", "--out", str(tmp_path / "x")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

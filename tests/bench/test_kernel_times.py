@@ -67,7 +67,7 @@ def test_a_trace_without_a_gpu_has_no_table(tmp_path):
     assert read_trace(latest_trace(tmp_path), rounds=2) is None
 
 
-def test_a_folder_without_a_trace_is_told(tmp_path):
+def test_a_folder_without_a_trace_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no trace\.json\.gz"):
         latest_trace(tmp_path)
 

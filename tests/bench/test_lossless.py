@@ -148,7 +148,7 @@ def test_from_the_first_difference_on_a_text_is_another():
         (["--preset", "tiny", "--methods", "none", "--concurrency", "2"], "nothing to compare"),
     ],
 )
-def test_mistakes_are_told(tiny_preset, argv, message, capsys, tmp_path):
+def test_mistakes_are_reported(tiny_preset, argv, message, capsys, tmp_path):
     out = tmp_path / "rows.jsonl"
     assert main(["lossless", *argv, "--no-cache", "--out", str(out)]) == 2
     assert message in capsys.readouterr().err

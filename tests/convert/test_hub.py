@@ -67,7 +67,7 @@ RESPONSE = SimpleNamespace(headers={}, request=None, status_code=404)
         (OSError("connection reset"), "failed (connection reset)"),
     ],
 )
-def test_what_goes_wrong_on_the_hub_is_told_apart(error, part, monkeypatch):
+def test_what_goes_wrong_on_the_hub_is_distinguished(error, part, monkeypatch):
     def fail(name, **options):
         raise error
 

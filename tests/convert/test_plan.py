@@ -109,7 +109,7 @@ def test_groups_hold_consecutive_parameters_up_to_their_bound():
         ("eagle3", "EAGLE-3 head", "none"),
     ],
 )
-def test_inspect_knows_what_a_folder_holds(name, kind, quantization, cli):
+def test_inspect_names_what_a_folder_holds(name, kind, quantization, cli):
     summary = inspect(GOLDEN / name)
     assert summary.kind == kind
     assert summary.quantization.startswith(quantization)

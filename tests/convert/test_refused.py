@@ -320,7 +320,7 @@ def test_damage_is_found_by_verify_and_by_export(cli, sharded, tmp_path):
     assert not (tmp_path / "back.partial").exists()
 
 
-def test_another_checkpoint_is_told_apart_by_verify(cli, sharded, tmp_path):
+def test_another_checkpoint_is_distinguished_by_verify(cli, sharded, tmp_path):
     assert cli("convert", sharded, tmp_path / "dst")[0] == 0
     code, _, err = cli("verify", GOLDEN / "llama", tmp_path / "dst", "--no-logits")
     assert code == 1

@@ -25,7 +25,7 @@ def free_ports(count: int) -> list[int]:
 def running_gateway(
     addresses: Sequence[str], folder: Path, model: str, *options: str
 ) -> Iterator[str]:
-    """The gateway's base URL. It knows the servers' addresses and nothing else, and has no network."""
+    """The base URL of a gateway that has only the servers' addresses and no network."""
     port, metrics_port = free_ports(2)
     log = folder / "log"
     command = [

@@ -94,7 +94,7 @@ def test_a_reply_that_must_be_a_call_has_no_text_to_format(scripted, client):
         )
 
 
-def test_messages_of_the_developer_are_the_systems_where_the_template_knows_no_developer(
+def test_messages_of_the_developer_are_the_systems_where_the_template_has_no_developer(
     scripted, client
 ):
     scripted.say("Hi")

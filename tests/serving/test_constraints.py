@@ -157,7 +157,7 @@ def test_a_model_without_a_tokenizer_refuses_constraints_by_name():
     run(engine, work)
 
 
-def test_the_check_knows_the_special_tokens_of_the_vocabulary(engine):
+def test_the_check_recognises_the_special_tokens_of_the_vocabulary(engine):
     async def work(made):
         named = Structured.grammar('start: <|reserved_0|> <[4]> "x"')
         (matcher,) = await made.compile(named, field="structured")

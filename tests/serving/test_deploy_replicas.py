@@ -56,7 +56,7 @@ def gateway(objects):
 
 
 def check_gateway(args, addresses: set[str]) -> None:
-    """The gateway knows these servers, asks for their health often, and sends refused requests to another one."""
+    """The gateway has these servers, polls their health often, and retries refused requests on another one."""
     urls = [urllib.parse.urlsplit(one) for one in args.worker_urls]
     assert {one.scheme for one in urls} == {"grpc"}
     assert {one.netloc for one in urls} == addresses
@@ -97,7 +97,7 @@ def test_servers_of_compose_exist(servers, stages):
         assert not published(one)  # clients reach the gateway only
 
 
-def test_the_gateway_of_compose_knows_every_server(services, servers, stages):
+def test_the_gateway_of_compose_lists_every_server(services, servers, stages):
     args = smg_options(services["gateway"]["command"])
     ports = {name: in_force(stages, one["command"]).port for name, one in servers.items()}
     check_gateway(args, {f"{name}:{port}" for name, port in ports.items()})
@@ -115,7 +115,7 @@ def test_prometheus_finds_every_server_of_compose(services, servers):
     assert "./prometheus.yml:" in services["prometheus"]["volumes"][0]
 
 
-def test_the_gateway_of_kubernetes_knows_every_server(objects, replicas, gateway, stages):
+def test_the_gateway_of_kubernetes_lists_every_server(objects, replicas, gateway, stages):
     (server,), (container,) = replicas["template"]["spec"]["containers"], gateway["containers"]
     args, found = smg_options(container["args"]), in_force(stages, server["args"])
     service = replicas["serviceName"]

@@ -159,7 +159,7 @@ def test_a_stream_is_the_same_in_pieces(server, client):
         assert parameter(pieces[-1], name) == parameter(whole, name)
 
 
-def test_requests_of_a_stream_are_told_apart_by_id(server, client):
+def test_requests_of_a_stream_are_distinguished_by_id(server, client):
     with server.unmerged(), Talk(server) as talk, Talk(server) as other:
         for number in range(6):
             is_streamed = number % 2 == 0

@@ -328,7 +328,7 @@ def secured(server: LiveServer, folder) -> Iterator[str]:
         yield address
 
 
-def test_the_page_asks_for_a_token_once(server, driver, tmp_path):
+def test_the_page_requests_a_token_once(server, driver, tmp_path):
     with secured(server, tmp_path) as address:
         page = Page(driver, address, "https")
         for token in ("wrong", "open sesame"):

@@ -329,7 +329,7 @@ def test_what_would_have_no_effect_is_refused(file):
         ("0.0.0.0", False),
     ],
 )
-def test_reflection_is_offered_on_loopback_unless_told_otherwise(host, is_loopback):
+def test_reflection_is_offered_on_loopback_by_default(host, is_loopback):
     assert Settings(host=host).offers_reflection is is_loopback
     assert Settings(host=host, reflection=True).offers_reflection is True
     assert Settings(host=host, reflection=False).offers_reflection is False

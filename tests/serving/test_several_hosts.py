@@ -236,7 +236,7 @@ def test_a_process_that_hangs_ends_all(start):
 
 
 @pytest.mark.slow
-def test_three_hosts_stop_when_one_is_told_to(start, model):
+def test_three_hosts_stop_when_one_gets_sigterm(start, model):
     leader, *followers = start(3, *PLAIN, refused=["--max-num-seqs", "2"])
     assert served(leader) == of_one_process(model, 3, num_draft=0, max_num_seqs=1)
     followers[0].process.terminate()

@@ -184,7 +184,7 @@ def test_without_opentelemetry_the_option_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_server_imports_no_opentelemetry_unless_told():
+def test_the_server_imports_no_opentelemetry_by_default():
     import subprocess
     import sys
 

@@ -112,7 +112,7 @@ def test_seeds_repeat_and_minus_one_is_none(server, stub):
     assert len(texts) == 3
 
 
-def test_sequences_of_a_stream_are_told_apart_by_index(server, stub):
+def test_sequences_of_a_stream_are_distinguished_by_index(server, stub):
     responses = list(stub.Generate(ask(stream=True, n=3, seed=1, max_tokens=20, ignore_eos=True)))
     wholes = {one.index: list(one.output_ids) for one in completes(responses)}
     joined = {0: [], 1: [], 2: []}
