@@ -3,6 +3,7 @@
 With several devices all numbers are those of one of them.
 """
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +28,10 @@ from peagle_jax.parallel.shares import local_attention, vocabulary_rows
 from peagle_jax.plan import mask_words
 from peagle_jax.prompt_scores import BLOCK
 
-_SHARE = 0.85  # of free memory goes to KV caches; the rest is for activations and programs
+_log = logging.getLogger(__name__)
 
+_SHARE = 0.85  # of free memory goes to KV caches; the rest is for activations and programs
+_EXPECTED_POOL = 0.95  # of jax's limit; a smaller pool has a reason that the user should know
 
 _MOST_SAVED, _SAVED_BYTES = 64, 2**28
 """Default number of saved rings: at most 64, in at most 256 MiB."""
@@ -124,11 +127,30 @@ def free_bytes(num_devices: int) -> int | None:
     devices = own_devices(num_devices)
     stats = [device.memory_stats() for device in devices]
     if all(stats):
-        return least(min(one["bytes_limit"] - one["bytes_in_use"] for one in stats))
+        return least(min(_usable_bytes(one) - one["bytes_in_use"] for one in stats))
     if devices[0].platform != "cpu":
         return None
     free = _free_host_bytes()
     return None if free is None else least(free // len(devices))  # they share the host's memory
+
+
+def _usable_bytes(stats: dict[str, int]) -> int:
+    """Bytes of a device that jax can allocate, given the device's memory statistics.
+
+    On a GPU jax allocates its pool at the start, and a smaller one than its limit if other processes use the
+    device. jaxlib 0.11 aborts the process where it would have to extend such a pool.
+    """
+    limit, pool = stats["bytes_limit"], stats.get("pool_bytes", 0)
+    grows = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0")
+    if grows or not 0 < pool < limit:
+        return limit
+    if pool < _EXPECTED_POOL * limit:
+        _log.warning(
+            "jax got %.1f of %.1f GB of device memory: another process uses the device",
+            pool / 1e9,
+            limit / 1e9,
+        )
+    return pool
 
 
 def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:

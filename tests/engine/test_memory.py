@@ -173,3 +173,23 @@ def test_holes_lie_between_arrays_that_stay():
     assert len(kept) == sum(memory._HOLES.values())
     assert len(jax.live_arrays()) - before == len(kept), "the holes themselves must be free"
     assert not any(array.is_deleted() for array in kept)
+
+
+@pytest.mark.parametrize(
+    ("pool", "preallocate", "free"),
+    [(600, None, 500), (600, "false", 900), (None, None, 900), (0, None, 900), (1000, None, 900)],
+    ids=["another process has the rest", "grows", "no pool", "no pool yet", "whole"],
+)
+def test_free_memory_is_that_of_the_pool_which_jax_got(
+    monkeypatch, caplog, pool, preallocate, free
+):
+    stats = dict(bytes_limit=1000, bytes_in_use=100) | (
+        {} if pool is None else {"pool_bytes": pool}
+    )
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    monkeypatch.setattr(memory, "own_devices", lambda count: [device])
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    if preallocate is not None:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", preallocate)
+    assert memory.free_bytes(1) == free
+    assert ("another process uses the device" in caplog.text) == (free == 500)
