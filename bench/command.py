@@ -225,6 +225,13 @@ def adaptive_option() -> Any:
     )  # fmt: skip
 
 
+def rounds_per_call_option() -> Any:
+    return option(
+        "rounds that one call of a greedy batch runs; the engine's choice without it", default=None, type=positive,
+        metavar="N",
+    )  # fmt: skip
+
+
 def dtype_option(group: str = "") -> Any:
     return option(
         "type of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU", default="auto", group=group,

@@ -7,6 +7,7 @@ clock costs a few microseconds itself.
 
 import argparse
 import itertools
+import os
 import shlex
 import statistics
 import sys
@@ -19,7 +20,16 @@ import numpy as np
 
 from bench import rows
 from bench.cells import CellsConfig
-from bench.command import METHODS, Options, add_options, list_of_positive, option, positive
+from bench.command import (
+    METHODS,
+    Options,
+    add_options,
+    list_of_positive,
+    option,
+    positive,
+    rounds_per_call_option,
+)
+from bench.kernel_times import profile_rounds
 from bench.sweep import prompt_set
 from bench.timing import SETTLED, is_full
 from peagle_jax import runs
@@ -29,6 +39,12 @@ from peagle_jax.sampling_params import SamplingParams
 
 _BATCHES = 8
 """Batches of requests in a run, one after the other."""
+
+_TRACED = 4
+"""Calls in a trace."""
+
+_TRACED_TOKENS = 512
+"""Most tokens of its texts, so that none ends within the trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +56,8 @@ class HostOptions(Options):
     concurrency: tuple[int, ...] = option(
         "requests at once", default=(1, 32), type=list_of_positive, metavar="N,.."
     )
-    rounds_per_call: int = option("rounds in a call", default=1, type=positive, metavar="N")
+    rounds_per_call: int | None = rounds_per_call_option()
+    profile: bool = option("also trace some calls, for the kernels of a round", default=False)
     max_tokens: int = option("new tokens per prompt", default=256, type=positive, metavar="N")
     dtype: str | None = option("float32 or bfloat16; by default the device's", default=None)
     sha: str | None = option("commit, on a machine without git", default=None)
@@ -53,10 +70,18 @@ class Clock:
 
     is_on: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
+    watched: list[tuple] = field(default_factory=list)
 
     def watch(self, owner, name: str, part: str) -> None:
-        """Counts the time of all calls of `owner.name` from now on."""
-        setattr(owner, name, self._timed(getattr(owner, name), part))
+        """Counts the time of all calls of `owner.name` until `restore`."""
+        function = getattr(owner, name)
+        self.watched.append((owner, name, function))
+        setattr(owner, name, self._timed(function, part))
+
+    def restore(self) -> None:
+        """Puts the watched functions back."""
+        while self.watched:
+            setattr(*self.watched.pop())
 
     def _timed(self, function: Callable, part: str) -> Callable:
         def timed(*args, **named):
@@ -115,8 +140,16 @@ def measure(
     }
 
 
+def profile(engine: Engine, prompts: Sequence) -> dict:
+    """Kernels of a round, and the share of the time in which one runs; nothing without a GPU."""
+    params = SamplingParams(max_tokens=_TRACED_TOKENS, ignore_eos=True)
+    found = profile_rounds(engine, prompts, params, rounds=_TRACED)
+    return {} if found is None else found.as_row(engine.target_config.num_layers)
+
+
 def host_rounds(options: HostOptions) -> list[dict]:
     """Measures every cell and appends its row to `options.out`."""
+    runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
     dtype = runs.choose_dtype("auto" if options.dtype is None else options.dtype)
     target, heads, tokenizer = runs.load_methods(None, [], dtype=dtype)
     config = CellsConfig(
@@ -137,9 +170,12 @@ def host_rounds(options: HostOptions) -> list[dict]:
     for concurrency in options.concurrency:
         run(concurrency)  # warms up
         done.append({"concurrency": concurrency, **run(concurrency)})
+        if options.profile:
+            done[-1] |= profile(engine, prompts[:concurrency])
     clock.watch_engine(engine)
     for row in done:
         row["us_parts"] = run(row["concurrency"])["us_parts"]
+    clock.restore()
     common = {
         "kind": "host-round",
         "model": "embedded",

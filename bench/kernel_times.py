@@ -92,7 +92,7 @@ def profile_rounds(
     Args:
       engine: warm and idle.
       prompts: one for each slot to fill.
-      rounds: number of rounds to trace; fewer if a request ends early.
+      rounds: number of calls to trace; fewer if a request ends early.
       folder: keeps the trace; None deletes it.
     Returns:
       None if the trace shows no GPU, or the requests are too short for a settled round.
@@ -115,7 +115,7 @@ def profile_rounds(
 
 
 def _trace(engine: Engine, concurrency: int, rounds: int, folder: str) -> int:
-    """Writes a trace; returns its number of rounds."""
+    """Writes a trace of `rounds` calls; returns its number of rounds."""
     options = jax.profiler.ProfileOptions()
     # A trace holds a million events. Python calls would leave no room for kernels.
     options.python_tracer_level = 0
@@ -124,9 +124,11 @@ def _trace(engine: Engine, concurrency: int, rounds: int, folder: str) -> int:
     _drain()
     jax.profiler.start_trace(folder, profiler_options=options)
     try:
-        while traced < rounds and is_full(engine, concurrency):
-            engine.step()
-            traced += 1
+        for _ in range(rounds):
+            if not is_full(engine, concurrency):
+                break
+            # As many rounds are committed as are dispatched; a call may have several.
+            traced += max(1, len(engine.step()) // concurrency)
         _drain()
     finally:
         jax.profiler.stop_trace()

@@ -26,6 +26,7 @@ from bench import decode_step, rows, sweep
 from bench.commands.lossless import Options, SubjectOptions
 from bench.decode_step import CellsConfig
 from bench.presets import preset
+from bench.random_times import RandomTimes
 from bench.timing import drive
 from bench.warm import WARM, warm_run
 from peagle_jax import runs
@@ -100,14 +101,19 @@ class Subject:
     """Number of prompts of the set that are too long for their outputs."""
 
     def engine(self, variant: Variant, config: CellsConfig, texts: jax.Array | None) -> Engine:
-        """An engine for a method and a K. `texts` are those of an `Oracle`."""
+        """An engine for a method and a K. `texts` are those of an `Oracle`. A choice of K or of the drafts that a round
+        verifies is made in each round, by random times."""
         method, num_draft = variant
         head, drafter = self.heads.get(method), None
         if head is not None and self.is_random:
             drafter = Oracle(make_drafter(head, num_draft, "argmax"), texts, num_draft)
         numbers = dict(dtype=self.dtype, activations=self.activations)
         config = replace(config, num_draft=num_draft, tensor_parallel=self.num_devices, **numbers)
-        return Engine(self.target, head, config, drafter=drafter)
+        times = None if config.adaptive == "off" else RandomTimes()
+        engine = Engine(self.target, head, config, drafter=drafter, times=times)
+        if engine.policy is not None:
+            engine.policy.decide_every = 1
+        return engine
 
 
 def subject_of(options: SubjectOptions) -> Subject:
@@ -193,13 +199,14 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
     texts = None
     shares = [_share(options, len(prompts), c) for some in cells.values() for c in some]
     with tqdm(total=len(prompts) + sum(shares), unit="text", disable=None) as bar:
-        for variant in dict.fromkeys([_PLAIN, *cells]):
-            todo = cells.get(variant, ())
+        for variant, adaptive in dict.fromkeys([(_PLAIN, "off"), *cells]):
+            todo = cells.get((variant, adaptive), ())
             if variant == _PLAIN:
                 todo = tuple(dict.fromkeys((most, *todo)))
             bar.set_description(f"{variant[0]} K={variant[1]}: compiling")
             start = time.perf_counter()
-            engine = subject.engine(variant, _config(options, prompts, todo), texts)
+            config = replace(_config(options, prompts, todo), adaptive=adaptive)
+            engine = subject.engine(variant, config, texts)
             engine.warm_up()
             compiled = time.perf_counter() - start
             for concurrency in todo:
@@ -221,7 +228,10 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
                 else:
                     run = decode()
                 row = _row(options, subject, variant, concurrency, reference, run)
-                row |= {"compile_seconds": compiled} | environment
+                row |= {"rounds_per_call": engine.config.repeat, "compile_seconds": compiled}
+                if engine.policy is not None:
+                    row |= {"adaptive": adaptive, "choices": engine.policy.num_changes}
+                row |= environment
                 rows.append(options.out, rows.rounded(row))
                 bar.write(_progress(row), file=sys.stderr)
                 yield row
@@ -229,19 +239,24 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
             gc.collect()  # its cache, before the next one is made
 
 
-def _cells(options: Options, subject: Subject) -> dict[Variant, tuple[int, ...]]:
-    """Concurrencies to compare by method and K; the reference is plain decoding at the largest one."""
+def _cells(options: Options, subject: Subject) -> dict[tuple[Variant, str], tuple[int, ...]]:
+    """Concurrencies to compare by method, K, and what chooses K; the reference is plain decoding at the largest one."""
     across = tuple(sorted(set(options.concurrency), reverse=True))
-    cells = {(method, k): across for method in subject.heads for k in options.k}
+    cells = {
+        ((method, k), adaptive): across
+        for method in subject.heads
+        for k in options.k
+        for adaptive in options.adaptive
+    }
     plain = across if options.warm else across[1:]
     if "none" in options.methods and plain:
-        cells = {_PLAIN: plain} | cells
+        cells = {(_PLAIN, "off"): plain} | cells
     if not cells:
         raise ConfigError("nothing to compare: no head to draft, and one concurrency only")
     return cells
 
 
-def _num_prompts(options: Options, cells: dict[Variant, tuple[int, ...]]) -> int:
+def _num_prompts(options: Options, cells: dict[tuple[Variant, str], tuple[int, ...]]) -> int:
     """Number of prompts that yield `--tokens` tokens to compare over all cells."""
     shares = sum(c for some in cells.values() for c in some) / max(options.concurrency)
     return max(options.min_prompts, math.ceil(options.tokens / (options.max_tokens * shares)))
@@ -267,6 +282,7 @@ def _config(
         prefill_chunk=options.prefill_chunk,
         prefill_rows=min(options.prefill_rows, most),
         prefix_caching=options.warm,
+        rounds_per_call=options.rounds_per_call,
     )
 
 

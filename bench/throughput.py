@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from bench import roofline, rows
+from bench.cells import CellsConfig
 from bench.commands.throughput import Options
 from bench.sweep import Models, prompt_set, sampling
 from bench.timing import Measurement, drive
@@ -21,6 +22,13 @@ _WARM_UP_TOKENS = 16
 def _num_prompts(options: Options, concurrency: int) -> int:
     """A multiple of the concurrency, so that the batch stays full until near the end."""
     return max(options.min_prompts, options.prompts_per_slot * concurrency)
+
+
+def kind(options: Options) -> str:
+    """Kind of the rows: those of a comparison are not part of the tables of one run each."""
+    if options.adaptive != ("off",):
+        return "adaptive"
+    return "throughput" if options.repeats == 1 else "methods"
 
 
 @dataclass(frozen=True)
@@ -92,10 +100,12 @@ class _Sweep:
         name, pool = prompt_set(
             options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
         )
-        config = EngineConfig(
+        config = CellsConfig(
+            concurrencies=options.concurrency,
             max_num_seqs=max(options.concurrency),
             max_model_len=options.max_model_len,
             prefill_rows=options.prefill_rows,
+            rounds_per_call=options.rounds_per_call,
             **options.drafting(),
         )
         pool, left_out = models.runnable(name, pool, sampling(options), config)
@@ -141,18 +151,18 @@ class _Sweep:
         median = by_speed[len(by_speed) // 2]
         cell = (variant.method, variant.num_draft)
         row = {
-            **self.options.drafting_row(
-                "throughput" if self.options.adaptive == ("off",) else "adaptive"
-            ),
+            **self.options.drafting_row(kind(self.options)),
             **self.models.identity(
                 self.options, prompts=self.name, variant=cell, concurrency=concurrency
             ),
             **median.as_row(),
             "prompts_left_out": self.left_out,
         }
+        row["rounds_per_call"] = engine.config.repeat
         speeds = [one.as_row()["tokens_per_second"] for one in measured]
         if len(measured) > 1:
             row["tokens_per_second_of_repeats"] = speeds
+            row["ms_per_round_of_repeats"] = [one.ms_per_round for one in measured]
         if self.options.adaptive != ("off",):
             row["adaptive"] = variant.adaptive
         if variant.adaptive != "off":

@@ -18,9 +18,9 @@ SETTLED = 3  # rounds with the same full batch before one is timed: two are in f
 class Measurement:
     """One engine at one concurrency. Times are in milliseconds, except `seconds`, the wall time of the run.
 
-    `ms_per_round` is the median over rounds in which every slot decodes and no request prefills. If a run
-    has no such round, it is the decoding time of all requests divided by their rounds.
-    `ms_per_round_mean` is the mean over the same rounds.
+    `ms_per_round` is the median over rounds in which every slot decodes and no request prefills or ends; the
+    rounds of one call have equal times. If a run has no such round, it is the decoding time of all requests divided
+    by their rounds. `ms_per_round_mean` is the mean over the same rounds.
     """
 
     requests: list[Request]
@@ -80,7 +80,7 @@ def drive(
     """
     todo = iter(prompts)
     requests: list[Request] = []
-    running, settled, rounds = 0, 0, []
+    running, settled, timed = 0, 0, []
     start = time.perf_counter()
     while True:
         while running < concurrency and (prompt := next(todo, None)) is not None:
@@ -92,8 +92,11 @@ def drive(
         settled = settled + 1 if is_full(engine, concurrency) else 0
         before = time.perf_counter()
         updates = engine.step()
-        if settled >= SETTLED:
-            rounds.append(time.perf_counter() - before)
+        spent = time.perf_counter() - before
+        # The last call of a text has rounds that emit nothing.
+        if settled >= SETTLED and updates and not any(one.is_finished for one, _ in updates):
+            count = max(1, len(updates) // concurrency)
+            timed += [spent / count] * count
         for request, _ in updates:
             if request.error is not None:
                 raise ConfigError(f"prompt {requests.index(request) + 1}: {request.error}")
@@ -101,14 +104,14 @@ def drive(
                 running -= 1
                 on_finished()
     seconds = time.perf_counter() - start
-    timed_rounds = len(rounds)
-    if not rounds:
+    timed_rounds = len(timed)
+    if not timed:
         decoding = sum(r.finish_time - r.first_token_time for r in requests)
-        rounds = [decoding / max(1, sum(r.rounds for r in requests))]
+        timed = [decoding / max(1, sum(r.rounds for r in requests))]
     return Measurement(
         requests=requests,
         seconds=seconds,
-        ms_per_round=1e3 * statistics.median(rounds),
-        ms_per_round_mean=1e3 * statistics.fmean(rounds),
+        ms_per_round=1e3 * statistics.median(timed),
+        ms_per_round_mean=1e3 * statistics.fmean(timed),
         timed_rounds=timed_rounds,
     )

@@ -309,7 +309,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     check_replicas: bool = False
     greedy_rounds: bool | None = None
-    rounds_per_call: int | None = 1
+    rounds_per_call: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     activations: Literal["bf16", "fp8"] = "bf16"

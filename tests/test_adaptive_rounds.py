@@ -4,12 +4,12 @@ import random
 
 import pytest
 
+from bench.random_times import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine import adaptive, round_shapes, round_timer
 from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.round_times import RoundTimes
 from tests import tiny
-from tests.random_times import RandomTimes
 from tests.test_draft_schedule import (
     TINY_TEXTS,
     WalkConfig,
@@ -41,7 +41,7 @@ class GivenTimes(RandomTimes):
 @pytest.fixture
 def three_k(monkeypatch):
     """Rounds of K = 0, 2 and 4 compile, and each round decides."""
-    monkeypatch.setattr(adaptive, "DECIDE_EVERY", 1)
+    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
     monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: DRAFTS)
 
 
@@ -83,7 +83,7 @@ def without_schedule(config: WalkConfig) -> WalkConfig:
 def test_sampled_output_has_the_targets_law_under_any_choice_of_k(
     method, draft_sampling, monkeypatch, num_cases
 ):
-    monkeypatch.setattr(adaptive, "DECIDE_EVERY", 1)
+    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
     monkeypatch.setattr(adaptive, "_LEAST_VERIFIED", 1)
     monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
     config = without_schedule(walk_config(2, [2], 64, draft_sampling=draft_sampling, **TINY_TEXTS))

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from bench.random_times import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine import adaptive, survival
+from peagle_jax.engine import adaptive
 from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.structured import Structured
@@ -16,7 +17,6 @@ from tests import tiny
 from tests.engine.test_structured import PROMPTS, SCHEMAS
 from tests.json_vocabulary import END, json_tokenizer
 from tests.programs import shared
-from tests.random_times import RandomTimes
 from tests.test_draft_schedule import TINY_TEXTS, check_sampled_law, check_texts, oracle, walk
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
 
@@ -49,8 +49,7 @@ class GivenTimes(RandomTimes):
 
 @pytest.fixture
 def every_round_decides(monkeypatch):
-    for module in (adaptive, survival):
-        monkeypatch.setattr(module, "DECIDE_EVERY", 1)
+    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
 
 
 def shape_of(engine: Engine) -> RoundShape | None:

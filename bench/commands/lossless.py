@@ -8,6 +8,7 @@ from bench.command import (
     METHODS,
     Command,
     ModelOptions,
+    adaptive_option,
     check_num_drafts,
     check_preset,
     exit_code,
@@ -16,10 +17,12 @@ from bench.command import (
     methods_option,
     option,
     positive,
+    rounds_per_call_option,
     rows_file,
     show,
 )
 from bench.commands.acceptance import SETS_HELP
+from peagle_jax.config import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +76,31 @@ class Options(SubjectOptions):
         "cache each text up to the middle of its output, and compare the rest with a cold engine's",
         default=False,
     )
+    adaptive: tuple[str, ...] = adaptive_option()
+    rounds_per_call: int | None = rounds_per_call_option()
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     out: Path = rows_file("lossless.jsonl")
+
+    def check(self) -> None:
+        super().check()
+        if self.warm and self.adaptive != ("off",):
+            raise ConfigError(
+                "--warm compares acceptance, which changes with K: leave --adaptive out"
+            )
 
 
 def run(options: Options) -> int:
     from bench.lossless import lossless
     from peagle_jax import runs
 
-    header = ["method", "K", "conc.", "texts", "equal", "tokens", "differ", "AL"]
+    header = ["method", "K", "by", "conc.", "texts", "equal", "tokens", "differ", "AL"]
     counts = ("texts", "texts_equal", "tokens_compared", "tokens_differing")
     done = list(lossless(options, options.environment()))
     lines = [
         [
             runs.METHOD_NAMES[row["method"]],
             str(row["num_speculative_tokens"]),
+            row.get("adaptive", ""),
             str(row["concurrency"]),
             *(f"{row[name]:,}" for name in counts),
             f"{row['acceptance_length']:.2f}",
@@ -110,6 +123,7 @@ COMMAND = Command(
         "lossless --preset qwen3-coder-30b-a3b-fp8 -K 3,7 --tokens 100000",
         "lossless --concurrency 1,8,32",
         "lossless --warm -K 7 --page-size 16",
+        "lossless -K 7 --adaptive load,survival --tokens 100000",
     ),
     description="""
 Decodes the same prompts in every cell (a method, a K and a concurrency), and compares each output with the
@@ -118,6 +132,9 @@ reference: plain decoding at the largest concurrency. Exit code 1 if a token dif
 A preset has random weights, made on the device, and prompts of random tokens. Drafts of random heads are
 almost never right, so seven of ten drafts are replaced by the reference's tokens. Drafts are then both
 accepted and rejected. Without --preset the embedded model or --model is compared.
+
+With --adaptive the engine chooses K, or the drafts that a round verifies, by times that are drawn at random, so that
+the choice changes in nearly every call.
 
 With --warm every cell decodes the first half of each output, and continues prompt and first half twice: with
 what the prefix cache has of them, and computed as a whole. The tokens must be the reference's, and both must

@@ -10,6 +10,7 @@ from bench.command import (
     list_of_positive,
     option,
     positive,
+    rounds_per_call_option,
     rows_file,
 )
 from bench.commands.acceptance import SETS_HELP, sweep_table
@@ -27,6 +28,7 @@ class Options(DraftingOptions):
     min_prompts: int = option("least prompts of a cell", default=4, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=1, type=positive, metavar="N")
     adaptive: tuple[str, ...] = adaptive_option()
+    rounds_per_call: int | None = rounds_per_call_option()
     repeats: int = option(
         "runs of a cell, of which the row has the median; the runs of a concurrency then alternate between all methods",
         default=1, type=positive, metavar="N",
@@ -49,10 +51,10 @@ COMMAND = Command(
     ),
     description="""
 Decodes the same prompts in every cell (a method, a K and a concurrency), one cell after the other, in one
-process. K is the number of drafts per round. A row has tokens per second, milliseconds per round, time to first
+process. The batch buckets are the concurrencies. K is the number of drafts per round. A row has tokens per second, milliseconds per round, time to first
 token (TTFT), the ratio to plain decoding, and the floor (the least time of a round, from its bytes and
 operations). With --adaptive load the engine chooses K of each round, at most the given one (docs/adaptive.md); the
-rows of such a comparison have the kind "adaptive".
+rows of such a comparison have the kind "adaptive"; those of several repeats at fixed K the kind "methods".
 """,
     options=Options,
     run=run,

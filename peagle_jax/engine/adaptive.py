@@ -103,6 +103,8 @@ class LoadPolicy:
       times: what rounds take.
     """
 
+    decide_every = DECIDE_EVERY
+
     def __init__(self, most: int, times: RoundTimes):
         self.times = times
         self.ragged: Mapping[int, Sequence[int]] = {}
@@ -163,7 +165,7 @@ class LoadPolicy:
         if len(drafts) == 1 or any(request.holds_k for request in rows):
             return drafts[-1]
         self._rounds[size] += 1
-        if self._rounds[size] >= DECIDE_EVERY:
+        if self._rounds[size] >= self.decide_every:
             self._rounds[size] = 0
             self._decide(size, rows, drafts)
         num_draft = self.present(size)

@@ -1,9 +1,10 @@
 """The rounds that an engine compiles."""
 
+from dataclasses import replace
 from functools import partial
 
 from pallas_kernels import dispatch
-from peagle_jax.config import EngineConfig
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.adaptive import candidates
 from peagle_jax.engine.calls import RoundShape
 
@@ -34,14 +35,24 @@ _LIGHT = 2**30
 """Bytes of weights of target and head below which a round takes the device less time than the host."""
 
 _MANY = 4
-"""Rounds in a call then. More of them relieve the host, but requests wait longer for a slot, and rounds after the
-end of a text are wasted."""
+"""Rounds in a call then: about 2 ms. More of them relieve the host, but requests wait longer for a slot, tokens
+reach streams in larger groups, and rounds after the end of a text are wasted."""
 
 
 def rounds_per_call(config: EngineConfig, weights_bytes: int) -> int:
-    """Rounds that a call of a greedy batch runs, if `config.rounds_per_call` does not say."""
-    may = dispatch.platform() == "cuda" and config.tensor_parallel == 1 and not config.ngram
-    return _MANY if may and weights_bytes < _LIGHT else 1
+    """Rounds that a call of a greedy batch runs, if `config.rounds_per_call` does not say: `_MANY` on a GPU with
+    a light model, where the options allow it, else 1.
+
+    Args:
+      weights_bytes: size of target and head.
+    """
+    if dispatch.platform() != "cuda" or weights_bytes >= _LIGHT:
+        return 1
+    try:
+        replace(config, rounds_per_call=_MANY)
+    except ConfigError:
+        return 1
+    return _MANY
 
 
 def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:

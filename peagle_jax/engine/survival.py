@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from peagle_jax.engine.adaptive import (
-    DECIDE_EVERY,
     LEAST_GAIN,
     LoadPolicy,
     best,
@@ -100,7 +99,7 @@ class SurvivalPolicy(LoadPolicy):
             return whole
         present = self._shapes.setdefault(size, whole)
         self._rounds[size] += 1
-        if self._rounds[size] >= DECIDE_EVERY:
+        if self._rounds[size] >= self.decide_every:
             self._rounds[size] = 0
             choices = [RoundShape(size, k) for k in drafts]
             choices += [RoundShape(size, most, number) for number in ragged]

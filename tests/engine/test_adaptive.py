@@ -235,7 +235,7 @@ def test_a_change_is_one_log_line_with_both_rates(caplog):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_texts_and_counts_are_right_while_k_follows_changing_times(lag, monkeypatch, num_cases):
-    monkeypatch.setattr(adaptive, "DECIDE_EVERY", 1)
+    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
 
     class Changing(RoundTimes):
         def seconds(self, size, drafts):

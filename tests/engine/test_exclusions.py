@@ -2,8 +2,9 @@
 
 import pytest
 
+from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.engine.round_shapes import greedy_shapes
+from peagle_jax.engine.round_shapes import greedy_shapes, rounds_per_call
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,27 @@ def test_options_that_exclude_each_other_are_refused_by_name(options, message):
 def test_several_rounds_in_a_call_have_a_program_on_every_platform():
     assert not greedy_shapes(EngineConfig())
     assert greedy_shapes(EngineConfig(rounds_per_call=2))
+
+
+@pytest.mark.parametrize(
+    ("platform", "weights_bytes", "options", "rounds"),
+    [
+        ("cuda", 2**20, dict(), 4),
+        ("cuda", 2**20, dict(adaptive="survival"), 4),
+        ("cuda", 2**20, dict(num_draft=0), 4),
+        ("cuda", 2**31, dict(), 1),
+        ("cpu", 2**20, dict(), 1),
+        ("tpu", 2**20, dict(), 1),
+        ("cuda", 2**20, dict(ngram=6), 1),
+        ("cuda", 2**20, dict(tensor_parallel=2), 1),
+        ("cuda", 2**20, dict(draft_sampling="sample"), 1),
+        ("cuda", 2**20, dict(greedy_rounds=False), 1),
+    ],
+)
+def test_a_light_model_on_a_gpu_runs_several_rounds_in_a_call(
+    platform, weights_bytes, options, rounds, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    config = EngineConfig(**options)
+    assert config.rounds_per_call is None
+    assert rounds_per_call(config, weights_bytes) == rounds

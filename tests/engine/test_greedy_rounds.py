@@ -3,9 +3,11 @@
 import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from bench import timing
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.programs import GreedyRound
@@ -184,3 +186,14 @@ def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
     monkeypatch.setattr("peagle_jax.engine.round_timer.time.perf_counter", lambda: next(clock))
     engine.generate(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
     assert 2.0 in found  # 6 seconds for three rounds
+
+
+def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):
+    engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
+    engine.warm_up()
+    clock = iter(range(0, 9999, 6))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    measured = timing.drive(engine, PROMPTS[:2], params, concurrency=2)
+    assert measured.ms_per_round == 2000.0  # 6 seconds for three rounds
+    assert measured.timed_rounds > 9

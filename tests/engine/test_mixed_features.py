@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.random_times import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine import adaptive, survival
+from peagle_jax.engine import adaptive
 from peagle_jax.structured import Structured
 from tests import tiny
 from tests.json_vocabulary import END, json_tokenizer
-from tests.random_times import RandomTimes
 from tests.test_losslessness import OracleDrafter
 from tests.test_ragged_rounds import OneSize
 
@@ -43,8 +43,7 @@ FEATURES = (
 def test_requests_with_any_features_keep_the_text_of_plain_decoding(
     family, monkeypatch, num_cases, tmp_path
 ):
-    for module in (adaptive, survival):
-        monkeypatch.setattr(module, "DECIDE_EVERY", 1)
+    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
     tokenizer = json_tokenizer(tmp_path)
     target = tiny.target(**tiny.FAMILIES[family], eos_ids=(tokenizer.added[END],))
     config = EngineConfig(num_draft=0, prefix_caching=False, **SIZES)

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle_jax import draft_schedule
-from peagle_jax.engine import adaptive, survival
+from peagle_jax.engine import adaptive
 from peagle_jax.engine.round_times import RoundTimes
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -145,7 +145,7 @@ class ZeroIsFastest(RoundTimes):
 
 @pytest.mark.slow
 def test_metrics_and_stats_say_what_was_chosen_at_run_time(make_engine, monkeypatch):
-    monkeypatch.setattr(adaptive, "DECIDE_EVERY", 1)
+    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
     engine = make_engine(adaptive="load", max_num_seqs=1, max_waiting=1, times=ZeroIsFastest())
     server = LiveServer(engine, http=True)
     found = scrape(server)
@@ -177,7 +177,7 @@ class OneRowIsFastest(ZeroIsFastest):
 @pytest.mark.slow
 def test_metrics_and_stats_say_how_many_drafts_are_verified(make_engine, monkeypatch):
     monkeypatch.setattr(draft_schedule, "LEAST_RAGGED_SIZE", 1)
-    monkeypatch.setattr(survival, "DECIDE_EVERY", 1)
+    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
     engine = make_engine(adaptive="survival", max_num_seqs=1, times=OneRowIsFastest())
     server = LiveServer(engine, http=True)
     with grpc.insecure_channel(server.address) as channel:
