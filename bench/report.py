@@ -58,7 +58,8 @@ _KEYS = {
     "train-step": ("device", "form", "texts", "tokens", "options"),
     "conversion": ("model", "weights", "layers"),
     "prefix-cache": (*_RUN, "chat_tokens", "page_size"),
-    "host-round": (*_RUN, "rounds_per_call", "program"),
+    "host-round": (*_RUN, "rounds_per_call", "program", "sha"),
+    "methods": _RUN,
     "lossless-warm": (*_RUN, "layers"),
     "parallel-step": replicas.KEY,
 }
@@ -261,6 +262,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "prefix": ("prefix-cache", prefix_page.saved_table),
     "replicas": (replicas.KINDS, replicas.drawn),
     "host": ("host-round", host_page.host_table),
+    "methods": ("methods", host_page.methods_table),
     "lossless-warm": ("lossless-warm", prefix_page.equal_table),
     "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),
 }

@@ -53,3 +53,31 @@ def test_the_table_shows_disjoint_parts():
         line
         == "| P-EAGLE K=7, greedy | 32 | 1,234 | 1,000 | 2,000 | 10 | 20 | 450 | 30 | 60 | 40 |"
     )
+
+
+def test_the_table_has_a_part_for_each_commit_and_says_how_many_rounds_a_call_runs():
+    later = ROW | {"sha": "def", "rounds_per_call": 4, "kernel_us_per_round": 617.2}
+    first, second = host_page.host_table([ROW, later]).split("**Chip**")[1:]
+    assert "commit abc" in first
+    assert first.splitlines()[-2].endswith("| 40 |  |")
+    assert "commit def" in second
+    line = second.splitlines()[-1]
+    assert line.startswith("| P-EAGLE K=7, greedy, 4 rounds a call | 32 |")
+    assert line.endswith("| 617 (50 %) |")
+
+
+def test_methods_are_compared_by_the_medians_of_their_runs():
+    both = [
+        {
+            "device": "Chip", "jax": "1", "sha": "abc", "date": "2026-01-01", "method": method,
+            "concurrency": 8, "tokens_per_second_of_repeats": speeds, "ms_per_round_of_repeats": rounds,
+        }
+        for method, speeds, rounds in (
+            ("eagle3", [100.0, 90.0, 300.0], [1.0, 2.0, 1.1]),
+            ("peagle", [150.0, 100.0, 200.0], [0.5, 0.55, 0.6]),
+        )
+    ]  # fmt: skip
+    line = host_page.methods_table(both).splitlines()[-1]
+    assert line == (
+        "| 8 |  | 100; 90 to 300 | 150; 100 to 200 | 1.50 | 1,100; 1,000 to 2,000 | 550; 500 to 600 | 0.50 |"
+    )
