@@ -20,12 +20,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from bench import decode_step, rows, sweep
 from bench.commands.lossless import Options, SubjectOptions
 from bench.decode_step import CellsConfig
 from bench.presets import preset
+from bench.progress import progress_bar, warm_up
 from bench.random_times import RandomTimes
 from bench.timing import drive
 from bench.warm import WARM, warm_run
@@ -198,19 +198,19 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
     reference: list[list[int]] = []
     texts = None
     shares = [_share(options, len(prompts), c) for some in cells.values() for c in some]
-    with tqdm(total=len(prompts) + sum(shares), unit="text", disable=None) as bar:
+    with progress_bar(total=len(prompts) + sum(shares), unit="text") as bar:
         for variant, adaptive in dict.fromkeys([(_PLAIN, "off"), *cells]):
             todo = cells.get((variant, adaptive), ())
             if variant == _PLAIN:
                 todo = tuple(dict.fromkeys((most, *todo)))
-            bar.set_description(f"{variant[0]} K={variant[1]}: compiling")
+            bar.set_description(title := f"{variant[0]} K={variant[1]}")
             start = time.perf_counter()
             config = replace(_config(options, prompts, todo), adaptive=adaptive)
             engine = subject.engine(variant, config, texts)
-            engine.warm_up()
+            warm_up(engine, title)
             compiled = time.perf_counter() - start
             for concurrency in todo:
-                bar.set_description(f"{variant[0]} K={variant[1]} x{concurrency}")
+                bar.set_description(f"{title} x{concurrency}")
                 some = prompts[: _share(options, len(prompts), concurrency)]
                 decode = partial(
                     drive, engine, some, params, concurrency=concurrency, on_finished=bar.update,

@@ -12,6 +12,7 @@ from bench.commands.prefix_cache import Options
 from bench.decode_step import CellsConfig
 from bench.lossless import Subject, Variant, subject_of, text_table
 from bench.page_bits import WrittenPages, written_twice
+from bench.progress import progress_bar, warm_up
 from bench.timing import Measurement, drive
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.engine import Engine
@@ -44,13 +45,12 @@ def prefix_cache(options: Options, environment: dict) -> list[dict]:
     done = []
     plain_pages: WrittenPages | None = None
     known: list[list[int]] = [[0]]  # texts of plain decoding, from which an `Oracle` drafts
-    with tqdm(
-        total=(options.chats + options.requests) * len(variants), unit="text", disable=None
-    ) as bar:
+    total = (options.chats + options.requests) * len(variants)
+    with progress_bar(total=total, unit="text") as bar:
         for variant in variants:
-            bar.set_description(f"{variant[0]} K={variant[1]}")
+            bar.set_description(title := f"{variant[0]} K={variant[1]}")
             engine = subject.engine(variant, config, text_table(known, config))
-            engine.warm_up()
+            warm_up(engine, title)
             # The first calls allocate memory.
             drive(engine, [texts[0][:8]] * options.concurrency, _params(8), concurrency=8)
             by_rounds, by_prefill = written_twice(

@@ -4,13 +4,12 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from tqdm import tqdm
-
 from bench import rows
+from bench.cells import CellsConfig
 from bench.commands.structured import Options
+from bench.progress import progress_bar, warm_up
 from bench.sweep import Models
 from peagle_jax import runs
-from peagle_jax.config import EngineConfig
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.grammar import Matcher, masks_of
 from peagle_jax.engine.request import Request
@@ -50,16 +49,18 @@ def structured(options: Options, environment: dict) -> list[dict]:
     models = Models.load(options)
     done = []
     for method, num_draft in models.variants(options):
-        config = EngineConfig(
+        config = CellsConfig(
+            concurrencies=options.concurrency,
             max_num_seqs=max(options.concurrency),
             max_model_len=options.max_model_len,
-            prefix_caching=False,
         )
         engine = models.engine(method, num_draft, config)
-        runs.warm_up(engine)
+        title = f"{method} K={num_draft}"
+        warm_up(engine, title)
+        runs.first_rounds(engine)
         engine.grammars.prepare()
         cells = [(mode, size) for size in options.concurrency for mode in MODES]
-        for mode, size in tqdm(cells, desc=f"{method} K={num_draft}", disable=None):
+        for mode, size in progress_bar(iterable=cells, desc=title, unit="row"):
             _write(
                 engine, "free", size, options
             )  # the first rounds of a batch size pay for later ones
