@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bench import rows
+from bench.command import ADAPTIVE, METHODS, check_num_drafts
 from bench.commands.decode_step import Options
 from bench.synthetic import accepted_by_text, drawn_acceptance, synthetic_acceptance
 from peagle_jax.config import ConfigError, EngineConfig
@@ -85,6 +86,8 @@ def variants(options: Options) -> list[Variant]:
     Raises:
       ConfigError: K or an acceptance length without a drafter, or one that the other excludes.
     """
+    if options.variants:
+        return [_variant(text, options) for text in dict.fromkeys(options.variants)]
     length = options.synthetic_acceptance_length
     methods = [method for method in dict.fromkeys(options.method) if method != "none"]
     if not methods:
@@ -104,3 +107,26 @@ def variants(options: Options) -> list[Variant]:
         drafting += [Variant(method, k, adaptive) for adaptive in options.adaptive]
         drafting += [Variant(method, k, "off", number) for number in options.rows if number < k]
     return ([Variant("none", 0)] if "none" in options.method else []) + drafting
+
+
+def _variant(text: str, options: Options) -> Variant:
+    """A variant as it is written, `peagle:7:load`.
+
+    Raises:
+      ConfigError: there is none such.
+    """
+    method, _, rest = text.partition(":")
+    drafts, _, adaptive = rest.partition(":")
+    if text == "none":
+        return Variant("none", 0)
+    is_known = method in METHODS and method != "none" and adaptive in ("", *ADAPTIVE)
+    if not is_known or not drafts.isdecimal() or not int(drafts):
+        raise ConfigError(f"--variants {text}: must be none, METHOD:K or METHOD:K:ADAPTIVE")
+    check_num_drafts((int(drafts),))
+    accept_rule(options, int(drafts))
+    return Variant(method, int(drafts), adaptive or "off")
+
+
+def methods_of(found: Sequence[Variant]) -> list[str]:
+    """The methods of variants, each once."""
+    return list(dict.fromkeys(variant.method for variant in found))

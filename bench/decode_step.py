@@ -12,14 +12,17 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
+from flax import nnx
 from tqdm import tqdm
 
 from bench import roofline, rows
-from bench.cells import CellsConfig, FixedRows, Variant, accept_rule, texts_of, variants
+from bench.cells import CellsConfig, FixedRows, Variant, accept_rule, methods_of, texts_of, variants
 from bench.commands.decode_step import Options
+from bench.compile_cells import compile_cells
 from bench.kernel_times import profile_rounds
 from bench.presets import Preset, preset
 from bench.random_weights import num_bytes, random_head, random_target
@@ -27,6 +30,7 @@ from bench.synthetic import Scattered, drawn_confidence
 from bench.timing import drive
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
+from peagle_jax.draft_schedule import ragged_rows
 from peagle_jax.drafter import DraftHead, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.stats import SurvivalCounts
@@ -36,7 +40,6 @@ from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.verify import verify
 
 _WARM_UP_TOKENS = 24
-_PREFILLS = 3  # repeats; the row has their median
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
@@ -50,6 +53,7 @@ class Models:
     heads: dict[str, DraftHead]
     seconds: float
     num_devices: int = 1
+    has_shapes_only: bool = False
 
     @classmethod
     def make(
@@ -70,6 +74,15 @@ class Models:
             seconds=time.perf_counter() - start,
             num_devices=num_devices,
         )
+
+    @classmethod
+    def shapes(cls, chosen: Preset, methods: list[str], *, dtype: str) -> "Models":
+        """Models of shapes only, for engines that compile and never run."""
+        target = nnx.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype=dtype))
+        head = lambda method: nnx.eval_shape(lambda: random_head(chosen.head(method), dtype=dtype))
+        heads = {method: head(method) for method in methods if method != "none"}
+        made = dict(preset=chosen, dtype=dtype, target=target, heads=heads)
+        return cls(**made, seconds=0.0, has_shapes_only=True)
 
     def engine(self, options: Options, variant: Variant, concurrencies: tuple[int, ...]) -> Engine:
         """An engine for cells that differ in concurrency only, not yet warm.
@@ -95,10 +108,12 @@ class Models:
             kv_cache_dtype=options.kv_cache_dtype,
             tensor_parallel=self.num_devices,
             activations=options.activations,
+            greedy_rounds=None if options.temperature == 0 else False,
         )
         head, drafter, accept = self.heads.get(method), None, verify
         if head is not None:
-            made = make_drafter(head, num_draft, options.draft_sampling)
+            make = lambda head: make_drafter(head, num_draft, options.draft_sampling)
+            made = jax.eval_shape(make, head) if self.has_shapes_only else make(head)
             texts = texts_of(options, num_draft)
             known = None if texts is None else drawn_confidence(texts, num_draft)
             drafter = Scattered(made, self.preset.target.vocab_size, num_draft, known)
@@ -123,14 +138,19 @@ def decode_step(options: Options, environment: dict) -> list[dict]:
         )
     dtype = runs.choose_dtype(options.dtype)
     done: list[dict] = []
-    with tqdm(total=len(todo) * len(options.concurrency), unit="cell", disable=None) as bar:
+    num_cells = sum(len(group) for one in todo for group in _groups(options, one))
+    with tqdm(total=num_cells, unit="cell", disable=None) as bar:
+        if options.jobs > 1:
+            bar.set_description("compiling")
+            cells = [(one, group) for one in todo for group in _groups(options, one)]
+            compile_cells(options, cells, partial(_say, bar))
         bar.set_description("weights")
         made = dict(dtype=dtype, seed=options.seed, num_devices=options.tensor_parallel)
-        models = Models.make(chosen, options.method, **made)
+        models = Models.make(chosen, methods_of(todo), **made)
         held = num_bytes(models.target, *models.heads.values()) / 1e9
         _say(bar, f"{chosen.name}: {held:.1f} GB of weights made in {models.seconds:.1f} s")
         for variant in todo:
-            for group in _groups(options):
+            for group in _groups(options, variant):
                 for row in _measure(options, models, variant, group, bar):
                     row |= environment
                     if variant.adaptive == "off" and not variant.rows and models.num_devices == 1:
@@ -157,10 +177,16 @@ def _progress(row: dict) -> str:
     )
 
 
-def _groups(options: Options) -> list[tuple[int, ...]]:
-    """Concurrencies that can share an engine: those whose prefill calls have equally many rows."""
+def _groups(options: Options, variant: Variant) -> list[tuple[int, ...]]:
+    """Concurrencies that can share an engine: those whose prefill calls have equally many rows.
+
+    Without ragged rounds a choice by survival is the one by load, so it is left out where that is measured too.
+    """
+    sizes = sorted(options.concurrency)
+    if variant.adaptive == "survival" and variant._replace(adaptive="load") in variants(options):
+        sizes = [size for size in sizes if ragged_rows(size, variant.num_draft)]
     width = lambda concurrency: min(options.prefill_rows, concurrency)
-    return [tuple(group) for _, group in itertools.groupby(sorted(options.concurrency), width)]
+    return [tuple(group) for _, group in itertools.groupby(sizes, width)]
 
 
 def _measure(
@@ -257,7 +283,8 @@ def kind(options: Options) -> str:
         return "ragged-step"
     if options.presence_penalty:
         return "controlled-step"
-    return "decode-step" if options.adaptive == ("off",) else "adaptive-step"
+    is_fixed = all(variant.adaptive == "off" for variant in variants(options))
+    return "decode-step" if is_fixed else "adaptive-step"
 
 
 def prompts_of(options: Options, count: int, vocab_size: int) -> list[list[int]]:
@@ -276,7 +303,7 @@ def _params(options: Options) -> SamplingParams:
 
 
 def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
-    """Prefill alone, three times, then prefill and decoding, after a short run of both."""
+    """Prefill alone, some times, then prefill and decoding, after a short run of both."""
     params = _params(options)
     with_tokens = lambda tokens: dataclasses.replace(params, max_tokens=tokens)
     prompts = prompts_of(options, concurrency, engine.target_config.vocab_size)
@@ -284,8 +311,8 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     run(with_tokens(min(_WARM_UP_TOKENS, options.max_tokens)))
     if engine.policy is not None:
         run(params)  # the choice of K settles
-    prefills = [run(with_tokens(1)).as_row() for _ in range(_PREFILLS)]
-    prefill = sorted(prefills, key=lambda row: row["seconds"])[_PREFILLS // 2]
+    prefills = [run(with_tokens(1)).as_row() for _ in range(options.prefills)]
+    prefill = sorted(prefills, key=lambda row: row["seconds"])[options.prefills // 2]
     before = engine.scheduler.num_preemptions
     counted = None if engine.policy is None else engine.policy.counts
     row = run(params).as_row()

@@ -7,9 +7,11 @@ in 1..J+1. Length 3.1 accepts two drafts in every round and a third in one of te
 the histogram of one text, because texts differ much more than the rounds of one text do.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +20,14 @@ import numpy as np
 from peagle_jax.adjust import Adjustments
 from peagle_jax.config import ConfigError
 from peagle_jax.drafter import Drafter, DraftInputs
+from peagle_jax.engine.descriptions import source_digest
 from peagle_jax.flat_rows import FlatRows
 from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import accept_uniforms, request_keys
 from peagle_jax.step import AcceptRule
 from peagle_jax.verify import Verdict, verify
 
+_SOURCE = source_digest(__file__)
 _PLACE_STRIDE, _SLOT_STRIDE = 7919, 104729  # primes
 
 
@@ -46,7 +50,7 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
         )
     certain = math.floor(length) - 1
     share = length - math.floor(length)
-    return _rule(lambda uniform, params: certain + (uniform < share))
+    return _rule(lambda uniform, params: certain + (uniform < share), f"length {length}")
 
 
 def drawn_acceptance(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> AcceptRule:
@@ -61,12 +65,13 @@ def drawn_acceptance(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -
       ConfigError: no text has rounds.
     """
     # [texts, J]: at most 0, 1, .. J-1 accepted
-    below = jnp.asarray(1 - _survival(rounds_of_texts, num_draft), jnp.float32)
+    shares = np.asarray(1 - _survival(rounds_of_texts, num_draft), np.float32)
+    below = jnp.asarray(shares)
 
     def wanted(uniform: jax.Array, params: RequestParams) -> jax.Array:
         return (uniform[:, None] >= below[params.seed[:, 1] % len(below)]).sum(axis=1)
 
-    return _rule(wanted)
+    return _rule(wanted, f"drawn {shares.shape} {hashlib.sha256(shares.tobytes()).hexdigest()}")
 
 
 def drawn_confidence(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> jax.Array:
@@ -112,8 +117,11 @@ def accepted_by_text(rows: Iterable[dict], num_draft: int) -> list[list[int]]:
     return found
 
 
-def _rule(wanted: Callable[[jax.Array, RequestParams], jax.Array]) -> AcceptRule:
-    """The rule that accepts `wanted(uniform [B], params)` drafts, [B], as far as a row has them."""
+def _rule(wanted: Callable[[jax.Array, RequestParams], jax.Array], name: str) -> AcceptRule:
+    """The rule that accepts `wanted(uniform [B], params)` drafts, [B], as far as a row has them.
+
+    `name` tells the rules of this file apart: programs on disk belong to one of them.
+    """
 
     def accept(
         logits: jax.Array,  # [B, J+1, V]; with rows [F, V]
@@ -135,6 +143,7 @@ def _rule(wanted: Callable[[jax.Array, RequestParams], jax.Array]) -> AcceptRule
         tokens = jnp.where(jnp.arange(J + 1) == n[:, None], drawn, padded)
         return Verdict(tokens, (n + 1).astype(jnp.int32), verdict.finite)
 
+    accept.program_key = f"{_SOURCE} {name}"
     return accept
 
 
@@ -155,6 +164,7 @@ class Scattered:
     vocab_size: int = field(metadata=dict(static=True))
     num_draft: int = field(metadata=dict(static=True))
     confidences: jax.Array | None = None
+    program_key: ClassVar[str] = _SOURCE
 
     def propose(self, target, inputs: DraftInputs, cache: list):
         """As the drafter's own; `drafter.Drafter` states it."""

@@ -62,6 +62,12 @@ def rounds_products() -> bool:
     return _rounding.get()
 
 
+def context() -> tuple[Device | None, bool, bool]:
+    """What `assume` and `references` have set for this thread: the assumed device, whether references only, and
+    whether these round products. It decides, beside the device, what an operation is traced to."""
+    return _assumed.get(), _referring.get(), _rounding.get()
+
+
 def platform() -> str:
     """The platform that is traced for, as `Device.platform`: of the assumed device, else the default one."""
     return (_assumed.get() or _default_device()).platform

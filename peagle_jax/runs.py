@@ -18,6 +18,7 @@ from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import DraftHead
+from peagle_jax.engine import stored_programs
 from peagle_jax.engine.completion import Completion
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.request import Request
@@ -55,12 +56,15 @@ def choose_dtype(requested: str) -> str:
 
 
 def keep_compiled_programs(cache_home: str | None) -> None:
-    """Enables jax's persistent compilation cache, so that the next start compiles nothing.
+    """Keeps compiled programs on disk, so that the next start compiles nothing.
+
+    Engines keep whole programs (`engine.stored_programs`), and jax's persistent cache keeps the others.
 
     Args:
       cache_home: the user's cache folder; None is `~/.cache`.
     """
     folder = Path(cache_home or "~/.cache").expanduser() / "peagle-jax"
+    stored_programs.keep_in(folder / stored_programs.FOLDER)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

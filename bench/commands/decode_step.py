@@ -38,6 +38,10 @@ class Options(RowOptions):
     concurrency: tuple[int, ...] = option(
         "requests at once", default=(1, 8, 32), type=list_of_positive, metavar="N,N"
     )
+    variants: tuple[str, ...] = option(
+        "in place of --method, -K and --adaptive: none, METHOD:K or METHOD:K:ADAPTIVE, as peagle:7:load",
+        default=(), nargs="+", metavar="V",
+    )  # fmt: skip
     presence_penalty: float = option(
         "of all requests: measures rounds with sampling controls; rows of the kind controlled-step",
         default=0.0, type=float, metavar="F",
@@ -81,6 +85,16 @@ class Options(RowOptions):
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     prefill_chunk: int = option("tokens per prefill call", default=512, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
+    jobs: int = option(
+        "processes that compile all programs onto disk before the first cell; each takes 2 to 4 GB of memory of the host",
+        default=1, type=positive, metavar="N",
+    )  # fmt: skip
+    prefills: int = option(
+        "repeats of the prefill alone; the row has their median",
+        default=3,
+        type=positive,
+        metavar="N",
+    )
     seed: int = option("seed of weights and prompts", default=0, type=int, metavar="N")
     profile: str | None = option(
         "trace some rounds after timing and list their kernels; with DIR, keep the traces there",
@@ -100,6 +114,12 @@ class Options(RowOptions):
             raise ConfigError(
                 "--synthetic-acceptance-length and --synthetic-acceptance-rows exclude each other"
             )
+        if self.jobs > 1 and self.no_cache:
+            raise ConfigError(
+                "--jobs compiles programs onto disk, which --no-cache excludes: drop one"
+            )
+        if self.jobs > 1 and self.tensor_parallel > 1:
+            raise ConfigError("--jobs compiles for one device: drop it, or --tensor-parallel")
 
 
 def row_drafts(row: dict) -> str:

@@ -134,7 +134,7 @@ class Engine:
             self.policy = policy(self.config.num_draft, self._timer.times)
         rules = dict(eos_ids=eos_ids, windows=windows, policy=self.policy)
         self.scheduler = Scheduler(self.config, **rules)
-        self._state = devices.init_state(target.config, head_config, self.config)
+        self._state = self.programs.init_state(target.config, head_config)
         self._in_flight: list[tuple[PrefillCall | DecodeCall, Result]] = []
         self._numbers = itertools.count()
 

@@ -1,9 +1,10 @@
-"""Shapes and dtypes of what the programs report, before they exist."""
+"""Shapes and dtypes of operands and of what the programs report, before they exist."""
 
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import RoundShape
@@ -56,3 +57,13 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _floats(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def spec_of(leaf) -> jax.ShapeDtypeStruct:
+    """The shape of an operand. Of a weight that is given as a shape, with its layout, it is that."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):  # one device: the default one
+        sharding = None
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf), sharding=sharding)

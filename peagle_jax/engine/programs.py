@@ -20,15 +20,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from pallas_kernels import dispatch
 from peagle_jax import adjust, step
-from peagle_jax.config import EngineConfig
+from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.engine import layouts, ring_copies
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
@@ -48,8 +47,9 @@ from peagle_jax.engine.device_calls import (
 )
 from peagle_jax.engine.kept import join, kept_by, without
 from peagle_jax.engine.memory import carve_holes
-from peagle_jax.engine.output_shapes import prefill_output, round_output
+from peagle_jax.engine.output_shapes import prefill_output, round_output, spec_of
 from peagle_jax.engine.round_shapes import greedy_shapes, round_shapes
+from peagle_jax.engine.stored_programs import StoredPrograms
 from peagle_jax.engine.stored_times import StoredTimes
 from peagle_jax.engine.transfer import Resident, Result, pack, pack_on_device, unpack
 from peagle_jax.parallel.devices import Devices
@@ -99,6 +99,8 @@ class Programs:
         self._devices, self._weights = devices, devices.take_weights(weights)
         self.stored_times = StoredTimes(self._weights, structure, config)
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
+        places = [dispatch.default_device()] if devices.mesh is None else [*devices.mesh.devices]
+        self._stored = StoredPrograms(structure, config, places, static)
 
         # Donated buffers: the state (caches are updated in place) and the previous call's output.
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="scores")
@@ -139,6 +141,12 @@ class Programs:
         self._lock = threading.Lock()
         self._layouts_are_free = devices.count == 1 and dispatch.platform() in layouts.PLATFORMS
         self._between_holes = carve_holes(devices.count) if dispatch.platform() == "cuda" else []
+
+    def init_state(self, target: TargetConfig, drafter: DrafterConfig | None) -> step.State:
+        """The state of an engine. That of weights which are shapes has shapes only: nothing can run on it."""
+        make = partial(self._devices.init_state, target, drafter, self._config)
+        is_shape = isinstance(self._weights[0], jax.ShapeDtypeStruct)
+        return jax.eval_shape(make) if is_shape else make()
 
     @property
     def num_compiled(self) -> int:
@@ -242,17 +250,27 @@ class Programs:
 
     def _prepare(self, key: Key, state: step.State) -> None:
         """Compiles the program of `key`, and those that copy its plan and mask in."""
+        if self._layouts_are_free and key not in (CONTROLS, RINGS, self.round_keys[0]):
+            self._prepare(self.round_keys[0], state)  # it chooses the layouts for all
+        lower, operands, resident = self._lowering(key, state)
+        self._compile(key, lower, operands)
+        if resident is not None:
+            resident.compile()
+            # A program that two threads prepare keeps its first buffers: a plan may lie there.
+            self._resident.setdefault(key, resident)
+
+    def _lowering(self, key: Key, state: step.State) -> tuple[Callable, tuple, Resident | None]:
+        """What lowers the program of `key`, the shapes of its operands, and the buffers of its calls.
+
+        `state` may be one of shapes.
+        """
+        specs = lambda *operands: jax.tree.map(spec_of, operands)
         if key == CONTROLS:
-            self._compile(
-                key, self._controls.lower, state.controls, pack(idle_controls(self._config))
-            )
-            return
+            packed = pack(idle_controls(self._config))
+            return self._controls.lower, specs(state.controls, packed), None
         if key == RINGS:
             operands = ring_copies.operands(state)
-            self._compile(key, ring_copies.program(operands[0]).lower, *operands)
-            return
-        if self._layouts_are_free and key != self.round_keys[0]:
-            self._prepare(self.round_keys[0], state)  # it chooses the layouts for all
+            return ring_copies.program(operands[0]).lower, specs(*operands), None
         config, is_greedy = self._config, isinstance(key, GreedyRound)
         if isinstance(key, str):
             scores, rows, T = key == SCORED_PREFILL, config.prefill_rows, 1
@@ -276,17 +294,27 @@ class Programs:
         written, *kept = parts
         others = (written, resident.plan, resident.mask, resident.bits, *kept)
         if self._layouts_are_free:
-            layouts.move(self._weights, self._round, key, jax.tree.map(_spec, others))
+            layouts.move(self._weights, self._round, key, specs(*others))
             self._layouts_are_free = False
-        self._compile(key, lower, layouts.shapes(self._weights), *others)
-        resident.compile()
-        # A program that two threads prepare keeps its first buffers: a plan may lie there.
-        self._resident.setdefault(key, resident)
+        return lower, specs(layouts.shapes(self._weights), *others), resident
 
-    def _compile(self, key: Key, lower: Callable, *operands) -> None:
+    def file_of(self, key: Key, state: step.State) -> Path | None:
+        """Where the program of `key` is kept on disk; None if programs are not kept. `state` may be one of shapes."""
+        _, operands, _ = self._lowering(key, state)
+        return self._stored.path_of(repr(key), operands, _compiler_options())
+
+    def store(self, key: Key, state: step.State) -> None:
+        """Compiles the program of `key` onto disk only. `state` may be one of shapes, and the weights too."""
+        lower, operands, _ = self._lowering(key, state)
+        self._make(key, lower, operands)
+
+    def _make(self, key: Key, lower: Callable, operands: tuple) -> Callable:
+        results = operands[0] if key in (CONTROLS, RINGS) else (operands[1], operands[4])
+        return self._stored.program(repr(key), operands, results, lower, _compiler_options())
+
+    def _compile(self, key: Key, lower: Callable, operands: tuple) -> None:
         if key not in self._compiled:
-            lowered = lower(*jax.tree.map(_spec, operands))
-            program = lowered.compile(compiler_options=_compiler_options())
+            program = self._make(key, lower, operands)
             with self._lock:
                 self._compiled.setdefault(key, program)
 
@@ -368,12 +396,3 @@ def _compiler_options() -> dict[str, bool]:
     # A CUDA graph cannot contain CUB's sort. Top-k and top-p sort inside a conditional, so with CUB the
     # host would synchronise with the device every round to pick the branch.
     return {"xla_gpu_enable_cub_radix_sort": False}
-
-
-def _spec(leaf) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):  # a weight, with its layout
-        return leaf
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):  # one device: the default one
-        sharding = None
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf), sharding=sharding)

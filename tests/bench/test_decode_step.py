@@ -1,6 +1,7 @@
 """Decode rounds of presets: weights of every format, synthetic acceptance, and the rows of a run."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench import presets
+from bench import compile_cells, decode_step, presets
 from bench.__main__ import main
 from bench.cold_start import first_token
 from bench.commands.decode_step import Options
@@ -19,7 +20,9 @@ from bench.presets import preset
 from bench.random_weights import num_bytes, random_head, random_target
 from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind
+from peagle_jax import step
 from peagle_jax.config import ConfigError, EngineConfig, ExpertsConfig
+from peagle_jax.engine.stored_programs import keep_in
 from peagle_jax.layers import INIT_STD
 from tests import tiny
 
@@ -226,8 +229,64 @@ def test_an_engine_compiles_only_the_batch_sizes_of_its_cells():
     sizes = dict(num_draft=3, max_num_seqs=32, page_size=64, prefill_rows=8)
     config = CellsConfig(concurrencies=(32, 8), **sizes)
     assert config.batch_buckets == replace(config, num_pages=700).batch_buckets == (8, 32)
-    grouped = lambda *some: _groups(Options(preset="tiny", prefill_rows=8, concurrency=some))
-    assert grouped(1, 8, 32, 128) == [(1,), (8, 32, 128)]
+    given = dict(preset="tiny", prefill_rows=8, concurrency=(1, 8, 32, 128))
+    assert _groups(Options(**given), Variant("peagle", 7)) == [(1,), (8, 32, 128)]
+    survival = Variant("peagle", 7, "survival")
+    assert _groups(Options(**given), survival) == [(1,), (8, 32, 128)]
+    both = Options(**given, method=("peagle",), k=(7,), adaptive=("load", "survival"))
+    assert _groups(both, survival) == [(32, 128)]  # smaller batches have no ragged rounds
+
+
+def test_variants_are_measured_in_the_order_in_which_they_are_written():
+    written = ("peagle:7:load", "none", "eagle3:3", "peagle:7:load", "peagle:5")
+    found = variants(Options(preset="tiny", variants=written))
+    assert found == [
+        Variant("peagle", 7, "load"), Variant("none", 0), Variant("eagle3", 3), Variant("peagle", 5),
+    ]  # fmt: skip
+    assert decode_step.kind(Options(preset="tiny", variants=written)) == "adaptive-step"
+    assert decode_step.kind(Options(preset="tiny", variants=("none", "peagle:3"))) == "decode-step"
+
+
+class InThisProcess(ThreadPoolExecutor):
+    """In place of a pool of processes, which do not see what a test has changed."""
+
+    def __init__(self, jobs: int, mp_context):
+        super().__init__(1)
+
+
+def test_programs_that_jobs_compiled_are_not_traced_again(
+    tiny_presets, tmp_path, monkeypatch, capsys
+):
+    traced, make, round_of = [], Models.make, step.speculative_step
+
+    def speculative_step(*args, **given):
+        traced.append(args)
+        return round_of(*args, **given)
+
+    def weights(*args, **given):
+        assert len(traced) == 2  # a round of each variant; that of shapes only
+        traced.clear()
+        return make(*args, **given)
+
+    monkeypatch.setattr(step, "speculative_step", speculative_step)
+    monkeypatch.setattr(Models, "make", weights)
+    monkeypatch.setattr(compile_cells, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(
+        "peagle_jax.runs.keep_compiled_programs", lambda home: keep_in(tmp_path / "programs")
+    )
+    argv = ["--preset", "tiny", *TINY, "--out", str(tmp_path / "rows.jsonl"), "--sha", "abc"]
+    argv += ["--variants", "peagle:1", "peagle:2", "--concurrency", "2", "--max-tokens", "8"]
+    argv += ["--jobs", "2", "--prefills", "1", "--synthetic-acceptance-length", "1.5"]
+    try:
+        assert main(["decode-step", *argv]) == 0
+    finally:
+        keep_in(None)
+        compile_cells._engine.cache_clear()
+        compile_cells._models.cache_clear()
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["num_speculative_tokens"] for row in rows] == [1, 2]
+    assert traced == []
+    assert "6 programs compiled by 2 processes" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -287,6 +346,11 @@ def test_a_start_that_fails_is_one_line(tiny_presets, tmp_path, monkeypatch, cap
     ("argv", "message"),
     [
         (["--preset", "gpt-5"], "known are"),
+        (["--preset", "qwen3-0.6b", "--variants", "peagle"], "METHOD:K"),
+        (["--preset", "qwen3-0.6b", "--variants", "none:3"], "METHOD:K"),
+        (["--preset", "qwen3-0.6b", "--variants", "peagle:3:fast"], "METHOD:K:ADAPTIVE"),
+        (["--preset", "qwen3-0.6b", "--variants", "peagle:99"], "above 32"),
+        (["--preset", "qwen3-0.6b", "--jobs", "2"], "--no-cache excludes"),
         (["--preset", "qwen3-0.6b", "--layers", "99"], "has 28"),
         (["--preset", "qwen3-0.6b", "-K", "2", "--synthetic-acceptance-length", "3.5"], "1 to 3"),
         (

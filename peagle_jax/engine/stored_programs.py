@@ -1,0 +1,357 @@
+"""Compiled programs on disk, so that a later start of the same engine neither traces nor lowers nor compiles.
+
+jax's persistent cache saves what XLA does only: a start still traces and lowers each program, which takes most of
+the time of a program with many kernels. Here a file holds the whole executable. Its name is the digest of all that
+decides the program (`StoredPrograms.key_of`).
+
+An executable is machine code, and jax pickles what belongs to it: who can write such a file can run code as the user
+who loads it. So a folder or a file that another user owns or can write is not used. A file begins with a digest of
+its name and content, so that a damaged file is never unpickled. The digest is no signature. Trees are not in
+the files: they are made from the operands of the call.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import stat
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from pallas_kernels import dispatch
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.descriptions import NotDescribed, describe, describe_tree, sources
+
+FOLDER = "programs"
+"""Folder in the cache of compiled programs."""
+
+PLATFORMS = ("cpu", "cuda")
+"""On TPUs the first program chooses the layouts of the weights (`layouts`), and must be compiled anew."""
+
+MOST_BYTES = 8 * 2**30
+"""Size of the folder; files that were not used for the longest time make room."""
+
+_FORMAT = b"peagle-jax program 1\n"
+_UNFINISHED_SECONDS = 3600  # an older file of an interrupted write is removed
+_SUFFIX = ".program"
+
+_HOST_FIELDS = (
+    *("max_waiting", "prefill_calls", "prefix_caching", "adaptive", "draft_schedule"),
+    "greedy_rounds",
+)
+"""Fields of the configuration that choose programs or belong to the host; no program reads them."""
+
+_VARIABLES = (
+    "XLA_",
+    "JAX_",
+    "LIBTPU_",
+    "TPU_",
+    "TF_",
+    "MOSAIC_",
+    "NVIDIA_TF32",
+    "CUBLAS_",
+    "CUDNN_",
+)
+_NO_VARIABLES = (
+    *("XLA_PYTHON_CLIENT_", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"),
+    *("JAX_ENABLE_COMPILATION_CACHE", "TF_CPP_"),
+)
+"""Settings of memory, caches and logs: no program depends on them."""
+
+_NO_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
+
+_log = logging.getLogger(__name__)
+_folder: Path | None = None
+
+
+def keep_in(folder: Path | None) -> None:
+    """Engines that are made from now on keep their programs in this folder; None: nowhere."""
+    global _folder
+    _folder = folder
+
+
+class StoredPrograms:
+    """The programs of one engine on disk; without a folder every program is compiled.
+
+    Args:
+      structure: tree structure of the weights.
+      config: sizes of the engine.
+      devices: those that run the programs.
+      statics: names and values of what the functions close over.
+    """
+
+    def __init__(self, structure, config: EngineConfig, devices: list, statics: dict):
+        self._folder, self._devices, self._engine = None, devices, ""
+        platform = dispatch.platform()
+        if _folder is None or platform not in PLATFORMS or jax.process_count() > 1:
+            return
+        given = {one.name: getattr(config, one.name) for one in fields(config)}
+        given = {name: value for name, value in given.items() if name not in _HOST_FIELDS}
+        try:
+            parts = {
+                "structure": describe_tree(structure),
+                "config": describe(given),
+                "statics": describe(statics),
+            }
+        except NotDescribed as reason:
+            _log.info("programs are not kept on disk: %s", reason)
+            return
+        where = {
+            "sources": sources(),
+            "versions": _versions(),
+            "tracing": repr(dispatch.context()),
+            "devices": [[one.id, one.platform, one.device_kind] for one in devices],
+            "runtime": devices[0].client.platform_version,
+            "host": _processor() if platform == "cpu" else "",
+            "variables": _variables(),
+            "settings": _settings(),
+        }
+        self._engine = json.dumps([parts, where], sort_keys=True)
+        self._folder = _own_folder(_folder)
+
+    def key_of(self, name: str, operands: tuple, options: dict) -> str:
+        """The digest of everything that decides the program of this name, over shapes of operands."""
+        leaves, structure = jax.tree.flatten(operands)
+        call = [name, [_shape(leaf) for leaf in leaves], describe_tree(structure), options]
+        return hashlib.sha256(json.dumps([self._engine, call]).encode()).hexdigest()
+
+    def path_of(self, name: str, operands: tuple, options: dict) -> Path | None:
+        """The program's file; None if programs are not kept."""
+        if self._folder is None:
+            return None
+        return self._folder / f"{self.key_of(name, operands, options)}{_SUFFIX}"
+
+    def program(
+        self,
+        name: str,
+        operands: tuple,
+        results: Any,
+        lower: Callable[..., jax.stages.Lowered],
+        options: dict,
+    ) -> Callable:
+        """The compiled program, from its file if there is one.
+
+        Args:
+          operands: shapes of all operands.
+          results: a tree with the structure of the results.
+          lower: traces and lowers the function for the operands.
+          options: of the compiler.
+        """
+        path = self.path_of(name, operands, options)
+        if path is None:
+            return lower(*operands).compile(compiler_options=options)
+        trees = jax.tree.structure((operands, {})), jax.tree.structure(results)
+        if (program := self._load(path, trees)) is not None:
+            return program
+        lowered = lower(*operands)
+        with _fresh():
+            program = lowered.compile(compiler_options=options | _autotuning())
+        _save(path, program, trees)
+        return program
+
+    def _load(self, path: Path, trees: tuple) -> Callable | None:
+        try:
+            content = _read(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, zlib.error) as error:
+            _log.warning("%s is ignored: %s", path, error)
+            return None
+        try:
+            found = serialize_executable.deserialize_and_load(
+                content, *trees, execution_devices=self._devices
+            )
+        except Exception as error:  # whatever the runtime refuses compiles anew
+            _log.warning("%s cannot be loaded and is compiled anew: %s", path, _line(error))
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now
+        return found
+
+
+def _shape(leaf) -> list:
+    """What a program depends on of an operand. On `PLATFORMS` all layouts are those of the shapes."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+    return [list(leaf.shape), str(leaf.dtype), str(spec)]
+
+
+@cache
+def _versions() -> list[str]:
+    """Distributions that take part in compiling, with versions."""
+    names = ("jax", "jaxlib", "flax", "numpy", "libtpu", "nvidia")
+    found = ((one.name or "", one.version) for one in distributions())
+    return sorted(
+        {f"{name} {version}" for name, version in found if name.lower().startswith(names)}
+    )
+
+
+@cache
+def _processor() -> str:
+    """The kind of this machine's processor, its instruction sets and the number of cores: code for a CPU has all
+    of them in it."""
+    described = [platform.machine(), platform.processor(), str(os.cpu_count())]
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        wanted = ("model name", "flags", "Features", "CPU part")
+        described += sorted({line for line in lines if line.startswith(wanted)})
+    return "\n".join(described)
+
+
+def _variables() -> list[str]:
+    named = (name for name in os.environ if name.startswith(_VARIABLES))
+    return sorted(f"{x}={os.environ[x]}" for x in named if not x.startswith(_NO_VARIABLES))
+
+
+def _settings() -> list[str]:
+    """jax's settings; one that is set within a `with` alone does not count."""
+    values = jax.config.values.items()
+    return sorted(f"{name}={value}" for name, value in values if not name.startswith(_NO_SETTINGS))
+
+
+def _own_folder(folder: Path) -> Path | None:
+    """The folder, made if it is missing; None if another user owns it or can write to it."""
+    if not hasattr(os, "geteuid"):
+        return None  # without owners of files nothing tells whose code is in them
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_own = _is_own(os.lstat(folder), stat.S_ISDIR)
+    except OSError as error:
+        _log.warning("%s: programs cannot be kept (%s)", folder, error.strerror)
+        return None
+    if not is_own:
+        _log.warning(
+            "%s: programs are not kept: it must be a folder of this user that no other can write to "
+            "(chmod 700)",
+            folder,
+        )
+        return None
+    return folder
+
+
+def _is_own(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & others
+
+
+def _read(path: Path) -> bytes:
+    """The serialised executable of a file.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it belongs to another user, or is damaged.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(number, "rb") as file:
+        if not _is_own(os.fstat(number), stat.S_ISREG):
+            raise ValueError("another user owns it or can write to it")
+        content = file.read()
+    digest, body = content[len(_FORMAT) : len(_FORMAT) + 32], content[len(_FORMAT) + 32 :]
+    if not content.startswith(_FORMAT) or digest != _digest(path, body):
+        raise ValueError("it is damaged")
+    return zlib.decompress(body)
+
+
+def _digest(path: Path, body: bytes) -> bytes:
+    return hashlib.sha256(path.stem.encode() + body).digest()
+
+
+def _save(path: Path, program, trees: tuple) -> None:
+    """Writes a program; a failure is a log line."""
+    try:
+        content, *own = serialize_executable.serialize(program)
+    except Exception as error:  # of what the runtime cannot serialise nothing is kept
+        _log.warning("a program cannot be kept on disk: %s", _line(error))
+        return
+    if tuple(own) != trees:
+        _log.warning("a program cannot be kept on disk: its trees are not those of its operands")
+        return
+    body = zlib.compress(content, 1)
+    try:
+        number, part = tempfile.mkstemp(
+            dir=path.parent, prefix=path.stem[:16], suffix=".part"
+        )  # 0600
+        with open(number, "wb") as file:
+            file.write(_FORMAT + _digest(path, body) + body)
+        os.replace(part, path)
+    except OSError as error:
+        _log.warning("%s: a program cannot be kept (%s)", path, error.strerror)
+        return
+    make_room(path.parent)
+
+
+def make_room(folder: Path, most_bytes: int | None = None) -> None:
+    """Removes the files used the longest ago until the others take at most `most_bytes`, `MOST_BYTES` without it.
+
+    Another process may do the same: a file that is gone already is no failure.
+    """
+    found, now = [], time.time()
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            known = path.stat()
+            if path.suffix == _SUFFIX:
+                found.append((known.st_mtime, known.st_size, path))
+            elif path.suffix == ".part" and now - known.st_mtime > _UNFINISHED_SECONDS:
+                path.unlink()
+    left = sum(size for _, size, _ in found) - (MOST_BYTES if most_bytes is None else most_bytes)
+    for _, size, path in sorted(found):
+        if left <= 0:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink()
+        left -= size
+
+
+_compiling = threading.Lock()
+_num_compiling = 0
+_was_enabled = True
+
+
+@contextlib.contextmanager
+def _fresh() -> Iterator[None]:
+    """Compiles without jax's persistent cache: an executable from there cannot be serialised again (on a CPU it
+    loads, and fails when it runs). Other threads compile without it meanwhile, too."""
+    global _num_compiling, _was_enabled
+    with _compiling:
+        if _num_compiling == 0:
+            _was_enabled = jax.config.jax_enable_compilation_cache
+            _use_cache(False)
+        _num_compiling += 1
+    try:
+        yield
+    finally:
+        with _compiling:
+            _num_compiling -= 1
+            if _num_compiling == 0:
+                _use_cache(_was_enabled)
+
+
+def _use_cache(is_used: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", is_used)
+    compilation_cache.reset_cache()  # jax asks once whether it is enabled
+
+
+def _autotuning() -> dict[str, str]:
+    """Where XLA keeps the choices of its GPU kernels, as with jax's cache."""
+    folder = jax.config.jax_compilation_cache_dir
+    if dispatch.platform() != "cuda" or not folder:
+        return {}
+    name = "xla_gpu_per_fusion_autotune_cache_dir"
+    return {name: str(Path(folder) / name)}
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

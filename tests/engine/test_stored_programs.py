@@ -1,0 +1,395 @@
+"""Programs on disk: what finds them again, what does not, and files that must not be used."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine import stored_programs
+from peagle_jax.engine.stored_programs import StoredPrograms, keep_in, make_room
+from peagle_jax.verify import verify, verify_blocks
+from tests import tiny
+
+CONFIG = EngineConfig(
+    num_draft=2, max_num_seqs=1, max_model_len=64, page_size=4, greedy_rounds=False
+)
+PROMPT = [3, 4, 5, 6, 7]
+PARAMS = (
+    SamplingParams(max_tokens=12, ignore_eos=True),
+    SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, seed=3),
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Programs are kept here during the test."""
+    keep_in(tmp_path / "programs")
+    yield tmp_path / "programs"
+    keep_in(None)
+
+
+def stored(structure=None, config=CONFIG, statics=None) -> StoredPrograms:
+    tree = jax.tree.structure([1, 2]) if structure is None else structure
+    return StoredPrograms(tree, config, jax.devices()[:1], statics or {"accept": verify})
+
+
+def shapes(*arrays) -> tuple:
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+
+
+class Doubler:
+    """A program of its own: [n] float32 to twice as much. It consumes its operand."""
+
+    def __init__(self):
+        self.num_lowered = 0
+        self.function = jax.jit(lambda x: 2 * x, donate_argnums=0)
+
+    def __call__(self, kept: StoredPrograms):
+        def lower(*operands):
+            self.num_lowered += 1
+            return self.function.lower(*operands)
+
+        operands = shapes(jnp.ones(8))
+        return kept.program("double", operands, operands[0], lower, {})
+
+
+def check(program) -> None:
+    given = jnp.arange(8.0)
+    assert np.array_equal(program(given), 2 * np.arange(8.0))
+    assert given.is_deleted()  # consumed, as by the program that was compiled
+
+
+def path_of(kept: StoredPrograms, name="a", operands=(), options=None):
+    return kept.path_of(name, operands, options or {})
+
+
+def traced(monkeypatch) -> list[str]:
+    """The names of the step's functions, each time that one is traced."""
+    from peagle_jax import step
+
+    found: list[str] = []
+    for name in ("prefill", "speculative_step"):
+        function = getattr(step, name)
+
+        def counted(*args, function=function, name=name, **given):
+            found.append(name)
+            return function(*args, **given)
+
+        monkeypatch.setattr(step, name, counted)
+    return found
+
+
+def tokens_of(config=CONFIG) -> list[list[int]]:
+    engine = Engine(tiny.target(), tiny.head(), config)
+    engine.warm_up()
+    return [engine.generate([PROMPT], params)[0].tokens for params in PARAMS]
+
+
+def test_a_second_engine_traces_nothing_and_writes_the_same(folder, monkeypatch):
+    found = traced(monkeypatch)
+    first = tokens_of()
+    assert set(found) == {"prefill", "speculative_step"}
+    files = {path.name for path in folder.iterdir()}
+    assert len(files) == 3  # and the controls
+    found.clear()
+    assert tokens_of() == first
+    assert found == []
+    assert tokens_of(replace(CONFIG, max_waiting=7, prefill_calls=2)) == first
+    assert found == []
+    assert {path.name for path in folder.iterdir()} == files
+
+
+_OTHER_PROCESS = """
+import json, sys
+from pathlib import Path
+from peagle_jax import step
+from peagle_jax.engine.stored_programs import keep_in
+from tests.engine import test_stored_programs as tests
+
+def refuse(*args, **given):
+    raise AssertionError("traced")
+
+if sys.argv[2] == "warm":
+    step.prefill = step.speculative_step = refuse
+keep_in(Path(sys.argv[1]))
+print(json.dumps(tests.tokens_of(tests.replace(tests.CONFIG, tensor_parallel=int(sys.argv[3])))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_another_process_traces_nothing_and_writes_the_same(tmp_path, devices):
+    def tokens(start: str) -> list:
+        command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path / "programs"), start, devices]
+        flags = "--xla_force_host_platform_device_count=2"
+        made = subprocess.run(
+            command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True,
+            check=False, timeout=300,
+        )  # fmt: skip
+        assert made.returncode == 0, made.stderr[-2000:]
+        return json.loads(made.stdout.splitlines()[-1])
+
+    assert tokens("cold") == tokens("warm")
+
+
+def test_a_program_is_loaded_from_its_file(folder):
+    double = Doubler()
+    for _ in range(3):
+        check(double(stored()))
+    assert double.num_lowered == 1
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def _other_content(path):
+    path.write_bytes(stored_programs._FORMAT + b"\x80" * 4000)
+
+
+def _of_another_program(path):
+    kept, operands = stored(), shapes(jnp.ones(8))
+    lower = jax.jit(lambda x: 3 * x, donate_argnums=0).lower
+    kept.program("triple", operands, operands[0], lower, {})
+    shutil.copyfile(kept.path_of("triple", operands, {}), path)
+
+
+def _by_link(path):
+    other = path.with_suffix(".moved")
+    path.rename(other)
+    path.symlink_to(other)
+
+
+def _flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(path.read_bytes()[:30]),
+        lambda path: path.write_bytes(path.read_bytes() + b"x"),
+        lambda path: path.chmod(0o666),
+        _flipped,
+        _other_content,
+        _of_another_program,
+        _by_link,
+    ],
+    ids=["empty", "one byte less", "header", "one more", "writable", "flipped", "other", "renamed", "link"],
+)  # fmt: skip
+def test_a_file_that_must_not_be_used_is_compiled_anew(folder, spoil, caplog):
+    double = Doubler()
+    double(stored())
+    (path,) = folder.iterdir()
+    spoil(path)
+    with caplog.at_level(logging.WARNING):
+        check(double(stored()))
+    assert double.num_lowered == 2
+    assert [record for record in caplog.records if str(path) in record.getMessage()]
+    caplog.clear()
+    check(double(stored()))  # the file was written anew
+    assert (double.num_lowered, caplog.records) == (2, [])
+
+
+def test_what_the_runtime_cannot_load_is_compiled_anew(folder, monkeypatch, caplog):
+    double = Doubler()
+    double(stored())
+
+    def fail(*args, **given):
+        raise jax.errors.JaxRuntimeError("no such\nsymbol")
+
+    monkeypatch.setattr(stored_programs.serialize_executable, "deserialize_and_load", fail)
+    check(double(stored()))
+    assert double.num_lowered == 2
+    assert "compiled anew: JaxRuntimeError: no such symbol" in caplog.text
+
+
+def test_what_the_runtime_cannot_serialise_is_used_and_not_kept(folder, monkeypatch, caplog):
+    def fail(*args):
+        raise NotImplementedError("host callbacks")
+
+    monkeypatch.setattr(stored_programs.serialize_executable, "serialize", fail)
+    check(Doubler()(stored()))
+    assert list(folder.iterdir()) == []
+    assert "cannot be kept on disk: NotImplementedError: host callbacks" in caplog.text
+
+
+def test_a_program_with_a_callback_into_python_is_not_kept(folder):
+    """Its address is of this process only."""
+    operands = shapes(jnp.ones(8))
+    twice = lambda x: jax.pure_callback(lambda x: 2 * np.asarray(x), operands[0], x)
+    program = stored().program("call", operands, operands[0], jax.jit(twice).lower, {})
+    assert np.array_equal(program(jnp.ones(8)), 2 * np.ones(8))
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_others_can_write_is_not_used(folder, caplog):
+    folder.mkdir()
+    folder.chmod(0o777)
+    double = Doubler()
+    for _ in range(2):
+        check(double(stored()))
+    assert double.num_lowered == 2
+    assert list(folder.iterdir()) == []
+    assert "no other can write to" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_costs_a_log_line(folder, caplog):
+    folder.write_text("a file where the folder should be")
+    check(Doubler()(stored()))
+    assert "programs" in caplog.text
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path):
+    assert path_of(stored()) is None
+    check(Doubler()(stored()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(config=replace(CONFIG, num_draft=3)),
+        dict(config=replace(CONFIG, max_logprobs=3)),
+        dict(config=replace(CONFIG, greedy_rounds=None, rounds_per_call=2)),
+        dict(config=replace(CONFIG, draft_sampling="sample")),
+        dict(structure=jax.tree.structure([1, (2,)])),
+        dict(statics={"accept": verify_blocks}),
+        dict(statics={"accept": verify, "taps": (1, 2)}),
+    ],
+)
+def test_another_engine_has_other_files(folder, change):
+    assert path_of(stored(**change)) != path_of(stored())
+
+
+def test_another_call_has_another_file(folder):
+    kept = stored()
+    calls = [
+        dict(),
+        dict(name="b"),
+        dict(operands=shapes(jnp.ones(3))),
+        dict(operands=shapes(jnp.ones(4))),
+        dict(operands=shapes(jnp.ones(3, jnp.int32))),
+        dict(operands=(shapes(jnp.ones(3)),)),
+        dict(options={"xla_embed_ir_in_executable": True}),
+    ]
+    assert len({path_of(kept, **call) for call in calls}) == len(calls)
+
+
+@pytest.mark.parametrize(
+    "name", ["sources", "_versions", "_processor", "_variables", "_settings", "context"]
+)
+def test_another_surrounding_has_other_files(folder, name, monkeypatch):
+    before = path_of(stored())
+    assert path_of(stored()) == before
+    owner = dispatch if name == "context" else stored_programs
+    value = getattr(owner, name)()
+    monkeypatch.setattr(owner, name, lambda: [value, "other"])
+    assert path_of(stored()) != before
+
+
+def test_variables_and_settings_of_the_compiler_count(folder, monkeypatch):
+    before = path_of(stored())
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    assert path_of(stored()) == before
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math")
+    other = path_of(stored())
+    assert other != before
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        assert path_of(stored()) not in (before, other)
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    assert path_of(stored()) == other
+
+
+def test_a_rule_without_a_name_is_not_kept(folder, caplog):
+    with caplog.at_level(logging.INFO):
+        for rule in (lambda *args: verify(*args), partial(verify, rows=lambda: None)):
+            assert path_of(stored(statics={"accept": rule})) is None
+            assert "not kept on disk" in caplog.text
+            caplog.clear()
+
+    def keyed(*args):
+        return verify(*args)
+
+    found = set()
+    for keyed.program_key in ("one", "two"):
+        found.add(path_of(stored(statics={"accept": keyed})))
+    assert len(found) == 2
+    assert None not in found
+
+
+def test_a_drafter_of_another_package_is_not_kept(folder):
+    @jax.tree_util.register_static
+    class Drafter:
+        pass
+
+    assert path_of(stored(jax.tree.structure(Drafter()))) is None
+
+
+def test_files_used_the_longest_ago_make_room(tmp_path):
+    for age, name in enumerate(("new", "used", "old", "older")):
+        path = tmp_path / f"{name}.program"
+        path.write_bytes(b"x" * 10)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    abandoned, kept = tmp_path / "a.part", tmp_path / "b.part"
+    for path in (abandoned, kept):
+        path.write_bytes(b"")
+    os.utime(abandoned, (1e9, 1e9))
+    make_room(tmp_path, 25)
+    assert {path.name for path in tmp_path.iterdir()} == {"new.program", "used.program", "b.part"}
+
+
+def test_a_load_counts_as_use(folder):
+    double = Doubler()
+    double(stored())
+    (path,) = folder.iterdir()
+    os.utime(path, (1e9, 1e9))
+    double(stored())
+    assert path.stat().st_mtime > 1e9
+
+
+def test_engines_that_write_the_same_program_at_once_leave_one_file(folder):
+    together = threading.Barrier(4, timeout=60)
+    programs = []
+
+    def one():
+        kept = stored()
+        together.wait()
+        programs.append(Doubler()(kept))
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    for program in programs:
+        check(program)
+    assert len(programs) == 4
+    assert [path.suffix for path in folder.iterdir()] == [".program"]
+    assert jax.config.jax_enable_compilation_cache  # as before
+
+
+def test_the_cache_of_jax_is_left_as_it_was(folder):
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        Doubler()(stored())
+        assert not jax.config.jax_enable_compilation_cache
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
