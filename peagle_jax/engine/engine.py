@@ -86,7 +86,8 @@ class Engine:
         limit = min(config.max_model_len, target.config.max_position)
         config = replace(config, max_model_len=limit)
         if config.rounds_per_call is None:
-            held = sum(leaf.nbytes for leaf in jax.tree.leaves((target, head)))
+            leaves = jax.tree.leaves((target, head))
+            held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
             config = replace(config, rounds_per_call=rounds_per_call(config, held))
         head_config = None if head is None else head.config
         config = replace(config, saved_rings=fit_rings(target.config, head_config, config))
