@@ -4,8 +4,8 @@ Counters of the engine are read from its last `Load` at each scrape; only latenc
 here.
 """
 
+import collections
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -91,7 +91,7 @@ class Metrics:
         self.registry.register(_EngineCollector(self._labels, config, load, num_open))
         self.num_tokens = 0
         """Tokens generated since the start."""
-        self._ends: deque[float] = deque(maxlen=_REMEMBERED)
+        self._ends: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._last_tokens: dict[object, float] = {}
         self._begin_counters()
 
@@ -100,15 +100,20 @@ class Metrics:
         return generate_latest(self.registry)
 
     def round(self, events: Sequence[Event]) -> None:
-        """Counts the events of a round."""
+        """Counts the events of a device call. Its rounds have equal shares of the time since the call before."""
         now, total = time.monotonic(), 0
+        rounds = collections.Counter(
+            one.key for one in events if isinstance(one, Tokens) and one.tokens
+        )
+        gaps: dict[object, float] = {}
         for event in events:
             if not isinstance(event, Tokens):
                 continue
             total += len(event.tokens)
             before = self._last_tokens.pop(event.key, None)
             if event.tokens and before is not None:
-                self._latencies["inter_token_latency"].observe(now - before)
+                gap = gaps.setdefault(event.key, (now - before) / rounds[event.key])
+                self._latencies["inter_token_latency"].observe(gap)
             if event.request is None:
                 self._last_tokens[event.key] = now
         self.num_tokens += total

@@ -1,10 +1,10 @@
 """Runs the engine in a thread of its own. No other thread may use the engine while the worker runs.
 
     event loop                         engine thread
-    submit, abort -> mailbox ------>   between two rounds: take all mail, then engine.step()
-    deliver(batch of events) <------   one call_soon_threadsafe per round, whatever its size
+    submit, abort -> mailbox ------>   between two calls: take all mail, then engine.step()
+    deliver(batch of events) <------   one call_soon_threadsafe per call, whatever its size
 
-Mail is read between rounds, so an abort frees its pages within one round. If requests have ended and the queue
+A call of light models has several rounds. Mail is read between calls, so an abort frees its pages within one. If requests have ended and the queue
 is empty, the worker waits a short time for the next requests of the same clients. The device computes the
 dispatched round meanwhile.
 """

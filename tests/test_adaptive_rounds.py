@@ -9,6 +9,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine import adaptive, round_shapes, round_timer
 from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.round_times import RoundTimes
+from peagle_jax.engine.stored_times import StoredTimes
 from tests import tiny
 from tests.test_draft_schedule import (
     TINY_TEXTS,
@@ -141,7 +142,10 @@ def test_real_rounds_are_timed_while_the_device_has_work(three_k):
     assert len(times.rounds) == before  # after a pause there is nothing to compare with
 
 
-def test_nothing_compiles_after_warm_up_and_a_start_takes_only_the_first_programs(three_k):
+def test_nothing_compiles_after_warm_up_and_a_start_takes_only_the_first_programs(
+    three_k, monkeypatch
+):
+    monkeypatch.setattr(StoredTimes, "load", lambda self: {})  # of an earlier run of this test
     engine = make_engine(None)
     assert engine.num_programs == 5
     engine.warm_up(sizes=engine.config.batch_buckets)

@@ -29,7 +29,7 @@ ORDER = [
     "text", "options",
     "engine", "engine.rules", "engine.pages", "engine.slots", "engine.grammar", "engine.request", "engine.reservation",
     "engine.prefixes", "engine.controls", "engine.calls", "engine.device_calls", "engine.prompt_logprobs", "engine.stats",
-    "engine.round_times", "engine.adaptive", "engine.survival", "engine.integrity", "engine.scheduler",
+    "engine.round_times", "engine.adaptive", "engine.survival", "engine.integrity", "engine.commits", "engine.scheduler",
     "engine.sizes", "engine.round_shapes", "engine.output_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.layouts",
     "engine.descriptions", "engine.stored_programs",
     "engine.ring_copies", "engine.kept", "engine.programs", "engine.follower",

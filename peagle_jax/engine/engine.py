@@ -8,9 +8,8 @@ add_request -> [waiting] -> schedule() -> Calls
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from operator import itemgetter
 
 import jax
 
@@ -18,6 +17,7 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, make_drafter
 from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.commits import Update
 from peagle_jax.engine.completion import Completion, completion_of
 from peagle_jax.engine.follower import Follower
 from peagle_jax.engine.grammar import Grammars, Matcher
@@ -30,7 +30,7 @@ from peagle_jax.engine.round_shapes import rounds_per_call
 from peagle_jax.engine.round_timer import RoundTimer
 from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.engine.rules import banned_ids, check_request
-from peagle_jax.engine.scheduler import Scheduler, Update
+from peagle_jax.engine.scheduler import Scheduler
 from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.engine.survival import SurvivalPolicy
 from peagle_jax.engine.transfer import Result
@@ -328,29 +328,9 @@ class Engine:
             replicas.check(output.replicas)
         if self._timer is not None:
             self._timer.fetched(call)
-        repeat = 1 if isinstance(call, PrefillCall) else call.repeat
-        for index in range(repeat):
-            one = output if repeat == 1 else jax.tree.map(itemgetter(index), output)
-            updates += self._commit_one(call, one, index, on_update)
-        return updates
-
-    def _commit_one(
-        self, call: PrefillCall | DecodeCall, output: StepOutput, index: int, on_update: OnUpdate
-    ) -> list[Update]:
-        """Commits a prefill call, or round `index` of another call."""
-        tokens, count = output.packed[:, :-1], output.packed[:, -1]
-        logprobs = None
-        if any(r is not None and r.params.logprobs is not None for r in call.requests):
-            logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
-        if output.prompt is not None:
-            store_prompt_logprobs(call, output.prompt)
-        results = (tokens, count, output.drafts, logprobs)
-        if isinstance(call, PrefillCall):
-            updates = self.scheduler.commit_prefill(call, *results)
-        else:
-            updates = self.scheduler.commit_decode(call, *results, output.report, index)
         now = time.monotonic()
-        for request, tokens in updates:
+        for request, tokens in self._committed(call, output):
+            updates.append((request, tokens))
             if tokens:
                 request.first_token_time = request.first_token_time or now
             if request.is_finished:
@@ -362,6 +342,21 @@ class Engine:
                 )
             on_update(request, tokens)
         return updates
+
+    def _committed(self, call: PrefillCall | DecodeCall, output: StepOutput) -> Iterable[Update]:
+        """The updates of a call, whose requests change as they are read."""
+        tokens, count = output.packed[..., :-1], output.packed[..., -1]
+        if isinstance(call, DecodeCall) and call.repeat > 1:
+            return self.scheduler.commit_rounds(call, tokens, count, output.drafts, output.report)
+        logprobs = None
+        if any(r is not None and r.params.logprobs is not None for r in call.requests):
+            logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
+        if output.prompt is not None:
+            store_prompt_logprobs(call, output.prompt)
+        results = (tokens, count, output.drafts, logprobs)
+        if isinstance(call, PrefillCall):
+            return self.scheduler.commit_prefill(call, *results)
+        return self.scheduler.commit_decode(call, *results, output.report)
 
     def generate(
         self,

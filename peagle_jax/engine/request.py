@@ -327,7 +327,7 @@ class Request:
             self._fail_by_constraint(self.matcher.error)  # the masks of the call are not complete
             return []
         room = min(self.params.max_tokens - len(self.output), max_model_len - self.num_tokens)
-        if self._is_simple and len(tokens) < room and self._ends(eos_ids).isdisjoint(tokens):
+        if self.is_simple and len(tokens) < room and self.ends(eos_ids).isdisjoint(tokens):
             self.output += tokens
             return list(tokens)
         kept = []
@@ -346,11 +346,11 @@ class Request:
         return kept
 
     @cached_property
-    def _is_simple(self) -> bool:
+    def is_simple(self) -> bool:
         """Whether only a token or the length can end the text, and tokens are all that is kept of it."""
         return self.logprobs is None and self.stop_checker is None and self.matcher is None
 
-    def _ends(self, eos_ids: Collection[int]) -> frozenset[int]:
+    def ends(self, eos_ids: Collection[int]) -> frozenset[int]:
         """The tokens that end the text; `eos_ids` are those of the model."""
         if self._end_ids is None:
             self._end_ids = frozenset(self.params.end_ids(eos_ids))

@@ -12,32 +12,23 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.adaptive import LoadPolicy
-from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape, made
+from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.commits import Commits
 from peagle_jax.engine.controls import controls_of
 from peagle_jax.engine.integrity import check_requests
-from peagle_jax.engine.pages import PagePool
-from peagle_jax.engine.prefixes import PrefixCache
-from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
-from peagle_jax.engine.reservation import Reservation
-from peagle_jax.engine.stats import Acceptance, RoundCounter
-from peagle_jax.plan import SurvivalReport
+from peagle_jax.engine.request import Request, RequestState
 
 _IDLE_PREFILL_CALLS = 4
 """Prefill calls of a step while no request decodes."""
-
-Update = tuple[Request, list[int]]
-"""A request and the tokens a commit added to its output, for streaming."""
 
 
 class QueueFull(RuntimeError):
     """The waiting queue is at its bound; the caller should retry later."""
 
 
-class Scheduler:
+class Scheduler(Commits):
     """Owns the waiting queue, the slots and the page pool.
 
     Args:
@@ -55,31 +46,20 @@ class Scheduler:
         windows: Collection[int] = (),
         policy: LoadPolicy | None = None,
     ):
-        self.config = config
-        self.policy = policy
-        self.eos_ids = frozenset(eos_ids)
-        self.pool = PagePool(config.total_pages, config.page_size)
-        self._pages = Reservation(config, self.pool)
+        super().__init__(config, eos_ids=eos_ids, windows=windows, policy=policy)
         self.repeated: Collection[RoundShape] = ()
         """Shapes of which one call can run several rounds. It is replaced as a whole, by any thread."""
         self._last_decode: tuple[DecodeCall | None, object] = None, None
         """The last round, and `num_changes` of the reservation at that time."""
-        self.waiting: list[Request] = []  # by rank
-        self.active: list[Request] = []  # PREFILL and RUNNING, by rank
         self._numbers = itertools.count()
-        self.prefixes = PrefixCache(config, self.pool, windows)
-        self.free_slots = self.prefixes.free_slots
         self.num_preemptions = 0
         self._refused: tuple[Request, int] | None = None
         """The head of the queue that did not fit, and `num_changes` of the pool at that time."""
-        self.num_not_finite = 0
-        """Requests that ended because their logits were not finite."""
         self.rounds: Mapping[int, Sequence[int]] = {
             size: (config.first_num_draft(size),) for size in config.batch_buckets
         }
         """Rounds that may run: values of K by batch bucket (the size to which a round is padded), both
         ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any thread."""
-        self.counts = RoundCounter(config)
 
     @property
     def has_work(self) -> bool:
@@ -93,11 +73,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """Counts over all committed rounds with drafts."""
-        return self.counts.acceptance
 
     def num_draft_at(self, size: int) -> int:
         """K of the next rounds of the batch bucket `size`."""
@@ -130,65 +105,6 @@ class Scheduler:
         calls = (self._plan_prefill(may_admit) for _ in range(most_calls))
         prefills = tuple(itertools.takewhile(lambda call: call is not None, calls))
         return Calls(prefills=prefills, decode=decode)
-
-    def commit_prefill(
-        self,
-        call: PrefillCall,
-        tokens: np.ndarray,  # [R, 1]
-        count: np.ndarray,  # [R], 1 where the row ended its prompt, -1 where its logits are not finite
-        drafts: np.ndarray,  # [R, J]
-        logprobs: BatchLogprobs | None = None,  # C = 1
-    ) -> list[Update]:
-        """Commits one prefill call: appends the first token of each prompt that the call completed."""
-        updates = []
-        for row, is_last in enumerate(call.last):
-            request = call.requests[row]
-            if is_last:
-                request.unread_drafts -= 1
-                request.drafts = made(drafts[row].tolist())
-            if not call.samples(row):
-                continue
-            request.in_flight -= 1
-            request.prefill_in_flight = False
-            if not request.is_finished:
-                found = (tokens[row].tolist(), int(count[row]))
-                updates.append(self._receive(request, row, *found, logprobs))
-        return updates
-
-    def commit_decode(
-        self,
-        call: DecodeCall,
-        tokens: np.ndarray,  # [B, K+1]
-        count: np.ndarray,  # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
-        drafts: np.ndarray,  # [B, K], for the next round
-        logprobs: BatchLogprobs | None = None,  # C = K+1
-        report: SurvivalReport | None = None,
-        index: int = 0,
-    ) -> list[Update]:
-        """Commits round `index` of a call: appends its tokens, counts its drafts, frees surplus pages."""
-        updates, counts = [], []
-        drafted = call.drafted_again if index else call.drafted
-        drafted = drafted if report is None else report.verified.tolist()
-        tokens, count, drafts = tokens.tolist(), count.tolist(), drafts.tolist()
-        for row, request in enumerate(call.rows):
-            request.in_flight -= 1
-            request.unread_drafts -= 1
-            before, request.drafts = request.drafts, made(drafts[row])
-            verified = before[: drafted[row]]
-            if not request.is_finished:
-                produced = count[row]
-                update = self._receive(request, row, tokens[row], produced, logprobs)
-                # A failed round emits accepted drafts only, without the target's own token.
-                accepted = produced - 1 if produced > 0 else -1 - produced
-                kept = len(update[1])
-                # If a text ends on a draft, later drafts that passed do not become output.
-                request.record_round(verified, min(accepted, kept), kept)
-                self.counts.count(len(verified), min(accepted, kept), kept, len(before))
-                counts.append((request, drafted[row], accepted))
-                updates.append(update)
-        if self.policy is not None:
-            self.policy.commit(call, counts, report)
-        return updates
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` on a leak, a double owner or an impossible request."""
@@ -344,55 +260,6 @@ class Scheduler:
         request.state = RequestState.PREFILL
         _insert(self.active, request)
         return True
-
-    def _remove(self, request: Request) -> None:
-        """Removes a request from the queue or the active list and frees its slot and pages."""
-        if request.slot is None:
-            self.waiting.remove(request)
-            return
-        self.active.remove(request)
-        self._pages.num_changes += 1
-        self.free_slots.release(request.slot, request.chain, request.written)
-        self.pool.release(request.pages)
-        request.slot = request.leader = None
-        request.pages, request.chain = [], []
-
-    def _receive(
-        self,
-        request: Request,
-        row: int,
-        tokens: list[int],  # C
-        count: int,
-        logprobs: BatchLogprobs | None,
-    ) -> Update:
-        """Appends a row's tokens, then frees the finished request or its surplus pages.
-
-        A negative count is -1 - n: only the first n tokens come from finite logits. The request fails
-        after them, unless one of them ends its text.
-        """
-        assert count, f"a call produced no token for request {request.id}"
-        is_finite = count > 0
-        count = count if is_finite else -1 - count
-        num_top = request.params.logprobs
-        wanted = None
-        if logprobs is not None and num_top is not None:
-            wanted = logprobs.row(row, count, num_top)
-        kept = request.append(
-            tokens[:count],
-            eos_ids=self.eos_ids,
-            max_model_len=self.config.max_model_len,
-            logprobs=wanted,
-        )
-        if not (is_finite or request.is_finished):
-            self.num_not_finite += 1
-            request.fail(NOT_FINITE)
-        if request.slot is not None:  # a preempted request has given its pages up
-            self.prefixes.publish(request, request.num_tokens - 1)
-        if request.is_finished:
-            self._remove(request)
-        elif request.state is RequestState.RUNNING:
-            self._pages.trim(request)
-        return request, kept
 
 
 def _insert(requests: list[Request], request: Request) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -155,6 +156,26 @@ def test_every_round_of_a_call_is_reported_on_its_own(plain_texts):
         assert [made.tokens for _, made, _ in rounds] == [len(t) for *_, t in rounds]
         assert len(rounds) == one.rounds
         assert sum(len(made.drafts) for _, made, _ in rounds) == one.drafted
+
+
+def test_a_request_may_be_aborted_between_two_rounds_of_a_call(plain_texts):
+    engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
+    engine.warm_up()
+    aborted, other = (engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
+    seen = Counter()
+
+    def on_update(request, tokens):
+        seen[request.id] += 1
+        if request is aborted and seen[request.id] == 3:  # of prefill, and of two rounds
+            engine.abort(request)
+
+    while engine.has_work:
+        engine.step(on_update)
+        engine.scheduler.check_integrity()
+    assert (seen[aborted.id], aborted.finish_reason) == (3, "abort")
+    assert aborted.in_flight == aborted.unread_drafts == 0
+    assert aborted.output == plain_texts[0][: len(aborted.output)]
+    assert other.output == plain_texts[1]
 
 
 def test_a_program_that_is_ready_late_takes_over_between_two_calls():

@@ -369,6 +369,7 @@ HOST_SIDE = {
     "slots",
     "prefixes",
     "reservation",
+    "commits",
     "controls",
     "grammar",
 }

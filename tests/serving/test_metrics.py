@@ -2,6 +2,7 @@
 
 import re
 import threading
+from types import SimpleNamespace
 
 import grpc
 import httpx
@@ -9,11 +10,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from peagle_jax import draft_schedule
+from peagle_jax import EngineConfig, draft_schedule
 from peagle_jax.engine import adaptive
 from peagle_jax.engine.round_times import RoundTimes
+from serving.metrics import Metrics
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from serving.worker import Load, Tokens
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually
 
@@ -256,6 +259,19 @@ def test_a_request_changes_its_metrics(server):
     assert gaps == changes["vllm:iteration_tokens_total_count"] - 1
     once = set(HISTOGRAMS) - {"vllm:iteration_tokens_total", "vllm:inter_token_latency_seconds"}
     assert {changes[f"{name}_count"] for name in once} == {1}
+
+
+def test_the_rounds_of_one_call_share_the_time_since_the_call_before(monkeypatch):
+    metrics = Metrics("tiny", config=EngineConfig(), load=Load, num_open=lambda: 0)
+    clock = iter([10.0, 16.0])
+    monkeypatch.setattr("serving.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    metrics.round([Tokens("a", [1]), Tokens("b", [2])])
+    metrics.round([Tokens("a", [3, 4]), Tokens("a", [5]), Tokens("a", [6]), Tokens("b", [7])])
+    values = metrics.registry.get_sample_value
+    name, labels = "vllm:inter_token_latency_seconds", dict(model_name="tiny", engine="0")
+    assert values(f"{name}_count", labels) == 4
+    assert values(f"{name}_sum", labels) == 12.0
+    assert values(f"{name}_bucket", labels | {"le": "2.5"}) == 3  # 2 seconds each
 
 
 def test_latencies_add_up(server):
