@@ -20,7 +20,8 @@ class Measurement:
 
     `ms_per_round` is the median over rounds in which every slot decodes and no request prefills or ends; the
     rounds of one call have equal times. If a run has no such round, it is the decoding time of all requests divided
-    by their rounds. `ms_per_round_mean` is the mean over the same rounds.
+    by their rounds. `ms_per_round_mean` is the mean over the same rounds, and `full_tokens_per_second` counts the
+    tokens of these rounds alone; None if there are none.
     """
 
     requests: list[Request]
@@ -28,6 +29,7 @@ class Measurement:
     ms_per_round: float
     ms_per_round_mean: float
     timed_rounds: int
+    full_tokens_per_second: float | None = None
 
     @property
     def outputs(self) -> list[list[int]]:
@@ -46,6 +48,7 @@ class Measurement:
             "ms_per_round": self.ms_per_round,
             "ms_per_round_mean": self.ms_per_round_mean,
             "timed_rounds": self.timed_rounds,
+            "full_tokens_per_second": self.full_tokens_per_second,
             "ttft_ms_median": statistics.median(first),
             "ttft_ms_max": max(first),
             "rounds": counts.rounds,
@@ -80,7 +83,7 @@ def drive(
     """
     todo = iter(prompts)
     requests: list[Request] = []
-    running, settled, timed = 0, 0, []
+    running, settled, timed, full_tokens = 0, 0, [], 0
     start = time.perf_counter()
     while True:
         while running < concurrency and (prompt := next(todo, None)) is not None:
@@ -97,6 +100,7 @@ def drive(
         if settled >= SETTLED and updates and not any(one.is_finished for one, _ in updates):
             count = max(1, len(updates) // concurrency)
             timed += [spent / count] * count
+            full_tokens += sum(len(tokens) for _, tokens in updates)
         for request, _ in updates:
             if request.error is not None:
                 raise ConfigError(f"prompt {requests.index(request) + 1}: {request.error}")
@@ -105,6 +109,7 @@ def drive(
                 on_finished()
     seconds = time.perf_counter() - start
     timed_rounds = len(timed)
+    full_speed = full_tokens / sum(timed) if timed else None
     if not timed:
         decoding = sum(r.finish_time - r.first_token_time for r in requests)
         timed = [decoding / max(1, sum(r.rounds for r in requests))]
@@ -114,4 +119,5 @@ def drive(
         ms_per_round=1e3 * statistics.median(timed),
         ms_per_round_mean=1e3 * statistics.fmean(timed),
         timed_rounds=timed_rounds,
+        full_tokens_per_second=full_speed,
     )

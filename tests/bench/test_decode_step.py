@@ -190,6 +190,9 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
         assert (row["weights"], row["sha"], row["layers"]) == ("fp8", "abc", 1)
         assert row["tokens"] == 24 * row["concurrency"]
         assert row["timed_rounds"] > 0
+        # Rounds of a full batch have the tokens of the whole run, give or take those of its end.
+        full = row["full_tokens_per_second"] * row["ms_per_round_mean"] / 1e3
+        assert full == pytest.approx(3 * row["acceptance_length"], rel=0.3)
         assert 0 < row["ms_per_round"] < 1e3 * row["seconds"]
         assert row["prefill_tokens_per_second"] > 0
         assert row["preemptions"] == 0
