@@ -83,21 +83,22 @@ def trained_heads_table(rows: list[dict]) -> str:
     )
 
 
-_FORM_NAMES = {
+FORM_NAMES = {
     "anchors": "P-EAGLE, by anchors",
     "texts": "P-EAGLE, by texts",
     "picked": "P-EAGLE, half of the anchors",
     "eagle3": "EAGLE-3",
     "eagle3-picked": "EAGLE-3, half of the anchors",
 }
+"""Forms of the training step -> their names in tables and plots."""
 
 
 def train_step_table(rows: list[dict]) -> str:
     """One line per form, length and options of the training step."""
-    order = list(_FORM_NAMES)
+    order = list(FORM_NAMES)
     lines = [
         [
-            _FORM_NAMES[row["form"]],
+            FORM_NAMES[row["form"]],
             f"{row['texts']} x {row['tokens']:,}",
             f"`{row['options']}`" if row["options"] else "",
             f"{row['ms_per_step']:.1f}",

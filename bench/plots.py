@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import headline, labels
+from bench import head_tables, headline, labels
 from peagle_jax.plotting import figure_with_panels
 
 _COLOURS = {"none": "black", "eagle3": "tab:blue", "peagle": "tab:orange"}
@@ -169,12 +169,36 @@ def plot_acceptance(chosen: list[dict], path: Path) -> None:
     _save(figure, panels, path, chosen)
 
 
+def plot_train_step(chosen: list[dict], path: Path) -> None:
+    """Milliseconds and memory of a training step over the length of a text, a line per form."""
+    figure, panels = figure_with_panels(2)
+    kinds = (("ms_per_step", "ms per step"), ("memory_gib", "GiB, by XLA's account"))
+    for panel, (key, name) in zip(panels, kinds, strict=True):
+        for form, form_name in head_tables.FORM_NAMES.items():
+            line = sorted(
+                (row for row in chosen if row["form"] == form and row[key] is not None),
+                key=lambda row: row["tokens"],
+            )
+            lengths, values = [row["tokens"] for row in line], [row[key] for row in line]
+            panel.plot(lengths, values, "o-", label=form_name if line else None, markersize=4)
+        panel.set_xscale("log", base=2)
+        shapes = sorted({(row["tokens"], row["texts"]) for row in chosen})
+        ticks = {tokens: f"{texts} x {tokens:,}" for tokens, texts in shapes}
+        panel.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
+        panel.set(xlabel="texts x tokens of a step", ylim=(0, None))
+        panel.set_title(
+            f"{name}\n{labels.listed(chosen, 'device')}, commit {labels.listed(chosen, 'sha')}"
+        )
+    _save(figure, panels, path, chosen)
+
+
 PLOTS: dict[str, tuple[Callable[[list[dict]], list[dict]], Callable[[list[dict], Path], None]]] = {
     "throughput": (of_kind("throughput"), plot_throughput),
     "adaptive": (of_kind("adaptive"), plot_throughput),
     "acceptance": (of_kind("acceptance"), plot_acceptance),
     "shape": (headline.shape_rows, plot_shape),
     "rounds": (_beside, plot_rounds),
+    "train_step": (of_kind("train-step"), plot_train_step),
 }
 """Plot -> (which rows it shows, what draws them)."""
 
