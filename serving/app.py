@@ -60,7 +60,7 @@ def serve(
     if settings.num_hosts == 1:
         return _serve_requests(settings, access, None, say)
     leader = lead(settings, say)
-    with failures_end_all(leader.fail):
+    with failures_end_all(leader):
         code = _serve_requests(settings, access, leader, say)
         _end_hosts(leader, code)
     return code
@@ -146,7 +146,7 @@ async def _announce(frontend: Frontend, server: RpcServer, leader: Leader | None
         _log.info("the engine is %s", state.value)
         server.show(state)
     if leader is not None:
-        await asyncio.to_thread(leader.fail, FAILED, "the engine failed, see above")
+        await asyncio.to_thread(leader.end, FAILED, "the engine failed, see above")
 
 
 async def _serve(
@@ -164,6 +164,7 @@ async def _serve(
         reply_format=settings.reply_format,
         report=report,
         report_refusal=log_refusal,
+        before_death=(lambda: None) if leader is None else leader.wait_for_blame,
     )
     signals = Signals(on_hangup=access.read_again)
     if leader is not None:

@@ -61,6 +61,7 @@ class Frontend:
       reply_format: see `Replies`.
       report: called with each stream after its end (logs, traces).
       report_refusal: called with protocol, method and error of each request that is refused.
+      before_death: see `EngineWorker`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Frontend:
         reply_format: str = "auto",
         report: Callable[[Stream], None] = lambda stream: None,
         report_refusal: Callable[[str, str, ServiceError], None] = lambda *refusal: None,
+        before_death: Callable[[], None] = lambda: None,
     ):
         self.name = name
         self.tokenizer: Tokenizer | None = engine.tokenizer
@@ -84,16 +86,13 @@ class Frontend:
         self.admission = Admission(self.limits, engine.validate)
         self.memory = MemoryReturn()
         self._encoder = Encoder(
-            self.tokenizer,
-            self.limits,
-            max_model_len=self.config.max_model_len,
-            memory=self.memory,
+            self.tokenizer, self.limits, max_model_len=self.config.max_model_len, memory=self.memory
         )
         self._constraints = Constraints(engine)
         self.started = time.time()
         self._report, self._report_refusal = report, report_refusal
         callbacks = dict(deliver=self._deliver, on_ready=self._serve, on_death=self._die)
-        self._worker = EngineWorker(engine, **callbacks)
+        self._worker = EngineWorker(engine, **callbacks, before_death=before_death)
         self.metrics = Metrics(
             name,
             config=self.config,

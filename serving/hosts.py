@@ -26,6 +26,9 @@ silent, or a round has no result."""
 BEATS = 4
 """Messages that a process sends within `Heartbeats.seconds`."""
 
+_BLAME_SECONDS = 3.0
+"""A collective fails at once where a process is lost. The stream of that process breaks at most this much later."""
+
 _PIECES, _PIECE = 64, 1 << 16  # of each file of weights: their number, and bytes of one
 _ROOT = Path(__file__).parents[1]
 _CODE = ("pallas_kernels", "peagle_jax", "serving")
@@ -120,6 +123,14 @@ class Fate:
         for handler in logging.getLogger().handlers:
             handler.flush()
         self._leave(code)
+
+    def wait_for_blame(self) -> None:
+        """Returns if no other thread ends the process soon: this process itself has failed.
+
+        A lost process is the reason to report, not the collectives with it, which fail too.
+        """
+        if self.is_sealed.wait(_BLAME_SECONDS):
+            threading.Event().wait()
 
     def catch_aborts(self) -> None:
         """Ends this process with `LOST` where a library would abort it.

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from peagle_jax import draft_schedule
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.model_folders import check_folders, check_head_is_given
+from serving.hosts_rules import check_hosts, is_unencrypted
 from serving.option_types import (
     Count,
     Int,
@@ -22,7 +23,6 @@ from serving.option_types import (
     Size,
     Text,
     Url,
-    address,
     is_loopback,
 )
 
@@ -88,7 +88,16 @@ class Settings(BaseSettings):
     )
     hosts_token_file: Text | None = _option(
         None,
-        "bearer token of the hosts, needed unless the coordinator is on loopback",
+        "bearer token of the hosts; needed without hosts-tls-ca, unless the coordinator is on loopback",
+        metavar="FILE",
+    )
+    hosts_tls_cert: Text | None = _option(
+        None, "certificate of this host for connections between hosts, PEM", metavar="FILE"
+    )
+    hosts_tls_key: Text | None = _option(None, "private key of it, PEM", metavar="FILE")
+    hosts_tls_ca: Text | None = _option(
+        None,
+        "authorities of the hosts' certificates, PEM; host 0 then verifies the others, and they host 0",
         metavar="FILE",
     )
     hosts_seconds: MoreSeconds = _option(
@@ -250,23 +259,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
-        if self.num_hosts == 1:
-            if self.host_index or self.coordinator:
-                raise ValueError("host_index and coordinator need num_hosts, 2 or more")
-            return self
-        if not 0 <= self.host_index < self.num_hosts:
-            raise ValueError(f"host_index={self.host_index} must be 0 to {self.num_hosts - 1}")
-        if self.tensor_parallel % self.num_hosts:
-            raise ValueError(
-                f"num_hosts={self.num_hosts} must divide tensor_parallel={self.tensor_parallel}"
-            )
-        if self.coordinator is None:
-            raise ValueError("num_hosts needs coordinator, HOST:PORT of host 0")
-        host, _ = address(self.coordinator)
-        if not is_loopback(host) and not self.hosts_token_file:
-            raise ValueError(
-                f"a coordinator at {host} needs hosts_token_file: it is not on loopback"
-            )
+        check_hosts(self)
         return self
 
     @property
@@ -293,7 +286,14 @@ class Settings(BaseSettings):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about clients that may connect without TLS or without authentication."""
+        """Warnings about clients, or other hosts, that may connect without TLS or without authentication."""
+        if is_unencrypted(self):
+            text = "tokens and token ids pass between hosts unencrypted; give hosts-tls-cert, -key and -ca"
+            return [text, *self._client_warnings]
+        return self._client_warnings
+
+    @property
+    def _client_warnings(self) -> list[str]:
         if self.is_loopback:
             return []
         if self.auth_token_file and not self.tls_cert:

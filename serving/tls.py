@@ -1,6 +1,6 @@
-"""TLS: the server's certificate and key, and the authorities of its clients.
+"""TLS: the server's certificate and key, and the authorities of its clients; the same of a client.
 
-The files are read again when they change, so certificates are rotated without a restart.
+A server reads the files again when they change, so certificates are rotated without a restart.
 """
 
 import ssl
@@ -15,10 +15,21 @@ from serving.watched_files import WatchedFiles
 class Pems:
     """Contents of the files, and an SSL context with them."""
 
-    cert: bytes
-    key: bytes
+    cert: bytes | None
+    key: bytes | None
     ca: bytes | None
     context: ssl.SSLContext
+
+
+def client_pems(ca: str, cert: str | None = None, key: str | None = None) -> Pems:
+    """What a client needs that verifies its server: PEM files of authorities, and of its own certificate and key.
+
+    Raises:
+      ConfigError: as `Certificates`.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    return _read(context, cert, key, ca)
 
 
 class Certificates:
@@ -62,20 +73,25 @@ class Certificates:
         self._files.read_again()
 
     def _read(self) -> Pems:
-        """Checks the files too: gRPC accepts any bytes, and then every handshake fails."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            where = f"{self._cert} and {self._key}"
-            context.load_cert_chain(self._cert, self._key, password=_refuse_password)
-            if self._client_ca is not None:
-                where = self._client_ca
-                context.load_verify_locations(self._client_ca)
-                context.verify_mode = ssl.CERT_REQUIRED
-            ca = None if self._client_ca is None else Path(self._client_ca).read_bytes()
-            cert, key = Path(self._cert).read_bytes(), Path(self._key).read_bytes()
-            return Pems(cert, key, ca, context)
-        except (OSError, ConfigError) as error:
-            raise ConfigError(f"TLS: {where}: {_reason(error)}") from error
+        if self._client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return _read(context, self._cert, self._key, self._client_ca)
+
+
+def _read(context: ssl.SSLContext, cert: str | None, key: str | None, ca: str | None) -> Pems:
+    """The files, checked by `context`: gRPC accepts any bytes, and then every handshake fails."""
+    where = f"{cert} and {key}"
+    try:
+        if cert is not None:
+            context.load_cert_chain(cert, key, password=_refuse_password)
+        where = ca
+        if ca is not None:
+            context.load_verify_locations(ca)
+        contents = (None if path is None else Path(path).read_bytes() for path in (cert, key, ca))
+        return Pems(*contents, context)
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"TLS: {where}: {_reason(error)}") from error
 
 
 def _refuse_password() -> str:

@@ -152,6 +152,7 @@ class EngineWorker:
       deliver: called in the event loop with the events of a round, in order.
       on_ready: called in the event loop when requests can be served; smaller batches may still compile.
       on_death: called in the event loop with the exception that killed the engine; no events follow.
+      before_death: called in the engine's thread before that exception is logged.
     """
 
     def __init__(
@@ -161,7 +162,9 @@ class EngineWorker:
         deliver: Callable[[Sequence[Event]], None],
         on_ready: Callable[[], None],
         on_death: Callable[[BaseException], None],
+        before_death: Callable[[], None] = lambda: None,
     ):
+        self._before_death = before_death
         self._engine = engine
         self._deliver, self._on_ready, self._on_death = deliver, on_ready, on_death
         self._mail: queue.SimpleQueue = queue.SimpleQueue()
@@ -240,6 +243,7 @@ class EngineWorker:
             while self._step():
                 pass
         except BaseException as error:
+            self._before_death()
             _log.exception("the engine died")
             self.busy_since = None
             self._post(self._on_death, error)

@@ -19,8 +19,6 @@ from serving.signals import exit_at_once
 _LEADER = 0
 _LAST_SECONDS = 5.0
 """For the last message to the leader, which then closes the stream."""
-_BLAME_SECONDS = 3.0
-"""A collective fails at once where a process is lost. The leader may report which one this much later."""
 _REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -34,6 +32,7 @@ class LeaderStream:
       token: bearer token; None sends none.
       seconds: see `Heartbeats`.
       fate: of this process.
+      credentials: of TLS; None connects without.
     """
 
     def __init__(
@@ -45,6 +44,7 @@ class LeaderStream:
         token: bytes | None,
         seconds: float,
         fate: Fate,
+        credentials: grpc.ChannelCredentials | None = None,
     ):
         self._host, self._address, self._fate = host, address, fate
         self._heartbeats = Heartbeats(seconds)
@@ -53,7 +53,10 @@ class LeaderStream:
         self._calls: queue.SimpleQueue[pb.Call] = queue.SimpleQueue()
         self._num_calls = 0
         self._has_started, self._is_closed = threading.Event(), threading.Event()
-        self._channel = grpc.insecure_channel(address)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address)
+        else:
+            self._channel = grpc.secure_channel(address, credentials)
         stub = hosts_v1_pb2_grpc.HostsStub(self._channel)
         metadata = [] if token is None else [("authorization", b"Bearer " + token)]
         metadata = [(name, value.decode()) for name, value in metadata]
@@ -119,15 +122,16 @@ class LeaderStream:
                 follower.perform(from_message(message))
                 self._num_calls = message.number
         except BaseException as error:
+            self.wait_for_blame()
             self.end(FAILED, f"the engine failed: {' '.join(str(error).split())}")
 
     def end(self, code: int, reason: str) -> None:
-        """Ends this process and with it all others; it does not return.
-
-        If another process is lost, that is the reason: collectives with it fail too.
-        """
-        self._fate.is_sealed.wait(_BLAME_SECONDS)
+        """Ends this process and with it all others; it does not return."""
         self._fate.end(code, reason, self._notify)
+
+    def wait_for_blame(self) -> None:
+        """See `Fate.wait_for_blame`."""
+        self._fate.wait_for_blame()
 
     def _notify(self, code: int, reason: str) -> None:
         self._reports.put(pb.Report(end=pb.End(exit_code=code, reason=reason)))

@@ -20,8 +20,6 @@ from serving.rpc.device_calls import to_message
 _log = logging.getLogger(__name__)
 _LAST_SECONDS = 5.0
 """For the last message to the followers, whose connections then close."""
-_BLAME_SECONDS = 3.0
-"""A collective fails at once where a process is lost. The stream of that process may break this much later."""
 _ATTEMPTS = 8  # streams of hosts that are refused, at a time
 
 
@@ -45,6 +43,7 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
       tokens: of which a follower must send one; if empty, none is needed.
       seconds: see `Heartbeats`; also the longest time of a round.
       fate: of this process.
+      credentials: of TLS; None listens without.
     """
 
     def __init__(
@@ -55,7 +54,9 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         tokens: Sequence[bytes],
         seconds: float,
         fate: Fate,
+        credentials: grpc.ServerCredentials | None = None,
     ):
+        self._credentials = credentials
         self._num_hosts, self._identity, self._tokens = num_hosts, identity, tokens
         self._fate, self._heartbeats = fate, Heartbeats(seconds)
         self._streams: dict[int, _Stream] = {}
@@ -77,7 +78,10 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         """
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            port = self._server.add_insecure_port(where)
+            if self._credentials is None:
+                port = self._server.add_insecure_port(where)
+            else:
+                port = self._server.add_secure_port(where, self._credentials)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {where}; is another server there?") from error
         self._server.start()
@@ -135,13 +139,9 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         """Ends this process with exit code `code`, and all others with `others`; it does not return."""
         self._fate.end(code, reason, lambda code, reason: self._notify(others, reason))
 
-    def fail(self, code: int, reason: str) -> None:
-        """Ends all processes after a failure of this one; it does not return.
-
-        If another process is lost, that is the reason: collectives with it fail too.
-        """
-        self._fate.is_sealed.wait(_BLAME_SECONDS)
-        self.end(code, reason)
+    def wait_for_blame(self) -> None:
+        """See `Fate.wait_for_blame`."""
+        self._fate.wait_for_blame()
 
     def close(self) -> None:
         """Ends all streams without a message: for a process that goes on."""

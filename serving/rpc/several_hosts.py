@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 from peagle_jax import ConfigError, Engine
@@ -10,9 +11,12 @@ from peagle_jax.parallel import processes
 from serving.bearer_tokens import TokenFile
 from serving.hosts import FAILED, REFUSED, Fate, identity
 from serving.option_types import address
+from serving.rpc.credentials import channel_credentials, server_credentials
 from serving.rpc.follower import LeaderStream
+from serving.rpc.handshake import wait_for_leader
 from serving.rpc.leader import Leader
 from serving.settings import Settings
+from serving.tls import Certificates, client_pems
 
 _log = logging.getLogger(__name__)
 
@@ -25,17 +29,21 @@ def lead(settings: Settings, say: Callable[[str], None]) -> Leader:
       OSError: an address that cannot be used.
     """
     host, port = address(settings.coordinator)
-    fate = Fate(0)
+    fate, certificates = Fate(0), None
+    if settings.hosts_tls_cert:
+        files = (settings.hosts_tls_cert, settings.hosts_tls_key, settings.hosts_tls_ca)
+        certificates = Certificates(*files)
     leader = Leader(
         settings.num_hosts,
         identity(settings),
         tokens=_tokens(settings),
         seconds=settings.hosts_seconds,
         fate=fate,
+        credentials=None if certificates is None else server_credentials(certificates),
     )
     found = leader.start(host, port)
     say(f"hosts connect to {host}:{found}")
-    with failures_end_all(leader.fail):
+    with failures_end_all(leader):
         leader.wait_for_hosts(settings.hosts_start_seconds)
         # Port 0 stands for any free one, for jax too.
         jax_address = f"{host}:{port + 1 if port else _free_port(host)}"
@@ -49,19 +57,20 @@ def lead(settings: Settings, say: Callable[[str], None]) -> Leader:
 
 
 @contextlib.contextmanager
-def failures_end_all(end: Callable[[int, str], None]) -> Iterator[None]:
+def failures_end_all(connected: Leader | LeaderStream) -> Iterator[None]:
     """Ends the processes of all hosts where the block raises: an interpreter that exits waits for the others.
 
-    Args:
-      end: called with the exit code of this process and the reason; it does not return.
+    If another process is lost, that is the reason: what this one does with it fails too.
     """
     try:
         yield
     except (ConfigError, OSError) as error:
-        end(REFUSED, " ".join(str(error).split()))
+        connected.wait_for_blame()
+        connected.end(REFUSED, " ".join(str(error).split()))
     except Exception as error:
+        connected.wait_for_blame()
         _log.exception("this host failed")
-        end(FAILED, " ".join(str(error).split()))
+        connected.end(FAILED, " ".join(str(error).split()))
 
 
 def follow(settings: Settings, make_engine: Callable[[Settings], Engine]) -> None:
@@ -71,7 +80,13 @@ def follow(settings: Settings, make_engine: Callable[[Settings], Engine]) -> Non
       ConfigError: the leader refuses this host, or weights or sizes cannot be used.
       OSError: a file that cannot be read.
     """
-    fate, tokens = Fate(settings.host_index), _tokens(settings)
+    fate, tokens, pems = Fate(settings.host_index), _tokens(settings), None
+    if settings.hosts_tls_ca:
+        files = (settings.hosts_tls_ca, settings.hosts_tls_cert, settings.hosts_tls_key)
+        pems = client_pems(*files)
+    until = time.monotonic() + settings.hosts_start_seconds
+    context = None if pems is None else pems.context
+    wait_for_leader(settings.coordinator, context, settings.hosts_start_seconds)
     stream = LeaderStream(
         settings.host_index,
         settings.coordinator,
@@ -79,9 +94,10 @@ def follow(settings: Settings, make_engine: Callable[[Settings], Engine]) -> Non
         token=tokens[0] if tokens else None,
         seconds=settings.hosts_seconds,
         fate=fate,
+        credentials=None if pems is None else channel_credentials(pems),
     )
-    jax_address = stream.join(settings.hosts_start_seconds)
-    with failures_end_all(stream.end):
+    jax_address = stream.join(max(0.0, until - time.monotonic()))
+    with failures_end_all(stream):
         stream.report_devices(*_connect(settings, jax_address, fate))
         stream.follow(make_engine(settings).follower())
 

@@ -24,6 +24,7 @@ from serving.settings import Settings
 from serving.sources import resolve
 from tests import tiny
 from tests.programs import one_bucket
+from tests.serving.certificates import authority, signed
 from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,7 @@ def ends(host: Served) -> tuple[int, str]:
     lines = [line for line in host.text().splitlines() if "ends with exit code" in line]
     assert len(lines) == 1, host.text()
     assert f"ends with exit code {code}: " in lines[0]
+    assert "Traceback" not in host.text()
     return code, lines[0]
 
 
@@ -182,8 +184,13 @@ def test_the_manifest_gives_every_host_its_options():
 PLAIN = ("--method", "none", "--max-num-seqs", "1")
 
 
-def test_two_hosts_write_the_text_of_one_process(start, model):
-    leader, follower = start(2, *PLAIN)
+def test_two_hosts_write_the_text_of_one_process(start, model, tmp_path):
+    """Their connection uses TLS, with certificates on both sides."""
+    ca = authority(tmp_path, "ca")
+    host = signed(tmp_path, "host", ca)
+    files = {"cert": host.cert, "key": host.key, "ca": ca.cert}
+    tls = [text for name, path in files.items() for text in (f"--hosts-tls-{name}", path)]
+    leader, follower = start(2, *PLAIN, *tls)
     assert served(leader) == of_one_process(model, 2, num_draft=0, max_num_seqs=1)
     leader.process.terminate()
     assert [ends(host)[0] for host in (leader, follower)] == [0, 0]
@@ -252,6 +259,16 @@ def test_three_hosts_stop_when_one_gets_sigterm(start, model):
         (dict(host_index=2), "must be 0 to 1"),
         (dict(tensor_parallel=3), "num_hosts=2 must divide tensor_parallel=3"),
         (dict(num_hosts=1), "need num_hosts, 2 or more"),
+        (dict(num_hosts=1, coordinator=None, hosts_tls_ca="a"), "need num_hosts, 2 or more"),
+        (dict(hosts_tls_cert="a"), "belong together"),
+        (dict(host_index=1, hosts_tls_key="a"), "belong together"),
+        (dict(hosts_tls_ca="a"), "give hosts_tls_cert and hosts_tls_key too"),
+        (dict(host_index=1, hosts_tls_cert="a", hosts_tls_key="a"), "needs hosts_tls_ca"),
+        (
+            dict(coordinator="10.0.0.1:7000", hosts_tls_cert="a", hosts_tls_key="a"),
+            "hosts_token_file",
+        ),
+        (dict(coordinator="10.0.0.1:7000", host_index=1, hosts_tls_ca="a"), "hosts_token_file"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -260,3 +277,13 @@ def test_options_that_no_host_can_have_are_refused(changes, reason):
     assert Settings(**right).devices_per_host == 1
     with pytest.raises(ConfigError, match=reason):
         Settings(**(right | changes))
+
+
+def test_certificates_of_the_hosts_replace_the_token_and_its_warning():
+    right = dict(num_hosts=2, tensor_parallel=2, coordinator="10.0.0.1:7000")
+    files = dict(hosts_tls_cert="a", hosts_tls_key="b", hosts_tls_ca="c")
+    for index in (0, 1):
+        assert Settings(**right, **files, host_index=index).warnings == []
+        (warning,) = Settings(**right, hosts_token_file="d", host_index=index).warnings
+        assert "pass between hosts unencrypted" in warning
+    assert Settings(**right, hosts_token_file="d", hosts_tls_ca="c", host_index=1).warnings == []
