@@ -96,17 +96,19 @@ def drive(
         before = time.perf_counter()
         updates = engine.step()
         spent = time.perf_counter() - before
+        # A call of several rounds has several updates of a request.
+        finished = {id(request) for request, _ in updates if request.is_finished}
         # The last call of a text has rounds that emit nothing.
-        if settled >= SETTLED and updates and not any(one.is_finished for one, _ in updates):
+        if settled >= SETTLED and updates and not finished:
             count = max(1, len(updates) // concurrency)
             timed += [spent / count] * count
             full_tokens += sum(len(tokens) for _, tokens in updates)
         for request, _ in updates:
             if request.error is not None:
                 raise ConfigError(f"prompt {requests.index(request) + 1}: {request.error}")
-            if request.is_finished:
-                running -= 1
-                on_finished()
+        for _ in finished:
+            running -= 1
+            on_finished()
     seconds = time.perf_counter() - start
     timed_rounds = len(timed)
     full_speed = full_tokens / sum(timed) if timed else None

@@ -218,3 +218,17 @@ def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):
     measured = timing.drive(engine, PROMPTS[:2], params, concurrency=2)
     assert measured.ms_per_round == 2000.0  # 6 seconds for three rounds
     assert measured.timed_rounds > 9
+
+
+def test_a_request_that_ends_in_a_call_of_several_rounds_makes_room_for_one(monkeypatch):
+    engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
+    engine.warm_up()
+    active, finished = [], []
+    step = engine.step
+    monkeypatch.setattr(
+        engine, "step", lambda: active.append(engine.scheduler.num_running) or step()
+    )
+    note = lambda: finished.append(1)
+    timing.drive(engine, PROMPTS * 2, GREEDY, concurrency=1, on_finished=note)
+    assert max(active) == 1
+    assert len(finished) == 8
