@@ -1,5 +1,6 @@
 """Bits of cached keys and values: pages that rounds wrote, beside pages of the same texts from prefill."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,4 +92,4 @@ def _bits(cache: Sequence[LayerCache], pages: np.ndarray):
             for part, values in zip("kv", layer, strict=True):
                 found = np.asarray(values[pages])
                 bits = found.view(f"uint{8 * found.itemsize}")
-                yield number, part, bits.reshape(*bits.shape[:2], -1)
+                yield number, part, bits.reshape(*bits.shape[:2], math.prod(bits.shape[2:]))

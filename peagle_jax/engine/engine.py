@@ -19,6 +19,7 @@ from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.commits import Update
 from peagle_jax.engine.completion import Completion, completion_of
+from peagle_jax.engine.dispatch import InFlight, dispatch
 from peagle_jax.engine.follower import Follower
 from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.engine.memory import fit_pages, fit_rings, saved_bytes
@@ -136,7 +137,7 @@ class Engine:
         rules = dict(eos_ids=eos_ids, windows=windows, policy=self.policy)
         self.scheduler = Scheduler(self.config, **rules)
         self._state = self.programs.init_state(target.config, head_config)
-        self._in_flight: list[tuple[PrefillCall | DecodeCall, Result]] = []
+        self._in_flight: list[InFlight] = []
         self._numbers = itertools.count()
 
     def follower(self) -> Follower:
@@ -285,6 +286,8 @@ class Engine:
     def step(self, on_update: OnUpdate = lambda request, tokens: None) -> list[Update]:
         """Dispatches the next calls, then commits the previous ones.
 
+        If all requests need the results of the previous calls first, the next calls follow the commit.
+
         Args:
           on_update: called with a request and its new tokens after each round; a call may have several.
 
@@ -293,32 +296,24 @@ class Engine:
         """
         if not self.time_idle_round() and not self._in_flight and self._timer is not None:
             self._timer.interrupt()
-        calls = self.scheduler.schedule()
-        dispatched = []
-        if calls.decode is not None:
-            decode = calls.decode
-            # A greedy program that was compiled after this call was planned may run more rounds than it.
-            is_greedy = decode.is_greedy and decode.repeat == self.config.repeat
-            self._state, result = self.programs.round(
-                self._state, decode.plan, decode.shape, decode.mask, is_greedy
-            )
-            dispatched.append((decode, result))
-        for prefill in calls.prefills:
-            now = time.monotonic()
-            for request in filter(None, prefill.requests):
-                request.start_time = request.start_time or now
-            for controls in prefill.controls:
-                self._state = self.programs.control(self._state, controls)
-            for copy in prefill.restores:
-                self._state = self.programs.copy_rings(self._state, *copy)
-            self._state, result = self.programs.prefill(
-                self._state, prefill.plan, prefill.mask, prefill.scores
-            )
-            for copy in prefill.saves:
-                self._state = self.programs.copy_rings(self._state, *copy)
-            dispatched.append((prefill, result))
-        previous, self._in_flight = self._in_flight, dispatched
-        return [update for call in previous for update in self._commit(*call, on_update)]
+        previous, self._in_flight = self._in_flight, self._dispatch()
+        updates = [update for call in previous for update in self._commit(*call, on_update)]
+        if previous and not self._in_flight:
+            # All requests waited for this result, as constrained ones do. Without this call the device would
+            # stand idle while the caller reads the updates.
+            if self._timer is not None:
+                self._timer.interrupt()
+            self._in_flight = self._dispatch()
+        return updates
+
+    def _dispatch(self) -> list[InFlight]:
+        """Plans the next calls and dispatches them."""
+        dispatched, calls = [], self.scheduler.schedule()
+        rules = (self.programs, self._state, calls, self.config.repeat)
+        for self._state, call in dispatch(*rules):
+            if call is not None:
+                dispatched.append(call)
+        return dispatched
 
     def _commit(
         self, call: PrefillCall | DecodeCall, result: Result, on_update: OnUpdate

@@ -117,8 +117,9 @@ class Result:
 
 
 def pack(plan) -> np.ndarray:
-    """[n] int32: the bits of all leaves of a host plan."""
-    return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(plan)])
+    """[n] int32: the bits of all leaves of a host plan; of a single array a view, since masks are large."""
+    parts = [np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(plan)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @partial(jax.jit, donate_argnums=0)

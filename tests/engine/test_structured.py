@@ -129,6 +129,17 @@ def test_a_free_neighbour_writes_what_it_writes_alone(engine):
     assert [request.output for request in beside[:2]] == alone
 
 
+def test_the_next_constrained_round_runs_while_the_caller_reads_the_one_before(engine):
+    for prompt, schema in zip(PROMPTS, SCHEMAS[:2], strict=False):
+        engine.add_request(prompt, constrained(schema, max_tokens=20))
+    num_read = 0
+    while engine.has_work:
+        for request, _ in engine.step():
+            num_read += 1
+            assert request.is_finished or request.in_flight == 1
+    assert num_read > 4
+
+
 def test_a_complete_text_is_followed_by_its_end_only(engine, tokenizer):
     (request,) = run(engine, [constrained(SCHEMAS[4], ignore_eos=True, max_tokens=40)])
     end = tokenizer.added[END]
