@@ -15,7 +15,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import llguidance
@@ -37,17 +37,18 @@ _VALUES = dict(first_name="Maria Elena", last_name="Rossi Bianchi", city="Santa 
 _REPEATS = 3
 
 
-class _Words:
-    """The tokenizer that `llguidance.TokenizerWrapper` wants: bytes of each token, the longest token first."""
+class Words:
+    """A tokenizer as `llguidance.TokenizerWrapper` takes it: `size` tokens at most, from the words of `texts`."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, texts: Iterable[str]):
         singles = [bytes([i]) for i in range(256)]
-        found = [word for word in _words(size) if len(word) > 1][: size - len(singles) - 1]
+        found = [word for word in _words(texts, size) if len(word) > 1][: size - len(singles) - 1]
         self.tokens = [*singles, *found, _END.encode()]
         self.eos_token_id, self.bos_token_id = len(self.tokens) - 1, None
         self.special_token_ids = [self.eos_token_id]
         self._ids = {token: i for i, token in enumerate(self.tokens)}
-        self._longest = max(map(len, found))
+        self._longest = max(map(len, self.tokens))
+        self.vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
 
     def __call__(self, text: str | bytes) -> list[int]:
         data, ids = text.encode() if isinstance(text, str) else text, []
@@ -58,11 +59,17 @@ class _Words:
         return ids
 
 
-def _words(most: int) -> list[bytes]:
-    """Words of Python files and their beginnings, the most frequent first."""
-    counts: collections.Counter[str] = collections.Counter()
+def python_files() -> Iterator[str]:
+    """Texts of the standard library's packages."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py")):
-        counts.update(_PIECE.findall(path.read_text(encoding="utf-8", errors="replace")))
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _words(texts: Iterable[str], most: int) -> list[bytes]:
+    """Words of the texts and their beginnings, the most frequent first."""
+    counts: collections.Counter[str] = collections.Counter()
+    for text in texts:
+        counts.update(_PIECE.findall(text))
     beginnings: collections.Counter[str] = collections.Counter()
     for word, count in counts.items():
         for size in range(2, len(word) + 1):
@@ -70,9 +77,7 @@ def _words(most: int) -> list[bytes]:
     return [word.encode() for word, _ in beginnings.most_common(most)]
 
 
-def measure(
-    vocabulary: llguidance.LLTokenizer, words: _Words, strings: str, size: int, num_draft: int
-) -> dict:
+def measure(words: Words, strings: str, size: int, num_draft: int) -> dict:
     """A row: the masks of `size` requests along a text of a schema with such strings."""
     fields = {
         name: {"type": "integer"} if isinstance(value, int) else _STRINGS[strings]
@@ -86,7 +91,7 @@ def measure(
     times, spent = [], []
     for _ in range(_REPEATS):
         matchers = [
-            Matcher(new_matcher(vocabulary, grammar), executor, {words.eos_token_id}, width)
+            Matcher(new_matcher(words.vocabulary, grammar), executor, {words.eos_token_id}, width)
             for _ in range(size)
         ]
         for place in range(len(text) - num_draft):
@@ -122,13 +127,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-K", type=int, default=7, metavar="K", help="drafts of a round")
     parser.add_argument("--out", type=Path, default=Path("masks.jsonl"), metavar="FILE")
     args = parser.parse_args(argv)
-    words = _Words(args.vocab_size)
-    vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words))
+    words = Words(args.vocab_size, python_files())
     environment = rows.environment(os.environ.get("PEAGLE_SHA"))
     environment |= {"command": shlex.join(["python", "-m", "bench.mask_times", *sys.argv[1:]])}
     for strings in _STRINGS:
         for size in tqdm(args.concurrency, desc=strings, disable=None):
-            row = measure(vocabulary, words, strings, size, args.K) | environment
+            row = measure(words, strings, size, args.K) | environment
             rows.append(args.out, rows.rounded(row))
             print(
                 f"{strings}, {size} requests: {row['masks_ms']:.2f} ms, at most {row['masks_ms_max']:.1f}; "
