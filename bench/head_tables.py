@@ -1,4 +1,4 @@
-"""Tables of heads and their training: upper bounds, heads that differ in one option, the time of a step."""
+"""Tables of models, heads and their training: bounds, options, the time of a step, empty answers."""
 
 from bench import labels
 from peagle_jax.runs import METHOD_NAMES
@@ -113,4 +113,19 @@ def train_step_table(rows: list[dict]) -> str:
     return (
         f"**{labels.listed(rows, 'device')}**, {labels.listed(rows, 'dtype')}; {labels.provenance(rows)}\n\n"
         f"{labels.markdown(header, lines)}"
+    )
+
+
+def prompt_ends_table(rows: list[dict]) -> str:
+    """One line per end of prompts: share of empty answers to prompts as they are, and to healed ones."""
+    shares = {(row["end"], row["healed"]): f"{100 * row['empty']:.1f} %" for row in rows}
+    lines = [
+        [end, *(shares.get((end, is_healed), "") for is_healed in (False, True))]
+        for end in dict.fromkeys(row["end"] for row in rows)
+    ]
+    first = rows[0]
+    return (
+        f"**{labels.listed(rows, 'device')}**, model {first['model']}, {first['dtype']}, {first['prompts']} prompts of each end, "
+        f"{first['max_tokens']} new tokens; {labels.provenance(rows)}\n\n"
+        f"{labels.markdown(['prompt ends', 'empty answers', 'without the last token'], lines)}"
     )

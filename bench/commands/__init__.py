@@ -16,6 +16,7 @@ from bench.commands import (
     lossless,
     matrix,
     prefix_cache,
+    prompt_ends,
     reliability,
     replicas,
     report,
@@ -36,7 +37,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND, replicas.COMMAND,
     ),
     "Quality of heads and models": (
-        headroom.COMMAND, ablations.COMMAND, humaneval.COMMAND, train_step.COMMAND,
+        headroom.COMMAND, ablations.COMMAND, humaneval.COMMAND, prompt_ends.COMMAND,
+        train_step.COMMAND,
     ),
     "Correctness": (lossless.COMMAND, reliability.COMMAND, matrix.COMMAND),
     "The server": (serve_load.COMMAND, hostile.COMMAND),
