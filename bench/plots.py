@@ -8,6 +8,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from bench import head_tables, headline, labels
@@ -68,9 +69,16 @@ def draw(rows: list[dict], folder: Path) -> list[str]:
     return written
 
 
-def plot_throughput(chosen: list[dict], path: Path) -> None:
+def plot_throughput(
+    chosen: list[dict], path: Path, speed: str = "tokens_per_second", what: str = "output tokens/s"
+) -> None:
     """Tokens per second over concurrency, a panel per setting: the largest K of each method in full
-    colour, the others pale."""
+    colour, the others pale.
+
+    Args:
+      speed: the field with the tokens per second.
+      what: its label.
+    """
     groups = labels.settings(chosen)
     figure, panels = figure_with_panels(len(groups))
     for panel, (setting, group) in zip(panels, groups, strict=True):
@@ -80,7 +88,7 @@ def plot_throughput(chosen: list[dict], path: Path) -> None:
             largest = max(row["num_speculative_tokens"] for row in group if row["method"] == method)
             panel.plot(
                 [row["concurrency"] for row in line],
-                [row["tokens_per_second"] for row in line],
+                [row[speed] for row in line],
                 "--" if method == "none" else "o-",
                 color=_ADAPTIVE_COLOURS.get(line[0].get("adaptive"), _COLOURS[method]),
                 alpha=1.0 if k == largest else 0.15 + 0.3 * k / largest,
@@ -90,7 +98,7 @@ def plot_throughput(chosen: list[dict], path: Path) -> None:
             )
         _concurrencies(panel, group)
         title = f"{_panel_title(setting)}\ncommit {labels.listed(group, 'sha')}"
-        panel.set(title=title, ylabel="output tokens/s")
+        panel.set(title=title, ylabel=what)
     _save(figure, panels, path, chosen)
 
 
@@ -195,6 +203,12 @@ def plot_train_step(chosen: list[dict], path: Path) -> None:
 PLOTS: dict[str, tuple[Callable[[list[dict]], list[dict]], Callable[[list[dict], Path], None]]] = {
     "throughput": (of_kind("throughput"), plot_throughput),
     "adaptive": (of_kind("adaptive"), plot_throughput),
+    "load": (
+        of_kind("adaptive-step"),
+        partial(
+            plot_throughput, speed="full_tokens_per_second", what="output tokens/s, full batch"
+        ),
+    ),
     "acceptance": (of_kind("acceptance"), plot_acceptance),
     "shape": (headline.shape_rows, plot_shape),
     "rounds": (_beside, plot_rounds),

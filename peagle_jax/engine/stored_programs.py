@@ -12,6 +12,7 @@ the files: they are made from the operands of the call.
 
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -69,8 +70,10 @@ _VARIABLES = (
 _NO_VARIABLES = (
     *("XLA_PYTHON_CLIENT_", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"),
     *("JAX_ENABLE_COMPILATION_CACHE", "TF_CPP_"),
+    *("MOSAIC_GPU_RUNTIME_LIB_PATH", "MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_NVSHMEM_"),
 )
-"""Settings of memory, caches and logs: no program depends on them."""
+"""Settings of memory, caches and logs, and the paths that jax sets once it has traced a kernel: no program depends
+on them."""
 
 _NO_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
@@ -120,6 +123,10 @@ class StoredPrograms:
             "variables": _variables(),
             "settings": _settings(),
         }
+        if platform == "cuda":
+            # It tells the runtime where the library of Mosaic's kernels is, as tracing a kernel would. Without it a
+            # program with such kernels does not load.
+            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
         self._engine = json.dumps([parts, where], sort_keys=True)
         self._folder = _own_folder(_folder)
 

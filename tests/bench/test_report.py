@@ -248,9 +248,12 @@ def train_step_row(tokens, texts):
 
 
 def test_a_plot_holds_the_digest_of_its_rows(tmp_path):
-    by_load = row("adaptive", "peagle", 7, adaptive="load")
+    by_load = [
+        row("adaptive", "peagle", 7, adaptive="load"),
+        row("adaptive-step", "peagle", 7, adaptive="load", full_tokens_per_second=9.0),
+    ]
     lengths = [train_step_row(tokens, 64 * 512 // tokens) for tokens in (512, 4096)]
-    some = report.newest([*SHAPES, *ROWS, by_load, reference("peagle", 7, 1), *lengths])
+    some = report.newest([*SHAPES, *ROWS, *by_load, reference("peagle", 7, 1), *lengths])
     plots.draw(some, tmp_path)
     shown = plots.shown(some)
     assert set(shown) == set(plots.PLOTS)

@@ -306,6 +306,7 @@ def test_variables_and_settings_of_the_compiler_count(folder, monkeypatch):
     before = path_of(stored())
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "/set/by/jax")  # once it has traced a kernel
     assert path_of(stored()) == before
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math")
     other = path_of(stored())
@@ -365,7 +366,9 @@ def test_a_load_counts_as_use(folder):
     assert path.stat().st_mtime > 1e9
 
 
-def test_engines_that_write_the_same_program_at_once_leave_one_file(folder):
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_engines_that_write_the_same_program_at_once_leave_one_file(folder, is_enabled):
+    jax.config.update("jax_enable_compilation_cache", is_enabled)
     together = threading.Barrier(4, timeout=60)
     programs = []
 
@@ -383,13 +386,14 @@ def test_engines_that_write_the_same_program_at_once_leave_one_file(folder):
         check(program)
     assert len(programs) == 4
     assert [path.suffix for path in folder.iterdir()] == [".program"]
-    assert jax.config.jax_enable_compilation_cache  # as before
+    assert jax.config.jax_enable_compilation_cache is is_enabled  # as before
+    jax.config.update("jax_enable_compilation_cache", True)
 
 
-def test_the_cache_of_jax_is_left_as_it_was(folder):
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        Doubler()(stored())
-        assert not jax.config.jax_enable_compilation_cache
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
+def test_the_library_of_kernels_is_known_before_a_program_for_a_gpu_loads(folder, monkeypatch):
+    """Tracing a kernel would import it, but a start that loads its programs traces none."""
+    name = "jax.experimental.pallas.mosaic_gpu"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
+    stored()
+    assert name in sys.modules
