@@ -42,6 +42,7 @@ CELLS = {
     "mixed-repeats-dpace": f"{_MIXED} --repeat-weight 0.2 --weights dpace",
     "mixed-picked": f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256",
     "mixed-picked-taps-5": f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256 --taps 1 4 7 9 11",
+    "mixed-picked-layers": f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256 --from-layers",
     "mixed-picked-noise": f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256 --noise 0.05",
     "mixed-noise": f"{_MIXED} --noise 0.05",
     "mixed-depths-10": f"{_MIXED} --depths 10",

@@ -127,6 +127,7 @@ def _head_config(args, target: TargetConfig) -> DrafterConfig:
         own_embedding=peagle,
         own_lm_head=True,
         trained_num_draft=depths,
+        qk_norm=args.from_layers and target.qk_norm,
     )
 
 
@@ -134,6 +135,8 @@ def _grown_config(args, fresh: DrafterConfig, init: DrafterConfig) -> DrafterCon
     """The config of the head to start from, with the changes that the command line allows."""
     asked = dict(method=args.method, num_layers=args.layers, mask_token_id=args.mask_token_id)
     asked["taps"] = args.taps and fresh.taps
+    if args.from_layers:
+        raise ConfigError("--from-layers is for new heads, and --init starts from a trained one")
     for name, value in asked.items():
         if value is not None and value != getattr(init, name):
             raise ConfigError(f"--init has {name} {getattr(init, name)}, not {value}")
@@ -172,7 +175,8 @@ def drafter_run(args) -> DrafterRun:
     run = _run_config(args)
     names = (
         "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
-        "num_draft loss sharpen segments elements weights repeat_weight anchors max_temperature noise"
+        "num_draft loss sharpen segments elements weights repeat_weight anchors max_temperature noise "
+        "from_layers"
     )
     options = drafter.DrafterOptions(
         continuations=args.text,

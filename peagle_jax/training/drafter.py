@@ -132,8 +132,13 @@ def load_text(folder: Path, name: str, max_temperature: float | None = None) -> 
     return Text(*(x[kept] for x in text))
 
 
-def init_head(config: DrafterConfig, target: Decoder, seed: int) -> DraftHead:
-    """A random head that starts from the target's embedding, unembedding and final norm."""
+def init_head(
+    config: DrafterConfig, target: Decoder, seed: int, *, from_layers: bool = False
+) -> DraftHead:
+    """A random head that starts from the target's embedding, unembedding and final norm.
+
+    With `from_layers` its layers after the first start as the target's last ones, in their order.
+    """
     if config.draft_vocab_size != config.vocab_size or not config.own_lm_head:
         raise ConfigError("training keeps the full vocabulary and an lm_head of the head's own")
     if config.hidden_size != target.config.hidden_size:
@@ -145,7 +150,25 @@ def init_head(config: DrafterConfig, target: Decoder, seed: int) -> DraftHead:
         head.embed = TrainedEmbed(head.embed)
     head.lm_head.weight[...] = unembedding(target).astype(jnp.float32)
     head.norm.weight[...] = target.norm.weight[...].astype(jnp.float32)
+    if from_layers:
+        _copy_layers(head, target)
     return head
+
+
+def _copy_layers(head: DraftHead, target: Decoder) -> None:
+    """Copies the target's last layers to those of the head after its first."""
+    own, given = head.layers, target.layers
+    if not 0 < len(own) <= len(given):
+        raise ConfigError(
+            f"--from-layers: {len(own)} layers after the head's first, {len(given)} of the target"
+        )
+    names = lambda layer: {
+        path: leaf.shape for path, leaf in jax.tree.flatten_with_path(nnx.state(layer))[0]
+    }
+    for ours, theirs in zip(own, given[len(given) - len(own) :], strict=True):
+        if names(ours) != names(theirs):
+            raise ConfigError("--from-layers: layers of this target are not built as the head's")
+        nnx.update(ours, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(theirs)))
 
 
 def warm_start(params: Params, trained: Params) -> Params:
@@ -193,7 +216,8 @@ def make_task(
     _check(config, options)
     text = load_text(options.continuations, "train", options.max_temperature)
     heldout = load_text(options.continuations, "heldout")
-    params, merge = split_model(init_head(config, target, run.seed))
+    made = init_head(config, target, run.seed, from_layers=options.from_layers)
+    params, merge = split_model(made)
     if init is not None:
         params = warm_start(params, split_model(init)[0])
     frozen = {}

@@ -225,6 +225,11 @@ def _add_drafter(commands):
         nargs="+",
         help="layer ids with spaces between them, as 1 4 7; default 2, L/2, L-3",
     )
+    shape.add_argument(
+        "--from-layers",
+        action="store_true",
+        help="layers after the first start as the target's last ones (dense targets)",
+    )
     shape.add_argument("--mask-token-id", type=int, help="peagle; default that of `data`")
     shape.add_argument(
         "--freeze-lm-head", action="store_true", help="keep the target's unembedding"

@@ -60,6 +60,7 @@ class DrafterOptions:
     anchors: int | None = None  # of each text that are trained; None: all
     max_temperature: float | None = None  # of the texts; None takes all
     noise: float = 0.0  # largest absolute value of what is added to the taps in training
+    from_layers: bool = False  # the head's layers after the first start as the target's last ones
 
     def __post_init__(self):
         if not (0 < self.rate <= 1 and 0 <= self.min_rate <= 1):

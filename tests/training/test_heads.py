@@ -103,3 +103,32 @@ def test_depths_weigh_powers_of_the_depth_weight(outcome_of, weight):
     kl, used = (np.asarray(x).reshape(2, 4, 12) for x in (got.kl, got.used))
     by_depth = (kl * used).sum((0, 2))
     np.testing.assert_allclose(got.total, (by_depth * weight ** np.arange(4)).sum(), rtol=1e-5)
+
+
+def test_deep_layers_can_start_as_the_targets_last_ones():
+    target = tiny.target()
+    config = dataclasses.replace(
+        tiny.HEAD, num_layers=3, qk_norm=True, own_embedding=True, own_lm_head=True
+    )
+    head = drafter.init_head(config, target, 0, from_layers=True)
+    for ours, theirs in zip(head.layers, target.layers[1:], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(ours), nnx.state(theirs))
+    fresh = drafter.init_head(config, target, 0)
+    assert (head.first.mlp.down.weight[...] == fresh.first.mlp.down.weight[...]).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "says"),
+    [
+        ("qwen2", dict(), "not built as"),  # biases
+        ("qwen3_moe", dict(qk_norm=True), "not built as"),
+        ("llama", dict(num_layers=5), "4 layers after the head's first, 3 of the target"),
+        ("llama", dict(num_layers=1), "0 layers after"),
+        ("llama", dict(intermediate_size=64), "not built as"),
+    ],
+)
+def test_a_head_starts_from_layers_of_its_own_form_alone(family, changed, says):
+    target = tiny.target(**tiny.TARGETS[family])
+    config = dataclasses.replace(tiny.HEAD, own_embedding=True, own_lm_head=True, **changed)
+    with pytest.raises(ConfigError, match=says):
+        drafter.init_head(config, target, 0, from_layers=True)
