@@ -80,15 +80,18 @@ def num_maps() -> int:
 def programs_forgotten():
     """Drops compiled programs once there are many: a process may hold 65,530 memory maps, and every
     small kernel of a program takes some. Past that bound LLVM crashes. What is freed goes back to the
-    system."""
+    system. A search for garbage takes 0.2 s of a large process, so only many programs start one."""
     import jax
 
     from serving.memory import c_library_trim
 
     yield
+    if num_maps() <= MOST_MAPS:
+        return
+    gc.collect()
     if num_maps() > MOST_MAPS:
         jax.clear_caches()
-    gc.collect()
+        gc.collect()
     c_library_trim()
 
 
@@ -131,6 +134,32 @@ LONGEST = (
 """Files that come first. A worker takes whole files: a long one at the end would leave the others idle."""
 
 
+TOGETHER = ("tests/serving", "tests/kernels", "tests/bench", "tests/checkpoint", "tests/cli")
+"""Folders whose files share programs, the longest first."""
+
+FEW_WORKERS = 4
+"""Most workers of which one takes all files of a folder in `TOGETHER`. Of more, the others would wait for it."""
+
+
+def scope_of(file: str, num_workers: int) -> str:
+    """What one worker runs whole: the file, or its folder."""
+    folder = file.rpartition("/")[0]
+    return folder if folder in TOGETHER and num_workers <= FEW_WORKERS else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """For `--dist loadfile`: with few workers, the files of a folder in `TOGETHER` go to one of them."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(super()._split_scope(nodeid), len(config.option.tx))
+
+    return Scheduling(config, log)
+
+
 def pytest_configure(config):
     """Without a file, folder or -m, pytest runs the default suite: all tests but the slow ones."""
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
@@ -144,15 +173,24 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks randomised tests, which take their number of cases from `num_cases`, and slow cases.
+def pytest_collection_modifyitems(config, items):
+    """Puts what takes longest first, then marks cases.
+
+    Marks randomised tests, which take their number of cases from `num_cases`, and slow cases.
 
     Of a test marked `sampled(n, slow=m)`, n cases spread over its parameters stay in the default suite.
     Of the others, which are slow, m have as many new values of parameters as possible; the remaining
     ones are exhaustive. Without `slow=` all others are only slow. Exhaustive tests are slow too.
     """
-    first = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: first.get(item.path.name, len(LONGEST)))
+    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    first = {name: place for place, name in enumerate(TOGETHER + LONGEST)}
+
+    def place(item) -> int:
+        file = item.nodeid.partition("::")[0]
+        scope = scope_of(file, num_workers)
+        return first.get(item.path.name if scope == file else scope, len(first))
+
+    items.sort(key=place)
     cases = defaultdict(list)
     for item in items:
         if "num_cases" in getattr(item, "fixturenames", ()):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import OTHER_SUITE, covering
+from tests.conftest import FEW_WORKERS, LONGEST, OTHER_SUITE, TOGETHER, covering, scope_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,6 +43,19 @@ def test_values_of_the_default_suite_are_chosen_last():
     assert covering(items[1:], items[:1], 3) == items[1:]
     assert covering(items, items[:2], 2) == items[2:]
     assert covering(items, [], 9) == items
+
+
+def test_few_workers_take_whole_folders_and_many_take_files():
+    assert {scope_of(f"{folder}/test_a.py", 2) for folder in TOGETHER} == set(TOGETHER)
+    for file, num_workers in (
+        ("tests/test_a.py", 1), ("tests/engine/test_a.py", 2), ("tests/cli/test_a.py", FEW_WORKERS + 1),
+    ):  # fmt: skip
+        assert scope_of(file, num_workers) == file
+
+
+def test_what_comes_first_exists():
+    assert all((ROOT / folder).is_dir() for folder in TOGETHER)
+    assert set(LONGEST) <= {file.name for file in (ROOT / "tests").rglob("test_*.py")}
 
 
 def test_ci_and_the_fixture_of_cases_mean_the_same_suite():
