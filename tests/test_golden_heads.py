@@ -60,7 +60,7 @@ def log_softmax(logits) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("name", PEAGLE)
 def test_a_head_run_over_rows_of_rounds_gives_the_golden_logits(name):
     want, seen, model = expected(name), expected("sequence"), head(name)

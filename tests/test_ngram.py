@@ -102,7 +102,7 @@ def plain(target) -> list[list[int]]:
     return run(one_bucket(Engine(target, None, config(num_draft=0))), GREEDY)
 
 
-@pytest.mark.sampled(2, slow=3)
+@pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize("changes", [{}, dict(num_pages=34), dict(prefix_caching=False)])
 @pytest.mark.parametrize("method", ["peagle", "selector", "eagle3", "none"])
 def test_output_is_unchanged_by_ngrams(target, plain, method, changes):

@@ -71,7 +71,7 @@ def prompt_of(vocab_size: int) -> list[int]:
     return np.random.default_rng(5).integers(2, vocab_size, PROMPT).tolist()
 
 
-@pytest.fixture(scope="module", params=["none", "peagle", "eagle3", "peagle, sampled drafts"])
+@pytest.fixture(scope="module", params=["peagle, sampled drafts", "peagle", "eagle3", "none"])
 def engine(request) -> Engine:
     method, _, sampled = request.param.partition(", ")
     head = None if method == "none" else tiny.head(method)
@@ -79,7 +79,7 @@ def engine(request) -> Engine:
     return one_bucket(Engine(tiny.target(), head, config(**drafts)))
 
 
-@pytest.mark.sampled(2, slow=1)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_answers_after_a_hit_are_those_of_a_cold_engine(engine, sampling):
     """Texts part before, at and after a page's end, and within the output."""
@@ -111,7 +111,7 @@ def test_every_family_answers_alike_cold_and_warm(family, method):
         assert dict(found)[3 * Z] == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma4", "windowed head"])
 def test_windows_are_found_where_texts_part(family):
     """A beginning that others share is saved when the second text leaves it, and found by the third.
@@ -142,7 +142,8 @@ def test_windows_are_found_where_texts_part(family):
     assert rings.num_restored > 0
 
 
-@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("windowed", [True, False])
 def test_rows_of_one_call_share_a_beginning(windowed):
     sizes = config(max_num_seqs=4, prefill_rows=4)
     family = tiny.FAMILIES["mistral"] if windowed else {}

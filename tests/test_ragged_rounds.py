@@ -155,6 +155,7 @@ def test_rows_follow_the_times(every_round_decides):
     assert last_shape() == RoundShape(6, 4, 7)
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_plain_decoding(every_round_decides):
     engine = make_engine("llama", "oracle", GivenTimes({0: 1.0, 7: 0.01}), numbers=(7,))
     engine._compile([shape for shape in engine.programs.shapes if shape.num_draft])

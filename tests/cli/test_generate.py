@@ -104,9 +104,7 @@ def test_json_gives_tokens_counts_and_timings_for_each_prompt_and_a_summary(gene
 
 
 def test_several_prompts_come_as_blocks(generate, folders):
-    code, out, err = generate(
-        PROMPT, "xs", *folders.options(), *SHORT, "-K", "1", "--concurrency", "2"
-    )
+    code, out, err = generate(PROMPT, "xs", *folders.options(), *COMPARED)
     assert code == 0
     assert set(re.findall(r"^=== (.*)$", out, re.M)) == {"prompt 1", "prompt 2"}
     assert f"\n{PROMPT}" in out

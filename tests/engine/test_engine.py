@@ -12,7 +12,7 @@ from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.request import Request, Round
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
-from tests import tiny
+from tests import programs, tiny
 from tests.programs import one_bucket
 from tests.tiny import causal_attention
 
@@ -50,7 +50,8 @@ def target():
 @pytest.fixture(scope="module")
 def shared(target, tokenizer) -> Engine:
     """One speculating engine for most tests: its programs compile once."""
-    return one_bucket(Engine(target, tiny.head(), EngineConfig(**SIZES), tokenizer=tokenizer))
+    with programs.shared(controls=False):
+        return one_bucket(Engine(target, tiny.head(), EngineConfig(**SIZES), tokenizer=tokenizer))
 
 
 @pytest.fixture
@@ -65,7 +66,8 @@ def engine(shared) -> Engine:
 @pytest.fixture(scope="module")
 def plain(target) -> Engine:
     """No head and no tokenizer."""
-    return one_bucket(Engine(target, None, EngineConfig(**SIZES)))
+    with programs.shared(controls=False):
+        return one_bucket(Engine(target, None, EngineConfig(**SIZES)))
 
 
 @pytest.fixture(scope="module")

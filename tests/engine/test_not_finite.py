@@ -91,7 +91,7 @@ def test_one_bad_token_ends_its_request_alone(family, method, num_draft, caplog)
     assert engine.scheduler.pool.num_free == engine.config.total_pages - 1
 
 
-@pytest.mark.sampled(1, slow=0)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_a_text_fails_at_the_same_token_with_and_without_drafts(family):
     """The token is emitted, as its own logits are good; the next token has none."""

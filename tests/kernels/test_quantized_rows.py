@@ -100,6 +100,7 @@ def test_a_product_of_quantised_rows_is_the_definition(R, N, K, per_row):
 
 @every_chip
 @race_free
+@pytest.mark.sampled(1, slow=2)
 def test_a_quantised_row_does_not_depend_on_its_company():
     """Sums are exact here: the interpreter may add in another order for another number of rows."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -145,6 +146,7 @@ def test_experts_of_quantised_rows_are_the_definition(R):
 
 @both_chips
 @race_free
+@pytest.mark.sampled(1, slow=1)
 def test_experts_of_a_quantised_row_do_not_depend_on_its_company():
     x, ids, weights, *leaves = experts_of(20)
     run = lambda rows: np.asarray(moe(

@@ -89,8 +89,7 @@ def rules(rows: int, **changes) -> RequestParams:
     )
 
 
-@pytest.mark.sampled(4, slow=3)
-@pytest.mark.sampled(4, slow=3)
+@pytest.mark.sampled(2, slow=4)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     "changes",

@@ -184,6 +184,7 @@ def test_the_manifest_gives_every_host_its_options():
 PLAIN = ("--method", "none", "--max-num-seqs", "1")
 
 
+@pytest.mark.slow
 def test_two_hosts_write_the_text_of_one_process(start, model, tmp_path):
     """Their connection uses TLS, with certificates on both sides."""
     ca = authority(tmp_path, "ca")
