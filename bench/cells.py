@@ -64,7 +64,8 @@ def texts_of(options: Options, num_draft: int) -> list[list[int]] | None:
     """Accepted drafts of each round, by text, from which acceptance is drawn; None: it is not."""
     if options.synthetic_acceptance_rows is None:
         return None
-    return accepted_by_text(rows.read([options.synthetic_acceptance_rows]), num_draft)
+    measured = rows.read([options.synthetic_acceptance_rows])
+    return accepted_by_text(measured, num_draft, options.synthetic_acceptance_set)
 
 
 def accept_rule(options: Options, num_draft: int) -> AcceptRule:

@@ -250,7 +250,10 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         "num_speculative_tokens": num_draft,
         "synthetic_acceptance_length": options.synthetic_acceptance_length if num_draft else None,
         **(
-            {"synthetic_acceptance_rows": options.synthetic_acceptance_rows.name}
+            {
+                "synthetic_acceptance_rows": options.synthetic_acceptance_rows.name,
+                "synthetic_acceptance_set": options.synthetic_acceptance_set,
+            }
             if is_drawn
             else {}
         ),

@@ -29,7 +29,7 @@ from peagle_jax.runs import METHOD_NAMES
 
 _KEY = (
     "kind", *labels.SETTING, "set", "method", "num_speculative_tokens", "synthetic_acceptance_length",
-    "synthetic_acceptance_rows", "adaptive", "concurrency",
+    "synthetic_acceptance_rows", "synthetic_acceptance_set", "adaptive", "concurrency",
 )  # fmt: skip
 PAGES = tuple(
     rows.RESULTS.parents[1] / name

@@ -99,21 +99,25 @@ def _survival(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> np.nd
     return 1 - below[:, :-1]
 
 
-def accepted_by_text(rows: Iterable[dict], num_draft: int) -> list[list[int]]:
+def accepted_by_text(rows: Iterable[dict], num_draft: int, texts: str) -> list[list[int]]:
     """Accepted drafts of each round, by text, of the rows of `peagle-bench headroom` with P-EAGLE.
 
+    Args:
+      texts: the set of the texts.
     Raises:
-      ConfigError: no row measured at least `num_draft` drafts.
+      ConfigError: no row of this set measured at least `num_draft` drafts.
     """
     found = [
         text
         for row in rows
-        if row.get("kind") == "headroom" and row["method"] == "peagle"
+        if row.get("kind") == "headroom" and row["method"] == "peagle" and row["set"] == texts
         if row["num_speculative_tokens"] >= num_draft
         for text in row["accepted_by_text"]
     ]
     if not found:
-        raise ConfigError(f"no row of headroom measured P-EAGLE with at least {num_draft} drafts")
+        raise ConfigError(
+            f"no row of headroom measured P-EAGLE with at least {num_draft} drafts on the set {texts}"
+        )
     return found
 
 

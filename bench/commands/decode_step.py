@@ -56,6 +56,9 @@ class Options(RowOptions):
         "one text",
         default=None, type=Path, metavar="FILE.jsonl",
     )  # fmt: skip
+    synthetic_acceptance_set: str = option(
+        "set of the texts of those rows", default="own", metavar="SET"
+    )
     adaptive: tuple[str, ...] = adaptive_option()
     rows: tuple[int, ...] = option(
         "also time ragged rounds, which verify N drafts of each request on average, at most K - 1", default=(),

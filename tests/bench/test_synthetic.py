@@ -106,17 +106,21 @@ class UnsureDrafter:
 
 
 def test_acceptance_is_drawn_from_rows_with_enough_drafts():
+    def measured_row(k: int, rounds: list, method: str = "peagle", texts: str = "own") -> dict:
+        named = dict(kind="headroom", set=texts, method=method, num_speculative_tokens=k)
+        return named | {"accepted_by_text": rounds}
+
     measured = [
-        dict(
-            kind="headroom", method="peagle", num_speculative_tokens=7, accepted_by_text=[[1], [2]]
-        ),
-        dict(kind="headroom", method="peagle", num_speculative_tokens=3, accepted_by_text=[[3]]),
-        dict(kind="headroom", method="eagle3", num_speculative_tokens=7, accepted_by_text=[[4]]),
+        measured_row(7, [[1], [2]]),
+        measured_row(3, [[3]]),
+        measured_row(7, [[4]], method="eagle3"),
+        measured_row(7, [[5]], texts="other"),
         dict(kind="throughput"),
     ]
-    assert accepted_by_text(measured, 7) == [[1], [2]]
-    assert accepted_by_text(measured, 3) == [[1], [2], [3]]
+    assert accepted_by_text(measured, 7, "own") == [[1], [2]]
+    assert accepted_by_text(measured, 3, "own") == [[1], [2], [3]]
+    assert accepted_by_text(measured, 7, "other") == [[5]]
     with pytest.raises(ConfigError, match="at least 8 drafts"):
-        accepted_by_text(measured, 8)
-    shipped = accepted_by_text(rows.read([rows.RESULTS / "headroom.jsonl"]), 7)
+        accepted_by_text(measured, 8, "own")
+    shipped = accepted_by_text(rows.read([rows.RESULTS / "headroom.jsonl"]), 7, "own")
     assert all(0 <= n <= 7 for text in shipped for n in text)
