@@ -1,4 +1,4 @@
-"""Quantised activations: e4m3 with one scale for each row and group of 128 columns.
+"""Rows of activations: whole tiles, and e4m3 with one scale for each row and group of 128 columns.
 
 The scheme is that of FP8 checkpoints with dynamic activations: the scale of a group is its largest magnitude
 divided by 448, the largest e4m3 number, so nothing overflows. A row's numbers depend on the row alone.
@@ -51,6 +51,12 @@ def dequantize(x: Quantized) -> jax.Array:
 def rounded(x: jax.Array) -> jax.Array:
     """x [..., K] as its quantised rows represent it, float32."""
     return dequantize(quantize(x.reshape(-1, x.shape[-1]))).reshape(x.shape)
+
+
+def whole_tiles(x: jax.Array) -> jax.Array:
+    """x [R, K], zero-padded to a multiple of 8 rows above 8 rows: TMA copies tiles of 8 rows."""
+    R = x.shape[0]
+    return jnp.pad(x, ((0, -R % 8), (0, 0))) if R > 8 and R % 8 else x
 
 
 def are_quantized(activations: Activations, values: jax.Array) -> bool:

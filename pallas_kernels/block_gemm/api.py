@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.activations import Activations, are_quantized, quantize, rounded
+from pallas_kernels.activations import Activations, are_quantized, rounded, whole_tiles
 from pallas_kernels.block_gemm import reference
+from pallas_kernels.quantize.api import quantize
 
 CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with a kernel."""
@@ -90,12 +91,6 @@ def add_in_order(parts: jax.Array) -> jax.Array:
     return total
 
 
-def whole_tiles(x: jax.Array) -> jax.Array:
-    """x [R, K], zero-padded to a multiple of 8 rows above 8 rows: TMA copies tiles of 8 rows."""
-    R = x.shape[0]
-    return jnp.pad(x, ((0, -R % 8), (0, 0))) if R > 8 and R % 8 else x
-
-
 def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
     if x.dtype != jnp.bfloat16:
         refusal = f"activations must be bfloat16, not {x.dtype}"
@@ -114,9 +109,9 @@ def _kernel(
     *rows, K = x.shape
     x, x_scale = x.reshape(-1, K), None
     R = x.shape[0]
-    if quantized:
-        x, x_scale = quantize(x)
     x = whole_tiles(x)
+    if quantized:
+        x, x_scale = quantize(x, launch)
     if config is None:
         choose, kind = mosaic_gpu.TuningConfig.choose, formats.kind(weight, scale)
         config = choose(x.shape[0], weight.shape[0], K, launch.device, kind, x.dtype)

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.activations import Activations, are_quantized, quantize
-from pallas_kernels.block_gemm.api import add_in_order, whole_tiles
+from pallas_kernels.activations import Activations, are_quantized, whole_tiles
+from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
+from pallas_kernels.quantize import api as quantized_rows
 
 CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with kernels for experts and for routing."""
@@ -262,27 +263,22 @@ def _experts(
     """Results of all items [P, D] in `x.dtype`. Rows without a slot are undefined and are never read."""
     from pallas_kernels.moe import mosaic_gpu, mosaic_route
 
-    R, scale, inner_scale = x.shape[0], None, None
-    if are_quantized(activations, gate_up.values):
-        x, scale = quantize(x)
+    scale, inner_scale, quantized = None, None, are_quantized(activations, gate_up.values)
     if config.shared:
         x = whole_tiles(x)
+        if quantized:
+            x, scale = quantized_rows.quantize(x, launch)
     else:
-        x = mosaic_route.spread(x, work.slots, work.items * config.tokens, launch)
-        scale = None if scale is None else _spread_scale(scale, work.slots[:, :R], x.shape[0])
+        to = work.slots, work.items * config.tokens, launch
+        x, scale = (
+            quantized_rows.spread(x, *to) if quantized else (mosaic_route.spread(x, *to), None)
+        )
     items = (work.experts, work.num_items, work.items)
     arranged = formats.kind(down.values, down.scale) == "mxfp4"
     inner = mosaic_gpu.gate_up(x, gate_up, *items, limit, config, launch, arranged, scale)
     if are_quantized(activations, down.values):
-        inner, inner_scale = quantize(inner)
+        inner, inner_scale = quantized_rows.quantize(inner, launch)
     return mosaic_gpu.down(inner, down, *items, config, launch, arranged, inner_scale)
-
-
-def _spread_scale(scale: jax.Array, slots: jax.Array, size: int) -> jax.Array:
-    """Scales [groups, R'] of rows -> [groups, size] of their slots [k, R]; other slots get 1."""
-    top_k, R = slots.shape
-    copies = jnp.broadcast_to(scale[:, None, :R], (scale.shape[0], top_k, R))
-    return jnp.ones((scale.shape[0], size), scale.dtype).at[:, slots].set(copies)
 
 
 def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None:

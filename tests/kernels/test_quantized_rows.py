@@ -6,10 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import activations, formats
+from pallas_kernels import activations, dispatch, formats
 from pallas_kernels.activations import are_quantized, quantize, rounded
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.moe.api import ExpertWeights, moe
+from pallas_kernels.quantize import api
 
 race_free = pytest.mark.usefixtures("race_free")
 both_chips = pytest.mark.usefixtures("wgmma_or_tcgen05")
@@ -34,6 +35,10 @@ def weight_of(*shape: int, per_row: bool = False, seed: int = 0) -> tuple[jax.Ar
     return jax.random.normal(keys[0], shape).astype(E4M3), scale
 
 
+def launch() -> dispatch.Launch:
+    return dispatch.resolve("quantize", "mosaic_gpu", chips=api.CHIPS)
+
+
 def test_a_group_is_divided_by_its_scale_and_rounded_to_e4m3():
     x = rows_of(5, 320).at[2, 128:256].set(0)
     found = quantize(x)
@@ -56,6 +61,40 @@ def test_a_row_is_quantised_by_itself():
     together = quantize(x)
     np.testing.assert_array_equal(np.asarray(together.values)[4:5], np.asarray(alone.values))
     np.testing.assert_array_equal(together.scale[:, 4], alone.scale[:, 0])
+
+
+def definition(x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales [R, groups] as numpy computes them: XLA for CPUs rounds to e4m3 twice."""
+    groups = np.asarray(x, np.float32).reshape(x.shape[0], -1, 128)
+    largest = np.abs(groups).max(-1)
+    scale = np.where(largest == 0, np.float32(1), largest * np.float32(1 / 448))
+    values = (groups / scale[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    return values.reshape(x.shape), scale
+
+
+@every_chip
+@race_free
+@pytest.mark.parametrize(("R", "K"), [(1, 1280), (3, 256), (8, 128), (21, 384)])
+def test_the_kernel_quantises_as_defined(R, K):
+    x = rows_of(R, K).at[0, 128:].set(0)
+    values, scale = definition(x)
+    found = api.quantize(x, launch())
+    assert found.scale.shape == (K // 128, -(-R // 8) * 8)
+    np.testing.assert_array_equal(np.asarray(found.values), values)
+    np.testing.assert_array_equal(found.scale.T[:R], scale)
+
+
+@every_chip
+@race_free
+@pytest.mark.parametrize("K", [256, 1280])
+def test_rows_are_quantised_on_the_way_to_their_slots(K):
+    x = rows_of(5, K)
+    values, scale = definition(x)
+    slots = jax.random.permutation(jax.random.key(1), 16)[:10].reshape(2, 5).astype(jnp.int32)
+    found = api.spread(x, slots, 16, launch())
+    for copy in slots:
+        np.testing.assert_array_equal(np.asarray(found.values)[copy], values)
+        np.testing.assert_array_equal(found.scale.T[copy], scale)
 
 
 @pytest.mark.parametrize(("mode", "dtype", "wanted"), [

@@ -1,0 +1,119 @@
+"""Kernels that quantise rows to e4m3, one scale for each row and group of 128 columns; one source for all chips.
+
+A thread block handles tiles of 8 groups. 16 threads share a group: each loads 16 bytes, so a group is one read of 256
+bytes, and its largest magnitude is found by shuffles within a warp. Nothing crosses warps, so a group's numbers
+depend on the group alone, in whatever tile it lies.
+
+    quantize, 8 rows or more   a block has one group of 8 rows: their scales are adjacent
+    quantize, fewer rows       a block has one row, 8 groups at a time
+    spread                     the same, and copies the row
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.activations import LARGEST, Quantized
+from pallas_kernels.dispatch import Launch
+from pallas_kernels.formats import BLOCK
+
+GROUPS = 8
+"""Groups of a tile."""
+_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((GROUPS, BLOCK), (2, 8))), (-4,), (-2, -3), -1)
+_E4M3 = jnp.float8_e4m3fn
+
+
+def _quantized(x_gmem: Any) -> tuple[jax.Array, jax.Array]:
+    """A tile of 8 groups [8, 128] in registers: e4m3 values and scales [8] (see `activations.quantize`)."""
+    x_reg = plgpu.load(x_gmem, layout=_LAYOUT, optimized=False).astype(jnp.float32)
+    largest_reg = jnp.max(jnp.abs(x_reg), axis=1)
+    smallest = jnp.finfo(jnp.float32).tiny
+    scale_reg = jnp.maximum(largest_reg * (1 / LARGEST), smallest)
+    scale_reg = jnp.where(largest_reg == 0, 1.0, scale_reg)
+    values_reg = x_reg / lax.broadcast_in_dim(scale_reg, x_reg.shape, (0,))
+    return values_reg.astype(_E4M3), scale_reg
+
+
+def _tiles(groups: int) -> list:
+    """Slices of 8 groups of a row; the last overlaps the one before it and stores the same numbers again."""
+    return [pl.ds(min(first, groups - GROUPS), GROUPS) for first in range(0, groups, GROUPS)]
+
+
+@functools.partial(jax.jit, static_argnames=("launch",))
+def quantize(x: jax.Array, launch: Launch) -> Quantized:
+    """x [R, K], K a multiple of 128; R is a multiple of 8, or less than 8 with at least 8 groups."""
+    R, K = x.shape
+    groups = K // BLOCK
+    few = R < GROUPS
+
+    def body(
+        x_gmem,  # [R, groups, 128]
+        values_gmem,  # [R, groups, 128] e4m3
+        scale_gmem,  # [groups, R'] float32
+    ):
+        if few:
+            places = [(lax.axis_index("row"), tile) for tile in _tiles(groups)]
+        else:
+            places = [(pl.ds(lax.axis_index("row") * GROUPS, GROUPS), lax.axis_index("group"))]
+        for row, group in places:
+            values_gmem[row, group], scale_gmem[group, row] = _quantized(x_gmem.at[row, group])
+
+    values, scale = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((R, groups, BLOCK), _E4M3),
+            jax.ShapeDtypeStruct((groups, pl.cdiv(R, 8) * 8), jnp.float32),
+        ),
+        grid=(R, 1) if few else (R // GROUPS, groups),
+        grid_names=("row", "group"),
+        interpret=launch.interpret,
+        kernel_name="quantize",
+    )(x.reshape(R, groups, BLOCK))
+    return Quantized(values.reshape(R, K), scale)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "launch"))
+def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantized:
+    """Quantises x [R, K] and copies row r to the rows `slots[:, r]` of `size`; other rows stay undefined.
+
+    K is a multiple of 128 and at least 1,024, size a multiple of 8.
+    """
+    R, K = x.shape
+    groups, top_k = K // BLOCK, slots.shape[0]
+
+    def body(
+        x_gmem,  # [R, groups, 128]
+        slots_gmem,  # [k, R'] int32
+        values_gmem,  # [size, groups, 128] e4m3
+        scale_gmem,  # [groups, size] float32
+        row_smem,  # [groups, 128] e4m3
+    ):
+        r = lax.axis_index("row")
+        targets = [slots_gmem[j, r] for j in range(top_k)]
+        for tile in _tiles(groups):
+            row_smem[tile], scale_reg = _quantized(x_gmem.at[r, tile])
+            for target in targets:
+                scale_gmem[tile, target] = scale_reg
+        plgpu.commit_smem()
+        for target in targets:
+            plgpu.copy_smem_to_gmem(row_smem, values_gmem.at[target])
+        plgpu.wait_smem_to_gmem(0)
+
+    values, scale = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((size, groups, BLOCK), _E4M3),
+            jax.ShapeDtypeStruct((groups, size), jnp.float32),
+        ),
+        scratch_types=(plgpu.SMEM((groups, BLOCK), _E4M3),),
+        grid=(R,),
+        grid_names=("row",),
+        interpret=launch.interpret,
+        kernel_name="quantize_and_spread",
+    )(x.reshape(R, groups, BLOCK), slots)
+    return Quantized(values.reshape(size, K), scale)

@@ -1,0 +1,66 @@
+"""Rows that are quantised in supported models, for compile tests and benchmarks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import activations, dispatch
+from pallas_kernels.quantize import api
+
+CHIPS = api.CHIPS
+MMA: dict[int, str] = {}
+"""No matrix instruction on any chip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """bfloat16 rows; spread copies each to `copies` rows."""
+
+    kernel: Literal["quantize", "spread"] = "quantize"
+    rows: int
+    width: int
+    copies: int = 8
+
+
+SPECS = {
+    **{f"qwen3-moe-{R}": Spec(rows=R, width=2048) for R in (1, 8, 12, 64, 256, 1024, 4096)},
+    **{f"qwen3-moe-attention-{R}": Spec(rows=R, width=4096) for R in (8, 64, 256, 1024, 4096)},
+    # The rows of all items, between the two products of the experts.
+    **{f"qwen3-moe-inner-{R}": Spec(rows=R, width=768) for R in (512, 4096, 12288, 40960)},
+    **{
+        f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R, width=2048)
+        for R in (64, 256, 1024, 4096)
+    },
+}
+
+
+def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+    """(function, args): the kernel, and shapes of x [rows, width][, slots [copies, rows]]."""
+    size = spec.copies * spec.rows
+
+    def run(x, *slots):
+        launch = dispatch.resolve("quantize", "mosaic_gpu", chips=CHIPS)
+        if spec.kernel == "quantize":
+            made = activations.quantize(x) if launch is None else api.quantize(x, launch)
+        elif launch is not None:
+            made = api.spread(x, *slots, size, launch)
+        else:
+            made = activations.quantize(x[jnp.argsort(slots[0].reshape(-1)) % spec.rows])
+        return tuple(made)
+
+    args = [jax.ShapeDtypeStruct((spec.rows, spec.width), jnp.bfloat16)]
+    if spec.kernel == "spread":
+        args.append(jax.ShapeDtypeStruct((spec.copies, spec.rows), jnp.int32))
+    return run, tuple(args)
+
+
+def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Normal rows; slots are a permutation of the result's rows."""
+    x = jax.random.normal(key, (spec.rows, spec.width)).astype(jnp.bfloat16)
+    if spec.kernel == "quantize":
+        return (x,)
+    slots = jax.random.permutation(key, spec.copies * spec.rows)
+    return x, slots.reshape(spec.copies, spec.rows).astype(jnp.int32)
