@@ -1,11 +1,11 @@
 """Kernels that quantise rows to e4m3, one scale for each row and group of 128 columns; one source for all chips.
 
-A thread block handles tiles of 8 groups. 16 threads share a group: each loads 16 bytes, so a group is one read of 256
+A tile has 8 groups. 16 threads share a group: each loads 16 bytes, so a group is one read of 256
 bytes, and its largest magnitude is found by shuffles within a warp. Nothing crosses warps, so a group's numbers
 depend on the group alone, in whatever tile it lies.
 
-    quantize, 8 rows or more   a block has one group of 8 rows: their scales are adjacent
-    quantize, fewer rows       a block has one row, 8 groups at a time
+    quantize, 8 rows or more   a tile is one group of 8 rows: their scales are adjacent
+    quantize, fewer rows       a block has one row, in tiles of 8 groups
     spread                     the same, and copies the row
 """
 
@@ -28,9 +28,14 @@ _LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((GROUPS, BLOCK), (2, 8))), (-4,), (-2
 _E4M3 = jnp.float8_e4m3fn
 
 
-def _quantized(x_gmem: Any) -> tuple[jax.Array, jax.Array]:
-    """A tile of 8 groups [8, 128] in registers: e4m3 values and scales [8] (see `activations.quantize`)."""
-    x_reg = plgpu.load(x_gmem, layout=_LAYOUT, optimized=False).astype(jnp.float32)
+def _load(x_gmem: Any) -> jax.Array:
+    """A tile of 8 groups [8, 128] in registers."""
+    return plgpu.load(x_gmem, layout=_LAYOUT, optimized=False)
+
+
+def _quantized(x_reg: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A tile of 8 groups [8, 128] as e4m3 values and scales [8], see `activations.quantize`."""
+    x_reg = x_reg.astype(jnp.float32)
     largest_reg = jnp.max(jnp.abs(x_reg), axis=1)
     smallest = jnp.finfo(jnp.float32).tiny
     scale_reg = jnp.maximum(largest_reg * (1 / LARGEST), smallest)
@@ -44,12 +49,20 @@ def _tiles(groups: int) -> list:
     return [pl.ds(min(first, groups - GROUPS), GROUPS) for first in range(0, groups, GROUPS)]
 
 
+def _tiles_of_block(R: int, groups: int) -> int:
+    """Tiles of 8 rows in a block: up to four of adjacent groups, as long as there are a thousand blocks."""
+    return next(
+        n for n in (4, 3, 2, 1) if n == 1 or (groups % n == 0 and R // 8 * groups >= n * 1024)
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("launch",))
 def quantize(x: jax.Array, launch: Launch) -> Quantized:
     """x [R, K], K a multiple of 128; R is a multiple of 8, or less than 8 with at least 8 groups."""
     R, K = x.shape
     groups = K // BLOCK
     few = R < GROUPS
+    tiles = 1 if few else _tiles_of_block(R, groups)
 
     def body(
         x_gmem,  # [R, groups, 128]
@@ -59,9 +72,11 @@ def quantize(x: jax.Array, launch: Launch) -> Quantized:
         if few:
             places = [(lax.axis_index("row"), tile) for tile in _tiles(groups)]
         else:
-            places = [(pl.ds(lax.axis_index("row") * GROUPS, GROUPS), lax.axis_index("group"))]
-        for row, group in places:
-            values_gmem[row, group], scale_gmem[group, row] = _quantized(x_gmem.at[row, group])
+            rows, first = pl.ds(lax.axis_index("row") * GROUPS, GROUPS), lax.axis_index("group")
+            places = [(rows, first * tiles + i) for i in range(tiles)]
+        loaded = [_load(x_gmem.at[place]) for place in places]
+        for (row, group), x_reg in zip(places, loaded, strict=True):
+            values_gmem[row, group], scale_gmem[group, row] = _quantized(x_reg)
 
     values, scale = plgpu.kernel(
         body,
@@ -69,7 +84,7 @@ def quantize(x: jax.Array, launch: Launch) -> Quantized:
             jax.ShapeDtypeStruct((R, groups, BLOCK), _E4M3),
             jax.ShapeDtypeStruct((groups, pl.cdiv(R, 8) * 8), jnp.float32),
         ),
-        grid=(R, 1) if few else (R // GROUPS, groups),
+        grid=(R, 1) if few else (R // GROUPS, groups // tiles),
         grid_names=("row", "group"),
         interpret=launch.interpret,
         kernel_name="quantize",
@@ -95,8 +110,10 @@ def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantiz
     ):
         r = lax.axis_index("row")
         targets = [slots_gmem[j, r] for j in range(top_k)]
-        for tile in _tiles(groups):
-            row_smem[tile], scale_reg = _quantized(x_gmem.at[r, tile])
+        tiles = _tiles(groups)
+        loaded = [_load(x_gmem.at[r, tile]) for tile in tiles]
+        for tile, x_reg in zip(tiles, loaded, strict=True):
+            row_smem[tile], scale_reg = _quantized(x_reg)
             for target in targets:
                 scale_gmem[tile, target] = scale_reg
         plgpu.commit_smem()
