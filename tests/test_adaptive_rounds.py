@@ -76,7 +76,7 @@ def without_schedule(config: WalkConfig) -> WalkConfig:
     return WalkConfig(**(fields | dict(draft_schedule=(), adaptive="load")))
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.sampled(0, slow=0)
 @pytest.mark.parametrize(
     ("method", "draft_sampling"),
     [("peagle", "sample"), ("uniform", "sample"), ("peagle", "argmax")],

@@ -272,7 +272,7 @@ def test_rounds_have_the_k_of_their_batch_size():
     assert [request.output for request in requests] == outputs
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("own", [1, 3])
 def test_every_call_makes_the_drafts_that_the_engine_counts(own):
     """A drafter made for another K: each draft that the target verifies is a fresh one, and right."""

@@ -127,6 +127,7 @@ def test_a_request_may_ask_for_fewer_drafts(target, plain):
     assert run(engine, params) == plain
 
 
+@pytest.mark.slow
 def test_the_text_of_a_seed_depends_neither_on_other_requests_nor_on_what_is_compiled():
     """Its rounds have all drafts, also before the smaller program is compiled. The vocabulary has 4 tokens, so
     most texts have matches."""

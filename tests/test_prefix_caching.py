@@ -160,7 +160,7 @@ def test_rows_of_one_call_share_a_beginning(windowed):
     assert [one.tokens for one in done] == [one.tokens for one in alone]
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
 def test_trained_heads_are_as_good_after_a_hit(method, sampling):

@@ -69,10 +69,13 @@ def test_the_command_runs_the_tests_of_a_kind_and_draws_the_page(tmp_path, page,
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--only", "unheard of", "tests/engine/test_pages.py"], "no test tries unheard of"),
+        pytest.param(
+            ["--only", "unheard of", "tests/engine/test_pages.py"], "no test tries unheard of",
+            marks=pytest.mark.slow,
+        ),
         (["--page", "nowhere.md"], "no such page"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, page, capsys, argv, message):
     own = ["--out", str(tmp_path / "rows.jsonl"), "--page", str(page), "--sha", "a", "--no-cache"]
     assert main(["reliability", *own, *argv]) == 2

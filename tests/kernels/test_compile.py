@@ -41,7 +41,7 @@ def on(chip: str, *others):
     return pytest.param(chip, *others, marks=pytest.mark.xdist_group(chip))
 
 
-MOST = {"h200": 18, "b200": 18, "rtx5090": 6, "b300": 2}
+MOST = {"h200": 14, "b200": 14, "rtx5090": 6, "b300": 2}
 """Specs of an operation to compile on a chip, spread over its list; B300 runs B200's kernels. They reach
 every kernel and weight format. `python -m bench.deviceless --chip CHIP --op OP` compiles all specs."""
 SPILLS = {

@@ -100,7 +100,7 @@ def test_two_devices_write_the_text_of_one():
     assert not any(sharding.is_fully_replicated for sharding in held)
 
 
-@pytest.mark.sampled(0, slow=8)
+@pytest.mark.sampled(0, slow=4)
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_lossless_on_any_number_of_devices(family, count):
@@ -108,7 +108,7 @@ def test_every_family_is_lossless_on_any_number_of_devices(family, count):
     check_lossless(count, target(family), wanted)
 
 
-@pytest.mark.sampled(0, slow=3)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     ("family", "form"), [("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")]

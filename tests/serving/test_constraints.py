@@ -99,6 +99,7 @@ def test_a_hostile_constraint_is_refused_in_bounded_time_and_the_next_one_is_not
     assert "\n" not in error.message
 
 
+@pytest.mark.slow
 def test_hostile_constraints_stall_neither_the_loop_nor_other_constraints(engine):
     """While one process is busy with it, the loop runs and the other process checks constraints."""
 

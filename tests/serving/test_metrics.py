@@ -124,6 +124,7 @@ def test_names_kinds_and_labels_are_vllms(server):
     assert families.keys() - created == {*COUNTERS, *GAUGES, *HISTOGRAMS}
 
 
+@pytest.mark.slow
 def test_metrics_and_stats_say_k_by_batch_size(make_engine):
     server = LiveServer(make_engine(draft_schedule=[(1, 1, 1), (2, 64, 0)]), http=True)
     wanted = {n: 1 if n == 1 else 0 for n in server.engine.config.batch_buckets}

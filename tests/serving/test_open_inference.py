@@ -231,6 +231,7 @@ def test_typed_contents_are_answered_in_kind(server, stub, client):
     assert [text.decode()] == texts(client.infer("tiny", inputs(LONG)))
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_delays_no_other(server, stub, client):
     """More answers than the call's buffers take: its requests wait, others do not."""
     request = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG), stream=True)
