@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from bench import rows
 from bench.commands.serve_load import Options
+from bench.constraints import Mix, prompt_of
 from bench.latency import Outcome, figures
 from bench.served import Served
 from bench.sweep import Prompts, leave_out, prompt_set
@@ -52,14 +53,13 @@ def calls(
     """`count` calls over `prompts`, in order; arrivals and cancellations are drawn from the seed."""
     rng = np.random.default_rng(options.seed)
     starts = np.cumsum(rng.exponential(1 / rate, count)) if rate else [None] * count
-    made = []
-    for prompt, start in zip(
-        itertools.islice(itertools.cycle(prompts), count), starts, strict=True
-    ):
+    made, mix = [], Mix(options.constrained)
+    chosen = itertools.islice(itertools.cycle(prompts), count)
+    for index, (prompt, start) in enumerate(zip(chosen, starts, strict=True)):
         is_cancelled = rng.random() < options.cancel_share
         made.append(
             Call(
-                request=_request(prompt, options),
+                request=_request(prompt, options, mix, index),
                 start=start,
                 cancel_after=int(rng.integers(0, options.max_tokens)) if is_cancelled else None,
                 deadline=None if options.deadline_ms is None else options.deadline_ms / 1e3,
@@ -68,7 +68,7 @@ def calls(
     return made
 
 
-def _request(prompt: str | list[int], options: Options) -> pb.GenerateRequest:
+def _request(prompt: str | list[int], options: Options, mix: Mix, index: int) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         sampling=pb.Sampling(temperature=options.temperature),
         stopping=pb.Stopping(max_tokens=options.max_tokens, ignore_eos=options.ignore_eos),
@@ -77,6 +77,7 @@ def _request(prompt: str | list[int], options: Options) -> pb.GenerateRequest:
         request.text = prompt
     else:
         request.tokens.ids.extend(prompt)
+    mix.constrain(request, index)
     return request
 
 
@@ -153,8 +154,12 @@ def _check(options: Options) -> None:
         raise ConfigError("--overhead needs the server's model in this process too: drop --address")
     if options.overhead and (options.rate or options.cancel_share or options.deadline_ms):
         raise ConfigError("--overhead compares whole requests at a fixed --concurrency only")
-    if not 0 <= options.cancel_share <= 1:
-        raise ConfigError(f"--cancel-share {options.cancel_share} must lie between 0 and 1")
+    for name, share in (
+        ("cancel-share", options.cancel_share),
+        ("constrained", options.constrained),
+    ):
+        if not 0 <= share <= 1:
+            raise ConfigError(f"--{name} {share} must lie between 0 and 1")
 
 
 def _options(options: Options) -> list[str]:
@@ -271,6 +276,7 @@ def _identity(options: Options, about, concurrency: int | None, rate: float | No
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
         "cancel_share": options.cancel_share,
+        "constrained_share": options.constrained,
         "deadline_ms": options.deadline_ms,
         "seed": options.seed,
     }
@@ -361,13 +367,13 @@ def _drive(
     options: Options, todo: Sequence[Call], concurrency: int, engine: Engine, bar: tqdm
 ) -> Measurement:
     """The calls' prompts through the bare engine."""
-    requests = [call.request for call in todo]
-    prompts = [
-        one.text if one.WhichOneof("prompt") == "text" else list(one.tokens.ids) for one in requests
-    ]
-    params = SamplingParams(
+    prompts = [prompt_of(call.request) for call in todo]
+    free = SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         ignore_eos=options.ignore_eos,
     )
+    settings, _ = resolve(_options(options))
+    mix, rules = Mix(options.constrained), (engine, settings.reply_format)
+    params = [mix.params(free, index, *rules) for index in range(len(todo))]
     return drive(engine, prompts, params, concurrency=concurrency, on_finished=bar.update)

@@ -1,5 +1,6 @@
 """Runs an engine at a fixed concurrency and times its rounds."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -68,7 +69,7 @@ def is_full(engine: Engine, concurrency: int) -> bool:
 def drive(
     engine: Engine,
     prompts: Sequence[str | list[int]],
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     *,
     concurrency: int,
     on_finished: Callable[[], object] = lambda: None,
@@ -76,18 +77,20 @@ def drive(
 ) -> Measurement:
     """Keeps `concurrency` requests in a warm engine until all prompts are done.
 
-    With `reads_prefix_cache` False every prompt is computed as a whole, and cached for later runs.
+    With `reads_prefix_cache` False every prompt is computed as a whole, and cached for later runs. `params` are
+    those of all prompts, or of each one.
 
     Raises:
       ConfigError: the model's logits are not finite, so there is nothing to measure.
     """
-    todo = iter(prompts)
+    given = itertools.repeat(params) if isinstance(params, SamplingParams) else params
+    todo = iter(zip(prompts, given, strict=False))
     requests: list[Request] = []
     running, settled, timed, full_tokens = 0, 0, [], 0
     start = time.perf_counter()
     while True:
-        while running < concurrency and (prompt := next(todo, None)) is not None:
-            requests.append(engine.add_request(prompt, params))
+        while running < concurrency and (one := next(todo, None)) is not None:
+            requests.append(engine.add_request(*one))
             requests[-1].reads_prefix_cache = reads_prefix_cache
             running += 1
         if not engine.has_work:

@@ -63,6 +63,10 @@ class Options(RowOptions):
     deadline_ms: int | None = option(
         "deadline of every request", default=None, type=positive, metavar="MS"
     )
+    constrained: float = option(
+        "share of requests with a JSON schema, half of them with a tool too; needs a --reply-format that has calls",
+        default=0.0, type=float, metavar="SHARE",
+    )  # fmt: skip
     goodput: tuple[tuple[str, float], ...] = option(
         "also count requests within these limits: ttft:MS (time to first token), tpot:MS (time per output token), "
         "e2e:MS (whole request)", default=(), nargs="+", type=_limit, metavar="NAME:MS",

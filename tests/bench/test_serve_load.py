@@ -8,8 +8,10 @@ import pytest
 
 from bench.__main__ import main
 from bench.commands.serve_load import Options
+from bench.constraints import prompt_of
 from bench.latency import Outcome, figures, percentiles
 from bench.serve_load import calls
+from peagle_jax import ConfigError
 from serving.protos import peagle_v1_pb2 as pb
 
 
@@ -86,6 +88,23 @@ def test_arrivals_are_poisson_and_cancels_a_share_both_from_the_seed(options):
     assert set(cancels) == set(range(8))
     assert made[0].request.text == "a"
     assert list(made[1].request.tokens.ids) == [5, 6]
+
+
+def test_a_share_of_the_requests_is_constrained_and_every_second_of_these_has_a_tool():
+    made = [call.request for call in calls(Options(constrained=0.5), ["a", "b"], 40)]
+    constrained = [one for one in made if one.structured.json_schema]
+    assert len(constrained) == 20
+    assert all(json.loads(one.structured.json_schema)["type"] for one in constrained)
+    assert len({one.structured.json_schema for one in constrained}) == 6
+    with_tools = [one for one in constrained if one.chat.tools]
+    assert len(with_tools) == 10
+    assert {prompt_of(one) for one in with_tools} == {"b"}
+    assert not any(one.structured.json_schema for one in made[::2])
+
+
+def test_constrained_requests_need_texts():
+    with pytest.raises(ConfigError, match="--set"):
+        calls(Options(constrained=1.0), [[5, 6]], 1)
 
 
 @pytest.fixture
