@@ -70,7 +70,11 @@ def draw(rows: list[dict], folder: Path) -> list[str]:
 
 
 def plot_throughput(
-    chosen: list[dict], path: Path, speed: str = "tokens_per_second", what: str = "output tokens/s"
+    chosen: list[dict],
+    path: Path,
+    speed: str = "tokens_per_second",
+    what: str = "output tokens/s",
+    **size: float,
 ) -> None:
     """Tokens per second over concurrency, a panel per setting: the largest K of each method in full
     colour, the others pale.
@@ -78,9 +82,10 @@ def plot_throughput(
     Args:
       speed: the field with the tokens per second.
       what: its label.
+      size: of a panel, as in `figure_with_panels`.
     """
     groups = labels.settings(chosen)
-    figure, panels = figure_with_panels(len(groups))
+    figure, panels = figure_with_panels(len(groups), **size)
     for panel, (setting, group) in zip(panels, groups, strict=True):
         for label in dict.fromkeys(map(labels.label, group)):
             line = [row for row in group if labels.label(row) == label]
@@ -206,7 +211,10 @@ PLOTS: dict[str, tuple[Callable[[list[dict]], list[dict]], Callable[[list[dict],
     "load": (
         of_kind("adaptive-step"),
         partial(
-            plot_throughput, speed="full_tokens_per_second", what="output tokens/s, full batch"
+            plot_throughput,
+            speed="full_tokens_per_second",
+            what="output tokens/s, full batch",
+            width=7.5,
         ),
     ),
     "acceptance": (of_kind("acceptance"), plot_acceptance),
