@@ -20,6 +20,7 @@ from tqdm import tqdm
 from bench.cells import Variant, methods_of, variants
 from bench.commands.decode_step import Options
 from bench.presets import preset
+from bench.progress import progress_bar
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.device_calls import CONTROLS, PREFILL, Key
@@ -49,7 +50,7 @@ def compile_cells(
     with (
         _environment(_OF_CHILDREN),
         ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool,
-        tqdm(unit="program", disable=None) as bar,
+        progress_bar(unit="program") as bar,
     ):
         try:
             done = _compile(pool, options, cells, say, bar)

@@ -59,6 +59,9 @@ def _verify_unadjusted(
     return verify(logits, drafts, draft_probs, positions, params, rows=rows)
 
 
+_verify_unadjusted.program_key = "unadjusted"  # programs of tests may be kept on disk, too
+
+
 @contextlib.contextmanager
 def shared(*, controls: bool = True) -> Iterator[None]:
     """Within the block engines share programs. No test in it may change what a program computes.

@@ -294,10 +294,9 @@ def _save(path: Path, program, trees: tuple) -> None:
         with open(number, "wb") as file:
             file.write(_FORMAT + _digest(path, body) + body)
         os.replace(part, path)
+        make_room(path.parent)
     except OSError as error:
         _log.warning("%s: a program cannot be kept (%s)", path, error.strerror)
-        return
-    make_room(path.parent)
 
 
 def make_room(folder: Path, most_bytes: int | None = None) -> None:
