@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
 from pallas_kernels.formats import BLOCK
 
 Activations = Literal["bf16", "fp8"]
@@ -55,8 +56,21 @@ def rounded(x: jax.Array) -> jax.Array:
 
 def whole_tiles(x: jax.Array) -> jax.Array:
     """x [R, K], zero-padded to a multiple of 8 rows above 8 rows: TMA copies tiles of 8 rows."""
-    R = x.shape[0]
-    return jnp.pad(x, ((0, -R % 8), (0, 0))) if R > 8 and R % 8 else x
+    missing = _missing_rows(x.shape[0])
+    return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
+
+
+def whole_rows(batch: int, rows: int) -> int:
+    """Rows per sequence with which products of x [batch, rows, K] pad nothing; `rows` where there are none.
+
+    A pad is a kernel of its own before each product. These rows take its place: they are as many.
+    """
+    whole = batch * rows + _missing_rows(batch * rows)
+    return whole // batch if dispatch.platform() == "cuda" and whole % batch == 0 else rows
+
+
+def _missing_rows(R: int) -> int:
+    return -R % 8 if R > 8 else 0
 
 
 def are_quantized(activations: Activations, values: jax.Array) -> bool:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.activations import whole_rows
 from peagle_jax.cache import LayerCache, PagedAttention
 from peagle_jax.config import DrafterConfig
 from peagle_jax.layers import (
@@ -326,27 +327,27 @@ class ParallelDrafter:
         """Example: T = 4, J = 3 and num_real = 2 give the rows [real, real, mask, mask, pad, pad].
 
         Row 1 holds the newest token and predicts draft 1; rows 2 and 3 predict drafts 2 and 3. Padding
-        rows are mask rows after the chain: causal attention hides them from the rows before, and the
-        next round overwrites their keys and values.
+        rows are mask rows after the chain: causal attention hides them from the rows before, and the next
+        round overwrites their keys and values. The last row is repeated where products would pad.
         """
-        B, T = inputs.tokens.shape
-        J = self.num_draft
-        rows = jnp.arange(T + J - 1)
+        (B, T), J = inputs.tokens.shape, self.num_draft
+        rows = jnp.minimum(jnp.arange(whole_rows(B, T + J - 1)), T + J - 2)
         real = rows < inputs.num_real[:, None]  # [B, R]
-        pad = ((0, 0), (0, J - 1))
-        tokens = jnp.where(real, jnp.pad(inputs.tokens, pad), self.head.config.mask_token_id)
-        hidden = jnp.pad(self.head.fuse(inputs.taps), (*pad, (0, 0)))
+        pad, mask_id = ((0, 0), (0, len(rows) - T)), self.head.config.mask_token_id
+        tokens = jnp.where(real, jnp.pad(inputs.tokens, pad, mode="edge"), mask_id)
+        hidden = jnp.pad(self.head.fuse(inputs.taps), (*pad, (0, 0)), mode="edge")
         hidden = jnp.where(real[..., None], hidden, self.mask_state.astype(hidden.dtype))
         positions = inputs.start[:, None] + rows
         attend = PagedAttention(inputs.page_table, inputs.slots, positions)
-        picked = jnp.maximum(inputs.num_real[:, None] - 1, 0) + jnp.arange(J)  # [B, J]
+        chain = jnp.minimum(jnp.arange(whole_rows(B, J)), J - 1)
+        picked = jnp.maximum(inputs.num_real[:, None] - 1, 0) + chain
         out, cache = self.head(target, tokens, hidden, positions, cache, attend, picked)
-        drafted_at = inputs.start[:, None] + picked + 2
-        logits = self.head.logits(target, out)
+        drafted_at = inputs.start[:, None] + picked[:, :J] + 2
+        logits = self.head.logits(target, out)[:, :J]
+        rest = (logits, drafted_at, inputs, self.sampling)
         if self.selects:
-            rest = (logits, drafted_at, inputs, self.sampling)
-            return _select(self.head, target, out, *rest), cache
-        return _choose(self.head, logits, drafted_at, inputs, self.sampling), cache
+            return _select(self.head, target, out[:, :J], *rest), cache
+        return _choose(self.head, *rest), cache
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         return _absorb(self.head, target, inputs, cache)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle_jax import drafter
 from peagle_jax.cache import LayerCache, PageCache
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
@@ -201,3 +202,18 @@ def test_a_requests_own_number_of_drafts_bounds_what_it_accepts(
     for b, n in enumerate(survive):
         said = greedy_rig.text[b, PROMPTS[b] + 1 : PROMPTS[b] + 2 + n]
         assert np.array_equal(packed[b, : n + 1], said)
+
+
+@pytest.mark.sampled(0, slow=2)
+@pytest.mark.parametrize("num_draft", [1, J])
+def test_rows_that_are_repeated_for_whole_tiles_change_nothing(num_draft, monkeypatch):
+    text = np.random.default_rng(2).integers(2, tiny.TARGET.vocab_size, (B, LENGTH))
+    config, head, states = replace(CONFIG, num_draft=num_draft), tiny.head("peagle"), []
+    for more in (0, 3):
+        monkeypatch.setattr(drafter, "whole_rows", lambda batch, rows, more=more: rows + more)
+        rig = Rig(tiny.target(), make_drafter(head, num_draft, "sample"), config, text)
+        state = rig.prefill(rig.new_state(), 0, PROMPTS)[0]
+        states.append(rig.round(state, np.array([0, 1, num_draft, 0]))[0])
+    check_same_drafts(*states)
+    for one, other in zip(*map(jax.tree.leaves, (s.drafter_cache for s in states)), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)

@@ -32,7 +32,7 @@ def verify_attention(
       k_pages, v_pages: [P, Z, K, H] pages of one layer, the new rows already written; float8_e4m3fn
         ones are widened to q's dtype, which is exact.
       page_table: [B, W] int32. With a window it is a ring: position p lies in column (p // Z) % W.
-      positions: [B, T] int32, ascending within a sequence.
+      positions: [B, T] int32, which never fall within a sequence.
       scale: factor on the scores.
       window: sliding window in tokens (the row's own position counts), None for all.
       sinks: [N] logits that join each softmax and carry no value (GPT-OSS), or None.
