@@ -102,7 +102,8 @@ class StoredPrograms:
         platform = dispatch.platform()
         if _folder is None or platform not in PLATFORMS or jax.process_count() > 1:
             return
-        given = {one.name: getattr(config, one.name) for one in fields(config)}
+        # What a subclass adds chooses batch buckets: which programs there are, not what they do.
+        given = {one.name: getattr(config, one.name) for one in fields(EngineConfig)}
         given = {name: value for name, value in given.items() if name not in _HOST_FIELDS}
         try:
             parts = {

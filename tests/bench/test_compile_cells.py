@@ -4,7 +4,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
+
+from bench.cells import CellsConfig
+from peagle_jax.engine.stored_programs import StoredPrograms, keep_in
 
 
 @pytest.mark.slow
@@ -43,3 +47,22 @@ def test_jobs_are_processes(tmp_path):
     assert made.returncode == 0, made.stderr[-2000:]
     assert "3 programs compiled by 2 processes" in made.stderr
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1
+
+
+def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):
+    sizes = dict(max_num_seqs=4, max_model_len=64)
+    keep_in(tmp_path)
+    try:
+        files = {
+            StoredPrograms(
+                jax.tree.structure(0),
+                CellsConfig(concurrencies=some, **sizes),
+                jax.devices()[:1],
+                {},
+            ).path_of("round", (), {})
+            for some in ((4,), (1, 4))
+        }
+    finally:
+        keep_in(None)
+    assert len(files) == 1
+    assert None not in files
