@@ -146,7 +146,7 @@ class Programs:
         """The state of an engine. That of weights which are shapes has shapes only: nothing can run on it."""
         make = partial(self._devices.init_state, target, drafter, self._config)
         is_shape = isinstance(self._weights[0], jax.ShapeDtypeStruct)
-        return jax.eval_shape(make) if is_shape else make()
+        return self._devices.shaped(jax.eval_shape(make)) if is_shape else make()
 
     @property
     def num_compiled(self) -> int:

@@ -167,6 +167,12 @@ class Devices:
             return make()
         return jax.jit(make, out_shardings=self.state_shardings(jax.eval_shape(make)))()
 
+    def shaped(self, state: State) -> State:
+        """The shapes of a state with the shardings of `init_state`, which `jax.eval_shape` drops."""
+        if self.mesh is None:
+            return state
+        return jax.tree.map(lambda x, at: x.update(sharding=at), state, self.state_shardings(state))
+
     def state_shardings(self, state: State) -> State:
         """The shardings of a state, of which only the structure is read."""
         return jax.tree.map(self.sharding, state_specs(state))
