@@ -33,7 +33,8 @@ def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantiz
     """Quantises rows x [R, K] and copies row r to the rows `slots[:, r]` of `size`.
 
     Args:
-      slots: int32 [k, R'], R' >= R, distinct; other rows of the result are undefined.
+      slots: int32 [k, R'], R' >= R, distinct but for rows that are never read; other rows of the result are
+        undefined.
       size: a multiple of 8; K is a multiple of 64.
     Returns:
       values [size, K], scale [groups, size].
