@@ -15,11 +15,10 @@ def host_table(measured: Sequence[dict]) -> str:
     header = [
         "microseconds a round", "concurrency", "wall, median", "10 % below", "90 % below", *_PARTS,
     ]  # fmt: skip
-    if has_kernels := any("kernel_us_per_round" in row for row in measured):
-        header.append("kernels")
     drawn = []
     for commit in dict.fromkeys(row["sha"] for row in measured):
         group = [row for row in measured if row["sha"] == commit]
+        has_kernels = any("kernel_us_per_round" in row for row in group)
         lines = [
             [
                 _name(row),
@@ -30,7 +29,9 @@ def host_table(measured: Sequence[dict]) -> str:
             ]
             for row in group
         ]
-        drawn.append(f"{_title(group)}\n\n{labels.markdown(header, lines)}\n")
+        drawn.append(
+            f"{_title(group)}\n\n{labels.markdown([*header, *['kernels'] * has_kernels], lines)}\n"
+        )
     return "\n".join(drawn)
 
 

@@ -184,7 +184,7 @@ def host_rounds(options: HostOptions) -> list[dict]:
         "num_speculative_tokens": engine.config.num_draft,
         "rounds_per_call": engine.config.repeat,
         "program": "greedy" if engine.programs.greedy else "with branches",
-        **rows.environment(options.sha),
+        **rows.environment(options.sha or os.environ.get("PEAGLE_SHA")),
         "command": shlex.join(["python", "-m", "bench.host_round", *sys.argv[1:]]),
     }
     done = [rows.rounded(common | row) for row in done]

@@ -59,7 +59,7 @@ def test_the_table_has_a_part_for_each_commit_and_says_how_many_rounds_a_call_ru
     later = ROW | {"sha": "def", "rounds_per_call": 4, "kernel_us_per_round": 617.2}
     first, second = host_page.host_table([ROW, later]).split("**Chip**")[1:]
     assert "commit abc" in first
-    assert first.splitlines()[-2].endswith("| 40 |  |")
+    assert first.splitlines()[-2].endswith("| 60 | 40 |")
     assert "commit def" in second
     line = second.splitlines()[-1]
     assert line.startswith("| P-EAGLE K=7, greedy, 4 rounds a call | 32 |")
