@@ -40,6 +40,7 @@ from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.verify import verify
 
 _WARM_UP_TOKENS = 24
+_MEASURED = 10**6  # number of the first request that is measured
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
@@ -318,6 +319,8 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     prefill = sorted(prefills, key=lambda row: row["seconds"])[options.prefills // 2]
     before = engine.scheduler.num_preemptions
     counted = None if engine.policy is None else engine.policy.counts
+    # A request without a seed has its number: equal numbers draw the same texts in all cells.
+    engine._numbers = itertools.count(_MEASURED)
     row = run(params).as_row()
     steady = concurrency * row["acceptance_length"] / row["ms_per_round_mean"]
     return {

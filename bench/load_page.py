@@ -1,8 +1,10 @@
 """The figure of tokens per second over concurrency with K by load and by survival, and what it says of the targets."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
-from bench import labels
+from bench import labels, rows
+from bench.synthetic import accepted_by_text
 
 LEAST_OF_BEST, LEAST_OF_PLAIN = 0.98, 0.99
 """K by load must reach this share of the best fixed K, and of plain decoding."""
@@ -12,14 +14,38 @@ SURVIVAL_GAINS = {32: 1.04, 128: 1.14}
 
 
 def speed(row: dict) -> float:
-    """Output tokens per second while every slot decodes."""
-    return row["full_tokens_per_second"]
+    """Output tokens per second while every slot decodes.
+
+    Acceptance is drawn: each request has that of one text, so few requests may have other texts than those of the next
+    cell. Where all rounds have one K, the median time of a round counts, with the mean acceptance of all texts. By
+    load that is the K that was chosen last. By survival the tokens are counted.
+    """
+    k = row["num_speculative_tokens"]
+    if k == 0 or row["adaptive"] == "survival" or "synthetic_acceptance_set" not in row:
+        return row["full_tokens_per_second"]
+    drawn = row["synthetic_acceptance_rows"], row["synthetic_acceptance_set"]
+    tokens = mean_length(*drawn, row.get("chosen_num_draft", k), at_least=k)
+    return 1e3 * row["concurrency"] * tokens / row["ms_per_round"]
+
+
+@cache
+def mean_length(file: str, texts: str, k: int, *, at_least: int) -> float:
+    """Tokens of a round with K = `k`: the mean over texts of their mean over rounds.
+
+    Args:
+      file: name of a file of rows, as in `synthetic.accepted_by_text`.
+      texts: the set.
+      at_least: K of the rows that count.
+    """
+    found = accepted_by_text(rows.read([rows.RESULTS / file]), at_least, texts)
+    means = [sum(min(n, k) for n in text) / len(text) for text in found if text]
+    return 1 + sum(means) / len(means)
 
 
 def cell(row: dict) -> str:
     """Tokens per second, milliseconds of a round, and the K that the engine chose last."""
     chosen = f", K={row['chosen_num_draft']}" if row.get("adaptive") == "load" else ""
-    return f"{speed(row):,.0f} ({row['ms_per_round_mean']:.2f} ms{chosen})"
+    return f"{speed(row):,.0f} ({row['ms_per_round']:.2f} ms{chosen})"
 
 
 def targets_table(measured: Sequence[dict]) -> str:

@@ -9,9 +9,10 @@ import json
 import struct
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
-from bench import head_tables, headline, labels
+from bench import head_tables, headline, labels, load_page
 from peagle_jax.plotting import figure_with_panels
 
 _COLOURS = {"none": "black", "eagle3": "tab:blue", "peagle": "tab:orange"}
@@ -72,7 +73,7 @@ def draw(rows: list[dict], folder: Path) -> list[str]:
 def plot_throughput(
     chosen: list[dict],
     path: Path,
-    speed: str = "tokens_per_second",
+    speed: Callable[[dict], float] = itemgetter("tokens_per_second"),
     what: str = "output tokens/s",
     **size: float,
 ) -> None:
@@ -80,7 +81,7 @@ def plot_throughput(
     colour, the others pale.
 
     Args:
-      speed: the field with the tokens per second.
+      speed: tokens per second of a row.
       what: its label.
       size: of a panel, as in `figure_with_panels`.
     """
@@ -93,7 +94,7 @@ def plot_throughput(
             largest = max(row["num_speculative_tokens"] for row in group if row["method"] == method)
             panel.plot(
                 [row["concurrency"] for row in line],
-                [row[speed] for row in line],
+                [speed(row) for row in line],
                 "--" if method == "none" else "o-",
                 color=_ADAPTIVE_COLOURS.get(line[0].get("adaptive"), _COLOURS[method]),
                 alpha=1.0 if k == largest else 0.15 + 0.3 * k / largest,
@@ -212,7 +213,7 @@ PLOTS: dict[str, tuple[Callable[[list[dict]], list[dict]], Callable[[list[dict],
         of_kind("adaptive-step"),
         partial(
             plot_throughput,
-            speed="full_tokens_per_second",
+            speed=load_page.speed,
             what="output tokens/s, full batch",
             width=7.5,
         ),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import plots, report
+from bench import load_page, plots, report
 from tests.bench.test_report import row
 
 
@@ -10,7 +10,7 @@ def step(method: str, k: int, speed: float, adaptive: str = "off", concurrency: 
     more = {"chosen_num_draft": 5} if adaptive != "off" else {}
     return row(
         "adaptive-step", method, k, adaptive=adaptive, concurrency=concurrency, full_tokens_per_second=speed,
-        ms_per_round_mean=8.0, **more,
+        ms_per_round=8.0, **more,
     )  # fmt: skip
 
 
@@ -59,3 +59,16 @@ def test_plain_decoding_may_be_the_best():
 def test_concurrencies_without_a_fixed_k_are_left_out():
     rows = [*FIXED, step("none", 0, 10.0, concurrency=64), step("peagle", 7, 9.0, "load", 64)]
     assert "\n| 64 |" not in table(rows)
+
+
+def test_a_fixed_k_has_the_mean_acceptance_of_all_texts():
+    """Few requests draw few of the texts: two cells with equal rounds would differ by their luck."""
+    drawn = dict(synthetic_acceptance_rows="headroom.jsonl", synthetic_acceptance_set="own")
+    lucky, unlucky = (step("peagle", 7, counted) | drawn for counted in (9000.0, 1.0))
+    assert load_page.speed(lucky) == load_page.speed(unlucky)
+    tokens = load_page.mean_length("headroom.jsonl", "own", 7, at_least=7)
+    assert 4 < tokens < 5
+    assert load_page.speed(lucky) == pytest.approx(32 * tokens / 8e-3)
+    smaller = step("peagle", 7, 1.0, "load") | drawn | {"chosen_num_draft": 3}
+    assert load_page.speed(smaller) < load_page.speed(lucky)
+    assert load_page.speed(step("peagle", 7, 9.0, "survival") | drawn) == 9.0
