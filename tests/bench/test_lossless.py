@@ -62,6 +62,19 @@ def test_every_k_and_concurrency_is_compared(tiny_preset, tmp_path, capsys):
     assert "differ" in text
 
 
+@pytest.mark.slow
+def test_texts_are_compared_while_k_and_the_verified_drafts_change(tiny_preset, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--methods", "peagle", "-K", "3"]
+    argv += ["--adaptive", "load,survival", "--rounds-per-call", "2", "--concurrency", "16"]
+    assert main(["lossless", *argv, "--tokens", "2000"]) == 0
+    found = measured(out)
+    assert [row["adaptive"] for row in found] == ["load", "survival"]
+    for row in found:
+        assert (row["rounds_per_call"], row["tokens_differing"]) == (2, 0)
+        assert row["choices"] > 3
+
+
 def accept_one_too_many(logits, drafts, draft_probs, positions, *rest) -> Verdict:
     """The engine's rule, but for a wrong draft that gets through now and then."""
     verdict = verify(logits, drafts, draft_probs, positions, *rest)
@@ -146,6 +159,7 @@ def test_from_the_first_difference_on_a_text_is_another():
         (["--preset", "tiny", "--layers", "9"], "has 3"),
         (["--preset", "tiny", "--quantization", "fp8"], "has random weights"),
         (["--preset", "tiny", "--methods", "none", "--concurrency", "2"], "nothing to compare"),
+        (["--preset", "tiny", "--warm", "--adaptive", "load"], "leave --adaptive out"),
     ],
 )
 def test_mistakes_are_reported(tiny_preset, argv, message, capsys, tmp_path):

@@ -85,5 +85,5 @@ def walk(seed: int, commit) -> tuple:
 
 
 def test_the_order_of_commits_changes_nothing(num_cases):
-    for seed in range(num_cases("walks over calls of several rounds", 60)):
+    for seed in range(num_cases("walks over calls of several rounds", 25)):
         assert walk(seed, Scheduler.commit_rounds) == walk(seed, one_by_one), seed
