@@ -22,6 +22,7 @@ from bench import (
     prefix_page,
     replicas,
     rows,
+    structured_page,
     tried,
 )
 from peagle_jax.config import ConfigError
@@ -44,6 +45,7 @@ PAGES = tuple(
         "docs/training.md",
         "docs/conversion.md",
         "docs/reliability.md",
+        "docs/structured.md",
         "peagle_jax/assets/README.md",
     )
 )
@@ -62,6 +64,8 @@ _KEYS = {
     "prefix-cache": (*_RUN, "chat_tokens", "page_size"),
     "host-round": (*_RUN, "rounds_per_call", "program", "sha"),
     "methods": _RUN,
+    "structured": ("device", "model", "method", "num_draft", "concurrency", "mode"),
+    "masks": ("device", "vocab_size", "strings", "num_draft", "concurrency"),
     "lossless-warm": (*_RUN, "layers"),
     "parallel-step": replicas.KEY,
 }
@@ -268,6 +272,8 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "host": ("host-round", host_page.host_table),
     "methods": ("methods", host_page.methods_table),
     "lossless-warm": ("lossless-warm", prefix_page.equal_table),
+    "structured": ("structured", structured_page.rounds_table),
+    "masks": ("masks", structured_page.masks_table),
     "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),
 }
 """Table name -> (kind or kinds of rows, what they look like)."""

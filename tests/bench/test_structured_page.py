@@ -1,0 +1,21 @@
+"""Tables of docs/structured.md."""
+
+from bench import structured_page
+
+COMMON = dict(device="H200", date="2026-11-23T00:00:00Z", jax="0.11", sha="abc")
+
+
+def test_modes_of_a_batch_size_stand_in_one_line():
+    row = COMMON | dict(
+        model="m", method="peagle", num_draft=7, concurrency=8, mode="free", acceptance_length=4.5, ms_per_round=2.0,
+    )  # fmt: skip
+    forced = row | dict(mode="forced", acceptance_length=2.5, ms_per_round=2.4, masks_ms=0.25)
+    lines = structured_page.rounds_table([row, forced]).splitlines()
+    assert lines[2] == "| m, P-EAGLE K=7, H200 | 8 | 4.50, 2.00 |  | 2.50, 2.40 | 0.25 |"
+
+
+def test_masks_stand_by_strings_and_number_of_requests():
+    row = COMMON | dict(vocab_size=152000, strings="maxLength 16", masks_ms_max=3.0)
+    some = [row | dict(concurrency=size, masks_ms=size / 4, cpu_ms=size * 1.5) for size in (1, 8)]
+    lines = structured_page.masks_table(some).splitlines()
+    assert lines[2] == "| H200, 152,000 tokens: maxLength 16 | 0.25; 3.0 | 2.00; 3.0 | 1.50 |"
