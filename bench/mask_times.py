@@ -1,8 +1,8 @@
 """What the masks of a round cost on this machine's processor: `python -m bench.mask_times`.
 
 The vocabulary is made up: the most frequent words of the Python files of the standard library, with the
-space before them, and the beginnings of these words. It has as many tokens as those of large models. Needs
-no model and no device.
+space before them, and the beginnings of these words. It has as many tokens as these words give, at most
+`--vocab-size`. Needs no model and no device.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Words:
 
 def python_files() -> Iterator[str]:
     """Texts of the standard library's packages."""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py")):
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         yield path.read_text(encoding="utf-8", errors="replace")
 
 
