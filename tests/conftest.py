@@ -63,6 +63,18 @@ def few_threads():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_random_shapes():
+    """Normal numbers outside of `jax.jit` compile for few lengths, see `tests.random_shapes`."""
+    import jax
+
+    from tests import random_shapes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "normal", random_shapes.normal)
+        yield
+
+
 MOST_MAPS = 7000
 """Most memory maps of a process with which its compiled programs stay for the next file of tests. Those
 of a tiny engine take about 400 maps and 80 MB."""

@@ -4,8 +4,11 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
+from tests import random_shapes
 from tests.conftest import FEW_WORKERS, LONGEST, OTHER_SUITE, TOGETHER, covering, scope_of
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +59,19 @@ def test_few_workers_take_whole_folders_and_many_take_files():
 def test_what_comes_first_exists():
     assert all((ROOT / folder).is_dir() for folder in TOGETHER)
     assert set(LONGEST) <= {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((), None), ((3, 5, 7), "float32"), ((1100,), "bfloat16")]
+)
+def test_normal_numbers_of_few_shapes_have_the_bits_of_jax(shape, dtype):
+    key = jax.random.key(5)
+    found, wanted = jax.random.normal(key, shape, dtype), random_shapes.of_jax(key, shape, dtype)
+    assert jax.random.normal is random_shapes.normal is not random_shapes.of_jax
+    assert (found.shape, found.dtype, found.weak_type) == (shape, wanted.dtype, wanted.weak_type)
+    assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+    traced = jax.jit(lambda key: jax.random.normal(key, shape, dtype))(key)
+    assert np.asarray(traced).tobytes() == np.asarray(wanted).tobytes()
 
 
 def test_ci_and_the_fixture_of_cases_mean_the_same_suite():
