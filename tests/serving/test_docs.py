@@ -31,7 +31,7 @@ def commands(program: str) -> list[tuple[list[str], dict[str, str]]]:
     found = []
     for block in [*blocks(""), *blocks("", README), *blocks("", STRUCTURED)]:
         for line in block.replace("\\\n", " ").splitlines():
-            for command in re.split(r"[|]|&&", line):
+            for command in re.split(r"\s(?:[|]|&&)\s", line):
                 if program in (words := shlex.split(command) if program in command else []):
                     place = words.index(program)
                     end = words.index("&") if "&" in words else None
