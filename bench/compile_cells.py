@@ -119,7 +119,8 @@ def _models(options: Options):
     runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
     dtype = runs.choose_dtype(options.dtype)
     methods = methods_of(variants(options))
-    return Models.shapes(preset(options.preset, options.layers), methods, dtype=dtype)
+    rules = dict(dtype=dtype, num_devices=options.tensor_parallel)
+    return Models.shapes(preset(options.preset, options.layers), methods, **rules)
 
 
 def files_of(options: Options, variant: Variant, group: Group) -> list[tuple[Key, str]]:

@@ -77,13 +77,16 @@ class Models:
         )
 
     @classmethod
-    def shapes(cls, chosen: Preset, methods: list[str], *, dtype: str) -> "Models":
+    def shapes(
+        cls, chosen: Preset, methods: list[str], *, dtype: str, num_devices: int = 1
+    ) -> "Models":
         """Models of shapes only, for engines that compile and never run."""
+        placed = Devices(num_devices).placed
         target = nnx.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype=dtype))
         head = lambda method: nnx.eval_shape(lambda: random_head(chosen.head(method), dtype=dtype))
-        heads = {method: head(method) for method in methods if method != "none"}
-        made = dict(preset=chosen, dtype=dtype, target=target, heads=heads)
-        return cls(**made, seconds=0.0, has_shapes_only=True)
+        heads = {method: placed(head(method)) for method in methods if method != "none"}
+        made = dict(preset=chosen, dtype=dtype, target=placed(target), heads=heads)
+        return cls(**made, seconds=0.0, num_devices=num_devices, has_shapes_only=True)
 
     def engine(self, options: Options, variant: Variant, concurrencies: tuple[int, ...]) -> Engine:
         """An engine for cells that differ in concurrency only, not yet warm.
@@ -115,6 +118,8 @@ class Models:
         if head is not None:
             make = lambda head: make_drafter(head, num_draft, options.draft_sampling)
             made = jax.eval_shape(make, head) if self.has_shapes_only else make(head)
+            if self.has_shapes_only:
+                made = dataclasses.replace(made, head=head)  # `eval_shape` drops the shardings
             texts = texts_of(options, num_draft)
             known = None if texts is None else drawn_confidence(texts, num_draft)
             drafter = Scattered(made, self.preset.target.vocab_size, num_draft, known)

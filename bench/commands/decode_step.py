@@ -121,8 +121,6 @@ class Options(RowOptions):
             raise ConfigError(
                 "--jobs compiles programs onto disk, which --no-cache excludes: drop one"
             )
-        if self.jobs > 1 and self.tensor_parallel > 1:
-            raise ConfigError("--jobs compiles for one device: drop it, or --tensor-parallel")
 
 
 def row_drafts(row: dict) -> str:

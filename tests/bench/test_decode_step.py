@@ -257,8 +257,11 @@ class InThisProcess(ThreadPoolExecutor):
         super().__init__(1)
 
 
+@pytest.mark.parametrize(
+    ("devices", "variant"), [(1, "none"), pytest.param(2, "peagle:2", marks=pytest.mark.slow)]
+)
 def test_programs_that_jobs_compiled_are_not_traced_again(
-    tiny_presets, tmp_path, monkeypatch, capsys
+    tiny_presets, tmp_path, monkeypatch, capsys, devices, variant
 ):
     traced, make, round_of = [], Models.make, step.speculative_step
 
@@ -278,8 +281,8 @@ def test_programs_that_jobs_compiled_are_not_traced_again(
         "peagle_jax.runs.keep_compiled_programs", lambda home: keep_in(tmp_path / "programs")
     )
     argv = ["--preset", "tiny", *TINY, "--out", str(tmp_path / "rows.jsonl"), "--sha", "abc"]
-    argv += ["--variants", "none", "--concurrency", "2", "--max-tokens", "8"]
-    argv += ["--jobs", "2", "--prefills", "1"]
+    argv += ["--variants", variant, "--concurrency", "2", "--max-tokens", "8"]
+    argv += ["--jobs", "2", "--prefills", "1", "--tensor-parallel", str(devices)]
     try:
         assert main(["decode-step", *argv]) == 0
     finally:
@@ -287,7 +290,7 @@ def test_programs_that_jobs_compiled_are_not_traced_again(
         compile_cells._engine.cache_clear()
         compile_cells._models.cache_clear()
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["none"]
+    assert [row["method"] for row in rows] == [variant.partition(":")[0]]
     assert traced == []
     assert "3 programs compiled by 2 processes" in capsys.readouterr().err
 
