@@ -57,6 +57,7 @@ class Round:
       spills: register spills in bytes of the worst of these kernels.
       largest_copy: bytes of the largest array that is copied, 0 if none.
       smallest_matrix: bytes of the smallest weight matrix or cache.
+      operands: arrays that a call takes.
       cache_bytes, aliased_bytes: bytes of all caches, and of donated arguments that become results.
       temporary_bytes: bytes of temporary buffers.
       seconds: tracing, lowering and compiling.
@@ -70,6 +71,7 @@ class Round:
     spills: int
     largest_copy: int
     smallest_matrix: int
+    operands: int
     cache_bytes: int
     aliased_bytes: int
     temporary_bytes: int
@@ -231,6 +233,7 @@ def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
         spills=max((spills for _, _, spills in ours), default=0),
         largest_copy=largest_copy(compiled.as_text()),
         smallest_matrix=made.smallest_matrix,
+        operands=len(jax.tree.leaves(operands)),
         cache_bytes=sum(map(num_bytes, made.caches)),
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,

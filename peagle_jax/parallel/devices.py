@@ -19,6 +19,7 @@ from peagle_jax.parallel import partition
 from peagle_jax.parallel.partition import AXIS
 from peagle_jax.parallel.replicas import checksums
 from peagle_jax.parallel.shares import Cut, Path, cut_of, local_attention, share_of
+from peagle_jax.parallel.stacks import Stacks
 from peagle_jax.step import State, StepOutput, init_state
 
 _WHOLE = PartitionSpec()
@@ -182,8 +183,9 @@ class Devices:
 
         Args:
           f: function of (weights, state, plan, mask, previous, *more, **static) that returns the next state and
-            an output, for the arrays of one device. The weights are those of `take_weights`, and `state` may
-            lack parts of a `State`. With `check_replicas` the output is packed, int32 [n].
+            an output, for the arrays of one device. The result takes what `take_weights` returned, and `f` the
+            shares of the weights; `state` may lack parts of a `State`. With `check_replicas` the output is
+            packed, int32 [n].
         """
         if self.mesh is None:
             return f
@@ -197,9 +199,8 @@ class Devices:
             def local(weights, state, given):
                 plan, mask, more = inputs.tree(given)
                 with partition.over(self.count):
-                    state, output = f(
-                        weights, states.tree(state), plan, mask, None, *more, **static
-                    )
+                    leaves = self._stacks.leaves(weights)
+                    state, output = f(leaves, states.tree(state), plan, mask, None, *more, **static)
                 if self.check_replicas:
                     sums = checksums((_copies(state), output))
                     output = jnp.concatenate([output, lax.bitcast_convert_type(sums, jnp.int32)])
@@ -224,9 +225,12 @@ class Devices:
         return replace(output, replicas=jax.ShapeDtypeStruct((self.count,), jnp.uint32))
 
     def take_weights(self, weights: list) -> list:
-        """Weights that programs are called with: arrays that are not placed yet are copied to all devices."""
+        """What programs are called with for these weights: on several devices many of them are stacked, and arrays
+        that are not placed yet are copied to all devices."""
         weights = self.copied(weights)
         if self.mesh is not None:
+            self._stacks = Stacks(weights)
+            weights = self._stacks.operands(weights)
             self._weight_specs = [leaf.sharding.spec for leaf in weights]
         return weights
 

@@ -1,0 +1,64 @@
+"""Weights of one shape as one operand: with several devices each operand of a call costs the host about two microseconds.
+
+A program takes the stacked weights, and begins with slices of them. On a GPU kernels read a slice where it lies, if it
+begins where an array may begin (XLA's fusion of slices into custom calls).
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels import dispatch
+
+MOST_BYTES = 1 << 20
+"""Largest share of a weight that is stacked. Larger ones would be in memory twice while their stack is made."""
+_ALIGNMENT = 256  # bytes, of each array in memory that XLA allocates on a GPU
+_PLATFORMS = ("cuda", "cpu")  # a TPU would copy each slice in every call
+
+
+class Stacks:
+    """Chooses the leaves that become one array: those of one shape, dtype and sharding that are small enough.
+
+    Args:
+      leaves: arrays or their shapes, each with a `NamedSharding` over the same devices.
+    """
+
+    def __init__(self, leaves: Sequence):
+        groups: dict[tuple, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            if _is_stacked(leaf):
+                key = (leaf.shape, leaf.dtype, leaf.sharding.spec)
+                groups.setdefault(key, []).append(i)
+        self._groups = [group for group in groups.values() if len(group) > 1]
+        stacked = {i for group in self._groups for i in group}
+        self._alone = [i for i in range(len(leaves)) if i not in stacked]
+
+    def operands(self, leaves: Sequence) -> list:
+        """The arrays, or shapes, that a program takes instead of the leaves."""
+        some = lambda group: [leaves[i] for i in group]
+        return [*some(self._alone), *(_stacked(some(group)) for group in self._groups)]
+
+    def leaves(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """The leaves, or one device's shares of them, from those of `operands`."""
+        found = dict(zip(self._alone, operands, strict=False))
+        stacks = operands[len(self._alone) :]
+        for group, stack in zip(self._groups, stacks, strict=True):
+            found |= zip(group, stack, strict=True)
+        return [found[i] for i in range(len(found))]
+
+
+def _is_stacked(leaf) -> bool:
+    size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return size <= MOST_BYTES and size % _ALIGNMENT == 0 and dispatch.platform() in _PLATFORMS
+
+
+def _stacked(leaves: list):
+    """The leaves as one array [n, ...], or its shape; each device stacks its own shares."""
+    one, shape = leaves[0], (len(leaves), *leaves[0].shape)
+    sharding = NamedSharding(one.sharding.mesh, PartitionSpec(None, *one.sharding.spec))
+    if isinstance(one, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, one.dtype, sharding=sharding)
+    return jax.jit(jnp.stack, out_shardings=sharding)(leaves)
