@@ -1,4 +1,4 @@
-"""What `peagle-bench decode-step` measures: methods, numbers of drafts, and rules of acceptance."""
+"""Cells of `peagle-bench decode-step`: methods, numbers of drafts, and rules of acceptance."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from bench.commands.decode_step import Options
 from bench.synthetic import accepted_by_text, drawn_acceptance, synthetic_acceptance
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.choice import Choice
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.survival import SurvivalPolicy
 from peagle_jax.step import AcceptRule
@@ -20,7 +21,7 @@ _DEFAULT_K = 7
 
 
 class Variant(NamedTuple):
-    """What is measured at each concurrency."""
+    """One method with its settings; measured at each concurrency."""
 
     method: str
     num_draft: int  # most drafts per round
@@ -38,8 +39,8 @@ class FixedRows(SurvivalPolicy):
     """All rounds are ragged, with the first R of their batch bucket."""
 
     def shape(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> RoundShape:
-        self._shapes[size] = RoundShape(size, drafts[-1], self.ragged[size][0])
-        return self._shapes[size]
+        self._choices[size] = Choice(RoundShape(size, drafts[-1], self.ragged[size][0]))
+        return self._choices[size].present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def accept_rule(options: Options, num_draft: int) -> AcceptRule:
 
 
 def variants(options: Options) -> list[Variant]:
-    """What to measure, plain decoding first.
+    """The variants to measure, plain decoding first.
 
     Raises:
       ConfigError: K or an acceptance length without a drafter, or one that the other excludes.
@@ -126,6 +127,14 @@ def _variant(text: str, options: Options) -> Variant:
     check_num_drafts((int(drafts),))
     accept_rule(options, int(drafts))
     return Variant(method, int(drafts), adaptive or "off")
+
+
+def room(options: Options, variant: Variant) -> int:
+    """J of the variant's engine. A fixed K beside a choice of K has its room for drafts, and so its programs."""
+    if variant.adaptive != "off" or variant.rows:
+        return variant.num_draft
+    beside = [v for v in variants(options) if v.method == variant.method and v.adaptive != "off"]
+    return max([variant.num_draft, *(other.num_draft for other in beside)])
 
 
 def methods_of(found: Sequence[Variant]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a command of `peagle-bench` consists of, and its options as a dataclass.
+"""A command of `peagle-bench`: its parts, and its options as a dataclass.
 
 A field of an options class states the flag, type, default and help of one option:
 
@@ -230,6 +230,19 @@ def rounds_per_call_option() -> Any:
         "rounds that one call of a greedy batch runs; the engine's choice without it", default=None, type=positive,
         metavar="N",
     )  # fmt: skip
+
+
+def jobs_option() -> Any:
+    return option(
+        "processes that compile all programs onto disk before the first cell; each takes 2 to 4 GB of memory of the host",
+        default=1, type=positive, metavar="N",
+    )  # fmt: skip
+
+
+def check_jobs(options: "RowOptions") -> None:
+    """Raises `ConfigError` for processes that could not leave their programs anywhere."""
+    if options.jobs > 1 and options.no_cache:
+        raise ConfigError("--jobs compiles programs onto disk, which --no-cache excludes: drop one")
 
 
 def dtype_option(group: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""Compiles the programs of all cells of `peagle-bench decode-step` side by side, onto disk (`--jobs`).
+"""Compiles the programs of all cells of `decode-step` or `throughput` side by side, onto disk (`--jobs`).
 
 Tracing and lowering hold Python's lock, so threads do not help: each job is a process. It builds engines of shapes,
 without weights or caches, and needs little memory of the device. The measuring process loads the programs later.
@@ -30,19 +30,23 @@ if TYPE_CHECKING:
 
 _OF_CHILDREN = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
-Group = tuple[int, ...]
-"""Concurrencies of one engine."""
+Cell = tuple
+"""What identifies an engine beside the options; hashable."""
+
+Make = Callable[..., "Engine"]
+"""A function of a module: (options, *cell) -> an engine of shapes."""
 
 
 def compile_cells(
-    options: Options, cells: Sequence[tuple[Variant, Group]], say: Callable[[str], None]
+    make: Make, options: Options, cells: Sequence[Cell], say: Callable[[str], None]
 ) -> None:
     """Compiles what the cells need and what is not on disk yet, in `options.jobs` processes.
 
     What a process cannot compile, the measuring process compiles or reports.
 
     Args:
-      cells: variants with the concurrencies of one engine each.
+      make: makes the engine of a cell, in any process.
+      cells: one for each engine; the first item of a cell is named in messages.
       say: prints a line.
     """
     start = time.perf_counter()
@@ -53,7 +57,7 @@ def compile_cells(
         progress_bar(unit="program") as bar,
     ):
         try:
-            done = _compile(pool, options, cells, say, bar)
+            done = _compile(pool, (make, options), cells, say, bar)
         except BrokenProcessPool:
             say("a process that compiled was killed; what is missing compiles one after another")
             return
@@ -62,15 +66,15 @@ def compile_cells(
     )
 
 
-def _compile(pool, options: Options, cells, say, bar: tqdm) -> int:
-    wanted = {pool.submit(files_of, options, *cell): cell for cell in cells}
+def _compile(pool, given: tuple, cells, say, bar: tqdm) -> int:
+    wanted = {pool.submit(files_of, *given, cell): cell for cell in cells}
     files, jobs = set(), []
     for future in as_completed(wanted):
-        variant, group = wanted[future]
-        for key, file in _result(future, f"{variant.name} at {group}", say) or ():
+        cell = wanted[future]
+        for key, file in _result(future, " at ".join(map(str, cell)), say) or ():
             if file not in files:
                 files.add(file)
-                jobs.append(pool.submit(compile_one, options, variant, group, key))
+                jobs.append(pool.submit(compile_one, *given, cell, key))
                 bar.total = len(jobs)
                 bar.refresh()
     done = 0
@@ -107,8 +111,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @cache
-def _engine(options: Options, variant: Variant, group: Group) -> "Engine":
-    """An engine of shapes."""
+def _engine(make: Make, options: Options, cell: Cell) -> "Engine":
+    runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    return make(options, *cell)
+
+
+def decode_step_engine(options: Options, variant: Variant, group: tuple[int, ...]) -> "Engine":
+    """The engine of `decode-step` for a variant at some concurrencies, with shapes for weights."""
     return _models(options).engine(options, variant, group)
 
 
@@ -116,23 +125,22 @@ def _engine(options: Options, variant: Variant, group: Group) -> "Engine":
 def _models(options: Options):
     from bench.decode_step import Models
 
-    runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
     dtype = runs.choose_dtype(options.dtype)
     methods = methods_of(variants(options))
     rules = dict(dtype=dtype, num_devices=options.tensor_parallel)
     return Models.shapes(preset(options.preset, options.layers), methods, **rules)
 
 
-def files_of(options: Options, variant: Variant, group: Group) -> list[tuple[Key, str]]:
+def files_of(make: Make, options: Options, cell: Cell) -> list[tuple[Key, str]]:
     """Programs of an engine that are not on disk yet, with their files; none if programs are not kept."""
-    engine = _engine(options, variant, group)
+    engine = _engine(make, options, cell)
     keys = (PREFILL, *engine.programs.round_keys, CONTROLS)
     found = ((key, engine.programs.file_of(key, engine._state)) for key in keys)
     return [(key, str(file)) for key, file in found if file is not None and not file.exists()]
 
 
-def compile_one(options: Options, variant: Variant, group: Group, key: Key) -> bool:
+def compile_one(make: Make, options: Options, cell: Cell, key: Key) -> bool:
     """Compiles a program onto disk. Returns whether it is there."""
-    engine = _engine(options, variant, group)
+    engine = _engine(make, options, cell)
     engine.programs.store(key, engine._state)
     return engine.programs.file_of(key, engine._state).exists()

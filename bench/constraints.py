@@ -56,7 +56,7 @@ class Mix:
     def params(
         self, params: SamplingParams, index: int, engine: Engine, reply_format: str
     ) -> SamplingParams:
-        """What the server makes of the constraint of request `index`, for a bare engine.
+        """The constraint of request `index` as the server compiles it, for a bare engine.
 
         Raises:
           ConfigError: the model's replies have no format of calls.

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import itertools
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -20,14 +21,23 @@ from flax import nnx
 from tqdm import tqdm
 
 from bench import roofline, rows
-from bench.cells import CellsConfig, FixedRows, Variant, accept_rule, methods_of, texts_of, variants
+from bench.cells import (
+    CellsConfig,
+    FixedRows,
+    Variant,
+    accept_rule,
+    methods_of,
+    room,
+    texts_of,
+    variants,
+)
 from bench.commands.decode_step import Options
-from bench.compile_cells import compile_cells
+from bench.compile_cells import compile_cells, decode_step_engine
 from bench.kernel_times import profile_rounds
 from bench.presets import Preset, preset
 from bench.random_weights import num_bytes, random_head, random_target
 from bench.synthetic import Scattered, drawn_confidence
-from bench.timing import drive
+from bench.timing import dispatch_times, drive
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
 from peagle_jax.draft_schedule import ragged_rows
@@ -94,14 +104,15 @@ class Models:
         Raises:
           ConfigError: their caches do not fit beside the weights.
         """
-        method, num_draft, adaptive, per_request = variant
-        most = max(concurrencies)
+        method, _, adaptive, per_request = variant
+        num_draft, most = room(options, variant), max(concurrencies)
         tokens = options.prompt_tokens + options.max_tokens + 2 * num_draft + 1
         config = CellsConfig(
             concurrencies=concurrencies,
             num_draft=num_draft,
             adaptive="survival" if per_request else adaptive,
             rows_per_request=per_request,
+            draft_schedule=[(1, most, variant.num_draft)] if num_draft > variant.num_draft else (),
             max_num_seqs=most,
             max_model_len=-(-tokens // options.page_size) * options.page_size,
             page_size=options.page_size,
@@ -149,7 +160,7 @@ def decode_step(options: Options, environment: dict) -> list[dict]:
         if options.jobs > 1:
             bar.set_description("compiling")
             cells = [(one, group) for one in todo for group in _groups(options, one)]
-            compile_cells(options, cells, partial(_say, bar))
+            compile_cells(decode_step_engine, options, cells, partial(_say, bar))
         bar.set_description("weights")
         made = dict(dtype=dtype, seed=options.seed, num_devices=options.tensor_parallel)
         models = Models.make(chosen, methods_of(todo), **made)
@@ -272,7 +283,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         "temperature": options.temperature,
         "engine": {
             name: getattr(engine.config, name)
-            for name in ("max_num_seqs", "max_model_len", "page_size", "num_pages")
+            for name in ("num_draft", "max_num_seqs", "max_model_len", "page_size", "num_pages")
         }
         | {
             "prefill_rows": engine.config.prefill_rows,
@@ -326,11 +337,13 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     counted = None if engine.policy is None else engine.policy.counts
     # A request without a seed has its number: equal numbers draw the same texts in all cells.
     engine._numbers = itertools.count(_MEASURED)
-    row = run(params).as_row()
+    with dispatch_times(engine) as dispatches:
+        row = run(params).as_row()
     steady = concurrency * row["acceptance_length"] / row["ms_per_round_mean"]
     return {
         "concurrency": concurrency,
         **row,
+        "dispatch_us": 1e6 * statistics.median(dispatches),
         "decode_tokens_per_second": 1e3 * steady,
         "ttft_ms_median": prefill["ttft_ms_median"],
         "ttft_ms_max": prefill["ttft_ms_max"],

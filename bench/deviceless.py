@@ -84,7 +84,7 @@ def specs_of(op: str) -> ModuleType:
 
 
 def missing() -> str | None:
-    """What is missing on this machine for compiling; None if nothing."""
+    """The package that compiling needs and this machine lacks; None if there is none."""
     if not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
         return "the CUDA plugin is not installed: pip install -e '.[compile]'"
     if ptxas() is None:
@@ -218,7 +218,7 @@ _RECORDED = ("op", "spec", "name", "registers", "spills", "smem", "instructions"
 
 
 def records_of(kernels: Sequence[Kernel]) -> list[dict]:
-    """What is recorded of each kernel."""
+    """The recorded fields of each kernel."""
     return [{field: getattr(one, field) for field in _RECORDED} for one in kernels]
 
 

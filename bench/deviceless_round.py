@@ -185,7 +185,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
             return ragged_step(target, drafter, state, plan, mask, taps=taps, **rows)
         if sizes.rounds_per_call > 1:
             light = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
-            plan = plan._replace(constrained=None, forced=None)
+            plan = plan._replace(constrained=None, forced=None, newest=None)
             repeat = dict(repeat=sizes.rounds_per_call)
             light, output = speculative_rounds(target, drafter, light, plan, taps=taps, **repeat)
             kept = dict(params=state.params, controls=state.controls)
@@ -220,7 +220,7 @@ def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
     state, (plan, mask) = made.state, made.round_plan
     if sizes.greedy:
         state = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
-        plan, mask = plan._replace(constrained=None, forced=None), None
+        plan, mask = plan._replace(constrained=None, forced=None, newest=None), None
     operands = (made.weights, state, plan, mask, None)
     compiled = deviceless.compile_on(mesh, made.round, *operands, donate_argnums=1)
     seconds = time.perf_counter() - start

@@ -77,7 +77,7 @@ class Program:
 
 
 def missing() -> str | None:
-    """What is missing on this machine for compiling; None if nothing."""
+    """The package that compiling needs and this machine lacks; None if there is none."""
     if importlib.util.find_spec("libtpu") is None:
         return "libtpu is not installed: pip install -e '.[tpu]'"
     return None
@@ -164,7 +164,7 @@ def compile_programs(names: Sequence[str], chip: str, made: Programs) -> Iterato
 def _program(
     chip: str, name: str, compiled, caches: list, smallest_matrix: int, start: float
 ) -> Program:
-    """What is known of a program whose compilation began at `start`."""
+    """Sizes and copies of a compiled program; its compilation began at `start`."""
     memory = compiled.memory_analysis()
     return Program(
         chip=chip,

@@ -42,7 +42,7 @@ def shape_rows(rows: list[dict]) -> list[dict]:
 
 
 def shape_caption(rows: list[dict]) -> str:
-    """What the plot of `shape_rows` shows, and the commits of its rows.
+    """Caption of the plot of `shape_rows`, with the commits of its rows.
 
     Raises:
       ConfigError: there are no such rows.

@@ -1,4 +1,4 @@
-"""What the host does for a round of the embedded model: `python -m bench.host_round`.
+"""Times of the host's work for a round of the embedded model: `python -m bench.host_round`.
 
 A small model is bound by the host: the device waits while the next call is planned, packed and launched.
 Parts are timed with a clock around the engine's own functions, in a run of their own, since the

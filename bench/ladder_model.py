@@ -1,4 +1,4 @@
-"""What a step of the ladder should take: the larger of three times, plus what does not overlap.
+"""Predicted time of a step of the ladder: the larger of three times, plus what does not overlap.
 
 - memory: all bytes once, at the bandwidth of device memory.
 - level 2: the weight once, x once for each tile of weight rows, and partial sums twice, at the bandwidth of

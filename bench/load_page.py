@@ -71,11 +71,19 @@ def targets_table(measured: Sequence[dict]) -> str:
                 f"{labels.label(best)}, {speed(best):,.0f}",
                 _share(load, best),
                 _share(load, plain),
-                _share(survival, fixed),
-                ", ".join(_missed(concurrency, plain, fixed, load, survival)),
+                "" if survival is None else f"{100 * gain(survival, cells):.1f} %",
+                ", ".join(_missed(cells, plain, fixed, load, survival)),
             ]
         )
     return labels.markdown(header, lines)
+
+
+def gain(survival: dict, cells: Sequence[dict]) -> float:
+    """What a row by survival reaches of the best fixed K beside it: tokens counted in both, of requests with the same
+    texts."""
+    fixed = (row for row in cells if row["method"] == "peagle" and row["adaptive"] == "off")
+    counted = lambda row: row["full_tokens_per_second"]
+    return counted(survival) / max(map(counted, fixed))
 
 
 def _best(cells: list[dict]) -> dict | None:
@@ -87,7 +95,7 @@ def _share(row: dict | None, of: dict) -> str:
 
 
 def _missed(
-    concurrency: int, plain: dict, fixed: dict, load: dict | None, survival: dict | None
+    cells: list[dict], plain: dict, fixed: dict, load: dict | None, survival: dict | None
 ) -> list[str]:
     """The targets that are not reached."""
     found = []
@@ -95,9 +103,9 @@ def _missed(
         found.append(f"load: {LEAST_OF_BEST:.0%} of the best K")
     if load is not None and speed(load) < LEAST_OF_PLAIN * speed(plain):
         found.append(f"load: {LEAST_OF_PLAIN:.0%} of plain")
-    gain = SURVIVAL_GAINS.get(concurrency)
-    if survival is not None and gain is not None and speed(survival) < gain * speed(fixed):
-        found.append(f"survival: {gain:.0%} of the best K")
+    wanted = SURVIVAL_GAINS.get(plain["concurrency"])
+    if survival is not None and wanted is not None and gain(survival, cells) < wanted:
+        found.append(f"survival: {wanted:.0%} of the best K")
     return found
 
 

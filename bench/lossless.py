@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from bench.warm import WARM, warm_run
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.drafter import Drafter, DraftHead, DraftInputs, make_drafter
+from peagle_jax.engine.descriptions import source_digest
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.parallel.devices import Devices
@@ -63,6 +65,8 @@ class Oracle:
     drafter: Drafter
     texts: jax.Array  # [R, L] int32: prompts with what follows them, by position
     num_draft: int = field(metadata=dict(static=True))
+
+    program_key: ClassVar[str] = source_digest(__file__)
 
     def propose(self, target, inputs: DraftInputs, cache: list):
         """As the drafter's own; `drafter.Drafter` states it."""
@@ -300,6 +304,13 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in pairs if a != b), None)
 
 
+def kind(options: Options) -> str:
+    """Kind of the rows: those of several devices are not part of the tables of one."""
+    if options.warm:
+        return "lossless-warm"
+    return "lossless" if options.tensor_parallel == 1 else "parallel-lossless"
+
+
 def _row(
     options: Options, subject: Subject, variant: Variant, concurrency: int, reference, run
 ) -> dict:
@@ -310,14 +321,15 @@ def _row(
     differing = [
         end - place for end, place in zip(ends, differences, strict=True) if place is not None
     ]
+    several = dict(tensor_parallel=subject.num_devices, seed=options.seed)
     return {
-        "kind": "lossless-warm" if options.warm else "lossless",
+        "kind": kind(options),
         "model": subject.name,
         "dtype": subject.dtype,
         "weights": subject.weights,
         "activations": subject.activations,
         "layers": subject.target.config.num_layers,
-        **({} if subject.num_devices == 1 else {"tensor_parallel": subject.num_devices}),
+        **({} if subject.num_devices == 1 else several),
         "set": subject.set,
         "method": variant[0],
         "num_speculative_tokens": variant[1],

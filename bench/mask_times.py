@@ -1,4 +1,4 @@
-"""What the masks of a round cost on this machine's processor: `python -m bench.mask_times`.
+"""Times of a round's masks on this machine's processor: `python -m bench.mask_times`.
 
 The vocabulary is made up: the most frequent words of the Python files of the standard library, with the
 space before them, and the beginnings of these words. It has as many tokens as these words give, at most

@@ -1,4 +1,4 @@
-"""What runs where and how it was checked: the tables that `peagle-bench matrix` draws.
+"""Support by platform and how it was checked: the tables that `peagle-bench matrix` draws.
 
 tests/portability.toml holds a word for each platform and part, and the test that shows it. Tests compare the
 rest with what `pallas_kernels.dispatch` selects, with the rows in bench/results and with the chips that the

@@ -34,7 +34,7 @@ _GROUP = (
     "layers",
     "synthetic_acceptance_length",
 )
-_VARIED = ("adaptive", "rows_per_request", "presence_penalty")
+_VARIED = ("adaptive", "rows_per_request", "presence_penalty", "variant")
 KEY = (*_GROUP, *_VARIED, "tensor_parallel", "concurrency")
 """Fields that identify a row of several GPUs."""
 LAUNCH_MS = 2.6e-3
@@ -83,7 +83,7 @@ class Rounds:
     @cached_property
     def measured(self) -> dict[tuple[int, int], float]:
         """(GPUs, sequences) -> milliseconds."""
-        return {(_gpus(row), row["concurrency"]): row["ms_per_round"] for row in self.rows}
+        return {(gpus_of(row), row["concurrency"]): row["ms_per_round"] for row in self.rows}
 
     @property
     def loads(self) -> list[int]:
@@ -160,7 +160,7 @@ class Rounds:
     def _kernels(self) -> float:
         """Kernels of a round on one GPU."""
         name = "kernels_per_round"
-        found = [row[name] for row in self.rows if row.get(name) and _gpus(row) == 1]
+        found = [row[name] for row in self.rows if row.get(name) and gpus_of(row) == 1]
         if not found:
             raise ConfigError("a projection needs a row of one GPU by decode-step --profile")
         return found[-1]
@@ -201,7 +201,7 @@ def groups(rows: Sequence[dict]) -> list[Rounds]:
         is_plain = all(row.get(name) in (None, "off") for name in _VARIED)
         if row.get("kind") in KINDS and is_plain:
             cells = found.setdefault(tuple(row.get(name) for name in _GROUP), {})
-            cells[_gpus(row), row["concurrency"]] = row
+            cells[gpus_of(row), row["concurrency"]] = row
     chosen = [
         _rounds(list(cells.values()))
         for cells in found.values()
@@ -263,5 +263,6 @@ def _name(replicas: int, size: int) -> str:
     return f"{replicas} replicas" + (f" of {size} GPUs" if size > 1 else "")
 
 
-def _gpus(row: dict) -> int:
+def gpus_of(row: dict) -> int:
+    """GPUs of the engine of a row."""
     return row.get("tensor_parallel") or 1

@@ -18,6 +18,7 @@ from bench import (
     labels,
     ladder_page,
     load_page,
+    parallel_page,
     plots,
     prefix_page,
     replicas,
@@ -41,6 +42,7 @@ PAGES = tuple(
         "docs/decode-step.md",
         "docs/host.md",
         "docs/ladder.md",
+        "docs/parallel.md",
         "docs/replicas.md",
         "docs/training.md",
         "docs/conversion.md",
@@ -67,7 +69,7 @@ _KEYS = {
     "structured": ("device", "model", "method", "num_draft", "concurrency", "mode"),
     "masks": ("device", "vocab_size", "strings", "num_draft", "concurrency"),
     "lossless-warm": (*_RUN, "layers"),
-    "parallel-step": replicas.KEY,
+    **parallel_page.KEYS,
 }
 """Fields that identify a measurement of the other kinds."""
 _METHOD_ORDER = list(METHOD_NAMES)
@@ -274,6 +276,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "lossless-warm": ("lossless-warm", prefix_page.equal_table),
     "structured": ("structured", structured_page.rounds_table),
     "masks": ("masks", structured_page.masks_table),
+    **parallel_page.TABLES,
     "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),
 }
 """Table name -> (kind or kinds of rows, what they look like)."""

@@ -1,7 +1,7 @@
 """Runs programs that a model wrote: no network, no files, no processes, limited time and memory.
 
-The limits protect this machine from mistakes and from code that was learned somewhere. They do not stop a
-program that sets out to look right to its tests.
+The limits protect this machine from mistakes, and from harmful code in the training data of the model. They
+do not detect a program that cheats its tests.
 """
 
 import contextlib

@@ -141,7 +141,7 @@ class Served:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def text(self) -> str:
-        """What the server has written so far."""
+        """The server's output so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def check(self, until: float, what: str) -> None:

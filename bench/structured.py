@@ -135,7 +135,7 @@ def _masks(engine: Engine, size: int, num_draft: int) -> dict:
 
 
 def _text(engine: Engine, schema: dict) -> list[int]:
-    """What the model writes under a schema."""
+    """Token ids of a text that the model writes under a schema."""
     params = SamplingParams(max_tokens=48, structured=Structured.json_schema(schema))
     (completion,) = engine.generate([_PROMPT], params)
     return completion.tokens

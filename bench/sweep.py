@@ -4,14 +4,17 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import jax
 
 from bench.command import ModelOptions, SweepOptions
 from bench.rows import DATA
 from pallas_kernels.formats import kind
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.drafter import DraftHead
+from peagle_jax.drafter import DraftHead, make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.rules import check_request
 from peagle_jax.models import Decoder
@@ -33,6 +36,7 @@ class Models:
     heads: dict[str, DraftHead]
     tokenizer: Tokenizer | None
     activations: str = "bf16"
+    has_shapes_only: bool = False
 
     @classmethod
     def load(cls, options: ModelOptions) -> "Models":
@@ -50,6 +54,12 @@ class Models:
             tokenizer=tokenizer,
             activations=options.activations,
         )
+
+    def shapes(self) -> "Models":
+        """The same models with shapes for weights, for engines that compile and never run."""
+        shaped = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        heads = {method: shaped(head) for method, head in self.heads.items()}
+        return replace(self, target=shaped(self.target), heads=heads, has_shapes_only=True)
 
     @property
     def weights(self) -> str:
@@ -102,8 +112,12 @@ class Models:
             activations=self.activations,
             prefix_caching=False,
         )
-        head = self.heads.get(method)
-        return Engine(self.target, head, config, tokenizer=self.tokenizer)
+        head, drafter = self.heads.get(method), None
+        if head is not None and self.has_shapes_only:
+            rules = dict(selector=config.selector)
+            make = lambda head: make_drafter(head, num_draft, config.draft_sampling, **rules)
+            drafter = jax.eval_shape(make, head)
+        return Engine(self.target, head, config, tokenizer=self.tokenizer, drafter=drafter)
 
 
 def engines(

@@ -3,13 +3,16 @@
 import gc
 import itertools
 import statistics
+import sys
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from tqdm import tqdm
 
 from bench import roofline, rows
 from bench.cells import CellsConfig
 from bench.commands.throughput import Options
+from bench.compile_cells import compile_cells
 from bench.sweep import Models, prompt_set, sampling
 from bench.timing import Measurement, drive
 from peagle_jax import runs
@@ -33,7 +36,7 @@ def kind(options: Options) -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compared: a method, its most drafts per round, and what chooses them at run time."""
+    """One side of a comparison: a method, its most drafts per round, and their choice at run time."""
 
     method: str
     num_draft: int
@@ -67,8 +70,14 @@ def throughput(options: Options, environment: dict) -> list[dict]:
         options.repeats * len(chosen) * sum(_num_prompts(options, c) for c in options.concurrency)
     )
     with tqdm(total=total, unit="prompt", disable=None) as bar:
+        if options.jobs > 1:
+            bar.set_description("compiling")
+            say = partial(bar.write, file=sys.stderr)
+            compile_cells(shaped_engine, options, [(variant,) for variant in chosen], say)
         for group in groups:
             engines = {variant: sweep.engine(variant) for variant in group}
+            for engine in engines.values():
+                runs.warm_up(engine)
             for concurrency in options.concurrency:
                 measured = sweep.alternate(engines, concurrency, bar)
                 for variant, some in measured.items():
@@ -83,9 +92,20 @@ def throughput(options: Options, environment: dict) -> list[dict]:
     return done
 
 
+def shaped_engine(options: Options, variant: Variant) -> Engine:
+    """The engine of a variant, with shapes for weights: what a process of `--jobs` compiles."""
+    return _shaped_sweep(options).engine(variant)
+
+
+@cache
+def _shaped_sweep(options: Options) -> "_Sweep":
+    models = Models.load(options)
+    return replace(_Sweep.of(models, options), models=models.shapes())
+
+
 @dataclass
 class _Sweep:
-    """What all cells share, and the plain runs that others are compared with."""
+    """Inputs of all cells, and the plain runs that others are compared with."""
 
     models: Models
     options: Options
@@ -112,10 +132,9 @@ class _Sweep:
         return cls(models, options, config, name, pool, left_out, {})
 
     def engine(self, variant: Variant) -> Engine:
+        """An engine of the variant, not yet warm."""
         config = replace(self.config, adaptive=variant.adaptive)
-        engine = self.models.engine(variant.method, variant.num_draft, config)
-        runs.warm_up(engine)
-        return engine
+        return self.models.engine(variant.method, variant.num_draft, config)
 
     def alternate(
         self, engines: dict[Variant, Engine], concurrency: int, bar: tqdm

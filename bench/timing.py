@@ -1,9 +1,10 @@
 """Runs an engine at a fixed concurrency and times its rounds."""
 
+import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from peagle_jax.config import ConfigError
@@ -64,6 +65,25 @@ def is_full(engine: Engine, concurrency: int) -> bool:
     """Whether `concurrency` requests decode and no request prefills."""
     active = engine.scheduler.active
     return len(active) == concurrency and all(r.state is RequestState.RUNNING for r in active)
+
+
+@contextlib.contextmanager
+def dispatch_times(engine: Engine) -> Iterator[list[float]]:
+    """Seconds that the host takes to dispatch each round meanwhile: to upload its plan, to launch its program on all
+    devices, and to start the copy of its output."""
+    dispatch, spent = engine.programs.round, []
+
+    def timed(*args, **named):
+        start = time.perf_counter()
+        result = dispatch(*args, **named)
+        spent.append(time.perf_counter() - start)
+        return result
+
+    engine.programs.round = timed
+    try:
+        yield spent
+    finally:
+        del engine.programs.round  # of the instance: the method is found again
 
 
 def drive(

@@ -209,7 +209,7 @@ class Watch:
             await asyncio.sleep(INTERVAL)
 
     def seen(self, *windows: tuple[float, float]) -> dict:
-        """What the clients saw within some windows, each between two moments of `time.perf_counter`."""
+        """Latencies of the clients within some windows, each between two moments of `time.perf_counter`."""
         within = lambda spans: [x for window in windows for x in spans.between(*window)]
         is_in = lambda moment: any(begin <= moment <= end for begin, end in windows)
         return {

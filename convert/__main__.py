@@ -152,8 +152,8 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _open(args):
     """Opens the source of a command; downloads it if it is a hub id."""
-    from convert.hub import CONFIGS, resolve
     from convert.source import open_source
+    from peagle_jax.checkpoint.hub import CONFIGS, resolve
 
     folder, label = resolve(args.source, args.revision)
     target = resolve(args.target, wanted=CONFIGS)[0] if args.target else None
@@ -161,8 +161,8 @@ def _open(args):
 
 
 def _inspect(args) -> int:
-    from convert.hub import resolve
     from convert.summary import inspect, not_finite_text
+    from peagle_jax.checkpoint.hub import resolve
 
     folder = resolve(args.source, args.revision)[0]
     summary = inspect(folder, every=args.all, values=args.values)

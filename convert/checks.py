@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from convert.hub import is_hub_id
+from peagle_jax.checkpoint.hub import is_hub_id
 from peagle_jax.config import ConfigError
 from peagle_jax.presets import PRESETS
 

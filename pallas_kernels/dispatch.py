@@ -63,8 +63,8 @@ def rounds_products() -> bool:
 
 
 def context() -> tuple[Device | None, bool, bool]:
-    """What `assume` and `references` have set for this thread: the assumed device, whether references only, and
-    whether these round products. It decides, beside the device, what an operation is traced to."""
+    """Settings of `assume` and `references` in this thread: the assumed device, whether references only, and whether
+    these round products. An operation's traced code depends on them and on the device."""
     return _assumed.get(), _referring.get(), _rounding.get()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_schedule import adaptive_or_default
-from peagle_jax.model_folders import check_folders, check_head_is_given
+from peagle_jax.model_folders import check_folders, check_head_is_given, local_folder
 from peagle_jax.options import parser, read_structured, refuse_ineffective
 from peagle_jax.prompts import (
     Prompt,
@@ -51,7 +51,7 @@ def _read_prompts(args) -> list[Prompt]:
 
 
 def _check_models(args, config: EngineConfig) -> None:
-    """Validates options against config.json, without jax."""
+    """Validates options against config.json, without jax; downloads hub ids first."""
     drafter = args.drafter[0] if args.drafter else None
     if args.compare:
         if args.model is not None and drafter is None:
@@ -64,6 +64,7 @@ def _check_models(args, config: EngineConfig) -> None:
         if args.method == "none" and drafter is not None:
             raise ConfigError("--method none takes no --drafter: leave one of the two out")
         check_head_is_given(args.model, drafter, args.method)
+    args.model, args.drafter = local_folder(args.model), list(map(local_folder, args.drafter))
     check_folders(args.model, args.drafter, config)
 
 
@@ -96,9 +97,8 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     most = max((one.logprobs or 0) for one in params)
     schedule, adaptive = args.num_speculative_tokens_per_batch_size, args.adaptive
     if adaptive is None and (args.compare or args.concurrency == 1):
-        adaptive = (
-            "off"  # methods are compared at one K; one prompt at a time is always the same load
-        )
+        # Methods are compared at one K, and one prompt at a time is always the same load.
+        adaptive = "off"
     return EngineConfig(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
         draft_schedule=schedule,
@@ -161,7 +161,7 @@ def _loading(args):
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if args.verbose:
             logging.getLogger(__name__).exception("cannot load")
-        folders = " and ".join([args.model or "the embedded model", *args.drafter])
+        folders = " and ".join(map(str, [args.model or "the embedded model", *args.drafter]))
         raise ConfigError(f"cannot load {folders}: {type(error).__name__}: {error}") from error
 
 

@@ -40,7 +40,7 @@ class Controls(NamedTuple):
 
 
 class Adjustments(NamedTuple):
-    """What `verify` needs to adjust the logits of one call."""
+    """Inputs of `adjusted` for one call."""
 
     controls: Controls  # of all slots
     slots: jax.Array  # [B] int32

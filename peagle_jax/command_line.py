@@ -1,4 +1,4 @@
-"""What the command lines of several programs share: one-line errors, and options of a request.
+"""Code that the command lines share: one-line errors, and options of a request.
 
 Nothing here imports jax or numpy: `peagle-client` starts without them, and every command shows mistakes
 in its options before it imports them.

@@ -19,8 +19,8 @@ Schedule = tuple[tuple[int, int, int], ...]
 """(low, high, K) in ascending order; empty: the most drafts for all sizes."""
 
 Adaptive = Literal["off", "load", "survival"]
-"""What is chosen at run time: nothing, K by load (`engine.adaptive`), or in large batches the drafts that
-are likely to be accepted (`engine.survival`)."""
+"""Choice at run time: none, K by load (`engine.adaptive`), or in large batches the drafts that are likely to
+be accepted (`engine.survival`)."""
 
 ADAPTIVE: tuple[Adaptive, ...] = get_args(Adaptive)
 

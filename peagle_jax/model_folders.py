@@ -15,6 +15,19 @@ def embedded(name: str) -> Path:
     return ASSETS / name
 
 
+def local_folder(given: str | Path | None) -> Path | None:
+    """A model's folder: `given`, or the download of a hub id "owner/name"; None stays None.
+
+    Raises:
+      ConfigError: the hub id cannot be downloaded; the message says why.
+    """
+    if given is None:
+        return None
+    from peagle_jax.checkpoint.hub import resolve  # not needed for --help
+
+    return resolve(str(given))[0]
+
+
 def check_head_is_given(
     model: str | Path | None, drafter: str | Path | None, method: Method | None
 ) -> None:

@@ -106,10 +106,13 @@ def _text_of(path: str) -> str:
 
 
 def _add_model_options(add: Callable) -> None:
-    add("--model", metavar="DIR", help="Hugging Face folder of the target (default: embedded)")
+    add(
+        "--model", metavar="DIR",
+        help="Hugging Face folder or hub id (owner/name) of the target (default: embedded)",
+    )  # fmt: skip
     add(
         "--drafter", metavar="DIR", action="append", default=[],
-        help="folder of the head; with --compare it may be given once for each method",
+        help="folder or hub id of the head; with --compare it may be given once for each method",
     )  # fmt: skip
     add(
         "--method", choices=("none", "eagle3", "peagle"),

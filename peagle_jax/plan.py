@@ -68,7 +68,7 @@ class SurvivalReport(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """One round over a batch bucket of B rows. Without constrained rows the last two may be None."""
+    """One round over a batch bucket of B rows. Without constrained and timed rows the last three may be None."""
 
     slots: Array  # [B] int32
     page_table: Array  # [B, W] int32
@@ -77,6 +77,9 @@ class DecodePlan(NamedTuple):
     forced: (
         Array  # [B, K] int32, drafts to verify in place of the drafter's; -1 keeps the drafter's
     )
+    newest: Array | None = None
+    """[B] int32: of a row that runs over the dummy slot to be timed, the token that it reads in place of the
+    sequence's newest; it verifies all its drafts. -1 in all other rows."""
 
 
 class ControlsPlan(NamedTuple):

@@ -15,7 +15,7 @@ BLOCK = 64
 
 
 class PromptScores(NamedTuple):
-    """What a prefill call says about the token after each of its rows; padding rows are undefined.
+    """Scores of the token after each row of a prefill call; padding rows are undefined.
 
     The law is the model's at temperature 1, without sampling controls.
     """

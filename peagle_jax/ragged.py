@@ -12,7 +12,7 @@ of rejected drafts do: a round emits at most n_b + 1 tokens, so the next round o
 before any row reads them. Padding rows write to the dummy page and the dummy slot.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,9 @@ from peagle_jax.step import (
     StepOutput,
     Verified,
     finish_round,
-    observed,
     pack_output,
 )
-from peagle_jax.survival import confidences, select, survivals
+from peagle_jax.survival import confidences, observed, select, survivals
 from peagle_jax.verify import verify
 
 
@@ -135,7 +134,9 @@ def verify_chosen(
     given = (logits, inputs.drafts, inputs.draft_probs, inputs.positions + 1, params)
     adjustments = Adjustments(state.controls, plan.slots, plan.constrained, mask)
     verdict = accept(*given, adjustments, rows=rows)
-    state, found = observed(state, plan, may_verify, chosen, verdict, K)
+    counts = (may_verify, chosen, verdict.count - 1)
+    survival, found = observed(state.survival, plan, inputs.start, counts, K)
+    state = replace(state, survival=survival)
     tapped = None if tapped is None else rows.batched(tapped[:, 0])
     inputs, verified = inputs._replace(params=params), Verified(verdict, tapped, cache)
     state, proposed = finish_round(target, drafter, state, plan, inputs, verified)

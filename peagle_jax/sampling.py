@@ -163,8 +163,9 @@ def _cutoffs(logits, temperature, top_k, top_p, min_p) -> jax.Array:
     in_top_k = jnp.arange(V) < limit
     probs = jax.nn.softmax(jnp.where(in_top_k, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    # The most likely token is always kept: `before` is 0 and top_p is positive.
     kept = in_top_k & ((before < top_p[..., None]) | (top_p[..., None] >= 1.0))
+    # A top_p below the least float32 is 0 here, and keeps the most likely token too.
+    kept |= jnp.arange(V) == 0
     least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)
     least = jnp.where((top_k > 0) | (top_p < 1.0), least, -jnp.inf)
     return jnp.maximum(least, jnp.log(min_p))  # relative to the largest scaled logit, which is 0

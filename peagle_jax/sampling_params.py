@@ -132,7 +132,12 @@ class SamplingParams:
                 "min_tokens",
                 f"at most max_tokens, which is {self.max_tokens}",
             ),
-            (0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]"),
+            # Less than this could divide a logit beyond float32.
+            (
+                0.01 <= self.repetition_penalty <= 100.0,
+                "repetition_penalty",
+                "between 0.01 and 100",
+            ),
             (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2"),
             (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2"),
         )

@@ -31,7 +31,7 @@ from peagle_jax.parallel.shares import vocabulary_rows
 from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams, SurvivalReport
 from peagle_jax.prompt_scores import PromptScores, score_prompt
 from peagle_jax.sampling import idle_params, request_keys, token_logprobs
-from peagle_jax.survival import Survival, confidences, init_survival, observe, report, survivals
+from peagle_jax.survival import Survival, init_survival, observed
 from peagle_jax.verify import Verdict, verify
 
 AcceptRule = Callable[..., Verdict]
@@ -56,7 +56,7 @@ class State:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What the host reads back after a call."""
+    """Output of a call, for the host."""
 
     packed: jax.Array  # [B, K+2] int32: tokens [B, K+1] and count [B], see `_signed_count`
     drafts: jax.Array  # [B, K] int32, proposals for the positions after the emitted tokens
@@ -149,7 +149,8 @@ def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> tuple
     if survival is not None:
         new = 1.0 if proposal.confidence is None else proposal.confidence
         confidence = survival.confidence.at[inputs.slots, :K].set(new)
-        survival = survival._replace(confidence=confidence)
+        place = survival.place.at[inputs.slots].set(inputs.start + inputs.num_real)
+        survival = survival._replace(confidence=confidence, place=place)
     state = replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs, survival=survival)
     return state, proposal.tokens
 
@@ -188,7 +189,7 @@ def _advance(state: State, slots, length, last_token) -> State:
 
 
 class RoundInputs(NamedTuple):
-    """What the state holds for the B sequences of a round of K drafts."""
+    """The part of the state that a round of B sequences with K drafts reads."""
 
     params: RequestParams  # `num_draft`: drafts that may be verified, at most K
     start: jax.Array  # [B] int32, length of each sequence
@@ -203,24 +204,27 @@ class RoundInputs(NamedTuple):
         slots, K = plan.slots, num_draft
         params = jax.tree.map(lambda x: x[slots], state.params)
         may_verify = jnp.minimum(params.num_draft, jnp.minimum(plan.pending, K))
+        newest, timed = state.last_token[slots], plan.newest
+        if timed is not None:
+            may_verify = jnp.where(timed < 0, may_verify, K)
+            newest = jnp.where(timed < 0, newest, timed)
         start = state.length[slots]
         drafts, draft_probs = _stored_drafts(state, plan, K)
         if ngrams:
             may_verify = jnp.minimum(may_verify, jnp.cumprod(drafts >= 0, axis=1).sum(axis=1))
             drafts = jnp.maximum(drafts, 0)
-        tokens = jnp.concatenate([state.last_token[slots][:, None], drafts], axis=1)
         return cls(
             params=params._replace(num_draft=may_verify),
             start=start,
             drafts=drafts,
             draft_probs=draft_probs,
-            tokens=tokens,
+            tokens=jnp.concatenate([newest[:, None], drafts], axis=1),
             positions=start[:, None] + jnp.arange(K + 1),
         )
 
 
 class Verified(NamedTuple):
-    """What the target's pass of a round gives."""
+    """Result of the target's pass of a round."""
 
     verdict: Verdict
     taps: jax.Array | None  # [B, K+1, A*D]
@@ -304,28 +308,12 @@ def speculative_step(
     logits = target.unembed(hidden)  # [B, K+1, V]
     adjustments = Adjustments.of(state.controls, plan.slots, plan.constrained, mask)
     verdict = accept(logits, inputs.drafts, inputs.draft_probs, positions + 1, params, adjustments)
-    state, found = observed(state, plan, params.num_draft, params.num_draft, verdict, K)
+    counts = (params.num_draft, params.num_draft, verdict.count - 1)
+    survival, found = observed(state.survival, plan, inputs.start, counts, K)
+    state = replace(state, survival=survival)
     verified = Verified(verdict, tapped, cache)
     state, proposed = finish_round(target, drafter, state, plan, inputs, verified)
     return state, pack_output(logits, verdict, proposed, params, max_logprobs, report=found)
-
-
-def observed(
-    state: State, plan: DecodePlan, may_verify, verified, verdict: Verdict, num_draft: int
-) -> tuple[State, SurvivalReport | None]:
-    """Counts the outcome of a round in the state's `survival`, if any, and reports it.
-
-    Args:
-      may_verify, verified: [B] int32, drafts of each sequence that might be and that were verified.
-      num_draft: K.
-    """
-    if state.survival is None:
-        return state, None
-    confidence = confidences(state.survival, plan, num_draft)
-    counts = (verified, verdict.count - 1)
-    counted = observe(state.survival, confidence, plan.slots, counts)
-    survival = survivals(state.survival, confidence)
-    return replace(state, survival=counted), report(survival, may_verify, verified)
 
 
 def prefill(

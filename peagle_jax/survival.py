@@ -30,7 +30,10 @@ _DECAY = 0.998  # per round: what was counted 350 rounds ago has half its weight
 class Survival(NamedTuple):
     """Device state between rounds. S slots, J drafts per slot."""
 
-    confidence: jax.Array  # [S, J] float32, of the drafts in the state
+    confidence: jax.Array  # [S, J] float32, of the drafts that the last counted call made
+    place: (
+        jax.Array
+    )  # [S] int32, length of each sequence after that call; at another length they are stale
     reached: jax.Array  # [J, BINS] float32, decayed number of drafts that were tested
     accepted: jax.Array  # [J, BINS] float32, decayed number of those that were accepted
 
@@ -38,7 +41,11 @@ class Survival(NamedTuple):
 def init_survival(num_slots: int, num_draft: int) -> Survival:
     """Nothing counted yet: the drafter's confidence is taken for the probability of acceptance."""
     counts = lambda: jnp.zeros((num_draft, BINS), jnp.float32)
-    return Survival(jnp.zeros((num_slots, num_draft), jnp.float32), counts(), counts())
+    confidence, place = (
+        jnp.zeros((num_slots, num_draft), jnp.float32),
+        jnp.zeros(num_slots, jnp.int32),
+    )
+    return Survival(confidence, place, counts(), counts())
 
 
 def confidence_of(logits: jax.Array) -> jax.Array:
@@ -146,3 +153,30 @@ def report(survival: jax.Array, num_draft: jax.Array, verified: jax.Array) -> Su
     is_draft = (place < num_draft[:, None])[..., None]
     in_bin = is_draft & (bins[..., None] == jnp.arange(SURVIVAL_BINS))
     return SurvivalReport(verified, expected, in_bin.sum((0, 1), dtype=jnp.int32))
+
+
+def observed(
+    survival: Survival | None,
+    plan: DecodePlan,
+    start: jax.Array,
+    num_drafts: tuple[jax.Array, jax.Array, jax.Array],
+    num_draft: int,
+) -> tuple[Survival | None, SurvivalReport | None]:
+    """Counts the outcome of a round, and reports it; None if nothing is counted.
+
+    Drafts of a round that was not counted have no confidence: they are neither counted nor in the histogram.
+
+    Args:
+      start: [B] int32, length of each sequence before the round.
+      num_drafts: numbers of drafts of each sequence that might be verified, that were, and that were accepted, each
+        [B] int32.
+      num_draft: K.
+    """
+    if survival is None:
+        return None, None
+    may_verify, verified, accepted = num_drafts
+    confidence = confidences(survival, plan, num_draft)
+    is_known = survival.place[plan.slots] == start
+    known = lambda count: jnp.where(is_known, count, 0)
+    counted = observe(survival, confidence, plan.slots, (known(verified), accepted))
+    return counted, report(survivals(survival, confidence), known(may_verify), verified)

@@ -222,7 +222,7 @@ class Tokenizer:
                 list(messages), add_generation_prompt=True, tokenize=False, **variables
             )
         except Exception as error:  # a template is a program of the model's author
-            raise ConfigError(f"{self.folder}: the chat template failed: {error}") from error
+            raise ConfigError(f"the chat template failed: {error}") from error
 
     def prepare_chat(self) -> None:
         """Loads the chat template in advance: seconds of the first `chat` call. No effect without one."""
@@ -276,9 +276,7 @@ class Tokenizer:
         except Exception as error:  # whatever broken files make it raise
             raise ConfigError(f"{self.folder}: cannot read the chat template ({error})") from error
         if not tokenizer.chat_template:
-            raise ConfigError(
-                f"{self.folder}: this model has no chat template; send a plain prompt"
-            )
+            raise ConfigError("this model has no chat template; send a plain prompt")
         return tokenizer
 
 

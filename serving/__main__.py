@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from peagle_jax.config import ConfigError
-from serving.settings import check_models
+from serving.settings import read_models
 from serving.signals import exit_while_loading
 from serving.sources import parser, resolve
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from serving.access import prepare_access
 
         access = prepare_access(settings)
-        check_models(settings)
+        settings = read_models(settings)
         from serving.app import serve
 
         cache_home = os.environ.get("XDG_CACHE_HOME")

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 
 from peagle_jax import Engine, runs
 from peagle_jax.config import ConfigError
@@ -25,7 +24,7 @@ from serving.option_types import num_bytes
 from serving.rpc.leader import Leader
 from serving.rpc.server import RpcServer
 from serving.rpc.several_hosts import failures_end_all, follow, lead
-from serving.settings import Settings, engine_config
+from serving.settings import Settings, engine_config, served_name
 from serving.signals import Signals
 from serving.stream import Stream
 from serving.tracing import Tracer
@@ -85,13 +84,6 @@ def _serve_requests(
 def _end_hosts(leader: Leader, code: int) -> None:
     """Ends the processes of all hosts after the service has ended."""
     leader.end(code, "the service has ended", others=LOST if code == FAILED else 0)
-
-
-def served_name(settings: Settings) -> str:
-    """What clients call the model."""
-    if settings.served_model_name:
-        return settings.served_model_name
-    return "embedded" if settings.model is None else Path(settings.model).resolve().name
 
 
 def make_engine(settings: Settings) -> Engine:
@@ -184,7 +176,7 @@ async def _serve(
     if settings.stats_seconds:
         tasks.append(asyncio.create_task(log_figures(frontend, settings.stats_seconds)))
     await signals.stop.wait()
-    _log.info("told to stop; waiting up to %g s for open requests", settings.drain_seconds)
+    _log.info("stopping; waiting up to %g s for open requests", settings.drain_seconds)
     server.show(State.DRAINING)
     is_done = await _end(frontend, server, http, settings.drain_seconds, signals)
     for task in tasks:

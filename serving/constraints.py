@@ -1,8 +1,8 @@
 """Compiles the constraints of requests, outside of the event loop and of the engine's thread.
 
-    constraint -> `grammar_process`, which may die of it -> compiled in a thread -> a matcher for the engine
+    constraint -> checked in `grammar_process`, which a limit may end -> compiled in a thread -> matcher of the engine
 
-What one process has checked passes at once when it comes again.
+A constraint that a caller sent before is not checked again.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from typing import IO
 from peagle_jax import ConfigError, Engine
 from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.structured import MAX_CHARS, Structured
+from serving import caller
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError, invalid
 from serving.grammar_process import CPU_SECONDS, Vocabulary
@@ -34,6 +36,8 @@ _MAX_SECONDS = 30.0
 """Longest wait for one check, on a busy machine; `grammar_process` limits the time of its processor."""
 _NUM_REMEMBERED = 256
 _MAX_REMEMBERED = 16 << 10  # characters of a definition
+_SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""For example of the kernel when memory is short. The limits of `grammar_process` send SIGXCPU, SIGABRT, SIGSEGV."""
 _TOO_COMPLEX = f"is too complex: the check of it took more than {CPU_SECONDS} s, too much memory or too much stack"
 
 
@@ -97,14 +101,17 @@ class Constraints:
         if chat is not None:
             structured = self._grammars.located(structured, chat)
         try:
-            return await self._pool.run(lambda: self._compile(structured, number))
+            who = (
+                caller.current()
+            )  # whether a constraint was checked shows in the time of an answer
+            return await self._pool.run(lambda: self._compile(structured, number, who))
         except ConfigError as error:
             raise invalid(field, error.rule) from error
 
-    def _compile(self, structured: Structured, number: int) -> list[Matcher]:
+    def _compile(self, structured: Structured, number: int, who: str) -> list[Matcher]:
         self._grammars.prepare()
         frame = self._grammars.markers.frame(structured.reasoning)
-        key = structured.kind, structured.text, structured.around, frame
+        key = who, structured.kind, structured.text, structured.around, frame
         with self._lock:
             definition = self._known.pop(key, None)
         if definition is None:
@@ -151,11 +158,15 @@ def _is_ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
+class _KilledError(Exception):
+    """The process that checks constraints was killed from outside."""
+
+
 class _Process:
     """A `grammar_process`, started at the first question and again after its death.
 
     Args:
-      vocabulary: what it is told first.
+      vocabulary: what it reads first.
       command: starts the process.
       seconds: most time of a question, the start included.
     """
@@ -174,9 +185,20 @@ class _Process:
     def ask(self, constraint: dict) -> dict | None:
         """The answer to a constraint; None if the process died of it or took too long.
 
+        A process that was killed from outside, while it was idle for example, is replaced once.
+
         Raises:
-          ServiceError: UNAVAILABLE; the process cannot be started, or the server ends.
+          ServiceError: UNAVAILABLE; the process cannot be started, was killed twice, or the server ends.
         """
+        for _ in range(2):
+            try:
+                return self._ask(constraint)
+            except _KilledError:
+                _log.warning("the process that checks constraints was killed from outside")
+        rule = "the process that checks constraints was killed from outside; try again"
+        raise ServiceError(Code.UNAVAILABLE, rule, retry_after=1.0)
+
+    def _ask(self, constraint: dict) -> dict | None:
         with self._lock:
             deadline = time.monotonic() + self._seconds
             try:
@@ -190,11 +212,24 @@ class _Process:
             except BaseException:  # a half-written question would be read as part of the next one
                 self._kill()
                 raise
+            was_killed = answer is None and self._was_killed(deadline)
             if answer is None or self._is_ended:
                 self._kill()
         if answer is None and self._is_ended:
             raise ServiceError(Code.UNAVAILABLE, "the server shuts down; use another server")
+        if was_killed:
+            raise _KilledError
         return answer
+
+    def _was_killed(self, deadline: float) -> bool:
+        """Whether the process ended by a signal that no limit of its own sends."""
+        seconds = (
+            1.0 if time.monotonic() < deadline else 0.0
+        )  # the pipe closes before the process has ended
+        try:
+            return -self._process.wait(seconds) in _SIGNALS_FROM_OUTSIDE
+        except subprocess.TimeoutExpired:
+            return False
 
     def end(self) -> None:
         """Ends the process, and a question that waits for its answer."""

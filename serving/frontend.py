@@ -107,7 +107,7 @@ class Frontend:
 
     @property
     def load(self) -> Load:
-        """What the engine held after its last round."""
+        """Load of the engine after its last round."""
         return self._worker.load
 
     @property
@@ -176,11 +176,11 @@ class Frontend:
         variables: Mapping[str, object],
         *,
         tools: Sequence[Mapping] = (),
-        field: str,
+        **fields: str,
     ) -> list[int]:
-        """See `Encoder.chat`; raises as `encode` does."""
+        """See `Encoder.chat`, also for `fields`; raises as `encode` does."""
         async with self._limit_time():
-            return await self._encoder.chat(messages, variables, tools=tools, field=field)
+            return await self._encoder.chat(messages, variables, tools=tools, **fields)
 
     async def constrain(self, ask: Ask, *, is_chat: bool | None = None) -> Ask:
         """The request with its constraint compiled, if it has one.

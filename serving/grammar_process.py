@@ -34,7 +34,7 @@ STACK = 1 << 20
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a check needs of a vocabulary: its size, and the tokens outside the text.
+    """The part of a vocabulary that a check needs: its size, and the tokens outside the text.
 
     All other tokens of the check are single bytes, because the texts that a grammar allows do not depend on
     how they are split.

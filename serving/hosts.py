@@ -1,4 +1,4 @@
-"""What the processes of several hosts agree on before they start, and how all of them end if one does.
+"""Agreement of several hosts' processes before they start, and the end of all if one ends.
 
 No gRPC and no jax here: `rpc/leader.py` and `rpc/follower.py` connect the processes.
 """
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def identity(settings: Settings) -> dict[str, str]:
-    """What must be equal on all hosts, by name.
+    """Values that must be equal on all hosts, by name.
 
     Raises:
       ConfigError: sizes that no engine can have.

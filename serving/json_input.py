@@ -17,6 +17,9 @@ MAX_VALUES = 65_536
 MAX_SMALL_BYTES = 1 << 16
 """Most bytes of JSON within a gRPC message: variables of a chat template, sampling parameters."""
 
+_MAX_DIGITS = 1000
+"""Most characters of an integer."""
+
 _PIECE = 1 << 16  # bytes
 
 
@@ -42,6 +45,7 @@ def parse_object(content: bytes, *, field: str, limits: Limits, max_ids: int = 0
             object_pairs_hook=partial(_object, field),
             parse_constant=_refuse_constant,
             parse_float=_finite,
+            parse_int=_integer,
         )
     except (ValueError, RecursionError) as error:
         raise invalid(field, f"is not valid JSON ({error})") from error
@@ -154,6 +158,13 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise ValueError(f"{text[:20]} is too large")
     return number
+
+
+def _integer(text: str) -> int:
+    """An integer. Python takes quadratic time to read one of many digits."""
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"{text[:20]}... has more than {_MAX_DIGITS} digits")
+    return int(text)
 
 
 def _refuse_constant(name: str):

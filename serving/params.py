@@ -47,7 +47,7 @@ def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> Sa
     try:
         return SamplingParams(**values)
     except ConfigError as error:
-        raise invalid(named(error.field), str(error)) from error
+        raise invalid(named(error.field), error.rule) from error
 
 
 def cache_salt(given: str, *, field: str) -> str:

@@ -1,6 +1,7 @@
 """Options of `peagle-serve`: types, defaults and rules. `sources` reads their values."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -9,7 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from peagle_jax import draft_schedule
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.model_folders import check_folders, check_head_is_given
+from peagle_jax.model_folders import check_folders, check_head_is_given, local_folder
 from serving.hosts_rules import check_hosts, is_unencrypted
 from serving.option_types import (
     Count,
@@ -46,11 +47,17 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
     model: Text | None = _option(
-        None, "Hugging Face folder of the target model (default: the embedded model)", metavar="DIR"
+        None,
+        "Hugging Face folder or hub id (owner/name) of the target model (default: the embedded model)",
+        metavar="DIR",
     )
-    drafter: Text | None = _option(None, "folder of a draft head for --model", metavar="DIR")
+    drafter: Text | None = _option(
+        None, "folder or hub id of a draft head for --model", metavar="DIR"
+    )
     served_model_name: Text | None = _option(
-        None, "model name in requests and metrics (default: the folder's name)", metavar="NAME"
+        None,
+        "model name in requests and metrics (default: the folder's name, or the hub id)",
+        metavar="NAME",
     )
     # None stands within Literal: typing caches unions of Literals regardless of their order.
     method: Literal["peagle", "eagle3", "none", None] = _option(
@@ -361,12 +368,28 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
     )
 
 
-def check_models(settings: Settings) -> None:
-    """Looks at the folders' config.json; without jax.
+def read_models(settings: Settings) -> Settings:
+    """The settings with the folders of the models; downloads hub ids. Reads config.json only, without jax.
+
+    The name for clients stays that of the folder, or the hub id.
 
     Raises:
       ConfigError: folders that cannot be used, or sizes that the model does not have.
     """
     check_head_is_given(settings.model, settings.drafter, settings.method)
-    drafters = [] if settings.drafter is None else [settings.drafter]
-    check_folders(settings.model, drafters, engine_config(settings))
+    model, drafter = local_folder(settings.model), local_folder(settings.drafter)
+    check_folders(model, [] if drafter is None else [drafter], engine_config(settings))
+    changed: dict[str, str | None] = {"served_model_name": served_name(settings)}
+    changed |= {"model": model and str(model), "drafter": drafter and str(drafter)}
+    return settings.model_copy(update=changed)
+
+
+def served_name(settings: Settings) -> str:
+    """The model's name for clients."""
+    if settings.served_model_name:
+        return settings.served_model_name
+    if settings.model is None:
+        return "embedded"
+    from peagle_jax.checkpoint.hub import is_hub_id  # numpy, which --help does not need
+
+    return settings.model if is_hub_id(settings.model) else Path(settings.model).resolve().name

@@ -51,7 +51,7 @@ class Signals:
         if not self.stop.is_set():
             self.stop.set()
         elif not self.hurry.is_set():
-            _log.warning("told to stop again (%s): ending open requests", number.name)
+            _log.warning("a second signal (%s): ending open requests", number.name)
             self.exit_code = 128 + number
             self.hurry.set()
         else:

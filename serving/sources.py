@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _argument(name: str, field: Any) -> dict[str, Any]:
-    """What argparse takes for one option."""
+    """Arguments of `add_argument` for one option."""
     if field.default is False:
         return dict(action="store_true", help=field.description)
     text = field.description

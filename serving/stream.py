@@ -22,7 +22,7 @@ from serving.worker import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a client asks for, independent of the protocol.
+    """A request, independent of the protocol.
 
     Args:
       request_id: the client's id, or a new one; unique among the open requests of its caller.

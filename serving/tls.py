@@ -22,7 +22,7 @@ class Pems:
 
 
 def client_pems(ca: str, cert: str | None = None, key: str | None = None) -> Pems:
-    """What a client needs that verifies its server: PEM files of authorities, and of its own certificate and key.
+    """PEM files of a client that verifies its server: authorities, and its own certificate and key.
 
     Raises:
       ConfigError: as `Certificates`.

@@ -80,12 +80,18 @@ class Encoder:
         *,
         tools: Sequence[Mapping] = (),
         field: str,
+        variables_field: str = "chat_template_kwargs",
     ) -> list[int]:
-        """Token ids of a conversation through the model's chat template; raises as `encode` does."""
+        """Token ids of a conversation through the model's chat template; raises as `encode` does.
+
+        Args:
+          variables: for the template; `variables_field` is the client's name of them.
+        """
         tokenizer = self._required(field)
         messages = [_known_role(one, tokenizer.template_source) for one in messages]
         if taken := sorted(variables.keys() & _NO_VARIABLES):
-            raise invalid(field, f"{taken[0]!r} is no variable of a chat template; leave it out")
+            rule = f"{taken[0]!r} is no variable of a chat template; leave it out"
+            raise invalid(variables_field, rule)
         size = _num_chars([variables, messages, tools])
         # The template may leave text out, so the limit of the model is checked after it.
         if size > self._limits.max_prompt_chars:

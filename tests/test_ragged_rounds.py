@@ -4,14 +4,16 @@ import itertools
 import random
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 import pytest
 
 from bench.random_times import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine import adaptive
-from peagle_jax.engine.calls import DecodeCall, RoundShape
+from peagle_jax.engine.calls import DecodeCall, RoundShape, timed_plan
 from peagle_jax.engine.round_times import RoundTimes
+from peagle_jax.step import RoundInputs
 from peagle_jax.structured import Structured
 from tests import tiny
 from tests.engine.test_structured import PROMPTS, SCHEMAS
@@ -79,7 +81,9 @@ def test_output_is_unchanged_by_any_sequence_of_rows(
     family, method, every_round_decides, num_cases
 ):
     """Also with requests without drafts, aborts, preemption, and rows of padding."""
-    engine = make_engine(family, method, RandomTimes())
+    # With the oracle, rounds that verify all drafts have a loop of their own, which does not count survival.
+    greedy = dict(greedy_rounds=True, rounds_per_call=2) if method == "oracle" else {}
+    engine = make_engine(family, method, RandomTimes(), **greedy)
     engine.warm_up()
     num_programs = engine.programs.num_compiled
     assert num_programs == engine.num_programs
@@ -105,6 +109,39 @@ def test_output_is_unchanged_by_any_sequence_of_rows(
 
 
 SHAPES = [RoundShape(6, 0), RoundShape(6, 4), RoundShape(6, 4, 2), RoundShape(6, 4, 7)]
+
+
+def test_timed_rounds_read_different_tokens_and_leave_no_trace():
+    engine = make_engine("llama", "oracle", RandomTimes())
+    engine.warm_up()
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    for prompt in prompts()[:2]:
+        engine.add_request(prompt, params)
+    requests = [*engine.scheduler.waiting]
+    while not all(request.output for request in requests):
+        engine.step()
+
+    def of_requests() -> list[np.ndarray]:
+        """The state of all slots and pages but the dummies."""
+        state = engine._state
+        slots = (state.length, state.last_token, state.drafts, state.params)
+        slots = [leaf[:-1] for leaf in jax.tree.leaves((*slots, state.survival.confidence))]
+        pages = [leaf[1:] for leaf in jax.tree.leaves(state.target_cache)]
+        return [np.array(leaf) for leaf in (*slots, *pages)]
+
+    before = of_requests()
+    for shape in SHAPES:
+        plan = timed_plan(shape, engine.target_config.vocab_size, engine.config)
+        inputs = RoundInputs.of(engine._state, plan, shape.num_draft)
+        assert len(np.unique(inputs.tokens)) > 0.7 * inputs.tokens.size
+        assert inputs.params.num_draft.tolist() == [shape.num_draft] * 6
+        engine._state, seconds = engine.programs.time_idle(engine._state, shape)
+        assert seconds > 0
+    for one, other in zip(before, of_requests(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    while engine.has_work:
+        engine.step()
+    assert [request.output for request in requests] == [naive("llama")[i][:30] for i in (0, 1)]
 
 
 @pytest.mark.sampled(0, slow=1)

@@ -51,7 +51,9 @@ def reference(logits, temperature, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
 
 
 COMBINATIONS = list(
-    itertools.product((0.0, 0.6, 1.0, 2.5), (0, 1, 3, V, 50), (1.0, 0.83, 0.31, 1e-6), (0.0, 0.17))
+    itertools.product(
+        (0.0, 0.6, 1.0, 2.5), (0, 1, 3, V, 50), (1.0, 0.83, 0.31, 1e-6, 1e-50), (0.0, 0.17)
+    )
 )
 
 

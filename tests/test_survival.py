@@ -25,6 +25,7 @@ from peagle_jax.survival import (
     confidences,
     init_survival,
     observe,
+    observed,
     report,
     select,
     survivals,
@@ -65,7 +66,8 @@ def test_survival_never_rises(num_cases):
         reached = rng.integers(0, 10**6, (J, BINS)).astype(np.float32)
         accepted = np.where(rng.random((J, BINS)) < 0.5, reached, rng.random((J, BINS)) * reached)
         confidence = rng.choice([0.0, 1e-9, 0.3, 0.99, 1.0, np.nan], (S, J)).astype(np.float32)
-        state = Survival(*map(jnp.asarray, (confidence, reached, accepted.astype(np.float32))))
+        place, accepted = np.zeros(S, np.int32), accepted.astype(np.float32)
+        state = Survival(*map(jnp.asarray, (confidence, place, reached, accepted)))
         found = np.asarray(survivals(state, state.confidence))
         assert np.isfinite(found).all()
         assert (found[:, 0] <= 1).all()
@@ -123,6 +125,22 @@ def test_forced_drafts_are_certain():
         forced=np.array([[7, 0, -1], [-1, -1, -1]]),
     )  # fmt: skip
     assert np.array_equal(confidences(state, plan, 2), np.array([[1, 1], [0.1, 0.2]], np.float32))
+
+
+def test_drafts_of_rounds_that_did_not_count_have_no_confidence():
+    """Slot 1 has grown since its last counted round: its drafts are verified, and neither counted nor reported."""
+    state = init_survival(4, 2)
+    state = state._replace(confidence=jnp.full((4, 2), 0.9), place=jnp.array([5, 5, 5, 0]))
+    blank = np.zeros(2, np.int32)
+    plan = DecodePlan(
+        slots=np.array([0, 1]), page_table=blank[:, None], pending=blank, constrained=None, forced=None
+    )  # fmt: skip
+    twos = jnp.array([2, 2])
+    counted, found = observed(state, plan, jnp.array([5, 7]), (twos, twos, twos), 2)
+    assert np.asarray(counted.reached).sum() == np.asarray(counted.accepted).sum() == 2
+    assert found.verified.tolist() == [2, 2]
+    assert int(found.histogram.sum()) == 2
+    assert observed(None, plan, twos, (twos, twos, twos), 2) == (None, None)
 
 
 def test_a_report_sums_the_survival_of_what_is_verified():

@@ -61,7 +61,7 @@ docs/algorithm.md has a glossary. A first try, on any CPU:
 
 
 def _overview() -> str:
-    """What each command measures, with an example, by group."""
+    """Description of each command, with an example, by group."""
     lines = [_ABOUT]
     for title, commands in GROUPS.items():
         lines += [f"{title}:"]

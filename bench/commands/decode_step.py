@@ -9,9 +9,11 @@ from bench.command import (
     Command,
     RowOptions,
     adaptive_option,
+    check_jobs,
     check_num_drafts,
     check_preset,
     dtype_option,
+    jobs_option,
     list_of_methods,
     list_of_positive,
     option,
@@ -88,10 +90,7 @@ class Options(RowOptions):
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     prefill_chunk: int = option("tokens per prefill call", default=512, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
-    jobs: int = option(
-        "processes that compile all programs onto disk before the first cell; each takes 2 to 4 GB of memory of the host",
-        default=1, type=positive, metavar="N",
-    )  # fmt: skip
+    jobs: int = jobs_option()
     prefills: int = option(
         "repeats of the prefill alone; the row has their median",
         default=3,
@@ -117,10 +116,7 @@ class Options(RowOptions):
             raise ConfigError(
                 "--synthetic-acceptance-length and --synthetic-acceptance-rows exclude each other"
             )
-        if self.jobs > 1 and self.no_cache:
-            raise ConfigError(
-                "--jobs compiles programs onto disk, which --no-cache excludes: drop one"
-            )
+        check_jobs(self)
 
 
 def row_drafts(row: dict) -> str:

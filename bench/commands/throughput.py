@@ -7,6 +7,8 @@ from bench.command import (
     Command,
     DraftingOptions,
     adaptive_option,
+    check_jobs,
+    jobs_option,
     list_of_positive,
     option,
     positive,
@@ -33,7 +35,12 @@ class Options(DraftingOptions):
         "runs of a cell, of which the row has the median; the runs of a concurrency then alternate between all methods",
         default=1, type=positive, metavar="N",
     )  # fmt: skip
+    jobs: int = jobs_option()
     out: Path = rows_file("throughput.jsonl")
+
+    def check(self) -> None:
+        super().check()
+        check_jobs(self)
 
 
 def run(options: Options) -> int:

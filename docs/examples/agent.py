@@ -1,7 +1,7 @@
 """An agent that edits a file through the tools of a chat: `python docs/examples/agent.py FILE "what to change"`.
 
-It works with every server of OpenAI's API whose model calls tools. The small model inside peagle-jax cannot reason
-and calls nothing: the test of this file gives it its replies.
+It works with every server of OpenAI's API whose model calls tools. The small model inside peagle-jax cannot reason:
+with `peagle-serve --reply-format qwen3` it answers in text and calls nothing. The test of this file gives it its replies.
 """
 
 import argparse
@@ -52,7 +52,9 @@ def edit(client: openai.OpenAI, model: str, path: Path, task: str, *, turns: int
     """Lets the model call tools until it answers in words, at most `turns` times; returns the answer."""
     messages: list = [{"role": "user", "content": f"{task} The file is {path.name}."}]
     for _ in range(turns):
-        answer = client.chat.completions.create(model=model, messages=messages, tools=TOOLS)
+        answer = client.chat.completions.create(
+            model=model, messages=messages, tools=TOOLS, max_completion_tokens=1000
+        )
         message = answer.choices[0].message
         if not message.tool_calls:
             return message.content or ""
@@ -71,8 +73,11 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     args = parser.parse_args()
     with openai.OpenAI(base_url=args.url, api_key="none") as client:
-        model = client.models.list().data[0].id
-        print(edit(client, model, args.file, args.task))
+        try:
+            model = client.models.list().data[0].id
+            print(edit(client, model, args.file, args.task))
+        except (openai.APIError, OSError) as error:
+            parser.exit(1, f"{parser.prog}: error: {error}\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all steps of the ladder share: tile sizes, shared-memory layout, and the store of a result."""
+"""Common parts of the ladder's steps: tile sizes, shared-memory layout, and the store of a result."""
 
 from typing import Any
 

@@ -88,7 +88,7 @@ def _check_files(source: Fields) -> dict[str, tuple[int, int]]:
 
 
 def _check_tensor(tensor: Fields, sizes: dict[str, tuple[int, int]]) -> None:
-    """What `safetensors.entry` does not: the sum, and the place in its file."""
+    """Checks that `safetensors.entry` lacks: the checksum, and the place in its file."""
     _matching(tensor, "sha256", _SUM)
     file = tensor.text("file")
     if file not in sizes:

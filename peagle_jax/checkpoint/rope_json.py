@@ -24,7 +24,7 @@ GPT_OSS_ROPE = RopeConfig(
     theta=1.5e5,
     scaling=YarnScaling(factor=32.0, original_max_position=4096, truncate=False),
 )
-"""What transformers takes where a file states no rope (`RotaryEmbeddingConfigMixin`, `GptOssConfig`)."""
+"""Defaults of transformers where a file states no rope (`RotaryEmbeddingConfigMixin`, `GptOssConfig`)."""
 
 _OBJECTS = ("rope_scaling", "rope_parameters")
 _INNER_KEYS = {

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from peagle_jax.engine.calls import DecodeCall, RoundShape
+from peagle_jax.engine.choice import Choice
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.plan import SurvivalReport
 
-LEAST_GAIN = 0.03
-"""Share of tokens per second by which another K must be faster to replace the one in use."""
 DECIDE_EVERY = 16
 """Rounds of a batch bucket between two choices."""
 EXPLORE_EVERY = 128
@@ -25,6 +24,7 @@ EXPLORE_COST = 0.005
 """Largest share of time that these two rounds may take beyond what rounds of the chosen K take."""
 _MEMORY = 256  # verified drafts over which the acceptance of a position is averaged, at least
 _FASTEST_DECAY = 0.05  # of the counts, per call: at least 20 calls are averaged
+_LEAST_KEPT = 64  # decayed count below which a position does not fade while nothing verifies it
 _LEAST_VERIFIED = 12  # decayed count of verified drafts before a position's share is used
 
 _log = logging.getLogger(__name__)
@@ -39,12 +39,6 @@ def candidates(most: int, size: int, platform: str) -> tuple[int, ...]:
     return (*(k for k in steps if k < most), most)
 
 
-def best(rates: Mapping[int, float], present: int, least_gain: float) -> int:
-    """The K with the largest rate, the smaller of equal ones; `present` unless the gain is large enough."""
-    fastest = min(rates, key=lambda k: (-rates[k], k))
-    return fastest if rates[fastest] > (1 + least_gain) * rates[present] else present
-
-
 def exploration_interval(seconds: Mapping[int, float], present: int) -> int:
     """Rounds of K = `present` between two explorations: `EXPLORE_EVERY`, or more where they are expensive."""
     most = max(seconds)
@@ -53,33 +47,38 @@ def exploration_interval(seconds: Mapping[int, float], present: int) -> int:
 
 
 class Survival:
-    """For each position, the share of recent rounds in which its draft passed, of those that verified it.
+    """For each position, how often its draft passed in recent rounds after the drafts before it.
+
+    Rounds of few drafts say nothing about later ones by themselves. The share of a later draft is that of the
+    draft before it times how often it passed after that one. So it follows texts that become easier or harder.
 
     Args:
       most: J, number of positions.
     """
 
     def __init__(self, most: int):
-        self._verified, self._passed = [0.0] * most, [0.0] * most
+        self._verified = [0.0] * most
+        self._reached, self._passed = [0.0] * most, [0.0] * most  # after drafts that passed
 
     def add(self, rows: Iterable[tuple[int, int]]) -> None:
-        """Counts one call: (drafts verified, drafts passed) of each row.
-
-        A position that no row verified keeps its counts.
-        """
+        """Counts one call: (drafts verified, drafts passed) of each row."""
         most = len(self._verified)
-        with_drafted, with_passed = [0] * (most + 1), [0] * (most + 1)
+        with_drafted, with_passed, with_reached = ([0] * (most + 1) for _ in range(3))
         for drafted, accepted in rows:
             with_drafted[drafted] += 1
             with_passed[accepted] += 1
-        verified = passed = 0  # rows that verified draft j, and rows in which it passed
+            with_reached[min(drafted, accepted + 1)] += 1
+        in_all = sum(with_drafted[1:])
+        new = [0, 0, 0]  # rows that verified draft j, that reached it, and in which it passed
         for j in reversed(range(most)):
-            verified += with_drafted[j + 1]
-            passed += with_passed[j + 1]
-            if verified:
-                kept = 1 - min(_FASTEST_DECAY, verified / _MEMORY)
-                self._verified[j] = kept * self._verified[j] + verified
-                self._passed[j] = kept * self._passed[j] + passed
+            for i, counts in enumerate((with_drafted, with_reached, with_passed)):
+                new[i] += counts[j + 1]
+            # Counts of positions that are not verified fade as well, so that an exploration weighs enough.
+            if new[0] or self._reached[j] > _LEAST_KEPT:
+                kept = 1 - min(_FASTEST_DECAY, (new[0] or in_all) / _MEMORY)
+                self._verified[j] = kept * self._verified[j] + new[0]
+                self._reached[j] = kept * self._reached[j] + new[1]
+                self._passed[j] = kept * self._passed[j] + new[2]
 
     def is_known(self, limit: int) -> bool:
         """Whether enough rounds verified draft `limit`, and with it all before it."""
@@ -87,11 +86,11 @@ class Survival:
 
     @property
     def shares(self) -> list[float]:
-        """By position; non-increasing. 0 where no draft was verified."""
-        shares, least = [], 1.0
-        for verified, passed in zip(self._verified, self._passed, strict=True):
-            least = min(least, passed / verified if verified else 0.0)
-            shares.append(least)
+        """Share of rounds in which draft 1, 2, ... passed; non-increasing. 0 where no draft was reached."""
+        shares, share = [], 1.0
+        for reached, passed in zip(self._reached, self._passed, strict=True):
+            share *= passed / reached if reached else 0.0
+            shares.append(share)
         return shares
 
 
@@ -117,7 +116,7 @@ class LoadPolicy:
         """Tokens per second that the last choice predicts; 0 before the first."""
         self._most = most
         self._survival = {False: Survival(most), True: Survival(most)}  # greedy, sampled
-        self._present: dict[int, int] = {}  # by batch bucket
+        self._choices: dict[int, Choice] = {}  # by batch bucket
         self._rounds: Counter[int] = Counter()  # since the last decision, by batch bucket
         self._interval: dict[int, int] = {}  # between explorations, by batch bucket
         self._below_most = 0  # rounds since the last exploration
@@ -125,7 +124,7 @@ class LoadPolicy:
 
     def present(self, size: int) -> int:
         """The chosen K of a batch bucket."""
-        return self._present.get(size, self._most)
+        return self._choices[size].present.num_draft if size in self._choices else self._most
 
     @property
     def shares(self) -> dict[str, list[float]]:
@@ -143,6 +142,10 @@ class LoadPolicy:
     def shape(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> RoundShape:
         """The next round of the batch bucket `size`; arguments as in `choose`."""
         return RoundShape(size, self.choose(size, rows, drafts))
+
+    def must_count(self, shape: RoundShape) -> bool:
+        """Whether the next round, of `shape`, must count the survival of its drafts."""
+        return False
 
     def commit(
         self,
@@ -164,12 +167,10 @@ class LoadPolicy:
         """
         if len(drafts) == 1 or any(request.holds_k for request in rows):
             return drafts[-1]
-        self._rounds[size] += 1
-        if self._rounds[size] >= self.decide_every:
-            self._rounds[size] = 0
-            self._decide(size, rows, drafts)
-        num_draft = self.present(size)
-        return drafts[-1] if self._explores(size, num_draft) else num_draft
+        choice = self._choice(size)
+        if self._is_due(size):
+            self._decide(choice, rows, drafts)
+        return drafts[-1] if self._explores(choice) else choice.shape.num_draft
 
     def record(self, rows: Iterable[tuple[Request, int, int]]) -> None:
         """Counts a committed round: (request, drafts verified, drafts passed) of each row."""
@@ -179,42 +180,71 @@ class LoadPolicy:
         for is_sampled, counts in found.items():
             self._survival[is_sampled].add(counts)
 
-    def _explores(self, size: int, num_draft: int) -> bool:
+    def _choice(self, size: int) -> Choice:
+        return self._choices.setdefault(size, Choice(RoundShape(size, self._most)))
+
+    def _is_due(self, size: int) -> bool:
+        """Counts a round, and says whether a decision comes before it."""
+        self._rounds[size] += 1
+        if self._rounds[size] < self.decide_every:
+            return False
+        self._rounds[size] = 0
+        return True
+
+    def _explores(self, choice: Choice) -> bool:
         """Whether this round is one of the two of an exploration."""
         if self._exploring:
             self._exploring -= 1
             return True
-        if num_draft == self._most:
+        if choice.trial is not None:  # all its rounds are timed, one after the other
+            return False
+        shape = choice.shape
+        if self._shows_all(shape):
             self._below_most = 0
             return False
         self._below_most += 1
-        if self._below_most > self._interval.get(size, EXPLORE_EVERY - 2):
+        if self._below_most > self._interval.get(shape.size, EXPLORE_EVERY - 2):
             self._below_most, self._exploring = 0, 1
             return True
         return False
 
-    def _decide(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> None:
-        present = self.present(size)
-        seconds = self.times.seconds(size, drafts)
+    def _shows_all(self, shape: RoundShape) -> bool:
+        """Whether rounds of `shape` show what an exploration would."""
+        return shape == RoundShape(shape.size, self._most)
+
+    def _decide(self, choice: Choice, rows: Sequence[Request], drafts: Sequence[int]) -> None:
+        present, size = choice.present, choice.present.size
+        seconds = {RoundShape(size, k): s for k, s in self.times.seconds(size, drafts).items()}
         tokens = self._tokens(rows, drafts)
         if tokens is None or present not in seconds:
             return
-        rates = {k: tokens[k] / seconds[k] for k in seconds}
-        chosen = best(rates, present, LEAST_GAIN)
+        rates = {shape: tokens[shape.num_draft] / s for shape, s in seconds.items()}
+        if self._replace(choice, rates, seconds):
+            _log.info(
+                "batch size %d: %d drafts per round, predicted %.0f tokens/s; %d drafts gave %.0f",
+                size,
+                choice.present.num_draft,
+                rates[choice.present],
+                present.num_draft,
+                rates[present],
+            )
+
+    def _replace(
+        self,
+        choice: Choice,
+        rates: Mapping[RoundShape, float],
+        seconds: Mapping[RoundShape, float],
+    ) -> bool:
+        """Decides by rates. Returns whether the chosen shape is another one now."""
+        before = choice.present
+        choice.decide(rates, self.times)
+        chosen = choice.present
         self.rate = rates[chosen]
-        self._interval[size] = exploration_interval(seconds, chosen)
-        if chosen == present:
-            return
-        self._present[size] = chosen
-        self.num_changes += 1
-        _log.info(
-            "batch size %d: %d drafts per round, predicted %.0f tokens/s; %d drafts gave %.0f",
-            size,
-            chosen,
-            rates[chosen],
-            present,
-            rates[present],
-        )
+        whole = max(seconds, key=lambda shape: shape.num_verified)
+        cost = {0: seconds[chosen], 1: seconds[whole]}
+        self._interval[chosen.size] = exploration_interval(cost, 0)
+        self.num_changes += chosen != before
+        return chosen != before
 
     def _tokens(self, rows: Sequence[Request], drafts: Sequence[int]) -> dict[int, float] | None:
         """Expected tokens of a round by K; None until acceptance is measured."""

@@ -67,7 +67,7 @@ class PrefillCall:
 
 
 class RoundShape(NamedTuple):
-    """What the program of a round is compiled for."""
+    """Shape of a round: its program is compiled for it."""
 
     size: int  # batch bucket: rows of the plan, padding included
     num_draft: int  # K, drafts that the round makes for each row, and the most that it verifies
@@ -91,6 +91,9 @@ class DecodeCall:
     plan: DecodePlan
     mask: np.ndarray | None = None  # [B, K+1, mask_words(V)] int32 for constrained rows, see `plan`
     repeat: int = 1  # rounds that the call runs
+    counts: bool = (
+        False  # whether it runs the program that counts survival also for greedy requests
+    )
 
     @property
     def num_draft(self) -> int:
@@ -110,7 +113,7 @@ class DecodeCall:
     @cached_property
     def is_greedy(self) -> bool:
         """Whether no request needs a branch of the round's program, see `Programs.round`."""
-        return not any(request.needs_branch for request in self.rows)
+        return not self.counts and not any(request.needs_branch for request in self.rows)
 
     def is_again(self, rows: list[Request], shape: RoundShape) -> bool:
         """Whether a round of `shape` for `rows` would be this one, if their slots and pages are the same."""
@@ -129,12 +132,18 @@ class DecodeCall:
 
     @classmethod
     def build(
-        cls, rows: Sequence[Request], shape: RoundShape, config: EngineConfig, repeat: int = 1
+        cls,
+        rows: Sequence[Request],
+        shape: RoundShape,
+        config: EngineConfig,
+        repeat: int = 1,
+        counts: bool = False,
     ) -> Self:
         """Plans a round of `shape` for `rows`, at most `shape.size` requests.
 
         Args:
-          repeat: rounds of the call, if no request needs a branch.
+          repeat: rounds of the call, if no request needs a branch and it does not count.
+          counts: see the field.
         """
         size, num_draft = shape.size, shape.num_draft
         slots, pending = np.full(size, config.max_num_seqs, np.int32), np.zeros(size, np.int32)
@@ -147,6 +156,7 @@ class DecodeCall:
             pending=pending,
             constrained=np.zeros(size, np.int32),
             forced=np.full((size, num_draft), -1, np.int32),
+            newest=np.full(size, -1, np.int32),
         )
         drafted = tuple(min(num_draft, r.num_draft, r.pending) for r in rows)
         windows: list[tuple[Matcher | None, Sequence[int]]] = []
@@ -161,8 +171,22 @@ class DecodeCall:
             drafted=drafted,
             plan=plan,
             mask=masks_of(windows, size=size, height=num_draft + 1),
-            repeat=1 if any(request.needs_branch for request in rows) else repeat,
+            repeat=1 if counts or any(request.needs_branch for request in rows) else repeat,
+            counts=counts,
         )
+
+
+def timed_plan(shape: RoundShape, vocab_size: int, config: EngineConfig) -> DecodePlan:
+    """A round over the dummy slot whose rows read different tokens, the same ones each time.
+
+    Equal tokens would choose equal experts, and a round of many rows would read a fraction of the weights that a
+    round of texts reads. The rows of the dummy slot leave no trace in the state of a request.
+    """
+    plan = DecodeCall.build([], shape, config).plan
+    tokens = np.random.default_rng(0).integers(
+        vocab_size, size=(shape.size, shape.num_draft + 1), dtype=np.int32
+    )
+    return plan._replace(newest=tokens[:, 0], forced=tokens[:, 1:])
 
 
 def made(row: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the results of device calls change: texts, counts, and the pages that requests hold. No jax here."""
+"""Commits results of device calls: texts, counts, and the pages that requests hold. No jax here."""
 
 from collections.abc import Collection, Iterator
 
@@ -103,7 +103,6 @@ class Commits:
         tokens: np.ndarray,  # [N, B, K+1]
         count: np.ndarray,  # [N, B], as of `commit_decode`
         drafts: np.ndarray,  # [N, B, K], of each round for the next
-        report: SurvivalReport | None = None,  # leaves [N, ..]
     ) -> Iterator[Update]:
         """Commits the N rounds of one call, all of one request before the next one.
 
@@ -111,8 +110,7 @@ class Commits:
           An update for each round of each request; `request.last_round` is that round while the caller has it.
         """
         verified = [call.drafted, *[call.drafted_again] * (call.repeat - 1)]
-        verified = verified if report is None else report.verified.tolist()
-        counts = [[] for _ in range(call.repeat)]
+        counts = []
         # By request, then by round. No draft is missing: n-grams have no such calls.
         by_row = (values.swapaxes(0, 1).tolist() for values in (tokens, count, drafts))
         for row, (request, *found) in enumerate(zip(call.rows, *by_row, strict=False)):
@@ -130,14 +128,12 @@ class Commits:
                     update = self._receive(request, row, new, produced, None)
                 drafted = verified[index][row]
                 accepted = self._count(request, before, drafted, produced, len(update[1]))
-                counts[index].append((request, drafted, accepted))
+                counts.append((request, drafted, accepted))
                 yield update
             if takes_all and not request.is_finished:
                 self._kept(request)
         if self.policy is not None:
-            for index, some in enumerate(counts):
-                one = None if report is None else SurvivalReport(*(leaf[index] for leaf in report))
-                self.policy.commit(call, some, one)
+            self.policy.commit(call, counts, None)
 
     def _takes_all(self, request: Request, tokens: list[list[int]], counts: list[int]) -> bool:
         """Whether a request keeps the tokens of all rounds of a call and goes on, so that they need no check one by one.

@@ -47,7 +47,7 @@ class Completion:
 
 
 def completion_of(request: Request, tokenizer: Tokenizer | None) -> Completion:
-    """What a finished request gave."""
+    """Output of a finished request."""
     text = None
     if tokenizer is not None:
         params = request.params

@@ -141,7 +141,7 @@ class Engine:
         self._numbers = itertools.count()
 
     def follower(self) -> Follower:
-        """What repeats the device calls of another engine on this one, which must not run itself."""
+        """Repeats the device calls of another engine on this one, which must not run calls of its own."""
         return Follower(self.programs, self._state)
 
     def warm_up(
@@ -342,7 +342,7 @@ class Engine:
         """The updates of a call, whose requests change as they are read."""
         tokens, count = output.packed[..., :-1], output.packed[..., -1]
         if isinstance(call, DecodeCall) and call.repeat > 1:
-            return self.scheduler.commit_rounds(call, tokens, count, output.drafts, output.report)
+            return self.scheduler.commit_rounds(call, tokens, count, output.drafts)
         logprobs = None
         if any(r is not None and r.params.logprobs is not None for r in call.requests):
             logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)

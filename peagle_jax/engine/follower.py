@@ -12,7 +12,7 @@ from peagle_jax.engine.device_calls import (
     Key,
     WriteControls,
 )
-from peagle_jax.engine.programs import Programs
+from peagle_jax.engine.programs import AT_ONCE, Programs
 
 
 class Follower:
@@ -30,7 +30,7 @@ class Follower:
 
     def __init__(self, programs: Programs, state: step.State):
         self._programs, self.state = programs, state
-        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="compiler")
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="compiler")
         self._compiling: dict[Key, Future] = {}
 
     def perform(self, call: DeviceCall) -> None:

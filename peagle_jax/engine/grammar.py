@@ -106,7 +106,7 @@ class Matcher:
         self.num_words = num_words
         """Words of a mask."""
         self.seconds = 0.0
-        """What the last call of `masks_of` took, or would have taken with one thread for each matcher."""
+        """Time of the last call of `masks_of`, as if each matcher had one thread."""
         self._is_slow = False
         self._copies: list[llguidance.LLMatcher] = []
 
@@ -117,7 +117,7 @@ class Matcher:
             return f"the constraint cannot be continued: a mask takes more than {1e3 * _SLOW_MASK:g} ms"
         for one in (self.matcher, *self._copies):
             if one.is_error():
-                return f"the constraint cannot be continued: {_first_line(one.get_error())}"
+                return f"the constraint cannot be continued: {_reason(one.get_error())}"
         return None
 
     @property
@@ -250,7 +250,7 @@ def _answer(structured: Structured) -> dict:
     try:
         return {"lark_grammar": gbnf_to_lark.any_to_lark(text)}
     except (gbnf_to_lark.GbnfToLarkError, ValueError, RecursionError) as error:
-        raise ConfigError.of("structured", f"not a grammar ({_first_line(str(error))})") from None
+        raise ConfigError.of("structured", f"not a grammar ({_reason(str(error))})") from None
 
 
 class Grammars:
@@ -289,7 +289,7 @@ class Grammars:
                     eos_token=sorted(self._eos_ids),
                 )
             except ValueError as error:
-                rule = f"the model's tokenizer cannot be used ({_first_line(str(error))})"
+                rule = f"the model's tokenizer cannot be used ({_reason(str(error))})"
                 raise ConfigError.of("structured", rule) from error
             self._executor = llguidance.LLExecutor()
 
@@ -300,7 +300,7 @@ class Grammars:
         return replace(structured, reasoning=self.reasoning_after(prompt))
 
     def reasoning_after(self, prompt: Sequence[int]) -> Reasoning:
-        """What the model may write before its answer, after the prompt of a chat."""
+        """The kind of reasoning that may come before the answer to a chat's prompt."""
         marker, text = self._end(prompt)
         match self.markers:
             case Markers(harmony=(_, _, start, _)):
@@ -347,13 +347,18 @@ def new_matcher(vocabulary: llguidance.LLTokenizer, definition: str) -> llguidan
     if not matcher.is_error():
         matcher.compute_bitmask()  # finds grammars without any text
     if matcher.is_error():
-        reason = _first_line(matcher.get_error())
+        reason = _reason(matcher.get_error())
         if reason.startswith("NoExtension"):
             reason = "no text can satisfy it"
         raise ConfigError.of("structured", reason)
     return matcher
 
 
-def _first_line(text: str) -> str:
-    """The first line of llguidance's message, at most 200 characters."""
-    return (text.strip().splitlines() or ["no reason given"])[0][:200]
+def _reason(text: str) -> str:
+    """The reason in llguidance's message, at most 200 characters: its first line.
+
+    The parser of regular expressions repeats the pattern first and gives the reason in the last line.
+    """
+    lines = text.strip().splitlines() or ["no reason given"]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return f"not a regular expression: {reasons[-1]}"[:200] if reasons else lines[0][:200]

@@ -1,4 +1,4 @@
-"""What holds of requests between two steps of the scheduler. No jax here."""
+"""Invariants of requests between two steps of the scheduler. No jax here."""
 
 from collections.abc import Sequence
 

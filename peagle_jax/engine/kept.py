@@ -4,17 +4,24 @@ from dataclasses import replace
 
 from peagle_jax import step
 from peagle_jax.adjust import Controls
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.device_calls import GreedyRound, Key
+from peagle_jax.engine.round_shapes import counts_survival
 from peagle_jax.plan import RequestParams, greedy_only
+from peagle_jax.survival import Survival
 
 Kept = tuple[RequestParams, Controls | None]
 """Parts of the state that a round reads only: the parameters, and controls without counts."""
 
 
-def kept_by(state: step.State, is_greedy: bool) -> Kept:
-    """What a round reads of the state and does not write: each result costs the host a microsecond."""
-    if is_greedy:
-        return greedy_only(state.params), None
-    return state.params, state.controls._replace(counts=None)
+def split(state: step.State, key: Key, config: EngineConfig) -> tuple[step.State, Kept]:
+    """The parts of the state that a round writes, and those that it only reads: a result costs the host a microsecond."""
+    if isinstance(key, GreedyRound):
+        kept = greedy_only(state.params), None
+    else:
+        kept = state.params, state.controls._replace(counts=None)
+    written = without(state, kept)
+    return (written if counts_survival(config, key) else replace(written, survival=None)), kept
 
 
 def without(state: step.State, kept: Kept) -> step.State:
@@ -23,12 +30,13 @@ def without(state: step.State, kept: Kept) -> step.State:
     return replace(state, params=None, controls=controls)
 
 
-def join(written: step.State, kept: Kept) -> step.State:
-    """The state from its parts."""
+def join(written: step.State, kept: Kept, survival: Survival | None = None) -> step.State:
+    """The state from its parts; `survival` is that of rounds which do not count it."""
     params, controls = kept
     if written.controls is not None:
         controls = controls._replace(counts=written.controls.counts)
-    return replace(written, params=params, controls=controls)
+    survival = survival if written.survival is None else written.survival
+    return replace(written, params=params, controls=controls, survival=survival)
 
 
 def _counts_only(controls: Controls) -> Controls:

@@ -30,7 +30,7 @@ def round_output(config: EngineConfig, shape: RoundShape, *, is_greedy: bool) ->
     """Output of a round, or of all rounds of a call for greedy requests, then with a leading axis."""
     sizes = (shape.size, shape.num_draft + 1, config.num_made(shape.num_draft))
     output = _output(*sizes, config.max_logprobs)
-    if config.has_survival:
+    if config.ragged_rows(shape.size) and not is_greedy:
         report = SurvivalReport(_ints(shape.size), _floats(), _ints(SURVIVAL_BINS))
         output = replace(output, report=report)
     if not is_greedy:

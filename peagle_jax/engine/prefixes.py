@@ -109,7 +109,7 @@ class PrefixCache:
                 self._pool.publish(request.pages[page], keys[page], request.chain, request.salt)
 
     def _fitting(self, request: Request, num_pages: int) -> Hit | None:
-        """What was found of the request, if the pool has the rest of `num_pages` pages."""
+        """The cached prefix of the request, if the pool has the rest of `num_pages` pages."""
         hit = self._find(request)
         if num_pages - len(hit.pages) <= self._pool.num_free:
             return hit

@@ -30,7 +30,7 @@ from peagle_jax import adjust, step
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.engine import layouts, ring_copies
-from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape, timed_plan
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.device_calls import (
     CONTROLS,
@@ -45,7 +45,7 @@ from peagle_jax.engine.device_calls import (
     Run,
     WriteControls,
 )
-from peagle_jax.engine.kept import join, kept_by, without
+from peagle_jax.engine.kept import join, split, without
 from peagle_jax.engine.memory import carve_holes
 from peagle_jax.engine.output_shapes import prefill_output, round_output, spec_of
 from peagle_jax.engine.round_shapes import greedy_shapes, round_shapes
@@ -64,7 +64,7 @@ from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
 
 AT_ONCE = 4
-"""Programs that `Programs.warm_up` compiles at the same time."""
+"""Programs that a process compiles at the same time: in `Programs.warm_up`, and as a follower."""
 
 
 class Programs:
@@ -243,9 +243,9 @@ class Programs:
         if isinstance(call.key, str):
             state, resident.bits = program(self._weights, state, *given)
         else:
-            kept = kept_by(state, isinstance(call.key, GreedyRound))
-            written, resident.bits = program(self._weights, without(state, kept), *given, kept)
-            state = join(written, (state.params, state.controls))
+            written, kept = split(state, call.key, self._config)
+            written, resident.bits = program(self._weights, written, *given, kept)
+            state = join(written, (state.params, state.controls), state.survival)
         return state, Result(resident.bits, resident.layout)
 
     def _prepare(self, key: Key, state: step.State) -> None:
@@ -260,7 +260,7 @@ class Programs:
             self._resident.setdefault(key, resident)
 
     def _lowering(self, key: Key, state: step.State) -> tuple[Callable, tuple, Resident | None]:
-        """What lowers the program of `key`, the shapes of its operands, and the buffers of its calls.
+        """The function that lowers the program of `key`, the shapes of its operands, and the buffers of its calls.
 
         `state` may be one of shapes.
         """
@@ -285,7 +285,7 @@ class Programs:
             lower = partial(self._round.lower, **sizes)
             idle = DecodeCall.build([], shape, config).plan
             output = round_output(config, shape, is_greedy=is_greedy)
-            parts = without(state, kept := kept_by(state, is_greedy)), kept
+            parts = split(state, key, config)
         mask_shape = (rows, T, mask_words(state.controls.counts.shape[1]))
         if is_greedy:
             mask_shape = None
@@ -349,12 +349,12 @@ class Programs:
         return {size: tuple(shape.num_rows for shape in shapes) for size, shapes in by_size}
 
     def time_idle(self, state: step.State, shape: RoundShape) -> tuple[step.State, float]:
-        """Runs a compiled round over idle slots; `state` is consumed. Waits for the device before and after.
+        """Runs a compiled round over the dummy slot; `state` is consumed. Waits for the device before and after.
 
         Returns:
           The next state, and the seconds of the round.
         """
-        plan = DecodeCall.build([], shape, self._config).plan
+        plan = timed_plan(shape, state.controls.counts.shape[1], self._config)
         jax.block_until_ready(state)
         start = time.perf_counter()
         state, result = self._dispatch(shape, state, plan, None)

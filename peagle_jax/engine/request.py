@@ -75,7 +75,7 @@ class BatchLogprobs(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one round did for one request: it verified `drafts`, and the first `accepted` became output."""
+    """One round of one request: it verified `drafts`, and the first `accepted` became output."""
 
     drafts: list[int]
     accepted: int

@@ -7,6 +7,7 @@ from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.adaptive import candidates
 from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.device_calls import Key
 
 
 def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
@@ -28,7 +29,8 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
 
 
 _MOST_GREEDY = 64
-"""In larger batches the device takes longer than the host, and a branch costs nothing."""
+"""In larger batches the device takes longer than the host, and a branch costs nothing. That does not hold for models
+so light that a call runs several rounds."""
 
 
 _LIGHT = 2**30
@@ -67,5 +69,13 @@ def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
         wanted = dispatch.platform() == "cuda" or config.repeat > 1
     if not wanted or config.draft_sampling == "sample":
         return ()
-    sizes = (size for size in config.batch_buckets[::-1] if size <= _MOST_GREEDY)
+    most = _MOST_GREEDY if config.repeat == 1 else config.max_num_seqs
+    sizes = (size for size in config.batch_buckets[::-1] if size <= most)
     return tuple(RoundShape(size, config.num_draft_at(size)) for size in sizes)
+
+
+def counts_survival(config: EngineConfig, key: Key) -> bool:
+    """Whether the round of `key` measures how likely its drafts are to be accepted: in batch buckets with ragged
+    rounds, and where requests need branches or ragged rounds are chosen. The others run as without them.
+    """
+    return isinstance(key, RoundShape) and bool(config.ragged_rows(key.size))

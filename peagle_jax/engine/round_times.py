@@ -3,9 +3,12 @@
 A real round takes longer than one over idle slots, because it reads the keys of whole texts and the host
 takes part; and a device may be slower at some times than at others. So two values of K are compared only by
 their ratio: first that over idle slots, then that of the real rounds just before and just after K changed.
-A ratio that was measured in a bad moment would keep a K out of use for ever, so it is forgotten after a while.
+What such rounds correct for two values of K, they correct for those in between as well. A ratio that was
+measured in a bad moment would keep a K out of use for ever, so it is forgotten after a while.
 """
 
+import bisect
+import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,7 +21,9 @@ IDLE_RUNS = 5
 _IDLE_SECONDS = 0.5  # no further idle run of a shape that took as long in all
 _WINDOW = 15  # real rounds whose median is the present time
 _LEAST = 8  # real rounds of a shape, without another one between them, before their median counts
-_WEIGHT = 0.5  # of a new ratio against the known one
+_WEIGHT = (
+    0.5  # of a new ratio against one of other real rounds; one over idle slots gives way at once
+)
 _VALID_ROUNDS = 4096  # rounds of a batch bucket after which an unused shape has its idle time again
 
 
@@ -51,7 +56,7 @@ class _Run:
 
 
 class RoundTimes:
-    """What rounds take on this device.
+    """Times of rounds on this device, by shape.
 
     Args:
       idle: seconds of rounds over idle slots that are known already.
@@ -63,6 +68,9 @@ class RoundTimes:
         self._learned: dict[RoundShape, float] = {}  # of real rounds; only the ratios count
         self._counts: Counter[int] = Counter()  # real rounds by batch bucket
         self._last: dict[RoundShape, int] = {}  # the count of its bucket at a shape's last round
+        self._tried: dict[
+            RoundShape, int
+        ] = {}  # the same at its last run with enough rounds, or at a trial
         self._runs: dict[RoundShape, list[float]] = {}  # over idle slots
         self._present: dict[int, _Run] = {}  # by batch bucket
         self._before: dict[int, _Run] = {}  # the run before it with enough rounds
@@ -89,6 +97,8 @@ class RoundTimes:
     def add_round(self, shape: RoundShape, seconds: float) -> None:
         """Counts a real round."""
         self._counts[shape.size] += 1
+        if shape in self._learned and not self._is_valid(shape):
+            del self._learned[shape]
         self._last[shape] = self._counts[shape.size]
         run = self._present.get(shape.size)
         if run is None or run.shape != shape:
@@ -97,8 +107,24 @@ class RoundTimes:
             run = self._present[shape.size] = _Run(shape)
         run.rounds.append(seconds)
         del run.rounds[:-_WINDOW]
+        if run.median is not None:
+            self._tried[shape] = self._counts[shape.size]
         if len(run.rounds) == _LEAST:
             self._learn(self._before.pop(shape.size, None), run)
+
+    def begin_trial(self, shape: RoundShape) -> None:
+        """Rounds of `shape` follow that are to measure it: `is_tried` from now on, whatever they show."""
+        self._tried[shape] = self._counts[shape.size]
+
+    def is_tried(self, shape: RoundShape) -> bool:
+        """Whether `shape` was measured by real rounds, or a trial of it began, not long ago."""
+        last = self._tried.get(shape)
+        return last is not None and self._counts[shape.size] - last <= _VALID_ROUNDS
+
+    def is_measured(self, shape: RoundShape) -> bool:
+        """Whether the last rounds of its batch bucket were enough of `shape` to measure it."""
+        run = self._present.get(shape.size)
+        return run is not None and run.shape == shape and run.median is not None
 
     def seconds(self, size: int, drafts: Collection[int]) -> dict[int, float]:
         """Seconds per round of the batch bucket `size` by K, for those of `drafts` that have a time.
@@ -122,16 +148,30 @@ class RoundTimes:
     def _cost(self, shape: RoundShape) -> float | None:
         """Seconds of a round up to a factor that all shapes of its bucket share; None if not known."""
         level = self._level.get(shape)
-        if level is None or shape not in self._learned:
-            return level
-        run = self._present[shape.size]
-        if (
-            self._counts[shape.size] - self._last[shape] > _VALID_ROUNDS
-            and run.shape in self._level
-        ):
-            now = self._level[run.shape]
-            return level * self._learned.get(run.shape, now) / now
-        return self._learned[shape]
+        return None if level is None else level * math.exp(self._correction(shape, level))
+
+    def _correction(self, shape: RoundShape, level: float) -> float:
+        """Logarithm of the cost over the idle time `level`. Between shapes with real rounds it is interpolated by
+        the logarithms of their idle times, beyond the last of them it is that of the last."""
+        known = {}  # corrections by logarithm of the idle time
+        for other, cost in self._learned.items():
+            if other.size == shape.size and other in self._level and self._is_valid(other):
+                if other == shape:
+                    return math.log(cost / level)
+                known[math.log(self._level[other])] = math.log(cost / self._level[other])
+        if not known:
+            return 0.0
+        at, places = math.log(level), sorted(known)
+        place = bisect.bisect(places, at)
+        if place in (0, len(places)):
+            return known[places[max(0, place - 1)]]
+        below, above = places[place - 1], places[place]
+        share = (at - below) / (above - below)
+        return (1 - share) * known[below] + share * known[above]
+
+    def _is_valid(self, shape: RoundShape) -> bool:
+        """Whether the shape had a round not long ago."""
+        return self._counts[shape.size] - self._last[shape] <= _VALID_ROUNDS
 
     def _learn(self, before: _Run | None, after: _Run) -> None:
         """Corrects the cost of a shape by the rounds before and after it came into use."""
@@ -139,5 +179,7 @@ class RoundTimes:
             return
         base, known = self._cost(before.shape), self._cost(after.shape)
         if base and known:
+            self._learned[before.shape] = base
             found = base * after.median / before.median
-            self._learned[after.shape] = known * (found / known) ** _WEIGHT
+            weight = _WEIGHT if after.shape in self._learned else 1.0
+            self._learned[after.shape] = known * (found / known) ** weight

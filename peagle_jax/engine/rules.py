@@ -18,9 +18,12 @@ def banned_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[int, 
     for word in words:
         if tokenizer is None:
             raise ConfigError.of("bad_words", "need a model with a tokenizer; use logit_bias")
-        plain, spaced = (
-            tokenizer.encode(space + word.lstrip(), special=False) for space in ("", " ")
-        )
+        try:
+            plain, spaced = (
+                tokenizer.encode(space + word.lstrip(), special=False) for space in ("", " ")
+            )
+        except ConfigError as error:
+            raise ConfigError.of("bad_words", str(error)) from error
         if len(plain) > 1:
             rule = f"{word!r} is {len(plain)} tokens; words of one token are supported"
             raise ConfigError.of("bad_words", rule)

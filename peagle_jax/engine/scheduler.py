@@ -137,10 +137,11 @@ class Scheduler(Commits):
         """A round for `rows`: the last one again, if it is the same, so that no plan is packed or uploaded."""
         shape, changes = self._shape(rows), self._pages.num_changes
         repeat = self.config.repeat if shape in self.repeated else 1
+        counts = self.policy is not None and self.policy.must_count(shape)
         call, planned = self._last_decode
-        if call is None or planned != (changes, repeat) or not call.is_again(rows, shape):
-            call = DecodeCall.build(rows, shape, self.config, repeat)
-            self._last_decode = call, (changes, repeat)
+        if call is None or planned != (changes, repeat, counts) or not call.is_again(rows, shape):
+            call = DecodeCall.build(rows, shape, self.config, repeat, counts)
+            self._last_decode = call, (changes, repeat, counts)
         return call
 
     def _shape(self, rows: Sequence[Request]) -> RoundShape:

@@ -20,7 +20,7 @@ from peagle_jax.config import EngineConfig
 
 
 class Content(NamedTuple):
-    """What the rings of a free slot, or a saved copy, hold."""
+    """The text whose window the rings of a free slot, or a saved copy, hold."""
 
     chain: Sequence[int]  # numbers of the text's pages, see `PagePool`
     written: int  # no call wrote a position of this text at or above it

@@ -11,7 +11,7 @@ from peagle_jax.engine.request import at_least
 
 @dataclass(frozen=True)
 class SurvivalCounts:
-    """What rounds of batches with ragged rounds expected of their drafts, and what happened."""
+    """Expected and actual acceptance in ragged rounds."""
 
     rounds: int = 0
     verified: int = 0

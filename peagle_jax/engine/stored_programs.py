@@ -192,7 +192,7 @@ class StoredPrograms:
 
 
 def _shape(leaf) -> list:
-    """What a program depends on of an operand. On `PLATFORMS` all layouts are those of the shapes."""
+    """Shape, dtype and sharding of an operand, which its program depends on. On `PLATFORMS` all layouts are those of the shapes."""
     spec = getattr(getattr(leaf, "sharding", None), "spec", None)
     return [list(leaf.shape), str(leaf.dtype), str(spec)]
 

@@ -11,13 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from peagle_jax.engine.adaptive import (
-    LEAST_GAIN,
-    LoadPolicy,
-    best,
-    exploration_interval,
-)
+from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import DecodeCall, RoundShape
+from peagle_jax.engine.choice import Choice
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.engine.stats import SurvivalCounts
@@ -71,16 +67,17 @@ class SurvivalPolicy(LoadPolicy):
     def __init__(self, most: int, times: RoundTimes):
         super().__init__(most, times)
         self._spread = Spread()
-        self._shapes: dict[int, RoundShape] = {}  # in use, by batch bucket with ragged rounds
-
-    def present(self, size: int) -> int:
-        """The chosen K of a batch bucket."""
-        return self._shapes[size].num_draft if size in self._shapes else super().present(size)
+        self._counts = False
+        """Whether the next round is one of an exploration, or nothing is known yet."""
 
     @property
     def num_verified(self) -> dict[int, int]:
         """Most drafts that a round verifies in all, by batch bucket with ragged rounds."""
-        return {size: shape.num_verified for size, shape in self._shapes.items()}
+        return {
+            size: choice.present.num_verified
+            for size, choice in self._choices.items()
+            if self.ragged.get(size)
+        }
 
     def shape(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> RoundShape:
         """The next round of the batch bucket `size`.
@@ -97,14 +94,23 @@ class SurvivalPolicy(LoadPolicy):
         # The text of a seed depends on the drafts that are verified.
         if any(request.holds_k for request in rows):
             return whole
-        present = self._shapes.setdefault(size, whole)
-        self._rounds[size] += 1
-        if self._rounds[size] >= self.decide_every:
-            self._rounds[size] = 0
+        choice = self._choice(size)
+        if self._is_due(size):
             choices = [RoundShape(size, k) for k in drafts]
             choices += [RoundShape(size, most, number) for number in ragged]
-            present = self._decide_shape(len(rows), choices, present)
-        return whole if self._explores(size, most if present == whole else -1) else present
+            self._decide_shape(choice, len(rows), choices)
+        explores = self._explores(choice)
+        self._counts = explores or not self._spread.is_known
+        return whole if explores else choice.shape
+
+    def must_count(self, shape: RoundShape) -> bool:
+        """Whether the next round, of `shape`, must count the survival of its drafts: an exploration, and the first
+        rounds. Ragged rounds count anyway."""
+        return self._counts and bool(self.ragged.get(shape.size))
+
+    def _shows_all(self, shape: RoundShape) -> bool:
+        """Rounds of all drafts need not count."""
+        return False
 
     def commit(
         self,
@@ -114,13 +120,16 @@ class SurvivalPolicy(LoadPolicy):
     ) -> None:
         """Takes the outcome of a round, see `LoadPolicy.commit`."""
         super().commit(call, rows, report)
-        if report is None or call.shape.size not in self._shapes:
+        if report is None:
             return
         # After a round without drafts there is nothing to verify, whatever the drafter is worth.
         num_fresh = sum(
             drafted > 0 or request.num_draft == 0
             for request, drafted in zip(call.requests, call.drafted, strict=False)
         )
+        if most := sum(call.drafted):
+            # Drafts of a round that did not count are not in the histogram.
+            num_fresh *= report.histogram.sum() / most
         self._spread.age()
         if num_fresh and call.num_draft == self._most:
             self._spread.add(report.histogram, num_fresh)
@@ -136,29 +145,22 @@ class SurvivalPolicy(LoadPolicy):
         )
 
     def _decide_shape(
-        self, num_requests: int, choices: Sequence[RoundShape], present: RoundShape
-    ) -> RoundShape:
-        """Replaces the round in use where another of `choices` is faster. Returns the one in use then."""
-        seconds = self.times.seconds_of(choices)
+        self, choice: Choice, num_requests: int, shapes: Sequence[RoundShape]
+    ) -> None:
+        """Replaces the round in use where another of `shapes` is faster."""
+        seconds, present = self.times.seconds_of(shapes), choice.present
         if not self._spread.is_known or present not in seconds:
-            return present
+            return
         tokens = {
             shape: num_requests + self._spread.accepted(num_requests, shape.num_verified)
             for shape in seconds
         }
         rates = {shape: tokens[shape] / seconds[shape] for shape in seconds}
-        chosen = best(rates, present, LEAST_GAIN)
-        self.rate = rates[chosen]
-        whole = max(seconds, key=lambda shape: shape.num_verified)
-        cost = {0: seconds[chosen], 1: seconds[whole]}
-        self._interval[chosen.size] = exploration_interval(cost, 0)
-        if chosen != present:
-            self._shapes[chosen.size] = chosen
-            self.num_changes += 1
+        if self._replace(choice, rates, seconds):
+            chosen = choice.present
             _log.info(
                 "batch size %d: rounds of %d drafts verify at most %d in all, predicted %.0f tokens/s; "
                 "%d drafts, of which %d are verified, gave %.0f",
                 chosen.size, chosen.num_draft, chosen.num_verified, rates[chosen],
                 present.num_draft, present.num_verified, rates[present],
             )  # fmt: skip
-        return chosen

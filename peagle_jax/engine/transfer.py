@@ -95,8 +95,10 @@ class Resident:
             self.mask = _unpack_into(self.mask, mask)
 
     def _narrow(self, plan: PrefillPlan | DecodePlan) -> PrefillPlan | DecodePlan:
-        """The plan without what only constrained rows need, if the program takes none."""
-        return plan if self._takes_mask else plan._replace(constrained=None, forced=None)
+        """The plan without what only constrained and timed rows need, if the program takes none."""
+        if self._takes_mask:
+            return plan
+        return plan._replace(constrained=None, forced=None, newest=None)
 
 
 class Result:

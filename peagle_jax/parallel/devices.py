@@ -225,8 +225,8 @@ class Devices:
         return replace(output, replicas=jax.ShapeDtypeStruct((self.count,), jnp.uint32))
 
     def take_weights(self, weights: list) -> list:
-        """What programs are called with for these weights: on several devices many of them are stacked, and arrays
-        that are not placed yet are copied to all devices."""
+        """The operands of programs for these weights: on several devices many weights are stacked, and arrays that
+        are not placed yet are copied to all devices."""
         weights = self.copied(weights)
         if self.mesh is not None:
             self._stacks = Stacks(weights)

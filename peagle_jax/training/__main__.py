@@ -149,7 +149,7 @@ def _grown_config(args, fresh: DrafterConfig, init: DrafterConfig) -> DrafterCon
 
 @dataclass(frozen=True)
 class DrafterRun:
-    """What the options of `peagle-train drafter` stand for."""
+    """A run of `peagle-train drafter`, built from its options."""
 
     task: Any  # trainer.Task
     merge: Callable  # parameters -> head
@@ -176,7 +176,7 @@ def drafter_run(args) -> DrafterRun:
     names = (
         "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
         "num_draft loss sharpen segments elements weights repeat_weight anchors max_temperature noise "
-        "from_layers"
+        "from_layers long_text long_every"
     )
     options = drafter.DrafterOptions(
         continuations=args.text,

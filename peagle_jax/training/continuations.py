@@ -23,7 +23,7 @@ from peagle_jax.training.attention import heads_of
 from peagle_jax.training.data import END_ID, PAD_ID
 from peagle_jax.training.trainer import split_model
 
-_SEGMENT = 128
+_SEGMENT, _MOST_SEGMENTS = 128, 4  # caches grow by segments, and each segment compiles a loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +155,9 @@ def decode(merge, length: int, weights, prompt, prompt_length, temperature, key)
     cache = [(empty, empty)] * config.num_layers
     carry = (cache, prompt[:, 0], jnp.zeros(B, bool))
     out = [prompt[:, :1]]
-    for start in range(0, length, _SEGMENT):
-        stop = min(start + _SEGMENT, length)
+    segment = max(_SEGMENT, -(-length // _MOST_SEGMENTS))
+    for start in range(0, length, segment):
+        stop = min(start + segment, length)
         grow = lambda x, n=stop - start: jnp.pad(x, ((0, 0), (0, 0), (0, n), (0, 0)))
         carry = (jax.tree.map(grow, carry[0]), *carry[1:])
         carry, tokens = jax.lax.scan(step, carry, jnp.arange(start, stop))

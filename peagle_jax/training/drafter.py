@@ -1,5 +1,6 @@
 """Training of draft heads against a frozen target that runs in the same step."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,6 +206,48 @@ def _check(config: DrafterConfig, options: DrafterOptions) -> None:
             raise ConfigError("--elements texts has no sliding windows; use --elements anchors")
 
 
+def batches(text: Text, size: int, seed: int) -> Callable[[int], Text]:
+    """Step -> `size` of the texts, without repetition in an epoch."""
+    per_epoch = len(text.tokens) // size
+
+    def batch(step: int) -> Text:
+        epoch, at = divmod(step, per_epoch)
+        order = np.random.default_rng((seed, epoch)).permutation(len(text.tokens))
+        chosen = np.sort(order[at * size : (at + 1) * size])
+        return Text(*(x[chosen] for x in text))
+
+    return batch
+
+
+def every_nth(n: int, special: Callable, usual: Callable) -> Callable[[int], Text]:
+    """Batches of `special` at every n-th step, of `usual` at the others; each goes on where it stopped."""
+
+    def batch(step: int) -> Text:
+        turn, place = divmod(step, n)
+        return special(turn) if place == n - 1 else usual(step - turn)
+
+    return batch
+
+
+def training_batches(text: Text, options: DrafterOptions, run: RunConfig) -> Callable[[int], Text]:
+    """Step -> texts, those of `options.long_text` at every n-th step.
+
+    Raises:
+      ConfigError: the longer texts do not make up a step.
+    """
+    usual = batches(text, options.batch, run.seed)
+    if options.long_text is None:
+        return usual
+    longer = load_text(options.long_text, "train", options.max_temperature)
+    size = options.batch * text.tokens.shape[1] // longer.tokens.shape[1]
+    if not 0 < size <= len(longer.tokens) or size % run.microbatches:
+        raise ConfigError(
+            f"--long-text: {size} of its {len(longer.tokens)} texts have the tokens of a step; there "
+            "must be as many, at least one, and a multiple of --microbatches"
+        )
+    return every_nth(options.long_every, batches(longer, size, run.seed), usual)
+
+
 def make_task(
     config: DrafterConfig,
     target: Decoder,
@@ -230,13 +273,6 @@ def make_task(
     rows = len(text.tokens)
     if rows < options.batch:
         raise ConfigError(f"{rows} continuations are fewer than --batch {options.batch}")
-
-    def batch(step: int) -> Text:
-        per_epoch = rows // options.batch
-        epoch, at = divmod(step, per_epoch)
-        order = np.random.default_rng((run.seed, epoch)).permutation(rows)
-        chosen = np.sort(order[at * options.batch : (at + 1) * options.batch])
-        return Text(*(x[chosen] for x in text))
 
     def loss(params, weights, text, key):
         return head_loss(merge, frozen, taps, options, params, merge_target(weights), text, key)
@@ -274,7 +310,7 @@ def make_task(
         params=params,
         loss=loss,
         constants=weights,
-        batch=batch,
+        batch=training_batches(text, options, run),
         evaluate=evaluate,
         tokens_per_step=options.batch * text.tokens.shape[1],
     )

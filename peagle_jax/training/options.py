@@ -23,7 +23,7 @@ _ZERO_IS_FINE = {
     "seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay", "repeat_weight",
     "max_temperature", "noise",
 }  # fmt: skip
-_FOLDERS = ("data", "target", "text", "init", "head")  # made by earlier stages
+_FOLDERS = ("data", "target", "text", "long_text", "init", "head")  # made by earlier stages
 
 
 def _add_run_options(parser, *, learning_rate, adam_learning_rate, microbatches, log_every):
@@ -196,6 +196,12 @@ def _add_law(parser) -> None:
         default=0.0,
         help="uniform noise on the target's hidden states, largest absolute value (default none)",
     )
+    law.add_argument(
+        "--long-text",
+        type=Path,
+        help="folder of longer texts, for every N-th step; these steps have as many tokens as the others",
+    )
+    law.add_argument("--long-every", type=int, default=4, metavar="N", help="(default %(default)s)")
     law.add_argument("--batch", type=int, default=64, help="texts per step")
     law.add_argument("--query-chunk", type=int, help="queries attended at once: less memory")
     law.add_argument(
@@ -305,7 +311,7 @@ def check(args) -> None:
             raise ConfigError(f"{flag} {value} must be at least {least}")
     if hasattr(args, "microbatches") and args.batch % args.microbatches:
         raise ConfigError(f"--batch {args.batch} is no multiple of --microbatches")
-    given = [(f"--{name} ", getattr(args, name, None)) for name in _FOLDERS]
+    given = [(f"--{name.replace('_', '-')} ", getattr(args, name, None)) for name in _FOLDERS]
     for flag, folder in [*given, *(("", one) for one in getattr(args, "folders", ()))]:
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"{flag}{folder}: no such folder")

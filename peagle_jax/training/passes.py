@@ -60,6 +60,8 @@ class DrafterOptions:
     anchors: int | None = None  # of each text that are trained; None: all
     max_temperature: float | None = None  # of the texts; None takes all
     noise: float = 0.0  # largest absolute value of what is added to the taps in training
+    long_text: Path | None = None  # texts of another length, for every `long_every`-th step
+    long_every: int = 4
     from_layers: bool = False  # the head's layers after the first start as the target's last ones
 
     def __post_init__(self):

@@ -21,7 +21,7 @@ from peagle_jax.selector import CANDIDATES, Selector, walk
 from peagle_jax.training.acceptance import earlier, leading, repeats
 from peagle_jax.training.acceptance import walk as simulate
 from peagle_jax.training.attention import Backend
-from peagle_jax.training.drafter import all_rows, load_text
+from peagle_jax.training.drafter import all_rows, batches, load_text
 from peagle_jax.training.objective import by_chunk
 from peagle_jax.training.passes import (
     DrafterOptions,
@@ -253,17 +253,11 @@ def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: R
             loss, (count, _) = _scored(selector, _tables(made, models.target), options, deep)
             return selected(made, models.target, text, options), loss, count
 
-    def batch(step: int) -> Text:
-        epoch, at = divmod(step, rows // options.batch)
-        order = np.random.default_rng((run.seed, epoch)).permutation(rows)
-        chosen = np.sort(order[at * options.batch : (at + 1) * options.batch])
-        return Text(*(x[chosen] for x in text))
-
     task = Task(
         params=params,
         loss=loss,
         constants=constants,
-        batch=batch,
+        batch=batches(text, options.batch, run.seed),
         evaluate=lambda params: _evaluation(
             lambda text: evaluate_batch(params, constants, text), heldout, options
         ),

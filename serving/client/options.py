@@ -131,7 +131,10 @@ def check(args: argparse.Namespace) -> None:
         (args.max_tokens < 1, "--max-tokens must be at least 1"),
         (args.n < 1, "--n must be at least 1"),
         (not 0 < args.top_p <= 1, "--top-p must lie above 0 and not above 1"),
-        (not args.repetition_penalty > 0, "--repetition-penalty must be above 0"),
+        (
+            not 0.01 <= args.repetition_penalty <= 100,
+            "--repetition-penalty must be between 0.01 and 100",
+        ),
     )  # fmt: skip
     for broken, rule in rules:
         if broken:

@@ -32,7 +32,7 @@ class Block:
 
 
 Change = tuple[Literal["open", "text", "close"], Block, str]
-"""What happens to a block, and its new text."""
+"""A change of a block: its kind, the block, and its new text."""
 
 
 class Blocks:

@@ -72,6 +72,8 @@ class Body:
         if kind != "application/json":
             # Browsers let any page send other types to a server on the same machine.
             raise invalid("content-type", "must be application/json")
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise invalid("content-encoding", "is not supported: send the body as it is")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
             raise too_large("body", most)

@@ -111,7 +111,7 @@ def _prompts(prompt: str | list, most: int) -> list[str | list[int]]:
 
 @dataclass(frozen=True)
 class _Echo:
-    """What a completion says about its prompt.
+    """Report of a completion about its prompt.
 
     Attributes:
       is_on: whether text and logprobs begin with the prompt's.

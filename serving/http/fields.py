@@ -131,7 +131,10 @@ def _biases(value: object) -> dict[int, float]:
         raise ValueError(f"{len(value)} tokens are more than {MAX_BIAS}")
     found = {}
     for token, bias in value.items():
-        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+        # Of "5" and "05" the last one would count.
+        if not (
+            token.isascii() and token.isdecimal() and len(token) < 10 and str(int(token)) == token
+        ):
             raise ValueError(f"{token[:20]!r} must be a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError(f"the bias of token {token} must be a number")

@@ -186,7 +186,7 @@ class Gate:
 
 
 def _network(address: str) -> str:
-    """What counts as one address: one customer has 2**64 addresses of IPv6."""
+    """The key under which an address counts: one customer has 2**64 addresses of IPv6."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the routes that take a JSON object have in common, seen from `Generation`, which runs them."""
+"""Interface of the routes that take a JSON object; `Generation` runs them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -91,7 +91,7 @@ def types_of(schema: object, root: dict) -> list[str]:
 
 
 def _resolved(reference: str, root: dict) -> object:
-    """What a reference such as "#/$defs/Point" points to; None if nothing is there."""
+    """The schema at a reference such as "#/$defs/Point"; None if there is none."""
     value: object = root
     for name in reference.removeprefix("#").split("/", _MOST_SCHEMAS)[1:]:
         value = value.get(name) if isinstance(value, dict) else None

@@ -98,7 +98,7 @@ def _moved(schema: object, place: str) -> object:
 
 
 def _definitions(schema: Mapping[str, object]) -> dict:
-    """What references within a schema may point to."""
+    """The definitions that references within a schema may name."""
     return {name: schema[name] for name in _DEFINITIONS if name in schema}
 
 

@@ -35,7 +35,7 @@ class Format:
 
     @property
     def all_markers(self) -> frozenset[str]:
-        """What the lexer finds."""
+        """All markers that the lexer looks for."""
         return frozenset((*(self.reasoning or ()), *self.readers, *self.markers))
 
 

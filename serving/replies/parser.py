@@ -75,7 +75,7 @@ class DecodedParser:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a request says about the replies to it.
+    """Properties of a request that decide how its replies are parsed.
 
     Args:
       prompt: token ids.

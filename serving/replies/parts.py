@@ -1,4 +1,4 @@
-"""What a reply consists of."""
+"""Parts of a reply: text, reasoning and tool calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What all gRPC servicers read from a call (deadline, trace), and what they send first."""
+"""Metadata of gRPC calls: deadline and trace of the client, and the first metadata of the answer."""
 
 import contextlib
 import time

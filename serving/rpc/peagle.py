@@ -192,7 +192,8 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         text, variables = chat.variables_json.encode(), {}
         if text:
             variables = parse_small_object(text, field="chat.variables_json", limits=limits)
-        return await self._frontend.chat(messages, variables, tools=tools, field="chat")
+        names = dict(field="chat", variables_field="chat.variables_json")
+        return await self._frontend.chat(messages, variables, tools=tools, **names)
 
     def _params(self, request: pb.GenerateRequest) -> SamplingParams:
         sampling, stopping = request.sampling, request.stopping

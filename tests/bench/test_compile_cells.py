@@ -3,12 +3,19 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from bench.cells import CellsConfig
+from bench import decode_step
+from bench.cells import CellsConfig, Variant, room, variants
+from bench.commands.decode_step import Options
+from bench.decode_step import Models
+from peagle_jax.engine.round_shapes import round_shapes
 from peagle_jax.engine.stored_programs import StoredPrograms, keep_in
+from tests import tiny
 
 
 @pytest.mark.slow
@@ -66,3 +73,28 @@ def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):
         keep_in(None)
     assert len(files) == 1
     assert None not in files
+
+
+def test_a_fixed_k_beside_a_choice_of_k_runs_the_programs_of_the_choice(monkeypatch):
+    """Rounds of K = 3 compile once, with room for the seven drafts that a choice may make."""
+    written = ("none", "peagle:7:load", "peagle:3", "eagle3:3", "peagle:7")
+    options = Options(preset="tiny", variants=written, prompt_tokens=8, max_tokens=8, page_size=8)
+    assert [room(options, variant) for variant in variants(options)] == [0, 7, 7, 3, 7]
+    assert room(replace(options, variants=("peagle:3",)), Variant("peagle", 3)) == 3
+    made = {}
+    monkeypatch.setattr(decode_step, "Engine", lambda *args, **kw: made.update(config=args[2]))
+    monkeypatch.setattr(decode_step, "make_drafter", lambda *args: None)
+    models = SimpleNamespace(
+        heads=dict.fromkeys(("peagle", "eagle3"), object()), target=None, dtype="float32",
+        num_devices=1, has_shapes_only=False, preset=SimpleNamespace(target=tiny.TARGET),
+    )  # fmt: skip
+    by_variant = {}
+    for variant in variants(options):
+        Models.engine(models, options, variant, (2, 4))
+        config = by_variant[variant] = made["config"]
+        if variant.adaptive == "off":
+            assert {config.first_num_draft(size) for size in (2, 4)} == {variant.num_draft}
+    loaded, fixed = by_variant[Variant("peagle", 7, "load")], by_variant[Variant("peagle", 3)]
+    assert replace(fixed, draft_schedule=(), adaptive="load") == loaded
+    drafts = {shape.num_draft for shape in round_shapes(fixed)}
+    assert drafts == {3} < {shape.num_draft for shape in round_shapes(loaded)}

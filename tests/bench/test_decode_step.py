@@ -194,6 +194,7 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
         full = row["full_tokens_per_second"] * row["ms_per_round_mean"] / 1e3
         assert full == pytest.approx(3 * row["acceptance_length"], rel=0.3)
         assert 0 < row["ms_per_round"] < 1e3 * row["seconds"]
+        assert 0 < row["dispatch_us"] < 1e6 * row["seconds"] / row["timed_rounds"]
         assert row["prefill_tokens_per_second"] > 0
         assert row["preemptions"] == 0
         assert row["floor_ms"] is row["kernels"] is None  # no CPU has them

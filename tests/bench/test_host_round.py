@@ -31,7 +31,7 @@ def test_a_clock_counts_only_while_it_is_on():
 
 def test_the_parts_of_a_round_are_within_its_time():
     config = EngineConfig(num_draft=2, max_num_seqs=1, max_model_len=48, greedy_rounds=True)
-    engine = Engine(tiny.target(), tiny.head(), config)
+    engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config)
     engine.warm_up()
     clock = Clock()
     clock.watch_engine(engine)

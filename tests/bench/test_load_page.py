@@ -51,6 +51,14 @@ def test_a_target_that_is_missed_is_named(chosen, missed):
     assert line.split("|")[-2].strip() == missed
 
 
+def test_survival_is_compared_by_counted_tokens_of_the_same_texts():
+    """The mean of all texts would add the luck of a few of them to one side only."""
+    drawn = dict(synthetic_acceptance_rows="headroom.jsonl", synthetic_acceptance_set="own")
+    rows = [FIXED[0], step("peagle", 7, 2000.0) | drawn, step("peagle", 7, 2100.0, "survival")]
+    (line,) = [line for line in table(rows).splitlines() if line.startswith("| 32 |")]
+    assert line.split("|")[-3].strip() == "105.0 %"
+
+
 def test_plain_decoding_may_be_the_best():
     text = table([step("none", 0, 3000.0), *FIXED[2:], step("peagle", 7, 2960.0, "load")])
     assert "| 32 | plain, 3,000 | 98.7 % | 98.7 % |  | load: 99% of plain |" in text

@@ -10,6 +10,7 @@ import pytest
 
 from bench import rows
 from bench.cells import CellsConfig
+from bench.lossless import Oracle
 from bench.synthetic import (
     Scattered,
     accepted_by_text,
@@ -20,6 +21,7 @@ from bench.synthetic import (
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.drafter import Proposal, make_drafter
+from peagle_jax.engine.descriptions import describe_tree
 from peagle_jax.plan import RequestParams
 from tests import tiny
 
@@ -94,6 +96,13 @@ def test_confidence_is_how_often_the_drafts_of_a_text_were_accepted():
     )  # fmt: skip
     proposal, _ = drafter.propose(None, inputs, [])
     assert proposal.confidence.tolist() == [[0.25, 1], [1, 1], [0.25, 1]]
+
+
+@pytest.mark.parametrize("kind", [Scattered, Oracle])
+def test_programs_with_a_drafter_of_the_benches_are_kept_on_disk(kind):
+    own = 128 if kind is Scattered else jnp.zeros((2, 8), jnp.int32)
+    drafter = kind(make_drafter(tiny.head(), 3, "argmax"), own, 3)
+    assert kind.program_key in describe_tree(jax.tree.structure(drafter))
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def greedy(name: str, head, num_draft: int) -> list[list[int]]:
     return [c.tokens for c in engine.generate(prompts, SamplingParams(max_tokens=24))]
 
 
-@pytest.mark.sampled(1, slow=1)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_writes_the_greedy_text_of_transformers(name):
     assert greedy(name, None, 0) == expected(name)["greedy"].tolist()

@@ -39,6 +39,17 @@ def test_one_prompt_is_echoed_and_continued_and_measured(generate, folders):
     assert re.search(r"P-EAGLE K=3: acceptance length [\d.]+ over \d+ rounds; .*: \d", err)
 
 
+def test_hub_ids_are_downloaded_for_model_and_head(generate, folders, monkeypatch):
+    downloads = {"some/model": folders.target, "some/head": folders.peagle}
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **options: str(downloads[name])
+    )
+    ids = ("--model", "some/model", "--drafter", "some/head", "--no-cache")
+    expected = generate(PROMPT, *folders.options(), *SHORT)
+    code, out, _ = generate(PROMPT, *ids, *SHORT)
+    assert (code, out) == expected[:2]
+
+
 @pytest.mark.parametrize("method", ["none", "eagle3", "peagle"])
 def test_every_method_writes_the_same_text(generate, folders, method):
     _, expected, _ = generate(PROMPT, *folders.options("none"), *SHORT)

@@ -7,8 +7,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from convert import hub
-from peagle_jax.checkpoint import CheckpointError
+from peagle_jax.checkpoint import CheckpointError, hub
 from tests.convert.conftest import GOLDEN
 
 

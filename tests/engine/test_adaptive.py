@@ -14,13 +14,13 @@ from peagle_jax.engine.adaptive import (
     DECIDE_EVERY,
     EXPLORE_COST,
     EXPLORE_EVERY,
-    LEAST_GAIN,
     LoadPolicy,
     Survival,
-    best,
     candidates,
     exploration_interval,
 )
+from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.choice import LEAST_GAIN, TRY_ABOVE, best
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.round_times import RoundTimes
 from tests.engine.fake_engine import FakeEngine, check_finished, make_config, make_request
@@ -42,7 +42,8 @@ class Driven:
         self.policy = LoadPolicy(J, RoundTimes(times))
         self.shares, self.rows = shares, rows or greedy()
         self.rng, self.lag = random.Random(seed), lag
-        self.made, self.uncommitted, self.seconds, self.chosen = J, [], 0.0, []
+        self.made, self.uncommitted, self.chosen = J, [], []
+        self.size, self.real = 8, {}  # real: seconds of rounds by K
 
     def passed(self, drafted: int) -> int:
         for j in range(drafted):
@@ -53,13 +54,16 @@ class Driven:
 
     def run(self, rounds: int, drafts=DRAFTS) -> list[int]:
         for _ in range(rounds):
-            k = self.policy.choose(8, self.rows, drafts)
+            k = self.policy.choose(self.size, self.rows, drafts)
             verified = [min(k, self.made, request.num_draft) for request in self.rows]
             counts = [(r, n, self.passed(n)) for r, n in zip(self.rows, verified, strict=True)]
             self.made = k
             self.uncommitted.append(counts)
             if len(self.uncommitted) > self.lag:
                 self.policy.record(self.uncommitted.pop(0))
+            if k in self.real:
+                noise = self.rng.lognormvariate(0, 0.03)
+                self.policy.times.add_round(RoundShape(self.size, k), noise * self.real[k])
             self.chosen.append(k)
         return self.chosen[-rounds:]
 
@@ -132,6 +136,36 @@ def test_old_rounds_lose_their_weight():
     for _ in range(200):
         survival.add([(1, 0)] * 100)
     assert survival.shares[0] < 0.01
+
+
+def test_shares_of_drafts_that_are_not_verified_follow_those_before_them():
+    """Texts become easier while rounds have three drafts: the fourth and fifth would pass more often, too."""
+    survival = Survival(5)
+    for _ in range(100):
+        survival.add([(5, 5)] * 4 + [(5, 1)] * 6 + [(5, 0)] * 30)
+    assert survival.shares == pytest.approx([0.25, 0.1, 0.1, 0.1, 0.1])
+    for _ in range(100):
+        survival.add([(3, 3)] * 32 + [(3, 2)] * 8)
+    assert survival.shares == pytest.approx([1.0, 1.0, 0.8, 0.8, 0.8], abs=0.02)
+    survival.add([(5, 3)] * 32 + [(5, 2)] * 8)  # one exploration: the fourth draft no longer passes
+    assert survival.shares[3] == pytest.approx(survival.shares[4])
+    assert survival.shares[3] < 0.65 * survival.shares[2]
+    assert survival.is_known(5)
+
+
+def test_a_choice_that_hard_texts_have_made_is_given_up_with_them():
+    """At 64 requests K = 3 is best while only a few texts have drafts that pass, and K = 7 afterwards."""
+    real = {0: 11.4, 1: 13.2, 3: 15.9, 5: 20.7, 7: 22.4}
+    hard = [0.5, 0.33, 0.25, 0.22, 0.2, 0.18, 0.16]
+    easy = [0.85, 0.72, 0.63, 0.56, 0.5, 0.45, 0.4]
+    driven = Driven({(64, k): 1e-3 * ms for k, ms in real.items()}, hard)
+    driven.size, driven.rows = 64, greedy(64)
+    driven.real = {k: 1e-3 * ms for k, ms in real.items()}
+    driven.run(600)
+    assert driven.policy.present(64) == 3
+    driven.shares = easy
+    assert J in driven.run(64)
+    assert driven.policy.present(64) == J
 
 
 def test_k_is_j_until_drafts_are_verified_and_times_known():
@@ -231,6 +265,60 @@ def test_a_change_is_one_log_line_with_both_rates(caplog):
         driven.run(400)
     assert driven.policy.num_changes == len(caplog.records) == 1
     assert "batch size 8: 0 drafts per round, predicted 8 tokens/s; 7 drafts gave 1" in caplog.text
+
+
+SHARES = [0.80, 0.63, 0.51, 0.41, 0.35, 0.30, 0.26]
+REAL = {  # milliseconds of a round by batch size and K: Qwen3-Coder-30B-A3B in FP8 blocks on an H200
+    8: {0: 5.9, 1: 8.5, 3: 10.0, 5: 10.5, 7: 10.7},
+    32: {0: 9.8, 1: 10.9, 3: 12.1, 5: 14.2, 7: 14.9},
+    128: {0: 13.6, 1: 18.0, 3: 23.3, 5: 26.5, 7: 34.0},
+}
+IDLE = {  # what a round over idle slots may seem to take, by K
+    "right": lambda real, k: real[k],
+    "a constant": lambda real, k: 1.0,
+    "by rows": lambda real, k: 1.0 + k,
+    "1.6 from 3 to 5": lambda real, k: {0: 0.5, 1: 0.7, 3: 1.0, 5: 1.6, 7: 2.2}[k],
+    "hardly more than plain": lambda real, k: 1.0 if k < 3 else 1.9 + 0.1 * k,
+}
+
+
+@pytest.mark.parametrize("idle", IDLE)
+@pytest.mark.parametrize("size", REAL)
+def test_the_choice_comes_within_two_percent_of_the_best_k(size, idle, num_cases):
+    """Whatever idle slots say: real rounds correct it."""
+    real = REAL[size]
+    tokens = {k: 1 + sum(SHARES[:k]) for k in DRAFTS}
+    fastest = max(tokens[k] / real[k] for k in DRAFTS)
+    for seed in range(num_cases("runs with wrong idle times", 2)):
+        driven = Driven({(size, k): IDLE[idle](real, k) for k in DRAFTS}, SHARES, seed=seed)
+        driven.size, driven.rows = size, greedy(size)
+        driven.real = {k: ms * 1e-3 for k, ms in real.items()}
+        chosen = driven.run(1500)
+        spent = sum(real[k] for k in chosen[300:])
+        assert sum(tokens[k] for k in chosen[300:]) / spent > 0.98 * fastest
+        final = driven.policy.present(size)
+        assert tokens[final] / real[final] > 0.98 * fastest
+
+
+def test_trials_are_rare_and_only_of_what_may_pay():
+    """K = 5 and 3 are tried once in 4096 rounds; K = 0 and 1 promise too little."""
+    driven = Driven({(8, k): 1.0 for k in DRAFTS}, GOOD)
+    driven.real = dict.fromkeys(DRAFTS, 1.0)
+    chosen = driven.run(8192)
+    tokens = {k: 1 + sum(GOOD[:k]) for k in DRAFTS}
+    tried = {k for k in DRAFTS if TRY_ABOVE * tokens[J] < tokens[k] < tokens[J]}
+    assert set(chosen) == {J} | tried == {J, 5}
+    assert chosen.count(5) <= 2 * 3 * DECIDE_EVERY
+    assert driven.policy.num_changes == 0
+
+
+def test_a_trial_whose_rounds_are_not_timed_ends():
+    driven = Driven({(8, k): 1.0 for k in DRAFTS}, GOOD)
+    for _ in range(8):
+        driven.policy.times.add_round(RoundShape(8, J), 1.0)
+    chosen = driven.run(2000)
+    assert 0 < chosen.count(5) <= 5 * DECIDE_EVERY
+    assert set(chosen[-1000:]) == {J}
 
 
 @pytest.mark.parametrize("lag", [0, 1])

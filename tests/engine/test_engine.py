@@ -13,6 +13,7 @@ from peagle_jax.engine.request import Request, Round
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from tests import programs, tiny
+from tests.eager import moved_by_jax
 from tests.programs import one_bucket
 from tests.tiny import causal_attention
 
@@ -374,7 +375,8 @@ def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
     assert len(progress) == engine.num_programs == engine.programs.num_compiled == 4
     assert COMPILED, "compilations are not reported under this name any more"
     COMPILED.clear()
-    mixed_workload(engine)
+    with moved_by_jax():
+        mixed_workload(engine)
     assert engine.programs.num_compiled == 4
     assert COMPILED == []
 

@@ -1,10 +1,15 @@
 """Options that exclude each other are refused by name, before anything is loaded."""
 
+from dataclasses import replace
+
 import pytest
 
 from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.engine.round_shapes import greedy_shapes, rounds_per_call
+from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.device_calls import GreedyRound
+from peagle_jax.engine.output_shapes import round_output
+from peagle_jax.engine.round_shapes import counts_survival, greedy_shapes, rounds_per_call
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,27 @@ def test_options_that_exclude_each_other_are_refused_by_name(options, message):
 def test_several_rounds_in_a_call_have_a_program_on_every_platform():
     assert not greedy_shapes(EngineConfig())
     assert greedy_shapes(EngineConfig(rounds_per_call=2))
+
+
+def test_light_models_run_several_rounds_in_a_call_at_every_batch_size():
+    sizes = lambda **options: {
+        shape.size for shape in greedy_shapes(EngineConfig(max_num_seqs=256, **options))
+    }
+    assert max(sizes(greedy_rounds=True)) == 64
+    assert max(sizes(rounds_per_call=4)) == max(sizes(rounds_per_call=4, num_draft=0)) == 256
+
+
+def test_survival_is_counted_where_ragged_rounds_may_pay():
+    config = EngineConfig(max_num_seqs=32, adaptive="survival", rounds_per_call=4)
+    counts = lambda key: counts_survival(config, key)
+    assert [counts(RoundShape(size, 7)) for size in (1, 8, 16, 32)] == [False, False, True, True]
+    assert counts(RoundShape(16, 7, 32))
+    assert not counts(GreedyRound(RoundShape(16, 7)))
+    for key in (GreedyRound(RoundShape(16, 7)), RoundShape(8, 7)):
+        assert (
+            round_output(config, getattr(key, "shape", key), is_greedy=key.size > 8).report is None
+        )
+    assert not counts_survival(replace(config, adaptive="load"), RoundShape(16, 7))
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,11 @@ def test_only_a_chats_constraint_without_reasoning_of_its_own_gets_one(thinking)
         (lambda: Structured.json_schema({"$ref": "http://localhost/x"}), "not present"),
         (lambda: Structured.json_schema({"$ref": "#"}), "no text can"),
         (lambda: Structured.json_schema(False), "nsatisfiable"),
-        (lambda: Structured.regex("(a"), "regex parse error"),
+        (lambda: Structured.regex("(a"), "not a regular expression: unclosed group"),
+        (
+            lambda: Structured.json_schema({"type": "string", "pattern": "(?=a)b"}),
+            "not a regular expression: look-around, including look-ahead",
+        ),
         (lambda: Structured.regex("a" * 300_000), "more than the 262144"),
         (lambda: Structured.choice([]), "at least one"),
         (lambda: Structured.choice(["a", ""]), "empty"),

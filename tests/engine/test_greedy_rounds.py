@@ -45,12 +45,14 @@ def shared_programs():
 def plain_texts() -> list[list[int]]:
     """What plain decoding writes for `PROMPTS`."""
     plain = replace(ONE_BUCKET, greedy_rounds=False, num_draft=0)
-    engine = Engine(tiny.target(), None, plain)
+    engine = Engine(tiny.target(**tiny.ONE_LAYER), None, plain)
     return texts(engine, [GREEDY] * 4)
 
 
 def ready(greedy_rounds: bool) -> Engine:
-    engine = Engine(tiny.target(), tiny.head(), config(greedy_rounds))
+    engine = Engine(
+        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config(greedy_rounds)
+    )
     engine.warm_up()
     return engine
 
@@ -89,7 +91,7 @@ def test_the_text_of_a_greedy_request_does_not_depend_on_the_program(other):
 
 
 def test_greedy_requests_alone_run_no_branch(plain_texts):
-    engine = Engine(tiny.target(), tiny.head(), ONE_BUCKET)
+    engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), ONE_BUCKET)
     engine.warm_up()
     ran = watched(engine)
     assert texts(engine, [GREEDY] * 4) == plain_texts
@@ -98,12 +100,16 @@ def test_greedy_requests_alone_run_no_branch(plain_texts):
 
 def test_only_argmax_drafts_have_greedy_rounds():
     sampled = config(True, draft_sampling="sample")
-    engine = Engine(tiny.target(), tiny.head(), sampled)
+    engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), sampled)
     assert engine.programs.round_keys == engine.programs.shapes
 
 
 def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
-    engine = Engine(tiny.target(), tiny.head(), config(True, adaptive="load"))
+    engine = Engine(
+        tiny.target(**tiny.ONE_LAYER),
+        tiny.head(**tiny.HEAD_OF_ONE_LAYER),
+        config(True, adaptive="load"),
+    )
     shapes = engine.programs.shapes
     greedy = tuple(GreedyRound(shape) for shape in shapes[:2])
     assert engine.programs.round_keys == (*shapes[:2], *greedy, *shapes[2:])
@@ -114,11 +120,13 @@ def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
 def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases):
     """Requests come, are preempted and are aborted at random, so the batch changes in most rounds."""
     sizes = dict(num_pages=13, prefix_caching=False, rounds_per_call=rounds_per_call)
-    engine = Engine(tiny.target(), tiny.head(), config(True, **sizes))
+    engine = Engine(
+        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config(True, **sizes)
+    )
     engine.warm_up()
     kinds = (GREEDY, STOPS, *NEEDS_BRANCH.values())
     jobs = [(p, params) for p in PROMPTS for params in kinds]
-    plain = Engine(tiny.target(), None, config(False, num_draft=0))
+    plain = Engine(tiny.target(**tiny.ONE_LAYER), None, config(False, num_draft=0))
     plain.warm_up(sizes=[2])
     exact = [not params.temperature for _, params in jobs]
     wanted = [done.tokens for done in plain.generate(*zip(*jobs, strict=True))]
@@ -144,7 +152,9 @@ def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases)
 
 
 def test_every_round_of_a_call_is_reported_on_its_own(plain_texts):
-    engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
+    engine = Engine(
+        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
+    )
     engine.warm_up()
     seen = []
     note = lambda request, tokens: seen.append((request.id, request.last_round, tokens))
@@ -159,7 +169,9 @@ def test_every_round_of_a_call_is_reported_on_its_own(plain_texts):
 
 
 def test_a_request_may_be_aborted_between_two_rounds_of_a_call(plain_texts):
-    engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
+    engine = Engine(
+        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
+    )
     engine.warm_up()
     aborted, other = (engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
     seen = Counter()
@@ -182,7 +194,9 @@ def test_a_program_that_is_ready_late_takes_over_between_two_calls():
     """A planned call is used again for many rounds, but not by a program that runs more of them."""
     texts = []
     for is_late in (False, True):
-        engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
+        engine = Engine(
+            tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
+        )
         engine.warm_up(sizes=[2])
         request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True))
         for _ in range(5):
@@ -196,7 +210,11 @@ def test_a_program_that_is_ready_late_takes_over_between_two_calls():
 
 
 def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
-    engine = Engine(tiny.target(), tiny.head(), replace(CALLS_OF_THREE, adaptive="load"))
+    engine = Engine(
+        tiny.target(**tiny.ONE_LAYER),
+        tiny.head(**tiny.HEAD_OF_ONE_LAYER),
+        replace(CALLS_OF_THREE, adaptive="load"),
+    )
     engine.warm_up(sizes=[2])
     assert engine.compile_next()  # the round of greedy requests
     found = []
@@ -210,7 +228,9 @@ def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
 
 
 def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):
-    engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
+    engine = Engine(
+        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
+    )
     engine.warm_up()
     clock = iter(range(0, 9999, 6))
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -221,7 +241,9 @@ def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):
 
 
 def test_a_request_that_ends_in_a_call_of_several_rounds_makes_room_for_one(monkeypatch):
-    engine = Engine(tiny.target(), tiny.head(), CALLS_OF_THREE)
+    engine = Engine(
+        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
+    )
     engine.warm_up()
     active, finished = [], []
     step = engine.step

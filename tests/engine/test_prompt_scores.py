@@ -23,12 +23,12 @@ PROMPTS = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (1, 2, 1
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny.target()
+    return tiny.target(**tiny.ONE_LAYER)
 
 
 @pytest.fixture(scope="module")
 def engine(target) -> Engine:
-    return one_bucket(Engine(target, tiny.head(), CONFIG))
+    return one_bucket(Engine(target, tiny.head(**tiny.HEAD_OF_ONE_LAYER), CONFIG))
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,18 @@ def test_the_ratio_of_two_k_is_learned_where_one_follows_the_other():
     assert found[7] == pytest.approx(10.0, rel=0.1)
 
 
+def test_what_real_rounds_show_holds_at_once_and_for_the_k_in_between():
+    """Over idle slots a round takes 1, 4 and 16; in real rounds that of K = 7 takes a quarter longer than that of 3."""
+    times = RoundTimes({(1, 3): 1.0, (1, 5): 4.0, (1, 7): 16.0, (1, 0): 0.5})
+    rounds(times, (1, 7), 10.0)
+    rounds(times, (1, 3), 8.0)
+    assert times.seconds(1, (0, 3, 5, 7)) == pytest.approx(
+        {0: 4.0, 3: 8.0, 5: 80**0.5, 7: 10.0}  # K = 0: as K = 3 beside it
+    )
+    rounds(times, (1, 5), 9.0)
+    assert times.seconds(1, (3, 5)) == pytest.approx({3: 8.0, 5: 9.0})
+
+
 def test_a_device_that_slows_down_changes_no_ratio():
     times, before = RoundTimes(IDLE), 1.0
     for seconds in (1.0, 30.0, 2.0, 0.1):

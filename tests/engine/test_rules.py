@@ -128,7 +128,11 @@ def test_twenty_logprobs_are_allowed_by_default():
             "min_tokens",
             "9 must be at most max_tokens, which is 8",
         ),
-        (dict(repetition_penalty=0.0), "repetition_penalty", "0.0 must be in (0, 100]"),
+        (
+            dict(repetition_penalty=1e-39),
+            "repetition_penalty",
+            "1e-39 must be between 0.01 and 100",
+        ),
         (dict(frequency_penalty=2.5), "frequency_penalty", "2.5 must be between -2 and 2"),
         (
             dict(presence_penalty=float("nan")),

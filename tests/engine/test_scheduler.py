@@ -366,6 +366,7 @@ HOST_SIDE = {
     "stats",
     "round_times",
     "adaptive",
+    "choice",
     "slots",
     "prefixes",
     "reservation",

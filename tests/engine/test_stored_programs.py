@@ -92,7 +92,7 @@ def traced(monkeypatch) -> list[str]:
 
 
 def tokens_of(config=CONFIG) -> list[list[int]]:
-    engine = Engine(tiny.target(), tiny.head(), config)
+    engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config)
     engine.warm_up()
     return [engine.generate([PROMPT], params)[0].tokens for params in PARAMS]
 
@@ -107,7 +107,7 @@ def test_a_second_engine_traces_nothing_and_writes_the_same(folder, monkeypatch)
     assert tokens_of() == first
     assert found == []
     of_host = replace(CONFIG, max_waiting=7, prefill_calls=2)
-    Engine(tiny.target(), tiny.head(), of_host).warm_up()
+    Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), of_host).warm_up()
     assert found == []
     assert {path.name for path in folder.iterdir()} == files
 

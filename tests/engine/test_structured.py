@@ -46,9 +46,11 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def shared(tokenizer) -> Engine:
-    target = tiny.target(eos_ids=(tokenizer.added[END],))
+    target = tiny.target(**tiny.ONE_LAYER, eos_ids=(tokenizer.added[END],))
     config = EngineConfig(**SIZES, num_pages=NUM_PAGES)
-    return one_bucket(Engine(target, tiny.head(), config, tokenizer=tokenizer))
+    return one_bucket(
+        Engine(target, tiny.head(**tiny.HEAD_OF_ONE_LAYER), config, tokenizer=tokenizer)
+    )
 
 
 @pytest.fixture

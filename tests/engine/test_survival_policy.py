@@ -7,7 +7,7 @@ import pytest
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine import survival
-from peagle_jax.engine.adaptive import DECIDE_EVERY
+from peagle_jax.engine.adaptive import DECIDE_EVERY, EXPLORE_EVERY
 from peagle_jax.engine.calls import DecodeCall, RoundShape
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.round_times import RoundTimes
@@ -154,6 +154,26 @@ def test_small_batches_choose_k_as_by_load():
         policy.record([(request, J, 0) for request in rows])
     assert policy.shape(8, rows, (0, J)) == RoundShape(8, 0)
     assert policy.num_verified == {}
+
+
+def test_only_explorations_count_while_all_drafts_are_verified():
+    """The first rounds count until a spread is known."""
+    driven = Driven(linear(0.0), HALF)
+    policy, rows, counted = driven.policy, driven.requests(), []
+    for _ in range(1000):
+        shape = policy.shape(SIZE, rows, (0, J))
+        assert shape == WHOLE
+        call = DecodeCall.build(rows, shape, CONFIG, counts=policy.must_count(shape))
+        counted.append(call.counts)
+        assert call.is_greedy != call.counts
+        report, passed = driven.result(call)
+        outcome = [(one, J, int(n)) for one, n in zip(call.requests, passed, strict=True)]
+        policy.commit(call, outcome, report if call.counts else None)
+    assert counted[0]
+    at = [i for i, one in enumerate(counted) if one][1:]
+    assert at[1::2] == [i + 1 for i in at[::2]], "one makes drafts, the next one verifies them"
+    assert 10 < len(at) <= 1000 / EXPLORE_EVERY * 2 + 2
+    assert policy.num_changes == 0
 
 
 def test_counts_compare_what_was_expected_with_what_passed():

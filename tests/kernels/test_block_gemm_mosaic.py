@@ -13,6 +13,7 @@ from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig
 from pallas_kernels.block_gemm.specs import SPECS
 from pallas_kernels.device import GENERATIONS
 from pallas_kernels.weight_tiles.codecs import STEP
+from tests.kernels.compiled import dequantize, referenced
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -32,19 +33,19 @@ def operands(form: str, R: int, N: int, K: int):
     if form == "bf16":
         return x, weight.astype(jnp.bfloat16), None
     shape = (-(-N // formats.BLOCK), -(-K // formats.BLOCK))
-    scale = jnp.exp(jax.random.normal(keys[2], shape))
+    scale = jnp.asarray(np.exp(jax.random.normal(keys[2], shape)))
     return x, weight.astype(jnp.float8_e4m3fn), scale
 
 
 def in_float64(x, values, scale) -> np.ndarray:
     """[R, N] with the weight as its format gives it, unrounded."""
-    weight = np.asarray(formats.dequantize(values, scale, jnp.float32), np.float64)
+    weight = np.asarray(dequantize(values, scale, jnp.float32), np.float64)
     return np.asarray(x, np.float64) @ weight.T
 
 
 def assert_sums(found: jax.Array, x, values, scale, bias=0.0):
     """To the rounding of float32 sums."""
-    weight = np.abs(np.asarray(formats.dequantize(values, scale, jnp.float32), np.float64))
+    weight = np.abs(np.asarray(dequantize(values, scale, jnp.float32), np.float64))
     bound = 1e-6 * (np.abs(np.asarray(x, np.float64)) @ weight.T + np.abs(bias))
     assert (np.abs(found - in_float64(x, values, scale) - bias) <= bound).all()
 
@@ -91,7 +92,7 @@ def test_the_result_is_that_of_the_reference(form):
     for out_dtype, step in ((None, 2**-7), (jnp.float32, 2**-8 if form == "fp8" else 1e-5)):
         options = dict(scale=scale, bias=bias, out_dtype=out_dtype)
         found = linear(x, values, implementation="mosaic_gpu", **options)
-        wanted = linear(x, values, implementation="reference", **options)
+        wanted = referenced(linear, x, values, **options)
         assert found.dtype == wanted.dtype == (out_dtype or jnp.bfloat16)
         far = np.abs(np.asarray(found, np.float32) - np.asarray(wanted, np.float32))
         assert (far <= step * np.abs(np.asarray(wanted, np.float32)).max()).all()

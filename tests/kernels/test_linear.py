@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.block_gemm.reference import TILE
-from pallas_kernels.formats import dequantize
+from tests.kernels.compiled import dequantize
 
 pytestmark = pytest.mark.sampled(1)
 

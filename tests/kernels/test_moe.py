@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.formats import dequantize
 from pallas_kernels.moe.api import ExpertWeights, moe, route
 from peagle_jax.quant import quantize_fp8
+from tests.kernels.compiled import dequantize
 
 pytestmark = pytest.mark.sampled(1)
 
@@ -106,7 +106,7 @@ def test_gpt_oss_activation_clamps_gate_from_above_only():
     gate_up = ExpertWeights(jnp.array([2.0, -3.0]).reshape(1, 2, 1, 1).repeat(2, axis=0))
     down = ExpertWeights(jnp.ones((2, 1, 1)), bias=jnp.array([[0.0], [10.0]]))
     x, ids = jnp.array([[1.0], [3.0], [-3.0]]), jnp.array([[0], [1], [0]], jnp.int32)
-    found = moe(x, ids, jnp.full((3, 1), 0.5), gate_up, down, limit=4.0)[:, 0]
+    found = run(x, ids, jnp.full((3, 1), 0.5), gate_up, down, limit=4.0)[:, 0]
     act = lambda gate, up: (up + 1) * gate / (1 + np.exp(-1.702 * gate))
     wanted = [0.5 * act(2, -3), 0.5 * (act(4, -4) + 10), 0.5 * act(-6, 4)]
     assert np.allclose(found, wanted, rtol=1e-6)
@@ -170,7 +170,7 @@ def test_routing_takes_the_largest_and_ties_go_to_the_lower_id(num_cases):
     def check(R, E, normalize, data):
         k = data.draw(st.integers(1, min(E, 8)))
         logits = np.random.default_rng(R * E).integers(-3, 4, (R, E)).astype(np.float32)
-        weights, ids = route(jnp.asarray(logits), k, normalize=normalize)
+        weights, ids = choose(jnp.asarray(logits), k, normalize=normalize)
         order = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
         powers = np.exp(logits.astype(np.float64))
         chosen = np.take_along_axis(powers, order, axis=-1)
@@ -193,7 +193,7 @@ def test_routing_of_a_row_has_the_same_bits_in_any_company(E, k, normalize):
 
 
 def test_routing_survives_large_logits():
-    weights, ids = route(jnp.array([[-1e4, 1e4, 9999.0]]), 2, normalize=False)
+    weights, ids = choose(jnp.array([[-1e4, 1e4, 9999.0]]), 2, normalize=False)
     assert ids.tolist() == [[1, 2]]
     assert np.allclose(weights, [[np.e / (1 + np.e), 1 / (1 + np.e)]])
 

@@ -9,11 +9,12 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.device import Device
-from pallas_kernels.formats import BLOCK, dequantize
-from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route, reference
+from pallas_kernels.formats import BLOCK
+from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route
 from pallas_kernels.moe.api import CHIPS, ExpertForm, ExpertWeights, Mixture, mixture, moe, route
 from pallas_kernels.moe.mosaic_gpu import TuningConfig
-from pallas_kernels.moe.worklist import make_worklist, most_items
+from pallas_kernels.moe.worklist import most_items
+from tests.kernels.compiled import dequantize, make_worklist, routed
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -31,8 +32,8 @@ def launch() -> dispatch.Launch:
 @functools.cache
 def logits_of(R: int, E: int, *, ties: bool = False) -> jax.Array:
     """float32 [R, E]; with ties few whole numbers, so that most rows have some."""
-    logits = 2 * jax.random.normal(jax.random.key(R + E), (R, E))
-    return jnp.round(logits) if ties else logits
+    logits = 2 * np.asarray(jax.random.normal(jax.random.key(R + E), (R, E)))
+    return jnp.asarray(np.round(logits) if ties else logits)
 
 
 @functools.cache
@@ -41,8 +42,8 @@ def bias_of(E: int) -> jax.Array:
 
 
 def by_definition(logits, bias, k, normalize) -> tuple[np.ndarray, np.ndarray]:
-    logits = logits if bias is None else logits + bias.astype(jnp.float32)
-    return tuple(map(np.asarray, reference.route(logits, k, normalize)))
+    logits = logits if bias is None else np.asarray(logits) + np.asarray(bias, np.float32)
+    return tuple(map(np.asarray, routed(logits, k, normalize)))
 
 
 def plan(logits, bias, k: int, *, normalize=True, config: TuningConfig | None = None):
@@ -188,13 +189,13 @@ def test_rows_are_spread_to_their_slots():
 def projection(form: str, shape: tuple[int, ...], *, bias: bool, seed: int) -> ExpertWeights:
     """Values of about 1 / 8."""
     keys = jax.random.split(jax.random.key(seed), 3)
-    values = jnp.round(2 * jax.random.normal(keys[0], shape))
+    values = np.round(2 * np.asarray(jax.random.normal(keys[0], shape)))
     bias = jax.random.normal(keys[1], shape[:-1]).astype(jnp.bfloat16) if bias else None
     if form == "bf16":
-        return ExpertWeights((values / 16).astype(jnp.bfloat16), None, bias)
+        return ExpertWeights(jnp.asarray(values / 16, jnp.bfloat16), None, bias)
     blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
-    scale = jnp.exp(0.3 * jax.random.normal(keys[2], blocks)) / 16
-    return ExpertWeights(values.astype(jnp.float8_e4m3fn), scale, bias)
+    scale = np.exp(0.3 * np.asarray(jax.random.normal(keys[2], blocks))) / 16
+    return ExpertWeights(jnp.asarray(values, jnp.float8_e4m3fn), jnp.asarray(scale), bias)
 
 
 @functools.cache
@@ -206,14 +207,13 @@ def experts(form: str, E: int = 8, D: int = 128, F: int = 192, *, bias: bool = F
 
 @functools.cache
 def rows(R: int, D: int = 128) -> jax.Array:
-    return jnp.round(jax.random.normal(jax.random.key(7), (R, D))).astype(jnp.bfloat16)
+    return jnp.asarray(np.round(jax.random.normal(jax.random.key(7), (R, D))), jnp.bfloat16)
 
 
 def by_hand(x, ids, weights, gate_up, down, limit) -> np.ndarray:
     """In float64, but for the inner activations, which are bfloat16."""
-    wide = [
-        np.asarray(dequantize(p.values, p.scale, jnp.float32), np.float64) for p in (gate_up, down)
-    ]
+    unpacked = lambda p: np.asarray(dequantize(p.values, p.scale, jnp.float32), np.float64)
+    wide = [unpacked(p) for p in (gate_up, down)]
     bias = [0 if p.bias is None else np.asarray(p.bias, np.float64) for p in (gate_up, down)]
     bias = [np.broadcast_to(b, w.shape[:-1]) for b, w in zip(bias, wide, strict=True)]
     out = np.zeros(x.shape)

@@ -3,6 +3,8 @@
 That the kernels compile for a TPU is tested in tests/test_portability_tpu.py.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ E, F, D, TOP_K = (
     2,
 )  # neither a multiple of a tile nor, but for mxfp4, of a block of scales
 FORMS = ("bf16", "fp8", "fp8_rows", "mxfp4")
+KINDS = ("mosaic_tpu", "reference")
 
 
 def projection(form: str, *shape: int, bias: bool, seed: int) -> ExpertWeights:
@@ -30,6 +33,7 @@ def projection(form: str, *shape: int, bias: bool, seed: int) -> ExpertWeights:
     return ExpertWeights(values, scale[0] if scale else None, made)
 
 
+@functools.cache
 def experts(form: str, bias: bool = False) -> tuple[ExpertWeights, ExpertWeights]:
     gate_up = projection(form, E, 2, F, D, bias=bias, seed=1)
     return gate_up, projection(form, E, D, F, bias=bias, seed=2)
@@ -43,12 +47,15 @@ def rows(R: int) -> tuple[jax.Array, jax.Array]:
 
 
 def run(x, logits, weights, implementation, **options) -> np.ndarray:
-    made = mixture(
-        x, logits, *weights, router_bias=None, top_k=TOP_K, normalize=True,
-        implementation=implementation, **options,
-    )  # fmt: skip
-    total = jnp.einsum("kr,krd->rd", made.weights, made.values[made.rows].astype(jnp.float32))
-    return np.asarray(total)
+    @jax.jit
+    def total(x, logits, weights):
+        made = mixture(
+            x, logits, *weights, router_bias=None, top_k=TOP_K, normalize=True,
+            implementation=implementation, **options,
+        )  # fmt: skip
+        return jnp.einsum("kr,krd->rd", made.weights, made.values[made.rows].astype(jnp.float32))
+
+    return np.asarray(total(x, logits, weights))
 
 
 @pytest.mark.sampled(2, slow=2)
@@ -82,8 +89,10 @@ def test_the_public_sum_is_that_of_the_mixture():
     x, logits = rows(5)
     weights = experts("fp8")
     shares, ids = jax.lax.top_k(jax.nn.softmax(logits), TOP_K)
-    wanted = moe(x, ids, shares, *weights, implementation="reference")
-    found = moe(x, ids, shares, *weights, implementation="mosaic_tpu")
+    wanted, found = (
+        jax.jit(functools.partial(moe, implementation=kind))(x, ids, shares, *weights)
+        for kind in KINDS[::-1]
+    )
     scale = np.abs(np.float32(wanted)).max()
     np.testing.assert_allclose(np.float32(found) / scale, np.float32(wanted) / scale, atol=0.02)
 
@@ -93,6 +102,7 @@ def test_every_code_of_mxfp4_is_unpacked_as_the_reference_does():
     codes = jnp.arange(16, dtype=jnp.uint8)
     values = jnp.broadcast_to((codes | codes << 4)[None, :, None], (1, 16, 16))
     scale = jnp.array([[1, 100, 127, 200, 252, 253, 254, 255]], jnp.uint8)
+    run = {kind: jax.jit(functools.partial(moe, implementation=kind)) for kind in KINDS}
     for code in scale[0]:
         weight = jnp.tile(values, (1, 2, 1))  # 32 rows: a product's result for each code, twice
         down = ExpertWeights(weight, jnp.full((1, 32, 1), code))
@@ -101,9 +111,7 @@ def test_every_code_of_mxfp4_is_unpacked_as_the_reference_does():
         )
         x = jnp.ones((1, 32), jnp.bfloat16) / 32
         one = (x, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)), gate_up, down)
-        found, wanted = (
-            np.float32(moe(*one, implementation=kind)) for kind in ("mosaic_tpu", "reference")
-        )
+        found, wanted = (np.float32(run[kind](*one)) for kind in KINDS)
         np.testing.assert_allclose(found, wanted, rtol=0.01)
 
 

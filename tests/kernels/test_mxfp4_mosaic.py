@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_gemm.api import linear
-from pallas_kernels.formats import dequantize, kernel_refusal
-from pallas_kernels.moe import reference
+from pallas_kernels.formats import kernel_refusal
 from pallas_kernels.moe.api import ExpertWeights, moe
+from tests.kernels import compiled
+from tests.kernels.compiled import dequantize
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -94,7 +95,7 @@ def experts(make, E: int, F: int, D: int, dtype=jnp.bfloat16) -> tuple:
 
 def routed(R: int, E: int, k: int = 2) -> tuple:
     logits = jax.random.normal(jax.random.key(R), (R, E)) * 2
-    weights, ids = reference.route(logits, k, True)
+    weights, ids = compiled.routed(logits, k, True)
     return ids, weights
 
 
@@ -113,7 +114,7 @@ def test_experts_with_bias_and_limit(make, R, F, D):
     E, x = 3, rows(R, D)
     both, routing = experts(make, E, F, D), routed(R, E)
     found = moe(x, *routing, *both, limit=1.5, implementation=KERNEL)
-    wanted = reference.moe(x, *routing, *both, 1.5)
+    wanted = compiled.moe(x, *routing, *both, 1.5)
     found, wanted = (np.asarray(y, np.float32) for y in (found, wanted))
     assert np.allclose(found, wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
 
@@ -142,7 +143,7 @@ def test_mixed_formats():
     for first, second in ((plain, small), (small, plain)):
         both = experts(first, E, F, D)[0], experts(second, E, F, D)[1]
         found = moe(x, *routing, *both, limit=7.0, implementation=KERNEL)
-        wanted = np.asarray(reference.moe(x, *routing, *both, 7.0), np.float32)
+        wanted = np.asarray(compiled.moe(x, *routing, *both, 7.0), np.float32)
         assert np.allclose(found, wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
 
 

@@ -6,11 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import activations, dispatch, formats
+from pallas_kernels import activations, dispatch
 from pallas_kernels.activations import are_quantized, quantize, rounded
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.moe.api import ExpertWeights, moe
 from pallas_kernels.quantize import api
+from tests.kernels.compiled import dequantize, referenced
 
 race_free = pytest.mark.usefixtures("race_free")
 both_chips = pytest.mark.usefixtures("wgmma_or_tcgen05")
@@ -20,19 +21,19 @@ E4M3 = jnp.float8_e4m3fn
 
 def rows_of(R: int, K: int, seed: int = 0) -> jax.Array:
     """bfloat16 [R, K] whose rows and groups differ in size by orders of magnitude."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    size = jnp.exp(2 * jax.random.normal(keys[1], (R, 1)) + jnp.repeat(
-        2 * jax.random.normal(keys[2], (R, -(-K // 128))), 128, axis=1)[:, :K])  # fmt: skip
-    return (size * jax.random.normal(keys[0], (R, K))).astype(jnp.bfloat16)
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(rng.normal(size=(R, -(-K // 128))), 128, axis=1)[:, :K]
+    size = np.exp(2 * rng.normal(size=(R, 1)) + 2 * groups)
+    return jnp.asarray(size * rng.normal(size=(R, K)), jnp.bfloat16)
 
 
 def weight_of(*shape: int, per_row: bool = False, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     """Values and scale of an fp8 weight."""
     *leading, N, K = shape
-    keys = jax.random.split(jax.random.key(seed), 2)
+    rng = np.random.default_rng(seed)
     scales = (N, 1) if per_row else (-(-N // 128), -(-K // 128))
-    scale = jnp.exp(jax.random.normal(keys[1], (*leading, *scales))) / 32
-    return jax.random.normal(keys[0], shape).astype(E4M3), scale
+    scale = np.exp(rng.normal(size=(*leading, *scales))) / 32
+    return jnp.asarray(rng.normal(size=shape), E4M3), jnp.asarray(scale, jnp.float32)
 
 
 def launch() -> dispatch.Launch:
@@ -112,8 +113,8 @@ def test_other_names_of_activations_are_refused():
 
 def exact(x: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """The product of quantised rows in float64, and the sums of its terms' magnitudes."""
-    weight = np.asarray(formats.dequantize(values, scale, jnp.float32), np.float64)
-    x = np.asarray(rounded(x), np.float64)
+    weight = np.asarray(dequantize(values, scale, jnp.float32), np.float64)
+    x = np.asarray(jax.jit(rounded)(x), np.float64)
     return x @ weight.T, np.abs(x) @ np.abs(weight).T
 
 
@@ -130,10 +131,10 @@ def test_a_product_of_quantised_rows_is_the_definition(R, N, K, per_row):
     wanted, size = exact(x, values, scale)
     found = linear(x, values, implementation="mosaic_gpu", **options)
     assert (np.abs(found - wanted) <= 1e-6 * size).all()
-    reference = linear(x, values, implementation="reference", **options)
+    reference = referenced(linear, x, values, **options)
     assert (np.abs(reference - wanted) <= 1e-5 * size).all()
     options["activations"] = "bf16"
-    plain = linear(x, values, implementation="reference", **options)
+    plain = referenced(linear, x, values, **options)
     assert (np.abs(plain - wanted) > 1e-3 * size).any()
 
 
@@ -161,10 +162,16 @@ E, TOP_K, D, F = 4, 2, 128, 128
 def experts_of(R: int):
     x = rows_of(R, D)
     keys = jax.random.split(jax.random.key(R), 2)
-    ids = jnp.argsort(jax.random.normal(keys[0], (R, E)), axis=1)[:, :TOP_K].astype(jnp.int32)
+    ids = np.argsort(jax.random.normal(keys[0], (R, E)), axis=1)[:, :TOP_K]
     weights = jax.nn.softmax(jax.random.normal(keys[1], (R, TOP_K)))
     gate_up = ExpertWeights(*weight_of(E, 2, F, D))
-    return x, ids, weights, gate_up, ExpertWeights(*weight_of(E, D, F, seed=1))
+    return (
+        x,
+        jnp.asarray(ids, jnp.int32),
+        weights,
+        gate_up,
+        ExpertWeights(*weight_of(E, D, F, seed=1)),
+    )
 
 
 @both_chips
@@ -173,13 +180,13 @@ def experts_of(R: int):
 @pytest.mark.parametrize("R", [3, 20])
 def test_experts_of_quantised_rows_are_the_definition(R):
     args = experts_of(R)
-    wanted = moe(*args, activations="fp8", implementation="reference").astype(jnp.float32)
+    wanted = referenced(moe, *args, activations="fp8").astype(jnp.float32)
     found = moe(*args, activations="fp8", implementation="mosaic_gpu").astype(jnp.float32)
     # Rounding `inner` to bfloat16 and then to e4m3 may go the other way after another order of sums.
     size = jnp.abs(wanted).max(1, keepdims=True)
     assert (jnp.abs(found - wanted) <= 2**-5 * size).all()
     assert float(jnp.abs(found - wanted).mean()) <= 2**-9 * float(jnp.abs(wanted).mean())
-    plain = moe(*args, implementation="reference").astype(jnp.float32)
+    plain = referenced(moe, *args).astype(jnp.float32)
     assert float(jnp.abs(plain - wanted).mean()) >= 2**-8 * float(jnp.abs(wanted).mean())
 
 

@@ -84,7 +84,7 @@ def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
         max_logprobs=3,
     )  # fmt: skip
     end_id = tokenizer.special_id(end)
-    target = tiny.target(vocab_size=tokenizer.vocab_size, eos_ids=(end_id,))
+    target = tiny.target(**tiny.ONE_LAYER, vocab_size=tokenizer.vocab_size, eos_ids=(end_id,))
     return Engine(target, None, OneBucketConfig(**(config | sizes)), tokenizer=tokenizer)
 
 
@@ -92,7 +92,7 @@ class Scripted:
     """A server and the script of its model."""
 
     def __init__(self, folder, **options):
-        self.tokenizer = make_tokenizer(folder, TEMPLATE)
+        self.tokenizer = make_tokenizer(folder, TEMPLATE, eos_token=END)
         engine = make_engine(self.tokenizer)
         self.script = Script(engine, [])
         self.live = LiveServer(engine, http=True, **options)

@@ -19,9 +19,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
-from serving.app import make_engine, served_name
+from peagle_jax.model_folders import embedded
+from serving.app import make_engine
 from serving.client import main
-from serving.settings import Settings
+from serving.settings import Settings, read_models, served_name
 from tests.cli import conftest
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
@@ -67,6 +68,21 @@ def test_the_name_is_the_folders_unless_given(tmp_path):
     assert served_name(Settings(model=str(tmp_path), served_model_name="mine")) == "mine"
 
 
+def test_hub_ids_are_downloaded_and_name_the_model(monkeypatch):
+    asked = []
+
+    def download(name, **options):
+        asked.append(name)
+        return str(embedded("peagle" if "head" in name else "target"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    settings = read_models(Settings(model="some/model", drafter="some/head"))
+    assert asked == ["some/model", "some/head"]
+    assert (settings.model, settings.drafter) == (str(embedded("target")), str(embedded("peagle")))
+    assert served_name(settings) == "some/model"
+    assert read_models(Settings()).model is None
+
+
 @pytest.mark.slow
 def test_the_chat_template_is_prepared_once_requests_are_served(make_engine, monkeypatch):
     """Its import would otherwise take a share of the time until the server is ready."""
@@ -101,7 +117,7 @@ def test_it_can_be_stopped_while_it_loads(number):
     program = (
         "import os, serving.__main__\n"
         f"signalled = 'os.kill(os.getpid(), {int(number)})\\nwhile True: pass'\n"
-        "serving.__main__.check_models = lambda settings: exec(signalled)\n"
+        "serving.__main__.read_models = lambda settings: exec(signalled)\n"
         "serving.__main__.main(['--port', '0', '--http-port', '-1'])\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=LIMIT)

@@ -12,7 +12,7 @@ from peagle_jax.engine.grammar import Grammars
 from peagle_jax.model_folders import ASSETS
 from peagle_jax.structured import Structured
 from peagle_jax.text import Tokenizer
-from serving import constraints
+from serving import caller, constraints
 from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
 from serving.grammar_process import Vocabulary
@@ -133,6 +133,24 @@ def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
     run(engine, work)
 
 
+def test_no_caller_learns_from_the_time_which_constraints_others_send(engine, monkeypatch):
+    checked = []
+    ask = constraints._Process.ask
+
+    def count(process, constraint):
+        checked.append(constraint)
+        return ask(process, constraint)
+
+    async def work(made):
+        for token in (b"one", b"another", b"one"):
+            caller.enter(token)
+            await made.compile(Structured.choice(["secret"]), field="structured")
+
+    monkeypatch.setattr(constraints._Process, "ask", count)
+    run(engine, work)
+    assert len(checked) == 2
+
+
 def test_the_vocabulary_is_read_before_the_first_constraint(engine):
     fresh = Grammars(engine.tokenizer, engine.tokenizer.vocab_size, [0])
     hopeless = Grammars(engine.tokenizer, engine.tokenizer.vocab_size, [])  # without an end
@@ -210,6 +228,40 @@ def test_a_process_that_cannot_be_started_is_an_error_and_the_next_one_is_tried(
                 await made.compile(Structured.json_object(), field="structured")
         assert caught.value.code is Code.UNAVAILABLE
         assert await made.compile(Structured.json_object(), field="structured")
+
+    run(engine, work)
+
+
+@pytest.mark.parametrize("moment", ["idle", "at every question"])
+def test_a_process_that_is_killed_from_outside_is_not_the_constraints_fault(
+    engine, monkeypatch, moment
+):
+    """As the kernel does when memory is short."""
+
+    def kill(process: constraints._Process) -> None:
+        process._process.kill()
+        process._process.wait()
+
+    send = constraints._Process._send
+
+    def send_to_killed(process, content, deadline):
+        kill(process)
+        send(process, content, deadline)
+
+    async def work(made):
+        await made.compile(Structured.regex("a"), field="structured")
+        if moment == "idle":
+            for process in made._processes:
+                if process._process is not None:
+                    kill(process)
+            assert await made.compile(Structured.regex("b"), field="structured")
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(constraints._Process, "_send", send_to_killed)
+            with pytest.raises(ServiceError, match="killed from outside") as caught:
+                await made.compile(Structured.regex("c"), field="structured")
+        assert (caught.value.code, caught.value.retry_after) == (Code.UNAVAILABLE, 1.0)
+        assert await made.compile(Structured.regex("c"), field="structured")
 
     run(engine, work)
 

@@ -267,24 +267,30 @@ TOO_MANY = {
 
 
 LONG_TEXT = "\u00e9" * 100_000
-AWKWARD = {
-    "stopping.stop": pb.GenerateRequest(text="a", stopping=pb.Stopping(stop=["", LONG_TEXT])),
-    "chat.variables_json": pb.GenerateRequest(
-        chat=pb.Chat(messages=[pb.ChatMessage()], variables_json="[" * 200_000)
+
+
+def _chat(variables: str) -> pb.GenerateRequest:
+    return pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()], variables_json=variables))
+
+
+AWKWARD = {  # the field that the error names, and the request
+    "long stop": (
+        "stopping.stop",
+        pb.GenerateRequest(text="a", stopping=pb.Stopping(stop=["", LONG_TEXT])),
     ),
-    "chat": pb.GenerateRequest(
-        chat=pb.Chat(messages=[pb.ChatMessage()], variables_json='{"messages": []}')
-    ),
-    "text": pb.GenerateRequest(text=LONG_TEXT),
+    "deep variables": ("chat.variables_json", _chat("[" * 200_000)),
+    "reserved variable": ("chat.variables_json", _chat('{"messages": []}')),
+    "long text": ("text", pb.GenerateRequest(text=LONG_TEXT)),
 }
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("field", AWKWARD)
-def test_long_and_deep_contents_are_refused_by_name(server, client, field):
+@pytest.mark.parametrize("name", AWKWARD)
+def test_long_and_deep_contents_are_refused_by_name(server, client, name):
     """And briefly: a status that quotes them whole is larger than what clients take."""
+    field, request = AWKWARD[name]
     path = "peagle.v1.Generation/GenerateOnce"
-    (error,) = client.send(path, METHODS[path], [[AWKWARD[field].SerializeToString()]])
+    (error,) = client.send(path, METHODS[path], [[request.SerializeToString()]])
     assert error.code() is Status.INVALID_ARGUMENT, error
     status = rpc_status.from_call(_AsCall(error))
     violations = error_details_pb2.BadRequest()

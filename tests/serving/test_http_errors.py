@@ -1,6 +1,7 @@
 """Requests that the HTTP port refuses: statuses, named fields, sizes."""
 
 import asyncio
+import gzip
 import json
 
 import httpx
@@ -51,11 +52,20 @@ SAMPLING = {
     "frequency_penalty": [2.1, "none", False],
     "presence_penalty": [-3],
     "repetition_penalty": [0, -1, 101, True],
-    "logit_bias": [5, {"x": 1}, {"5": 101}, {"5": "1"}, {"5": True}, {"128": 1}, {"-1": 1}],
+    "logit_bias": [
+        5,
+        {"x": 1},
+        {"5": 101},
+        {"5": "1"},
+        {"5": True},
+        {"128": 1},
+        {"-1": 1},
+        {"5": 1, "05": 2},
+    ],
     "allowed_token_ids": [[], [128], [-1], ["a"], 5],
     "best_of": [2],
     "min_tokens": [-1, 10**6, 1.5, True],
-    "bad_words": [[""], 5, ["xyz"], [5]],
+    "bad_words": [[""], 5, ["xyz"], [5], ["\ud800"]],
     "response_format": ["json"],
     "structured_outputs": ["json"],
     "guided_regex": ["a"],
@@ -167,6 +177,7 @@ def test_arguments_of_transformers_are_not_template_variables(server, http):
         body = dict(messages=HELLO, chat_template_kwargs={name: "x"})
         error = refusal(http.post("/v1/chat/completions", json=body))
         assert repr(name) in error["message"]
+        assert error["param"] == "chat_template_kwargs"
 
 
 def test_contradictory_fields_are_refused(server, http):
@@ -218,6 +229,13 @@ def test_bodies_are_bounded(server, http):
 def test_other_content_types_are_refused(server, http):
     error = refusal(http.post("/v1/completions", data={"prompt": "a"}))
     assert error["param"] == "content-type"
+
+
+def test_encoded_bodies_are_refused_by_the_header(server, http):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    content = gzip.compress(b'{"prompt": "a"}')
+    error = refusal(http.post("/v1/completions", content=content, headers=headers))
+    assert error["param"] == "content-encoding"
 
 
 def test_other_models_are_not_found(server, http):

@@ -121,7 +121,7 @@ WRONG = {
     "allowed_token_ids": [tuple(range(1025))],
     "bad_words": [(" ",), ("x" * 513,), ("x",) * 129],
     "min_tokens": [2**31 - 1],
-    "repetition_penalty": [-1.0, 101.0],
+    "repetition_penalty": [-1.0, 1e-39, 101.0],
     "frequency_penalty": [2.5],
     "presence_penalty": [-2.5],
 }

@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-import yaml
 
 from bench.served import Served
 from peagle_jax import Engine, EngineConfig, SamplingParams
@@ -21,13 +20,11 @@ from peagle_jax.parallel.devices import Devices
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.settings import Settings
-from serving.sources import resolve
 from tests import tiny
 from tests.programs import one_bucket
 from tests.serving.certificates import authority, signed
 from tests.waiting import LIMIT, eventually
 
-ROOT = Path(__file__).parents[2]
 SIZES = dict(num_layers=1, num_heads=6, num_kv_heads=6)  # two and three hosts can share them
 MAX_TOKENS = 20
 LENGTHS = (3, 19, 30, 9, 25)
@@ -157,28 +154,6 @@ def ends(host: Served) -> tuple[int, str]:
     assert f"ends with exit code {code}: " in lines[0]
     assert "Traceback" not in host.text()
     return code, lines[0]
-
-
-def test_the_manifest_gives_every_host_its_options():
-    lines = (ROOT / "deploy/several-hosts.yaml").read_text()
-    group, *_ = yaml.safe_load_all(lines)
-    templates = group["spec"]["leaderWorkerTemplate"]
-    found = []
-    for index, name in enumerate(("leaderTemplate", "workerTemplate")):
-        container = templates[name]["spec"]["containers"][0]
-        assert ("readinessProbe" in container) == (index == 0)
-        text = " ".join(container["args"])
-        variables = {
-            "GROUP_SIZE": templates["size"],
-            "WORKER_INDEX": index,
-            "LEADER_ADDRESS": "peagle-0",
-        }
-        for variable, value in variables.items():
-            text = text.replace(f"$(LWS_{variable})", str(value))
-        settings, _ = resolve(text.split())
-        assert settings.devices_per_host == container["resources"]["limits"]["nvidia.com/gpu"]
-        found.append((settings.host_index, settings.coordinator))
-    assert found == [(0, "peagle-0:7000"), (1, "peagle-0:7000")]
 
 
 PLAIN = ("--method", "none", "--max-num-seqs", "1")

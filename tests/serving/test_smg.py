@@ -3,6 +3,7 @@
 import json
 
 import openai
+import pydantic
 import pytest
 
 from peagle_jax import EngineConfig, SamplingParams
@@ -141,6 +142,15 @@ def test_a_schema_reaches_the_engine(server, client):
     wanted = dict(type="json_schema", json_schema=dict(name="x", schema=schema, strict=True))
     answer = client.chat.completions.create(messages=user(PROMPT), response_format=wanted, **SHORT)
     assert 0 <= json.loads(answer.choices[0].message.content)["size"] <= 99
+
+
+class Size(pydantic.BaseModel):
+    size: int = pydantic.Field(ge=0, le=99)
+
+
+def test_the_clients_own_models_are_parsed(server, client):
+    answer = client.chat.completions.parse(messages=user(PROMPT), response_format=Size, **SHORT)
+    assert isinstance(answer.choices[0].message.parsed, Size)
 
 
 def bad_schema() -> dict:

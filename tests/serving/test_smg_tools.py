@@ -49,3 +49,16 @@ def test_the_gateway_finds_the_calls_in_our_tokens(scripted, client, is_stream):
     assert (text.strip(), reason) == ("Look:", "tool_calls")
     assert scripted.prompts[-1].startswith("<tools>")
     scripted.live.check_empty()
+
+
+def test_a_client_runs_a_loop_of_tools_through_the_gateway(scripted, client):
+    scripted.say(CALL.replace('"3"', "3"), "It says 1.")
+    first = client.chat.completions.create(**CHAT).choices[0]
+    (call,) = first.message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "1"}
+    answered = first.message.model_dump(exclude_none=True)
+    messages = [*CHAT["messages"], answered, result]
+    second = client.chat.completions.create(**CHAT | dict(messages=messages)).choices[0]
+    assert (second.finish_reason, second.message.content) == ("stop", "It says 1.")
+    assert scripted.prompts[-1].endswith("<tool_call>é.py</tool_call><|tool|>1<|assistant|>")
+    scripted.live.check_empty()

@@ -1,0 +1,161 @@
+"""Tables of docs/parallel.md: rounds, what the host does for one, and texts compared, of models on several GPUs."""
+
+from collections.abc import Callable, Sequence
+
+from bench import labels
+from bench.replicas import KEY as STEP_KEY
+from bench.replicas import gpus_of
+from peagle_jax.config import ConfigError
+from peagle_jax.runs import METHOD_NAMES
+
+TEXTS_KEY = (
+    "device", "model", "dtype", "weights", "activations", "layers", "set", "method", "num_speculative_tokens",
+    "max_tokens", "tensor_parallel", "concurrency", "reference_concurrency", "variant", "seed",
+)  # fmt: skip
+"""Fields that identify a row of texts that were compared on several GPUs."""
+_VARIANTS = {
+    None: "",
+    "plain": "each weight an operand",
+    "captured": "collectives in the graph",
+}
+"""Differences from the engine's own programs, by the field `variant` of a row."""
+
+TARGETS = {
+    "qwen3-coder-30b-a3b-fp8": {1: 5.0, 8: 7.4, 32: 10.0},
+    "gpt-oss-120b": {1: 6.2, 8: 12.8},
+    "llama-3.3-70b-fp8": {1: 15.5, 8: 16.5},
+}
+"""Milliseconds of a round of P-EAGLE K = 7 on two H200, by model and number of sequences."""
+_TARGET = dict(device="NVIDIA H200", method="peagle", num_speculative_tokens=7, tensor_parallel=2)
+
+Cells = dict[int, dict]
+"""Rows by number of sequences."""
+
+
+def rounds_table(measured: Sequence[dict]) -> str:
+    """Milliseconds of a round: models by numbers of GPUs down, sequences across."""
+    across = sorted({row["concurrency"] for row in measured})
+    lines = [
+        [*name, *(_number(cells.get(c), "ms_per_round", ".2f") for c in across)]
+        for name, cells in _by_engine(measured)
+    ]
+    header = ["model", "GPUs", *(f"{c} sequence{'s' if c > 1 else ''}" for c in across)]
+    return _part(measured, header, lines)
+
+
+def targets_table(measured: Sequence[dict]) -> str:
+    """`TARGETS` beside the engine's own programs."""
+    found = {
+        (row["model"], row["concurrency"]): row["ms_per_round"]
+        for row in measured
+        if row.get("variant") is None and _TARGET.items() <= row.items()
+    }
+    lines = []
+    for model, targets in TARGETS.items():
+        for sequences, target in targets.items():
+            ms = found.get((model, sequences))
+            ends = ["not measured", ""] if ms is None else [f"{ms:.2f}", _verdict(ms, target)]
+            lines.append([model, str(sequences), f"{target:.1f}", *ends])
+    return labels.markdown(["model", "sequences", "target, ms", "ms a round", "result"], lines)
+
+
+def _verdict(ms: float, target: float) -> str:
+    return "met" if ms <= target else f"missed by {100 * (ms / target - 1):.0f} %"
+
+
+def host_table(measured: Sequence[dict]) -> str:
+    """What one GPU computes in a round, for how much of the time, and what the host takes to dispatch it.
+
+    Raises:
+      ConfigError: no row has a time of the host.
+    """
+    timed = [row for row in measured if row.get("dispatch_us") is not None]
+    if not timed:
+        raise ConfigError("bench:parallel-host needs rows of decode-step with dispatch_us")
+    columns: tuple[tuple[str, Callable[[dict], str]], ...] = (
+        ("sequences", lambda row: str(row["concurrency"])),
+        ("ms a round", lambda row: _number(row, "ms_per_round", ".2f")),
+        ("dispatch, ms", lambda row: _number(row, "dispatch_us", ".2f", 1e-3)),
+        ("kernels of one GPU, ms", lambda row: _number(row, "kernel_us_per_round", ".2f", _each(row))),
+        ("GPUs busy", lambda row: _share(row.get("device_busy"))),
+    )  # fmt: skip
+    lines = [
+        [*name, *(text(cells[c]) for _, text in columns)]
+        for name, cells in _by_engine(timed)
+        for c in sorted(cells)
+    ]
+    return _part(timed, ["model", "GPUs", *(title for title, _ in columns)], lines)
+
+
+def texts_table(measured: Sequence[dict]) -> str:
+    """Tokens that differ of those compared, summed over seeds."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in measured:
+        groups.setdefault(tuple(row.get(name) for name in TEXTS_KEY[:-1]), []).append(row)
+    lines = []
+    for rows in groups.values():
+        first, total = rows[0], lambda name, rows=rows: sum(row[name] for row in rows)
+        emitted = sum(row["acceptance_length"] * row["rounds"] for row in rows)
+        lines.append(
+            [
+                _name(first),
+                str(gpus_of(first)),
+                f"{METHOD_NAMES[first['method']]} K={first['num_speculative_tokens']}",
+                str(first["concurrency"]),
+                f"{total('texts'):,}",
+                f"{total('tokens_compared'):,}",
+                f"{total('tokens_differing'):,}",
+                f"{emitted / total('rounds'):.2f}",
+            ]
+        )
+    header = ["model", "GPUs", "method", "sequences", "texts", "tokens", "differ", "AL"]
+    return _part(measured, header, lines)
+
+
+def _by_engine(measured: Sequence[dict]) -> list[tuple[tuple[str, str], Cells]]:
+    """(model and variant, GPUs) with the cells, models in the order of their rows, few GPUs first."""
+    found: dict[tuple, Cells] = {}
+    models = list(dict.fromkeys(row["model"] for row in measured))
+    variants = list(_VARIANTS)
+    order = lambda row: (
+        models.index(row["model"]), gpus_of(row), variants.index(row.get("variant")),
+    )  # fmt: skip
+    for row in sorted(measured, key=order):
+        name = _name(row), str(gpus_of(row))
+        found.setdefault(name, {})[row["concurrency"]] = row
+    return list(found.items())
+
+
+def _name(row: dict) -> str:
+    said = _VARIANTS[row.get("variant")]
+    return f"{row['model']}, {said}" if said else row["model"]
+
+
+def _part(measured: Sequence[dict], header: list[str], lines: list[list[str]]) -> str:
+    device = labels.listed(measured, "device")
+    return f"**{device}**; {labels.provenance(measured)}\n\n{labels.markdown(header, lines)}"
+
+
+def _each(row: dict) -> float:
+    """Milliseconds of one GPU for a microsecond of all."""
+    return 1e-3 / gpus_of(row)
+
+
+def _number(row: dict | None, name: str, form: str, factor: float = 1.0) -> str:
+    value = None if row is None else row.get(name)
+    return "" if value is None else f"{factor * value:{form}}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+KEYS = {"parallel-step": STEP_KEY, "parallel-lossless": TEXTS_KEY}
+"""Fields that identify a row of each kind."""
+TABLES = {
+    "parallel": ("parallel-step", rounds_table),
+    "parallel-targets": ("parallel-step", targets_table),
+    "parallel-host": ("parallel-step", host_table),
+    "parallel-texts": ("parallel-lossless", texts_table),
+}
+"""Table name -> (kind of rows, what they look like)."""
