@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from peagle_jax.engine.request import Request
@@ -121,6 +121,19 @@ def play(config, asks: list[dict], *, lag: int, seed: int) -> tuple[FakeEngine, 
     return engine, requests
 
 
+def ask(**changes) -> dict:
+    """A long request with all drafts of its rounds."""
+    fields = dict(prompt=[1] * 9, share=1.0, max_tokens=60, stop_ids=(), ignore_eos=True)
+    return fields | dict(stop_checker=None, after=0, aborted=None) | changes
+
+
+CROWD = [ask(prompt=[i] * 5) for i in range(1, 4)] + [
+    ask(prompt=[4] * 5, aborted=3),
+    ask(stop_ids=tuple(range(VOCAB))),
+]
+"""More than their pages hold: some are preempted, one stops, one is aborted, and the rest end by length."""
+
+
 def test_tokens_are_one_and_rounds_and_accepted_drafts(num_cases):
     seen: Counter = Counter()
 
@@ -131,6 +144,7 @@ def test_tokens_are_one_and_rounds_and_accepted_drafts(num_cases):
         st.sampled_from([0, 1]),
         st.integers(0, 2**16),
     )
+    @example((7, 4, 40), CROWD, 1, 1)
     def check(sizes, asks, lag, seed):
         num_draft, B, max_len = sizes
         pages = (
