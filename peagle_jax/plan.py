@@ -64,7 +64,8 @@ class SurvivalReport(NamedTuple):
 
     verified: Array  # [B] int32, number of verified drafts
     expected: Array  # [] float32, sum of the survival of all verified drafts
-    histogram: Array  # [SURVIVAL_BINS] int32, number of drafts by survival in equal bins of 0..1
+    histogram: Array  # [K, SURVIVAL_BINS] int32, number of drafts by survival in equal bins of 0..1
+    sums: Array  # [K, SURVIVAL_BINS] float32, sum of the survival of these drafts
 
 
 class DecodePlan(NamedTuple):

@@ -152,7 +152,8 @@ def report(survival: jax.Array, num_draft: jax.Array, verified: jax.Array) -> Su
     bins = jnp.minimum((survival * SURVIVAL_BINS).astype(jnp.int32), SURVIVAL_BINS - 1)
     is_draft = (place < num_draft[:, None])[..., None]
     in_bin = is_draft & (bins[..., None] == jnp.arange(SURVIVAL_BINS))
-    return SurvivalReport(verified, expected, in_bin.sum((0, 1), dtype=jnp.int32))
+    sums = jnp.where(in_bin, survival[..., None], 0.0).sum(axis=0)
+    return SurvivalReport(verified, expected, in_bin.sum(axis=0, dtype=jnp.int32), sums)
 
 
 def observed(

@@ -108,7 +108,7 @@ def test_output_is_unchanged_by_any_sequence_of_rows(
         assert counts.accepted > 0.5 * counts.verified
 
 
-SHAPES = [RoundShape(6, 0), RoundShape(6, 4), RoundShape(6, 4, 2), RoundShape(6, 4, 7)]
+SHAPES = [*(RoundShape(6, k) for k in (0, 3, 4)), RoundShape(6, 4, 2), RoundShape(6, 4, 7)]
 
 
 def test_timed_rounds_read_different_tokens_and_leave_no_trace():

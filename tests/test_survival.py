@@ -14,7 +14,7 @@ from scipy import stats
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
-from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams
+from peagle_jax.plan import SURVIVAL_BINS, DecodePlan, PrefillPlan, RequestParams
 from peagle_jax.ragged import verify_chosen
 from peagle_jax.sampling import at_tokens
 from peagle_jax.survival import (
@@ -148,8 +148,10 @@ def test_a_report_sums_the_survival_of_what_is_verified():
     found = report(survival, jnp.array([2, 1, 0]), jnp.array([1, 1, 0]))
     assert found.verified.tolist() == [1, 1, 0]
     assert float(found.expected) == pytest.approx(1.39)
-    filled = {i: n for i, n in enumerate(found.histogram.tolist()) if n}
-    assert filled == {BINS - 1: 1, 10: 1, 8: 1}
+    filled = {(j, i): int(found.histogram[j, i]) for j, i in np.argwhere(found.histogram)}
+    assert filled == {(0, SURVIVAL_BINS - 1): 1, (0, 8): 1, (1, 10): 1}
+    assert np.asarray(found.sums)[0, [8, -1]].tolist() == pytest.approx([0.4, 0.99])
+    assert float(found.sums.sum()) == pytest.approx(0.99 + 0.52 + 0.4)
 
 
 V, K, TEMPERATURE = 4, 2, 2.0

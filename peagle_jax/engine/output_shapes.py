@@ -31,7 +31,8 @@ def round_output(config: EngineConfig, shape: RoundShape, *, is_greedy: bool) ->
     sizes = (shape.size, shape.num_draft + 1, config.num_made(shape.num_draft))
     output = _output(*sizes, config.max_logprobs)
     if config.ragged_rows(shape.size) and not is_greedy:
-        report = SurvivalReport(_ints(shape.size), _floats(), _ints(SURVIVAL_BINS))
+        bins = (shape.num_draft, SURVIVAL_BINS)
+        report = SurvivalReport(_ints(shape.size), _floats(), _ints(*bins), _floats(*bins))
         output = replace(output, report=report)
     if not is_greedy:
         return output

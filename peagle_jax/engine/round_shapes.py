@@ -19,8 +19,8 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
         drafts = partial(candidates, config.num_draft, platform=dispatch.platform())
         for size in sizes:
             rows = config.ragged_rows(size)
-            # Ragged rounds take the place of values of K between none and all.
-            some = (0, config.num_draft) if rows else drafts(size=size)
+            # A ragged round of a draft for each request takes the place of K = 1.
+            some = (k for k in drafts(size=size) if not rows or k != 1)
             shapes += [RoundShape(size, k) for k in some]
             shapes += [RoundShape(size, config.num_draft, number) for number in rows]
     if config.ngram:

@@ -1,9 +1,9 @@
 """How many drafts a round verifies in all, chosen at run time (`adaptive="survival"`). No jax here.
 
 A ragged round verifies the R drafts with the largest survival over all requests (`peagle_jax.survival`). So
-it emits a token for each request and, on average, the sum of these survivals. `Spread` has the survival of
-recent drafts, `RoundTimes` the seconds of a round. Both change only with committed rounds
-(docs/adaptive.md, "Survival").
+it emits a token for each request and, on average, the sum of these survivals. A round of K drafts that
+verifies them all emits the sum of the survival of the first K. `Spread` has the survival of recent drafts,
+`RoundTimes` the seconds of a round. Both change only with committed rounds (docs/adaptive.md, "Survival").
 """
 
 import logging
@@ -26,38 +26,61 @@ _log = logging.getLogger(__name__)
 
 
 class Spread:
-    """Number of drafts of one request by their survival, averaged over rounds."""
+    """Number of drafts of one request by position and survival, averaged over rounds.
 
-    def __init__(self):
-        self._drafts: np.ndarray | None = None  # [SURVIVAL_BINS] float64
-        self._kept = 1.0
+    Args:
+      most: J, number of positions.
+    """
 
-    @property
-    def is_known(self) -> bool:
-        return self._drafts is not None
+    def __init__(self, most: int):
+        shape = (most, SURVIVAL_BINS)
+        self._drafts = np.zeros(shape)  # of one request
+        self._sums = np.zeros(shape)  # of their survival
+        self._kept = np.ones(most)
+        """What a new round leaves of each position, in 0..1: the less, the older it is."""
+        self.is_known = False
+        """Whether a round of J drafts was added."""
 
     def age(self) -> None:
         """Counts a round, whether it says something or not."""
-        self._kept = max(_LEAST_KEPT, _KEPT * self._kept)
+        self._kept = np.maximum(_LEAST_KEPT, _KEPT * self._kept)
 
-    def add(self, histogram: np.ndarray, num_requests: int) -> None:
-        """Adds a round that `age` counted; `histogram` [SURVIVAL_BINS] is of all its drafts."""
-        new = np.asarray(histogram, np.float64) / num_requests
-        old = new if self._drafts is None else self._drafts
-        self._drafts = self._kept * old + (1 - self._kept) * new
-        self._kept = 1.0
+    def add(self, histogram: np.ndarray, sums: np.ndarray, num_requests: float) -> None:
+        """Adds a round that `age` counted.
 
-    def accepted(self, num_requests: int, num_rows: int) -> float:
-        """Expected accepted drafts of a round that verifies the `num_rows` likeliest of all requests."""
-        drafts = num_requests * self._drafts[::-1]  # the likeliest first
+        A round of K < J drafts says nothing about later ones by itself. Their survival changes as that of draft K
+        does. Such rounds count once one of J drafts was added.
+
+        Args:
+          histogram, sums: [K, SURVIVAL_BINS], see `SurvivalReport`; of all its drafts.
+        """
+        num_draft, most = len(histogram), len(self._drafts)
+        if not num_draft or not (self.is_known or num_draft == most):
+            return
+        kept = self._kept[:num_draft, None] if self.is_known else 0.0
+        before = self._sums[num_draft - 1].sum()
+        for known, new in ((self._drafts, histogram), (self._sums, sums)):
+            known[:num_draft] = kept * known[:num_draft] + (1 - kept) * new / num_requests
+        if before > 0:
+            self._sums[num_draft:] *= self._sums[num_draft - 1].sum() / before
+        self._kept[:num_draft], self.is_known = 1.0, True
+
+    def accepted(self, num_requests: int, num_draft: int, num_rows: int) -> float:
+        """Expected accepted drafts of a round that verifies the `num_rows` likeliest of the first `num_draft` drafts
+        of all requests."""
+        # The likeliest first.
+        drafts, sums = (
+            num_requests * one[:num_draft].sum(axis=0)[::-1] for one in (self._drafts, self._sums)
+        )
         before = np.cumsum(drafts) - drafts
         verified = np.clip(num_rows - before, 0, drafts)
-        survival = (np.arange(SURVIVAL_BINS)[::-1] + 0.5) / SURVIVAL_BINS
-        return float(verified @ survival)
+        return float(
+            sums @ np.divide(verified, drafts, out=np.zeros_like(drafts), where=drafts > 0)
+        )
 
 
 class SurvivalPolicy(LoadPolicy):
-    """Chooses R for batch buckets with ragged rounds, and K for the others as `LoadPolicy` does.
+    """Chooses R or K for batch buckets with ragged rounds, and K for the others as `LoadPolicy` does.
 
     Args:
       most: J.
@@ -66,7 +89,7 @@ class SurvivalPolicy(LoadPolicy):
 
     def __init__(self, most: int, times: RoundTimes):
         super().__init__(most, times)
-        self._spread = Spread()
+        self._spread = Spread(most)
         self._counts = False
         """Whether the next round is one of an exploration, or nothing is known yet."""
 
@@ -122,17 +145,9 @@ class SurvivalPolicy(LoadPolicy):
         super().commit(call, rows, report)
         if report is None:
             return
-        # After a round without drafts there is nothing to verify, whatever the drafter is worth.
-        num_fresh = sum(
-            drafted > 0 or request.num_draft == 0
-            for request, drafted in zip(call.requests, call.drafted, strict=False)
-        )
-        if most := sum(call.drafted):
-            # Drafts of a round that did not count are not in the histogram.
-            num_fresh *= report.histogram.sum() / most
         self._spread.age()
-        if num_fresh and call.num_draft == self._most:
-            self._spread.add(report.histogram, num_fresh)
+        if num_requests := _num_shown(call, report):
+            self._spread.add(report.histogram, report.sums, num_requests)
         # The report also has the requests that ended while the round ran.
         verified = sum(drafted for _, drafted, _ in rows)
         share = verified / max(1, int(report.verified.sum()))
@@ -152,7 +167,8 @@ class SurvivalPolicy(LoadPolicy):
         if not self._spread.is_known or present not in seconds:
             return
         tokens = {
-            shape: num_requests + self._spread.accepted(num_requests, shape.num_verified)
+            shape: num_requests
+            + self._spread.accepted(num_requests, shape.num_draft, shape.num_verified)
             for shape in seconds
         }
         rates = {shape: tokens[shape] / seconds[shape] for shape in seconds}
@@ -164,3 +180,17 @@ class SurvivalPolicy(LoadPolicy):
                 chosen.size, chosen.num_draft, chosen.num_verified, rates[chosen],
                 present.num_draft, present.num_verified, rates[present],
             )  # fmt: skip
+
+
+def _num_shown(call: DecodeCall, report: SurvivalReport) -> float:
+    """Number of requests whose drafts the report's histogram has; 0 if it cannot be used."""
+    num_fresh = 0
+    for request, drafted in zip(call.rows, call.drafted, strict=True):
+        wanted = min(call.num_draft, request.num_draft)
+        # After a round of fewer drafts there are fewer to verify, whatever the drafter is worth.
+        if 0 < drafted < wanted:
+            return 0.0
+        num_fresh += drafted == wanted
+    # Drafts of a round that did not count are not in the histogram.
+    found = sum(call.drafted)
+    return num_fresh * float(report.histogram.sum()) / found if found else num_fresh

@@ -1,5 +1,6 @@
 """How many drafts a round verifies: decisions of `SurvivalPolicy` without a device."""
 
+import itertools
 import random
 
 import numpy as np
@@ -18,40 +19,71 @@ from peagle_jax.sampling_params import SamplingParams
 SIZE, J = 16, 7
 RAGGED = (16, 32, 64)
 WHOLE = RoundShape(SIZE, J)
-SHAPES = [RoundShape(SIZE, 0), WHOLE, *(RoundShape(SIZE, J, number) for number in RAGGED)]
+SHAPES = [*(RoundShape(SIZE, k) for k in (0, 3, J)), *(RoundShape(SIZE, J, r) for r in RAGGED)]
 CONFIG = EngineConfig(num_draft=J, max_num_seqs=SIZE, adaptive="survival")
 
 
-def histogram(survivals: np.ndarray) -> np.ndarray:
-    return np.bincount((survivals * SURVIVAL_BINS).astype(int), minlength=SURVIVAL_BINS)
+def bins_of(survivals: np.ndarray, counted: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+    """Histogram and sums [K, SURVIVAL_BINS] of survivals [B, K], of those that are `counted` [B, K]."""
+    counted = np.ones_like(survivals) if counted is None else counted
+    found = []
+    for weights in (counted, counted * survivals):
+        columns = zip(survivals.T, weights.T, strict=True)
+        found.append(
+            [np.bincount((s * SURVIVAL_BINS).astype(int), w, SURVIVAL_BINS) for s, w in columns]
+        )
+    return tuple(np.reshape(one, (-1, SURVIVAL_BINS)) for one in found)
+
+
+def full(value: float, num_draft: int = J) -> tuple[np.ndarray, ...]:
+    return bins_of(np.full((SIZE, num_draft), value))
 
 
 def test_the_likeliest_drafts_are_those_of_a_sort(num_cases):
     rng = np.random.default_rng(0)
     for _ in range(num_cases("spreads of survival", 20)):
         survivals = rng.random((SIZE, J)) * 0.999
-        spread = Spread()
-        spread.add(histogram(survivals.ravel()), SIZE)
-        for number in (0, 1, 16, 50, SIZE * J, 1000):
-            wanted = np.sort(survivals.ravel())[::-1][:number].sum()
-            assert spread.accepted(SIZE, number) == pytest.approx(wanted, abs=0.03 * number)
+        spread = Spread(J)
+        spread.add(*bins_of(survivals), SIZE)
+        for number, k in itertools.product((0, 1, 16, 50, SIZE * J, 1000), (0, 1, 3, J)):
+            wanted = np.sort(survivals[:, :k].ravel())[::-1][:number].sum()
+            assert spread.accepted(SIZE, k, number) == pytest.approx(wanted, abs=0.03 * number)
             # Half of the requests have half of the drafts.
-            assert spread.accepted(8, number // 2) == pytest.approx(
+            assert spread.accepted(8, k, number // 2) == pytest.approx(
                 wanted / 2, abs=0.02 * number + 1
             )
+        all_of_three = spread.accepted(SIZE, 3, 3 * SIZE)
+        assert all_of_three == pytest.approx(survivals[:, :3].sum())
 
 
 def test_a_spread_follows_a_change():
-    spread = Spread()
+    spread = Spread(J)
     for value in [0.925] * 100 + [0.325] * 100:
         spread.age()
-        spread.add(histogram(np.full(SIZE * J, value)), SIZE)
-    assert spread.accepted(1, J) == pytest.approx(0.325 * J, rel=0.02)
+        spread.add(*full(value), SIZE)
+    assert spread.accepted(1, J, J) == pytest.approx(0.325 * J, rel=0.02)
     for _ in range(100):
         spread.age()
-    spread.add(histogram(np.full(SIZE * J, 0.925)), SIZE)
-    found = spread.accepted(1, J) / J
+    spread.add(*full(0.925), SIZE)
+    found = spread.accepted(1, J, J) / J
     assert found == pytest.approx(0.6 * 0.325 + 0.4 * 0.925, rel=0.02), "the only one in 100 rounds"
+
+
+def test_rounds_of_few_drafts_say_how_later_drafts_change():
+    spread = Spread(J)
+    spread.add(*full(0.9, 3), SIZE)
+    assert not spread.is_known
+    spread.add(*bins_of(np.tile(0.8 ** np.arange(1, J + 1), (SIZE, 1))), SIZE)
+    for _ in range(200):
+        spread.age()
+        spread.add(*bins_of(np.tile(0.5 * 0.8 ** np.arange(1, 4), (SIZE, 1))), SIZE)
+    wanted = 0.5 * 0.8 ** np.arange(1, J + 1)
+    for k in (1, 3, 5, J):
+        assert spread.accepted(1, k, k) == pytest.approx(wanted[:k].sum(), rel=0.01)
+    # The later drafts are old, so one round of all drafts weighs enough.
+    spread.add(*full(0.9), SIZE)
+    found = spread.accepted(1, J, J) - spread.accepted(1, 3, 3)
+    assert found == pytest.approx(0.6 * wanted[3:].sum() + 0.4 * 4 * 0.9, rel=0.01)
 
 
 class Driven:
@@ -76,7 +108,7 @@ class Driven:
         """Shapes of the rounds; all drafts of the likeliest rows pass as their survival says."""
         rows, shapes = self.requests(**fields), []
         for _ in range(rounds):
-            shapes.append(self.policy.shape(SIZE, rows, (0, J)))
+            shapes.append(self.policy.shape(SIZE, rows, (0, 3, J)))
             call = DecodeCall.build(rows, shapes[-1], CONFIG)
             for request in rows:
                 request.pending = call.num_draft
@@ -89,17 +121,14 @@ class Driven:
         self.policy.commit(call, [*rows], report)
 
     def result(self, call: DecodeCall) -> tuple[SurvivalReport, np.ndarray]:
-        may_verify = np.array(call.drafted)[:, None] > np.arange(J)
-        least = np.sort(self.survivals[may_verify])[::-1][: call.shape.num_verified]
-        chosen = may_verify & (self.survivals >= (least[-1] if len(least) else 2.0))
-        verified = chosen.sum(axis=1)
-        report = SurvivalReport(
-            verified=verified,
-            expected=self.survivals[chosen].sum(),
-            histogram=histogram(self.survivals[may_verify]),
-        )
+        survivals = self.survivals[:, : call.num_draft]
+        may_verify = np.array(call.drafted)[:, None] > np.arange(call.num_draft)
+        least = np.sort(survivals[may_verify])[::-1][: call.shape.num_verified]
+        chosen = may_verify & (survivals >= (least[-1] if len(least) else 2.0))
+        verified, expected = chosen.sum(axis=1), survivals[chosen].sum()
+        report = SurvivalReport(verified, expected, *bins_of(survivals, may_verify))
         lucky = np.array([[self.rng.random()] for _ in range(SIZE)])
-        return report, (chosen & (lucky < self.survivals)).sum(axis=1)
+        return report, (chosen & (lucky < survivals)).sum(axis=1)
 
 
 HALF = np.where(np.arange(SIZE)[:, None] < SIZE // 2, 0.97, 0.02) + np.linspace(
@@ -121,6 +150,26 @@ def test_rows_are_verified_while_they_pay(per_row, num_verified):
     shapes = Driven(linear(per_row), HALF).run(10 * DECIDE_EVERY)
     assert shapes[0] == WHOLE
     assert shapes[-1].num_verified == num_verified
+
+
+ALIKE = np.tile(0.75 ** np.arange(1, J + 1), (SIZE, 1)) + np.arange(SIZE)[:, None] / 1e4
+"""The drafts of all requests are equally likely, so a selection gains nothing."""
+
+
+def test_few_drafts_are_made_where_a_selection_gains_nothing():
+    """A ragged round makes seven drafts for each request, which costs as much as here half of the target's rows."""
+    made = lambda shape: 1.0 + 0.01 * (shape.num_verified + 0.5 * shape.size * shape.num_draft)
+    driven = Driven({shape: made(shape) for shape in SHAPES}, ALIKE)
+    shapes = driven.run(40 * DECIDE_EVERY)
+    assert shapes[-1] == RoundShape(SIZE, 3)
+    assert set(shapes) >= {RoundShape(SIZE, 3), WHOLE}
+    assert driven.policy.present(SIZE) == 3
+    assert driven.policy.num_verified == {SIZE: 3 * SIZE}
+    # Half of the requests have no more drafts that stand: the same batch gains by a selection then.
+    driven.survivals = HALF
+    assert driven.run(1000)[-1] == RoundShape(SIZE, J, 64)
+    driven.survivals = ALIKE
+    assert driven.run(1000)[-1] == RoundShape(SIZE, 3)
 
 
 def test_drafts_that_never_stand_are_not_verified():
@@ -185,14 +234,15 @@ def test_counts_compare_what_was_expected_with_what_passed():
     assert 40 < counts.verified / counts.rounds < 112
 
 
-def test_rounds_without_drafts_say_nothing_about_survival(monkeypatch):
+def test_rounds_after_one_of_fewer_drafts_say_nothing_about_survival(monkeypatch):
     added = []
     monkeypatch.setattr(survival.Spread, "add", lambda self, *args: added.append(args))
     driven = Driven(linear(0.3), HALF)
     rows = driven.requests()
-    for pending in (0, J):
+    rows[0].num_draft = 2
+    for pending in (0, 3, J):
         for request in rows:
             request.pending = pending
         shape = driven.policy.shape(SIZE, rows, (0, J))
         driven.commit(DecodeCall.build(rows, shape, CONFIG))
-    assert [number for _, number in added] == [SIZE]
+    assert [number for *_, number in added] == [SIZE]
