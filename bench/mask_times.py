@@ -7,6 +7,7 @@ space before them, and the beginnings of these words. It has as many tokens as t
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import re
@@ -19,10 +20,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import llguidance
+import numpy as np
+from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 from tqdm import tqdm
 
 from bench import rows
 from peagle_jax.engine.grammar import Matcher, definition, masks_of, new_matcher
+from peagle_jax.engine.mask_threads import MaskThreads, Window
 from peagle_jax.plan import mask_words
 from peagle_jax.structured import Structured
 
@@ -77,8 +81,23 @@ def _words(texts: Iterable[str], most: int) -> list[bytes]:
     return [word.encode() for word, _ in beginnings.most_common(most)]
 
 
-def measure(words: Words, strings: str, size: int, num_draft: int) -> dict:
-    """A row: the masks of `size` requests along a text of a schema with such strings."""
+class _FixedThreads(MaskThreads):
+    """Always `most` threads."""
+
+    def fill(self, windows: list[Window], masks: np.ndarray) -> float:
+        begin = time.perf_counter()
+        fill_next_token_bitmask_par_with_draft_tokens(self.pool(self.most), windows, masks)
+        return time.perf_counter() - begin
+
+
+def measure(
+    words: Words, strings: str, size: int, num_draft: int, num_threads: int | None = None
+) -> dict:
+    """A row: the masks of `size` requests along a text of a schema with such strings.
+
+    Args:
+      num_threads: threads of all calls; None: the number that the engine chooses.
+    """
     fields = {
         name: {"type": "integer"} if isinstance(value, int) else _STRINGS[strings]
         for name, value in _VALUES.items()
@@ -87,11 +106,12 @@ def measure(words: Words, strings: str, size: int, num_draft: int) -> dict:
     schema["additionalProperties"] = False
     grammar = definition(Structured.json_schema(schema), None)
     text = words(json.dumps(_VALUES))
-    executor, width = llguidance.LLExecutor(), mask_words(len(words.tokens))
+    threads = MaskThreads() if num_threads is None else _FixedThreads(num_threads)
+    width = mask_words(len(words.tokens))
     times, spent = [], []
     for _ in range(_REPEATS):
         matchers = [
-            Matcher(new_matcher(words.vocabulary, grammar), executor, {words.eos_token_id}, width)
+            Matcher(new_matcher(words.vocabulary, grammar), threads, {words.eos_token_id}, width)
             for _ in range(size)
         ]
         for place in range(len(text) - num_draft):
@@ -109,6 +129,7 @@ def measure(words: Words, strings: str, size: int, num_draft: int) -> dict:
         "strings": strings,
         "concurrency": size,
         "num_draft": num_draft,
+        "threads": num_threads,
         "calls": len(times),
         "masks_ms": statistics.median(times),
         "masks_ms_mean": statistics.fmean(times),
@@ -125,20 +146,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, default=152_000, metavar="N")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("-K", type=int, default=7, metavar="K", help="drafts of a round")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[None], metavar="N",
+        help="threads of all calls (default: the engine chooses)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("masks.jsonl"), metavar="FILE")
     args = parser.parse_args(argv)
     words = Words(args.vocab_size, python_files())
     environment = rows.environment(os.environ.get("PEAGLE_SHA"))
     environment |= {"command": shlex.join(["python", "-m", "bench.mask_times", *sys.argv[1:]])}
-    for strings in _STRINGS:
-        for size in tqdm(args.concurrency, desc=strings, disable=None):
-            row = measure(words, strings, size, args.K) | environment
-            rows.append(args.out, rows.rounded(row))
-            print(
-                f"{strings}, {size} requests: {row['masks_ms']:.2f} ms, at most {row['masks_ms_max']:.1f}; "
-                f"{row['cpu_ms']:.2f} ms of processor time",
-                flush=True,
-            )
+    cells = list(itertools.product(_STRINGS, args.concurrency, args.threads))
+    for strings, size, num_threads in tqdm(cells, disable=None):
+        row = measure(words, strings, size, args.K, num_threads) | environment
+        rows.append(args.out, rows.rounded(row))
+        threads = "" if num_threads is None else f", {num_threads} threads"
+        print(
+            f"{strings}, {size} requests{threads}: {row['masks_ms']:.2f} ms, at most {row['masks_ms_max']:.1f}; "
+            f"{row['cpu_ms']:.2f} ms of processor time",
+            flush=True,
+        )
     return 0
 
 

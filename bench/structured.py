@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from bench import rows
 from bench.cells import CellsConfig
 from bench.commands.structured import Options
+from bench.host_round import Clock
 from bench.progress import progress_bar, warm_up
 from bench.sweep import Models
 from peagle_jax import runs
+from peagle_jax.engine import calls
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.grammar import Matcher, masks_of
 from peagle_jax.engine.request import Request
@@ -67,6 +69,7 @@ def structured(options: Options, environment: dict) -> list[dict]:
             row = dict(kind="structured", model=models.name, method=method, num_draft=num_draft)
             row |= dict(mode=mode, concurrency=size, max_tokens=options.max_tokens)
             row |= _write(engine, mode, size, options)
+            row["us_parts"] = _parts(engine, mode, size, options)
             if mode != "free":
                 row |= _masks(engine, size, num_draft)
             done.append(rows.rounded(row | environment))
@@ -98,6 +101,22 @@ def _write(engine: Engine, mode: str, size: int, options: Options) -> dict:
     )  # fmt: skip
 
 
+def _parts(engine: Engine, mode: str, size: int, options: Options) -> dict[str, float]:
+    """Microseconds of a round by part of the host's work, as in `host_round`; "fetch" waits for the device.
+
+    In a run of its own, because the clock takes a few microseconds.
+    """
+    clock = Clock(is_on=True)
+    clock.watch_engine(engine)
+    clock.watch(calls, "masks_of", "masks")  # a part of "schedule"
+    clock.watch(Matcher, "consume", "consume")  # a part of "commit"
+    try:
+        rounds = _write(engine, mode, size, options)["rounds"] / size
+    finally:
+        clock.restore()
+    return {part: 1e6 * spent / rounds for part, spent in clock.seconds.items()}
+
+
 def _add(engine: Engine, schema: dict, mode: str, options: Options) -> Request:
     if mode == "free":
         params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
@@ -105,7 +124,7 @@ def _add(engine: Engine, schema: dict, mode: str, options: Options) -> Request:
     constraint = Structured.json_schema(schema)
     matcher = engine.grammars.compile(constraint)
     if mode == "masks":
-        matcher = _Unforced(matcher.matcher, matcher.executor, matcher.eos_ids, matcher.num_words)
+        matcher = _Unforced(matcher.matcher, matcher.threads, matcher.eos_ids, matcher.num_words)
     params = SamplingParams(max_tokens=options.max_tokens, structured=constraint)
     return engine.add_request(_PROMPT, params, matcher=matcher)
 

@@ -12,6 +12,8 @@ def rounds_table(measured: Sequence[dict]) -> str:
     """One line per model, method and number of requests: AL and milliseconds of a round in each mode, and the
     masks of all requests."""
     header = ["", "requests", *(f"{mode}: AL, ms a round" for mode in MODES), "masks, ms"]
+    if has_parts := any("us_parts" in row for row in measured):
+        header.append("forced: waiting for the device, ms")
     cells = {(_subject(row), row["concurrency"], row["mode"]): row for row in measured}
     lines = []
     for subject, size in dict.fromkeys((_subject(row), row["concurrency"]) for row in measured):
@@ -23,6 +25,7 @@ def rounds_table(measured: Sequence[dict]) -> str:
                 str(size),
                 *("" if row is None else _round(row) for row in found),
                 f"{min(masked):.2f}" if masked else "",
+                *[_waiting(found[-1])] * has_parts,
             ]
         )
     return f"{labels.markdown(header, lines)}\n\n{labels.provenance(list(measured))}"
@@ -52,12 +55,18 @@ def masks_table(measured: Sequence[dict]) -> str:
     return f"{labels.markdown(header, lines)}\n\n{labels.provenance(list(measured))}"
 
 
+def _waiting(row: dict | None) -> str:
+    parts = {} if row is None else row.get("us_parts", {})
+    return f"{parts['fetch'] / 1e3:.2f}" if parts else ""
+
+
 def _subject(row: dict) -> str:
     return f"{row['model']}, {METHOD_NAMES[row['method']]} K={row['num_draft']}, {row['device']}"
 
 
 def _processor(row: dict) -> str:
-    return f"{row['device']}, {row['vocab_size']:,} tokens"
+    threads = f", {row['threads']} threads" if row.get("threads") else ""
+    return f"{row['device']}, {row['vocab_size']:,} tokens{threads}"
 
 
 def _round(row: dict) -> str:

@@ -8,7 +8,6 @@ rolled back, and a preempted request keeps its matcher.
 
 import itertools
 import json
-import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -17,11 +16,9 @@ from dataclasses import dataclass, replace
 import llguidance
 import numpy as np
 from llguidance import gbnf_to_lark
-from llguidance.numpy import (
-    fill_next_token_bitmask_par,
-    fill_next_token_bitmask_par_with_draft_tokens,
-)
+from llguidance.numpy import fill_next_token_bitmask_par
 
+from peagle_jax.engine.mask_threads import MaskThreads
 from peagle_jax.errors import ConfigError
 from peagle_jax.plan import mask_words
 from peagle_jax.structured import MAX_CHARS, Reasoning, Structured
@@ -43,7 +40,6 @@ _SLOW_CALL, _SLOW_MASK = 0.05, 0.01
 which its request fails: `LIMITS` do not bound the time of repetitions such as a{100000}."""
 _COSTLY = 0.002
 """Seconds of a matcher's masks from which several threads compute them, each after other drafts."""
-_NUM_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 _MARKERS = (("<think>", "</think>"), ("<|channel>", "<channel|>"), ("[THINK]", "[/THINK]"))
 """Before and after reasoning: Qwen3 and others, Gemma 4, Mistral."""
 _HARMONY = tuple(f"<|{name}|>" for name in ("channel", "message", "start", "end"))
@@ -66,7 +62,8 @@ def masks_of(
     masks = np.full((size, height, matchers[0].num_words), ALL, np.int32)
     flat = masks.reshape(size * height, -1)
     begin, windows, plain = time.perf_counter(), [], []
-    threads_each = _NUM_THREADS // len(matchers)
+    threads, seconds = matchers[0].threads, 0.0
+    threads_each = threads.most // len(matchers)
     divides = threads_each > 1 and max(one.seconds for one in matchers) > _COSTLY
     for row, (matcher, drafts) in enumerate(rows):
         if matcher is None:
@@ -77,15 +74,14 @@ def masks_of(
             places = itertools.count(row * height)
             plain += zip(matcher.after(drafts), places, strict=False)
     if windows:
-        fill_next_token_bitmask_par_with_draft_tokens(matchers[0].executor, windows, flat)
+        seconds = threads.fill(windows, flat)
     if plain:
-        fill_next_token_bitmask_par(matchers[0].executor, plain, flat)
+        fill_next_token_bitmask_par(threads.pool(threads.most if divides else 1), plain, flat)
     elapsed = time.perf_counter() - begin
     for row, (matcher, drafts) in enumerate(rows):
         if matcher is not None:
             matcher.close(drafts, masks[row])
-            # What one thread for the matcher would have taken.
-            matcher.seconds = elapsed * (min(threads_each, 1 + len(drafts)) if divides else 1)
+            matcher.seconds = elapsed * min(threads_each, 1 + len(drafts)) if divides else seconds
     if elapsed > _SLOW_CALL:
         for matcher in matchers:
             matcher.measure()
@@ -98,11 +94,11 @@ class Matcher:
     def __init__(
         self,
         matcher: llguidance.LLMatcher,
-        executor: llguidance.LLExecutor,
+        threads: MaskThreads,
         eos_ids: Collection[int],
         num_words: int,
     ):
-        self.matcher, self.executor, self.eos_ids = matcher, executor, eos_ids
+        self.matcher, self.threads, self.eos_ids = matcher, threads, eos_ids
         self.num_words = num_words
         """Words of a mask."""
         self.seconds = 0.0
@@ -162,7 +158,7 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         """A matcher at the same place for another sequence of the same request. The two share `LIMITS`."""
-        return Matcher(self.matcher.deep_copy(), self.executor, self.eos_ids, self.num_words)
+        return Matcher(self.matcher.deep_copy(), self.threads, self.eos_ids, self.num_words)
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` next tokens that are the only continuation in the tokenizer's own splitting."""
@@ -268,7 +264,7 @@ class Grammars:
         self._eos_ids = frozenset(eos_ids)
         self._lock = threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
-        self._executor: llguidance.LLExecutor | None = None
+        self._threads = MaskThreads()
 
     def prepare(self) -> None:
         """Reads the vocabulary, which takes a second or two for 150 thousand tokens. `matcher` needs it.
@@ -291,7 +287,6 @@ class Grammars:
             except ValueError as error:
                 rule = f"the model's tokenizer cannot be used ({_reason(str(error))})"
                 raise ConfigError.of("structured", rule) from error
-            self._executor = llguidance.LLExecutor()
 
     def located(self, structured: Structured, prompt: Sequence[int]) -> Structured:
         """The constraint of a chat's answer, with the reasoning that may come before it."""
@@ -334,7 +329,7 @@ class Grammars:
         """`compile` of a constraint that `definition` has translated."""
         self.prepare()
         matcher = new_matcher(self._vocabulary, definition)
-        return Matcher(matcher, self._executor, self._eos_ids, mask_words(self._vocab_size))
+        return Matcher(matcher, self._threads, self._eos_ids, mask_words(self._vocab_size))
 
 
 def new_matcher(vocabulary: llguidance.LLTokenizer, definition: str) -> llguidance.LLMatcher:

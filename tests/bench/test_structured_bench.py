@@ -32,6 +32,9 @@ def test_forced_tokens_are_drafted_in_their_mode_only(engine):
     # The rounds emit one token beyond the accepted drafts, and a random drafter is hardly ever right.
     assert measured["forced"]["acceptance_length"] > measured["masks"]["acceptance_length"]
     assert measured["free"]["complete"] == 0
+    parts = structured._parts(engine, "forced", 2, options)
+    assert 0 < parts["masks"] < parts["schedule"]
+    assert 0 < parts["consume"] < parts["commit"]
 
 
 @pytest.mark.slow

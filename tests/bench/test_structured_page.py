@@ -12,6 +12,10 @@ def test_modes_of_a_batch_size_stand_in_one_line():
     forced = row | dict(mode="forced", acceptance_length=2.5, ms_per_round=2.4, masks_ms=0.25)
     lines = structured_page.rounds_table([row, forced]).splitlines()
     assert lines[2] == "| m, P-EAGLE K=7, H200 | 8 | 4.50, 2.00 |  | 2.50, 2.40 | 0.25 |"
+    forced["us_parts"] = {"fetch": 1234.0}
+    lines = structured_page.rounds_table([row, forced]).splitlines()
+    assert lines[0].endswith("| forced: waiting for the device, ms |")
+    assert lines[2].endswith("| 0.25 | 1.23 |")
 
 
 def test_masks_stand_by_strings_and_number_of_requests():

@@ -6,10 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from peagle_jax.engine.calls import Calls
 from peagle_jax.engine.grammar import Matcher
+from peagle_jax.engine.mask_threads import MaskThreads
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.plan import mask_words
@@ -48,7 +49,7 @@ class _Alphabet:
 
 
 VOCABULARY = LLTokenizer(TokenizerWrapper(_Alphabet()), eos_token=[EOS])
-EXECUTOR = LLExecutor(2)
+THREADS = MaskThreads(2)
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def compiled(grammar: str) -> LLMatcher:
 
 
 def matcher_of(grammar: str) -> Matcher:
-    return Matcher(compiled(grammar).deep_copy(), EXECUTOR, (EOS,), mask_words(VOCAB))
+    return Matcher(compiled(grammar).deep_copy(), THREADS, (EOS,), mask_words(VOCAB))
 
 
 def text_of(tokens: list[int]) -> str:

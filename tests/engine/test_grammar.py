@@ -9,8 +9,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from peagle_jax import ConfigError
-from peagle_jax.engine import grammar
+from peagle_jax.engine import grammar, mask_threads
 from peagle_jax.engine.grammar import ALL, Grammars, Matcher, masks_of
+from peagle_jax.engine.mask_threads import MaskThreads
 from peagle_jax.model_folders import ASSETS
 from peagle_jax.plan import mask_words
 from peagle_jax.structured import Structured
@@ -87,7 +88,7 @@ def one_by_one(matcher_of, drafts: list[int], size: int) -> list[np.ndarray | No
 @pytest.fixture(params=["one thread", "several threads"])
 def threads(request, monkeypatch):
     """How many threads compute the masks of a matcher; by default that depends on their time."""
-    monkeypatch.setattr(grammar, "_NUM_THREADS", 1 if request.param == "one thread" else 8)
+    monkeypatch.setattr(mask_threads, "_NUM_CORES", 1 if request.param == "one thread" else 8)
     monkeypatch.setattr(grammar, "_COSTLY", -1.0)
 
 
@@ -301,9 +302,9 @@ def test_a_constraint_with_slow_masks_fails_and_its_neighbour_does_not(plain):
     assert fast.error is None
 
 
-def test_costly_masks_are_divided_among_threads_from_the_next_round_on(plain, monkeypatch):
-    monkeypatch.setattr(grammar, "_NUM_THREADS", 8)
+def test_costly_masks_are_divided_among_threads_from_the_next_round_on(plain):
     matcher = grammars(plain).compile(Structured.json_schema(PERSON))
+    matcher.threads = MaskThreads(8)
     draft = plain.encode('{"', special=False)[:1]
     for seconds, num_copies in ((0.0, 0), (1.0, 1), (0.0, 0)):
         matcher.seconds = seconds
