@@ -147,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("-K", type=int, default=7, metavar="K", help="drafts of a round")
     parser.add_argument(
-        "--threads", type=int, nargs="+", default=[None], metavar="N",
-        help="threads of all calls (default: the engine chooses)",
+        "--threads", type=int, nargs="+", default=[0], metavar="N",
+        help="threads of all calls; 0: as many as the engine takes (default)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("masks.jsonl"), metavar="FILE")
     args = parser.parse_args(argv)
@@ -157,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment |= {"command": shlex.join(["python", "-m", "bench.mask_times", *sys.argv[1:]])}
     cells = list(itertools.product(_STRINGS, args.concurrency, args.threads))
     for strings, size, num_threads in tqdm(cells, disable=None):
-        row = measure(words, strings, size, args.K, num_threads) | environment
+        row = measure(words, strings, size, args.K, num_threads or None) | environment
         rows.append(args.out, rows.rounded(row))
-        threads = "" if num_threads is None else f", {num_threads} threads"
+        threads = f", {num_threads} threads" if num_threads else ""
         print(
             f"{strings}, {size} requests{threads}: {row['masks_ms']:.2f} ms, at most {row['masks_ms_max']:.1f}; "
             f"{row['cpu_ms']:.2f} ms of processor time",
