@@ -196,12 +196,11 @@ class _Choices:
         """`logprobs` of a choice, with those of an echoed prompt first."""
         tokens, scores = list(delta.tokens), list(delta.logprobs or [])
         if delta.prompt_logprobs is not None and self._echo.num_top is not None:
-            top = self._echo.num_top
-            cut = [one and one._replace(top=one.top[:top]) for one in delta.prompt_logprobs]
             tokens = self._prompts[index // self._options.n] + tokens
-            scores = cut + scores
+            scores = delta.prompt_logprobs + scores
         elif delta.logprobs is None:
             return None
-        return self._logprobs[index].of(tokens, scores)
+        # The engine may have scored the prompt with more alternatives, for `prompt_logprobs`.
+        return self._logprobs[index].of(tokens, scores, self._echo.num_top)
 
     whole = part

@@ -2,11 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from starlette.responses import Response
 
+from serving import turns
 from serving.errors import Code, ServiceError
+from serving.turns import Later
 
 STATUS = {
     Code.INVALID_ARGUMENT: 400,
@@ -25,10 +27,62 @@ _TOO_LARGE = 413
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
+class _LongError(Exception):
+    """The content has a list that needs several turns."""
+
+
 def dump(content: object) -> bytes:
     """JSON; halves of surrogate pairs, which UTF-8 cannot hold, become question marks."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode("utf-8", "replace")
+    return _ENCODER.encode(content).encode("utf-8", "replace")
+
+
+async def dump_in_turns(content: object) -> bytes:
+    """As `dump`; long lists of the type `Later` are made and encoded in pieces."""
+    try:
+        return dump(content)
+    except _LongError:
+        return b"".join([piece async for piece in _pieces(content)])
+
+
+async def _pieces(content: object) -> AsyncIterator[bytes]:
+    match content:
+        case dict():
+            mark = b"{"
+            for key, value in content.items():
+                yield mark + dump(key) + b":"
+                async for piece in _pieces(value):
+                    yield piece
+                mark = b","
+            yield b"}" if content else b"{}"
+        case list():
+            mark = b"["
+            for value in content:
+                yield mark
+                async for piece in _pieces(value):
+                    yield piece
+                mark = b","
+            yield b"]" if content else b"[]"
+        case Later(is_long=True):
+            mark = b"["
+            async for some in turns.pieces(content):
+                yield mark + dump(some)[1:-1]
+                mark = b","
+            yield b"]"
+        case _:
+            yield dump(content)
+
+
+def _all_of(value: object) -> list:
+    if not isinstance(value, Later):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    if value.is_long:
+        raise _LongError
+    return value.all()
+
+
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_all_of
+)
 
 
 def answer(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -5,7 +5,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServiceError
 from serving.http.dialect import Dialect
-from serving.http.errors import answer, dump, error_answer
+from serving.http.errors import dump_in_turns, error_answer
 
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -36,12 +36,13 @@ class Reply:
 
     async def content(self, content: dict) -> None:
         """Sends a JSON object."""
-        await self.whole(answer(content, headers=self.headers))
+        body = await dump_in_turns(content)
+        await self.whole(Response(body, headers=self.headers, media_type="application/json"))
 
     async def event(self, content: dict) -> None:
         """Sends an event; the first begins the response."""
         name = f"event: {content['type']}\n".encode() if self._dialect.names_events else b""
-        await self._data(name + b"data: " + dump(content))
+        await self._data(name + b"data: " + await dump_in_turns(content))
 
     async def end_events(self) -> None:
         """Sends the last event of the API, if it has one, and ends the response."""

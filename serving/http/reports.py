@@ -8,6 +8,7 @@ from peagle_jax.engine.stats import Acceptance
 from peagle_jax.text import Detokenizer, Tokenizer
 from serving.rounds import RoundReports, token_name
 from serving.stream import Delta, Stream
+from serving.turns import Later
 
 Scored = TokenLogprob | PromptLogprob
 
@@ -22,24 +23,29 @@ class CompletionLogprobs:
         self._text = Detokenizer(tokenizer) if tokenizer else None
         self._offset = 0
 
-    def of(self, tokens: Sequence[int], logprobs: Sequence[Scored | None]) -> dict:
-        """The object for the next tokens; a token without a law has null."""
-        name = lambda token: token_name(self._tokenizer, token)
-        return {
-            "tokens": [name(token) for token in tokens],
-            "token_logprobs": [one and _finite(one.logprob) for one in logprobs],
-            "top_logprobs": [
-                self._top(token, one) for token, one in zip(tokens, logprobs, strict=True)
-            ],
-            "text_offset": [self._next_offset(token) for token in tokens],
-        }
+    def of(
+        self, tokens: Sequence[int], logprobs: Sequence[Scored | None], num_top: int | None = None
+    ) -> dict:
+        """The object for the next tokens, at most `num_top` alternatives each; a token without a law has null.
 
-    def _top(self, token: int, one: Scored | None) -> dict[str, float] | None:
+        It must be encoded before the next call.
+        """
+        name = lambda token: token_name(self._tokenizer, token)
+        pairs = zip(tokens, logprobs, strict=True)
+        lists = {
+            "tokens": (name(token) for token in tokens),
+            "token_logprobs": (one and _finite(one.logprob) for one in logprobs),
+            "top_logprobs": (self._top(token, one, num_top) for token, one in pairs),
+            "text_offset": (self._next_offset(token) for token in tokens),
+        }
+        return {key: Later(items, len(tokens)) for key, items in lists.items()}
+
+    def _top(self, token: int, one: Scored | None, most: int | None) -> dict[str, float] | None:
         """Log-probabilities of the alternatives and of the token itself, by name."""
         if one is None:
             return None
         found: dict[str, float] = {}
-        for other, logprob in (*one.top, (token, one.logprob)):
+        for other, logprob in (*one.top[:most], (token, one.logprob)):
             # Tokens that are parts of characters can have the same name: the likeliest one is reported.
             found.setdefault(token_name(self._tokenizer, other), _finite(logprob))
         return found
@@ -56,7 +62,7 @@ def prompt_logprobs(
     prompt: Sequence[int],
     logprobs: Sequence[PromptLogprob | None],
     num_top: int,
-) -> list[dict | None]:
+) -> Later[dict | None]:
     """`prompt_logprobs` of a choice, as vLLM forms it: for each token the alternatives and itself, by id."""
 
     def entry(token: int, logprob: float, rank: int) -> dict:
@@ -71,7 +77,8 @@ def prompt_logprobs(
         found = {str(other): entry(other, logprob, rank) for rank, (other, logprob) in ranked}
         return {str(token): entry(token, one.logprob, one.rank)} | found
 
-    return [one and one_place(token, one) for token, one in zip(prompt, logprobs, strict=True)]
+    pairs = zip(prompt, logprobs, strict=True)
+    return Later((one and one_place(token, one) for token, one in pairs), len(prompt))
 
 
 class Rounds:

@@ -9,7 +9,7 @@ from peagle_jax.engine.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.structured import Structured
 from peagle_jax.text import Tokenizer
-from serving import request_ids
+from serving import request_ids, turns
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.json_input import parse_small_object
@@ -42,6 +42,9 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             left, rounds = stream.n, _Rounds(request.output, self._frontend.tokenizer)
             async for delta in stream:
                 message = _delta(delta)
+                if delta.prompt_logprobs:
+                    async for some in _prompt_logprobs(delta.prompt_logprobs):
+                        message.prompt_logprobs.extend(some)
                 message.rounds.extend(rounds.of(delta))
                 if delta.finish is not None:
                     left -= 1
@@ -65,7 +68,9 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
                 sequence.tool_calls.extend(calls_of(delta))
                 sequence.token_ids.extend(delta.tokens)
                 sequence.logprobs.extend(_logprobs(delta.logprobs))
-                sequence.prompt_logprobs.extend(_prompt_logprobs(delta.prompt_logprobs))
+                if delta.prompt_logprobs:
+                    async for some in _prompt_logprobs(delta.prompt_logprobs):
+                        sequence.prompt_logprobs.extend(some)
                 if delta.finish is not None:
                     sequence.finish.CopyFrom(_finish(delta.finish))
             response.usage.CopyFrom(_usage(stream.usage()))
@@ -300,22 +305,24 @@ def _delta(delta: Delta) -> pb.GenerateDelta:
         tool_calls=calls_of(delta),
         token_ids=delta.tokens,
         logprobs=_logprobs(delta.logprobs),
-        prompt_logprobs=_prompt_logprobs(delta.prompt_logprobs),
     )
     if delta.finish is not None:
         message.finish.CopyFrom(_finish(delta.finish))
     return message
 
 
-def _prompt_logprobs(logprobs: Sequence[PromptLogprob | None] | None) -> list[pb.PromptLogprob]:
-    return [
+def _prompt_logprobs(
+    logprobs: Sequence[PromptLogprob | None],
+) -> AsyncIterator[list[pb.PromptLogprob]]:
+    """In pieces, each made in a turn of its own."""
+    return turns.pieces(
         pb.PromptLogprob(
             logprob=one.logprob,
             alternatives=[pb.Alternative(token_id=token, logprob=x) for token, x in one.top],
             rank=one.rank,
         )
-        for one in (logprobs or ())[1:]
-    ]
+        for one in logprobs[1:]
+    )
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob] | None) -> list[pb.TokenLogprob]:

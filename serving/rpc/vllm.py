@@ -11,7 +11,7 @@ from peagle_jax.checkpoint.target_writer import ARCHITECTURES
 from peagle_jax.engine.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.structured import Structured
-from serving import request_ids
+from serving import request_ids, turns
 from serving.errors import Code, ServiceError, invalid
 from serving.frontend import Frontend, State
 from serving.params import (
@@ -68,7 +68,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             async for delta in stream:
                 whole = wholes[delta.index]
                 whole.cached_tokens = stream.cached_tokens
-                _extend(whole, delta, ask.prompt)
+                await _extend(whole, delta, ask.prompt)
                 if request.stream and delta.tokens:
                     yield pb.GenerateResponse(chunk=_chunk(whole, delta))
                 if delta.finish is not None:
@@ -304,13 +304,13 @@ def _drafts(context) -> int | None:
     return int(text)
 
 
-def _extend(whole: pb.GenerateComplete, delta: Delta, prompt: Sequence[int]) -> None:
+async def _extend(whole: pb.GenerateComplete, delta: Delta, prompt: Sequence[int]) -> None:
     """Appends a delta to the whole sequence."""
     whole.output_ids.extend(delta.tokens)
     whole.prompt_tokens = len(prompt)
     whole.completion_tokens = len(whole.output_ids)
     if delta.prompt_logprobs is not None:
-        whole.input_logprobs.CopyFrom(_prompt_logprobs(prompt, delta.prompt_logprobs))
+        whole.input_logprobs.CopyFrom(await _prompt_logprobs(prompt, delta.prompt_logprobs))
     if delta.logprobs:
         whole.output_logprobs.MergeFrom(_logprobs(delta.tokens, delta.logprobs))
     finish = delta.finish
@@ -340,17 +340,18 @@ def _chunk(whole: pb.GenerateComplete, delta: Delta) -> pb.GenerateStreamChunk:
     return chunk
 
 
-def _prompt_logprobs(
+async def _prompt_logprobs(
     prompt: Sequence[int], logprobs: Sequence[PromptLogprob | None]
 ) -> pb.InputLogProbs:
     message = pb.InputLogProbs(token_ids=prompt)
     has_top = any(one is not None and one.top for one in logprobs)
-    for one in logprobs:
-        message.token_logprobs.add(value=None if one is None else one.logprob)
-        if has_top:
-            top = () if one is None else one.top
-            ids, values = [token for token, _ in top], [value for _, value in top]
-            message.top_logprobs.add(values=values, token_ids=ids)
+    async for some in turns.pieces(logprobs):
+        for one in some:
+            message.token_logprobs.add(value=None if one is None else one.logprob)
+            if has_top:
+                top = () if one is None else one.top
+                ids, values = [token for token, _ in top], [value for _, value in top]
+                message.top_logprobs.add(values=values, token_ids=ids)
     return message
 
 
