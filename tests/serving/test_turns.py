@@ -19,21 +19,21 @@ SCORES = [None, *[PromptLogprob(-0.5, [(7, -0.25), (8, -1.5)], 2)] * (LONG - 1)]
 
 
 def turns_during[T](work: Awaitable[T]) -> tuple[T, int]:
-    """The result of `work`, and how many turns another task had meanwhile."""
+    """The result of `work`, and how many turns the event loop had meanwhile."""
 
     async def run():
-        count, other = 0, None
+        loop, count = asyncio.get_running_loop(), 0
 
-        async def turn():
-            nonlocal count
-            while True:
-                count += 1
-                await asyncio.sleep(0)
+        def turn():
+            nonlocal count, next_turn
+            count += 1
+            next_turn = loop.call_soon(turn)
 
-        other = asyncio.create_task(turn())
-        result = await work
-        other.cancel()
-        return result, count
+        next_turn = loop.call_soon(turn)
+        try:
+            return await work, count
+        finally:
+            next_turn.cancel()
 
     return asyncio.run(run())
 
