@@ -16,7 +16,7 @@ from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogpro
 from peagle_jax.engine.stats import Acceptance
 from serving import caller
 from serving.errors import Code, ServiceError, failure
-from serving.replies.parts import ReplyParser, ReplyPart, ToolCall
+from serving.replies.parts import Item, ReplyParser, ReplyPart, ToolCall
 from serving.worker import Tokens
 
 
@@ -82,6 +82,7 @@ class Delta:
 
     If a stop string ended the text, `tokens` include the token that completed it, and `text` excludes it.
     `reasoning` is the reasoning of a chat model, `calls` are its complete tool calls; `text` includes neither.
+    `items` are all three in the order in which the model wrote them.
     The first delta of a sequence has `prompt_logprobs`, if they were asked for. `rounds` are the rounds that made `tokens`; prefill made the first token of a sequence.
     """
 
@@ -90,6 +91,7 @@ class Delta:
     text: str
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
+    items: tuple[Item, ...] = ()
     logprobs: list[TokenLogprob] | None
     prompt_logprobs: list[PromptLogprob | None] | None = None
     rounds: list[Round]
@@ -148,6 +150,7 @@ class _Sequence:
             text=reply.text,
             reasoning=reply.reasoning,
             calls=reply.calls,
+            items=reply.items,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             rounds=rounds,

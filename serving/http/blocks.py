@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from serving.replies.parts import ToolCall
+from serving.replies.parts import Kind, ToolCall
 from serving.stream import Delta
-
-Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass
@@ -57,14 +55,14 @@ class Blocks:
 
     def add(self, delta: Delta) -> Iterator[Change]:
         """Appends output."""
-        yield from self._text("reasoning", delta.reasoning)
-        yield from self._text("text", delta.text)
-        for call in delta.calls:
-            if self._is_parallel or not self.has_calls:
+        for kind, item in delta.items:
+            if kind != "call":
+                yield from self._text(kind, item)
+            elif self._is_parallel or not self.has_calls:
                 yield from self.finish()
-                block = self._new("call", call)
+                block = self._new("call", item)
                 yield "open", block, ""
-                yield "text", block, call.arguments
+                yield "text", block, item.arguments
                 yield "close", block, ""
 
     def finish(self) -> Iterator[Change]:

@@ -1,8 +1,9 @@
 """Parts of a reply: text, reasoning and tool calls."""
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, Self
 
 
 @dataclass(frozen=True)
@@ -13,21 +14,48 @@ class ToolCall:
     arguments: str
 
 
+Kind = Literal["reasoning", "text", "call"]
+Item = tuple[Kind, str | ToolCall]
+"""One thing in a reply, with its kind."""
+
+
 @dataclass(frozen=True)
 class ReplyPart:
-    """A piece of a reply: text for the user, reasoning, and complete tool calls."""
+    """A piece of a reply: text for the user, reasoning, and complete tool calls.
+
+    Args:
+      items: all three in the order in which the model wrote them. By default reasoning, text, calls.
+    """
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
+    items: tuple[Item, ...] = field(default=(), compare=False)
+
+    def __post_init__(self):
+        if not self.items:
+            given = (("reasoning", self.reasoning), ("text", self.text))
+            items = *(one for one in given if one[1]), *(("call", one) for one in self.calls)
+            object.__setattr__(self, "items", items)
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """All parts as one, in linear time."""
+        """All parts as one, in linear time; texts that follow each other become one."""
+        parts = [part for part in parts if part.items]
+        if len(parts) == 1:
+            return parts[0]
+        items: list[Item] = []
+        each = (item for part in parts for item in part.items)
+        for kind, some in itertools.groupby(each, key=lambda item: item[0]):
+            if kind == "call":
+                items += some
+            else:
+                items.append((kind, "".join(text for _, text in some)))
         return cls(
             "".join(part.text for part in parts),
             "".join(part.reasoning for part in parts),
             tuple(call for part in parts for call in part.calls),
+            tuple(items),
         )
 
     def __add__(self, later: Self) -> Self:

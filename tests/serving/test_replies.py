@@ -141,15 +141,29 @@ CASES = {
 def test_every_split_of_a_reply_gives_its_text_reasoning_and_calls(name, num_cases):
     form, reply, text, reasoning, calls = CASES[name]
     expected = ReplyPart(text, reasoning, tuple(calls))
-    assert parse(form, [reply]) == expected
-    assert parse(form, list(reply)) == expected
+    whole = parse(form, [reply])
+    assert whole == expected
+    check = lambda part: part == expected and part.items == whole.items
+    assert check(parse(form, list(reply)))
     for cut in range(len(reply)):
-        assert parse(form, [reply[:cut], reply[cut:]]) == expected
+        assert check(parse(form, [reply[:cut], reply[cut:]]))
     rng = random.Random(name)
     for _ in range(num_cases("splits of replies", 20)):
         cuts = sorted(rng.choices(range(len(reply) + 1), k=rng.randint(1, 8)))
         pieces = [reply[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
-        assert parse(form, pieces) == expected
+        assert check(parse(form, pieces))
+
+
+def test_parts_keep_their_order():
+    first, last = call("a"), call("b")
+    reply = f"<think>Hm</think>One {hermes('a', {})} two {hermes('b', {})}"
+    assert parse("qwen3", [reply]).items == (
+        ("reasoning", "Hm"),
+        ("text", "One"),
+        ("call", first),
+        ("text", " two"),
+        ("call", last),
+    )
 
 
 @pytest.mark.parametrize("form", [one.name for one in FORMATS])
@@ -166,8 +180,9 @@ def test_random_markers_are_one_result_in_every_split_and_no_text_is_lost(form, 
     def check(words, with_tools):
         reply, tools = "".join(words), TOOLS if with_tools else None
         whole = parse(form, [reply], tools=tools)
-        assert parse(form, words, tools=tools) == whole
-        assert parse(form, list(reply), tools=tools) == whole
+        for pieces in (words, list(reply)):
+            part = parse(form, pieces, tools=tools)
+            assert (part, part.items) == (whole, whole.items)
         letters = lambda text: sorted(text.replace(" ", "").replace("\n", ""))
         if not whole.calls and (BY_NAME[form].reasoning or ("\0",))[0] not in reply:
             assert letters(whole.text) == letters(reply)

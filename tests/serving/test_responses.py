@@ -1,5 +1,6 @@
 """`/v1/responses`, `/tokenize` and `/detokenize`: OpenAI's client, and a model whose replies are given."""
 
+import contextlib
 import json
 
 import httpx
@@ -89,6 +90,22 @@ def test_a_stream_adds_up_to_the_same_response(scripted, client):
         "function_call",
         "function_call",
     ]
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_a_call_that_is_cut_off_is_the_last_item(scripted, client, is_merged):
+    reply = f"{CALL}\n{CALL[:-20]}"
+    scripted.say(reply)
+    size = len(scripted.tokenizer.encode(reply))
+    ask = dict(model="tiny", input="Read!", tools=[TOOL], max_output_tokens=size)
+    whole = client.responses.create(**ask)
+    with contextlib.nullcontext() if is_merged else scripted.live.unmerged():
+        streamed = list(client.responses.create(stream=True, **ask))[-1].response
+    for response in (whole, streamed):
+        assert response.status == "incomplete"
+        found = [(one.type, one.status) for one in response.output]
+        assert found == [("function_call", "completed"), ("message", "incomplete")]
+        assert response.output[1].content[0].text == CALL[:-20]
 
 
 WRONG = {
