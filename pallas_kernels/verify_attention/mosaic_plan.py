@@ -33,12 +33,16 @@ class Tile(NamedTuple):
       groups: maximum number of warpgroups; each computes 128 output columns.
       layout: register layout of a [rows, n] array.
       swizzled: the MMA reads queries from swizzled shared memory.
+      chunk: maximum number of columns of a chunk of `plain_smem`. A kernel loads whole chunks: a slice of the
+        columns may start inside a period of the swizzle, because the swizzle tiles of unaligned heads have fewer
+        than 8 rows, and Mosaic counts from the start of the slice. It then reads other columns, without an error.
     """
 
     rows: int
     groups: int
     layout: Any
     swizzled: bool = True
+    chunk: int = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +102,11 @@ class Plan:
     def columns(self) -> int:
         """Output columns per warpgroup."""
         return min(self.H, 128)
+
+    @property
+    def chunk(self) -> int:
+        """Columns of a chunk of `plain_smem`; divides `columns`."""
+        return min(self.columns, self.tile.chunk)
 
     @property
     def groups(self) -> int:

@@ -75,13 +75,13 @@ class _Scratch(NamedTuple):
     wide_k_smem: Any  # e4m3 pages: [key_block, H] bfloat16
     v_smem: Any  # [stages, key_block, columns] bfloat16 or e4m3
     wide_v_smem: Any  # e4m3 pages: [key_block, columns] bfloat16
-    plain_smem: Any  # unaligned heads: [H / columns, rows, columns] bfloat16, not swizzled
+    plain_smem: Any  # unless `Plan.aligned`: [H / chunk, rows, chunk] bfloat16
 
 
 def _scratch_types(plan: Plan) -> _Scratch:
     rows, columns, config, stages = TILE.rows, plan.columns, plan.config, plan.config.stages
     bf16 = jnp.bfloat16
-    chunks = plan.H // columns
+    chunks = plan.H // plan.chunk
     k_smem, *wide_k_smem = plan.slots((plan.H,), _TILED)
     v_smem, *wide_v_smem = plan.slots((columns,), plan.v_tiling)
     copied = lambda: plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages)
@@ -102,7 +102,7 @@ def _scratch_types(plan: Plan) -> _Scratch:
         group_barrier=plgpu.Barrier(),
         wide_k_smem=wide_k_smem[0] if plan.fp8 else None,
         wide_v_smem=wide_v_smem[0] if plan.fp8 else None,
-        plain_smem=None if plan.aligned else plgpu.SMEM((chunks, rows, columns), bf16),
+        plain_smem=None if plan.aligned else plgpu.SMEM((chunks, rows, plan.chunk), bf16),
     )
 
 
@@ -134,7 +134,8 @@ def _walk_kernel(plan: Plan, interpret):
         b, walk_index, tile, kv = (
             lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
         )
-        my_columns = pl.ds(lax.axis_index("share") * columns, columns)
+        first_column = lax.axis_index("share") * columns
+        my_columns = pl.ds(first_column, columns)
         walk = Walk.of(plan, table_gmem, positions_gmem, b, walk_index, tile)
         num_splits = walk.num_splits
 
@@ -283,9 +284,8 @@ def _walk_kernel(plan: Plan, interpret):
                 result = plgpu.async_load_tmem(out_tmem, layout=plgpu.Layout.TCGEN05)
                 result = result.astype(jnp.bfloat16)
                 out_smem = q_smem.at[:, my_columns] if plan.aligned else plain_smem.at[0]
-                store_result(
-                    plan, result, outs_gmem[0], out_smem, group_barrier, (b, tile, kv, my_columns)
-                )
+                place = (b, tile, kv, first_column)
+                store_result(plan, result, outs_gmem[0], [out_smem], group_barrier, place)
 
     return plgpu.kernel(
         body,

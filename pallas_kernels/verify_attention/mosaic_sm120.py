@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device
@@ -27,8 +26,8 @@ from pallas_kernels.verify_attention.mosaic_tiles import copy_queries
 from pallas_kernels.verify_attention.mosaic_warpgroups import Cores, walk_kernel
 from pallas_kernels.weight_tiles.mma_sm120 import as_operand
 
-TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, swizzled=False)
 _COLUMNS = 64  # of queries and keys in one load: a row of the swizzle
+TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, swizzled=False, chunk=_COLUMNS)
 _KEYS = 16  # of values in one load: K of the instruction
 
 
@@ -53,10 +52,7 @@ class _Mma(Cores):
         copy_queries(plan, q_gmem, q_smem, plain_smem, ready_barrier, place)
 
         def load(part: int) -> jax.Array:
-            first = part * _COLUMNS
-            chunk_smem = plain_smem.at[first // plan.columns]
-            columns = pl.ds(first % plan.columns, _COLUMNS)
-            part_reg = plgpu.load(chunk_smem.at[:, columns], layout=TILE.layout, optimized=False)
+            part_reg = plgpu.load(plain_smem.at[part], layout=TILE.layout)
             return as_operand(part_reg, interpret)
 
         if plan.H > 64 and (plan.H > 128 or plan.merges_inside):

@@ -21,19 +21,20 @@ def load_queries(
     Args:
       q_gmem: bfloat16 [B, T, K, G, H].
       q_smem: bfloat16 [rows, H].
-      plain_smem: bfloat16 [H / columns, rows, columns], not swizzled; None if `plan.aligned`.
+      plain_smem: bfloat16 [H / chunk, rows, chunk], in a layout that TMA writes G rows at a time; None if
+        `plan.aligned`.
       ready_barrier: completed by the copies.
       group_barrier: synchronises the warpgroups.
       place: (sequence, row tile, kv head, warpgroup).
     """
     copy_queries(plan, q_gmem, q_smem, plain_smem, ready_barrier, place)
-    group, chunks = place[-1], plan.H // plan.columns
+    group, chunks = place[-1], plan.H // plan.chunk
     if not plan.aligned:
         # TMA cannot write part of an 8-row swizzle tile, so the copy goes through registers.
         @pl.when(group == 0)
         def _():
             for i in range(chunks):
-                columns = pl.ds(i * plan.columns, plan.columns)
+                columns = pl.ds(i * plan.chunk, plan.chunk)
                 q_smem[:, columns] = plgpu.load(
                     plain_smem.at[i], layout=plgpu.Layout.WGMMA, optimized=False
                 )
@@ -46,7 +47,7 @@ def load_queries(
 def copy_queries(plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, place) -> None:
     """Copies the rows of one tile to q_smem if `plan.aligned`, else to plain_smem; as `load_queries`."""
     b, tile, kv, group = place
-    chunks = plan.H // plan.columns
+    chunks = plan.H // plan.chunk
 
     @pl.when(group == 0)
     def _():
@@ -58,7 +59,7 @@ def copy_queries(plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, place) -
                 plgpu.copy_gmem_to_smem(q_gmem.at[b, query, kv], q_smem.at[rows], ready_barrier)
                 return
             for i in range(chunks):
-                columns = pl.ds(i * plan.columns, plan.columns)
+                columns = pl.ds(i * plan.chunk, plan.chunk)
                 plgpu.copy_gmem_to_smem(
                     q_gmem.at[b, query, kv, :, columns], plain_smem.at[i, rows], ready_barrier
                 )
@@ -66,30 +67,35 @@ def copy_queries(plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, place) -
     plgpu.barrier_wait(ready_barrier)
 
 
-def store_result(plan: Plan, result_reg, out_gmem, out_smem, group_barrier, place) -> None:
-    """Stores a finished tile through out_smem, which other warpgroups may still read, to device memory.
+def store_result(plan: Plan, result_reg, out_gmem, outs_smem, group_barrier, place) -> None:
+    """Stores a finished tile through outs_smem, which other warpgroups may still read, to device memory.
 
     Args:
       result_reg: bfloat16 [rows, columns] in registers.
       out_gmem: bfloat16 [B, T, K, G, H].
-      out_smem: bfloat16 [rows, columns].
+      outs_smem: chunks of columns in ascending order, each bfloat16 [rows, columns / len(outs_smem)].
       group_barrier: synchronises the warpgroups.
-      place: (sequence, row tile, kv head, columns of the head dim).
+      place: (sequence, row tile, kv head, first column of the head dim).
     """
-    b, tile, kv, columns = place
+    b, tile, kv, first_column = place
+    width = plan.columns // len(outs_smem)
     if plan.groups > 1:
         plgpu.barrier_arrive(group_barrier)
         plgpu.barrier_wait(group_barrier)
-    out_smem[...] = result_reg
+    for i, out_smem in enumerate(outs_smem):
+        out_smem[...] = result_reg[:, i * width : (i + 1) * width]
     plgpu.commit_smem()
 
     first_query = tile * plan.tile_queries
 
     @pl.loop(0, jnp.minimum(plan.tile_queries, plan.T - first_query))
     def _(t):
-        plgpu.copy_smem_to_gmem(
-            out_smem.at[pl.ds(t * plan.G, plan.G)], out_gmem.at[b, first_query + t, kv, :, columns]
-        )
+        for i, out_smem in enumerate(outs_smem):
+            columns = pl.ds(first_column + i * width, width)
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[pl.ds(t * plan.G, plan.G)],
+                out_gmem.at[b, first_query + t, kv, :, columns],
+            )
 
     plgpu.wait_smem_to_gmem(0)
 

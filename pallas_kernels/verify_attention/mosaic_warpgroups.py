@@ -69,13 +69,14 @@ class _Scratch(NamedTuple):
     v_ready_barrier: Any  # one per slot
     free_barrier: Any  # one per slot: all warpgroups have finished the key block
     group_barrier: Any  # synchronises the warpgroups
-    plain_smem: Any  # unaligned heads: [H / columns, rows, columns] bfloat16, not swizzled
+    plain_smem: Any  # unless `Plan.aligned`: [H / chunk, rows, chunk] bfloat16
 
 
 def _scratch_types(plan: Plan) -> _Scratch:
     rows, columns, groups, stages = plan.tile.rows, plan.columns, plan.groups, plan.config.stages
     bf16 = jnp.bfloat16
-    copies_q = plan.tile_queries * (1 if plan.aligned else plan.H // columns)
+    chunks = plan.H // plan.chunk
+    copies_q = plan.tile_queries * (1 if plan.aligned else chunks)
     k_smem, *wide_k_smem = plan.slots((plan.H,), TILED)
     v_smem, *wide_v_smem = plan.slots((groups, columns), plan.v_tiling)
     return _Scratch(
@@ -89,7 +90,7 @@ def _scratch_types(plan: Plan) -> _Scratch:
         group_barrier=plgpu.Barrier(num_arrivals=groups),
         wide_k_smem=wide_k_smem[0] if plan.fp8 else None,
         wide_v_smem=wide_v_smem[0] if plan.fp8 else None,
-        plain_smem=None if plan.aligned else plgpu.SMEM((plan.H // columns, rows, columns), bf16),
+        plain_smem=None if plan.aligned else plgpu.SMEM((chunks, rows, plan.chunk), bf16),
     )
 
 
@@ -117,7 +118,8 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
             lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
         )
         group, share = lax.axis_index("group"), lax.axis_index("share")
-        my_columns = pl.ds((share * groups + group) * columns, columns)
+        first_column = (share * groups + group) * columns
+        my_columns = pl.ds(first_column, columns)
         walk = Walk.of(plan, table_gmem, positions_gmem, b, walk_index, tile)
         num_splits = walk.num_splits
 
@@ -233,10 +235,13 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
             if merges_inside:
                 sink = softmax.sink_values(plan, sinks_gmem, kv)
                 result = softmax.finish(running, sink, spread)
-                out_smem = q_smem.at[:, my_columns] if plan.aligned else plain_smem.at[group]
-                store_result(
-                    plan, result, outs_gmem[0], out_smem, group_barrier, (b, tile, kv, my_columns)
-                )
+                if plan.aligned:
+                    outs_smem = [q_smem.at[:, my_columns]]
+                else:
+                    chunks = columns // plan.chunk
+                    outs_smem = [plain_smem.at[group * chunks + i] for i in range(chunks)]
+                place = (b, tile, kv, first_column)
+                store_result(plan, result, outs_gmem[0], outs_smem, group_barrier, place)
 
     return plgpu.kernel(
         body,
