@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.mosaic.gpu.utils import bitwidth, is_smem_ref
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
@@ -22,6 +21,7 @@ from pallas_kernels import mlir_compat as mlir
 from pallas_kernels.device import H200
 from pallas_kernels.verify_attention import specs
 
+_SHARED = "#gpu.address_space<workgroup>"
 _SAME_START = {"memref.cast", "memref.transpose", "memref.collapse_shape", "memref.expand_shape"}
 
 
@@ -39,7 +39,7 @@ def _alignment(ref: ir.Value) -> int:
     dynamic = ir.ShapedType.get_dynamic_size()
     strides, _ = source.type.get_strides_and_offset()
     assert dynamic not in strides
-    unit = bitwidth(source.type.element_type) // 8
+    unit = source.type.element_type.width // 8
     found = _alignment(source)
     for offset, stride in zip(op.attributes["static_offsets"], strides, strict=True):
         found = math.gcd(found, stride * unit * (1 if offset == dynamic else offset))
@@ -54,7 +54,7 @@ def inside_a_period(monkeypatch) -> Iterator[list[str]]:
 
     def check(ref, swizzle, *args, **kwargs):
         # 16: no swizzle. Without an operand it is a dummy, with which Mosaic compares layouts.
-        if swizzle > 16 and is_smem_ref(ref) and len(ref.owner.operands):
+        if swizzle > 16 and str(ref.type.memory_space) == _SHARED and len(ref.owner.operands):
             checked.append(ref)
             if _alignment(ref) % (8 * swizzle):
                 found.append(f"{ref.type}: swizzle {int(swizzle)}, aligned to {_alignment(ref)}")
