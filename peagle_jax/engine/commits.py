@@ -47,6 +47,11 @@ class Commits:
         """Counts over all committed rounds with drafts."""
         return self.counts.acceptance
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a request has a slot to take and may wait for pages only."""
+        return bool(self.waiting and self.free_slots)
+
     def commit_prefill(
         self,
         call: PrefillCall,
@@ -215,4 +220,4 @@ class Commits:
         if request.is_finished:
             self._remove(request)
         elif request.state is RequestState.RUNNING:
-            self._pages.trim(request)
+            self._pages.trim(request, self._is_awaited)

@@ -4,8 +4,8 @@
     0                         known                           upper bound                   needed
 
 all capped at max_model_len (the device drops writes beyond it). A plan is uploaded when its page table has
-changed. So a request takes pages ahead, and keeps the same ones for many rounds, as long as half of the
-pool is free.
+changed. So a request takes pages ahead, and keeps the same ones for many rounds, as long as half of the pool
+is free, or a quarter without the pages of cached prefixes while no other request waits for pages.
 """
 
 from peagle_jax.config import EngineConfig
@@ -47,15 +47,21 @@ class Reservation:
             return 0
         return max(0, self._pool.pages_for(min(end, self._most)) - len(request.pages))
 
-    def grow(self, request: Request, missing: int) -> None:
-        """Allocates the missing pages, which must be free, and pages ahead."""
+    def grow(self, request: Request, missing: int, is_awaited: bool) -> None:
+        """Allocates the missing pages, which must be free, and pages ahead.
+
+        Args:
+          is_awaited: whether another request waits for pages.
+        """
         if missing:
-            request.pages += self._pool.allocate(missing + self._ahead(request, missing))
+            request.pages += self._pool.allocate(
+                missing + self._ahead(request, missing, is_awaited)
+            )
             self.num_changes += 1
 
-    def trim(self, request: Request) -> None:
-        """Releases the pages that no call in flight needs, if less than half of the pool is free."""
-        if 2 * self._pool.num_free >= self._pool.num_pages:
+    def trim(self, request: Request, is_awaited: bool) -> None:
+        """Releases the pages that no call in flight needs, if too few are free; arguments as in `grow`."""
+        if self._is_ample(self._pool.num_free, is_awaited):
             return
         needed = self.num_pages(self.upper_bound(request))
         if len(request.pages) > needed:
@@ -63,10 +69,18 @@ class Reservation:
             del request.pages[needed:]
             self.num_changes += 1
 
-    def _ahead(self, request: Request, missing: int) -> int:
+    def _is_ample(self, num_free: int, is_awaited: bool) -> bool:
+        """Whether `num_free` pages are enough for what may come."""
+        most = self._pool.num_pages
+        # Pages ahead must not drive out prefixes for which there was room.
+        return 2 * num_free >= most or (
+            not is_awaited and 4 * (num_free - self._pool.num_idle) >= most
+        )
+
+    def _ahead(self, request: Request, missing: int, is_awaited: bool) -> int:
         """Number of pages to take besides the missing ones: not beyond the end of the text."""
         held = len(request.pages) + missing
         end = self.num_pages(len(request.prompt) + request.params.max_tokens)
         ahead = max(0, min(self._pool.pages_for(_AHEAD), end - held))
         left = self._pool.num_free - missing - ahead
-        return ahead if 2 * left >= self._pool.num_pages else 0
+        return ahead if self._is_ample(left, is_awaited) else 0

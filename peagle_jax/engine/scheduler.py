@@ -228,7 +228,7 @@ class Scheduler(Commits):
             self._preempt(victim)
             if victim is request:
                 return False
-        self._pages.grow(request, missing)
+        self._pages.grow(request, missing, self._is_awaited)
         return True
 
     def _preempt(self, request: Request) -> None:

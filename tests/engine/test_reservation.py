@@ -45,9 +45,9 @@ def test_another_batch_has_another_plan():
     engine.drain()
 
 
-@pytest.mark.parametrize("pages", [66, 100, 400])
+@pytest.mark.parametrize("pages", [66, 100, 160, 400])
 def test_pages_ahead_return_before_they_run_out(pages):
-    """At most half of the pool lies ahead of texts, and no request is preempted that was not before."""
+    """A quarter of the pool stays free of pages ahead of texts, and no request is preempted."""
     engine = engine_of(P=pages)
     for _ in range(2):
         engine.add([3] * 5, max_tokens=110, ignore_eos=True)
@@ -64,6 +64,33 @@ def test_pages_ahead_return_before_they_run_out(pages):
         )
         ahead = max(ahead, held - needed)
         if held - needed > 8:
-            assert 2 * scheduler.pool.num_free >= pages - 16
-    assert (ahead > 8) == (pages == 400)
+            assert 4 * scheduler.pool.num_free >= pages
+    assert (ahead > 8) == (pages > 66)
+    assert engine.scheduler.num_preemptions == {66: 4, 100: 1}.get(pages, 0)
     engine.drain()
+
+
+def pages_ahead(engine: FakeEngine, *waiting: list[int]) -> int:
+    """Pages that the first request holds and does not need, after some rounds beside `waiting` prompts."""
+    request = engine.add([3] * 60, max_tokens=60, ignore_eos=True)
+    engine.step()
+    for prompt in waiting:
+        engine.add(prompt, max_tokens=4, ignore_eos=True)
+    for _ in range(5):
+        engine.step()
+    reservation = engine.scheduler._pages
+    found = len(request.pages) - reservation.num_pages(reservation.upper_bound(request))
+    assert len(engine.scheduler.waiting) == len(waiting)
+    engine.drain()
+    return found
+
+
+def test_pages_ahead_leave_half_of_the_pool_to_cached_prefixes_and_to_a_request_that_waits_for_pages():
+    assert pages_ahead(engine_of(P=100)) > 8
+    assert pages_ahead(engine_of(P=100, B=1, R=1), [4] * 5) > 8, "it waits for a slot"
+    assert pages_ahead(engine_of(P=100), [4] * 120) <= 0
+    cached = engine_of(P=100)
+    cached.add([4] * 62, max_tokens=1)
+    cached.drain()
+    assert cached.scheduler.pool.num_idle > 20
+    assert pages_ahead(cached) <= 0

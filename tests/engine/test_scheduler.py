@@ -313,9 +313,9 @@ def test_a_preempted_request_can_finish_while_it_waits():
     check_finished(old, engine)
 
 
-def test_surplus_pages_return_at_commit_if_less_than_half_of_the_pool_is_free():
-    engine = FakeEngine(make_config(J=4, B=1, max_len=64, Z=1, P=None, T=64, R=1), lag=0)
-    request = engine.add([3] * 33, num_draft=0, max_tokens=30, ignore_eos=True)
+def test_surplus_pages_return_at_commit_if_less_than_a_quarter_of_the_pool_is_free():
+    engine = FakeEngine(make_config(J=4, B=1, max_len=128, Z=1, P=None, T=128, R=1), lag=0)
+    request = engine.add([3] * 97, num_draft=0, max_tokens=30, ignore_eos=True)
     engine.step()
     for _ in range(8):
         engine.dispatch()
