@@ -6,6 +6,8 @@ import random
 import numpy as np
 import pytest
 
+from bench.rows import RESULTS, read
+from bench.synthetic import accepted_by_text
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine import survival
 from peagle_jax.engine.adaptive import DECIDE_EVERY, EXPLORE_EVERY
@@ -87,18 +89,21 @@ def test_rounds_of_few_drafts_say_how_later_drafts_change():
 
 
 class Driven:
-    """A policy that serves requests whose drafts have given survivals, [SIZE, J]."""
+    """A policy that serves requests whose drafts have given survivals, [B, J]."""
 
     def __init__(self, seconds: dict[RoundShape, float], survivals: np.ndarray):
+        self.size = len(survivals)
+        self.config = EngineConfig(num_draft=J, max_num_seqs=self.size, adaptive="survival")
         self.policy = SurvivalPolicy(J, RoundTimes(seconds))
-        self.policy.ragged = {SIZE: RAGGED}
+        self.policy.ragged = {self.size: self.config.ragged_rows(self.size)}
+        self.dense = tuple(sorted(s.num_draft for s in seconds if not s.num_rows)) or (0, J)
         self.survivals = survivals
         self.rng = random.Random(0)
 
     def requests(self, **fields) -> list[Request]:
         rows = [
             Request(id=i, prompt=[1], params=SamplingParams(**fields), num_draft=J, seed=i)
-            for i in range(SIZE)
+            for i in range(self.size)
         ]
         for slot, request in enumerate(rows):
             request.slot, request.pending = slot, J
@@ -108,8 +113,8 @@ class Driven:
         """Shapes of the rounds; all drafts of the likeliest rows pass as their survival says."""
         rows, shapes = self.requests(**fields), []
         for _ in range(rounds):
-            shapes.append(self.policy.shape(SIZE, rows, (0, 3, J)))
-            call = DecodeCall.build(rows, shapes[-1], CONFIG)
+            shapes.append(self.policy.shape(self.size, rows, self.dense))
+            call = DecodeCall.build(rows, shapes[-1], self.config)
             for request in rows:
                 request.pending = call.num_draft
             self.commit(call)
@@ -127,7 +132,7 @@ class Driven:
         chosen = may_verify & (survivals >= (least[-1] if len(least) else 2.0))
         verified, expected = chosen.sum(axis=1), survivals[chosen].sum()
         report = SurvivalReport(verified, expected, *bins_of(survivals, may_verify))
-        lucky = np.array([[self.rng.random()] for _ in range(SIZE)])
+        lucky = np.array([[self.rng.random()] for _ in range(self.size)])
         return report, (chosen & (lucky < survivals)).sum(axis=1)
 
 
@@ -170,6 +175,23 @@ def test_few_drafts_are_made_where_a_selection_gains_nothing():
     assert driven.run(1000)[-1] == RoundShape(SIZE, J, 64)
     driven.survivals = ALIKE
     assert driven.run(1000)[-1] == RoundShape(SIZE, 3)
+
+
+def test_the_best_fixed_k_of_measured_rounds_is_chosen():
+    """Milliseconds of the 30 B shape with 128 requests on an H200, those of (0), (7, 128) and (7, 256) estimated, and
+    acceptance of texts (docs/adaptive.md). Without dense rounds between K = 0 and 7, (7, 512) is chosen."""
+    size = 128
+    dense = {0: 14.2, 3: 23.96, 5: 26.89, J: 34.87}
+    ragged = {size: 22.0, 2 * size: 25.0, 4 * size: 27.58}
+    times = {RoundShape(size, k): ms for k, ms in dense.items()}
+    times |= {RoundShape(size, J, number): ms for number, ms in ragged.items()}
+    texts = accepted_by_text(read([RESULTS / "headroom.jsonl"]), J, "own")
+    accepted = [np.minimum(text, J) for text in texts if text]
+    survivals = np.array([[(text > j).mean() for j in range(J)] for text in accepted]) * 0.999
+    survivals = np.random.default_rng(0).permutation(survivals)[:size]
+    assert Driven(times, survivals).run(5 * DECIDE_EVERY)[-1] == RoundShape(size, 5)
+    fewer = {shape: ms for shape, ms in times.items() if shape.num_draft in (0, J)}
+    assert Driven(fewer, survivals).run(5 * DECIDE_EVERY)[-1] == RoundShape(size, J, 4 * size)
 
 
 def test_drafts_that_never_stand_are_not_verified():
