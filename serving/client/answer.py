@@ -15,6 +15,7 @@ def add(whole: pb.GenerateResponse, delta: pb.GenerateDelta) -> None:
     sequence.tool_calls.extend(delta.tool_calls)
     sequence.token_ids.extend(delta.token_ids)
     sequence.logprobs.extend(delta.logprobs)
+    sequence.prompt_logprobs.extend(delta.prompt_logprobs)
     if delta.HasField("finish"):
         sequence.finish.CopyFrom(delta.finish)
     if delta.HasField("usage"):
@@ -93,14 +94,16 @@ def _sequence(sequence: pb.Sequence) -> dict:
     if sequence.reasoning:
         content["reasoning"] = sequence.reasoning
     if sequence.logprobs:
-        content["logprobs"] = [
-            {
-                "logprob": token.logprob,
-                "alternatives": [[other.token_id, other.logprob] for other in token.alternatives],
-            }
-            for token in sequence.logprobs
-        ]
+        content["logprobs"] = [_scores(token) for token in sequence.logprobs]
+    if sequence.prompt_logprobs:  # the first token has none
+        scores = [_scores(token) | {"rank": token.rank} for token in sequence.prompt_logprobs]
+        content["prompt_logprobs"] = [None, *scores]
     return content
+
+
+def _scores(token: pb.TokenLogprob | pb.PromptLogprob) -> dict:
+    alternatives = [[other.token_id, other.logprob] for other in token.alternatives]
+    return {"logprob": token.logprob, "alternatives": alternatives}
 
 
 def _reason(finish: pb.Finish) -> str:

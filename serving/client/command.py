@@ -155,6 +155,8 @@ def _request(
         else:
             request.text = text
         request.n, request.priority = args.n, args.priority
+        if args.cache_salt is not None:
+            request.cache_salt = args.cache_salt
         sampling.temperature, sampling.min_p = args.temperature, args.min_p
         sampling.top_k, sampling.top_p = args.top_k, args.top_p
         if args.seed is not None:
@@ -165,10 +167,14 @@ def _request(
         sampling.frequency_penalty = args.frequency_penalty
         sampling.presence_penalty = args.presence_penalty
         sampling.bad_words.extend(args.bad_word)
+        if args.allowed_token:  # an empty list is a list without allowed tokens
+            sampling.allowed_token_ids.ids.extend(args.allowed_token)
         sampling.logit_bias.update(args.logit_bias)
         stopping.min_tokens = args.min_tokens
         if args.logprobs is not None:
             request.output.logprobs = args.logprobs
+        if args.prompt_logprobs is not None:
+            request.output.prompt_logprobs = args.prompt_logprobs
         if args.num_speculative_tokens is not None:
             request.speculation.num_speculative_tokens = args.num_speculative_tokens
         _constrain(request.structured, args)

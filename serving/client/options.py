@@ -74,6 +74,10 @@ def parser() -> argparse.ArgumentParser:
         help="requests with a lower number leave the queue first (default: 0)",
     )  # fmt: skip
     add(
+        "--cache-salt", metavar="TEXT",
+        help="share cached prefixes only with requests of the same salt",
+    )  # fmt: skip
+    add(
         "--request-id",
         default="",
         metavar="ID",
@@ -90,6 +94,10 @@ def parser() -> argparse.ArgumentParser:
     add("--n", type=int, default=1, metavar="N", help="sequences; above 1 set a temperature")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT; repeatable")
     add_controls(add)
+    add(
+        "--allowed-token", type=whole, action="append", default=[], metavar="ID",
+        help="the text has only tokens with these ids; repeatable",
+    )  # fmt: skip
     add("--ignore-eos", action="store_true", help="continue after the model's end-of-text token")
     add(
         "--logprobs",
@@ -97,6 +105,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --json: log-probabilities of each token and of the N most likely ones",
     )
+    add(
+        "--prompt-logprobs", type=whole, metavar="N",
+        help="with --json: the same of each token of the prompt; the server needs --prompt-logprobs",
+    )  # fmt: skip
     add(
         "--num-speculative-tokens", "-K", type=whole, metavar="K",
         help="drafts per round; 0 decodes without drafts (default: the server's own)",
@@ -124,6 +136,7 @@ def check(args: argparse.Namespace) -> None:
         (args.info and args.health, "give one of --info and --health"),
         ((args.info or args.health) and args.prompt is not None, "--info and --health take no PROMPT"),
         (args.logprobs is not None and not args.json, "--logprobs needs --json"),
+        (args.prompt_logprobs is not None and not args.json, "--prompt-logprobs needs --json"),
         ((args.tls_cert is None) != (args.tls_key is None), "--tls-cert and --tls-key belong together"),
         (args.tls_cert and not (args.tls or args.tls_ca), "--tls-cert needs --tls or --tls-ca"),
         (args.timeout is not None and not args.timeout > 0, "--timeout must be above 0"),

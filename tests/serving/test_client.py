@@ -80,6 +80,20 @@ def test_options_reach_the_engine(ask):
     assert "ended by stop" in err
 
 
+def test_allowed_tokens_and_salts_reach_the_engine(ask):
+    options = ["--max-tokens", "6", "--json", "--allowed-token", "5", "--allowed-token", "9"]
+    _, out, _ = ask(PROMPT, *options)
+    assert set(json.loads(out)["sequences"][0]["token_ids"]) <= {5, 9}
+    code, _, err = ask(PROMPT, "--cache-salt", "x" * 257)
+    assert code == 2
+    assert "cache_salt" in err
+    cached = []
+    for salt in ("a", "a", "b"):
+        _, out, _ = ask("a" * 40, "--json", "--max-tokens", "2", "--cache-salt", salt)
+        cached.append(json.loads(out)["usage"]["cached_tokens"])
+    assert cached[1] > cached[0] == cached[2] == 0
+
+
 def test_several_sequences_are_written_in_order(ask):
     options = ("--temperature", "1", "--seed", "3", "--max-tokens", "12", "--ignore-eos")
     code, out, err = ask(PROMPT, "--n", "3", *options)

@@ -9,6 +9,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from peagle_jax import SamplingParams
+from serving import client
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
@@ -168,6 +169,17 @@ def test_what_cannot_be_is_refused_by_name(http, case):
     response = http.post("/v1/completions", json=dict(prompt="a") | REFUSED[case])
     assert response.status_code == 400
     assert response.json()["error"]["param"] == case.split()[0].rstrip(",")
+
+
+def test_the_client_writes_them_as_json(scoring, expected, capsys):
+    options = ["--json", "--prompt-logprobs", "2", "--max-tokens", "1"]
+    assert client.main(["--address", scoring.address, *options, TEXT]) == 0
+    first, *rest = json.loads(capsys.readouterr().out)["sequences"][0]["prompt_logprobs"]
+    assert first is None
+    for found, one in zip(rest, expected.prompt_logprobs[1:], strict=True):
+        assert found["rank"] == one.rank
+        assert found["logprob"] == pytest.approx(one.logprob, abs=1e-4)
+        assert [token for token, _ in found["alternatives"]] == [token for token, _ in one.top]
 
 
 def test_a_server_without_the_program_refuses_by_the_clients_own_name(live):
