@@ -34,6 +34,9 @@ class Variant(NamedTuple):
         ragged = f", {self.rows} verified" if self.rows else ""
         return f"{self.method} K={self.num_draft}{chosen}{ragged}"
 
+    def __str__(self) -> str:
+        return self.name
+
 
 class FixedRows(SurvivalPolicy):
     """All rounds are ragged, with the first R of their batch bucket."""

@@ -46,7 +46,7 @@ def compile_cells(
 
     Args:
       make: makes the engine of a cell, in any process.
-      cells: one for each engine; the first item of a cell is named in messages.
+      cells: one for each engine; messages contain `str` of the items of a cell.
       say: prints a line.
     """
     start = time.perf_counter()

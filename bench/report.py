@@ -67,7 +67,7 @@ _KEYS = {
     "host-round": (*_RUN, "rounds_per_call", "program", "sha"),
     "methods": _RUN,
     "structured": ("device", "model", "method", "num_draft", "concurrency", "mode"),
-    "masks": ("device", "vocab_size", "strings", "num_draft", "concurrency"),
+    "masks": ("device", "vocab_size", "strings", "num_draft", "threads", "concurrency"),
     "lossless-warm": (*_RUN, "layers"),
     **parallel_page.KEYS,
 }

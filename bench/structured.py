@@ -104,7 +104,7 @@ def _write(engine: Engine, mode: str, size: int, options: Options) -> dict:
 def _parts(engine: Engine, mode: str, size: int, options: Options) -> dict[str, float]:
     """Microseconds of a round by part of the host's work, as in `host_round`; "fetch" waits for the device.
 
-    In a run of its own, because the clock takes a few microseconds.
+    In a run of its own, because the clock takes a few microseconds. Calls that read prompts are included.
     """
     clock = Clock(is_on=True)
     clock.watch_engine(engine)

@@ -296,6 +296,10 @@ def test_programs_that_jobs_compiled_are_not_traced_again(
     assert "3 programs compiled by 2 processes" in capsys.readouterr().err
 
 
+def test_messages_name_a_variant_as_rows_do():
+    assert str(Variant("peagle", 7, "load")) == "peagle K=7 by load"
+
+
 @pytest.mark.slow
 def test_cells_that_do_not_fit_are_skipped(tiny_presets, tmp_path, monkeypatch, capsys):
     make = Models.engine

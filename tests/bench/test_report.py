@@ -45,6 +45,12 @@ def test_rows_of_other_kinds_are_left_alone():
     assert report.newest([*ROWS, {"kind": "cold-start", "seconds": 1.0}]) == report.newest(ROWS)
 
 
+def test_masks_by_a_fixed_number_of_threads_do_not_replace_those_of_the_engine():
+    one = dict(kind="masks", device="A", vocab_size=9, strings="any", num_draft=7, concurrency=1)
+    some = [one | {"date": "2026-01-01"}, one | {"date": "2026-01-02", "threads": 4}]
+    assert report.newest(some) == some
+
+
 def test_quantised_weights_are_a_setting_of_their_own():
     some = report.newest([*ROWS, row("throughput", "none", 0, weights="fp8")])
     assert len(some) == len(ROWS) + 1
