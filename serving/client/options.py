@@ -1,6 +1,7 @@
 """The command line of `peagle-client`."""
 
 import argparse
+from collections.abc import Callable
 
 from peagle_jax.command_line import Parser, add_constraints, add_controls, named_value, whole
 
@@ -59,7 +60,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--health", action="store_true", help="exit with 0 if the server serves, else 3")
 
-    add = command_line.add_argument_group("server").add_argument
+    _add_server(command_line.add_argument_group("server").add_argument)
+    _add_sampling(command_line.add_argument_group("sampling").add_argument)
+    add_constraints(command_line.add_argument_group("structured output").add_argument)
+    return command_line
+
+
+def _add_server(add: Callable) -> None:
     add("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="(default: %(default)s)")
     add("--tls", action="store_true", help="use TLS with this system's certificate authorities")
     add(
@@ -84,7 +91,8 @@ def parser() -> argparse.ArgumentParser:
         help="id in the server's log (default: the server generates one)",
     )
 
-    add = command_line.add_argument_group("sampling").add_argument
+
+def _add_sampling(add: Callable) -> None:
     add("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: 256)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     add("--top-p", type=float, default=1.0, metavar="P")
@@ -113,8 +121,6 @@ def parser() -> argparse.ArgumentParser:
         "--num-speculative-tokens", "-K", type=whole, metavar="K",
         help="drafts per round; 0 decodes without drafts (default: the server's own)",
     )  # fmt: skip
-    add_constraints(command_line.add_argument_group("structured output").add_argument)
-    return command_line
 
 
 def check(args: argparse.Namespace) -> None:
