@@ -100,25 +100,21 @@ def _survival(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> np.nd
 
 
 def accepted_by_text(rows: Iterable[dict], num_draft: int, texts: str) -> list[list[int]]:
-    """Accepted drafts of each round, by text, of the rows of `peagle-bench headroom` with P-EAGLE.
+    """Accepted drafts of each round, by text, of the first row of `peagle-bench headroom` with P-EAGLE. Another head's
+    row behind it in the same file changes no measurement that drew from it.
 
     Args:
       texts: the set of the texts.
     Raises:
       ConfigError: no row of this set measured at least `num_draft` drafts.
     """
-    found = [
-        text
-        for row in rows
-        if row.get("kind") == "headroom" and row["method"] == "peagle" and row["set"] == texts
-        if row["num_speculative_tokens"] >= num_draft
-        for text in row["accepted_by_text"]
-    ]
-    if not found:
-        raise ConfigError(
-            f"no row of headroom measured P-EAGLE with at least {num_draft} drafts on the set {texts}"
-        )
-    return found
+    for row in rows:
+        is_of_set = row.get("kind") == "headroom" and row["set"] == texts
+        if is_of_set and row["method"] == "peagle" and row["num_speculative_tokens"] >= num_draft:
+            return row["accepted_by_text"]
+    raise ConfigError(
+        f"no row of headroom measured P-EAGLE with at least {num_draft} drafts on the set {texts}"
+    )
 
 
 def _rule(wanted: Callable[[jax.Array, RequestParams], jax.Array], name: str) -> AcceptRule:

@@ -127,7 +127,7 @@ def test_acceptance_is_drawn_from_rows_with_enough_drafts():
         dict(kind="throughput"),
     ]
     assert accepted_by_text(measured, 7, "own") == [[1], [2]]
-    assert accepted_by_text(measured, 3, "own") == [[1], [2], [3]]
+    assert accepted_by_text(measured, 3, "own") == [[1], [2]], "of the first row"
     assert accepted_by_text(measured, 7, "other") == [[5]]
     with pytest.raises(ConfigError, match="at least 8 drafts"):
         accepted_by_text(measured, 8, "own")
