@@ -257,7 +257,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "ttft": ("throughput", _grids(lambda row: f"{row['ttft_ms_median']:.0f}")),
     "kernels": ("kernel", kernel_table),
     "tried": (tried.KINDS, lambda measured: tried.tried_table(measured, labels.markdown)),
-    "headline": ("acceptance", headline.tokens_per_round),
+    "headline": (("acceptance", "headroom"), headline.tokens_per_round),
     "heads": ("headroom", head_tables.heads_table),
     "ablations": ("ablation", head_tables.ablations_table),
     "trained-heads": ("trained-head", head_tables.trained_heads_table),

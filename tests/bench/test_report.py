@@ -227,6 +227,16 @@ def test_rows_of_another_engine_stand_in_brackets():
     assert "K=5" not in text
 
 
+def test_the_headline_has_the_longest_drafts_and_their_fresh_rounds():
+    fresh = dict(fresh_acceptance_length=3.25)
+    some = [row("acceptance", "peagle", k) for k in (3, 7)]
+    some += [row("headroom", method, k, **fresh) for method in ("eagle3", "peagle") for k in (3, 7)]
+    text = report.render("headline", report.newest(some))
+    assert "**4.50 tokens per round instead of 1** (3.25 where the last 8 tokens are not" in text
+    assert text.count("3.25") == 1
+    assert "not a repeat" not in report.render("headline", report.newest(some[:2]))
+
+
 @pytest.mark.parametrize("name", ["shape", "beside", "headline"])
 def test_blocks_of_the_readme_need_their_rows(name):
     some = report.newest([shape("peagle", 7, 1), row("acceptance", "eagle3", 3)])
