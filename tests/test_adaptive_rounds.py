@@ -142,6 +142,7 @@ def test_real_rounds_are_timed_while_the_device_has_work(three_k):
     assert len(times.rounds) == before  # after a pause there is nothing to compare with
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up_and_a_start_takes_only_the_first_programs(
     three_k, monkeypatch
 ):

@@ -111,6 +111,7 @@ def test_output_is_unchanged_by_any_sequence_of_rows(
 SHAPES = [*(RoundShape(6, k) for k in (0, 3, 4)), RoundShape(6, 4, 2), RoundShape(6, 4, 7)]
 
 
+@pytest.mark.slow
 def test_timed_rounds_read_different_tokens_and_leave_no_trace():
     engine = make_engine("llama", "oracle", RandomTimes())
     engine.warm_up()

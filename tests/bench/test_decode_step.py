@@ -171,6 +171,7 @@ def tiny_presets(monkeypatch):
 TINY = ["--layers", "1", "--page-size", "8", "--prefill-chunk", "16", "--prompt-tokens", "20"]
 
 
+@pytest.mark.slow
 def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     argv = [

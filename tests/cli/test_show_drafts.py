@@ -139,6 +139,7 @@ def screen(written: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_the_comparison_is_drawn_while_it_runs(generate, folders, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)

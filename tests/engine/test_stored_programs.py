@@ -97,6 +97,7 @@ def tokens_of(config=CONFIG) -> list[list[int]]:
     return [engine.generate([PROMPT], params)[0].tokens for params in PARAMS]
 
 
+@pytest.mark.slow
 def test_a_second_engine_traces_nothing_and_writes_the_same(folder, monkeypatch):
     found = traced(monkeypatch)
     first = tokens_of()
