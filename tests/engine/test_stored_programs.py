@@ -102,8 +102,7 @@ def test_a_second_engine_traces_nothing_and_writes_the_same(folder, monkeypatch)
     found = traced(monkeypatch)
     first = tokens_of()
     assert set(found) == {"prefill", "speculative_step"}
-    files = {path.name for path in folder.iterdir()}
-    assert len(files) == 3  # and the controls
+    assert len(files := {path.name for path in folder.iterdir()}) == 3  # and the controls
     found.clear()
     assert tokens_of() == first
     assert found == []
