@@ -28,7 +28,7 @@ from peagle_jax.engine.device_calls import CONTROLS, PREFILL, Key
 if TYPE_CHECKING:
     from peagle_jax.engine.engine import Engine
 
-_OF_CHILDREN = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+_CHILD_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 Cell = tuple
 """What identifies an engine beside the options; hashable."""
@@ -42,7 +42,7 @@ def compile_cells(
 ) -> None:
     """Compiles what the cells need and what is not on disk yet, in `options.jobs` processes.
 
-    What a process cannot compile, the measuring process compiles or reports.
+    The measuring process compiles or reports what these processes could not compile.
 
     Args:
       make: makes the engine of a cell, in any process.
@@ -52,14 +52,14 @@ def compile_cells(
     start = time.perf_counter()
     spawn = multiprocessing.get_context("spawn")
     with (
-        _environment(_OF_CHILDREN),
+        _environment(_CHILD_ENVIRONMENT),
         ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool,
         progress_bar(unit="program") as bar,
     ):
         try:
             done = _compile(pool, (make, options), cells, say, bar)
         except BrokenProcessPool:
-            say("a process that compiled was killed; what is missing compiles one after another")
+            say("a compiling process was killed; the missing programs compile one after another")
             return
     say(
         f"{done} programs compiled by {options.jobs} processes in {time.perf_counter() - start:.0f} s"
@@ -85,7 +85,7 @@ def _compile(pool, given: tuple, cells, say, bar: tqdm) -> int:
 
 
 def _result(future: Future, what: str, say: Callable[[str], None]):
-    """The result; None if there is none, which is said."""
+    """The result; None, and a message, if the program could not be compiled."""
     try:
         return future.result()
     except (ConfigError, jax.errors.JaxRuntimeError) as error:
@@ -107,7 +107,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# What follows runs in the processes of the pool.
+# The functions below run in the processes of the pool.
 
 
 @cache

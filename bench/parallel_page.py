@@ -127,8 +127,8 @@ def _by_engine(measured: Sequence[dict]) -> list[tuple[tuple[str, str], Cells]]:
 
 
 def _name(row: dict) -> str:
-    said = _VARIANTS[row.get("variant")]
-    return f"{row['model']}, {said}" if said else row["model"]
+    difference = _VARIANTS[row.get("variant")]
+    return f"{row['model']}, {difference}" if difference else row["model"]
 
 
 def _part(measured: Sequence[dict], header: list[str], lines: list[list[str]]) -> str:
@@ -137,7 +137,7 @@ def _part(measured: Sequence[dict], header: list[str], lines: list[list[str]]) -
 
 
 def _each(row: dict) -> float:
-    """Milliseconds of one GPU for a microsecond of all."""
+    """Factor from microseconds of all GPUs together to milliseconds of one."""
     return 1e-3 / gpus_of(row)
 
 
@@ -158,4 +158,4 @@ TABLES = {
     "parallel-host": ("parallel-step", host_table),
     "parallel-texts": ("parallel-lossless", texts_table),
 }
-"""Table name -> (kind of rows, what they look like)."""
+"""Table name -> (kind of rows, function that draws them)."""

@@ -69,8 +69,10 @@ def is_full(engine: Engine, concurrency: int) -> bool:
 
 @contextlib.contextmanager
 def dispatch_times(engine: Engine) -> Iterator[list[float]]:
-    """Seconds that the host takes to dispatch each round meanwhile: to upload its plan, to launch its program on all
-    devices, and to start the copy of its output."""
+    """Seconds that the host takes to dispatch each round within the block.
+
+    Dispatch uploads the plan, launches the program on all devices, and starts the copy of the output.
+    """
     dispatch, spent = engine.programs.round, []
 
     def timed(*args, **named):
@@ -83,7 +85,7 @@ def dispatch_times(engine: Engine) -> Iterator[list[float]]:
     try:
         yield spent
     finally:
-        del engine.programs.round  # of the instance: the method is found again
+        del engine.programs.round  # the attribute of the instance, which hid the method
 
 
 def drive(

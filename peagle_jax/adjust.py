@@ -23,13 +23,11 @@ _MOST = 2**15 - 256
 class Controls(NamedTuple):
     """Controls of each of S slots. They hold where `RequestParams.adjusts` is set; other slots may be stale."""
 
-    bias_ids: (
-        jax.Array
-    )  # [S, MAX_BIAS] int32, tokens with a bias of their own; out of range: no entry
+    # [S, MAX_BIAS] int32, tokens with a bias of their own; out of range: no entry
+    bias_ids: jax.Array
     bias: jax.Array  # [S, MAX_BIAS] float32, -inf forbids the token
-    base: (
-        jax.Array
-    )  # [S] float32, bias of all other tokens: 0, or -inf where only the listed are allowed
+    # [S] float32, bias of all other tokens: 0, or -inf where only the listed are allowed
+    base: jax.Array
     end_ids: jax.Array  # [S, MAX_END_IDS] int32, tokens that end the text; out of range: no entry
     min_end: jax.Array  # [S] int32, first position at which they are allowed
     repetition: jax.Array  # [S] float32, 1 for none

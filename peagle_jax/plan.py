@@ -75,9 +75,8 @@ class DecodePlan(NamedTuple):
     page_table: Array  # [B, W] int32
     pending: Array  # [B] int32, drafts that the call before made, at most K; later ones are stale
     constrained: Array  # [B] int32, 1: the row's mask holds
-    forced: (
-        Array  # [B, K] int32, drafts to verify in place of the drafter's; -1 keeps the drafter's
-    )
+    forced: Array
+    """[B, K] int32: drafts to verify in place of the drafter's; -1 keeps the drafter's."""
     newest: Array | None = None
     """[B] int32: of a row that runs over the dummy slot to be timed, the token that it reads in place of the
     sequence's newest; it verifies all its drafts. -1 in all other rows."""

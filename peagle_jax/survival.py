@@ -31,9 +31,8 @@ class Survival(NamedTuple):
     """Device state between rounds. S slots, J drafts per slot."""
 
     confidence: jax.Array  # [S, J] float32, of the drafts that the last counted call made
-    place: (
-        jax.Array
-    )  # [S] int32, length of each sequence after that call; at another length they are stale
+    # [S] int32, length of each sequence after that call; at another length `confidence` is stale
+    place: jax.Array
     reached: jax.Array  # [J, BINS] float32, decayed number of drafts that were tested
     accepted: jax.Array  # [J, BINS] float32, decayed number of those that were accepted
 

@@ -16,9 +16,8 @@ from serving.tls import Certificates
 
 RESERVE = 16
 """HTTP connections for health checks, in addition to the limit."""
-_OWN_DESCRIPTORS = (
-    128  # descriptors of the process itself: weights, devices, pipes, compiled programs
-)
+_OWN_DESCRIPTORS = 128
+"""File descriptors that the process itself needs: weights, devices, pipes, compiled programs."""
 
 _log = logging.getLogger(__name__)
 

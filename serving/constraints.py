@@ -37,7 +37,8 @@ _MAX_SECONDS = 30.0
 _NUM_REMEMBERED = 256
 _MAX_REMEMBERED = 16 << 10  # characters of a definition
 _SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""For example of the kernel when memory is short. The limits of `grammar_process` send SIGXCPU, SIGABRT, SIGSEGV."""
+"""Other processes or the kernel (when memory is short) send these. The limits of `grammar_process` end it by SIGXCPU,
+SIGABRT or SIGSEGV."""
 _TOO_COMPLEX = f"is too complex: the check of it took more than {CPU_SECONDS} s, too much memory or too much stack"
 
 
@@ -101,9 +102,8 @@ class Constraints:
         if chat is not None:
             structured = self._grammars.located(structured, chat)
         try:
-            who = (
-                caller.current()
-            )  # whether a constraint was checked shows in the time of an answer
+            # Each caller has its own cache: an answer's time shows whether a constraint was checked before.
+            who = caller.current()
             return await self._pool.run(lambda: self._compile(structured, number, who))
         except ConfigError as error:
             raise invalid(field, error.rule) from error
@@ -223,9 +223,8 @@ class _Process:
 
     def _was_killed(self, deadline: float) -> bool:
         """Whether the process ended by a signal that no limit of its own sends."""
-        seconds = (
-            1.0 if time.monotonic() < deadline else 0.0
-        )  # the pipe closes before the process has ended
+        # The pipe closes before the process has ended.
+        seconds = 1.0 if time.monotonic() < deadline else 0.0
         try:
             return -self._process.wait(seconds) in _SIGNALS_FROM_OUTSIDE
         except subprocess.TimeoutExpired:

@@ -18,7 +18,7 @@ MAX_SMALL_BYTES = 1 << 16
 """Most bytes of JSON within a gRPC message: variables of a chat template, sampling parameters."""
 
 _MAX_DIGITS = 1000
-"""Most characters of an integer."""
+"""Maximum number of characters of an integer."""
 
 _PIECE = 1 << 16  # bytes
 

@@ -40,6 +40,6 @@ class Later[T]:
         return iter(self._items)
 
     def all(self) -> list[T]:
-        """All items; of further calls too."""
+        """All items, also when it is called again."""
         self._items = list(self._items)
         return self._items

@@ -41,7 +41,7 @@ class Options(RowOptions):
         "requests at once", default=(1, 8, 32), type=list_of_positive, metavar="N,N"
     )
     variants: tuple[str, ...] = option(
-        "in place of --method, -K and --adaptive: none, METHOD:K or METHOD:K:ADAPTIVE, as peagle:7:load",
+        "in place of --method, -K and --adaptive: none, METHOD:K or METHOD:K:ADAPTIVE, for example peagle:7:load",
         default=(), nargs="+", metavar="V",
     )  # fmt: skip
     presence_penalty: float = option(
@@ -193,8 +193,8 @@ checkpoint is needed; a large model needs a GPU. In a round the target checks th
 next ones. A cell is a method, a K (drafts per round) and a concurrency. Each cell adds a row: milliseconds per
 round at a full batch (host included), tokens per second, prefill, peak memory, and the floor (the least time of a
 round, from its bytes and operations). With --adaptive load the engine chooses K of each round, at most the given
-one (docs/adaptive.md); the rows of such a comparison have the kind "adaptive-step". The first example below is a short first try. docs/decode-step.md explains
-the fields of a row.
+one (docs/adaptive.md); the rows of such a comparison have the kind "adaptive-step". The first example below is
+short. docs/decode-step.md explains the fields of a row.
 
 Presets: {textwrap.fill(", ".join(PRESETS), 100, break_on_hyphens=False)};
 with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).

@@ -91,9 +91,8 @@ class DecodeCall:
     plan: DecodePlan
     mask: np.ndarray | None = None  # [B, K+1, mask_words(V)] int32 for constrained rows, see `plan`
     repeat: int = 1  # rounds that the call runs
-    counts: bool = (
-        False  # whether it runs the program that counts survival also for greedy requests
-    )
+    counts: bool = False
+    """Whether greedy requests, too, run the program that counts survival."""
 
     @property
     def num_draft(self) -> int:

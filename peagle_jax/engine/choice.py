@@ -13,8 +13,9 @@ LEAST_GAIN = 0.015
 """Share of tokens per second by which another shape must be faster to replace the one in use."""
 TRY_ABOVE = 0.7
 """Share of the present tokens per second that another shape must promise to be tried: times over idle slots may
-be wrong by so much, and a trial costs a few rounds in thousands."""
-_LONGEST_TRIAL = 4  # decisions, for rounds that are not timed, as those between prefill calls
+be wrong by that much, and a trial costs a few rounds in thousands."""
+_LONGEST_TRIAL = 4
+"""Decisions after which a trial ends although it was not timed: rounds between prefill calls are not."""
 
 
 def best(rates: Mapping, present, least_gain: float):

@@ -36,10 +36,10 @@ LIMITS = llguidance.LLParserLimits(
 )
 """Work and memory of one grammar. A request that exceeds them fails; at run time it gets no further token."""
 _SLOW_CALL, _SLOW_MASK = 0.05, 0.01
-"""Seconds of the masks of a call, from which each matcher is measured, and of processor time of one mask, from
-which its request fails: `LIMITS` do not bound the time of repetitions such as a{100000}."""
+"""If the masks of a call take longer than the first (seconds), each matcher is measured; if one mask takes more
+processor time than the second, its request fails. `LIMITS` do not bound repetitions such as a{100000}."""
 _COSTLY = 0.002
-"""Seconds of a matcher's masks from which several threads compute them, each after other drafts."""
+"""If the masks of one matcher take longer (seconds), several threads compute them, each for some of the drafts."""
 _MARKERS = (("<think>", "</think>"), ("<|channel>", "<channel|>"), ("[THINK]", "[/THINK]"))
 """Before and after reasoning: Qwen3 and others, Gemma 4, Mistral."""
 _HARMONY = tuple(f"<|{name}|>" for name in ("channel", "message", "start", "end"))
@@ -122,7 +122,7 @@ class Matcher:
         return self.matcher.is_accepting()
 
     def after(self, drafts: Sequence[int]) -> list[llguidance.LLMatcher]:
-        """Where the text stands after drafts 1..j, for j from 0, up to a draft that is forbidden or ends the text.
+        """The matcher after drafts 1..j, for j from 0, up to a draft that is forbidden or ends the text.
 
         An error of one of them is an error of this matcher, until it takes tokens.
         """
@@ -136,7 +136,7 @@ class Matcher:
         return found
 
     def consume(self, tokens: Iterable[int]) -> None:
-        """Takes committed tokens; see `error`. After the end of the text it takes further ends."""
+        """Advances by committed tokens; see `error`. End tokens after the end of the text are ignored."""
         self._copies = []
         for token in tokens:
             if not (self.matcher.is_stopped() and token in self.eos_ids):

@@ -15,7 +15,10 @@ Kept = tuple[RequestParams, Controls | None]
 
 
 def split(state: step.State, key: Key, config: EngineConfig) -> tuple[step.State, Kept]:
-    """The parts of the state that a round writes, and those that it only reads: a result costs the host a microsecond."""
+    """The parts of the state that a round writes, and those that it only reads and does not return.
+
+    Each array that a program returns costs the host a microsecond.
+    """
     if isinstance(key, GreedyRound):
         kept = greedy_only(state.params), None
     else:

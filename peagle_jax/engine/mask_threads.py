@@ -9,9 +9,9 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 
 _SECONDS_A_THREAD = 0.001
-"""Work for which one more thread is woken."""
+"""Seconds of work for each thread. Waking a thread for less takes longer than it saves."""
 _SAMPLED_EVERY = 8
-"""Of so many calls with several threads, one measures the masks of one request."""
+"""One in this many calls with several threads measures the masks of one request."""
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 Window = tuple[llguidance.LLMatcher, int, list[int]]
@@ -19,7 +19,7 @@ Window = tuple[llguidance.LLMatcher, int, list[int]]
 
 
 class MaskThreads:
-    """As many threads as the masks of a call need: to wake more takes longer than the masks of most grammars.
+    """Chooses the number of threads for the masks of each call: one for each millisecond of work.
 
     Args:
       most: number of threads for costly masks; None: one for each core.
@@ -39,7 +39,7 @@ class MaskThreads:
         return self._pools[count]
 
     def count(self, num_requests: int) -> int:
-        """Number of threads for the masks of these requests: a power of two, or `most`. One request has one."""
+        """Number of threads for the masks of these requests: a power of two, or `most`; one thread for one request."""
         if num_requests == 1:
             return 1
         wanted = max(1.0, num_requests * self.seconds_each / _SECONDS_A_THREAD)
@@ -55,7 +55,7 @@ class MaskThreads:
         if count > 1:
             self._num_parallel += 1
             turn, rest = divmod(self._num_parallel, _SAMPLED_EVERY)
-            if rest == 0:  # with several threads the time of a call does not tell that of a request
+            if rest == 0:  # with several threads the time of a call does not give that of a request
                 place = turn % len(windows)
                 self._measure(windows[place], masks)
                 windows = windows[:place] + windows[place + 1 :]

@@ -21,9 +21,8 @@ IDLE_RUNS = 5
 _IDLE_SECONDS = 0.5  # no further idle run of a shape that took as long in all
 _WINDOW = 15  # real rounds whose median is the present time
 _LEAST = 8  # real rounds of a shape, without another one between them, before their median counts
-_WEIGHT = (
-    0.5  # of a new ratio against one of other real rounds; one over idle slots gives way at once
-)
+_WEIGHT = 0.5
+"""Weight of a new ratio in its average with the known one of real rounds. A ratio over idle slots is replaced."""
 _VALID_ROUNDS = 4096  # rounds of a batch bucket after which an unused shape has its idle time again
 
 
@@ -68,9 +67,8 @@ class RoundTimes:
         self._learned: dict[RoundShape, float] = {}  # of real rounds; only the ratios count
         self._counts: Counter[int] = Counter()  # real rounds by batch bucket
         self._last: dict[RoundShape, int] = {}  # the count of its bucket at a shape's last round
-        self._tried: dict[
-            RoundShape, int
-        ] = {}  # the same at its last run with enough rounds, or at a trial
+        self._tried: dict[RoundShape, int] = {}
+        """The count of its bucket when a shape last had enough rounds in a row, or a trial of it began."""
         self._runs: dict[RoundShape, list[float]] = {}  # over idle slots
         self._present: dict[int, _Run] = {}  # by batch bucket
         self._before: dict[int, _Run] = {}  # the run before it with enough rounds

@@ -37,7 +37,8 @@ class Spread:
         self._drafts = np.zeros(shape)  # of one request
         self._sums = np.zeros(shape)  # of their survival
         self._kept = np.ones(most)
-        """What a new round leaves of each position, in 0..1: the less, the older it is."""
+        """Share of each position's average that stays when a new round is added, in 0..1. It falls with each round
+        that does not count the position."""
         self.is_known = False
         """Whether a round of J drafts was added."""
 
@@ -187,7 +188,7 @@ def _num_shown(call: DecodeCall, report: SurvivalReport) -> float:
     num_fresh = 0
     for request, drafted in zip(call.rows, call.drafted, strict=True):
         wanted = min(call.num_draft, request.num_draft)
-        # After a round of fewer drafts there are fewer to verify, whatever the drafter is worth.
+        # After a round of fewer drafts there are fewer to verify, which says nothing about the drafter.
         if 0 < drafted < wanted:
             return 0.0
         num_fresh += drafted == wanted

@@ -131,7 +131,7 @@ def _biases(value: object) -> dict[int, float]:
         raise ValueError(f"{len(value)} tokens are more than {MAX_BIAS}")
     found = {}
     for token, bias in value.items():
-        # Of "5" and "05" the last one would count.
+        # "5" and "05" name the same token, and the later of the two would replace the other.
         if not (
             token.isascii() and token.isdecimal() and len(token) < 10 and str(int(token)) == token
         ):

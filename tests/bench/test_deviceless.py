@@ -1,4 +1,4 @@
-"""Reading what compilers leave; that they leave it is tested in tests/kernels/test_compile.py."""
+"""Samples of compilers' output are read. tests/kernels/test_compile.py runs the compilers."""
 
 import types
 
