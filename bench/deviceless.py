@@ -144,15 +144,23 @@ def specs_on(op: str, device: Device) -> dict[str, Any]:
 
 
 def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
-    """At most `most` of the specs, spread evenly over their order from first to last; all if None.
+    """`most` of the specs, spread evenly over their order from first to last; all if None.
 
+    The first spec of each kernel and weight format that these lack is added.
     Example: 3 of the specs a, b, c, d, e are a, c and e.
     """
     names = list(specs)
     if most is None or most >= len(names):
         return dict(specs)
     step = (len(names) - 1) / max(1, most - 1)
-    return {name: specs[name] for name in (names[round(step * i)] for i in range(most))}
+    chosen = {name: specs[name] for name in (names[round(step * i)] for i in range(most))}
+    for field in ("kernel", "form", "fp8"):
+        found = {getattr(spec, field, None) for spec in chosen.values()}
+        for name, spec in specs.items():
+            if (kind := getattr(spec, field, None)) not in found:
+                found.add(kind)
+                chosen[name] = spec
+    return {name: specs[name] for name in names if name in chosen}
 
 
 def compile_op(op: str, chip: str, mesh, dump: Path, most: int | None = None) -> Iterator[Kernel]:
