@@ -37,7 +37,7 @@ PARSERS = {
 WITHOUT_MEASUREMENTS = ("README.md", "docs/results.md", "docs/decode-step.md")
 """Pages whose measurements all stand in generated blocks, with their commits."""
 WITH_MEASUREMENTS = (
-    "docs/architecture.md", "docs/conversion.md", "docs/kernels.md", "docs/log.md", "docs/training.md",
+    "docs/algorithm.md", "docs/architecture.md", "docs/conversion.md", "docs/kernels.md", "docs/log.md", "docs/portability.md", "docs/training.md",
     "peagle_jax/assets/README.md",
 )  # fmt: skip
 """Other pages with measurements. On the rest most times and sizes are limits, rules or calculations."""
