@@ -368,6 +368,7 @@ HOST_SIDE = {
     "adaptive",
     "choice",
     "slots",
+    "mask_threads",
     "prefixes",
     "reservation",
     "commits",
