@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import json
 import os
+import queue
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -223,7 +225,7 @@ def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.Generate
     is_streamed, is_reasoning = args.n == 1 and not args.json, False
     with _translate_errors(args):
         call = stub.Generate(request, timeout=args.timeout, metadata=metadata)
-        with _cancelled_on_exit(call) as deltas:
+        with _received(call) as deltas:
             for delta in deltas:
                 add(whole, delta)
                 if is_streamed:
@@ -271,12 +273,38 @@ def _write_calls(calls: Sequence[pb.ToolCall]) -> None:
 
 
 @contextlib.contextmanager
-def _cancelled_on_exit(call: grpc.Call) -> Iterator[grpc.Call]:
-    """Cancels the call on the server however the block ends, for example by Ctrl-C or a closed pipe."""
+def _received(call: grpc.Call) -> Iterator[Iterator[pb.GenerateDelta]]:
+    """Yields the deltas of `call`, and cancels it on the server however the block ends.
+
+    A thread waits for gRPC, because gRPC waits on a `threading.Condition`: an interrupt there can
+    leave its lock released, and the KeyboardInterrupt becomes a RuntimeError.
+    """
+    deltas: queue.SimpleQueue = queue.SimpleQueue()
+    thread = threading.Thread(target=_receive, args=(call, deltas), daemon=True)
+    thread.start()
     try:
-        yield call
+        yield _until_end(deltas)
     finally:
         call.cancel()  # no effect on a call that has ended
+        thread.join()
+
+
+def _receive(call: grpc.Call, deltas: queue.SimpleQueue) -> None:
+    """Puts the deltas of `call` into `deltas`, then its error or None."""
+    try:
+        for delta in call:
+            deltas.put(delta)
+    except grpc.RpcError as error:
+        deltas.put(error)
+    else:
+        deltas.put(None)
+
+
+def _until_end(deltas: queue.SimpleQueue) -> Iterator[pb.GenerateDelta]:
+    while (item := deltas.get()) is not None:
+        if isinstance(item, grpc.RpcError):
+            raise item
+        yield item
 
 
 @contextlib.contextmanager

@@ -271,7 +271,7 @@ def test_ctrl_c_in_a_conversation_ends_only_the_answer(server, pace):
     os.write(ours, b"\x04")
     _, err = process.communicate(timeout=LIMIT)
     os.close(ours), os.close(theirs)
-    assert (process.returncode, "this turn is dropped" in err) == (0, True)
+    assert (process.returncode, err.count("this turn is dropped")) == (0, 1), err
 
 
 def test_a_closed_pipe_ends_the_request(server, pace):
