@@ -120,7 +120,7 @@ def target(chip: str, count: int = 1) -> Iterator:
         yield mesh
 
 
-def compile_on(mesh, function, *args, **options):
+def compile_on(mesh, function, *args, compiler_options: Mapping | None = None, **options):
     """`jax.jit(function, **options)` compiled for shapes `args`, inside `target`.
 
     Shapes without a sharding are those of arrays that lie on every device.
@@ -133,7 +133,8 @@ def compile_on(mesh, function, *args, **options):
         sharding = getattr(x, "sharding", None) or place
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.jit(function, **options).lower(*jax.tree.map(put, args)).compile()
+    lowered = jax.jit(function, **options).lower(*jax.tree.map(put, args))
+    return lowered.compile(compiler_options=dict(compiler_options or {}))
 
 
 def specs_on(op: str, device: Device) -> dict[str, Any]:

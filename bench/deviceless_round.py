@@ -33,6 +33,8 @@ from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.compiler_options import compiler_options
+from peagle_jax.engine.device_calls import GreedyRound
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
 from peagle_jax.ragged import ragged_step
@@ -99,6 +101,10 @@ class Sizes(Options):
     max_model_len: int = option("prompt and output", default=4096, type=positive, metavar="N")
     greedy: bool = option("the round of greedy requests, which has no branches", default=False)
     tensor_parallel: int = option("devices", default=1, type=positive, metavar="N")
+    collectives: str = option(
+        "of --greedy rounds: between CUDA graphs, or in the graph", default="launched",
+        choices=("launched", "captured"),
+    )  # fmt: skip
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
     activations: str = option("of fp8 weights", default="bf16", choices=("bf16", "fp8"))
 
@@ -107,6 +113,7 @@ class Programs(NamedTuple):
     """The programs of an engine to compile, with shapes instead of arrays.
 
     Attributes:
+      config: sizes of the engine.
       round, prefill: functions of (weights, state, plan, mask, previous) that return the next state and an
         output; the output before is not read.
       weights: leaves of target and drafter.
@@ -114,6 +121,7 @@ class Programs(NamedTuple):
       round_plan, prefill_plan: idle plans, each with its mask.
     """
 
+    config: EngineConfig
     round: Callable
     prefill: Callable
     weights: list
@@ -156,6 +164,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         activations=sizes.activations,
         adaptive="survival" if sizes.rows else "off",
         tensor_parallel=sizes.tensor_parallel,
+        collectives=sizes.collectives,
     )
     devices = Devices(sizes.tensor_parallel, mesh=mesh)
     head_config, drafter, taps = None, None, ()
@@ -201,6 +210,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
     mask = lambda rows, T: np.zeros((rows, T, words), np.int32)
 
     return Programs(
+        config,
         decode_round,
         prefill,
         weights,
@@ -222,7 +232,11 @@ def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
         state = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
         plan, mask = plan._replace(constrained=None, forced=None, newest=None), None
     operands = (made.weights, state, plan, mask, None)
-    compiled = deviceless.compile_on(mesh, made.round, *operands, donate_argnums=1)
+    shape = RoundShape(sizes.concurrency, sizes.k)
+    options = compiler_options(GreedyRound(shape) if sizes.greedy else shape, made.config)
+    compiled = deviceless.compile_on(
+        mesh, made.round, *operands, donate_argnums=1, compiler_options=options
+    )
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     (thunks,) = dump.glob("*decode_round*.thunk_sequence_after_thunk_passes.txt")

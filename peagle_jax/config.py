@@ -1,7 +1,6 @@
 """Frozen configuration classes: models and engine sizes.
 
-`peagle_jax.checkpoint` translates Hugging Face `config.json` files into `TargetConfig` and
-`DrafterConfig`, including all defaults for missing keys.
+`peagle_jax.checkpoint` makes `TargetConfig` and `DrafterConfig` from Hugging Face `config.json` files.
 """
 
 from dataclasses import dataclass
@@ -280,6 +279,7 @@ class EngineConfig:
       max_logprobs: most alternatives per token for logprobs.
       prompt_logprobs: compile a second prefill program, for requests with `prompt_logprobs`.
       tensor_parallel: N, devices that run every step together (docs/parallel.md).
+      collectives: of greedy rounds on GPUs: "launched" between CUDA graphs, or "captured" in the graph.
       check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
       rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
@@ -307,6 +307,7 @@ class EngineConfig:
     max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
     prompt_logprobs: bool = False
     tensor_parallel: int = 1
+    collectives: Literal["launched", "captured"] = "launched"
     check_replicas: bool = False
     greedy_rounds: bool | None = None
     rounds_per_call: int | None = None
@@ -320,9 +321,8 @@ class EngineConfig:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
-            raise ConfigError(
-                f"num_speculative_tokens={self.num_draft} must lie between 0 and {MAX_NUM_DRAFT}"
-            )
+            limits = f"between 0 and {MAX_NUM_DRAFT}"
+            raise ConfigError(f"num_speculative_tokens={self.num_draft} must lie {limits}")
         object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
         check_options(self)
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:

@@ -44,6 +44,10 @@ _RULES: tuple[Rule, ...] = (
         lambda config: config.check_replicas and config.tensor_parallel == 1,
         "check_replicas compares devices: set tensor_parallel above 1",
     ),
+    (
+        lambda config: config.collectives == "captured" and config.tensor_parallel == 1,
+        "collectives=captured is for several devices: set tensor_parallel above 1",
+    ),
 )
 
 

@@ -31,7 +31,7 @@ ORDER = [
     "engine.prefixes", "engine.controls", "engine.calls", "engine.device_calls", "engine.prompt_logprobs", "engine.stats",
     "engine.round_times", "engine.choice", "engine.adaptive", "engine.survival", "engine.integrity", "engine.commits", "engine.scheduler",
     "engine.sizes", "engine.round_shapes", "engine.output_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.layouts",
-    "engine.descriptions", "engine.stored_programs",
+    "engine.descriptions", "engine.compiler_options", "engine.stored_programs",
     "engine.ring_copies", "engine.kept", "engine.programs", "engine.follower", "engine.dispatch",
     "engine.round_timer", "engine.completion", "engine.engine",
     "model_folders", "loading", "prompts", "runs", "draft_marks", "live_table",

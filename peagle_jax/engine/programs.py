@@ -31,6 +31,7 @@ from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter
 from peagle_jax.engine import layouts, ring_copies
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape, timed_plan
+from peagle_jax.engine.compiler_options import compiler_options
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.device_calls import (
     CONTROLS,
@@ -301,7 +302,7 @@ class Programs:
     def file_of(self, key: Key, state: step.State) -> Path | None:
         """Where the program of `key` is kept on disk; None if programs are not kept. `state` may be one of shapes."""
         _, operands, _ = self._lowering(key, state)
-        return self._stored.path_of(repr(key), operands, _compiler_options())
+        return self._stored.path_of(repr(key), operands, compiler_options(key, self._config))
 
     def store(self, key: Key, state: step.State) -> None:
         """Compiles the program of `key` onto disk only. `state` may be one of shapes, and the weights too."""
@@ -310,7 +311,8 @@ class Programs:
 
     def _make(self, key: Key, lower: Callable, operands: tuple) -> Callable:
         results = operands[0] if key in (CONTROLS, RINGS) else (operands[1], operands[4])
-        return self._stored.program(repr(key), operands, results, lower, _compiler_options())
+        options = compiler_options(key, self._config)
+        return self._stored.program(repr(key), operands, results, lower, options)
 
     def _compile(self, key: Key, lower: Callable, operands: tuple) -> None:
         if key not in self._compiled:
@@ -388,11 +390,3 @@ def _with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
     if drafter is None or drafter.num_draft == num_draft:
         return drafter
     return replace(drafter, num_draft=num_draft)
-
-
-def _compiler_options() -> dict[str, bool]:
-    if dispatch.platform() != "cuda":
-        return {}
-    # A CUDA graph cannot contain CUB's sort. Top-k and top-p sort inside a conditional, so with CUB the
-    # host would synchronise with the device every round to pick the branch.
-    return {"xla_gpu_enable_cub_radix_sort": False}

@@ -52,9 +52,10 @@ _SUFFIX = ".program"
 
 _HOST_FIELDS = (
     *("max_waiting", "prefill_calls", "prefix_caching", "adaptive", "draft_schedule"),
-    "greedy_rounds",
+    *("greedy_rounds", "collectives"),
 )
-"""Fields of the configuration that choose programs or belong to the host; no program reads them."""
+"""Fields of the configuration that choose programs, options of the compiler or belong to the host; no program
+reads them."""
 
 _VARIABLES = (
     "XLA_",

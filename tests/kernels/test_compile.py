@@ -137,16 +137,26 @@ def test_several_rounds_in_a_call_copy_no_weight_and_no_cache(chip, tmp_path):
     assert made["spills"] == 0
 
 
-@pytest.mark.parametrize("chip", [on("h200"), on("b200")])
-def test_a_round_on_two_gpus_has_two_collectives_a_layer(chip, tmp_path):
-    """Two layers of the target and one of the head; two embeddings, the verdict and the drafts."""
+@pytest.mark.parametrize(
+    ("chip", "count", "collectives"),
+    [on("h200", 2, "launched"), on("h200", 2, "captured"), on("b200", 8, "launched")],
+)
+def test_a_round_on_several_gpus_has_two_collectives_a_layer(chip, count, collectives, tmp_path):
+    """Two layers of the target and one of the head; two embeddings, the verdict and the drafts. A graph ends at
+    each collective between graphs; the first and the last two follow one another."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
-    sizes = ("--layers=2", "-k=3", "--concurrency=8", "--tensor-parallel=2", "--greedy")
-    made = run("bench.deviceless_round", chip, tmp_path, *sizes)
-    assert made["collectives"] == {"kAllGather": 2 * (2 + 1) + 4}
+    sizes = ("--layers=2", "-k=3", "--concurrency=8", "--greedy")
+    several = (f"--tensor-parallel={count}", f"--collectives={collectives}")
+    made = run("bench.deviceless_round", chip, tmp_path, *sizes, *several)
+    num_gathers = 2 * (2 + 1) + 4
+    assert made["collectives"] == {"kAllGather": num_gathers}
+    if collectives == "captured":
+        assert (made["graphs"], made["outside"]) == (1, {})
+    else:
+        assert made["graphs"] == num_gathers - 1
     assert made["largest_copy"] < made["smallest_matrix"]
-    assert 2 * made["aliased_bytes"] >= made["cache_bytes"]
+    assert count * made["aliased_bytes"] >= made["cache_bytes"]
     assert made["spills"] == 0
 
 

@@ -94,17 +94,18 @@ class Fleet:
     """
 
     def __init__(self, folder: Path, model: Sequence[str]):
-        self._stack = ExitStack()
         self.replicas: list[Replica] = []
-        for i in range(2):  # one after the other: the second finds the programs of the first
-            self.replicas.append(Replica(folder / str(i), model))
-            self._stack.callback(self.replicas[i].kill)
-        addresses = [one.address for one in self.replicas]
-        gateway = running_gateway(addresses, folder, MODEL, *GATEWAY)
-        self.url = self._stack.enter_context(gateway).removesuffix("/v1")
-        self.client = httpx.Client(base_url=self.url, timeout=LIMIT)
-        self._stack.enter_context(self.client)
-        self.wait_until_ready()
+        with ExitStack() as started:  # ends the servers if the gateway does not start
+            for i in range(2):  # one after the other: the second finds the programs of the first
+                self.replicas.append(Replica(folder / str(i), model))
+                started.callback(self.replicas[i].kill)
+            addresses = [one.address for one in self.replicas]
+            gateway = running_gateway(addresses, folder, MODEL, *GATEWAY)
+            self.url = started.enter_context(gateway).removesuffix("/v1")
+            self.client = httpx.Client(base_url=self.url, timeout=LIMIT)
+            started.enter_context(self.client)
+            self.wait_until_ready()
+            self._stack = started.pop_all()
 
     def close(self) -> None:
         """Ends all processes."""
