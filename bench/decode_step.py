@@ -40,8 +40,9 @@ from bench.synthetic import Scattered, drawn_confidence
 from bench.timing import dispatch_times, drive
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.draft_schedule import ragged_rows
-from peagle_jax.drafter import DraftHead, make_drafter
+from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.models import Decoder
@@ -127,8 +128,9 @@ class Models:
         )
         head, drafter, accept = self.heads.get(method), None, verify
         if head is not None:
-            make = lambda head: make_drafter(head, num_draft, options.draft_sampling)
-            made = jax.eval_shape(make, head) if self.has_shapes_only else make(head)
+            make = partial(make_drafter, num_draft=num_draft, sampling=options.draft_sampling)
+            models = dict(head=head, target=self.target if self.num_devices == 1 else None)
+            made = jax.eval_shape(make, **models) if self.has_shapes_only else make(**models)
             if self.has_shapes_only:
                 made = dataclasses.replace(made, head=head)  # `eval_shape` drops the shardings
             texts = texts_of(options, num_draft)

@@ -176,7 +176,8 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         head_config = dataclasses.replace(chosen.head("peagle"), **shape)
         head = jax.eval_shape(lambda: random_head(head_config, dtype="bfloat16"))
         head = devices.placed(head)
-        drafter = jax.eval_shape(lambda head: make_drafter(head, sizes.k, "argmax"), head)
+        make = lambda head, target: make_drafter(head, sizes.k, "argmax", target=target)
+        drafter = jax.eval_shape(make, head, target if mesh is None else None)
         drafter = dataclasses.replace(drafter, head=head)  # `eval_shape` drops the shardings
         taps = head_config.taps or chosen.target.default_taps
     state = jax.eval_shape(lambda: step.init_state(chosen.target, head_config, config))

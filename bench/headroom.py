@@ -21,7 +21,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.drafter import DraftHead
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.training.acceptance import Earlier, Rounds, earlier, ngram_run, repeats, walk

@@ -32,7 +32,8 @@ from bench.timing import drive
 from bench.warm import WARM, warm_run
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.drafter import Drafter, DraftHead, DraftInputs, make_drafter
+from peagle_jax.draft_head import DraftHead
+from peagle_jax.drafter import Drafter, DraftInputs, make_drafter
 from peagle_jax.engine.descriptions import source_digest
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder

@@ -14,7 +14,8 @@ from bench.rows import DATA
 from pallas_kernels.formats import kind
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.drafter import DraftHead, make_drafter
+from peagle_jax.draft_head import DraftHead
+from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.rules import check_request
 from peagle_jax.models import Decoder
@@ -114,9 +115,10 @@ class Models:
         )
         head, drafter = self.heads.get(method), None
         if head is not None and self.has_shapes_only:
-            rules = dict(selector=config.selector)
-            make = lambda head: make_drafter(head, num_draft, config.draft_sampling, **rules)
-            drafter = jax.eval_shape(make, head)
+            rules = dict(num_draft=num_draft, sampling=config.draft_sampling)
+            make = partial(make_drafter, **rules, selector=config.selector)
+            target = self.target if config.tensor_parallel == 1 else None
+            drafter = jax.eval_shape(make, head, target=target)
         return Engine(self.target, head, config, tokenizer=self.tokenizer, drafter=drafter)
 
 

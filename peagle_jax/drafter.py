@@ -1,4 +1,4 @@
-"""The drafter head: EAGLE-3 with any number of layers, run in parallel (P-EAGLE) or autoregressively.
+"""Drafts of a head: EAGLE-3 with any number of layers, run in parallel (P-EAGLE) or autoregressively.
 
 Slot p of the drafter combines the embedding of token x_{p+1} with the target's tapped state g_p, has
 RoPE position p, and predicts x_{p+2} (docs/algorithm.md, "Positions: shift by one"). P-EAGLE appends
@@ -11,176 +11,15 @@ from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from pallas_kernels.activations import whole_rows
+from pallas_kernels.candidate_walk.api import candidate_walk
 from peagle_jax.cache import LayerCache, PagedAttention
-from peagle_jax.config import DrafterConfig
-from peagle_jax.layers import (
-    INIT_STD,
-    Attend,
-    Attention,
-    DecoderLayer,
-    Embed,
-    GatedMLP,
-    Linear,
-    RMSNorm,
-    kept,
-    rope_angles,
-)
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.sampling import draft_keys, probabilities, sample_rows
-from peagle_jax.selector import Selector, candidates, rows_of, sampled_walk, walk
+from peagle_jax.selector import Tables, candidates, rows_of, sampled_walk, walk
 from peagle_jax.survival import confidence_of
-
-
-class Buffer(nnx.Variable):
-    """An array that is stored with the weights but not trained."""
-
-
-class FirstLayer(nnx.Module):
-    """Layer 0 ("midlayer" in checkpoints): its attention reads [norm(embedding), norm(hidden)], 2D wide."""
-
-    def __init__(self, config: DrafterConfig, *, dtype, rngs: nnx.Rngs):
-        D, eps = config.hidden_size, config.norm_eps
-        self.norm_before_residual = config.norm_before_residual
-        self.input_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.hidden_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.attention = Attention(
-            config.attention(0), (2 * D, D), eps=eps, std_out=INIT_STD, dtype=dtype, rngs=rngs
-        )
-        self.post_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        init = dict(bias=config.mlp_bias, std_out=INIT_STD, dtype=dtype, rngs=rngs)
-        self.mlp = GatedMLP(D, config.intermediate_size, **init)
-
-    def __call__(self, embedding, h, angles, cache, attend: Attend, keep: jax.Array | None = None):
-        normed = self.hidden_norm(h)
-        residual = normed if self.norm_before_residual else h
-        x = jnp.concatenate([self.input_norm(embedding), normed], axis=-1)
-        out, cache = self.attention(x, angles, cache, attend, keep)
-        h, x = self.post_norm.after(kept(residual, keep), out)
-        return h, self.mlp(x), cache
-
-
-class DraftHead(nnx.Module):
-    """Weights of a head and its forward pass over rows. The drafter classes below arrange the rows."""
-
-    def __init__(self, config: DrafterConfig, *, dtype, rngs: nnx.Rngs):
-        D, eps = config.hidden_size, config.norm_eps
-        fused = config.num_taps * config.target_hidden_size
-        self.config = config
-        self.embed = (
-            Embed(config.vocab_size, D, std=INIT_STD, dtype=dtype, rngs=rngs)
-            if config.own_embedding
-            else None
-        )
-        self.input_norm = RMSNorm(fused, eps=eps, dtype=dtype) if config.norm_before_fc else None
-        norms = config.num_taps if config.fc_norm else 0
-        self.fc_norm = nnx.List(
-            [RMSNorm(config.target_hidden_size, eps=eps, dtype=dtype) for _ in range(norms)]
-        )
-        self.fc = Linear(fused, D, bias=False, std=INIT_STD, dtype=dtype, rngs=rngs)
-        self.mask_hidden = (
-            nnx.Param(jax.random.normal(rngs.params(), (fused,), dtype))
-            if config.method == "peagle"
-            else None
-        )
-        self.first = FirstLayer(config, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(1, config.num_layers)]
-        )
-        self.norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.lm_head = (
-            Linear(D, config.draft_vocab_size, bias=False, std=INIT_STD, dtype=dtype, rngs=rngs)
-            if config.own_lm_head
-            else None
-        )
-        self.d2t = (
-            Buffer(jnp.zeros(config.draft_vocab_size, jnp.int32))
-            if config.draft_vocab_size != config.vocab_size
-            else None
-        )
-        self.selector = Selector(config, dtype=dtype, rngs=rngs) if config.selector_rank else None
-
-    def fuse(self, taps: jax.Array) -> jax.Array:
-        """Tapped states [..., A*Dt] -> [..., D]. Mask rows use `fuse(mask_hidden)`."""
-        if self.input_norm is not None:
-            taps = self.input_norm(taps)
-        if self.fc_norm:
-            chunks = jnp.split(taps, len(self.fc_norm), axis=-1)
-            taps = jnp.concatenate(
-                [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], axis=-1
-            )
-        return self.fc(taps)
-
-    def __call__(
-        self,
-        target,
-        tokens: jax.Array,
-        hidden: jax.Array,
-        positions: jax.Array,
-        cache: list,
-        attend: Attend,
-        keep: jax.Array | None = None,
-    ):
-        """Runs the layers over rows.
-
-        Args:
-          target: the target model; its embedding is used if the head has none.
-          tokens, positions: [B, T] int32.
-          hidden: [B, T, D], output of `fuse` or of `feedback`.
-          cache, attend, keep: as in `models.Decoder`.
-        Returns:
-          (output before the final norm, [B, T, D] or with `keep` [B, n, D]; the updated cache).
-        """
-        embed = target.embed if self.embed is None else self.embed
-        angles = rope_angles(self.config.rope, self.config.head_dim, positions)
-        last = len(self.layers)
-        layer_args = lambda i: (angles, cache[i], attend, keep if i == last else None)
-        h, delta, first_cache = self.first(embed(tokens), hidden, *layer_args(0))
-        new_cache = [first_cache]
-        for i, layer in enumerate(self.layers, start=1):
-            _, h, delta, layer_cache = layer(h, delta, *layer_args(i))
-            new_cache.append(layer_cache)
-        return delta.added_to(h), new_cache
-
-    def logits(self, target, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> float32 logits over the draft vocabulary [..., Vd], see `parallel.vocabulary`."""
-        normed = self.norm(hidden)
-        if self.lm_head is not None:
-            out = self.lm_head(normed, out_dtype=jnp.float32)
-        elif target.lm_head is not None:
-            out = target.lm_head(normed, out_dtype=jnp.float32)
-        else:
-            out = target.embed.unembed(normed)
-        out = vocabulary.real(out, self.config.draft_vocab_size)
-        return out * self.config.logit_scale if self.config.logit_scale != 1.0 else out
-
-    def edges(self, target, hidden: jax.Array, candidates: jax.Array) -> jax.Array:
-        """The selector's scores of a position's candidates after each candidate of the one before.
-
-        Args:
-          hidden: [B, J, D], output of the layers.
-          candidates: [B, J, C] draft ids.
-        Returns:
-          [B, J, C, C] float32; zeros at the first position, which has no candidates before it.
-        """
-        embed = target.embed if self.embed is None else self.embed
-        owner = target if self.lm_head is None else self
-        unembedding = (owner.embed if owner.lm_head is None else owner.lm_head).weight[...]
-        embedded = embed(self.to_target_ids(candidates[:, :-1]))
-        normed = self.norm(hidden[:, 1:])
-        score = lambda columns: self.selector(embedded, normed, columns)
-        edges = vocabulary.by_columns(score, unembedding, candidates[:, 1:])
-        return jnp.pad(edges, ((0, 0), (1, 0), (0, 0), (0, 0)))
-
-    def feedback(self, hidden: jax.Array) -> jax.Array:
-        """The next state in autoregressive drafting: the output, normalised if `norm_output` is set."""
-        return self.norm(hidden) if self.config.norm_output else hidden
-
-    def to_target_ids(self, draft_ids: jax.Array) -> jax.Array:
-        """Draft vocabulary ids -> target ids: `id + d2t[id]`; `d2t` stores offsets."""
-        return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]
 
 
 @jax.tree_util.register_dataclass
@@ -277,20 +116,45 @@ def candidate_scores(
     return ids, at[..., None, :] + head.edges(target, out, ids)
 
 
+def _scored(
+    head: DraftHead, target, tables: Tables | None, out, logits
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `candidate_scores`, and the best candidates [B, J] given those before; `out` may have more rows."""
+    J = logits.shape[1]
+    if tables is None:
+        found, scores = candidate_scores(head, target, out[:, :J], logits)
+        with partition.over(1):  # all devices have all candidates
+            return found, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+    found, values = candidates(logits, head.config.draft_vocab_size)
+    states = head.selector.hidden(head.norm(out), out_dtype=jnp.float32)[:, :J]
+    scale = head.selector.scale
+    taken, edges = candidate_walk(found, values, states, *tables, scale=scale)
+    return found, values[..., None, :] + edges, taken
+
+
 def _select(
-    head: DraftHead, target, out, logits, positions, inputs: DraftInputs, sampling: Sampling
+    head: DraftHead,
+    target,
+    tables: Tables | None,
+    out,
+    logits,
+    positions,
+    inputs: DraftInputs,
+    sampling: Sampling,
 ) -> Proposal:
-    """Drafts that the head's selector chooses; `out` [B, J, D] is the layers' output, see `_choose`.
+    """Drafts that the head's selector chooses, see `_choose`.
 
     The confidence is the largest probability of a draft given the drafts before it.
+
+    Args:
+      tables: of `DraftHead.tables`; None: the products of the edges are computed here.
+      out: [B, J or more, D], the layers' output.
     """
-    found, scores = candidate_scores(head, target, out, logits)
+    found, scores, taken = _scored(head, target, tables, out, logits)
     ids = head.to_target_ids(found)
     chosen = lambda taken: jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
-    with partition.over(1):  # all devices have all candidates
-        if sampling == "argmax":
-            taken = walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
-        else:
+    with partition.over(1):
+        if sampling == "sample":
             taken, laws = sampled_walk(scores, inputs.temperature, _keys(inputs, positions))
         confidence = confidence_of(rows_of(scores, taken))
     if sampling == "argmax":
@@ -314,7 +178,7 @@ class ParallelDrafter:
     """P-EAGLE: one pass over [T real rows | J-1 mask rows] (docs/algorithm.md, "One round").
 
     `mask_state` is `fuse(mask_hidden)`, computed once by `make_drafter`. With `selects` the head's
-    selector chooses the drafts.
+    selector chooses the drafts, on one device with its `tables`.
     """
 
     head: DraftHead
@@ -322,6 +186,7 @@ class ParallelDrafter:
     num_draft: int = field(metadata=dict(static=True))
     sampling: Sampling = field(metadata=dict(static=True))
     selects: bool = field(default=False, metadata=dict(static=True))
+    tables: Tables | None = None
 
     def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         """Example: T = 4, J = 3 and num_real = 2 give the rows [real, real, mask, mask, pad, pad].
@@ -346,7 +211,7 @@ class ParallelDrafter:
         logits = self.head.logits(target, out)[:, :J]
         rest = (logits, drafted_at, inputs, self.sampling)
         if self.selects:
-            return _select(self.head, target, out[:, :J], *rest), cache
+            return _select(self.head, target, self.tables, out, *rest), cache
         return _choose(self.head, *rest), cache
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
@@ -387,14 +252,16 @@ class AutoregressiveDrafter:
 
 
 def make_drafter(
-    head: DraftHead, num_draft: int, sampling: Sampling, *, selector: bool = True
+    head: DraftHead, num_draft: int, sampling: Sampling, *, selector: bool = True, target=None
 ) -> Drafter:
     """The drafter of a head, by its config's `method`. `selector` False ignores the head's selector.
 
-    Call it again after the head's weights change: it computes P-EAGLE's `mask_state` once.
+    Call it again after the weights change: it computes P-EAGLE's `mask_state` once, and with a `target` the
+    selector's tables, 2 Vd r numbers. Without them each round multiplies what its edges need, as several devices do.
     """
-    if head.config.method == "peagle":
-        mask_state = head.fuse(head.mask_hidden[...][None])[0]
-        selects = selector and head.selector is not None
-        return ParallelDrafter(head, mask_state, num_draft, sampling, selects)
-    return AutoregressiveDrafter(head, num_draft, sampling)
+    if head.config.method != "peagle":
+        return AutoregressiveDrafter(head, num_draft, sampling)
+    mask_state = head.fuse(head.mask_hidden[...][None])[0]
+    selects = selector and head.selector is not None
+    tables = head.tables(target) if selects and target is not None else None
+    return ParallelDrafter(head, mask_state, num_draft, sampling, selects, tables)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from peagle_jax.checkpoint import Quantization, load_head, load_target
 from peagle_jax.config import ConfigError, EngineConfig, Method
-from peagle_jax.drafter import DraftHead
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.engine.engine import Engine
 from peagle_jax.model_folders import check_head_is_given, embedded
 from peagle_jax.models import Decoder

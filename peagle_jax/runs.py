@@ -17,7 +17,7 @@ import jax
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.drafter import DraftHead
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.engine import stored_programs
 from peagle_jax.engine.completion import Completion
 from peagle_jax.engine.engine import Engine

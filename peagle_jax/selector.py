@@ -17,11 +17,15 @@ law. So the output keeps the target's law whatever the selector has learned.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.candidate_walk.reference import walk
+from pallas_kernels.top.api import top
 from peagle_jax.config import DrafterConfig
 from peagle_jax.layers import INIT_STD, Linear
 from peagle_jax.parallel import partition, vocabulary
@@ -29,10 +33,15 @@ from peagle_jax.sampling import probabilities, sample_rows
 
 CANDIDATES = 16
 """C, tokens of a position among which the selector chooses."""
-_FEW = 32_768
-"""Most values that `lax.top_k` takes."""
-_DIRECT = 512
-"""Most values whose ranks are counted pair by pair."""
+_CHUNK = 8192
+"""Tokens whose rows of `Tables` are computed at once."""
+
+
+class Tables(NamedTuple):
+    """What the edges need of each token, by draft id. With the tables an edge needs no product in D."""
+
+    before: jax.Array  # [Vd, r], `previous e(a)`
+    after: jax.Array  # [Vd, r], `out^T u(b)`
 
 
 class Selector(nnx.Module):
@@ -56,8 +65,7 @@ class Selector(nnx.Module):
           [..., A, C] float32.
         """
         inner = self.previous(embedded) + self.hidden(hidden)[..., None, :]
-        # [..., C, D] x [D, rank]: narrower than the product of both sides in D.
-        keys = jnp.einsum("...cd,dr->...cr", columns, self.out.weight[...])
+        keys = self.keys(columns)
         edges = jnp.einsum(
             "...ar,...cr->...ac",
             jax.nn.silu(inner),
@@ -65,80 +73,48 @@ class Selector(nnx.Module):
             precision=_precision(keys),
             preferred_element_type=jnp.float32,
         )
-        return edges / math.sqrt(columns.shape[-1])
+        return edges * self.scale
+
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(D)."""
+        return 1 / math.sqrt(self.out.weight.shape[0])
+
+    def keys(self, columns: jax.Array) -> jax.Array:
+        """`out^T u(b)` of rows of the unembedding: [..., D] -> [..., r]."""
+        # Narrower than the product of both sides of an edge in D.
+        return jnp.einsum("...d,dr->...r", columns, self.out.weight[...])
+
+    def tables(self, embed: Callable, unembedding: jax.Array) -> Tables:
+        """The tables of all draft tokens, in the dtype of the weights.
+
+        Args:
+          embed: function from draft ids [n] to embeddings [n, D].
+          unembedding: [Vd, D].
+        """
+        V = len(unembedding)
+        ids = [jnp.arange(i, min(i + _CHUNK, V), dtype=jnp.int32) for i in range(0, V, _CHUNK)]
+        before = jnp.concatenate([self.previous(embed(chunk)) for chunk in ids])
+        return Tables(before, self.keys(unembedding))
 
 
 def _precision(x: jax.Array):
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-def top(values: jax.Array, count: int) -> jax.Array:
-    """Indices [..., count] of the largest of `values` [..., V], largest first. V is at least `count`.
-
-    The first is that of `jnp.argmax`. NaN counts as -inf. Ranks are counted instead of sorted, since a
-    CUDA graph may not contain a sort: first among tiles by their maximum, then inside the best tiles,
-    which hold the largest values.
-    """
-    values = jnp.where(values == values, values, -jnp.inf)
-    # XLA compiles ranks of few thousand values for minutes, and sorts these fast enough.
-    return jax.lax.top_k(values, count)[1] if values.shape[-1] <= _FEW else _in_tiles(values, count)
-
-
 def candidates(logits: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """Ids [..., C] int32 and logits [..., C] of the likeliest tokens, largest first, as `top` orders them.
+    """Ids [..., C] int32 and logits [..., C] float32 of the likeliest tokens, largest first, as `top` orders them.
 
     With several devices each finds the likeliest of its columns [..., w], and all choose among these.
     """
     count, width = min(CANDIDATES, vocab_size), logits.shape[-1]
-    ids = top(logits, min(count, width))
-    values = jnp.take_along_axis(logits, ids, axis=-1)
+    ids, values = top(logits, min(count, width))
     if (n := partition.size()) == 1:
         return ids, values
     ids = ids + partition.rank() * width
     ids, values = (vocabulary.whole(x, n * x.shape[-1]) for x in (ids, values))
-    best = top(values, count)  # ties: the lower rank comes first, and has the lower ids
-    return tuple(jnp.take_along_axis(x, best, axis=-1) for x in (ids, values))
-
-
-def _in_tiles(values: jax.Array, count: int) -> jax.Array:
-    """`top` of many values without NaN."""
-    V = values.shape[-1]
-    if V <= _DIRECT:
-        return _ranked(values, count)
-    width = max(count, 1 << math.ceil(math.log2(V / _DIRECT)))
-    pad = [(0, 0)] * (values.ndim - 1) + [(0, -V % width)]
-    tiles = jnp.pad(values, pad, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, width)
-    best = _in_tiles(tiles.max(-1), count)
-    inner = jnp.take_along_axis(tiles, best[..., None], axis=-2)
-    at = best[..., None] * width + jnp.arange(width)
-    flat = lambda x: x.reshape(*x.shape[:-2], count * width)
-    chosen = jnp.take_along_axis(flat(at), _in_tiles(flat(inner), count), axis=-1)
-    return jnp.minimum(chosen, V - 1)  # padding is chosen only where all values are -inf
-
-
-def _ranked(values: jax.Array, count: int) -> jax.Array:
-    """`top` of few values: the rank of a value is the number of those before it."""
-    index = jnp.arange(values.shape[-1])
-    mine, other = values[..., :, None], values[..., None, :]
-    before = (other > mine) | ((other == mine) & (index < index[:, None]))
-    rank = before.sum(-1, dtype=jnp.int32)
-    is_rank = rank[..., None, :] == jnp.arange(count)[:, None]
-    return jnp.where(is_rank, index, 0).sum(-1, dtype=jnp.int32)
-
-
-def walk(best: jax.Array) -> jax.Array:
-    """Follows the candidates of the positions, each given the one before.
-
-    Args:
-      best: [B, J, C] int32, the candidate to take after each candidate of the position before; of the first
-        position column 0 is used.
-    Returns:
-      [B, J] int32, the candidates taken.
-    """
-    taken = [best[:, 0, 0]]
-    for following in jnp.moveaxis(best, 1, 0)[1:]:
-        taken.append(jnp.take_along_axis(following, taken[-1][:, None], axis=1)[:, 0])
-    return jnp.stack(taken, axis=1)
+    best, values = top(values, count)  # ties: the lower rank comes first, and has the lower ids
+    return jnp.take_along_axis(ids, best, axis=-1), values
 
 
 def rows_of(values: jax.Array, taken: jax.Array) -> jax.Array:

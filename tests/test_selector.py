@@ -20,9 +20,10 @@ def test_top_gives_the_largest_values_in_order(size):
     values[0, 0, : size // 2] = np.nan
     values[1, 1] = np.round(values[1, 1])  # ties
     values[1, 2] = -np.inf
-    found = np.asarray(jax.jit(top, static_argnums=1)(jnp.asarray(values), 16))
+    found, largest = map(np.asarray, jax.jit(top, static_argnums=1)(jnp.asarray(values), 16))
     clean = np.where(np.isnan(values), -np.inf, values)
     best = np.sort(clean, axis=-1)[..., ::-1][..., :16]
+    np.testing.assert_array_equal(largest, best)
     np.testing.assert_array_equal(np.take_along_axis(clean, found, -1), best)
     np.testing.assert_array_equal(found[..., 0], clean.argmax(-1))
     clear = found[np.isfinite(clean).sum(-1) >= 16]
@@ -102,6 +103,29 @@ def proposal(head, sampling: str = "argmax", **options):
     cache = init_cache(layers, EngineConfig(num_draft=J, **sizes))
     drafter = make_drafter(head, J, sampling, **options)
     return jax.jit(lambda: drafter.propose(target, inputs, cache)[0])()
+
+
+@pytest.mark.parametrize("sampling", ["argmax", "sample"])
+@pytest.mark.parametrize("draft_vocab_size", [128, 50])
+@pytest.mark.parametrize("own_embedding", [True, False])
+def test_tables_change_no_draft(sampling, draft_vocab_size, own_embedding):
+    head = tiny.head("selector", draft_vocab_size=draft_vocab_size, own_embedding=own_embedding)
+    if draft_vocab_size < head.config.vocab_size:
+        head.d2t.set_value(jnp.arange(draft_vocab_size, dtype=jnp.int32))
+    given, computed = proposal(head, sampling, target=tiny.target()), proposal(head, sampling)
+    np.testing.assert_array_equal(given.tokens, computed.tokens)
+    np.testing.assert_allclose(given.confidence, computed.confidence, rtol=1e-4)
+    if sampling == "sample":
+        np.testing.assert_allclose(given.probs, computed.probs, atol=1e-5)
+
+
+def test_tables_are_made_in_pieces(monkeypatch):
+    head, target = tiny.head("selector"), tiny.target()
+    whole = head.tables(target)
+    monkeypatch.setattr("peagle_jax.selector._CHUNK", 50)
+    for one, other in zip(whole, head.tables(target), strict=True):
+        assert one.shape == (head.config.draft_vocab_size, head.config.selector_rank)
+        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_an_untrained_selector_changes_no_draft():

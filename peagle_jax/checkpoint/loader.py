@@ -31,7 +31,7 @@ from peagle_jax.checkpoint.tables import (
 from peagle_jax.checkpoint.target_json import target_unread_keys
 from peagle_jax.checkpoint.target_writer import target_json
 from peagle_jax.config import TargetConfig
-from peagle_jax.drafter import DraftHead
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder, build
 from peagle_jax.parallel.devices import ONE_DEVICE, Devices, local_modules
 from peagle_jax.parallel.shares import check_shares

@@ -14,7 +14,8 @@ from dataclasses import replace
 import jax
 
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.drafter import Drafter, DraftHead, make_drafter
+from peagle_jax.draft_head import DraftHead
+from peagle_jax.drafter import Drafter, make_drafter
 from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.commits import Update
@@ -84,6 +85,9 @@ class Engine:
             if model is not None:
                 check_shares(model.config, devices.count)
         target, head = devices.placed(target), devices.placed(head)
+        if head is not None and drafter is None:
+            rules = dict(selector=config.selector, target=target if devices.count == 1 else None)
+            drafter = make_drafter(head, config.num_draft, config.draft_sampling, **rules)
         limit = min(config.max_model_len, target.config.max_position)
         config = replace(config, max_model_len=limit)
         if config.rounds_per_call is None:
@@ -101,9 +105,6 @@ class Engine:
         self.drafter_config = head_config
         taps: tuple[int, ...] = ()
         if head is not None:
-            drafter = drafter or make_drafter(
-                head, config.num_draft, config.draft_sampling, selector=config.selector
-            )
             taps = head.config.taps or target.config.default_taps
             trained = head.config.trained_num_draft
             if trained is not None and config.num_draft > trained:

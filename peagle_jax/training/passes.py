@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.config import ConfigError
-from peagle_jax.drafter import DraftHead
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.training import attention, cod
 from peagle_jax.training.embedding import MaskedRows, TrainedEmbed

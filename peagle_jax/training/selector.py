@@ -15,7 +15,8 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError
-from peagle_jax.drafter import DraftHead, candidate_scores
+from peagle_jax.draft_head import DraftHead
+from peagle_jax.drafter import candidate_scores
 from peagle_jax.models import Decoder
 from peagle_jax.selector import CANDIDATES, Selector, walk
 from peagle_jax.training.acceptance import earlier, leading, repeats

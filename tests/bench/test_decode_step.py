@@ -132,7 +132,7 @@ def test_the_released_heads_have_their_published_sizes():
 
 
 def _head(name: str):
-    from peagle_jax.drafter import DraftHead
+    from peagle_jax.draft_head import DraftHead
 
     return DraftHead(preset(name).head("peagle"), dtype="bfloat16", rngs=nnx.Rngs(0))
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_head, load_target, save_head
 from peagle_jax.checkpoint.safetensors import write
-from peagle_jax.drafter import DraftHead
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.presets import PRESETS
 from tests.checkpoint import released
 from tests.golden import layouts

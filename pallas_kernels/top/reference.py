@@ -1,0 +1,50 @@
+"""Reference of the largest values of rows, with their places."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+_FEW = 32_768
+"""Most values that `lax.top_k` takes."""
+_DIRECT = 512
+"""Most values whose ranks are counted pair by pair."""
+
+
+def top(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """See `api.top`.
+
+    Ranks are counted instead of sorted, since a CUDA graph may not contain a sort: first among tiles by
+    their maximum, then inside the best tiles, which hold the largest values.
+    """
+    values = jnp.where(values == values, values, -jnp.inf)
+    # XLA compiles ranks of few thousand values for minutes, and sorts these fast enough.
+    few = values.shape[-1] <= _FEW
+    ids = jax.lax.top_k(values, count)[1] if few else _in_tiles(values, count)
+    return ids, jnp.take_along_axis(values, ids, axis=-1)
+
+
+def _in_tiles(values: jax.Array, count: int) -> jax.Array:
+    """Indices of the largest of many values."""
+    V = values.shape[-1]
+    if V <= _DIRECT:
+        return _ranked(values, count)
+    width = max(count, 1 << math.ceil(math.log2(V / _DIRECT)))
+    pad = [(0, 0)] * (values.ndim - 1) + [(0, -V % width)]
+    tiles = jnp.pad(values, pad, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, width)
+    best = _in_tiles(tiles.max(-1), count)
+    inner = jnp.take_along_axis(tiles, best[..., None], axis=-2)
+    at = best[..., None] * width + jnp.arange(width)
+    flat = lambda x: x.reshape(*x.shape[:-2], count * width)
+    chosen = jnp.take_along_axis(flat(at), _in_tiles(flat(inner), count), axis=-1)
+    return jnp.minimum(chosen, V - 1)  # padding is chosen only where all values are -inf
+
+
+def _ranked(values: jax.Array, count: int) -> jax.Array:
+    """Indices of the largest of few values: the rank of a value is the number of those before it."""
+    index = jnp.arange(values.shape[-1])
+    mine, other = values[..., :, None], values[..., None, :]
+    before = (other > mine) | ((other == mine) & (index < index[:, None]))
+    rank = before.sum(-1, dtype=jnp.int32)
+    is_rank = rank[..., None, :] == jnp.arange(count)[:, None]
+    return jnp.where(is_rank, index, 0).sum(-1, dtype=jnp.int32)

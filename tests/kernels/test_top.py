@@ -1,0 +1,62 @@
+"""The largest values of rows: the kernel against its definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.top.api import COUNT, top
+
+
+def rows_of(width: int) -> np.ndarray:
+    """Rows without ties, with many ties, with NaN, with few finite values, and with those at both ends."""
+    rng = np.random.default_rng(width)
+    rows = rng.normal(size=(18, width)).astype(np.float32)
+    rows[1] = np.round(rows[1])
+    rows[2, : width // 2] = np.nan
+    rows[3] = 0
+    rows[4] = -np.inf
+    rows[4, [0, 5, width - 1]] = 1, np.inf, 2
+    rows[5] = -rng.permutation(width)
+    rows[6] = np.sort(rows[6])
+    return rows
+
+
+@pytest.mark.parametrize(
+    "width",
+    [
+        1024,  # a part, which divides the row
+        1088,  # a second part, of which one tile is new
+        8192,  # a block
+        pytest.param(9024, marks=pytest.mark.slow),  # two blocks
+        pytest.param(32000, marks=pytest.mark.slow),  # two passes
+    ],
+)
+@pytest.mark.usefixtures("race_free")
+def test_the_kernel_is_the_reference(width):
+    values = jnp.asarray(rows_of(width))[: 18 if width < 2000 else 7]
+    ids, largest = (
+        np.asarray(x)
+        for x in top(values.reshape(1, *values.shape), COUNT, implementation="mosaic_gpu")
+    )
+    wanted, found = (np.asarray(x) for x in top(values, COUNT, implementation="reference"))
+    np.testing.assert_array_equal(largest[0], found)
+    clear = np.isfinite(found) | (found > 0)
+    np.testing.assert_array_equal(ids[0][clear], wanted[clear])
+    assert ((ids >= 0) & (ids < width)).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "count", "why"),
+    [
+        ((2, 1024), jnp.float32, 8, "not 8"),
+        ((2, 960), jnp.float32, 16, "960 values"),
+        ((2, 1100), jnp.float32, 16, "1100 values"),
+        ((2, 1024), jnp.bfloat16, 16, "bfloat16"),
+    ],
+)
+def test_the_kernel_says_what_it_cannot_do(shape, dtype, count, why):
+    values = jax.random.normal(jax.random.key(0), shape, dtype)
+    with pytest.raises(NotImplementedError, match=why):
+        top(values, count, implementation="mosaic_gpu")
+    assert top(values, count)[0].shape == (2, count)
