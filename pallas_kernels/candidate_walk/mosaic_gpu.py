@@ -60,12 +60,11 @@ def candidate_walk(
 
         def of_own(f):
             """Calls f(d) for the drafts d = 1 .. J-1 of this warpgroup."""
-            for i in range(pl.cdiv(J - 1, groups)):
+
+            @pl.loop(0, pl.cdiv(J - 1, groups))  # unrolled, it would compile for half a minute
+            def _one(i):
                 d = 1 + i * groups + group
-                if (i + 1) * groups <= J - 1:
-                    f(d)
-                else:
-                    pl.when(d < J)(functools.partial(f, d))
+                pl.when(d < J)(functools.partial(f, d))
 
         @of_own
         def copy(d):

@@ -48,6 +48,13 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     return run, args
 
 
+def bytes(spec: Spec) -> int:  # noqa: A001
+    """Bytes that the kernel moves: of the tables it reads the rows of the candidates."""
+    B, J, C = spec.sequences, spec.drafts, api.CANDIDATES
+    rows = 2 * (J - 1) * C * spec.rank * 2
+    return B * (8 * J * C + 4 * J * spec.rank + rows + 4 * (J - 1) * C * C + 4 * J)
+
+
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     """Random arguments for `build`; values fall along the candidates, as those of `top` do."""
     keys = jax.random.split(key, 5)
