@@ -48,7 +48,7 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     return run, args
 
 
-def bytes(spec: Spec) -> int:  # noqa: A001
+def bytes(spec: Spec) -> int:
     """Bytes that the kernel moves: of the tables it reads the rows of the candidates."""
     B, J, C = spec.sequences, spec.drafts, api.CANDIDATES
     rows = 2 * (J - 1) * C * spec.rank * 2
