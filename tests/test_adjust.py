@@ -213,7 +213,7 @@ def emitted_pairs(verdict: Verdict) -> tuple[np.ndarray, np.ndarray]:
     return tokens, count == 2
 
 
-@pytest.mark.sampled(2, slow=3)
+@pytest.mark.sampled(1, slow=4)
 @pytest.mark.parametrize("mode", ["argmax", "sample", "forced"])
 @pytest.mark.parametrize("kind", ["penalties", "mask", "both"])
 def test_emitted_tokens_have_the_law_of_the_adjusted_target(kind, mode, num_cases):

@@ -108,6 +108,7 @@ def test_windows_do_not_see_how_the_prompt_was_cut(family, chunk):
     assert run(Engine(target(family), tiny.head(), config)) == naive(family)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
 def test_windows_survive_preemption(family):

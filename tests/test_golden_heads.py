@@ -142,7 +142,7 @@ def autoregressive(request):
     return request.param, served(request.param, choose)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_the_engine_drafts_step_by_step_with_the_golden_logits(autoregressive):
     name, seen = autoregressive
     want = log_softmax(expected(name)["ttt_logits"])  # [K, n, Vd]

@@ -111,6 +111,7 @@ def test_every_family_answers_alike_cold_and_warm(family, method):
         assert dict(found)[3 * Z] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma4", "windowed head"])
 def test_windows_are_found_where_texts_part(family):

@@ -121,6 +121,7 @@ def check_same(got, want) -> None:
         assert np.array_equal(getattr(state.survival, name), getattr(other.survival, name)), name
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize(
     ("family", "method", "draft_sampling"),

@@ -308,6 +308,7 @@ def test_the_largest_logit_and_its_index_come_from_one_reduction(dtype):
     np.testing.assert_array_equal(wide(value), wide(logits.max(-1)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_rows_without_a_finite_maximum_are_flagged_and_no_others(temperature, top_k):

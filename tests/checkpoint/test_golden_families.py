@@ -333,7 +333,7 @@ BROKEN = {
 CASES = [(name, rule) for name, rules in BROKEN.items() for rule in rules]
 
 
-@pytest.mark.sampled(8, slow=16)
+@pytest.mark.sampled(4, slow=20)
 @pytest.mark.parametrize(("name", "rule"), CASES)
 def test_a_broken_rule_shows_in_the_logits(name, rule):
     model = load(name)

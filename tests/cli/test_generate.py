@@ -50,7 +50,9 @@ def test_hub_ids_are_downloaded_for_model_and_head(generate, folders, monkeypatc
     assert (code, out) == expected[:2]
 
 
-@pytest.mark.parametrize("method", ["none", "eagle3", "peagle"])
+@pytest.mark.parametrize(
+    "method", ["none", "peagle", pytest.param("eagle3", marks=pytest.mark.slow)]
+)
 def test_every_method_writes_the_same_text(generate, folders, method):
     _, expected, _ = generate(PROMPT, *folders.options("none"), *SHORT)
     code, out, err = generate(PROMPT, *folders.options(method), *SHORT)

@@ -58,7 +58,7 @@ sys.exit(main(argv))
 """A conversion that sends itself a signal once it has finished `count` groups."""
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_run_is_gone_on_with(number, src, cli, tmp_path):
     dst = tmp_path / "dst"

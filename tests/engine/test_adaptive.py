@@ -282,6 +282,7 @@ IDLE = {  # what a round over idle slots may seem to take, by K
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("idle", IDLE)
 @pytest.mark.parametrize("size", REAL)
 def test_the_choice_comes_within_two_percent_of_the_best_k(size, idle, num_cases):

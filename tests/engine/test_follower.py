@@ -22,6 +22,7 @@ def engines(shared_programs) -> tuple[Engine, Engine]:
     return Engine(target, head, CONFIG), Engine(target, head, CONFIG)
 
 
+@pytest.mark.slow
 def test_calls_repeated_in_order_make_equal_state(engines):
     """Requests of mixed kinds, with a preemption, cached prefixes and saved rings."""
     leader, other = engines

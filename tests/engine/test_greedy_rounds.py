@@ -151,6 +151,7 @@ def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases)
     assert changes > 10
 
 
+@pytest.mark.slow
 def test_every_round_of_a_call_is_reported_on_its_own(plain_texts):
     engine = Engine(
         tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE

@@ -62,6 +62,7 @@ def check(prompt: list[int], got: list, want: np.ndarray, num_top: int) -> None:
             assert logprob == pytest.approx(row[token], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_prompts_are_scored_as_the_model_scores_them(engine, reference):
     """Prompts of several chunks, beside others, after the same prompts; the text stays the same."""
     plain = SamplingParams(max_tokens=9)

@@ -174,9 +174,9 @@ def experts_of(R: int):
     )
 
 
+@pytest.mark.sampled(1, slow=2)
 @both_chips
 @race_free
-@pytest.mark.sampled(2, slow=1)
 @pytest.mark.parametrize("R", [3, 20])
 def test_experts_of_quantised_rows_are_the_definition(R):
     args = experts_of(R)

@@ -102,6 +102,7 @@ ATTENTION = (
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spec", ATTENTION)
 def test_slices_of_attention_start_at_a_period(chip, spec, inside_a_period):
     lower(*specs.build(specs.SPECS[spec]), chip)
