@@ -77,7 +77,9 @@ def first_token(request: dict) -> dict:
     times = [request["started"]]
     import jax
 
-    from bench.decode_step import Models, Variant, prompts_of
+    from bench.cells import Variant
+    from bench.decode_step import prompts_of
+    from bench.random_models import Models
     from peagle_jax import runs
     from peagle_jax.sampling_params import SamplingParams
 

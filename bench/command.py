@@ -239,6 +239,13 @@ def jobs_option() -> Any:
     )  # fmt: skip
 
 
+def collectives_option() -> Any:
+    return option(
+        "of greedy rounds of several devices: launched between CUDA graphs, or captured in the graph", default="launched",
+        choices=("launched", "captured"),
+    )  # fmt: skip
+
+
 def check_jobs(options: "RowOptions") -> None:
     """Raises `ConfigError` for processes that could not leave their programs anywhere."""
     if options.jobs > 1 and options.no_cache:

@@ -1,4 +1,4 @@
-"""Compiles the programs of all cells of `decode-step` or `throughput` side by side, onto disk (`--jobs`).
+"""Compiles the programs of all cells of a command, or of several, side by side, onto disk (`--jobs`).
 
 Tracing and lowering hold Python's lock, so threads do not help: each job is a process. It builds engines of shapes,
 without weights or caches, and needs little memory of the device. The measuring process loads the programs later.
@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import jax
 from tqdm import tqdm
 
 from bench.cells import Variant, methods_of, variants
@@ -22,7 +21,6 @@ from bench.commands.decode_step import Options
 from bench.presets import preset
 from bench.progress import progress_bar
 from peagle_jax import runs
-from peagle_jax.config import ConfigError
 from peagle_jax.engine.device_calls import CONTROLS, PREFILL, Key
 
 if TYPE_CHECKING:
@@ -36,51 +34,57 @@ Cell = tuple
 Make = Callable[..., "Engine"]
 """A function of a module: (options, *cell) -> an engine of shapes."""
 
+Work = tuple[Make, Any, Cell]
+"""An engine whose programs are to compile: what makes it in any process, the options of its command, and its cell.
+Messages contain `str` of the items of the cell."""
 
-def compile_cells(
-    make: Make, options: Options, cells: Sequence[Cell], say: Callable[[str], None]
+
+def compile_all(
+    work: Sequence[Work], jobs: int, say: Callable[[str], None], seconds: float | None = None
 ) -> None:
-    """Compiles what the cells need and what is not on disk yet, in `options.jobs` processes.
+    """Compiles what some engines need and what is not on disk yet, in `jobs` processes, in the order of `work`.
 
     The measuring process compiles or reports what these processes could not compile.
 
     Args:
-      make: makes the engine of a cell, in any process.
-      cells: one for each engine; messages contain `str` of the items of a cell.
       say: prints a line.
+      seconds: after which no program begins to compile; None: no limit.
     """
     start = time.perf_counter()
     spawn = multiprocessing.get_context("spawn")
     with (
-        _environment(_CHILD_ENVIRONMENT),
-        ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool,
+        environment(_CHILD_ENVIRONMENT),
+        ProcessPoolExecutor(jobs, mp_context=spawn) as pool,
         progress_bar(unit="program") as bar,
     ):
         try:
-            done = _compile(pool, (make, options), cells, say, bar)
+            done = _compile(pool, work, say, bar, seconds)
         except BrokenProcessPool:
             say("a compiling process was killed; the missing programs compile one after another")
             return
-    say(
-        f"{done} programs compiled by {options.jobs} processes in {time.perf_counter() - start:.0f} s"
-    )
+    say(f"{done} programs compiled by {jobs} processes in {time.perf_counter() - start:.0f} s")
 
 
-def _compile(pool, given: tuple, cells, say, bar: tqdm) -> int:
-    wanted = {pool.submit(files_of, *given, cell): cell for cell in cells}
+def _compile(pool, work: Sequence[Work], say, bar: tqdm, seconds: float | None) -> int:
+    start = time.perf_counter()
+    wanted = [(one, pool.submit(files_of, *one)) for one in work]
     files, jobs = set(), []
-    for future in as_completed(wanted):
-        cell = wanted[future]
-        for key, file in _result(future, " at ".join(map(str, cell)), say) or ():
+    for one, future in wanted:
+        for key, file in _result(future, " at ".join(map(str, one[-1])), say) or ():
             if file not in files:
                 files.add(file)
-                jobs.append(pool.submit(compile_one, *given, cell, key))
+                jobs.append(pool.submit(compile_one, *one, key))
                 bar.total = len(jobs)
                 bar.refresh()
     done = 0
-    for future in as_completed(jobs):
-        done += bool(_result(future, "a program", say))
-        bar.update()
+    limit = None if seconds is None else max(0.0, seconds + start - time.perf_counter())
+    try:
+        for future in as_completed(jobs, timeout=limit):
+            done += bool(_result(future, "a program", say))
+            bar.update()
+    except TimeoutError:
+        pool.shutdown(wait=False, cancel_futures=True)
+        say(f"{len(jobs) - done} programs are left, which compile one after another")
     return done
 
 
@@ -88,13 +92,18 @@ def _result(future: Future, what: str, say: Callable[[str], None]):
     """The result; None, and a message, if the program could not be compiled."""
     try:
         return future.result()
-    except (ConfigError, jax.errors.JaxRuntimeError) as error:
+    except BrokenProcessPool:
+        raise
+    except (
+        Exception
+    ) as error:  # the measuring process meets it again, and says so; the others must compile
         say(f"not compiled beforehand: {what}: {' '.join(str(error).split())[:200]}")
         return None
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets variables for processes that start within."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -111,7 +120,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @cache
-def _engine(make: Make, options: Options, cell: Cell) -> "Engine":
+def _engine(make: Make, options, cell: Cell) -> "Engine":
     runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
     return make(options, *cell)
 
@@ -123,7 +132,7 @@ def decode_step_engine(options: Options, variant: Variant, group: tuple[int, ...
 
 @cache
 def _models(options: Options):
-    from bench.decode_step import Models
+    from bench.random_models import Models
 
     dtype = runs.choose_dtype(options.dtype)
     methods = methods_of(variants(options))
@@ -131,7 +140,7 @@ def _models(options: Options):
     return Models.shapes(preset(options.preset, options.layers), methods, **rules)
 
 
-def files_of(make: Make, options: Options, cell: Cell) -> list[tuple[Key, str]]:
+def files_of(make: Make, options, cell: Cell) -> list[tuple[Key, str]]:
     """Programs of an engine that are not on disk yet, with their files; none if programs are not kept."""
     engine = _engine(make, options, cell)
     keys = (PREFILL, *engine.programs.round_keys, CONTROLS)
@@ -139,7 +148,7 @@ def files_of(make: Make, options: Options, cell: Cell) -> list[tuple[Key, str]]:
     return [(key, str(file)) for key, file in found if file is not None and not file.exists()]
 
 
-def compile_one(make: Make, options: Options, cell: Cell, key: Key) -> bool:
+def compile_one(make: Make, options, cell: Cell, key: Key) -> bool:
     """Compiles a program onto disk. Returns whether it is there."""
     engine = _engine(make, options, cell)
     engine.programs.store(key, engine._state)

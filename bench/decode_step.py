@@ -4,151 +4,70 @@ A cell is a method, a K and a concurrency. All its requests arrive at once with 
 Rounds are timed while every slot decodes; the time includes the host.
 """
 
-import dataclasses
 import gc
 import itertools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import jax
 import numpy as np
-from flax import nnx
 from tqdm import tqdm
 
 from bench import roofline, rows
-from bench.cells import (
-    CellsConfig,
-    FixedRows,
-    Variant,
-    accept_rule,
-    methods_of,
-    room,
-    texts_of,
-    variants,
-)
+from bench.cells import Variant, methods_of, variants
 from bench.commands.decode_step import Options
-from bench.compile_cells import compile_cells, decode_step_engine
+from bench.compile_cells import Work, compile_all, decode_step_engine
 from bench.kernel_times import profile_rounds
-from bench.presets import Preset, preset
-from bench.random_weights import num_bytes, random_head, random_target
-from bench.synthetic import Scattered, drawn_confidence
+from bench.presets import preset
+from bench.random_models import Models, models_of
+from bench.random_weights import num_bytes
 from bench.timing import dispatch_times, drive
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
-from peagle_jax.draft_head import DraftHead
 from peagle_jax.draft_schedule import ragged_rows
-from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.stats import SurvivalCounts
-from peagle_jax.models import Decoder
-from peagle_jax.parallel.devices import Devices
+from peagle_jax.parallel.devices import own_devices
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.verify import verify
 
 _WARM_UP_TOKENS = 24
 _MEASURED = 10**6  # number of the first request that is measured
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Models:
-    """Weights on the device, shared by all cells, and the seconds to generate them."""
+Meet = Callable[[], object]
+"""Called before each run that is timed."""
 
-    preset: Preset
-    dtype: str
-    target: Decoder
-    heads: dict[str, DraftHead]
-    seconds: float
-    num_devices: int = 1
-    has_shapes_only: bool = False
 
-    @classmethod
-    def make(
-        cls, chosen: Preset, methods: list[str], *, dtype: str, seed: int, num_devices: int = 1
-    ) -> "Models":
-        start = time.perf_counter()
-        devices = Devices(num_devices)
-        rules = dict(dtype=dtype, devices=devices)
-        target = random_target(chosen.target, chosen.format, seed=seed, **rules)
-        drafting = [method for method in methods if method != "none"]
-        heads = {m: random_head(chosen.head(m), seed=seed + 1, **rules) for m in drafting}
-        jax.block_until_ready(jax.tree.leaves((target, heads)))
-        return cls(
-            preset=chosen,
-            dtype=dtype,
-            target=target,
-            heads=heads,
-            seconds=time.perf_counter() - start,
-            num_devices=num_devices,
-        )
+def work(options: Options) -> list[Work]:
+    """The engines of a command, of one replica, for `compile_all`."""
+    options = of_replica(options)
+    engines = [(one, group) for one in variants(options) for group in _groups(options, one)]
+    return [(decode_step_engine, options, engine) for engine in engines]
 
-    @classmethod
-    def shapes(
-        cls, chosen: Preset, methods: list[str], *, dtype: str, num_devices: int = 1
-    ) -> "Models":
-        """Models of shapes only, for engines that compile and never run."""
-        placed = Devices(num_devices).placed
-        target = nnx.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype=dtype))
-        head = lambda method: nnx.eval_shape(lambda: random_head(chosen.head(method), dtype=dtype))
-        heads = {method: placed(head(method)) for method in methods if method != "none"}
-        made = dict(preset=chosen, dtype=dtype, target=placed(target), heads=heads)
-        return cls(**made, seconds=0.0, num_devices=num_devices, has_shapes_only=True)
 
-    def engine(self, options: Options, variant: Variant, concurrencies: tuple[int, ...]) -> Engine:
-        """An engine for cells that differ in concurrency only, not yet warm.
-
-        Raises:
-          ConfigError: their caches do not fit beside the weights.
-        """
-        method, _, adaptive, per_request = variant
-        num_draft, most = room(options, variant), max(concurrencies)
-        tokens = options.prompt_tokens + options.max_tokens + 2 * num_draft + 1
-        config = CellsConfig(
-            concurrencies=concurrencies,
-            num_draft=num_draft,
-            adaptive="survival" if per_request else adaptive,
-            rows_per_request=per_request,
-            draft_schedule=[(1, most, variant.num_draft)] if num_draft > variant.num_draft else (),
-            max_num_seqs=most,
-            max_model_len=-(-tokens // options.page_size) * options.page_size,
-            page_size=options.page_size,
-            prefill_chunk=options.prefill_chunk,
-            prefill_rows=min(options.prefill_rows, most),
-            draft_sampling=options.draft_sampling,
-            dtype=self.dtype,
-            kv_cache_dtype=options.kv_cache_dtype,
-            tensor_parallel=self.num_devices,
-            activations=options.activations,
-            greedy_rounds=None if options.temperature == 0 else False,
-        )
-        head, drafter, accept = self.heads.get(method), None, verify
-        if head is not None:
-            make = partial(make_drafter, num_draft=num_draft, sampling=options.draft_sampling)
-            models = dict(head=head, target=self.target if self.num_devices == 1 else None)
-            made = jax.eval_shape(make, **models) if self.has_shapes_only else make(**models)
-            if self.has_shapes_only:
-                made = dataclasses.replace(made, head=head)  # `eval_shape` drops the shardings
-            texts = texts_of(options, num_draft)
-            known = None if texts is None else drawn_confidence(texts, num_draft)
-            drafter = Scattered(made, self.preset.target.vocab_size, num_draft, known)
-            accept = accept_rule(options, num_draft)
-        engine = Engine(self.target, head, config, drafter=drafter, accept=accept)
-        if per_request:
-            engine.policy = FixedRows(num_draft, engine.policy.times)
-            engine.scheduler.policy = engine.policy
-        return engine
+def of_replica(options: Options) -> Options:
+    """The options of each of `--replicas` engines, which share the requests; without it they stay."""
+    count = options.replicas or 1
+    return replace(options, concurrency=tuple(c // count for c in options.concurrency))
 
 
 def decode_step(options: Options, environment: dict) -> list[dict]:
-    """Measures every cell, appends a row each to `options.out`, and returns the rows.
+    """Measures every cell, appends a row each to `options.out`, and returns the rows."""
+    done = []
+    for row in measured(options, environment):
+        done.append(row)
+        rows.append(options.out, row)
+    return done
 
-    A cell that does not fit into memory is skipped with a message.
-    """
+
+def measured(options: Options, environment: dict, meet: Meet = lambda: None) -> Iterator[dict]:
+    """A row of each cell. One that does not fit into memory is skipped with a message."""
     chosen, todo = preset(options.preset, options.layers), variants(options)
     _params(options)
     if options.prompt_tokens + options.max_tokens > chosen.target.max_position:
@@ -156,31 +75,28 @@ def decode_step(options: Options, environment: dict) -> list[dict]:
             f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
         )
     dtype = runs.choose_dtype(options.dtype)
-    done: list[dict] = []
     num_cells = sum(len(group) for one in todo for group in _groups(options, one))
     with tqdm(total=num_cells, unit="cell", disable=None) as bar:
         if options.jobs > 1:
             bar.set_description("compiling")
-            cells = [(one, group) for one in todo for group in _groups(options, one)]
-            compile_cells(decode_step_engine, options, cells, partial(_say, bar))
+            compile_all(work(options), options.jobs, partial(_say, bar))
         bar.set_description("weights")
         made = dict(dtype=dtype, seed=options.seed, num_devices=options.tensor_parallel)
-        models = Models.make(chosen, methods_of(todo), **made)
+        models = models_of(chosen, methods_of(todo), **made)
         held = num_bytes(models.target, *models.heads.values()) / 1e9
         _say(bar, f"{chosen.name}: {held:.1f} GB of weights made in {models.seconds:.1f} s")
         for variant in todo:
             for group in _groups(options, variant):
-                for row in _measure(options, models, variant, group, bar):
+                for row in _measure(options, models, variant, group, bar, meet):
                     row |= environment
                     if variant.adaptive == "off" and not variant.rows and models.num_devices == 1:
                         method = variant.method
                         config = None if method == "none" else chosen.head(method)
                         row |= roofline.fraction(row, chosen.target, config)
-                    done.append(rows.rounded(row))
-                    rows.append(options.out, done[-1])
-                    _say(bar, _progress(done[-1]))
+                    row = rows.rounded(row)
+                    _say(bar, _progress(row))
+                    yield row
                 gc.collect()  # the engine's cache, before the next one is made
-    return done
 
 
 def _say(bar: tqdm, text: str) -> None:
@@ -209,7 +125,12 @@ def _groups(options: Options, variant: Variant) -> list[tuple[int, ...]]:
 
 
 def _measure(
-    options: Options, models: Models, variant: Variant, group: tuple[int, ...], bar: tqdm
+    options: Options,
+    models: Models,
+    variant: Variant,
+    group: tuple[int, ...],
+    bar: tqdm,
+    meet: Meet,
 ) -> Iterator[dict]:
     """Rows of one engine, without their environment. Cells that do not fit into memory are skipped."""
     name = variant.name
@@ -228,7 +149,7 @@ def _measure(
     for concurrency in group:
         bar.set_description(f"{name} x{concurrency}")
         try:
-            row = _cell(options, engine, concurrency)
+            row = _cell(options, engine, concurrency, meet)
             if options.profile is not None:
                 bar.set_description(f"{name} x{concurrency}: profile")
                 row |= _profile(options, engine, concurrency, bar)
@@ -277,7 +198,14 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             else {}
         ),
         **({"adaptive": adaptive} if kind(options) != "decode-step" else {}),
-        **({} if models.num_devices == 1 else {"tensor_parallel": models.num_devices}),
+        **(
+            {}
+            if models.num_devices == 1
+            else {
+                "tensor_parallel": models.num_devices,
+                "variant": "captured" if options.collectives == "captured" else None,
+            }
+        ),
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
         **({"rows_per_request": per_request} if options.rows else {}),
         "draft_sampling": options.draft_sampling,
@@ -299,7 +227,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
 
 def kind(options: Options) -> str:
     """Kind of the rows: those of a comparison, and of several devices, are not part of the tables of fixed K."""
-    if options.tensor_parallel > 1:
+    if options.tensor_parallel > 1 or options.replicas:
         return "parallel-step"
     if options.rows:
         return "ragged-step"
@@ -324,10 +252,10 @@ def _params(options: Options) -> SamplingParams:
     )
 
 
-def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
+def _cell(options: Options, engine: Engine, concurrency: int, meet: Meet) -> dict:
     """Prefill alone, some times, then prefill and decoding, after a short run of both."""
     params = _params(options)
-    with_tokens = lambda tokens: dataclasses.replace(params, max_tokens=tokens)
+    with_tokens = lambda tokens: replace(params, max_tokens=tokens)
     prompts = prompts_of(options, concurrency, engine.target_config.vocab_size)
     run = lambda params: drive(engine, prompts, params, concurrency=concurrency)
     run(with_tokens(min(_WARM_UP_TOKENS, options.max_tokens)))
@@ -339,6 +267,7 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     counted = None if engine.policy is None else engine.policy.counts
     # A request without a seed has its number: equal numbers draw the same texts in all cells.
     engine._numbers = itertools.count(_MEASURED)
+    meet()
     with dispatch_times(engine) as dispatches:
         row = run(params).as_row()
     steady = concurrency * row["acceptance_length"] / row["ms_per_round_mean"]
@@ -360,7 +289,7 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
             }
         ),
         "preemptions": engine.scheduler.num_preemptions - before,
-        "peak_memory_bytes": peak_memory(),
+        "peak_memory_bytes": peak_memory(options.tensor_parallel),
     }
 
 
@@ -395,6 +324,7 @@ def _profile(options: Options, engine: Engine, concurrency: int, bar: tqdm) -> d
     return row
 
 
-def peak_memory() -> int | None:
-    """Peak device memory since process start in bytes; None if the platform does not report it."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+def peak_memory(num_devices: int) -> int | None:
+    """Peak memory of the fullest device since process start in bytes; None if the platform does not report it."""
+    stats = [device.memory_stats() or {} for device in own_devices(num_devices)]
+    return max((one["peak_bytes_in_use"] for one in stats if one), default=None)

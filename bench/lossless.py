@@ -14,36 +14,33 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import decode_step, rows, sweep
+from bench import rows, sweep
+from bench.cells import CellsConfig
 from bench.commands.lossless import Options, SubjectOptions
-from bench.decode_step import CellsConfig
+from bench.compile_cells import Work, compile_all
+from bench.oracle import KNOWN, Oracle
 from bench.presets import preset
 from bench.progress import progress_bar, warm_up
+from bench.random_models import Models, models_of
 from bench.random_times import RandomTimes
 from bench.timing import drive
 from bench.warm import WARM, warm_run
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_head import DraftHead
-from peagle_jax.drafter import Drafter, DraftInputs, make_drafter
-from peagle_jax.engine.descriptions import source_digest
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.parallel.shares import check_shares
-from peagle_jax.sampling import accept_uniforms
 from peagle_jax.sampling_params import SamplingParams
 
-KNOWN = 0.7
-"""Share of drafts that `Oracle` takes from the reference: AL 2.5 with K = 3 and 3.1 with K = 7."""
 _PLAIN = ("none", 0)
 _LISTED = 8  # differences in a row, at most
 _COUNTED = (
@@ -52,40 +49,6 @@ _COUNTED = (
 )  # fmt: skip
 
 Variant = tuple[str, int]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Oracle:
-    """A drafter that replaces a random share of its head's drafts by the reference's tokens.
-
-    The choice is random by request and position. A sequence is identified by its newest token and that
-    token's position; if two sequences agree in both, a draft may come from the other and be wrong.
-    """
-
-    drafter: Drafter
-    texts: jax.Array  # [R, L] int32: prompts with what follows them, by position
-    num_draft: int = field(metadata=dict(static=True))
-
-    program_key: ClassVar[str] = source_digest(__file__)
-
-    def propose(self, target, inputs: DraftInputs, cache: list):
-        """As the drafter's own; `drafter.Drafter` states it."""
-        drafter = replace(self.drafter, num_draft=self.num_draft)
-        proposal, cache = drafter.propose(target, inputs, cache)
-        row = jnp.maximum(inputs.num_real - 1, 0)[:, None]
-        newest = jnp.take_along_axis(inputs.tokens, row, axis=1)  # [B, 1]
-        place = inputs.start[:, None] + row + 1  # [B, 1], the newest token's
-        token_at = lambda text, place: self.texts[text, jnp.minimum(place, self.texts.shape[1] - 1)]
-        text = jnp.argmax(token_at(jnp.arange(self.texts.shape[0]), place) == newest, axis=1)
-        ahead = place + 1 + jnp.arange(self.num_draft)  # [B, J]
-        known = accept_uniforms(inputs.keys, ahead) < KNOWN
-        tokens = jnp.where(known, token_at(text[:, None], ahead), proposal.tokens)
-        return proposal._replace(tokens=tokens), cache
-
-    def absorb(self, target, inputs: DraftInputs, cache: list) -> list:
-        """As the drafter's own."""
-        return self.drafter.absorb(target, inputs, cache)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +67,8 @@ class Subject:
     num_devices: int = 1
     left_out: int = 0
     """Number of prompts of the set that are too long for their outputs."""
+    made: Models | None = None
+    """Those of a preset, whose weights may be shapes."""
 
     def engine(self, variant: Variant, config: CellsConfig, texts: jax.Array | None) -> Engine:
         """An engine for a method and a K. `texts` are those of an `Oracle`. A choice of K or of the drafts that a round
@@ -111,7 +76,7 @@ class Subject:
         method, num_draft = variant
         head, drafter = self.heads.get(method), None
         if head is not None and self.is_random:
-            drafter = Oracle(make_drafter(head, num_draft, "argmax"), texts, num_draft)
+            drafter = Oracle(self.made.drafter(method, num_draft, "argmax"), texts, num_draft)
         numbers = dict(dtype=self.dtype, activations=self.activations)
         config = replace(config, num_draft=num_draft, tensor_parallel=self.num_devices, **numbers)
         times = None if config.adaptive == "off" else RandomTimes()
@@ -131,8 +96,12 @@ def subject_of(options: SubjectOptions) -> Subject:
     return replace(made, num_devices=options.tensor_parallel)
 
 
-def _preset_subject(options: SubjectOptions) -> Subject:
-    """A preset with random weights, and prompts of 1 to `--prompt-tokens` random tokens."""
+def _preset_subject(options: SubjectOptions, *, has_shapes_only: bool = False) -> Subject:
+    """A preset with random weights, and prompts of 1 to `--prompt-tokens` random tokens.
+
+    Args:
+      has_shapes_only: for engines that compile and never run.
+    """
     chosen, dtype = preset(options.preset, options.layers), runs.choose_dtype(options.dtype)
     if options.model is not None or options.drafter or options.quantization is not None:
         raise ConfigError("--preset has random weights: drop --model, --drafter and --quantization")
@@ -141,8 +110,11 @@ def _preset_subject(options: SubjectOptions) -> Subject:
         raise ConfigError(
             f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
         )
-    rules = dict(dtype=dtype, seed=options.seed, num_devices=options.tensor_parallel)
-    models = decode_step.Models.make(chosen, options.methods, **rules)
+    rules = dict(dtype=dtype, num_devices=options.tensor_parallel)
+    if has_shapes_only:
+        models = Models.shapes(chosen, options.methods, **rules)
+    else:
+        models = models_of(chosen, options.methods, seed=options.seed, **rules)
 
     def prompts(count: int) -> list[list[int]]:
         rng = np.random.default_rng(options.seed)
@@ -159,6 +131,7 @@ def _preset_subject(options: SubjectOptions) -> Subject:
         prompts=prompts,
         is_random=True,
         activations=options.activations,
+        made=models,
     )
 
 
@@ -196,18 +169,17 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
     Raises:
       ConfigError: there is nothing to compare, or it does not fit.
     """
+    if options.jobs > 1:
+        compile_all(work(options), options.jobs, partial(print, file=sys.stderr))
     subject = subject_of(options)
-    cells, most = _cells(options, subject), max(options.concurrency)
+    cells = _cells(options, list(subject.heads))
     prompts = subject.prompts(_num_prompts(options, cells))
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     reference: list[list[int]] = []
     texts = None
     shares = [_share(options, len(prompts), c) for some in cells.values() for c in some]
     with progress_bar(total=len(prompts) + sum(shares), unit="text") as bar:
-        for variant, adaptive in dict.fromkeys([(_PLAIN, "off"), *cells]):
-            todo = cells.get((variant, adaptive), ())
-            if variant == _PLAIN:
-                todo = tuple(dict.fromkeys((most, *todo)))
+        for variant, adaptive, todo in _engines(options, cells):
             bar.set_description(title := f"{variant[0]} K={variant[1]}")
             start = time.perf_counter()
             config = replace(_config(options, prompts, todo), adaptive=adaptive)
@@ -244,12 +216,50 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
             gc.collect()  # its cache, before the next one is made
 
 
-def _cells(options: Options, subject: Subject) -> dict[tuple[Variant, str], tuple[int, ...]]:
+Cells = dict[tuple[Variant, str], tuple[int, ...]]
+
+
+def _engines(options: Options, cells: Cells) -> list[tuple[Variant, str, tuple[int, ...]]]:
+    """Method and K, what chooses K, and concurrencies of each engine; first the reference's."""
+    plain = tuple(dict.fromkeys((max(options.concurrency), *cells.get((_PLAIN, "off"), ()))))
+    return [
+        (_PLAIN, "off", plain),
+        *((*one, todo) for one, todo in cells.items() if one[0] != _PLAIN),
+    ]
+
+
+def work(options: Options) -> list[Work]:
+    """The engines of a command over a preset, for `compile_all`."""
+    drafting = [method for method in options.methods if method != "none"]
+    engines = _engines(options, _cells(options, drafting))
+    return [(_shaped_engine, options, engine) for engine in engines]
+
+
+@cache
+def _shapes(options: Options) -> Subject:
+    return replace(
+        _preset_subject(options, has_shapes_only=True), num_devices=options.tensor_parallel
+    )
+
+
+def _shaped_engine(
+    options: Options, variant: Variant, adaptive: str, concurrencies: tuple[int, ...]
+) -> Engine:
+    """An engine with shapes for weights and texts."""
+    subject = _shapes(options)
+    prompts = subject.prompts(_num_prompts(options, _cells(options, list(subject.heads))))
+    config = replace(_config(options, prompts, concurrencies), adaptive=adaptive)
+    width = min(config.max_model_len, subject.target.config.max_position)
+    texts = jax.ShapeDtypeStruct((len(prompts), width), jnp.int32)
+    return subject.engine(variant, config, texts)
+
+
+def _cells(options: Options, drafting: Sequence[str]) -> Cells:
     """Concurrencies to compare by method, K, and what chooses K; the reference is plain decoding at the largest one."""
     across = tuple(sorted(set(options.concurrency), reverse=True))
     cells = {
         ((method, k), adaptive): across
-        for method in subject.heads
+        for method in drafting
         for k in options.k
         for adaptive in options.adaptive
     }
@@ -261,7 +271,7 @@ def _cells(options: Options, subject: Subject) -> dict[tuple[Variant, str], tupl
     return cells
 
 
-def _num_prompts(options: Options, cells: dict[tuple[Variant, str], tuple[int, ...]]) -> int:
+def _num_prompts(options: Options, cells: Cells) -> int:
     """Number of prompts that yield `--tokens` tokens to compare over all cells."""
     shares = sum(c for some in cells.values() for c in some) / max(options.concurrency)
     return max(options.min_prompts, math.ceil(options.tokens / (options.max_tokens * shares)))
@@ -288,6 +298,7 @@ def _config(
         prefill_rows=min(options.prefill_rows, most),
         prefix_caching=options.warm,
         rounds_per_call=options.rounds_per_call,
+        collectives=options.collectives,
     )
 
 
@@ -323,6 +334,7 @@ def _row(
         end - place for end, place in zip(ends, differences, strict=True) if place is not None
     ]
     several = dict(tensor_parallel=subject.num_devices, seed=options.seed)
+    several["variant"] = "captured" if options.collectives == "captured" else None
     return {
         "kind": kind(options),
         "model": subject.name,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from bench import rows
+from bench.cells import CellsConfig
 from bench.commands.prefix_cache import Options
-from bench.decode_step import CellsConfig
 from bench.lossless import Subject, Variant, subject_of, text_table
 from bench.page_bits import WrittenPages, written_twice
 from bench.progress import progress_bar, warm_up

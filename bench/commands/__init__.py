@@ -6,6 +6,7 @@ from bench.command import Command
 from bench.commands import (
     ablations,
     acceptance,
+    batch,
     choose_k,
     conversion,
     decode_step,
@@ -34,7 +35,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         structured.COMMAND,
     ),
     "Full-size models without their weights, on a GPU": (
-        decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND, replicas.COMMAND,
+        decode_step.COMMAND, kernels.COMMAND, sizes.COMMAND, replicas.COMMAND, batch.COMMAND,
     ),
     "Quality of heads and models": (
         headroom.COMMAND, ablations.COMMAND, humaneval.COMMAND, prompt_ends.COMMAND,

@@ -12,6 +12,7 @@ from bench.command import (
     check_jobs,
     check_num_drafts,
     check_preset,
+    collectives_option,
     dtype_option,
     jobs_option,
     list_of_methods,
@@ -84,6 +85,11 @@ class Options(RowOptions):
     tensor_parallel: int = option(
         "devices that run every round together", default=1, type=positive, metavar="N"
     )
+    collectives: str = collectives_option()
+    replicas: int | None = option(
+        "engines that run at the same time, each with devices of its own and an equal share of the requests; given 1, a "
+        "row stands beside those of several devices", default=None, type=positive, metavar="N",
+    )  # fmt: skip
     activations: str = option(
         "how fp8 weights read activations; fp8: quantised", default="bf16", choices=("bf16", "fp8")
     )
@@ -117,6 +123,14 @@ class Options(RowOptions):
                 "--synthetic-acceptance-length and --synthetic-acceptance-rows exclude each other"
             )
         check_jobs(self)
+        if self.collectives == "captured" and (self.tensor_parallel == 1 or self.temperature):
+            raise ConfigError(
+                "--collectives captured is for greedy rounds of several devices: add --temperature 0 and --tensor-parallel"
+            )
+        if uneven := [c for c in self.concurrency if c % (self.replicas or 1)]:
+            raise ConfigError(
+                f"--concurrency {uneven[0]}: {self.replicas} replicas cannot share it evenly"
+            )
 
 
 def row_drafts(row: dict) -> str:
@@ -139,7 +153,13 @@ def run(options: Options) -> int:
 
 def _decode_step(options: Options) -> None:
     from bench.decode_step import decode_step
+    from bench.side_by_side import side_by_side
     from peagle_jax import runs
+
+    if options.replicas:
+        measured = side_by_side(options)
+    else:
+        measured = decode_step(options, options.environment())
 
     header = ["method", "K", "conc.", "ms/round", "tokens/s", "floor ms", "of floor", "prefill ms"]
     lines = [
@@ -153,7 +173,7 @@ def _decode_step(options: Options) -> None:
             "" if row.get("floor_ms") is None else f"{100 * row['fraction_of_floor']:.0f} %",
             f"{row['prefill_ms']:.0f}",
         ]
-        for row in decode_step(options, options.environment())
+        for row in measured
     ]
     show(header, lines, options.out)
 

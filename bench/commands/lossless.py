@@ -9,9 +9,12 @@ from bench.command import (
     Command,
     ModelOptions,
     adaptive_option,
+    check_jobs,
     check_num_drafts,
     check_preset,
+    collectives_option,
     exit_code,
+    jobs_option,
     k_option,
     list_of_positive,
     methods_option,
@@ -79,10 +82,17 @@ class Options(SubjectOptions):
     adaptive: tuple[str, ...] = adaptive_option()
     rounds_per_call: int | None = rounds_per_call_option()
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
+    collectives: str = collectives_option()
+    jobs: int = jobs_option()
     out: Path = rows_file("lossless.jsonl")
 
     def check(self) -> None:
         super().check()
+        check_jobs(self)
+        if self.jobs > 1 and self.preset is None:
+            raise ConfigError(
+                "--jobs compiles for shapes of a preset: add --preset, or leave it out"
+            )
         if self.warm and self.adaptive != ("off",):
             raise ConfigError(
                 "--warm compares acceptance, which changes with K: leave --adaptive out"

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from bench import decode_step
+from bench import random_models
 from bench.cells import CellsConfig, Variant, room, variants
 from bench.commands.decode_step import Options
-from bench.decode_step import Models
+from bench.random_models import Models
 from peagle_jax.engine.round_shapes import round_shapes
 from peagle_jax.engine.stored_programs import StoredPrograms, keep_in
 from tests import tiny
@@ -82,11 +82,11 @@ def test_a_fixed_k_beside_a_choice_of_k_runs_the_programs_of_the_choice(monkeypa
     assert [room(options, variant) for variant in variants(options)] == [0, 7, 7, 3, 7]
     assert room(replace(options, variants=("peagle:3",)), Variant("peagle", 3)) == 3
     made = {}
-    monkeypatch.setattr(decode_step, "Engine", lambda *args, **kw: made.update(config=args[2]))
-    monkeypatch.setattr(decode_step, "make_drafter", lambda *args: None)
+    monkeypatch.setattr(random_models, "Engine", lambda *args, **kw: made.update(config=args[2]))
     models = SimpleNamespace(
         heads=dict.fromkeys(("peagle", "eagle3"), object()), target=None, dtype="float32",
         num_devices=1, has_shapes_only=False, preset=SimpleNamespace(target=tiny.TARGET),
+        drafter=lambda *args: None,
     )  # fmt: skip
     by_variant = {}
     for variant in variants(options):

@@ -13,10 +13,12 @@ from flax import nnx
 
 from bench import compile_cells, decode_step, presets
 from bench.__main__ import main
+from bench.cells import CellsConfig, Variant, variants
 from bench.cold_start import first_token
 from bench.commands.decode_step import Options
-from bench.decode_step import CellsConfig, Models, Variant, _groups, variants
+from bench.decode_step import _groups
 from bench.presets import preset
+from bench.random_models import Models
 from bench.random_weights import num_bytes, random_head, random_target
 from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind

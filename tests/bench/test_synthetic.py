@@ -10,7 +10,7 @@ import pytest
 
 from bench import rows
 from bench.cells import CellsConfig
-from bench.lossless import Oracle
+from bench.oracle import Oracle
 from bench.synthetic import (
     Scattered,
     accepted_by_text,

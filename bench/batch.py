@@ -1,0 +1,167 @@
+"""`peagle-bench batch`: the commands of a file, one after the other, until the time is over.
+
+A blank line between two commands begins a new process. Commands of one process over one preset share its weights. A
+process that fails or hangs does not stop those after it: its rows so far are kept.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bench.command import Command, Options
+from bench.commands.batch import BatchOptions
+from bench.compile_cells import Work, compile_all
+from peagle_jax.config import ConfigError
+
+_LIMIT = "# at most "
+_END_SECONDS = 10.0
+"""For a process to end by itself after SIGINT; one that waits for a device does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Commands of one process.
+
+    Attributes:
+      lines: their arguments.
+      seconds: after which the process is ended; None: no limit but that of all.
+    """
+
+    lines: tuple[tuple[str, ...], ...]
+    seconds: float | None
+
+
+def parts_of(text: str) -> list[Part]:
+    """The parts of a file. "# at most N s" above a command limits the time of its part; other comments are left out.
+
+    Raises:
+      ConfigError: a limit is no number.
+    """
+    parts = []
+    for block in text.replace("\\\n", " ").split("\n\n"):
+        lines, seconds = [], None
+        for line in map(str.strip, block.splitlines()):
+            if line.startswith(_LIMIT):
+                try:
+                    seconds = float(line.removeprefix(_LIMIT).split()[0])
+                except (ValueError, IndexError) as error:
+                    raise ConfigError(
+                        f"{line!r}: give the seconds, as in '# at most 60 s'"
+                    ) from error
+            elif line and not line.startswith("#"):
+                lines.append(tuple(shlex.split(line)))
+        if lines:
+            parts.append(Part(lines=tuple(lines), seconds=seconds))
+    return parts
+
+
+def batch(options: BatchOptions) -> int:
+    """Runs all parts. Returns the exit code: 1 if a part failed, was ended or was left out.
+
+    Raises:
+      ConfigError: the file cannot be read, or a command in it is wrong; then nothing runs.
+    """
+    start = time.monotonic()
+    try:
+        text = options.file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{options.file}: cannot be read ({error.strerror})") from error
+    parts = [
+        replace(one, lines=tuple(_with_file(line, options) for line in one.lines))
+        for one in parts_of(text)
+    ]
+    commands = [_parsed(line) for one in parts for line in one.lines]
+    left = lambda: (
+        float("inf") if options.seconds is None else options.seconds + start - time.monotonic()
+    )
+    if options.jobs > 1:
+        seconds = None if options.seconds is None else options.seconds / 2
+        compile_all(_work(commands), options.jobs, _say, seconds)
+    codes = []
+    for number, part in enumerate(parts, 1):
+        title = f"part {number} of {len(parts)}"
+        if left() < options.least_seconds:
+            _say(f"{title} is left out: {left():.0f} s are left")
+            codes.append(1)
+            continue
+        began = time.monotonic()
+        limit = min(left(), float("inf") if part.seconds is None else part.seconds)
+        for line in part.lines:
+            _say(f"{title}: {shlex.join(line)}")
+        codes.append(_run(part, limit))
+        _say(f"{title} ended with exit code {codes[-1]} after {time.monotonic() - began:.0f} s")
+    return int(any(codes))
+
+
+def _with_file(line: tuple[str, ...], options: BatchOptions) -> tuple[str, ...]:
+    """The arguments with the file for rows, and the commit."""
+    sha = ("--sha", options.commit) if options.commit else ()
+    return (*line, "--out", str(options.out), *sha)
+
+
+def _parsed(line: tuple[str, ...]) -> tuple[Command, Options]:
+    from bench.commands import COMMANDS, parser
+
+    values = vars(parser().parse_args(line))
+    command = COMMANDS[values["command"]]
+    options = command.options.of(values)
+    options.check()
+    return command, options
+
+
+def _work(commands: Sequence[tuple[Command, Options]]) -> list[Work]:
+    """Engines of the commands that can compile beforehand, in their order."""
+    from bench import decode_step, lossless
+
+    found: list[Work] = []
+    for command, options in commands:
+        if command.name == "decode-step":
+            found += decode_step.work(options)
+        elif command.name == "lossless" and options.preset is not None:
+            found += lossless.work(options)
+    return found
+
+
+def _run(part: Part, seconds: float) -> int:
+    """Runs a part in a process of its own, for at most `seconds`. Returns its exit code."""
+    command = [sys.executable, "-m", "bench.batch", *map(shlex.join, part.lines)]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait(None if seconds == float("inf") else seconds)
+    except subprocess.TimeoutExpired:
+        _say(f"the part has run for {seconds:.0f} s and is ended")
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+        return 124
+    finally:  # also if this process is interrupted
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its replicas hold devices
+        process.wait()
+
+
+def _say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def main(lines: Sequence[str]) -> int:
+    """Runs the commands of one part in this process. Returns the largest exit code."""
+    from bench.__main__ import main as run
+    from bench.random_models import keep_models
+
+    keep_models()
+    codes = []
+    for line in lines:
+        sys.argv[1:] = arguments = shlex.split(line)  # rows say by which command they were measured
+        codes.append(run(arguments))
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

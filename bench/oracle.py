@@ -1,0 +1,48 @@
+"""A drafter that knows a share of a text, for heads with random weights, whose own drafts are never right."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.drafter import Drafter, DraftInputs
+from peagle_jax.engine.descriptions import source_digest
+from peagle_jax.sampling import accept_uniforms
+
+KNOWN = 0.7
+"""Share of drafts that `Oracle` takes from the reference: AL 2.5 with K = 3 and 3.1 with K = 7."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Oracle:
+    """A drafter that replaces a random share of its head's drafts by the reference's tokens.
+
+    The choice is random by request and position. A sequence is identified by its newest token and that
+    token's position; if two sequences agree in both, a draft may come from the other and be wrong.
+    """
+
+    drafter: Drafter
+    texts: jax.Array  # [R, L] int32: prompts with what follows them, by position
+    num_draft: int = field(metadata=dict(static=True))
+
+    program_key: ClassVar[str] = source_digest(__file__)
+
+    def propose(self, target, inputs: DraftInputs, cache: list):
+        """As the drafter's own; `drafter.Drafter` states it."""
+        drafter = replace(self.drafter, num_draft=self.num_draft)
+        proposal, cache = drafter.propose(target, inputs, cache)
+        row = jnp.maximum(inputs.num_real - 1, 0)[:, None]
+        newest = jnp.take_along_axis(inputs.tokens, row, axis=1)  # [B, 1]
+        place = inputs.start[:, None] + row + 1  # [B, 1], the newest token's
+        token_at = lambda text, place: self.texts[text, jnp.minimum(place, self.texts.shape[1] - 1)]
+        text = jnp.argmax(token_at(jnp.arange(self.texts.shape[0]), place) == newest, axis=1)
+        ahead = place + 1 + jnp.arange(self.num_draft)  # [B, J]
+        known = accept_uniforms(inputs.keys, ahead) < KNOWN
+        tokens = jnp.where(known, token_at(text[:, None], ahead), proposal.tokens)
+        return proposal._replace(tokens=tokens), cache
+
+    def absorb(self, target, inputs: DraftInputs, cache: list) -> list:
+        """As the drafter's own."""
+        return self.drafter.absorb(target, inputs, cache)

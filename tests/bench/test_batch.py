@@ -1,0 +1,208 @@
+"""`peagle-bench batch`: commands of a file within a time; the file for two GPUs; replicas that are timed together."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import batch, decode_step, lossless, random_models, side_by_side
+from bench.__main__ import main
+from bench.batch import Part, parts_of
+from bench.presets import preset
+from bench.rows import DATA
+from bench.sizes import count
+from peagle_jax.config import ConfigError
+from peagle_jax.parallel.shares import check_shares
+
+TWO_GPUS = DATA / "two_gpus.txt"
+TINY_SIZES = "--method peagle -K 7 --temperature 0 --prompt-tokens 24 --max-tokens 24 --prefills 1"
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_blank_line_begins_a_process():
+    text = "# title\n\n# at most 9.5 s\nsizes\nreport  # no comment\n\n\nmatrix --out 'a b' \\\n  --sha c\n"
+    assert parts_of(text) == [
+        Part(lines=(("sizes",), ("report", "#", "no", "comment")), seconds=9.5),
+        Part(lines=(("matrix", "--out", "a b", "--sha", "c"),), seconds=None),
+    ]
+    with pytest.raises(ConfigError, match="give the seconds"):
+        parts_of("# at most some s\nsizes")
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[tuple[str, float]]:
+    """Processes that would have run: the first command and the limit of each. Each takes 30 s; the second fails."""
+    found, clock = [], [0.0]
+
+    def run(part: Part, seconds: float) -> int:
+        found.append((part.lines[0][0], seconds))
+        clock[0] += 30
+        return int(len(found) == 2)
+
+    monkeypatch.setattr(batch, "_run", run)
+    monkeypatch.setattr(batch.time, "monotonic", lambda: clock[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limits", "code"),
+    [
+        ([], [7, float("inf"), float("inf")], 1),
+        (["--seconds", "100"], [7, 70, 40], 1),
+        (["--seconds", "75"], [7, 45], 1),
+    ],
+)
+def test_processes_run_until_the_time_is_over(started, tmp_path, seconds, limits, code, capsys):
+    file = tmp_path / "commands"
+    file.write_text(
+        "# at most 7 s\ndecode-step --preset qwen3-0.6b\n\nlossless\n\ndecode-step --preset qwen3-0.6b\n"
+    )
+    assert main(["batch", str(file), "--out", str(tmp_path / "rows"), *seconds]) == code
+    names = ["decode-step", "lossless", "decode-step"]
+    assert started == list(zip(names, limits, strict=False))
+    assert ("part 3 of 3 is left out: 15 s are left" in capsys.readouterr().err) == (
+        len(limits) == 2
+    )
+
+
+def test_a_wrong_command_is_found_before_any_runs(started, tmp_path, capsys):
+    file = tmp_path / "commands"
+    file.write_text("decode-step --preset qwen3-0.6b\n\ndecode-step --preset unknown\n")
+    assert main(["batch", str(file)]) == 2
+    assert not started
+    assert "unknown preset" in capsys.readouterr().err
+    assert main(["batch", str(tmp_path / "missing")]) == 2
+
+
+def test_a_process_that_hangs_is_ended_with_its_own_processes(tmp_path, monkeypatch):
+    """The file of the sleeping process is open in it alone, so that the end of the pipe is its end."""
+    reading, writing = os.pipe()
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\ntrap '' INT\nsleep 600 >&{writing} &\nsleep 600\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(batch.sys, "executable", str(script))
+    monkeypatch.setattr(batch, "_END_SECONDS", 0.1)
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        batch.subprocess,
+        "Popen",
+        lambda *given, **rules: popen(*given, **rules, pass_fds=[writing]),
+    )
+    assert batch._run(Part(lines=(("sizes",),), seconds=0.1), 0.1) == 124
+    os.close(writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+GPU_BYTES = 0.75 * 139 * 2**30
+"""What jax takes of an H200."""
+
+
+def test_the_commands_for_two_gpus_fit_and_divide():
+    parts = parts_of(TWO_GPUS.read_text())
+    commands = [batch._parsed(line) for part in parts for line in part.lines]
+    assert {command.name for command, _ in commands} == {"decode-step", "lossless"}
+    for command, options in commands:
+        chosen = preset(options.preset)
+        head = chosen.head("peagle")
+        size = options.tensor_parallel
+        for config in (chosen.target, head):
+            check_shares(config, size)
+        attention = 4 * head.num_heads * head.head_dim * head.hidden_size
+        layers = head.num_layers * (attention + 3 * head.hidden_size * head.intermediate_size)
+        of_head = 2 * (layers + (2 * head.vocab_size + 3 * head.hidden_size) * head.hidden_size)
+        held = count(chosen.target).num_bytes(chosen.format) + of_head
+        assert held / size < 0.9 * GPU_BYTES, options.preset
+        make = decode_step.work if command.name == "decode-step" else lossless.work
+        assert make(options)
+    assert sum(part.seconds for part in parts) < 1000
+    assert parts[0].lines[0][2] == "qwen3-coder-30b-a3b-fp8"
+
+
+def test_replicas_have_devices_of_their_own(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [side_by_side._devices_of(i, 2) for i in range(2)] == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,7")
+    assert [side_by_side._devices_of(i, 1) for i in range(3)] == ["5", "3", "7"]
+    with pytest.raises(ConfigError, match="names too few devices"):
+        side_by_side._devices_of(1, 2)
+
+
+def test_the_round_of_replicas_is_that_of_their_common_rate():
+    rows = [
+        dict(ms_per_round=ms, ms_per_round_mean=2 * ms, concurrency=4, tokens_per_second=100.0)
+        for ms in (4.0, 12.0)
+    ]
+    row = side_by_side._together(rows, "a command")
+    assert row["ms_per_round"] == pytest.approx(6.0)
+    assert row["ms_per_round_mean"] == pytest.approx(12.0)
+    assert (row["concurrency"], row["replicas"], row["tokens_per_second"]) == (8, 2, 200.0)
+    assert row["ms_per_round_of_replicas"] == [4.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--replicas", "2", "--concurrency", "3"], "2 replicas cannot share it evenly"),
+        (["--collectives", "captured", "--temperature", "0"], "several devices"),
+        (["--collectives", "captured", "--tensor-parallel", "2"], "greedy rounds"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(more, message, capsys):
+    assert main(["decode-step", "--preset", "qwen3-0.6b", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_next_command_of_a_process_finds_the_weights(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        random_models.Models, "make", lambda *given, **rules: made.append(given) or len(made)
+    )
+    rules = dict(dtype="float32", seed=0)
+    find = lambda count=1: random_models.models_of(
+        preset("qwen3-0.6b"), ["none", "peagle"], num_devices=count, **rules
+    )
+    assert [find(), find()] == [1, 2]  # without `keep_models` nothing stays in memory
+    monkeypatch.setattr(random_models, "_kept", None)
+    random_models.keep_models()
+    assert [find(), find()] == [3, 3]
+    assert [find(2), find()] == [4, 5]  # the last ones only
+
+
+@pytest.mark.slow
+def test_commands_of_one_process_share_weights_and_find_their_programs(tmp_path):
+    """As on two GPUs: rounds, texts, collectives in the graph, and two replicas, over tiny presets."""
+    model = "--preset qwen3-coder-30b-a3b-fp8"
+    file, out = tmp_path / "commands", tmp_path / "rows.jsonl"
+    file.write_text(
+        f"decode-step {model} {TINY_SIZES} --concurrency 2 --tensor-parallel 2\n"
+        f"lossless {model} --methods peagle -K 7 --concurrency 2 --tokens 60 --tensor-parallel 2 --max-tokens 20 "
+        "--prompt-tokens 30\n\n"
+        f"decode-step {model} {TINY_SIZES} --concurrency 2 --tensor-parallel 2 --collectives captured\n\n"
+        f"decode-step {model} {TINY_SIZES} --concurrency 2 --replicas 2\n"
+    )
+    small = ROOT / "tests" / "bench" / "small_presets"
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
+    mine |= {
+        "PYTHONPATH": f"{small}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+    }  # fmt: skip
+    mine.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [sys.executable, "-m", "bench", "batch", str(file), "--jobs", "2", "--out", str(out)]
+    made = subprocess.run(
+        [*command, "--sha", "abc"], env=mine, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr[-3000:]
+    rounds, texts, captured, replicas = map(json.loads, out.read_text().splitlines())
+    assert [one["kind"] for one in (rounds, texts)] == ["parallel-step", "parallel-lossless"]
+    assert (texts["tokens_differing"], texts["tensor_parallel"]) == (0, 2)
+    assert (rounds["variant"], captured["variant"]) == (None, "captured")
+    assert (replicas["replicas"], replicas["concurrency"]) == (2, 2)
+    assert len(replicas["ms_per_round_of_replicas"]) == 2
+    kept = list((tmp_path / "peagle-jax" / "programs").iterdir())
+    assert f"{len(kept)} programs compiled by 2 processes" in made.stderr  # nothing compiled later
+    assert shlex.split(rounds["command"])[:2] == ["peagle-bench", "decode-step"]
