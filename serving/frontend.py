@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from peagle_jax import Engine, SamplingParams
+from peagle_jax.engine.memory import device_memory
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
@@ -98,6 +99,7 @@ class Frontend:
             config=self.config,
             load=lambda: self.load,
             num_open=lambda: self.num_open,
+            memory=lambda: device_memory(self.config.tensor_parallel),
         )
         self._numbers = itertools.count()
         self._changed = asyncio.Event()

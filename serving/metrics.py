@@ -6,13 +6,14 @@ here.
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from peagle_jax import EngineConfig
+from peagle_jax.engine.memory import DeviceMemory
 from peagle_jax.engine.stats import Acceptance
 from serving.errors import Code, ServiceError
 from serving.stream import Stream
@@ -57,6 +58,7 @@ class Metrics:
       config: sizes of the engine.
       load: what the engine holds.
       num_open: requests accepted and not yet ended.
+      memory: of each device that reports it, by rank.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Metrics:
         config: EngineConfig,
         load: Callable[[], Load],
         num_open: Callable[[], int],
+        memory: Callable[[], Mapping[int, DeviceMemory]] = dict,
     ):
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
@@ -88,7 +91,7 @@ class Metrics:
             buckets=_TOKENS,
             registry=self.registry,
         ).labels(**self._labels)
-        self.registry.register(_EngineCollector(self._labels, config, load, num_open))
+        self.registry.register(_EngineCollector(self._labels, config, load, num_open, memory))
         self.num_tokens = 0
         """Tokens generated since the start."""
         self._ends: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
@@ -192,8 +195,9 @@ class _EngineCollector(Collector):
         config: EngineConfig,
         load: Callable[[], Load],
         num_open: Callable[[], int],
+        memory: Callable[[], Mapping[int, DeviceMemory]],
     ):
-        self._config, self._load, self._num_open = config, load, num_open
+        self._config, self._load, self._num_open, self._memory = config, load, num_open, memory
         self._names, self._values = tuple(labels), tuple(labels.values())
 
     def collect(self) -> Iterable[Metric]:
@@ -202,6 +206,7 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Requests on the device.", load.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", load.num_waiting)
         yield self._gauge("peagle:devices", "Devices of a round.", self._config.tensor_parallel)
+        yield self._device_memory()
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Requests in the queue.",
@@ -269,6 +274,17 @@ class _EngineCollector(Collector):
         )
         info.add_metric([*self._values, str(self._config.page_size), str(load.pages_total)], 1.0)
         yield info
+
+    def _device_memory(self) -> Metric:
+        memory = GaugeMetricFamily(
+            "peagle:device_memory_bytes",
+            "Memory of each device of this process: used, the most since the start, and the limit.",
+            labels=[*self._names, "device", "kind"],
+        )
+        for rank, one in self._memory().items():
+            for kind, value in one._asdict().items():
+                memory.add_metric([*self._values, str(rank), kind], value)
+        return memory
 
     def _by_position(self, counts: Acceptance) -> Iterable[Metric]:
         """Drafts by position; those that the target verified are fewer where K was smaller."""

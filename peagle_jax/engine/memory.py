@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from peagle_jax.config import (
     TargetConfig,
 )
 from peagle_jax.engine.round_shapes import round_shapes
-from peagle_jax.parallel.devices import own_devices
+from peagle_jax.parallel.devices import first_devices, own_devices
 from peagle_jax.parallel.processes import least
 from peagle_jax.parallel.shares import local_attention, vocabulary_rows
 from peagle_jax.plan import mask_words
@@ -132,6 +133,25 @@ def free_bytes(num_devices: int) -> int | None:
         return None
     free = _free_host_bytes()
     return None if free is None else least(free // len(devices))  # they share the host's memory
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of one device: in use, the most since the start of the process, and what jax may use."""
+
+    used: int
+    peak: int
+    limit: int
+
+
+def device_memory(num_devices: int) -> dict[int, DeviceMemory]:
+    """By rank, those of the devices of this process whose platform reports them; a CPU does not."""
+    found = {}
+    own = own_devices(num_devices)
+    for rank, device in enumerate(first_devices(num_devices)):
+        if device in own and (stats := device.memory_stats()):
+            names = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
+            found[rank] = DeviceMemory(*(stats[name] for name in names))
+    return found
 
 
 def _usable_bytes(stats: dict[str, int]) -> int:

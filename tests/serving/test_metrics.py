@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle_jax import EngineConfig, draft_schedule
-from peagle_jax.engine import adaptive
+from peagle_jax.engine import adaptive, memory
 from peagle_jax.engine.round_times import RoundTimes
 from serving.metrics import Metrics
 from serving.protos import peagle_v1_pb2 as pb
@@ -59,6 +59,7 @@ GAUGES = {
     "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
     "peagle:acceptance_length": (),
     "peagle:devices": (),
+    "peagle:device_memory_bytes": ("device", "kind"),
     "peagle:open_requests": (),
     "peagle:prefix_cache_idle_pages": (),
     "peagle:num_speculative_tokens": ("batch_size",),
@@ -273,6 +274,24 @@ def test_the_rounds_of_one_call_share_the_time_since_the_call_before(monkeypatch
     assert values(f"{name}_count", labels) == 4
     assert values(f"{name}_sum", labels) == 12.0
     assert values(f"{name}_bucket", labels | {"le": "2.5"}) == 3  # 2 seconds each
+
+
+def test_every_device_that_reports_its_memory_has_samples(monkeypatch):
+    stats = [dict(bytes_in_use=i, peak_bytes_in_use=10 + i, bytes_limit=20 + i) for i in range(2)]
+    chips = [SimpleNamespace(memory_stats=lambda one=one: one) for one in stats]
+    monkeypatch.setattr(memory, "first_devices", lambda count: [*chips, SimpleNamespace()][:count])
+    monkeypatch.setattr(memory, "own_devices", lambda count: chips[:count])  # not another host's
+    given = dict(config=EngineConfig(), load=Load, num_open=lambda: 0)
+    metrics = Metrics("tiny", **given, memory=lambda: memory.device_memory(3))
+    value = lambda device, kind: metrics.registry.get_sample_value(
+        "peagle:device_memory_bytes",
+        dict(model_name="tiny", engine="0", device=device, kind=kind),
+    )
+    assert [value("0", kind) for kind in ("used", "peak", "limit")] == [0, 10, 20]
+    assert [value("1", kind) for kind in ("used", "peak", "limit")] == [1, 11, 21]
+    assert value("2", "used") is None
+    monkeypatch.undo()
+    assert memory.device_memory(2) == {}  # a CPU does not report it
 
 
 def test_latencies_add_up(server):
