@@ -37,7 +37,7 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
     def body(x_gmem, w_gmem, out_gmem, x_smem, w_smem, out_smem):
         rows = pl.ds(lax.axis_index("row") * ROWS, ROWS)
 
-        def multiply(acc):
+        def multiply(acc_reg):
             def step(i, carry):
                 columns = pl.ds(i * STEP, STEP)
                 # Both loads are under way before a thread waits for either.
@@ -46,15 +46,15 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
                 w_smem[...] = w_reg
                 x_smem.T[...] = x_reg
                 plgpu.commit_smem()  # tensor cores are to see what the threads stored
-                plgpu.wgmma(acc, w_smem, x_smem.T)
+                plgpu.wgmma(acc_reg, w_smem, x_smem.T)
                 plgpu.wgmma_wait(0)
                 return carry
 
             lax.fori_loop(0, K // STEP, step, None)
-            return acc[...]
+            return acc_reg[...]
 
-        total = pl.run_scoped(multiply, plgpu.ACC((ROWS, R), jnp.float32))
-        store_transposed(total, out_smem, out_gmem.at[:, rows])
+        total_reg = pl.run_scoped(multiply, plgpu.ACC((ROWS, R), jnp.float32))
+        store_transposed(total_reg, out_smem, out_gmem.at[:, rows])
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(

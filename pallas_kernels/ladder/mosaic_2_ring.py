@@ -36,15 +36,15 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
         rows = pl.ds(lax.axis_index("row") * ROWS, ROWS)
 
         def fetch(i, slot):
-            columns, ready = pl.ds(i * STEP, STEP), ready_barrier.at[slot]
-            plgpu.copy_gmem_to_smem(w_gmem.at[rows, columns], w_smem.at[slot], ready)
-            plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], x_smem.at[slot], ready)
+            columns, barrier = pl.ds(i * STEP, STEP), ready_barrier.at[slot]
+            plgpu.copy_gmem_to_smem(w_gmem.at[rows, columns], w_smem.at[slot], barrier)
+            plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], x_smem.at[slot], barrier)
 
-        def multiply(acc):
+        def multiply(acc_reg):
             def step(i, carry):
                 slot = lax.rem(i, stages)
                 plgpu.barrier_wait(ready_barrier.at[slot])
-                plgpu.wgmma(acc, w_smem.at[slot], x_smem.at[slot].T)
+                plgpu.wgmma(acc_reg, w_smem.at[slot], x_smem.at[slot].T)
                 plgpu.wgmma_wait(0)  # the tile is read: its slot may be filled again
 
                 @pl.when(i + stages < num_steps)
@@ -54,12 +54,12 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
                 return carry
 
             lax.fori_loop(0, num_steps, step, None)
-            return acc[...]
+            return acc_reg[...]
 
         for i in range(stages):
             fetch(i, i)
-        total = pl.run_scoped(multiply, plgpu.ACC((ROWS, R), jnp.float32))
-        store_transposed(total, out_smem, out_gmem.at[:, rows])
+        total_reg = pl.run_scoped(multiply, plgpu.ACC((ROWS, R), jnp.float32))
+        store_transposed(total_reg, out_smem, out_gmem.at[:, rows])
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(

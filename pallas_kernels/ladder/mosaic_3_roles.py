@@ -47,21 +47,22 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
                 def _():
                     plgpu.barrier_wait(free_barrier.at[slot])
 
-                w_tile, ready = w_gmem.at[pl.ds(first_row, tile), columns], ready_barrier.at[slot]
-                plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready)
-                plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], x_smem.at[slot], ready)
+                w_tile_gmem = w_gmem.at[pl.ds(first_row, tile), columns]
+                barrier = ready_barrier.at[slot]
+                plgpu.copy_gmem_to_smem(w_tile_gmem, w_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], x_smem.at[slot], barrier)
                 return carry
 
             lax.fori_loop(0, num_steps, fetch, None)
 
         @pl.when(group != PRODUCER)
         def _():
-            def multiply(acc):
+            def multiply(acc_reg):
                 def step(i, carry):
                     slot = lax.rem(i, stages)
                     plgpu.barrier_wait(ready_barrier.at[slot])
-                    own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
-                    plgpu.wgmma(acc, own_rows, x_smem.at[slot].T)
+                    rows_smem = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
+                    plgpu.wgmma(acc_reg, rows_smem, x_smem.at[slot].T)
                     plgpu.wgmma_wait(0)
 
                     @pl.when(i + stages < num_steps)
@@ -71,11 +72,11 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
                     return carry
 
                 lax.fori_loop(0, num_steps, step, None)
-                return acc[...]
+                return acc_reg[...]
 
-            total = pl.run_scoped(multiply, plgpu.ACC((ROWS, R), jnp.float32))
-            own = pl.ds(first_row + group * ROWS, ROWS)
-            store_transposed(total, out_smem.at[group], out_gmem.at[:, own])
+            total_reg = pl.run_scoped(multiply, plgpu.ACC((ROWS, R), jnp.float32))
+            out_rows = pl.ds(first_row + group * ROWS, ROWS)
+            store_transposed(total_reg, out_smem.at[group], out_gmem.at[:, out_rows])
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(

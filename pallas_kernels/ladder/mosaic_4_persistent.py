@@ -35,8 +35,8 @@ def chunks(N: int, K: int, num_sms: int, step: int = STEP) -> int:
     """Chunks of K: the fewest with which 90 % of the multiprocessors have a unit, of two steps at least."""
     tiles, steps = N // TILE, K // step
     most = max(1, steps // 2)
-    wanted = next((n for n in range(1, most) if tiles * n >= 0.9 * num_sms), most)
-    return pl.cdiv(steps, pl.cdiv(steps, wanted))  # without chunks that begin past K
+    num_chunks = next((n for n in range(1, most) if tiles * n >= 0.9 * num_sms), most)
+    return pl.cdiv(steps, pl.cdiv(steps, num_chunks))  # without chunks that begin past K
 
 
 def declare(
@@ -100,7 +100,7 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
         block, group = lax.axis_index("block"), lax.axis_index("group")
         own_units = lax.div(num_units - block + blocks - 1, blocks)
 
-        def place(unit):
+        def locate(unit):
             """(first row, chunk) of the block's n-th unit; chunks of a tile are neighbours."""
             unit = block + unit * blocks
             return lax.div(unit, num_chunks) * TILE, lax.rem(unit, num_chunks)
@@ -108,7 +108,7 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
         @pl.when(group == PRODUCER)
         def _():
             def unit(n, carry):
-                first_row, chunk = place(n)
+                first_row, chunk = locate(n)
 
                 def fetch(i, carry):
                     step = n * num_steps + i  # of all units
@@ -119,10 +119,10 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
                     def _():
                         plgpu.barrier_wait(free_barrier.at[slot])
 
-                    w_tile = w_gmem.at[pl.ds(first_row, TILE), columns]
-                    x_tile, ready = x_gmem.at[:, columns], ready_barrier.at[slot]
-                    plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready, oob_mode=ZEROS)
-                    plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready)
+                    w_tile_gmem = w_gmem.at[pl.ds(first_row, TILE), columns]
+                    x_tile_gmem, barrier = x_gmem.at[:, columns], ready_barrier.at[slot]
+                    plgpu.copy_gmem_to_smem(w_tile_gmem, w_smem.at[slot], barrier, oob_mode=ZEROS)
+                    plgpu.copy_gmem_to_smem(x_tile_gmem, x_smem.at[slot], barrier)
                     return carry
 
                 return lax.fori_loop(0, num_steps, fetch, carry)
@@ -132,12 +132,12 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
         @pl.when(group != PRODUCER)
         def _():
             def unit(n, carry):
-                def multiply(acc):
+                def multiply(acc_reg):
                     def step(i, carry):
                         slot = lax.rem(n * num_steps + i, STAGES)
                         plgpu.barrier_wait(ready_barrier.at[slot])
-                        own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
-                        plgpu.wgmma(acc, own_rows, x_smem.at[slot].T)
+                        rows_smem = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
+                        plgpu.wgmma(acc_reg, rows_smem, x_smem.at[slot].T)
                         plgpu.wgmma_wait(0)
 
                         @pl.when(n * num_steps + i + STAGES < own_units * num_steps)
@@ -147,12 +147,12 @@ def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
                         return carry
 
                     lax.fori_loop(0, num_steps, step, None)
-                    return acc[...]
+                    return acc_reg[...]
 
-                total = pl.run_scoped(multiply, plgpu.ACC((ROWS, R), jnp.float32))
-                first_row, chunk = place(n)
-                own = pl.ds(first_row + group * ROWS, ROWS)
-                store_transposed(total, out_smem.at[group], out_gmem.at[chunk, :, own])
+                total_reg = pl.run_scoped(multiply, plgpu.ACC((ROWS, R), jnp.float32))
+                first_row, chunk = locate(n)
+                out_rows = pl.ds(first_row + group * ROWS, ROWS)
+                store_transposed(total_reg, out_smem.at[group], out_gmem.at[chunk, :, out_rows])
                 return carry
 
             lax.fori_loop(0, own_units, unit, None)

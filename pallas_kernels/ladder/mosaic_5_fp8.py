@@ -42,21 +42,21 @@ def unpack(tile_smem: Any) -> jax.Array:
     Threads exchange bytes (the change of layout) while elements have 8 bits: half as many shuffles. Hopper
     converts e4m3 to float16 only; through float32 to bfloat16 it is exact.
     """
-    packed = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    packed = plgpu.layout_cast(packed, plgpu.Layout.WGMMA)
-    return packed.astype(jnp.float32).astype(jnp.bfloat16)
+    packed_reg = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    packed_reg = plgpu.layout_cast(packed_reg, plgpu.Layout.WGMMA)
+    return packed_reg.astype(jnp.float32).astype(jnp.bfloat16)
 
 
 def multiply(tile_smem: Any, x_smem: Any, interpret: Any) -> jax.Array:
     """e4m3 [ROWS, BLOCK] times bfloat16 [R, BLOCK]: float32 [ROWS, R] in registers."""
-    weight = unpack(tile_smem)
+    weight_reg = unpack(tile_smem)
     if interpret is not None:  # the interpreter has no wgmma with an operand in registers
-        return jnp.dot(weight.astype(jnp.float32), x_smem[...].astype(jnp.float32).T)
+        return jnp.dot(weight_reg.astype(jnp.float32), x_smem[...].astype(jnp.float32).T)
 
-    def run(acc):
-        plgpu.wgmma(acc, weight, x_smem.T)
+    def run(acc_reg):
+        plgpu.wgmma(acc_reg, weight_reg, x_smem.T)
         plgpu.wgmma_wait(0)
-        return acc[...]
+        return acc_reg[...]
 
     return pl.run_scoped(run, plgpu.ACC((ROWS, x_smem.shape[0]), jnp.float32))
 
@@ -82,19 +82,19 @@ def scaled_product(
     """
 
     def step(i, carry):
-        total, factor = carry
+        total_reg, factor = carry
         next_factor = block_scale(i + 1)  # a step early, to hide the latency
         slot = lax.rem(n * num_steps + i, STAGES)
         plgpu.barrier_wait(ready_barrier.at[slot])
-        own_rows = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
-        product = multiply(own_rows, x_smem.at[slot], interpret)
+        rows_smem = w_smem.at[slot, pl.ds(group * ROWS, ROWS)]
+        product_reg = multiply(rows_smem, x_smem.at[slot], interpret)
 
         @pl.when(n * num_steps + i + STAGES < own_units * num_steps)
         def _():
             plgpu.commit_smem()  # the threads' reads precede the next copy
             plgpu.barrier_arrive(free_barrier.at[slot])
 
-        return total + product * factor, next_factor
+        return total_reg + product_reg * factor, next_factor
 
     zeros = jnp.zeros((ROWS, x_smem.shape[1]), jnp.float32)
     start = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), block_scale(0)
@@ -121,14 +121,14 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
         block, group = lax.axis_index("block"), lax.axis_index("group")
         own_units = lax.div(num_units - block + blocks - 1, blocks)
 
-        def place(unit):
+        def locate(unit):
             unit = block + unit * blocks
             return lax.div(unit, num_chunks), lax.rem(unit, num_chunks)
 
         @pl.when(group == PRODUCER)
         def _():
             def unit(n, carry):
-                tile, chunk = place(n)
+                tile, chunk = locate(n)
 
                 def fetch(i, carry):
                     step = n * num_steps + i
@@ -139,10 +139,10 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
                     def _():
                         plgpu.barrier_wait(free_barrier.at[slot])
 
-                    w_tile = w_gmem.at[pl.ds(tile * TILE, TILE), columns]
-                    x_tile, ready = x_gmem.at[:, columns], ready_barrier.at[slot]
-                    plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready, oob_mode=ZEROS)
-                    plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready)
+                    w_tile_gmem = w_gmem.at[pl.ds(tile * TILE, TILE), columns]
+                    x_tile_gmem, barrier = x_gmem.at[:, columns], ready_barrier.at[slot]
+                    plgpu.copy_gmem_to_smem(w_tile_gmem, w_smem.at[slot], barrier, oob_mode=ZEROS)
+                    plgpu.copy_gmem_to_smem(x_tile_gmem, x_smem.at[slot], barrier)
                     return carry
 
                 return lax.fori_loop(0, num_steps, fetch, carry)
@@ -152,17 +152,17 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
         @pl.when(group != PRODUCER)
         def _():
             def unit(n, carry):
-                tile, chunk = place(n)
+                tile, chunk = locate(n)
 
                 def block_scale(i):
                     return scale_gmem[tile, jnp.minimum(chunk * num_steps + i, K // BLOCK - 1)]
 
-                total = scaled_product(
+                total_reg = scaled_product(
                     n, own_units, num_steps, block_scale, group,
                     x_smem, w_smem, ready_barrier, free_barrier, launch.interpret,
                 )  # fmt: skip
-                own = pl.ds(tile * TILE + group * ROWS, ROWS)
-                store_transposed(total, out_smem.at[group], out_gmem.at[chunk, :, own])
+                out_rows = pl.ds(tile * TILE + group * ROWS, ROWS)
+                store_transposed(total_reg, out_smem.at[group], out_gmem.at[chunk, :, out_rows])
                 return carry
 
             lax.fori_loop(0, own_units, unit, None)

@@ -78,7 +78,7 @@ def product(
         num_units = num_items_gmem[0] * row_tiles
         own_units = lax.div(num_units - block + blocks - 1, blocks)
 
-        def place(unit):
+        def locate(unit):
             """(item, tile of weight rows) of the block's n-th unit; tiles of an item are neighbours."""
             unit = block + unit * blocks
             return lax.div(unit, row_tiles), lax.rem(unit, row_tiles)
@@ -86,9 +86,9 @@ def product(
         @pl.when(group == PRODUCER)
         def _():
             def unit(n, carry):
-                item, tile = place(n)
-                w_rows = w_gmem.at[experts_gmem[item], pl.ds(tile * TILE, TILE)]
-                x_rows = x_gmem.at[pl.ds(item * tokens, tokens)]
+                item, tile = locate(n)
+                w_rows_gmem = w_gmem.at[experts_gmem[item], pl.ds(tile * TILE, TILE)]
+                x_rows_gmem = x_gmem.at[pl.ds(item * tokens, tokens)]
 
                 def fetch(i, carry):
                     step = n * num_steps + i
@@ -98,9 +98,9 @@ def product(
                     def _():
                         plgpu.barrier_wait(free_barrier.at[slot])
 
-                    ready = ready_barrier.at[slot]
-                    plgpu.copy_gmem_to_smem(w_rows.at[:, columns], w_smem.at[slot], ready)
-                    plgpu.copy_gmem_to_smem(x_rows.at[:, columns], x_smem.at[slot], ready)
+                    barrier = ready_barrier.at[slot]
+                    plgpu.copy_gmem_to_smem(w_rows_gmem.at[:, columns], w_smem.at[slot], barrier)
+                    plgpu.copy_gmem_to_smem(x_rows_gmem.at[:, columns], x_smem.at[slot], barrier)
                     return carry
 
                 return lax.fori_loop(0, num_steps, fetch, carry)
@@ -110,18 +110,21 @@ def product(
         @pl.when(group != PRODUCER)
         def _():
             def unit(n, carry):
-                item, tile = place(n)
+                item, tile = locate(n)
                 expert = experts_gmem[item]
 
                 def block_scale(i):
                     return scale_gmem[expert, tile, jnp.minimum(i, num_steps - 1)]
 
-                total = scaled_product(
+                total_reg = scaled_product(
                     n, own_units, num_steps, block_scale, group,
                     x_smem, w_smem, ready_barrier, free_barrier, launch.interpret,
                 )  # fmt: skip
-                rows, own = pl.ds(item * tokens, tokens), pl.ds(tile * TILE + group * ROWS, ROWS)
-                store_transposed(total, out_smem.at[group], out_gmem.at[rows, own])
+                rows, out_rows = (
+                    pl.ds(item * tokens, tokens),
+                    pl.ds(tile * TILE + group * ROWS, ROWS),
+                )
+                store_transposed(total_reg, out_smem.at[group], out_gmem.at[rows, out_rows])
                 return carry
 
             lax.fori_loop(0, own_units, unit, None)

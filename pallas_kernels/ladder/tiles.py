@@ -25,11 +25,11 @@ def swizzled(dtype: jnp.dtype) -> tuple:
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
 
 
-def store_transposed(product: jax.Array, out_smem: Any, out_gmem: Any) -> None:
-    """Stores product [ROWS, R] of a warpgroup to out_gmem [R, ROWS] through out_smem [R, ROWS]."""
+def store_transposed(product_reg: jax.Array, out_smem: Any, out_gmem: Any) -> None:
+    """Stores product_reg [ROWS, R] of a warpgroup to out_gmem [R, ROWS] through out_smem [R, ROWS]."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-    product = product.astype(out_gmem.dtype)
-    out_smem.T[...] = plgpu.layout_cast(product, plgpu.Layout.WGMMA_TRANSPOSED)
+    product_reg = product_reg.astype(out_gmem.dtype)
+    out_smem.T[...] = plgpu.layout_cast(product_reg, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()  # the copy engine is to see what the threads stored
     plgpu.copy_smem_to_gmem(out_smem, out_gmem)
 

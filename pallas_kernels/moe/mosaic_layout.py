@@ -49,10 +49,10 @@ class Rows(NamedTuple):
         """[rows] -> [rows, columns]."""
         return lax.broadcast_in_dim(column, (self.rows, columns), (0,))
 
-    def load_row(self, ref) -> jax.Array:
-        """ref [columns] -> [rows, columns], the same in each row."""
-        row = plgpu.load(ref, layout=self.wide.reduce(0), optimized=False)
-        return lax.broadcast_in_dim(row, (self.rows, *ref.shape), (1,))
+    def load_row(self, row_ref) -> jax.Array:
+        """row_ref [columns], in shared or device memory -> [rows, columns], the same in each row."""
+        row = plgpu.load(row_ref, layout=self.wide.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(row, (self.rows, *row_ref.shape), (1,))
 
 
 class Plan(NamedTuple):
@@ -106,8 +106,8 @@ class Plan(NamedTuple):
             return plgpu.Layout.TILED(tiles, (plgpu.Replicated(4),), (-2,), -1)
         return plgpu.Layout.WG_STRIDED((self.Ep,), 1)
 
-    def load_flat(self, ref) -> jax.Array:
-        return plgpu.load(ref, layout=self.flat, optimized=False)
+    def load_flat(self, row_smem) -> jax.Array:
+        return plgpu.load(row_smem, layout=self.flat, optimized=False)
 
 
 class Scratch(NamedTuple):

@@ -112,8 +112,8 @@ def route_and_plan(
         plgpu.commit_smem()
 
         def store(tile_smem, target_gmem) -> None:
-            target = target_gmem.at[:, pl.ds(first_row, columns)]
-            copy = lambda: plgpu.copy_smem_to_gmem(tile_smem.at[pl.ds(0, top_k)], target)
+            columns_gmem = target_gmem.at[:, pl.ds(first_row, columns)]
+            copy = lambda: plgpu.copy_smem_to_gmem(tile_smem.at[pl.ds(0, top_k)], columns_gmem)
             pl.when(first_row < plan.padded_rows)(copy)  # the last blocks may have no rows
 
         store(weights_smem, weights_gmem)

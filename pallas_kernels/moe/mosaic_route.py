@@ -73,9 +73,9 @@ def _choose(parts: list, top_k: int, values_smem, ids_smem) -> list:
     return lax.fori_loop(0, top_k, choose, parts)
 
 
-def _load_column(ref, j) -> jax.Array:
-    """ref[j] of a shared array [k, ROWS]: one element per row, in registers."""
-    return plgpu.load(ref.at[j], layout=_LAYOUT.reduce(1), optimized=False)
+def _load_column(rows_smem, j) -> jax.Array:
+    """rows_smem[j] of a shared array [k, ROWS]: one element per row, in registers."""
+    return plgpu.load(rows_smem.at[j], layout=_LAYOUT.reduce(1), optimized=False)
 
 
 def _experts(part: int) -> jax.Array:
@@ -166,14 +166,14 @@ def _staged(R: int, E: int) -> bool:
 def _load(logits_gmem, bias_gmem, logits_smem, loaded_barrier, block) -> list:
     """The logits of 64 rows in registers, a list of [ROWS, _WIDTH]."""
     R, E = logits_gmem.shape
-    source = logits_gmem.at[pl.ds(block * ROWS, ROWS), pl.ds(0, padded_experts(E))]
+    source_ref = logits_gmem.at[pl.ds(block * ROWS, ROWS), pl.ds(0, padded_experts(E))]
     if _staged(R, E):  # out-of-range rows and experts are filled with zeros
         plgpu.copy_gmem_to_smem(
-            source, logits_smem, loaded_barrier, oob_mode=plgpu.OOBFillMode.ZEROS
+            source_ref, logits_smem, loaded_barrier, oob_mode=plgpu.OOBFillMode.ZEROS
         )
         plgpu.barrier_wait(loaded_barrier)
-        source = logits_smem
-    return load_parts(source, bias_gmem, E)
+        source_ref = logits_smem
+    return load_parts(source_ref, bias_gmem, E)
 
 
 def replace_not_finite(logits: jax.Array) -> jax.Array:
@@ -186,12 +186,12 @@ def replace_not_finite(logits: jax.Array) -> jax.Array:
     return jnp.where(logits == logits, jnp.maximum(logits, _LOWEST), jnp.inf)
 
 
-def load_parts(source, bias_gmem: list, E: int) -> list:
-    """Logits plus bias of 64 rows of `source` in registers, a list of [ROWS, _WIDTH]; -inf past E."""
+def load_parts(source_ref, bias_gmem: list, E: int) -> list:
+    """Logits plus bias of 64 rows of `source_ref` in registers, a list of [ROWS, _WIDTH]; -inf past E."""
     parts = []
     for start in range(0, E, _WIDTH):
         columns = pl.ds(start, _WIDTH)
-        part = plgpu.load(source.at[:, columns], layout=_LAYOUT, optimized=False)
+        part = plgpu.load(source_ref.at[:, columns], layout=_LAYOUT, optimized=False)
         if bias_gmem:
             row = plgpu.load(bias_gmem[0].at[columns], layout=_LAYOUT.reduce(0), optimized=False)
             part = part + lax.broadcast_in_dim(row.astype(jnp.float32), (ROWS, _WIDTH), (1,))

@@ -19,8 +19,8 @@ def load_logits(plan: Plan, source_ref: Any, bias_gmem: list[Any]) -> jax.Array:
     """
     block, E = plan.block, plan.E
     columns = pl.ds(0, plan.Ep)
-    part = source_ref.at[pl.ds(0, block.rows), columns]
-    x = plgpu.load(part, layout=block.wide, optimized=False)
+    part_ref = source_ref.at[pl.ds(0, block.rows), columns]
+    x = plgpu.load(part_ref, layout=block.wide, optimized=False)
     if bias_gmem:
         x = x + block.load_row(bias_gmem[0].at[columns]).astype(jnp.float32)
     x = replace_not_finite(x)
@@ -63,7 +63,7 @@ def softmax(plan: Plan, values_reg: jax.Array, total_smem: Any, powers_smem: Any
     """
     block = plan.block
     spread = lambda column: lax.broadcast_in_dim(column, values_reg.shape, (1,))
-    load = lambda ref: plgpu.load(ref, layout=block.tall.reduce(0), optimized=False)
+    load = lambda row_smem: plgpu.load(row_smem, layout=block.tall.reduce(0), optimized=False)
     powers = jnp.exp(values_reg - spread(jnp.max(values_reg, axis=0)))
     if total_smem is None:  # summed in the order of the reference
         powers_smem[...] = powers

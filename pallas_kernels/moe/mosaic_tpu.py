@@ -135,16 +135,16 @@ def _product(
         @pl.when(i < num_items_smem[0])
         def _():
             *operands, out_vmem = refs
-            x_vmem, rest = operands[: len(halves)], operands[len(halves) :]
-            values_vmem, *rest = rest
-            scale_ref = None if kind == "plain" else rest.pop(0)
-            made = []
+            x_vmem, other_refs = operands[: len(halves)], operands[len(halves) :]
+            values_vmem, *other_refs = other_refs
+            scale_ref = None if kind == "plain" else other_refs.pop(0)
+            products = []
             for part in range(parts):
                 y = _UNPACKED[kind](x_vmem, values_vmem.at[part], scale_ref, part, n)
-                if rest:
-                    y += rest[0][part].astype(jnp.float32)
-                made.append(y)
-            y = _activate(*made, limit) if parts == 2 else made[0]
+                if other_refs:
+                    y += other_refs[0][part].astype(jnp.float32)
+                products.append(y)
+            y = _activate(*products, limit) if parts == 2 else products[0]
             out_vmem[...] = y.astype(out_vmem.dtype)
 
     # Tiles of weights, twice while the next ones are copied, and what they are unpacked to.
@@ -204,8 +204,8 @@ def _mxfp4(x_vmem, values_vmem, scale_ref, part, n) -> jax.Array:
     factors = jnp.dot(owns, factors, preferred_element_type=jnp.float32)
     unpack = lambda code: (_e2m1(code) * factors).astype(jnp.bfloat16)
     dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-    even, odd = x_vmem
-    return dot(even[...], unpack(codes & 15)) + dot(odd[...], unpack(codes >> 4))
+    even_vmem, odd_vmem = x_vmem
+    return dot(even_vmem[...], unpack(codes & 15)) + dot(odd_vmem[...], unpack(codes >> 4))
 
 
 def _e2m1(code: jax.Array) -> jax.Array:

@@ -114,46 +114,49 @@ def _kernel(plan: _Plan, interpret):
         b, t, block = (lax.axis_index(name) for name in ("batch", "row", "block"))
         first = block * G  # first head of the block, among all heads of the projection
 
-        def row_of(ref, *index):
+        def load_row(row_gmem, *index):
             """Loads a vector [half] shared by all heads, as float32 [G, half]."""
-            x = plgpu.load(ref.at[index], layout=layout.reduce(0), optimized=False)
+            x = plgpu.load(row_gmem.at[index], layout=layout.reduce(0), optimized=False)
             return lax.broadcast_in_dim(x.astype(jnp.float32), (G, plan.half), (1,))
 
-        def projected(first):
+        def project(first):
             """Sum of the parts plus bias, rounded, of G heads from `first` on: two halves [G, half]."""
-            both = []
+            halves_reg = []
             for half in halves:
                 index = (pl.ds(first, G), half)
-                load = lambda ref: plgpu.load(ref, layout=layout, optimized=False).astype(
-                    jnp.float32
-                )
+                load = lambda heads_gmem: plgpu.load(
+                    heads_gmem, layout=layout, optimized=False
+                ).astype(jnp.float32)
                 total = load(parts_gmem.at[(0, b, t, *index)])
                 for s in range(1, plan.S):
                     total = total + load(parts_gmem.at[(s, b, t, *index)])
                 if plan.has_bias:
                     total = total + load(bias_gmem.at[index])
-                both.append(_round(total))
-            return both
+                halves_reg.append(_round(total))
+            return halves_reg
 
-        def normed(both, weight):
-            squares = (both[0] * both[0] + both[1] * both[1]).sum(1)
+        def normalize(halves_reg, weight_gmem):
+            squares = (halves_reg[0] * halves_reg[0] + halves_reg[1] * halves_reg[1]).sum(1)
             inverse = lax.rsqrt(squares / plan.H + plan.eps)
             inverse = lax.broadcast_in_dim(inverse, (G, plan.half), (0,))
-            both = [x * inverse for x in both]
-            if weight is not None:
-                both = [x * row_of(weight, half) for x, half in zip(both, halves, strict=True)]
-            return [_round(x) for x in both]
+            halves_reg = [x * inverse for x in halves_reg]
+            if weight_gmem is not None:
+                halves_reg = [
+                    x * load_row(weight_gmem, half)
+                    for x, half in zip(halves_reg, halves, strict=True)
+                ]
+            return [_round(x) for x in halves_reg]
 
-        def rotated(both):
-            c, s = row_of(cos_gmem, b, t), row_of(sin_gmem, b, t)
-            return [both[0] * c - both[1] * s, both[1] * c + both[0] * s]
+        def rotate(halves_reg):
+            c, s = load_row(cos_gmem, b, t), load_row(sin_gmem, b, t)
+            return [halves_reg[0] * c - halves_reg[1] * s, halves_reg[1] * c + halves_reg[0] * s]
 
-        def store(ref, index, both):
-            for half, x in zip(halves, both, strict=True):
-                x = x if ref.dtype == jnp.bfloat16 else _round(x)
-                ref[(*index, half)] = stored(x, ref.dtype)
+        def store(out_gmem, index, halves_reg):
+            for half, x in zip(halves, halves_reg, strict=True):
+                x = x if out_gmem.dtype == jnp.bfloat16 else _round(x)
+                out_gmem[(*index, half)] = stored(x, out_gmem.dtype)
 
-        def destination():
+        def locate():
             """(page, slot in the page, whether the row is stored)."""
             position = positions_gmem[b, t]
             column = lax.div(position, plan.Z)
@@ -163,34 +166,34 @@ def _kernel(plan: _Plan, interpret):
             real = True if plan.ring else (column < plan.W) & (page != 0)
             return page, lax.rem(position, plan.Z), real
 
-        def write(pages_gmem, to, head, both):
-            page, slot, real = to
-            pl.when(real)(lambda: store(pages_gmem, (page, slot, pl.ds(head, G)), both))
+        def write(pages_gmem, place, head, halves_reg):
+            page, slot, real = place
+            pl.when(real)(lambda: store(pages_gmem, (page, slot, pl.ds(head, G)), halves_reg))
 
         @pl.when(first < plan.N)
         def _():
-            x = projected(first)
-            x = normed(x, norms_gmem[0]) if plan.has_norms else x
-            store(q_gmem, (b, t, pl.ds(first, G)), rotated(x))
+            x = project(first)
+            x = normalize(x, norms_gmem[0]) if plan.has_norms else x
+            store(q_gmem, (b, t, pl.ds(first, G)), rotate(x))
 
         @pl.when((first >= plan.N) & (first < plan.N + plan.K))
         def _():
-            to, raw = destination(), projected(first)
-            value = raw if plan.shared_kv else projected(first + plan.K)
-            x = normed(raw, norms_gmem[1]) if plan.has_norms else raw
-            marked = zip(value, rotated(x), strict=True)
-            write(k_pages_gmem, to, first - plan.N, [_select(v, k, jnp.nan) for v, k in marked])
+            place, raw = locate(), project(first)
+            value = raw if plan.shared_kv else project(first + plan.K)
+            x = normalize(raw, norms_gmem[1]) if plan.has_norms else raw
+            marked = zip(value, rotate(x), strict=True)
+            write(k_pages_gmem, place, first - plan.N, [_select(v, k, jnp.nan) for v, k in marked])
             if plan.shared_kv:
-                value = normed(raw, None) if plan.value_norm else raw
-                write(v_pages_gmem, to, first - plan.N, [_select(v, v, 0.0) for v in value])
+                value = normalize(raw, None) if plan.value_norm else raw
+                write(v_pages_gmem, place, first - plan.N, [_select(v, v, 0.0) for v in value])
 
         if not plan.shared_kv:
 
             @pl.when(first >= plan.N + plan.K)
             def _():
-                to, x = destination(), projected(first)
-                x = normed(x, None) if plan.value_norm else x
-                write(v_pages_gmem, to, first - plan.N - plan.K, [_select(v, v, 0.0) for v in x])
+                place, x = locate(), project(first)
+                x = normalize(x, None) if plan.value_norm else x
+                write(v_pages_gmem, place, first - plan.N - plan.K, [_select(v, v, 0.0) for v in x])
 
     num_heads = plan.N + (1 if plan.shared_kv else 2) * plan.K
     return jax.jit(

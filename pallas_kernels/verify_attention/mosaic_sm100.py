@@ -179,7 +179,7 @@ def _walk_kernel(plan: Plan, interpret):
             spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
             in_split = lambda item: pl.ds(lax.rem(item, per) * key_block, key_block)
 
-            def multiply(start, end, pipeline, ready, product):
+            def multiply(start, end, pipeline, ready_barrier, product):
                 """Runs `product` for each item; refills a slot while the next MMA runs."""
 
                 def one(item, pages):
@@ -188,7 +188,7 @@ def _walk_kernel(plan: Plan, interpret):
                     after = lambda: pl.when(item > start)(lambda: pipeline.refill(item - 1, pages))
                     if plan.fp8:  # the single bfloat16 buffer must be free first
                         after()
-                    plgpu.barrier_wait(ready.at[slot])
+                    plgpu.barrier_wait(ready_barrier.at[slot])
                     product(item, slot)
                     if not plan.fp8:
                         after()

@@ -71,13 +71,13 @@ class _Mma(Cores):
             scores = plgpu.mma(scores, queries(i), keys_reg)
         return scores
 
-    def accumulate(self, out, weights, values_smem, interpret):
-        for first in range(0, weights.shape[1], _KEYS):
-            some = slice(first, first + _KEYS)
-            values_reg = plgpu.load(values_smem.at[some], layout=plgpu.Layout.MMA_RHS(jnp.bfloat16))
-            out = plgpu.mma(out, as_operand(weights[:, some], interpret), values_reg)
+    def accumulate(self, out_reg, weights_reg, values_smem, interpret):
+        for first in range(0, weights_reg.shape[1], _KEYS):
+            keys = slice(first, first + _KEYS)
+            values_reg = plgpu.load(values_smem.at[keys], layout=plgpu.Layout.MMA_RHS(jnp.bfloat16))
+            out_reg = plgpu.mma(out_reg, as_operand(weights_reg[:, keys], interpret), values_reg)
         plgpu.commit_smem()  # threads have read keys and values: a fence before the next copy
-        return out
+        return out_reg
 
 
 verify_attention = functools.partial(

@@ -48,30 +48,32 @@ class _Wgmma(Cores):
         load_queries(plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place)
         return q_smem
 
-    def scores(self, plan, queries, keys_smem):
-        def score(acc):
+    def scores(self, plan, q_smem, keys_smem):
+        def score(acc_reg):
             if plan.H <= _SCORE_COLUMNS:
-                plgpu.wgmma(acc, queries, keys_smem.transpose((1, 0)))
-                return acc[...]
+                plgpu.wgmma(acc_reg, q_smem, keys_smem.transpose((1, 0)))
+                return acc_reg[...]
 
             # Not unrolled: the descriptors of all steps would take registers.
             @pl.loop(0, plan.H // _SCORE_COLUMNS)
             def _(i):
                 part = pl.ds(i * _SCORE_COLUMNS, _SCORE_COLUMNS)
                 keys_part_smem = keys_smem.at[:, part]
-                plgpu.wgmma(acc, queries.at[:, part], keys_part_smem.transpose((1, 0)))
+                plgpu.wgmma(acc_reg, q_smem.at[:, part], keys_part_smem.transpose((1, 0)))
 
-            return acc[...]
+            return acc_reg[...]
 
         return pl.run_scoped(score, plgpu.ACC((TILE.rows, keys_smem.shape[0]), jnp.float32))
 
-    def accumulate(self, out, weights, values_smem, interpret):
+    def accumulate(self, out_reg, weights_reg, values_smem, interpret):
         # The interpreter supports neither an initialised accumulator nor a wgmma operand in registers.
         if interpret is not None:
-            product = jnp.dot(weights, values_smem[...], preferred_element_type=jnp.float32)
+            product = jnp.dot(weights_reg, values_smem[...], preferred_element_type=jnp.float32)
             plgpu.commit_smem()  # unlike a wgmma read, this read needs a fence before the next TMA write
-            return out + product
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values_smem))(plgpu.ACC.init(out))
+            return out_reg + product
+        return pl.run_state(lambda acc_reg: plgpu.wgmma(acc_reg, weights_reg, values_smem))(
+            plgpu.ACC.init(out_reg)
+        )
 
 
 verify_attention = functools.partial(

@@ -44,11 +44,11 @@ class Cores(ABC):
 
     @abstractmethod
     def accumulate(
-        self, out: jax.Array, weights: jax.Array, values_smem: Any, interpret: Any
+        self, out_reg: jax.Array, weights_reg: jax.Array, values_smem: Any, interpret: Any
     ) -> jax.Array:
-        """out + weights @ values, float32 [rows, columns] in registers.
+        """out_reg + weights_reg @ values, float32 [rows, columns] in registers.
 
-        `weights` are bfloat16 [rows, key_block] in registers, values_smem is [key_block, columns]. Keys and
+        weights_reg is bfloat16 [rows, key_block], values_smem bfloat16 [key_block, columns]. Keys and
         values may be overwritten by a copy afterwards.
         """
 

@@ -113,8 +113,8 @@ class Tcgen05(Mma):
         self, accs_tmem: Sequence[Any], tiles_smem: Sequence[Any], x_smem: Any, done_barrier: Any
     ) -> None:
         """Multiplies stored tiles [rows, step] in shared memory, one MMA per tile, and waits for them."""
-        for i, (tile_smem, acc) in enumerate(zip(tiles_smem, accs_tmem, strict=True)):
-            plgpu.tcgen05_mma(acc, tile_smem, x_smem.T, done_barrier.at[i], accumulate=False)
+        for i, (tile_smem, acc_tmem) in enumerate(zip(tiles_smem, accs_tmem, strict=True)):
+            plgpu.tcgen05_mma(acc_tmem, tile_smem, x_smem.T, done_barrier.at[i], accumulate=False)
         for i in range(len(tiles_smem)):
             plgpu.barrier_wait(done_barrier.at[i])
 
@@ -133,7 +133,7 @@ class Tcgen05(Mma):
         the next piece to the other half.
         """
         started = 0
-        for i, acc in enumerate(accs_tmem):
+        for i, acc_tmem in enumerate(accs_tmem):
             unpack = load(i)
             for piece in range(pieces):
                 slot = started % 2
@@ -146,7 +146,7 @@ class Tcgen05(Mma):
                     )
                 plgpu.commit_tmem()
                 plgpu.tcgen05_mma(
-                    acc,
+                    acc_tmem,
                     pieces_tmem.at[:, _span(slot, PIECE)],
                     x_smem.at[:, _span(piece, PIECE)].T,
                     done_barrier.at[slot],
@@ -158,8 +158,8 @@ class Tcgen05(Mma):
 
     def _load_sums(self, accs_tmem: Sequence[Any]) -> Iterator[jax.Array]:
         """Sums of a step, float32 [rows, tokens] in registers."""
-        for acc in accs_tmem:
-            yield plgpu.async_load_tmem(acc, layout=self.layout)
+        for acc_tmem in accs_tmem:
+            yield plgpu.async_load_tmem(acc_tmem, layout=self.layout)
         plgpu.wait_load_tmem()  # the next step overwrites the accumulators
 
     def unpack_fp8(self, tile_smem: Any) -> Callable[[int], jax.Array]:

@@ -115,33 +115,35 @@ class Wgmma(Mma):
         if interpret is not None and codec.unpacked:
             return [self._interpreted(load(i), parts, x_smem) for i in range(len(tiles_smem))]
 
-        def multiply(*accs):
+        def multiply(*accs_reg):
             if codec.unpacked:
-                self._multiply_unpacked(accs, load, parts, x_smem)
+                self._multiply_unpacked(accs_reg, load, parts, x_smem)
             else:
-                self._multiply_stored(accs, tiles_smem, x_smem)
+                self._multiply_stored(accs_reg, tiles_smem, x_smem)
             plgpu.wgmma_wait(0)
-            return [acc[...] for acc in accs]
+            return [acc_reg[...] for acc_reg in accs_reg]
 
-        accs = [plgpu.ACC((self.rows, x_smem.shape[0]), jnp.float32)] * len(tiles_smem)
-        return pl.run_scoped(multiply, *accs)
+        accs_reg = [plgpu.ACC((self.rows, x_smem.shape[0]), jnp.float32)] * len(tiles_smem)
+        return pl.run_scoped(multiply, *accs_reg)
 
-    def _multiply_stored(self, accs: Sequence[Any], tiles_smem: Sequence[Any], x_smem: Any) -> None:
+    def _multiply_stored(
+        self, accs_reg: Sequence[Any], tiles_smem: Sequence[Any], x_smem: Any
+    ) -> None:
         """Issues the wgmmas of stored tiles [rows, step], one per tile."""
-        for tile_smem, acc in zip(tiles_smem, accs, strict=True):
-            plgpu.wgmma(acc, tile_smem, x_smem.T)
+        for tile_smem, acc_reg in zip(tiles_smem, accs_reg, strict=True):
+            plgpu.wgmma(acc_reg, tile_smem, x_smem.T)
 
     def _multiply_unpacked(
-        self, accs: Sequence[Any], load: Callable[[int], Callable], parts: int, x_smem: Any
+        self, accs_reg: Sequence[Any], load: Callable[[int], Callable], parts: int, x_smem: Any
     ) -> None:
         """Issues the wgmmas of tiles in registers, each in `parts` parts; see `_products`."""
-        for i, acc in enumerate(accs):
+        for i, acc_reg in enumerate(accs_reg):
             unpack = load(i)
             for part in range(parts):
                 columns_smem = x_smem
                 if parts > 1:
                     columns_smem = x_smem.at[:, part * self.part : (part + 1) * self.part]
-                plgpu.wgmma(acc, unpack(part), columns_smem.T)
+                plgpu.wgmma(acc_reg, unpack(part), columns_smem.T)
                 if parts > 1:
                     # wgmma reads the weights from registers. With few tokens one wgmma overlaps the next
                     # unpack; with many the accumulators leave no registers for a second set of weights.
