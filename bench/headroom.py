@@ -43,9 +43,8 @@ class Measured:
 
     text: Text
     found: list[Earlier]
-    rank: (
-        np.ndarray
-    )  # int, of the target's choice among the head's candidates; 0 is the head's choice
+    # int, rank of the target's choice among the head's candidates; 0 is the head's choice
+    rank: np.ndarray
     confidence: np.ndarray  # float32, the head's largest probability
 
     @property

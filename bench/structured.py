@@ -63,9 +63,8 @@ def structured(options: Options, environment: dict) -> list[dict]:
         engine.grammars.prepare()
         cells = [(mode, size) for size in options.concurrency for mode in MODES]
         for mode, size in progress_bar(iterable=cells, desc=title, unit="row"):
-            _write(
-                engine, "free", size, options
-            )  # the first rounds of a batch size pay for later ones
+            # Not timed: the first rounds of a batch size are slower.
+            _write(engine, "free", size, options)
             row = dict(kind="structured", model=models.name, method=method, num_draft=num_draft)
             row |= dict(mode=mode, concurrency=size, max_tokens=options.max_tokens)
             row |= _write(engine, mode, size, options)

@@ -19,12 +19,10 @@ from peagle_jax.plan import SURVIVAL_BINS, DecodePlan, SurvivalReport
 
 BINS = 20
 """Bins of a confidence's logit."""
-_LEAST, _WIDTH = (
-    -5.0,
-    0.75,
-)  # bin i holds logits from _LEAST + i * _WIDTH; the last one all above 9.25
-_PRIOR = 16.0  # drafts: weight of "the drafter's confidence is right" beside what was counted
-_DECAY = 0.998  # per round: what was counted 350 rounds ago has half its weight
+# Bin i holds logits from _LEAST + i * _WIDTH; the last one all above 9.25.
+_LEAST, _WIDTH = -5.0, 0.75
+_PRIOR = 16.0  # pseudo-count, in drafts, of the drafter's own confidence beside the counted drafts
+_DECAY = 0.998  # of the counts, per round: a draft of 350 rounds ago has half its weight
 
 
 class Survival(NamedTuple):
@@ -38,13 +36,10 @@ class Survival(NamedTuple):
 
 
 def init_survival(num_slots: int, num_draft: int) -> Survival:
-    """Nothing counted yet: the drafter's confidence is taken for the probability of acceptance."""
+    """Counts of zero: the drafter's confidence then is the estimated probability of acceptance."""
     counts = lambda: jnp.zeros((num_draft, BINS), jnp.float32)
-    confidence, place = (
-        jnp.zeros((num_slots, num_draft), jnp.float32),
-        jnp.zeros(num_slots, jnp.int32),
-    )
-    return Survival(confidence, place, counts(), counts())
+    confidence = jnp.zeros((num_slots, num_draft), jnp.float32)
+    return Survival(confidence, jnp.zeros(num_slots, jnp.int32), counts(), counts())
 
 
 def confidence_of(logits: jax.Array) -> jax.Array:

@@ -138,12 +138,12 @@ def verify_sampled(
 
 
 class Block(NamedTuple):
-    """How a block of J drafts ends: after i drafts with `chance`, then with a token drawn from `residual`."""
+    """Distribution of the end of a block of J drafts: after i drafts with `chance`, then a token of `residual`."""
 
-    chance: (
-        jax.Array
-    )  # [B, J+1] float32, of ending after i drafts or later ones, were no later one possible
-    residual: jax.Array  # [B, J+1, V] float32, unnormalised law of the token after i drafts
+    # [B, J+1] float32, probability that the block ends after i drafts if it ends after no later one
+    chance: jax.Array
+    # [B, J+1, V] float32, unnormalised distribution of the token after i drafts
+    residual: jax.Array
 
 
 def block_law(p: jax.Array, drafts: jax.Array, q: jax.Array, num_draft: jax.Array) -> Block:
@@ -169,8 +169,8 @@ def block_law(p: jax.Array, drafts: jax.Array, q: jax.Array, num_draft: jax.Arra
     following = jnp.pad(jnp.where(is_draft[..., None], q, 0.0), ((0, 0), (0, 1), (0, 0)))
     residual = jnp.maximum(r[..., None] * p - following, 0.0)
     Z = vocabulary.total(residual)
-    # Z is 0 where p is 0 at the draft, or where p and q are equal: then r_{i+1} is r_i, and what comes later
-    # decides.
+    # Z is 0 where p is 0 at the draft, or where p and q are equal. Then r_{i+1} is r_i, and the chances of later
+    # drafts decide.
     chance = jnp.where(Z > 0, Z / jnp.where(Z > 0, Z + 1 - r, 1.0), 0.0)
     is_end = jnp.arange(J + 1) <= num_draft[:, None]
     return Block(jnp.where(is_end, chance, 0.0).at[:, 0].set(1.0), residual)

@@ -101,9 +101,8 @@ class Encoder:
             given = {"tools": list(tools)} if tools else {}
             text = tokenizer.chat_text(messages, **variables, **given)
             self._check_size(len(text), field)
-            return tokenizer.encode(
-                text, special=False
-            )  # the template writes special tokens itself
+            # The template writes special tokens itself.
+            return tokenizer.encode(text, special=False)
 
         is_short = size <= _SHORT and len(messages) <= _SHORT_CHAT
         if is_short:

@@ -168,9 +168,8 @@ def test_sampled_output_has_the_targets_law(drafts, num_cases):
     params = [SamplingParams(max_tokens=3, temperature=temperature, seed=s) for s in range(count)]
     done = engine.generate([prompt] * count, params)
     counts = engine.scheduler.counts.ngram
-    assert (
-        0.1 < counts.accepted / counts.rounds < 0.9
-    )  # both outcomes, or the test would show nothing
+    # Without both outcomes the test could not fail.
+    assert 0.1 < counts.accepted / counts.rounds < 0.9
     tokens = np.array([one.tokens for one in done])
     texts = np.array(list(itertools.product(range(4), repeat=2)))
     rows = np.concatenate([np.tile(prompt, (16, 1)), texts], axis=1)

@@ -18,10 +18,8 @@ from bench import deviceless_tpu
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 CHIPS = tuple(deviceless_tpu.CHIPS)
 PROGRAMS = dict.fromkeys(CHIPS, ("round", "prefill", "experts"))
-PROGRAMS["v6e"] = (
-    "round",
-    "experts",
-)  # GPT-OSS has a prefill there, which costs as much as a round
+# Not prefill: that of GPT-OSS is compiled for this chip, in another test.
+PROGRAMS["v6e"] = ("round", "experts")
 SIZES = ("--preset=qwen3-0.6b", "--layers=2", "-k=3", "--max-model-len=2048")
 _ROOT = Path(__file__).parents[1]
 _MIB = 2**20

@@ -83,9 +83,8 @@ class TuningConfig:
         for groups, tokens in ((1, 64), (2, 64), (1, 128), (2, 128), (4, 64), (4, 128)):
             stages = 3 if tokens * groups == 64 else 4  # capped by shared memory
             for split in (False, True)[: self.chunks]:
-                totals = (
-                    1 if split or self.chunks == 1 else 2
-                )  # accumulators: of a chunk, and of all chunks
+                # Accumulators: one of a chunk, and a second one of all chunks.
+                totals = 1 if split or self.chunks == 1 else 2
                 # With four warpgroups a thread has 128 registers: no room for unpacked weights, nor for
                 # the scales of 128 rows of x.
                 fits = not form.codec.unpacked and tokens * totals <= 128

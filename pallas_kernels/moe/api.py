@@ -182,10 +182,8 @@ def mixture(
         values = reference.moe(x, ids, weights, gate_up, down, limit, activations)
         own = jnp.arange(R, dtype=jnp.int32)[None]
         return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
-    from pallas_kernels.moe import (
-        mosaic_plan,
-        mosaic_route,
-    )  # a slow import that CPU use does not need
+    # Imported here: a slow import that CPU use does not need.
+    from pallas_kernels.moe import mosaic_plan, mosaic_route
 
     config = _config(R, E, top_k, (gate_up, down), activations, launch)
     cut = dict(tokens=config.tokens, shared=config.shared)

@@ -24,7 +24,7 @@ EXPLORE_COST = 0.005
 """Largest share of time that these two rounds may take beyond what rounds of the chosen K take."""
 _MEMORY = 256  # verified drafts over which the acceptance of a position is averaged, at least
 _FASTEST_DECAY = 0.05  # of the counts, per call: at least 20 calls are averaged
-_LEAST_KEPT = 64  # decayed count below which a position does not fade while nothing verifies it
+_LEAST_KEPT = 64  # decayed count below which a position that is not verified decays no further
 _LEAST_VERIFIED = 12  # decayed count of verified drafts before a position's share is used
 
 _log = logging.getLogger(__name__)
@@ -47,10 +47,11 @@ def exploration_interval(seconds: Mapping[int, float], present: int) -> int:
 
 
 class Survival:
-    """For each position, how often its draft passed in recent rounds after the drafts before it.
+    """For each position, how often its draft passed in recent rounds in which all drafts before it passed.
 
-    Rounds of few drafts say nothing about later ones by themselves. The share of a later draft is that of the
-    draft before it times how often it passed after that one. So it follows texts that become easier or harder.
+    The share of rounds in which draft j passes is the product of these conditional shares up to j. Rounds of few
+    drafts do not measure later positions, but they change the first factors of the product, so all shares follow
+    texts that become easier or harder.
 
     Args:
       most: J, number of positions.
@@ -73,7 +74,8 @@ class Survival:
         for j in reversed(range(most)):
             for i, counts in enumerate((with_drafted, with_reached, with_passed)):
                 new[i] += counts[j + 1]
-            # Counts of positions that are not verified fade as well, so that an exploration weighs enough.
+            # Counts of positions that are not verified decay too, so that the few rounds of an exploration
+            # replace them.
             if new[0] or self._reached[j] > _LEAST_KEPT:
                 kept = 1 - min(_FASTEST_DECAY, (new[0] or in_all) / _MEMORY)
                 self._verified[j] = kept * self._verified[j] + new[0]
@@ -99,7 +101,7 @@ class LoadPolicy:
 
     Args:
       most: J, the K of every bucket until there are measurements.
-      times: what rounds take.
+      times: times of rounds.
     """
 
     decide_every = DECIDE_EVERY
@@ -174,17 +176,17 @@ class LoadPolicy:
 
     def record(self, rows: Iterable[tuple[Request, int, int]]) -> None:
         """Counts a committed round: (request, drafts verified, drafts passed) of each row."""
-        found = {False: [], True: []}
+        by_class = {False: [], True: []}
         for request, drafted, passed in rows:
-            found[_is_sampled(request)].append((drafted, passed))
-        for is_sampled, counts in found.items():
+            by_class[_is_sampled(request)].append((drafted, passed))
+        for is_sampled, counts in by_class.items():
             self._survival[is_sampled].add(counts)
 
     def _choice(self, size: int) -> Choice:
         return self._choices.setdefault(size, Choice(RoundShape(size, self._most)))
 
     def _is_due(self, size: int) -> bool:
-        """Counts a round, and says whether a decision comes before it."""
+        """Counts a round. Returns whether K is decided anew before it."""
         self._rounds[size] += 1
         if self._rounds[size] < self.decide_every:
             return False
@@ -209,7 +211,7 @@ class LoadPolicy:
         return False
 
     def _shows_all(self, shape: RoundShape) -> bool:
-        """Whether rounds of `shape` show what an exploration would."""
+        """Whether a round of `shape` measures all that an exploration measures."""
         return shape == RoundShape(shape.size, self._most)
 
     def _decide(self, choice: Choice, rows: Sequence[Request], drafts: Sequence[int]) -> None:
@@ -235,7 +237,7 @@ class LoadPolicy:
         rates: Mapping[RoundShape, float],
         seconds: Mapping[RoundShape, float],
     ) -> bool:
-        """Decides by rates. Returns whether the chosen shape is another one now."""
+        """Decides by rates. Returns whether the choice changed."""
         before = choice.present
         choice.decide(rates, self.times)
         chosen = choice.present

@@ -1,7 +1,8 @@
-"""The round that a batch bucket runs: the one with the most tokens per second. No jax here.
+"""The shape of a batch bucket's rounds: the one with the most tokens per second. No jax here.
 
-Rates rest on times over idle slots until real rounds correct them. So a shape that real rounds have not
-measured lately, and that promises little less than the present one, is tried for some rounds.
+The predicted tokens per second of a shape are computed from its time over idle slots until real rounds correct
+it. So a shape without recent real rounds, whose prediction is not far below that of the present shape, is tried
+for some rounds.
 """
 
 from collections.abc import Mapping
@@ -12,10 +13,10 @@ from peagle_jax.engine.round_times import RoundTimes
 LEAST_GAIN = 0.015
 """Share of tokens per second by which another shape must be faster to replace the one in use."""
 TRY_ABOVE = 0.7
-"""Share of the present tokens per second that another shape must promise to be tried: times over idle slots may
-be wrong by that much, and a trial costs a few rounds in thousands."""
+"""A shape is tried if its prediction is above this share of the present tokens per second: times over idle slots may
+be wrong by the rest, and a trial costs a few rounds in thousands."""
 _LONGEST_TRIAL = 4
-"""Decisions after which a trial ends although it was not timed: rounds between prefill calls are not."""
+"""Decisions after which a trial ends without a time: rounds between prefill calls are not timed."""
 
 
 def best(rates: Mapping, present, least_gain: float):
@@ -57,7 +58,7 @@ class Choice:
 
         Args:
           rates: tokens per second by shape, `present` among them.
-          times: what the rates rest on.
+          times: the times from which `rates` were computed.
         """
         if self.trial is not None and not times.is_measured(self.trial) and self._decisions_left:
             self._decisions_left -= 1

@@ -8,18 +8,18 @@ CAPTURED = (
     "COLLECTIVES", "CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION",
     "FUSION",
 )  # fmt: skip
-"""What a CUDA graph holds where collectives are captured: XLA's own choice of jaxlib 0.11.2, and COLLECTIVES. As an
-option of one program, unlike as a flag, XLA takes the whole list only."""
+"""Kinds of XLA commands in a CUDA graph that captures collectives: the default of jaxlib 0.11.2, and COLLECTIVES.
+XLA_FLAGS can add one kind to the default; the option of a single program must list all kinds."""
 
 
 def compiler_options(key: Key, config: EngineConfig) -> dict[str, bool | str]:
-    """The options that the program of `key` compiles with; none on other platforms than GPUs."""
+    """Compiler options of the program of `key`; none on other platforms than GPUs."""
     if dispatch.platform() != "cuda":
         return {}
     # A CUDA graph cannot contain CUB's sort. Top-k and top-p sort inside a conditional, so with CUB the
     # host would synchronise with the device every round to pick the branch.
     options: dict[str, bool | str] = {"xla_gpu_enable_cub_radix_sort": False}
-    # The all-to-all of other rounds and of prefill cannot be captured: NCCL ends the process.
+    # Other rounds and prefill have an all-to-all, which cannot be captured: NCCL aborts the process.
     if config.collectives == "captured" and isinstance(key, GreedyRound):
         options["xla_gpu_enable_command_buffer"] = ",".join(CAPTURED)
     return options

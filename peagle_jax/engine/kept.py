@@ -34,7 +34,11 @@ def without(state: step.State, kept: Kept) -> step.State:
 
 
 def join(written: step.State, kept: Kept, survival: Survival | None = None) -> step.State:
-    """The state from its parts; `survival` is that of rounds which do not count it."""
+    """The state from its parts.
+
+    Args:
+      survival: the counts of the state before the round, for a round that does not count survival.
+    """
     params, controls = kept
     if written.controls is not None:
         controls = controls._replace(counts=written.controls.counts)

@@ -55,7 +55,9 @@ class MaskThreads:
         if count > 1:
             self._num_parallel += 1
             turn, rest = divmod(self._num_parallel, _SAMPLED_EVERY)
-            if rest == 0:  # with several threads the time of a call does not give that of a request
+            if (
+                rest == 0
+            ):  # the time of a call on several threads does not give the time of one request
                 place = turn % len(windows)
                 self._measure(windows[place], masks)
                 windows = windows[:place] + windows[place + 1 :]

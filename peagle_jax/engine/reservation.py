@@ -5,7 +5,7 @@
 
 all capped at max_model_len (the device drops writes beyond it). A plan is uploaded when its page table has
 changed. So a request takes pages ahead, and keeps the same ones for many rounds, as long as half of the pool
-is free, or a quarter without the pages of cached prefixes while no other request waits for pages.
+is free, or while no other request waits for pages and a quarter is free without counting cached prefixes.
 """
 
 from peagle_jax.config import EngineConfig
@@ -70,9 +70,9 @@ class Reservation:
             self.num_changes += 1
 
     def _is_ample(self, num_free: int, is_awaited: bool) -> bool:
-        """Whether `num_free` pages are enough for what may come."""
+        """Whether a pool with `num_free` free pages has room for pages ahead."""
         most = self._pool.num_pages
-        # Pages ahead must not drive out prefixes for which there was room.
+        # Idle pages hold cached prefixes, which pages ahead must not evict.
         return 2 * num_free >= most or (
             not is_awaited and 4 * (num_free - self._pool.num_idle) >= most
         )

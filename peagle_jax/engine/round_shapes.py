@@ -29,8 +29,8 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
 
 
 _MOST_GREEDY = 64
-"""In larger batches the device takes longer than the host, and a branch costs nothing. That does not hold for models
-so light that a call runs several rounds."""
+"""In larger batches the device takes longer than the host, so branches cost no time. Light models, whose calls run
+several rounds, are not subject to this limit."""
 
 
 _LIGHT = 2**30
@@ -75,7 +75,9 @@ def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
 
 
 def counts_survival(config: EngineConfig, key: Key) -> bool:
-    """Whether the round of `key` measures how likely its drafts are to be accepted: in batch buckets with ragged
-    rounds, and where requests need branches or ragged rounds are chosen. The others run as without them.
+    """Whether the round of `key` counts how often drafts of each confidence are accepted.
+
+    Rounds with branches of batch buckets with ragged rounds do. All other programs are those of an engine
+    without ragged rounds.
     """
     return isinstance(key, RoundShape) and bool(config.ragged_rows(key.size))

@@ -1,10 +1,11 @@
 """Seconds per round by `RoundShape`: measured over idle slots first, then over real rounds. No jax here.
 
-A real round takes longer than one over idle slots, because it reads the keys of whole texts and the host
-takes part; and a device may be slower at some times than at others. So two values of K are compared only by
-their ratio: first that over idle slots, then that of the real rounds just before and just after K changed.
-What such rounds correct for two values of K, they correct for those in between as well. A ratio that was
-measured in a bad moment would keep a K out of use for ever, so it is forgotten after a while.
+A real round takes longer than one over idle slots, because it reads the keys of whole texts and includes the
+host's work. A device may also be slower at some times than at others. So two values of K are compared by the
+ratio of their times only: first the ratio over idle slots, then that of the real rounds just before and just
+after K changed. The corrections of two values of K are interpolated for the values between them. A ratio
+expires after `_VALID_ROUNDS` rounds: one that was measured while the device was slow would otherwise exclude a
+K for good.
 """
 
 import bisect
@@ -18,7 +19,7 @@ from peagle_jax.engine.calls import RoundShape
 
 IDLE_RUNS = 5
 """Timed runs over idle slots, after one that is not timed; the median counts."""
-_IDLE_SECONDS = 0.5  # no further idle run of a shape that took as long in all
+_IDLE_SECONDS = 0.5  # total seconds of a shape's idle runs after which it gets no further one
 _WINDOW = 15  # real rounds whose median is the present time
 _LEAST = 8  # real rounds of a shape, without another one between them, before their median counts
 _WEIGHT = 0.5
@@ -29,7 +30,7 @@ _VALID_ROUNDS = 4096  # rounds of a batch bucket after which an unused shape has
 def monotone(seconds: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
     """The times, each raised to that of the slowest round with no more rows and no more drafts.
 
-    A round with more sequences or more drafts takes no less time, whatever a measurement says.
+    A round with more sequences or more drafts takes no less time, so a smaller measurement is noise.
     """
     return {
         shape: max(s for other, s in seconds.items() if _is_less(other, shape)) for shape in seconds
@@ -111,16 +112,16 @@ class RoundTimes:
             self._learn(self._before.pop(shape.size, None), run)
 
     def begin_trial(self, shape: RoundShape) -> None:
-        """Rounds of `shape` follow that are to measure it: `is_tried` from now on, whatever they show."""
+        """Marks `shape` as tried, whether or not the rounds that follow measure it."""
         self._tried[shape] = self._counts[shape.size]
 
     def is_tried(self, shape: RoundShape) -> bool:
-        """Whether `shape` was measured by real rounds, or a trial of it began, not long ago."""
+        """Whether real rounds measured `shape`, or a trial of it began, in the last `_VALID_ROUNDS` rounds."""
         last = self._tried.get(shape)
         return last is not None and self._counts[shape.size] - last <= _VALID_ROUNDS
 
     def is_measured(self, shape: RoundShape) -> bool:
-        """Whether the last rounds of its batch bucket were enough of `shape` to measure it."""
+        """Whether the latest rounds of its batch bucket are of `shape`, and enough of them for a median."""
         run = self._present.get(shape.size)
         return run is not None and run.shape == shape and run.median is not None
 
@@ -129,8 +130,8 @@ class RoundTimes:
 
         They never fall as K grows.
         """
-        found = self.seconds_of([RoundShape(size, num_draft) for num_draft in drafts])
-        return {shape.num_draft: seconds for shape, seconds in found.items()}
+        by_shape = self.seconds_of([RoundShape(size, num_draft) for num_draft in drafts])
+        return {shape.num_draft: seconds for shape, seconds in by_shape.items()}
 
     def seconds_of(self, shapes: Sequence[RoundShape]) -> dict[RoundShape, float]:
         """Seconds per round by shape, for those of `shapes` that have a time; all are of one batch bucket.
@@ -149,26 +150,29 @@ class RoundTimes:
         return None if level is None else level * math.exp(self._correction(shape, level))
 
     def _correction(self, shape: RoundShape, level: float) -> float:
-        """Logarithm of the cost over the idle time `level`. Between shapes with real rounds it is interpolated by
-        the logarithms of their idle times, beyond the last of them it is that of the last."""
-        known = {}  # corrections by logarithm of the idle time
+        """Logarithm of the ratio of the cost to the idle time `level`.
+
+        It is interpolated linearly in the logarithm of the idle time between shapes with real rounds, and
+        constant beyond the smallest and the largest of them.
+        """
+        corrections = {}  # by logarithm of the idle time
         for other, cost in self._learned.items():
             if other.size == shape.size and other in self._level and self._is_valid(other):
                 if other == shape:
                     return math.log(cost / level)
-                known[math.log(self._level[other])] = math.log(cost / self._level[other])
-        if not known:
+                corrections[math.log(self._level[other])] = math.log(cost / self._level[other])
+        if not corrections:
             return 0.0
-        at, places = math.log(level), sorted(known)
-        place = bisect.bisect(places, at)
-        if place in (0, len(places)):
-            return known[places[max(0, place - 1)]]
-        below, above = places[place - 1], places[place]
-        share = (at - below) / (above - below)
-        return (1 - share) * known[below] + share * known[above]
+        x, knots = math.log(level), sorted(corrections)
+        index = bisect.bisect(knots, x)
+        if index in (0, len(knots)):
+            return corrections[knots[max(0, index - 1)]]
+        below, above = knots[index - 1], knots[index]
+        share = (x - below) / (above - below)
+        return (1 - share) * corrections[below] + share * corrections[above]
 
     def _is_valid(self, shape: RoundShape) -> bool:
-        """Whether the shape had a round not long ago."""
+        """Whether the shape had a real round in the last `_VALID_ROUNDS` rounds."""
         return self._counts[shape.size] - self._last[shape] <= _VALID_ROUNDS
 
     def _learn(self, before: _Run | None, after: _Run) -> None:
@@ -178,6 +182,6 @@ class RoundTimes:
         base, known = self._cost(before.shape), self._cost(after.shape)
         if base and known:
             self._learned[before.shape] = base
-            found = base * after.median / before.median
+            measured = base * after.median / before.median
             weight = _WEIGHT if after.shape in self._learned else 1.0
-            self._learned[after.shape] = known * (found / known) ** weight
+            self._learned[after.shape] = known * (measured / known) ** weight

@@ -193,7 +193,8 @@ class StoredPrograms:
 
 
 def _shape(leaf) -> list:
-    """Shape, dtype and sharding of an operand, which its program depends on. On `PLATFORMS` all layouts are those of the shapes."""
+    """Shape, dtype and sharding of an operand, which its program depends on. On `PLATFORMS` layouts follow from
+    shapes."""
     spec = getattr(getattr(leaf, "sharding", None), "spec", None)
     return [list(leaf.shape), str(leaf.dtype), str(spec)]
 
@@ -290,9 +291,8 @@ def _save(path: Path, program, trees: tuple) -> None:
         return
     body = zlib.compress(content, 1)
     try:
-        number, part = tempfile.mkstemp(
-            dir=path.parent, prefix=path.stem[:16], suffix=".part"
-        )  # 0600
+        # With mode 0600: programs are code, which other users must not write.
+        number, part = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16], suffix=".part")
         with open(number, "wb") as file:
             file.write(_FORMAT + _digest(path, body) + body)
         os.replace(part, path)

@@ -20,7 +20,7 @@ from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.plan import SURVIVAL_BINS, SurvivalReport
 
 _KEPT = 0.95  # of the spread, per round: it is an average over about 20 rounds
-_LEAST_KEPT = 0.6  # of the spread, by one round after many that said nothing
+_LEAST_KEPT = 0.6  # of the spread, when a round is added after many that were not counted
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ class Spread:
         """Whether a round of J drafts was added."""
 
     def age(self) -> None:
-        """Counts a round, whether it says something or not."""
+        """Counts a round, also one that `add` does not use."""
         self._kept = np.maximum(_LEAST_KEPT, _KEPT * self._kept)
 
     def add(self, histogram: np.ndarray, sums: np.ndarray, num_requests: float) -> None:
         """Adds a round that `age` counted.
 
-        A round of K < J drafts says nothing about later ones by itself. Their survival changes as that of draft K
-        does. Such rounds count once one of J drafts was added.
+        A round of K < J drafts does not measure later positions: their survival is scaled by the change of that
+        of draft K. Such rounds are used only after a round of J drafts.
 
         Args:
           histogram, sums: [K, SURVIVAL_BINS], see `SurvivalReport`; of all its drafts.
@@ -69,9 +69,10 @@ class Spread:
     def accepted(self, num_requests: int, num_draft: int, num_rows: int) -> float:
         """Expected accepted drafts of a round that verifies the `num_rows` likeliest of the first `num_draft` drafts
         of all requests."""
-        # The likeliest first.
+        # Sums over positions, the bin with the largest survival first.
         drafts, sums = (
-            num_requests * one[:num_draft].sum(axis=0)[::-1] for one in (self._drafts, self._sums)
+            num_requests * table[:num_draft].sum(axis=0)[::-1]
+            for table in (self._drafts, self._sums)
         )
         before = np.cumsum(drafts) - drafts
         verified = np.clip(num_rows - before, 0, drafts)
@@ -85,7 +86,7 @@ class SurvivalPolicy(LoadPolicy):
 
     Args:
       most: J.
-      times: what rounds take.
+      times: times of rounds.
     """
 
     def __init__(self, most: int, times: RoundTimes):
@@ -115,7 +116,7 @@ class SurvivalPolicy(LoadPolicy):
             return super().shape(size, rows, drafts)
         most = drafts[-1]
         whole = RoundShape(size, most)
-        # The text of a seed depends on the drafts that are verified.
+        # The text of a request with a seed depends on which drafts are verified.
         if any(request.holds_k for request in rows):
             return whole
         choice = self._choice(size)
@@ -133,7 +134,7 @@ class SurvivalPolicy(LoadPolicy):
         return self._counts and bool(self.ragged.get(shape.size))
 
     def _shows_all(self, shape: RoundShape) -> bool:
-        """Rounds of all drafts need not count."""
+        """Never: a round that verifies all drafts may run without counting survival."""
         return False
 
     def commit(
@@ -184,14 +185,14 @@ class SurvivalPolicy(LoadPolicy):
 
 
 def _num_shown(call: DecodeCall, report: SurvivalReport) -> float:
-    """Number of requests whose drafts the report's histogram has; 0 if it cannot be used."""
+    """Number of requests whose drafts are in the report's histogram; 0 if the report cannot be used."""
     num_fresh = 0
     for request, drafted in zip(call.rows, call.drafted, strict=True):
         wanted = min(call.num_draft, request.num_draft)
-        # After a round of fewer drafts there are fewer to verify, which says nothing about the drafter.
+        # The round before made fewer drafts than this one may verify, so later positions are missing.
         if 0 < drafted < wanted:
             return 0.0
         num_fresh += drafted == wanted
     # Drafts of a round that did not count are not in the histogram.
-    found = sum(call.drafted)
-    return num_fresh * float(report.histogram.sum()) / found if found else num_fresh
+    num_drafts = sum(call.drafted)
+    return num_fresh * float(report.histogram.sum()) / num_drafts if num_drafts else num_fresh

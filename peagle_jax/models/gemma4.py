@@ -24,9 +24,8 @@ class Gemma4Layer(nnx.Module):
         self.input_norm, self.post_attention_norm = norm(), norm()
         self.pre_mlp_norm, self.post_mlp_norm = norm(), norm()
         self.attention = Attention(config.attention(layer), (D, D), eps=eps, **init)
-        self.mlp = GatedMLP(
-            D, config.intermediate_size, activation=jax.nn.gelu, **init
-        )  # tanh form
+        # jax.nn.gelu is the tanh approximation, as Gemma's `gelu_pytorch_tanh`.
+        self.mlp = GatedMLP(D, config.intermediate_size, activation=jax.nn.gelu, **init)
         self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
     def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):

@@ -147,9 +147,8 @@ def test_tokens_are_one_and_rounds_and_accepted_drafts(num_cases):
     @example((7, 4, 40), CROWD, 1, 1)
     def check(sizes, asks, lag, seed):
         num_draft, B, max_len = sizes
-        pages = (
-            -(-max_len // 4) + 2
-        )  # one longest request and hardly more: the younger are preempted
+        # Two pages more than the longest request, so that younger requests are preempted.
+        pages = -(-max_len // 4) + 2
         config = make_config(J=num_draft, B=B, max_len=max_len, Z=4, P=pages, T=7, R=2)
         engine, requests = play(config, asks, lag=lag, seed=seed)
         for request in requests:

@@ -173,9 +173,8 @@ def test_a_matcher_beyond_its_limits_fails_its_request_and_no_other():
     good = engine.add([3, 4], max_tokens=40, matcher=matcher_of(GRAMMARS[2]))
     for _ in range(3):
         engine.step()
-    bad.matcher.matcher.consume_token(
-        TEXT.index("Z")
-    )  # an error that stays, as of an exceeded limit
+    # A forbidden token puts the matcher into a permanent error, as an exceeded limit does.
+    bad.matcher.matcher.consume_token(TEXT.index("Z"))
     kept = list(bad.output)
     engine.drain()
     assert (bad.finish_reason, bad.output) == ("error", kept)

@@ -15,12 +15,8 @@ from pallas_kernels.block_gemm.specs import random_leaf, weight_of
 from pallas_kernels.device import V6E
 from pallas_kernels.moe.api import ExpertForm, ExpertWeights, mixture, moe
 
-E, F, D, TOP_K = (
-    4,
-    160,
-    320,
-    2,
-)  # neither a multiple of a tile nor, but for mxfp4, of a block of scales
+# F and D are no multiples of a tile nor, except for mxfp4, of a block of scales.
+E, F, D, TOP_K = 4, 160, 320, 2
 FORMS = ("bf16", "fp8", "fp8_rows", "mxfp4")
 KINDS = ("mosaic_tpu", "reference")
 

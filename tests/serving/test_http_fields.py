@@ -128,9 +128,8 @@ def test_validation_stops_after_few_errors(model, content, field):
     """An error object for each of 60,000 mistakes takes longer than parsing."""
     error = refusal(model, **content)
     assert error.field == field
-    assert (
-        num_errors(error.__context__) <= 5
-    )  # one for each of the four types of a prompt, and the replacing one
+    # One for each of the four types of a prompt, and the one that replaces them.
+    assert num_errors(error.__context__) <= 5
 
 
 @pytest.mark.parametrize("place", ["messages", "messages[0].content"])
