@@ -132,14 +132,18 @@ def _variant(text: str, options: Options) -> Variant:
     return Variant(method, int(drafts), adaptive or "off")
 
 
-def room(options: Options, variant: Variant) -> int:
-    """J of the variant's engine. A fixed K beside a choice of K has its room for drafts, and so its programs."""
+def most_drafts(options: Options, variant: Variant) -> int:
+    """J, the most drafts per round, of the variant's engine.
+
+    A variant with a fixed K gets the J of a variant of its method that chooses K, so that both have equal
+    programs, which compile once.
+    """
     if variant.adaptive != "off" or variant.rows:
         return variant.num_draft
     beside = [v for v in variants(options) if v.method == variant.method and v.adaptive != "off"]
     return max([variant.num_draft, *(other.num_draft for other in beside)])
 
 
-def methods_of(found: Sequence[Variant]) -> list[str]:
+def methods_of(chosen: Sequence[Variant]) -> list[str]:
     """The methods of variants, each once."""
-    return list(dict.fromkeys(variant.method for variant in found))
+    return list(dict.fromkeys(variant.method for variant in chosen))

@@ -247,7 +247,7 @@ def collectives_option() -> Any:
 
 
 def check_jobs(options: "RowOptions") -> None:
-    """Raises `ConfigError` for processes that could not leave their programs anywhere."""
+    """Raises `ConfigError` if `--jobs` is given and programs are not kept on disk."""
     if options.jobs > 1 and options.no_cache:
         raise ConfigError("--jobs compiles programs onto disk, which --no-cache excludes: drop one")
 

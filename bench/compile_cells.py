@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 _CHILD_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 Cell = tuple
-"""What identifies an engine beside the options; hashable."""
+"""Arguments of `Make` behind the options, for one engine; hashable."""
 
 Make = Callable[..., "Engine"]
-"""A function of a module: (options, *cell) -> an engine of shapes."""
+"""A function at the top level of a module, so that it can be pickled: (options, *cell) -> an engine of shapes."""
 
 Work = tuple[Make, Any, Cell]
 """An engine whose programs are to compile: what makes it in any process, the options of its command, and its cell.
@@ -149,7 +149,7 @@ def files_of(make: Make, options, cell: Cell) -> list[tuple[Key, str]]:
 
 
 def compile_one(make: Make, options, cell: Cell, key: Key) -> bool:
-    """Compiles a program onto disk. Returns whether it is there."""
+    """Compiles a program onto disk. Returns whether it could be stored."""
     engine = _engine(make, options, cell)
     engine.programs.store(key, engine._state)
     return engine.programs.file_of(key, engine._state).exists()

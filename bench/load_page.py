@@ -79,8 +79,10 @@ def targets_table(measured: Sequence[dict]) -> str:
 
 
 def gain(survival: dict, cells: Sequence[dict]) -> float:
-    """What a row by survival reaches of the best fixed K beside it: tokens counted in both, of requests with the same
-    texts."""
+    """Ratio of tokens per second of a row by survival to those of the best fixed K of the same run.
+
+    Both count the tokens of requests with equal texts.
+    """
     fixed = (row for row in cells if row["method"] == "peagle" and row["adaptive"] == "off")
     counted = lambda row: row["full_tokens_per_second"]
     return counted(survival) / max(map(counted, fixed))

@@ -93,9 +93,10 @@ class _FixedThreads(MaskThreads):
 def measure(
     words: Words, strings: str, size: int, num_draft: int, num_threads: int | None = None
 ) -> dict:
-    """A row: the masks of `size` requests along a text of a schema with such strings.
+    """Times the masks of `size` requests that write the same text; returns a row.
 
     Args:
+      strings: key of `_STRINGS`, the schema of the strings in the text.
       num_threads: threads of all calls; None: the number that the engine chooses.
     """
     fields = {

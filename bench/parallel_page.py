@@ -1,4 +1,4 @@
-"""Tables of docs/parallel.md: rounds, what the host does for one, and texts compared, of models on several GPUs."""
+"""Tables of docs/parallel.md for models on several GPUs: times of rounds, host times, and compared texts."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ TEXTS_KEY = (
     "device", "model", "dtype", "weights", "activations", "layers", "set", "method", "num_speculative_tokens",
     "max_tokens", "tensor_parallel", "concurrency", "reference_concurrency", "variant", "seed",
 )  # fmt: skip
-"""Fields that identify a row of texts that were compared on several GPUs."""
+"""Fields that identify a row of `lossless` on several GPUs."""
 _VARIANTS = {
     None: "",
     "plain": "each weight an operand",
@@ -45,7 +45,7 @@ def rounds_table(measured: Sequence[dict]) -> str:
 
 def targets_table(measured: Sequence[dict]) -> str:
     """`TARGETS` beside the engine's own programs."""
-    found = {
+    measured_ms = {
         (row["model"], row["concurrency"]): row["ms_per_round"]
         for row in measured
         if row.get("variant") is None and _TARGET.items() <= row.items()
@@ -53,7 +53,7 @@ def targets_table(measured: Sequence[dict]) -> str:
     lines = []
     for model, targets in TARGETS.items():
         for sequences, target in targets.items():
-            ms = found.get((model, sequences))
+            ms = measured_ms.get((model, sequences))
             ends = ["not measured", ""] if ms is None else [f"{ms:.2f}", _verdict(ms, target)]
             lines.append([model, str(sequences), f"{target:.1f}", *ends])
     return labels.markdown(["model", "sequences", "target, ms", "ms a round", "result"], lines)
@@ -64,7 +64,7 @@ def _verdict(ms: float, target: float) -> str:
 
 
 def host_table(measured: Sequence[dict]) -> str:
-    """What one GPU computes in a round, for how much of the time, and what the host takes to dispatch it.
+    """Times of a round by model and number of GPUs: in all, of the host's dispatch, and of the kernels of one GPU.
 
     Raises:
       ConfigError: no row has a time of the host.
@@ -88,7 +88,7 @@ def host_table(measured: Sequence[dict]) -> str:
 
 
 def texts_table(measured: Sequence[dict]) -> str:
-    """Tokens that differ of those compared, summed over seeds."""
+    """Compared and differing tokens, summed over seeds."""
     groups: dict[tuple, list[dict]] = {}
     for row in measured:
         groups.setdefault(tuple(row.get(name) for name in TEXTS_KEY[:-1]), []).append(row)
@@ -114,7 +114,7 @@ def texts_table(measured: Sequence[dict]) -> str:
 
 def _by_engine(measured: Sequence[dict]) -> list[tuple[tuple[str, str], Cells]]:
     """(model and variant, GPUs) with the cells, models in the order of their rows, few GPUs first."""
-    found: dict[tuple, Cells] = {}
+    cells: dict[tuple, Cells] = {}
     models = list(dict.fromkeys(row["model"] for row in measured))
     variants = list(_VARIANTS)
     order = lambda row: (
@@ -122,8 +122,8 @@ def _by_engine(measured: Sequence[dict]) -> list[tuple[tuple[str, str], Cells]]:
     )  # fmt: skip
     for row in sorted(measured, key=order):
         name = _name(row), str(gpus_of(row))
-        found.setdefault(name, {})[row["concurrency"]] = row
-    return list(found.items())
+        cells.setdefault(name, {})[row["concurrency"]] = row
+    return list(cells.items())
 
 
 def _name(row: dict) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 import jax
 from flax import nnx
 
-from bench.cells import CellsConfig, FixedRows, Variant, accept_rule, room, texts_of
+from bench.cells import CellsConfig, FixedRows, Variant, accept_rule, most_drafts, texts_of
 from bench.commands.decode_step import Options
 from bench.presets import Preset
 from bench.random_weights import random_head, random_target
@@ -83,7 +83,7 @@ class Models:
           ConfigError: their caches do not fit beside the weights.
         """
         method, _, adaptive, per_request = variant
-        num_draft, most = room(options, variant), max(concurrencies)
+        num_draft, most = most_drafts(options, variant), max(concurrencies)
         tokens = options.prompt_tokens + options.max_tokens + 2 * num_draft + 1
         config = CellsConfig(
             concurrencies=concurrencies,

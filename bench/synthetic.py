@@ -100,8 +100,9 @@ def _survival(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> np.nd
 
 
 def accepted_by_text(rows: Iterable[dict], num_draft: int, texts: str) -> list[list[int]]:
-    """Accepted drafts of each round, by text, of the first row of `peagle-bench headroom` with P-EAGLE. Another head's
-    row behind it in the same file changes no measurement that drew from it.
+    """Accepted drafts of each round, by text, of the first row of `peagle-bench headroom` with P-EAGLE.
+
+    Later rows are ignored: a measurement stays repeatable when rows of another head are appended to the file.
 
     Args:
       texts: the set of the texts.

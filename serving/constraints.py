@@ -1,8 +1,9 @@
 """Compiles the constraints of requests, outside of the event loop and of the engine's thread.
 
-    constraint -> checked in `grammar_process`, which a limit may end -> compiled in a thread -> matcher of the engine
+    constraint -> checked in `grammar_process` -> compiled in a thread -> matcher of the engine
 
-A constraint that a caller sent before is not checked again.
+The check runs in a process of its own, whose limits of time and memory end it without harm to the server. The
+result is kept for each caller: a constraint that a caller sends again is not checked again.
 """
 
 import asyncio
@@ -33,12 +34,12 @@ _log = logging.getLogger(__name__)
 _NUM_PROCESSES = 2
 _MAX_WAITING = 256
 _MAX_SECONDS = 30.0
-"""Longest wait for one check, on a busy machine; `grammar_process` limits the time of its processor."""
+"""Longest wait for one check, on a busy machine; `grammar_process` limits its processor time."""
 _NUM_REMEMBERED = 256
 _MAX_REMEMBERED = 16 << 10  # characters of a definition
 _SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Other processes or the kernel (when memory is short) send these. The limits of `grammar_process` end it by SIGXCPU,
-SIGABRT or SIGSEGV."""
+"""Signals of other processes, or of the kernel when memory is short. The limits of `grammar_process` end it by SIGXCPU,
+SIGABRT or SIGSEGV instead."""
 _TOO_COMPLEX = f"is too complex: the check of it took more than {CPU_SECONDS} s, too much memory or too much stack"
 
 
@@ -102,7 +103,7 @@ class Constraints:
         if chat is not None:
             structured = self._grammars.located(structured, chat)
         try:
-            # Each caller has its own cache: an answer's time shows whether a constraint was checked before.
+            # Each caller has its own cache: from the time of an answer one caller could learn what another sent.
             who = caller.current()
             return await self._pool.run(lambda: self._compile(structured, number, who))
         except ConfigError as error:
@@ -163,12 +164,12 @@ class _KilledError(Exception):
 
 
 class _Process:
-    """A `grammar_process`, started at the first question and again after its death.
+    """A `grammar_process`, started at the first check and again after its end.
 
     Args:
-      vocabulary: what it reads first.
+      vocabulary: returns the first message to the process.
       command: starts the process.
-      seconds: most time of a question, the start included.
+      seconds: maximum time of a check, including the start.
     """
 
     def __init__(
@@ -183,9 +184,9 @@ class _Process:
         self._lock = threading.Lock()
 
     def ask(self, constraint: dict) -> dict | None:
-        """The answer to a constraint; None if the process died of it or took too long.
+        """The result of a check; None if the process exceeded a limit or took too long.
 
-        A process that was killed from outside, while it was idle for example, is replaced once.
+        A process that was killed from outside (for example while it was idle) is replaced once.
 
         Raises:
           ServiceError: UNAVAILABLE; the process cannot be started, was killed twice, or the server ends.
@@ -207,9 +208,9 @@ class _Process:
                     self._send(asdict(self._vocabulary()), deadline)
                 self._send(constraint, deadline)
                 answer = self._receive(deadline)
-            except OSError:  # it died before it had read everything, or does not read
+            except OSError:  # it ended before it had read everything, or does not read
                 answer = None
-            except BaseException:  # a half-written question would be read as part of the next one
+            except BaseException:  # a half-written message would be read as part of the next one
                 self._kill()
                 raise
             was_killed = answer is None and self._was_killed(deadline)
@@ -223,7 +224,7 @@ class _Process:
 
     def _was_killed(self, deadline: float) -> bool:
         """Whether the process ended by a signal that no limit of its own sends."""
-        # The pipe closes before the process has ended.
+        # The pipe closes a moment before the process ends.
         seconds = 1.0 if time.monotonic() < deadline else 0.0
         try:
             return -self._process.wait(seconds) in _SIGNALS_FROM_OUTSIDE
@@ -231,7 +232,7 @@ class _Process:
             return False
 
     def end(self) -> None:
-        """Ends the process, and a question that waits for its answer."""
+        """Ends the process, and a check that waits for its result."""
         self._is_ended = True
         process = self._process
         if process is not None:

@@ -180,7 +180,11 @@ class Frontend:
         tools: Sequence[Mapping] = (),
         **fields: str,
     ) -> list[int]:
-        """See `Encoder.chat`, also for `fields`; raises as `encode` does."""
+        """See `Encoder.chat`; raises as `encode` does.
+
+        Args:
+          fields: `field` and `variables_field` of `Encoder.chat`, the client's names in error messages.
+        """
         async with self._limit_time():
             return await self._encoder.chat(messages, variables, tools=tools, **fields)
 

@@ -1,4 +1,4 @@
-"""Agreement of several hosts' processes before they start, and the end of all if one ends.
+"""A server on several hosts: its processes compare their settings before they start, and end together.
 
 No gRPC and no jax here: `rpc/leader.py` and `rpc/follower.py` connect the processes.
 """

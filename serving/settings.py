@@ -369,9 +369,9 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
 
 
 def read_models(settings: Settings) -> Settings:
-    """The settings with the folders of the models; downloads hub ids. Reads config.json only, without jax.
+    """Downloads hub ids and checks config.json, without jax. Returns the settings with the models' folders.
 
-    The name for clients stays that of the folder, or the hub id.
+    The model's name for clients is still the given folder's, or the hub id.
 
     Raises:
       ConfigError: folders that cannot be used, or sizes that the model does not have.
@@ -390,6 +390,6 @@ def served_name(settings: Settings) -> str:
         return settings.served_model_name
     if settings.model is None:
         return "embedded"
-    from peagle_jax.checkpoint.hub import is_hub_id  # numpy, which --help does not need
+    from peagle_jax.checkpoint.hub import is_hub_id  # imports numpy, which --help does not need
 
     return settings.model if is_hub_id(settings.model) else Path(settings.model).resolve().name

@@ -1,7 +1,7 @@
-"""Long work on the event loop in pieces: between two pieces all other requests have their turn.
+"""Splits long work on the event loop into pieces, between which the loop serves other requests.
 
-A thread would not help. Python code in a thread holds the global interpreter lock for 5 ms at a time, so each
-turn of the event loop would wait as long.
+A thread would not help: its Python code holds the global interpreter lock for 5 ms at a time, and the event loop
+would wait as long for each of its callbacks.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ PIECE = 32
 
 
 async def pieces[T](items: Iterable[T], size: int = PIECE) -> AsyncIterator[list[T]]:
-    """The items in lists of at most `size`. Each list is made in a turn of its own."""
+    """The items in lists of at most `size`. The event loop runs other callbacks between two lists."""
     each = iter(items)
     while piece := list(itertools.islice(each, size)):
         yield piece
@@ -21,11 +21,11 @@ async def pieces[T](items: Iterable[T], size: int = PIECE) -> AsyncIterator[list
 
 
 class Later[T]:
-    """A list in the content of an answer whose items are made when they are encoded.
+    """A list in the content of a JSON answer. Its items are created while the answer is encoded.
 
     Args:
-      items: read once.
-      count: number of the items.
+      items: iterated once.
+      count: number of items.
     """
 
     def __init__(self, items: Iterable[T], count: int):
@@ -33,13 +33,13 @@ class Later[T]:
 
     @property
     def is_long(self) -> bool:
-        """Whether its items need several turns."""
+        """Whether the items are encoded in several pieces."""
         return self.count > PIECE
 
     def __iter__(self) -> Iterator[T]:
         return iter(self._items)
 
     def all(self) -> list[T]:
-        """All items, also when it is called again."""
+        """All items, as a list; it may be called again."""
         self._items = list(self._items)
         return self._items

@@ -169,7 +169,7 @@ def _request(
         sampling.frequency_penalty = args.frequency_penalty
         sampling.presence_penalty = args.presence_penalty
         sampling.bad_words.extend(args.bad_word)
-        if args.allowed_token:  # an empty list is a list without allowed tokens
+        if args.allowed_token:  # an empty list would allow no token
             sampling.allowed_token_ids.ids.extend(args.allowed_token)
         sampling.logit_bias.update(args.logit_bias)
         stopping.min_tokens = args.min_tokens

@@ -104,7 +104,7 @@ def _add_sampling(add: Callable) -> None:
     add_controls(add)
     add(
         "--allowed-token", type=whole, action="append", default=[], metavar="ID",
-        help="the text has only tokens with these ids; repeatable",
+        help="generate only tokens with these ids; repeatable",
     )  # fmt: skip
     add("--ignore-eos", action="store_true", help="continue after the model's end-of-text token")
     add(

@@ -111,7 +111,7 @@ def _prompts(prompt: str | list, most: int) -> list[str | list[int]]:
 
 @dataclass(frozen=True)
 class _Echo:
-    """Report of a completion about its prompt.
+    """Parts of the prompt that an answer repeats: text, logprobs, or both.
 
     Attributes:
       is_on: whether text and logprobs begin with the prompt's.

@@ -28,7 +28,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class _LongError(Exception):
-    """The content has a list that needs several turns."""
+    """The content has a long `Later`, which must be encoded in pieces."""
 
 
 def dump(content: object) -> bytes:
@@ -37,7 +37,7 @@ def dump(content: object) -> bytes:
 
 
 async def dump_in_turns(content: object) -> bytes:
-    """As `dump`; long lists of the type `Later` are made and encoded in pieces."""
+    """As `dump`, but long lists of the type `Later` are created and encoded in pieces, see `turns`."""
     try:
         return dump(content)
     except _LongError:
@@ -74,7 +74,7 @@ async def _pieces(content: object) -> AsyncIterator[bytes]:
 
 def _all_of(value: object) -> list:
     if not isinstance(value, Later):
-        raise TypeError(f"{type(value).__name__} is no JSON")
+        raise TypeError(f"{type(value).__name__} cannot be encoded as JSON")
     if value.is_long:
         raise _LongError
     return value.all()

@@ -179,14 +179,14 @@ class Gate:
     def _oldest_of(self, address: str | None, group: _Group) -> Slot | None:
         if address is None:
             return None
-        if group is self._reserved:  # a few, and no group of their address counts them
+        if group is self._reserved:  # not counted by address; there are few of them
             return group.oldest_of(address)
         own = self._addresses.get(address)
         return None if own is None else own.oldest()
 
 
 def _network(address: str) -> str:
-    """The key under which an address counts: one customer has 2**64 addresses of IPv6."""
+    """The network whose connections are counted together: an IPv4 address, or an IPv6 /64, which one customer owns."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -26,9 +26,10 @@ class CompletionLogprobs:
     def of(
         self, tokens: Sequence[int], logprobs: Sequence[Scored | None], num_top: int | None = None
     ) -> dict:
-        """The object for the next tokens, at most `num_top` alternatives each; a token without a law has null.
+        """The object for the next tokens, at most `num_top` alternatives each; null for a token without
+        log-probabilities.
 
-        It must be encoded before the next call.
+        The lists are `Later`: encode them before the next call, which changes `text_offset`.
         """
         name = lambda token: token_name(self._tokenizer, token)
         pairs = zip(tokens, logprobs, strict=True)

@@ -16,7 +16,7 @@ class ToolCall:
 
 Kind = Literal["reasoning", "text", "call"]
 Item = tuple[Kind, str | ToolCall]
-"""One thing in a reply, with its kind."""
+"""One item of a reply, with its kind."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class ReplyPart:
     """A piece of a reply: text for the user, reasoning, and complete tool calls.
 
     Args:
-      items: all three in the order in which the model wrote them. By default reasoning, text, calls.
+      items: text, reasoning and calls in the order in which the model wrote them; by default reasoning, text,
+        calls.
     """
 
     text: str = ""
@@ -40,7 +41,7 @@ class ReplyPart:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """All parts as one, in linear time; texts that follow each other become one."""
+        """All parts as one, in linear time; adjacent texts of one kind become one item."""
         parts = [part for part in parts if part.items]
         if len(parts) == 1:
             return parts[0]

@@ -314,7 +314,7 @@ def _delta(delta: Delta) -> pb.GenerateDelta:
 def _prompt_logprobs(
     logprobs: Sequence[PromptLogprob | None],
 ) -> AsyncIterator[list[pb.PromptLogprob]]:
-    """In pieces, each made in a turn of its own."""
+    """Messages of the prompt's log-probabilities in pieces, see `turns`; the first token has none."""
     return turns.pieces(
         pb.PromptLogprob(
             logprob=one.logprob,

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from bench import random_models
-from bench.cells import CellsConfig, Variant, room, variants
+from bench.cells import CellsConfig, Variant, most_drafts, variants
 from bench.commands.decode_step import Options
 from bench.random_models import Models
 from peagle_jax.engine.round_shapes import round_shapes
@@ -79,8 +79,8 @@ def test_a_fixed_k_beside_a_choice_of_k_runs_the_programs_of_the_choice(monkeypa
     """Rounds of K = 3 compile once, with room for the seven drafts that a choice may make."""
     written = ("none", "peagle:7:load", "peagle:3", "eagle3:3", "peagle:7")
     options = Options(preset="tiny", variants=written, prompt_tokens=8, max_tokens=8, page_size=8)
-    assert [room(options, variant) for variant in variants(options)] == [0, 7, 7, 3, 7]
-    assert room(replace(options, variants=("peagle:3",)), Variant("peagle", 3)) == 3
+    assert [most_drafts(options, variant) for variant in variants(options)] == [0, 7, 7, 3, 7]
+    assert most_drafts(replace(options, variants=("peagle:3",)), Variant("peagle", 3)) == 3
     made = {}
     monkeypatch.setattr(random_models, "Engine", lambda *args, **kw: made.update(config=args[2]))
     models = SimpleNamespace(

@@ -57,7 +57,7 @@ def test_lists_are_encoded_as_any_others(count):
 
 
 def test_only_these_lists_are_encoded_later():
-    with pytest.raises(TypeError, match="set is no JSON"):
+    with pytest.raises(TypeError, match="set cannot be encoded as JSON"):
         dump({"a": {1}})
 
 
