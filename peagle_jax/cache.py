@@ -126,7 +126,7 @@ class PagedAttention:
         scale: float,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        """Attention output [B, T, N, H] of queries q [B, T, N, H] over what is written."""
+        """Attention output [B, T, N, H] of queries q [B, T, N, H] over the written positions."""
         return verify_attention(
             q,
             *_as_pages(cache),

@@ -19,21 +19,21 @@ def speculative_rounds(
 ) -> tuple[step.State, step.StepOutput]:
     """`repeat` rounds, one after the other, of a plan without constrained rows.
 
-    Arguments as in `step.speculative_step`. From the second round on, the drafts of the round before are
-    all fresh.
+    Arguments as in `step.speculative_step`. From the second round on all K drafts are verified, because the round
+    before made them in the same call.
 
     Returns:
       The state after the last round, and the outputs of all rounds with a leading axis.
     """
     K = 0 if drafter is None else drafter.num_draft
-    one = lambda state, plan: step.speculative_step(target, drafter, state, plan, **rules)
+    run_round = lambda state, plan: step.speculative_step(target, drafter, state, plan, **rules)
 
     def body(i, carry):
         state, outputs = carry
         pending = jnp.where(i == 0, plan.pending, K)
-        state, output = one(state, plan._replace(pending=pending))
-        return state, jax.tree.map(lambda all_, new: all_.at[i].set(new), outputs, output)
+        state, output = run_round(state, plan._replace(pending=pending))
+        return state, jax.tree.map(lambda stack, new: stack.at[i].set(new), outputs, output)
 
-    shapes = jax.eval_shape(one, state, plan)[1]
+    shapes = jax.eval_shape(run_round, state, plan)[1]
     blank = jax.tree.map(lambda x: jnp.zeros((repeat, *x.shape), x.dtype), shapes)
     return lax.fori_loop(0, repeat, body, (state, blank))

@@ -180,11 +180,7 @@ class Frontend:
         tools: Sequence[Mapping] = (),
         **fields: str,
     ) -> list[int]:
-        """See `Encoder.chat`; raises as `encode` does.
-
-        Args:
-          fields: `field` and `variables_field` of `Encoder.chat`, the client's names in error messages.
-        """
+        """See `Encoder.chat`, whose `field` and `variables_field` are `fields`; raises as `encode` does."""
         async with self._limit_time():
             return await self._encoder.chat(messages, variables, tools=tools, **fields)
 
