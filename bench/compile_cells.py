@@ -35,8 +35,8 @@ Make = Callable[..., "Engine"]
 """A function at the top level of a module, so that it can be pickled: (options, *cell) -> an engine of shapes."""
 
 Work = tuple[Make, Any, Cell]
-"""An engine whose programs are to compile: what makes it in any process, the options of its command, and its cell.
-Messages contain `str` of the items of the cell."""
+"""An engine whose programs are to compile: its maker, the options of its command, and its cell. Messages contain `str`
+of the items of the cell."""
 
 
 def compile_all(
@@ -94,9 +94,7 @@ def _result(future: Future, what: str, say: Callable[[str], None]):
         return future.result()
     except BrokenProcessPool:
         raise
-    except (
-        Exception
-    ) as error:  # the measuring process meets it again, and says so; the others must compile
+    except Exception as error:  # the measuring process gets the same error and reports it; other programs must compile
         say(f"not compiled beforehand: {what}: {' '.join(str(error).split())[:200]}")
         return None
 

@@ -1,4 +1,4 @@
-"""The figure of tokens per second over concurrency with K by load and by survival, and what it says of the targets."""
+"""The figure of tokens per second over concurrency with K by load and by survival, and the table of its targets."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -49,7 +49,8 @@ def cell(row: dict) -> str:
 
 
 def targets_table(measured: Sequence[dict]) -> str:
-    """For each concurrency, what K by load and by survival reach of the best fixed K of P-EAGLE and of plain decoding."""
+    """For each concurrency, tokens per second of K by load and by survival relative to the best fixed K and to plain
+    decoding."""
     header = [
         "concurrency", "best fixed", "by load, of best", "of plain", "by survival, of best", "missed",
     ]  # fmt: skip

@@ -61,9 +61,10 @@ def whole_tiles(x: jax.Array) -> jax.Array:
 
 
 def whole_rows(batch: int, rows: int) -> int:
-    """Rows per sequence with which products of x [batch, rows, K] pad nothing; `rows` where there are none.
+    """Rows per sequence, at least `rows`, with which products of x [batch, rows, K] need no padding.
 
-    A pad is a kernel of its own before each product. These rows take its place: they are as many.
+    Padding is a kernel of its own before each product. A caller that computes this many rows avoids it, and
+    computes no more rows than the padded product. `rows` itself where no number does that.
     """
     whole = batch * rows + _missing_rows(batch * rows)
     return whole // batch if dispatch.platform() == "cuda" and whole % batch == 0 else rows

@@ -79,7 +79,7 @@ def copy_rings(rings: list[RingCache], source: jax.Array, target: jax.Array) -> 
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """`layers.Attend` over pages and rings: writes the new K and V, then attends causally.
+    """`layers.Attend` over pages and rings: writes the new K and V, then computes causal attention.
 
     The write comes first, so that rows of one call see each other. Stale K and V of rejected drafts need
     no rollback: the next round overwrites these positions before any query reads them.

@@ -67,7 +67,7 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "frequency_penalty": (_is_number, "a number"),
     "presence_penalty": (_is_number, "a number"),
 }
-"""What a JSON value must be; every other option is a whole number."""
+"""Option -> (check of its JSON value, the expected kind); every other option is a whole number."""
 
 
 def _options(row: dict, where: str) -> dict:

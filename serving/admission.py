@@ -1,4 +1,4 @@
-"""Decides which requests enter, and keeps the open ones."""
+"""Admission: checks requests against limits, and holds those that are open."""
 
 import time
 from collections.abc import Callable, Collection

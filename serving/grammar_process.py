@@ -1,11 +1,11 @@
-"""Checks constraints of clients in a process of its own: a hostile one may exhaust time, memory or stack.
+"""Checks constraints of clients in a process of its own, because a hostile one can exhaust time, memory or stack.
 
     python -m serving.grammar_process
     stdin:  one JSON object per line: a `Vocabulary`, then constraints {"kind", "text", "around", "frame"}
     stdout: one JSON object per constraint: {"definition": ...} or {"error": ...}
 
-The process dies of a constraint that exceeds a limit; its parent starts another. A constraint that passes
-is compiled again by the server, with the same work.
+A constraint that exceeds a limit ends the process; its parent starts another. The server compiles a constraint
+that passes again, which takes the same time.
 """
 
 import json

@@ -67,7 +67,7 @@ def constraint(field: str, kind: str | None, value: object) -> Structured | None
     Args:
       field: the client's name of it.
       kind: name of a class method of `Structured`; None: there is none.
-      value: its argument; for json_object whether it holds.
+      value: its argument; for json_object whether the constraint is on.
 
     Raises:
       ServiceError: INVALID_ARGUMENT that names the field.

@@ -1,4 +1,4 @@
-"""Adjusted logits against their definition in NumPy, and the law of what `verify` emits under them."""
+"""Adjusted logits against their definition in NumPy, and the distribution of the tokens that `verify` emits."""
 
 from functools import partial
 

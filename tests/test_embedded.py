@@ -1,4 +1,4 @@
-"""The embedded model, as a user meets it: lossless with both heads, and worth its drafts."""
+"""The embedded model with the default options: both heads are lossless and have a useful acceptance length."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, and how large things may grow (docs/architecture.md)."""
+"""Rules of this repository: import order, and sizes of files and functions (docs/architecture.md)."""
 
 import ast
 import graphlib

@@ -100,7 +100,7 @@ def oracle_engine(target, naive, num_draft: int, offset: int) -> Engine:
 
 @pytest.fixture(scope="module")
 def engine_of(target):
-    """Engines by method and J, shared by the tests: compiling is what costs."""
+    """Engines by method and J, shared by the tests, because compiling takes most of their time."""
 
     @functools.cache
     def make(method: str, num_draft: int) -> Engine:
@@ -180,7 +180,7 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["selector", "peagle", "none", "eagle3"])
 def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
-    """Sampled tokens and counts too: no token is drawn a second way, and the next drafts are the same."""
+    """Sampled tokens and counts too: both programs draw the same tokens and make the same next drafts."""
     head, num_draft = (None, 0) if method == "none" else (tiny.head(method), 3)
     params = [SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=i) for i in range(8)]
     results = []

@@ -163,7 +163,7 @@ def survival_of(state: step.State, slots) -> jax.Array:
 
 
 def probability_of_drafts(state: step.State, slots) -> jax.Array:
-    """What a selection may not look at: the probability of the drawn token instead of the largest one."""
+    """A forbidden score: the probability of the drawn token instead of the largest one."""
     drawn = at_tokens(state.draft_probs[slots], state.drafts[slots])
     return jnp.stack([drawn[:, 0], drawn[:, 0] * drawn[:, 1]], axis=1)
 

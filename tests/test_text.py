@@ -1,4 +1,4 @@
-"""Incremental text against decoding everything at once, on bytes no one would call text."""
+"""Incremental detokenisation equals decoding all tokens at once, also for bytes that are not valid text."""
 
 import random
 

@@ -52,7 +52,7 @@ class Spec:
         return weights + 2 * rows * (self.inputs + self.outputs)
 
 
-# Large enough to reach the bandwidth; and a small one, of which most multiprocessors would have nothing.
+# A weight large enough to reach the bandwidth, and one with fewer tiles of rows than multiprocessors.
 _DENSE = {"llama-8b-gate-up": (28672, 4096), "qwen3-moe-qkv": (5120, 2048)}
 _EXPERTS = {"qwen3-moe-gate-up": (1536, 2048), "qwen3-moe-down": (2048, 768)}
 

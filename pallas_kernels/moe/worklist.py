@@ -55,9 +55,9 @@ def own_items(
 ) -> tuple[Worklist, jax.Array]:
     """The items of the experts `first` .. `first + count`, and the weights of their parts; others have 0.
 
-    Items are in the order of experts, so those of some experts lie one after the other: they move to
-    the front. Slots of other experts become the last row of the buffer. No item of these experts has
-    it: as long as there is another one, they are fewer than all.
+    Items are in the order of experts, so those of consecutive experts are adjacent; they move to the front.
+    Slots of other experts become the last row of the buffer. These experts do not use that row: if there are
+    other items, the items at the front leave the last one free.
 
     Args:
       weights: [k, R'] float32.

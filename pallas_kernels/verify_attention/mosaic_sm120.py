@@ -56,7 +56,8 @@ class _Mma(Cores):
             return as_operand(part_reg, interpret)
 
         if plan.H > 64 and (plan.H > 128 or plan.merges_inside):
-            return load  # sums of a split, and of all before it, leave no registers for queries
+            # The sums of this split and of those before it leave no registers for the queries.
+            return load
         parts = [load(part) for part in range(plan.H // _COLUMNS)]
         return parts.__getitem__
 

@@ -88,7 +88,8 @@ def as_operand(rows_reg: jax.Array, interpret: Any) -> jax.Array:
         to = layout.to_mgpu()
         out = np.empty(to.registers_shape(rows.shape), dtype=object)
         word = mlir.ir.IntegerType.get_signless(32)
-        # Through integers: Mosaic folds registers that come back unchanged into the array that they left.
+        # Cast to integers and back: Mosaic replaces an array of unchanged registers by the array they came from,
+        # which has the old layout.
         out.flat = [mlir.bitcast(mlir.bitcast(x, word), x.type) for x in rows.registers.flat]
         return mlir.FragmentedArray(_registers=out, _layout=to, _is_signed=None)
 

@@ -19,9 +19,9 @@ from peagle_jax.plan import SurvivalReport
 DECIDE_EVERY = 16
 """Rounds of a batch bucket between two choices."""
 EXPLORE_EVERY = 128
-"""Rounds below the largest K before two at the largest K: one makes its drafts, the next verifies them."""
+"""Of this many rounds the last two have the largest K: one makes its drafts, the next verifies them."""
 EXPLORE_COST = 0.005
-"""Largest share of time that these two rounds may take beyond what rounds of the chosen K take."""
+"""Largest share of time that these two rounds may cost, beyond rounds of the chosen K."""
 _MEMORY = 256  # verified drafts over which the acceptance of a position is averaged, at least
 _FASTEST_DECAY = 0.05  # of the counts, per call: at least 20 calls are averaged
 _LEAST_KEPT = 64  # decayed count below which a position that is not verified decays no further

@@ -21,7 +21,7 @@ def dispatch(
       state: consumed.
       repeat: rounds in a call of a program for greedy requests.
     Yields:
-      After each device call the next state, so that an interrupt loses none; and what has a result.
+      After each device call the next state, so that an interrupt cannot lose it, and the call if it has a result.
     """
     if calls.decode is not None:
         decode = calls.decode

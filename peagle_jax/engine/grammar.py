@@ -89,7 +89,7 @@ def masks_of(
 
 
 class Matcher:
-    """Where the text of one request stands in its grammar. Made by `Grammars`."""
+    """State of one request's text in its grammar. Made by `Grammars`."""
 
     def __init__(
         self,

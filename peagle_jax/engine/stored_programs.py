@@ -44,7 +44,7 @@ PLATFORMS = ("cpu", "cuda")
 """On TPUs the first program chooses the layouts of the weights (`layouts`), and must be compiled anew."""
 
 MOST_BYTES = 8 * 2**30
-"""Size of the folder; files that were not used for the longest time make room."""
+"""Maximum size of the folder; the files that were not used for the longest time are removed first."""
 
 _FORMAT = b"peagle-jax program 1\n"
 _UNFINISHED_SECONDS = 3600  # an older file of an interrupted write is removed
@@ -181,15 +181,15 @@ class StoredPrograms:
             _log.warning("%s is ignored: %s", path, error)
             return None
         try:
-            found = serialize_executable.deserialize_and_load(
+            program = serialize_executable.deserialize_and_load(
                 content, *trees, execution_devices=self._devices
             )
         except Exception as error:  # whatever the runtime refuses compiles anew
             _log.warning("%s cannot be loaded and is compiled anew: %s", path, _line(error))
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # used now
-        return found
+            os.utime(path)  # marks the file as used
+        return program
 
 
 def _shape(leaf) -> list:
@@ -235,7 +235,7 @@ def _settings() -> list[str]:
 def _own_folder(folder: Path) -> Path | None:
     """The folder, made if it is missing; None if another user owns it or can write to it."""
     if not hasattr(os, "geteuid"):
-        return None  # without owners of files nothing tells whose code is in them
+        return None  # without owners of files, another user's code could be loaded
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_own = _is_own(os.lstat(folder), stat.S_ISDIR)

@@ -8,7 +8,8 @@ from peagle_jax.config import ConfigError
 
 _START_SECONDS = 300
 _LATER = 10
-"""jax's own limit of silence, in those of the caller: the caller's ends the processes with a reason."""
+"""Factor from the caller's limit of silence to jax's own, which is longer, so that the caller ends the processes first
+and reports the reason."""
 
 
 def connect(address: str, num_processes: int, index: int, seconds: float) -> tuple[str, int]:

@@ -39,7 +39,7 @@ class TemplateText:
         self._new_parser, self._tools = new_parser, tools
         self._parser = new_parser(prompt)
         self._pending: list[str] = []
-        """Text of which no event has told."""
+        """Text since the last event."""
         self._spacing = Spacing()
         self._take(self._parser.initial_events)
 

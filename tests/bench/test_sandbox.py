@@ -1,4 +1,4 @@
-"""Programs of a model can do no harm, and their verdict is right."""
+"""Programs of a model run without network, files and processes, and their verdict is right."""
 
 import os
 import socket

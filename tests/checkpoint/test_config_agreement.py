@@ -1,4 +1,4 @@
-"""Whatever is done to a config.json: if both accept it, transformers reads the same model from it."""
+"""Changed config.json files: if both this reader and transformers accept one, they read the same model."""
 
 import math
 from collections import Counter
@@ -20,7 +20,7 @@ CHANGES = [change_key, change_key, add_key, drop_key]
 
 
 def ours(config: TargetConfig) -> dict:
-    """What decides the result, by transformers' names."""
+    """The fields that decide the result, by transformers' names."""
     facts = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

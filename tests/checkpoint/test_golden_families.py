@@ -1,4 +1,4 @@
-"""The other families and the quantised files against transformers, and each rule broken by turns."""
+"""The other families and the quantised files against transformers, and with one rule broken at a time."""
 
 from dataclasses import replace
 from functools import cache
@@ -73,7 +73,7 @@ def test_the_highest_tap_is_what_leaves_the_last_layer():
 
 
 def test_dynamic_rope_is_no_scaling_until_the_text_is_longer_than_the_positions():
-    """One token more, and transformers turns all keys otherwise: the engine must stop before."""
+    """With one more token transformers rotates all keys differently, so the engine must stop before."""
     want, model = expected("mistral"), load("mistral")
     limit = model.config.max_position
     assert model.config.rope.scaling == DynamicScaling(factor=4.0)

@@ -1,4 +1,4 @@
-"""One prompt of a file that cannot run ends neither the run nor the others; the exit code tells."""
+"""A prompt of a file that cannot run is skipped, the others run, and the exit code is 3."""
 
 import json
 

@@ -25,7 +25,7 @@ _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 @dataclass
 class Tensor:
-    """dtype by its name in a header, and bytes in C order; both may lie."""
+    """dtype by its name in a header, and bytes in C order; damage may make them disagree."""
 
     dtype: str
     shape: list[int]

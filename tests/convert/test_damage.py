@@ -27,13 +27,13 @@ from tests.convert.seeds import SEEDS, seed, write
 NUM_CHUNKS = 24
 CASES_PER_CHUNK = 125
 FULL_LOADS = 12
-"""One in so many intact checkpoints is loaded whole from both folders; of the others the arrays are compared."""
+"""One in this many intact checkpoints is loaded as a model from both folders; of the others the arrays are compared."""
 CONVERTED = 0.15
 """Share of cases that damage a converted folder instead."""
 
 
 class Broken(AssertionError):
-    """A property that does not hold."""
+    """A tested property that does not hold."""
 
 
 def call(*argv) -> tuple[int, str]:
@@ -147,7 +147,7 @@ def options_of(folder: Path) -> list:
 
 
 def check_converted(base: Path, name: str, rng: Random) -> list[str]:
-    """Damages a converted folder: what is confirmed or given back is what it was. Returns the damage.
+    """Damages a converted folder: `verify` and `export` must refuse it or give the original values. Returns the damage.
 
     Raises:
       Broken: names the property.
@@ -243,7 +243,7 @@ DEFECTS = {
         "inspect: 2 lines on stderr",
     ),
     "another exit code": ("convert.summary.inspect", _raise(SystemExit(3)), "inspect: exit code 3"),
-    "verify that doubts": (
+    "verify that fails": (
         "convert.verify.verify", _raise(CheckpointError("x")), "verify does not confirm",
     ),
     "export that fails": ("convert.export.export", _raise(CheckpointError("x")), "export does not"),

@@ -1,4 +1,4 @@
-"""Tensors of one parameter that have different dtypes: one line and code 2, whatever reads them."""
+"""Tensors of one parameter that have different dtypes: every command and loading refuse them in one line."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Every bad input is one line on stderr and exit code 2, and nothing lies under the final name."""
+"""Every bad input is one line on stderr and exit code 2, and no output folder exists."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""A run that is killed anywhere leaves nothing under the final name, and the next one goes on."""
+"""A run that is killed leaves no output folder under the final name, and the next run continues it."""
 
 import json
 import os

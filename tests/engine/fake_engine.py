@@ -83,7 +83,7 @@ class FakeEngine:
         ]
 
     def check_order(self) -> None:
-        """Fails if a request has overtaken an older one of its priority."""
+        """Fails if a request runs before an older one of its priority."""
         active, waiting = self.scheduler.active, self.scheduler.waiting
         for priority in {request.priority for request in active}:
             order = [one.id for one in [*active, *waiting] if one.priority == priority]

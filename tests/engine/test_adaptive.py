@@ -286,7 +286,7 @@ IDLE = {  # what a round over idle slots may seem to take, by K
 @pytest.mark.parametrize("idle", IDLE)
 @pytest.mark.parametrize("size", REAL)
 def test_the_choice_comes_within_two_percent_of_the_best_k(size, idle, num_cases):
-    """Whatever idle slots say: real rounds correct it."""
+    """Real rounds correct wrong times over idle slots."""
     real = REAL[size]
     tokens = {k: 1 + sum(SHARES[:k]) for k in DRAFTS}
     fastest = max(tokens[k] / real[k] for k in DRAFTS)

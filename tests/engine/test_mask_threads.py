@@ -1,4 +1,4 @@
-"""How many threads compute the masks of a call, and that the masks do not depend on their number."""
+"""The number of threads that compute the masks of a call; masks do not depend on it."""
 
 import inspect
 import itertools

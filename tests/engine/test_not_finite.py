@@ -94,7 +94,7 @@ def test_one_bad_token_ends_its_request_alone(family, method, num_draft, caplog)
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_a_text_fails_at_the_same_token_with_and_without_drafts(family):
-    """The token is emitted, as its own logits are good; the next token has none."""
+    """The token is emitted, because its own logits are finite; those of the next one are not."""
     clean = tiny.target(**tiny.FAMILIES[family])
     params = SamplingParams(max_tokens=MAX_TOKENS)
     texts = [c.tokens for c in engine_of(clean, "none", 0).generate(PROMPTS, params)]

@@ -1,4 +1,4 @@
-"""One list of rules says which requests run: named for people and for code."""
+"""The list of rules for requests: each error has a message and a field."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Programs on disk: what finds them again, what does not, and files that must not be used."""
+"""Programs on disk: which changes make a new file, and files that must not be used."""
 
 import json
 import logging

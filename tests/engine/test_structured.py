@@ -1,4 +1,4 @@
-"""Structured output through the engine: whatever the model, the drafts and the load, a text obeys."""
+"""Structured output through the engine: every text satisfies its constraint, under random models, drafts and load."""
 
 import json
 import random

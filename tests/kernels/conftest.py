@@ -1,4 +1,4 @@
-"""Kernels on a CPU: Mosaic's interpreter, watched for races, and with `plgpu.mma`, which it lacks."""
+"""Kernels on a CPU: Mosaic's interpreter with its race detector, and `plgpu.mma`, which it lacks."""
 
 import jax
 import jax.numpy as jnp

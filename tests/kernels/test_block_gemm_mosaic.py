@@ -1,4 +1,4 @@
-"""The kernel of linear layers in Mosaic's interpreter: the definition, and rows that stay themselves."""
+"""The kernel of linear layers in Mosaic's interpreter: its results, and rows whose bits do not depend on others."""
 
 import jax
 import jax.numpy as jnp

@@ -63,7 +63,7 @@ def assert_weights(found: jax.Array, wanted: np.ndarray):
 
 
 def assert_worklist(found, ids: np.ndarray, E: int, config: TuningConfig):
-    """slots, experts and num_items, as far as they mean something."""
+    """slots, experts and num_items without their unspecified entries."""
     slots, experts, num_items = map(np.asarray, found)
     work = make_worklist(jnp.asarray(ids).T, E, config.tokens, config.shared)
     wanted = int(work.num_items[0])
@@ -119,7 +119,7 @@ def test_the_plan_is_the_worklist(R, E, k, normalize, bias, ties):
 @pytest.mark.slow
 @race_free
 def test_a_plan_leaves_nothing_behind():
-    """Blocks hear of each other once a launch; the next one, as a graph replays it, begins anew."""
+    """The cluster barrier is used once in each launch; a second launch of the same program, as in a CUDA graph, works too."""
     logits, others = logits_of(70, 32), logits_of(70, 32, ties=True)
     once = plan(others, None, 4)
     twice = jax.jit(lambda *both: [plan(logits, None, 4) for logits in both])(logits, others)[1]

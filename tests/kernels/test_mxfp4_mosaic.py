@@ -158,7 +158,7 @@ def test_what_kernels_read_is_said():
 
 
 def registers(x: np.ndarray, layout) -> np.ndarray:
-    """[registers, warps, lanes, vector]: who holds what of x, by Mosaic's definition of its layouts."""
+    """[registers, warps, lanes, vector]: the elements of x that each thread holds, by Mosaic's definition of its layouts."""
     for tile in layout.tiling.tiles:
         outer = x.shape[: x.ndim - len(tile)]
         pairs = [(size // t, t) for size, t in zip(x.shape[len(outer) :], tile, strict=True)]
@@ -175,7 +175,7 @@ def registers(x: np.ndarray, layout) -> np.ndarray:
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_threads_hold_the_columns_that_they_are_to_multiply(half):
-    """What no interpreter sees: which numbers the unpacked registers stand for."""
+    """The values of the unpacked registers, which the interpreter does not check."""
     from pallas_kernels import mlir_compat as mlir
     from pallas_kernels.weight_tiles.mxfp4 import STEP, arrange
 

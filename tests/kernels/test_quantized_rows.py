@@ -1,4 +1,4 @@
-"""Products with quantised activations: their law, the kernels that compute it, and rows that stay themselves."""
+"""Products with quantised activations: definition, kernels, and rows whose bits do not depend on others."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The attention kernels in Mosaic's interpreter: the definition, and rows that stay themselves."""
+"""The attention kernels in Mosaic's interpreter: their results, and rows whose bits do not depend on others."""
 
 import dataclasses
 

@@ -126,7 +126,7 @@ def test_it_can_be_stopped_while_it_loads(number):
 
 @contextlib.contextmanager
 def started(*arguments: str, log: Path):
-    """The server as a process of its own, with its ports and what it told on the way to them."""
+    """The server as a process, with its ports and the log lines before it listened."""
     command = [sys.executable, "-m", "serving", *arguments]
     with (
         log.open("w") as errors,
@@ -190,7 +190,7 @@ def _told(capsys, arguments: list[str]) -> str:
 
 
 def _check_ports(ports: list[str], ca: bytes) -> None:
-    """What a stranger gets on both ports."""
+    """Answers on both ports to a client without a token or certificate."""
     credentials = grpc.ssl_channel_credentials(ca)
     with grpc.secure_channel(f"localhost:{ports[0]}", credentials) as channel:
         mirror = reflection_pb2_grpc.ServerReflectionStub(channel)

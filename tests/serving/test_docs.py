@@ -1,4 +1,4 @@
-"""docs/serving.md says what is so: its client runs, its options and metrics exist."""
+"""docs/serving.md is true: its client runs, its options and metrics exist."""
 
 import contextlib
 import io

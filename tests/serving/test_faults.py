@@ -1,4 +1,4 @@
-"""Clients that leave, die or dawdle, and a crowd of them: everybody else gets what they would alone."""
+"""Clients that leave, break off or read slowly, one or many at once: the answers of all others are unchanged."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ _SMALL_WINDOW = [
     ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14),
     ("grpc.use_local_subchannel_pool", 1),
 ]  # fmt: skip
-"""A connection of its own, with the window of HTTP/2 that it starts with."""
+"""A separate connection whose HTTP/2 window keeps its initial size."""
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +56,20 @@ def reports(server, ended) -> list:
 
 @pytest.fixture(scope="module")
 def alone(make_engine):
-    """An engine of its own, for what the server should say; it takes the server's programs."""
+    """A separate engine, which generates the expected text; it uses the server's programs."""
     return make_engine(max_model_len=512, max_logprobs=64)
 
 
 @pytest.fixture(scope="module")
 def narrow(make_engine) -> LiveServer:
-    """Few pages: requests push each other out."""
+    """Few pages, so that requests preempt each other."""
     server = LiveServer(make_engine(num_pages=32))
     yield server
     server.close()
 
 
 class Crowd:
-    """Clients that send short requests and end some of them in every way there is.
+    """Clients that send short requests and end some of them: by cancelling, by a deadline, by a lost connection.
 
     Attributes:
       codes: how often a call ended with each status.
@@ -205,7 +205,7 @@ def test_the_death_of_a_client_frees_everything(server, reports, pace):
 
 @pytest.mark.slow
 def test_a_client_that_stops_reading_delays_no_other(server):
-    """Its stream is larger than what HTTP/2 lets lie unread, so that the server cannot send on."""
+    """Its stream is larger than the HTTP/2 window, so that the server has to wait for the reader."""
     stopping = pb.Stopping(max_tokens=500, ignore_eos=True)
     with (
         grpc.insecure_channel(server.address, options=_SMALL_WINDOW) as narrow,
@@ -221,7 +221,7 @@ def test_a_client_that_stops_reading_delays_no_other(server):
                 pb.GenerateRequest(text="b", stopping=stopping), timeout=LIMIT
             )
             assert len(whole.sequences[0].token_ids) == 500
-        # The engine is done with it and holds nothing for it; only its reader is not.
+        # The engine has finished it and freed its slot and pages; only its reader has not.
         load = server.frontend.load
         assert (load.num_running, load.pages_used) == (0, 0)
         assert server.call(lambda: server.frontend.num_open) == 1
@@ -230,7 +230,7 @@ def test_a_client_that_stops_reading_delays_no_other(server):
     logprobs = [one for delta in deltas for one in delta.logprobs]
     assert (len(tokens), len(logprobs)) == (500, 500)
     assert {len(one.alternatives) for one in logprobs} == {64}
-    # What it did not fetch came in one piece.
+    # The unread output arrives as one delta.
     assert max(len(delta.token_ids) for delta in deltas) > 100
 
 
@@ -248,7 +248,7 @@ def requests_of_every_kind(*, count: int, temperature: float) -> list[tuple[list
 
 
 def tokens_together(server: LiveServer, wanted: list[tuple[list[int], dict]]) -> list[list[int]]:
-    """What the server says to all of them at once."""
+    """The server's answers to all of them at the same time."""
     stopping = pb.Stopping(max_tokens=40, ignore_eos=True)
     with grpc.insecure_channel(server.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
@@ -266,7 +266,7 @@ def tokens_together(server: LiveServer, wanted: list[tuple[list[int], dict]]) ->
 
 
 def tokens_alone(engine, wanted: list[tuple[list[int], dict]]) -> list[list[int]]:
-    """What an engine says to each, one after the other."""
+    """An engine's answers to each of them, one after the other."""
     found = []
     for prompt, params in wanted:
         params = SamplingParams(max_tokens=40, ignore_eos=True, **params)

@@ -1,4 +1,4 @@
-"""Thousands of malformed requests: each gets a status, and none does harm.
+"""Thousands of malformed requests: each gets a status, and the server keeps serving.
 
 The tests go over the descriptors of the services; a new service joins in `SERVICES`.
 """
@@ -47,7 +47,7 @@ ANSWERS = {
     Status.OK, Status.INVALID_ARGUMENT, Status.NOT_FOUND, Status.ALREADY_EXISTS,
     Status.RESOURCE_EXHAUSTED, Status.FAILED_PRECONDITION, Status.UNIMPLEMENTED,
 }  # fmt: skip
-"""What a sound server may say to a message that it could read. A hang is DEADLINE_EXCEEDED."""
+"""Valid statuses for a message that the server could parse. A hang is DEADLINE_EXCEEDED."""
 MAX_BYTES = 1 << 20
 BATCH = 25
 HELLO = pb.GenerateRequest(text="hello there", stopping=pb.Stopping(max_tokens=12))
@@ -144,7 +144,7 @@ def client(server):
 
 
 def check(error: grpc.aio.AioRpcError | None, method: MethodDescriptor, request) -> None:
-    """Fails unless the server read the message and knew what to say."""
+    """Fails unless the status is one of the valid ones."""
     code = Status.OK if error is None else error.code()
     assert code in ANSWERS, f"{method.full_name}: {code} {error.details()} for {request}"
     if code is not Status.INVALID_ARGUMENT:
@@ -195,7 +195,7 @@ def test_any_message_gets_a_fitting_status(server, client, path, num_cases):
 
 
 NO_MESSAGE = re.compile(r"no such message|more than \d+ numbers take|more than the \d+ fields")
-"""What is said of bytes that do not parse: so, or that they are too much to be parsed."""
+"""Valid errors for bytes that do not parse: that they do not, or that they are too large to be parsed."""
 
 
 @pytest.mark.sampled(4, slow=4)
@@ -307,7 +307,7 @@ def test_billions_of_sequences_are_refused_at_once(server, client, path):
 
 
 def test_long_prompts_and_many_sequences_at_once(server, client):
-    """The dearest requests that the limits let through, more of them than the queue takes."""
+    """The most expensive requests within the limits, more of them than the queue holds."""
     path = "peagle.v1.Generation/GenerateOnce"
     request = pb.GenerateRequest(
         tokens=pb.TokenIds(ids=[5] * 90),
@@ -328,7 +328,7 @@ SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 def _frame(rng: random.Random) -> bytes:
-    """An HTTP/2 frame with a sound length, and nothing else that must be sound."""
+    """An HTTP/2 frame with a correct length; everything else is random."""
     content = rng.randbytes(rng.choice((0, 1, 4, 5, 8, 40)))
     head = len(content).to_bytes(3, "big") + bytes([rng.randrange(12), rng.randrange(256)])
     return head + rng.choice((0, 1, 3, 2**31 - 1, 2**32 - 1)).to_bytes(4, "big") + content

@@ -1,4 +1,4 @@
-"""A server under attack, in short: honest clients are answered, and every hostile one as it deserves.
+"""A server under short attacks: honest clients are answered, and hostile ones get their documented errors.
 
 `peagle-bench hostile` measures the same at length. The bounds here are wide: they hold on a busy machine,
 and a server that one long request freezes for tens of seconds exceeds them.

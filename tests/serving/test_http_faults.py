@@ -1,4 +1,4 @@
-"""HTTP clients that behave badly: bodies that never come whole, nonsense of every kind."""
+"""HTTP clients that send incomplete bodies, or bytes that are not HTTP."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a refused call held is free at once, without the collector of cycles."""
+"""A refused call's memory is freed at once, without a garbage collection."""
 
 import gc
 import tracemalloc
@@ -16,7 +16,7 @@ CALLS = 12
 
 @pytest.fixture
 def counted():
-    """Bytes that Python holds, while no cycle is collected."""
+    """Bytes that Python has allocated, with the garbage collector off."""
     gc.collect()
     gc.disable()
     tracemalloc.start()

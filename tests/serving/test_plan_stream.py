@@ -1,4 +1,4 @@
-"""The stream between hosts: who may join, and that calls arrive as they were sent."""
+"""The stream between hosts: which processes may join, and that calls arrive unchanged."""
 
 import queue
 import socket
@@ -218,7 +218,7 @@ def test_who_does_not_fit_is_refused_and_the_rest_join(leader):
 def test_a_call_that_is_missing_ends_the_follower(leader):
     stream, process = join(leader)
     stream._calls.put(to_message(CALLS[0], 2))
-    stream._fate.is_sealed.wait = lambda seconds: None  # no other host is to blame
+    stream._fate.is_sealed.wait = lambda seconds: None  # no other host has failed
     stream._is_closed.set()
     threading.Thread(target=stream.perform, args=(None,), daemon=True).start()
     assert process.codes.get(timeout=LIMIT) == 1
@@ -237,7 +237,7 @@ def connected(leader) -> tuple[LeaderStream, Process]:
 
 
 def test_a_call_without_a_result_ends_all_hosts(leader, caplog):
-    """Both hosts show signs of life, but the round does not end."""
+    """Both hosts send heartbeats, but the round does not end."""
     caplog.set_level("INFO")
     _, follower = connected(leader)
     leader.leader.send(CALLS[1])

@@ -101,7 +101,7 @@ def test_the_second_turn_of_a_chat_finds_its_prefix(fleet, texts):
 
 
 def test_a_killed_server_costs_only_the_streams_that_had_begun(fleet, texts, prompts):
-    """Whole answers are asked for again elsewhere, broken streams say so, and the server returns."""
+    """The gateway repeats unary requests on another server, broken streams end with an error, and the server returns."""
     other, killed = fleet.replicas
     with Load(fleet.url, prompts, max_tokens=TOKENS) as load:
         before = fleet.completed
@@ -144,7 +144,7 @@ def test_a_rolling_restart_fails_no_request(fleet, prompts):
 
 
 def check_texts(load: Load, prompts: list[str]) -> None:
-    """Whoever served a prompt, its greedy text is the same."""
+    """The greedy text of a prompt does not depend on the server."""
     texts = {one.prompt: one.text for one in load.outcomes if one.text is not None}
     assert texts.keys() == set(prompts)
     assert all(one.text in (None, texts[one.prompt]) for one in load.outcomes)

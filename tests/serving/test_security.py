@@ -1,4 +1,4 @@
-"""Who may call: TLS, certificates of clients, bearer tokens, and what the server tells to whom."""
+"""Access: TLS, certificates of clients, bearer tokens, and which answers need them."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ def files(pki, tmp_path_factory):
 
 
 def put(source: str, target: Path) -> None:
-    """As a rotation does it: another file in the old one's place."""
+    """Replaces a file, as a rotation of certificates does."""
     shutil.copy(source, f"{target}.new")
     os.replace(f"{target}.new", target)
 
@@ -124,7 +124,7 @@ def test_tls_needs_no_client_certificate_by_default(make_engine, pki):
 
 
 def subject(server, pki) -> str:
-    """Whose certificate the server shows now."""
+    """Common name of the server's present certificate."""
     context = ssl.create_default_context(cafile=pki["ca"].cert)
     context.load_cert_chain(pki["client"].cert, pki["client"].key)
     context.set_alpn_protocols(["h2"])
@@ -147,7 +147,7 @@ def test_new_certificates_are_used_without_a_restart(secure, pki, files, caplog)
             put(pki["second"].key, files / "key.pem")
             assert subject(secure, pki) == "second"
             assert "were read again" in caplog.text
-        generate(old)  # connections that stand go on
+        generate(old)  # open connections continue
         (files / "key.pem").unlink()
         assert subject(secure, pki) == "second"
         put(pki["server"].cert, files / "cert.pem")

@@ -1,4 +1,4 @@
-"""`peagle-serve` as a process: when it is ready, how it goes, and with what exit code."""
+"""`peagle-serve` as a process: readiness, shutdown and exit codes."""
 
 import os
 import signal
@@ -109,7 +109,7 @@ def test_a_signal_loses_no_request(serve):
         refusal = refused(stub)
         assert refusal.code() is Status.UNAVAILABLE
         assert "draining" in refusal.details()
-        assert len(readers.found) < NUM_STREAMS  # or it was no drain
+        assert len(readers.found) < NUM_STREAMS  # otherwise nothing was drained
         readers.wait()
     assert readers.found == [(Status.OK, 150)] * NUM_STREAMS
     assert server.process.wait(LIMIT) == 0

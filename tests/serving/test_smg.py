@@ -50,13 +50,13 @@ def client(gateway):
 
 @pytest.fixture(scope="module")
 def expected():
-    """What the engine says alone."""
+    """The text of a separate engine."""
     engine = load(config=SIZES)
     return engine.generate([PROMPT], SamplingParams(max_tokens=40))[0]
 
 
 def check_usage(usage, expected) -> None:
-    """Tokens as they are, and speculation as it went."""
+    """Token ids and the counts of speculation."""
     assert usage.prompt_tokens == len(expected.prompt)
     assert usage.completion_tokens == len(expected.tokens)
     details = usage.completion_tokens_details

@@ -1,4 +1,4 @@
-"""Replies that must be calls: grammars of all formats, and a random model that has no choice."""
+"""Replies that must be calls: grammars of all formats, and a random model under them."""
 
 import json
 from types import SimpleNamespace
@@ -168,7 +168,7 @@ def client(tmp_path_factory):
 
 
 def modes(name: str) -> dict:
-    """A tool whose calls are short, whatever the model likes."""
+    """A tool whose schema allows short calls only."""
     properties = {"mode": {"enum": ["r", "w"]}}
     parameters = dict(PARAMETERS, properties=properties, required=["mode"])
     return {"type": "function", "function": {"name": name, "parameters": parameters}}

@@ -280,7 +280,7 @@ def test_server_info(server, stub):
     assert (info.max_context_length, info.max_req_input_len, info.vocab_size) == (96, 95, 128)
     assert (info.model_type, list(info.architectures)) == ("qwen3", ["Qwen3ForCausalLM"])
     assert list(info.eos_token_ids) == [126, 127]
-    # No folder of anybody's, and no name on a hub: gateways shall fetch the tokenizer from here.
+    # Neither a folder nor a hub id, so that gateways fetch the tokenizer from this server.
     assert info.model_path == info.tokenizer_path == "/peagle-jax/served/tiny"
     about = stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (about.server_type, about.data_parallel_size) == ("peagle-jax", 1)

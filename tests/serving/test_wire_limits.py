@@ -1,4 +1,4 @@
-"""What a gRPC message holds is measured on the wire: too many fields or numbers are refused unparsed."""
+"""Limits of a gRPC message are checked on its bytes: too many fields or numbers are refused before parsing."""
 
 from dataclasses import replace
 
@@ -131,7 +131,7 @@ def test_long_lists_of_numbers_are_refused_unparsed(server, method, kind, path):
 
 @pytest.mark.parametrize(("method", "kind", "path"), LISTS)
 def test_as_many_numbers_as_a_limit_allows_are_parsed(method, kind, path):
-    """Whatever the numbers are: the longest on the wire too."""
+    """With numbers of every length on the wire."""
     field = lists(kind.DESCRIPTOR)[path]
     longest = {field.TYPE_UINT32: 2**32 - 1, field.TYPE_UINT64: 2**64 - 1, field.TYPE_BOOL: True}
     limits = replace(ANY, numbers={path: 20})

@@ -1,4 +1,4 @@
-"""Rounds walked over texts on the host, against definitions written out."""
+"""Rounds simulated over texts on the host, against their definitions in plain loops."""
 
 import numpy as np
 import pytest
