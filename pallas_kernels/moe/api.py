@@ -182,31 +182,35 @@ def mixture(
         values = reference.moe(x, ids, weights, gate_up, down, limit, activations)
         own = jnp.arange(R, dtype=jnp.int32)[None]
         return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
-    # Imported here: a slow import that CPU use does not need.
-    from pallas_kernels.moe import mosaic_plan, mosaic_route
-
     config = _config(R, E, top_k, (gate_up, down), activations, launch)
-    cut = dict(tokens=config.tokens, shared=config.shared)
-    if not mosaic_plan.fits(R, E, top_k, config.tokens):
-        weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)
-        weights, work = weights[:, :R], make_worklist(ids[:, :R], E, **cut)
-    else:
-        items = most_items(R, E, top_k, **cut)
-        weights, slots, experts, num_items = mosaic_plan.route_and_plan(
-            logits,
-            router_bias,
-            top_k=top_k,
-            normalize=normalize,
-            items=items,
-            launch=launch,
-            **cut,
-        )
-        work = Worklist(experts, num_items, slots, items)
+    weights, work = _routed(logits, router_bias, top_k, normalize, config, launch)
     if first is not None:
         count = gate_up.values.shape[0]
         work, weights = own_items(work, weights, first, count, config.tokens)
     values = _experts(x, work, gate_up, down, limit, config, launch, activations)
     return Mixture(values, weights, work.slots)
+
+
+def _routed(
+    logits, router_bias, top_k: int, normalize: bool, config, launch
+) -> tuple[jax.Array, Worklist]:
+    """Weights [k, R'] and the worklist of the rows of `logits`, by kernels; R' >= R."""
+    # Imported here: slow imports that CPU use does not need.
+    from pallas_kernels.moe import mosaic_place, mosaic_plan, mosaic_route
+
+    R, E = logits.shape
+    cut = dict(tokens=config.tokens, shared=config.shared)
+    items = most_items(R, E, top_k, **cut)
+    how = dict(top_k=top_k, normalize=normalize, items=items, launch=launch)
+    if mosaic_plan.fits(R, E, top_k, config.tokens):
+        made = mosaic_plan.route_and_plan(logits, router_bias, **how, **cut)
+    elif mosaic_place.IS_DEFAULT and mosaic_place.fits(R, E, launch.device) and not config.shared:
+        made = mosaic_place.route_and_place(logits, router_bias, tokens=config.tokens, **how)
+    else:
+        weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)
+        return weights[:, :R], make_worklist(ids[:, :R], E, **cut)
+    weights, slots, experts, num_items = made
+    return weights, Worklist(experts, num_items, slots, items)
 
 
 def _launch(

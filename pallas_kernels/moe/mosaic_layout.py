@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.moe.mosaic_route import ROWS, padded_experts
+from pallas_kernels.moe.mosaic_route import ROWS, load_flat, padded_experts
 
 
 class Rows(NamedTuple):
@@ -98,16 +98,8 @@ class Plan(NamedTuple):
         rows, so that both kernels give the same bits."""
         return (self.block.rows, self.Ep) if self.normalize else (ROWS, padded_experts(self.E))
 
-    @property
-    def flat(self):
-        """Layout of [Ep]: one element per thread, replicated in four warps below 128 experts."""
-        if self.Ep % 128:
-            tiles = plgpu.Tiling(((32,), (1,)))
-            return plgpu.Layout.TILED(tiles, (plgpu.Replicated(4),), (-2,), -1)
-        return plgpu.Layout.WG_STRIDED((self.Ep,), 1)
-
-    def load_flat(self, row_smem) -> jax.Array:
-        return plgpu.load(row_smem, layout=self.flat, optimized=False)
+    def load_flat(self, row_ref) -> jax.Array:
+        return load_flat(row_ref, self.Ep)
 
 
 class Scratch(NamedTuple):

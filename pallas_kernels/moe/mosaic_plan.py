@@ -129,7 +129,7 @@ def route_and_plan(
         whole_reg = (count_reg + (tokens - 1)) >> (tokens.bit_length() - 1)
         tiles_reg = jnp.minimum(count_reg, 1) if shared else whole_reg
         scratch.tiles_smem[...] = tiles_reg
-        num_items = scan_items(plan, scratch.tiles_smem, scratch.ends_smem, zero)
+        num_items = scan_items(Ep, scratch.tiles_smem, scratch.ends_smem, zero)
 
         @pl.when(g == 0)
         def _():
@@ -144,7 +144,7 @@ def route_and_plan(
         slots_smem[:, pl.ds(0, rows)] = slots_reg
         plgpu.commit_smem()
         store(slots_smem, slots_gmem)
-        store_experts(plan, scratch.ends_smem, g, chunks, zero, experts_gmem)
+        store_experts(plan.E, scratch.ends_smem, (g, blocks), chunks, zero, experts_gmem)
         plgpu.wait_smem_to_gmem(0)
 
     outputs = plgpu.kernel(

@@ -6,6 +6,7 @@ also builds the worklist.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,17 @@ def _choose(parts: list, top_k: int, values_smem, ids_smem) -> list:
     return lax.fori_loop(0, top_k, choose, parts)
 
 
+def load_flat(row_ref: Any, Ep: int) -> jax.Array:
+    """row_ref [Ep], in shared or device memory, Ep a multiple of 32, to registers: one
+    element per thread, replicated in four warps below 128."""
+    if Ep % 128:
+        tiles = plgpu.Tiling(((32,), (1,)))
+        layout = plgpu.Layout.TILED(tiles, (plgpu.Replicated(4),), (-2,), -1)
+    else:
+        layout = plgpu.Layout.WG_STRIDED((Ep,), 1)
+    return plgpu.load(row_ref, layout=layout, optimized=False)
+
+
 def _load_column(rows_smem, j) -> jax.Array:
     """rows_smem[j] of a shared array [k, ROWS]: one element per row, in registers."""
     return plgpu.load(rows_smem.at[j], layout=_LAYOUT.reduce(1), optimized=False)
@@ -90,55 +102,99 @@ def _largest(terms: list) -> jax.Array:
     return largest
 
 
-@functools.partial(jax.jit, static_argnames=("top_k", "normalize", "launch"))
+@functools.partial(jax.jit, static_argnames=("top_k", "normalize", "launch", "counted"))
 def route(
     logits: jax.Array,  # [R, E] float32
     bias: jax.Array | None,  # [E]
     top_k: int,
     normalize: bool,
     launch: Launch,
-) -> tuple[jax.Array, jax.Array]:
-    """Top-k weights float32 and ids int32, both [k, R'] with R' the next multiple of 64; any R."""
+    counted: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Top-k weights float32 and ids int32, both [k, R'] with R' the next multiple of 64; any R.
+
+    Args:
+      counted: two results more, of which `mosaic_place` makes the worklist. Ep is E padded to 64.
+        masks int32 [R' / 64, 4, Ep]: bit r of [b, i, e] is set if row 64 b + 16 i + r < R chose expert e.
+        counts int32 [R' / 64, Ep]: set bits of a block's masks.
+    """
+    num_rows = logits.shape[0]
     logits = pad_for_copy(logits)
     R, E = logits.shape
-    blocks = pl.cdiv(R, ROWS)
+    blocks, Ep = pl.cdiv(R, ROWS), padded_experts(E)
 
     def body(
         logits_gmem,  # [R, E] float32
-        *refs,  # bias [padded E], if any; weights float32 and ids int32 [k, R']
+        *refs,  # bias [padded E], if any; weights float32 and ids int32 [k, R']; masks and counts, if counted
         logits_smem,  # [ROWS, padded E] float32
         values_smem,  # [k, ROWS] float32
         ids_smem,  # [k, ROWS] int32
         loaded_barrier,
+        hits_smem=None,  # [ROWS, padded E] int32
     ):
-        *bias_gmem, weights_gmem, ids_gmem = refs
+        bias_gmem, (weights_gmem, ids_gmem, *hits_gmem) = (
+            list(refs[:-num_outputs]),
+            refs[-num_outputs:],
+        )
         block = lax.axis_index("block")
         rows = pl.ds(block * ROWS, ROWS)
         parts = _load(logits_gmem, bias_gmem, logits_smem, loaded_barrier, block)
         total = None if normalize else sum_of_exps(parts)
-        _choose(parts, top_k, values_smem, ids_smem)
+        parts = _choose(parts, top_k, values_smem, ids_smem)
         _store_weights(total, top_k, values_smem, weights_gmem, rows)
         for j in range(top_k):
             ids_gmem[j, rows] = _load_column(ids_smem, j)
+        if counted:
+            _store_hits(parts, num_rows - block * ROWS, E, hits_smem)
+            _store_masks(hits_smem, block, *hits_gmem)
 
     shape = (top_k, blocks * ROWS)
+    outputs = [(shape, jnp.float32), (shape, jnp.int32)]
+    if counted:
+        outputs += [((blocks, 4, Ep), jnp.int32), ((blocks, Ep), jnp.int32)]
+    num_outputs = len(outputs)
     return plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-        ),
+        out_type=tuple(jax.ShapeDtypeStruct(*one) for one in outputs),
         scratch_types=dict(
-            logits_smem=plgpu.SMEM((ROWS, padded_experts(E)), jnp.float32),
+            logits_smem=plgpu.SMEM((ROWS, Ep), jnp.float32),
             values_smem=plgpu.SMEM((top_k, ROWS), jnp.float32),
             ids_smem=plgpu.SMEM((top_k, ROWS), jnp.int32),
             loaded_barrier=plgpu.Barrier(),
+            **(dict(hits_smem=plgpu.SMEM((ROWS, Ep), jnp.int32)) if counted else {}),
         ),
         grid=(blocks,),
         grid_names=("block",),
         interpret=launch.interpret,
-        kernel_name="moe_route",
+        kernel_name="moe_route_and_count" if counted else "moe_route",
     )(logits, *padded_bias(bias))
+
+
+def _store_hits(parts: list, num_rows: Any, E: int, hits_smem: Any) -> None:
+    """Stores 1 to hits_smem [ROWS, padded E] where `_choose` has left -inf, in the first num_rows rows; else 0."""
+    is_row = _iota((ROWS, _WIDTH), 0) < num_rows
+    for i, part in enumerate(parts):
+        hit = (part == -jnp.inf) & is_row
+        if (i + 1) * _WIDTH > E:
+            hit = hit & (_experts(i) < E)
+        hits_smem[:, pl.ds(i * _WIDTH, _WIDTH)] = jnp.where(hit, 1, 0)
+
+
+def _store_masks(hits_smem: Any, block: Any, masks_gmem: Any, counts_gmem: Any) -> None:
+    """Stores masks and counts of a block, as `route` returns them; a thread handles one expert."""
+    Ep = hits_smem.shape[1]
+
+    def add_row(row, carry):
+        *masks, count = carry
+        hits = [load_flat(hits_smem.at[16 * i + row], Ep) for i in range(4)]
+        masks = [mask + (hit << row) for mask, hit in zip(masks, hits, strict=True)]
+        return *masks, functools.reduce(jnp.add, hits, count)
+
+    none = load_flat(hits_smem.at[0], Ep) & 0
+    *masks, count = lax.fori_loop(0, 16, add_row, (none,) * 5)
+    for i, mask in enumerate(masks):
+        masks_gmem[block, i] = mask
+    counts_gmem[block] = count
 
 
 def padded_experts(E: int) -> int:

@@ -99,7 +99,7 @@ def exchange_counts(
     return total, functools.reduce(jnp.add, earlier)
 
 
-def scan_items(plan: Plan, tiles_smem: Any, ends_smem: Any, zero: Any) -> jax.Array:
+def scan_items(Ep: int, tiles_smem: Any, ends_smem: Any, zero: Any) -> jax.Array:
     """Inclusive prefix sum of tiles_smem [Ep] to ends_smem [Ep]; returns the total, [32], all equal.
 
     32 experts at a time: a triangular mask and a row sum, plus the carry of the parts before.
@@ -113,7 +113,7 @@ def scan_items(plan: Plan, tiles_smem: Any, ends_smem: Any, zero: Any) -> jax.Ar
         return jnp.sum(line, axis=1) + carry
 
     carry = plgpu.layout_cast(jnp.zeros((32,), jnp.int32), _BY_32.wide.reduce(1))
-    return lax.fori_loop(0, plan.Ep // 32 + zero, add_part, carry)
+    return lax.fori_loop(0, Ep // 32 + zero, add_part, carry)
 
 
 def find_slots(
@@ -167,18 +167,21 @@ def find_slots(
 
 
 def store_experts(
-    plan: Plan, ends_smem: Any, g: Any, chunks: int, zero: Any, experts_gmem: Any
+    E: int, ends_smem: Any, block: tuple[Any, int], chunks: int, zero: Any, experts_gmem: Any
 ) -> None:
-    """Stores the expert of each item to experts_gmem [32 * chunks]; block g takes every blocks-th chunk.
+    """Stores the expert of each item to experts_gmem [32 * chunks].
 
-    ends_smem [Ep] is the prefix sum of `scan_items`.
+    Args:
+      ends_smem: [Ep], the prefix sum of `scan_items`.
+      block: (g, n); block g of n takes every n-th chunk.
     """
     ends = _BY_32.load_row(ends_smem)
+    g, blocks = block
 
     def store_part(i, _):
-        part = (i * plan.blocks + g) * 32
-        done = jnp.sum(jnp.where(ends <= _BY_32.iota(plan.Ep, 0) + part, 1, 0), axis=1)
-        experts_gmem[pl.ds(part, 32)] = jnp.minimum(done, plan.E - 1)
+        part = (i * blocks + g) * 32
+        done = jnp.sum(jnp.where(ends <= _BY_32.iota(ends.shape[1], 0) + part, 1, 0), axis=1)
+        experts_gmem[pl.ds(part, 32)] = jnp.minimum(done, E - 1)
         return 0
 
-    lax.fori_loop(0, (chunks - g + plan.blocks - 1) // plan.blocks + zero, store_part, 0)
+    lax.fori_loop(0, (chunks - g + blocks - 1) // blocks + zero, store_part, 0)

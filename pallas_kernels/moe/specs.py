@@ -26,7 +26,9 @@ class Spec:
     """One kernel on bfloat16 rows: experts [E, 2, inner, width] and [E, width, inner].
 
     Attributes:
-      kernel: plan is `mosaic_plan.route_and_plan`; the other names are those of the functions.
+      kernel: plan is `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`, and sort is what
+        `api.mixture` takes for as many rows: the kernel `route` and XLA's code of the worklist. The other names
+        are those of the functions.
       items: items of gate_up and down, about as many as random routing gives; they touch as many experts
         as possible.
       form: format of the experts' weights.
@@ -34,7 +36,7 @@ class Spec:
       activations: "fp8": gate_up and down take quantised rows.
     """
 
-    kernel: Literal["route", "plan", "spread", "gate_up", "down"]
+    kernel: Literal["route", "plan", "place", "sort", "spread", "gate_up", "down"]
     rows: int
     items: int = 0
     experts: int = 128
@@ -47,6 +49,11 @@ class Spec:
     activations: Activations = "bf16"
 
     @property
+    def chips(self) -> tuple[int, ...]:
+        """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows."""
+        return (90, 100) if self.kernel == "place" and self.rows > 8192 else CHIPS
+
+    @property
     def arranged(self) -> bool:
         """Whether gate_up stores its columns in `arrange` order for down."""
         return self.form == "mxfp4"
@@ -54,7 +61,7 @@ class Spec:
     @property
     def mma(self) -> dict[int, str]:
         """Required matrix instruction, as `MMA`."""
-        return {} if self.kernel in ("route", "plan", "spread") else MMA
+        return MMA if self.kernel in ("gate_up", "down") else {}
 
 
 GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
@@ -67,6 +74,11 @@ SPECS = {
     },
     **{f"qwen3-moe-plan-{R}": Spec(kernel="plan", rows=R) for R in (1, 8, 12, 64, 128, 200, 256)},
     **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
+    **{
+        f"qwen3-moe-{kernel}-{R}": Spec(kernel=kernel, rows=R)
+        for kernel in ("place", "sort")
+        for R in (512, 1024, 4096, 16384)
+    },
     **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256, 512, 4096)},
     **{
         f"gpt-oss-{kernel.replace('_', '-')}-{R}": Spec(
@@ -96,6 +108,7 @@ SPECS = {
         for R, items in ((8, 51), (64, 129), (256, 128), (1024, 192), (4096, 320))
     },
     **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
+    "gpt-oss-place-4096": Spec(kernel="place", rows=4096, **GPT_OSS),
     "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),
     "gpt-oss-spread-64": Spec(kernel="spread", rows=64, **GPT_OSS),
 }
@@ -212,11 +225,50 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
                 logits, bias, top_k=spec.top_k, normalize=True, items=items, launch=launch, **plan
             )
             return weights[:, : spec.rows], slots[:, : spec.rows], experts[:items], num_items[:1]
-        weights, ids = _route_by_definition(spec, logits, bias)
-        work = make_worklist(ids.T, spec.experts, **plan)
-        return weights.T, work.slots, work.experts, work.num_items
+        return _sorted_by_definition(spec, logits, bias)
 
     return run, _logits(spec)
+
+
+def _place(spec: Spec) -> tuple[Callable, tuple]:
+    """As `_plan`, for more rows."""
+
+    def run(logits, bias=None):
+        config = _config(spec)
+        if launch := _launch():
+            from pallas_kernels.moe import mosaic_place
+
+            items = most_items(spec.rows, spec.experts, spec.top_k, config.tokens, False)
+            options = dict(top_k=spec.top_k, normalize=True, tokens=config.tokens, items=items)
+            weights, slots, experts, num_items = mosaic_place.route_and_place(
+                logits, bias, launch=launch, **options
+            )
+            return weights[:, : spec.rows], slots[:, : spec.rows], experts[:items], num_items[:1]
+        return _sorted_by_definition(spec, logits, bias)
+
+    return run, _logits(spec)
+
+
+def _sort(spec: Spec) -> tuple[Callable, tuple]:
+    """As `_place`, with the worklist in XLA's code."""
+
+    def run(logits, bias=None):
+        if launch := _launch():
+            from pallas_kernels.moe import mosaic_route
+
+            weights, ids = mosaic_route.route(logits, bias, spec.top_k, True, launch)
+            work = make_worklist(ids, spec.experts, _config(spec).tokens, False)
+            return weights, work.slots, work.experts, work.num_items
+        return _sorted_by_definition(spec, logits, bias)
+
+    return run, _logits(spec)
+
+
+def _sorted_by_definition(spec: Spec, logits, bias) -> tuple[jax.Array, ...]:
+    config = _config(spec)
+    weights, ids = _route_by_definition(spec, logits, bias)
+    work = make_worklist(ids.T, spec.experts, config.tokens, config.shared)
+    return weights.T, work.slots, work.experts, work.num_items
 
 
 def _spread(spec: Spec) -> tuple[Callable, tuple]:
@@ -278,7 +330,9 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
     return run, _items(spec, config.tokens * spec.items, spec.inner, (spec.width,))
 
 
-_BUILD = dict(route=_route, plan=_plan, spread=_spread, gate_up=_gate_up, down=_down)
+_BUILD = dict(
+    route=_route, plan=_plan, place=_place, sort=_sort, spread=_spread, gate_up=_gate_up, down=_down
+)
 
 
 def _logits(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
