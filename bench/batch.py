@@ -10,9 +10,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from bench.command import Command, Options
 from bench.commands.batch import BatchOptions
@@ -20,6 +22,7 @@ from bench.compile_cells import Work, compile_all
 from peagle_jax.config import ConfigError
 
 _LIMIT = "# at most "
+_EARLY = "# while the others compile"
 _END_SECONDS = 10.0
 """For a process to end by itself after SIGINT; one that waits for a device does not."""
 
@@ -31,21 +34,24 @@ class Part:
     Attributes:
       lines: their arguments.
       seconds: after which the process is ended; None: no limit but that of all.
+      is_early: whether it begins as soon as its own programs are compiled. Its times are disturbed by those that
+        compile meanwhile.
     """
 
     lines: tuple[tuple[str, ...], ...]
-    seconds: float | None
+    seconds: float | None = None
+    is_early: bool = False
 
 
 def parts_of(text: str) -> list[Part]:
-    """The parts of a file. "# at most N s" above a command limits the time of its part; other comments are left out.
+    """The parts of a file, with the comments that belong to a part; others are left out.
 
     Raises:
       ConfigError: a limit is no number.
     """
     parts = []
     for block in text.replace("\\\n", " ").split("\n\n"):
-        lines, seconds = [], None
+        lines, seconds, is_early = [], None, False
         for line in map(str.strip, block.splitlines()):
             if line.startswith(_LIMIT):
                 try:
@@ -54,10 +60,12 @@ def parts_of(text: str) -> list[Part]:
                     raise ConfigError(
                         f"{line!r}: give the seconds, as in '# at most 60 s'"
                     ) from error
+            elif line == _EARLY:
+                is_early = True
             elif line and not line.startswith("#"):
                 lines.append(tuple(shlex.split(line)))
         if lines:
-            parts.append(Part(lines=tuple(lines), seconds=seconds))
+            parts.append(Part(lines=tuple(lines), seconds=seconds, is_early=is_early))
     return parts
 
 
@@ -76,16 +84,17 @@ def batch(options: BatchOptions) -> int:
         replace(one, lines=tuple(_with_file(line, options) for line in one.lines))
         for one in parts_of(text)
     ]
-    commands = [_parsed(line) for one in parts for line in one.lines]
+    work = [_work([_parsed(line) for line in one.lines]) for one in parts]
     left = lambda: (
         float("inf") if options.seconds is None else options.seconds + start - time.monotonic()
     )
-    if options.jobs > 1:
-        seconds = None if options.seconds is None else options.seconds / 2
-        compile_all(_work(commands), options.jobs, _say, seconds)
+    compiling = _Compiling(work, options)
+    own = dict(os.environ)  # without what `compile_all` sets for its processes
+    compiling.start()
     codes = []
     for number, part in enumerate(parts, 1):
         title = f"part {number} of {len(parts)}"
+        compiling.wait(number - 1, is_early=part.is_early)
         if left() < options.least_seconds:
             _say(f"{title} is left out: {left():.0f} s are left")
             codes.append(1)
@@ -94,7 +103,7 @@ def batch(options: BatchOptions) -> int:
         limit = min(left(), float("inf") if part.seconds is None else part.seconds)
         for line in part.lines:
             _say(f"{title}: {shlex.join(line)}")
-        codes.append(_run(part, limit))
+        codes.append(_run(part, limit, own))
         _say(f"{title} ended with exit code {codes[-1]} after {time.monotonic() - began:.0f} s")
     return int(any(codes))
 
@@ -128,10 +137,52 @@ def _work(commands: Sequence[tuple[Command, Options]]) -> list[Work]:
     return found
 
 
-def _run(part: Part, seconds: float) -> int:
+class _Compiling:
+    """Compiles the programs of all parts, in a thread.
+
+    Args:
+      work: engines of each part.
+    """
+
+    def __init__(self, work: Sequence[Sequence[Work]], options: BatchOptions):
+        self._left = [len(some) for some in work]
+        self._owners = [part for part, some in enumerate(work) for _ in some]
+        self._changed = threading.Condition()
+        self._is_over = options.jobs == 1
+        flat = [one for some in work for one in some]
+        seconds = None if options.seconds is None else options.seconds / 2
+        rules = dict(seconds=seconds, on_ready=self._ready)
+        self._compile = partial(compile_all, flat, options.jobs, _say, **rules)
+
+    def start(self) -> None:
+        if not self._is_over:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def wait(self, part: int, *, is_early: bool) -> None:
+        """Returns once nothing compiles any more, or for an early part once its own programs are compiled."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or (is_early and not self._left[part]))
+
+    def _run(self) -> None:
+        try:
+            self._compile()
+        except Exception as error:  # the parts compile for themselves
+            _say(f"nothing more compiles beforehand: {type(error).__name__}: {error}")
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _ready(self, index: int) -> None:
+        with self._changed:
+            self._left[self._owners[index]] -= 1
+            self._changed.notify_all()
+
+
+def _run(part: Part, seconds: float, environment: Mapping[str, str]) -> int:
     """Runs a part in a process of its own, for at most `seconds`. Returns its exit code."""
     command = [sys.executable, "-m", "bench.batch", *map(shlex.join, part.lines)]
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command, start_new_session=True, env=environment)
     try:
         return process.wait(None if seconds == float("inf") else seconds)
     except subprocess.TimeoutExpired:

@@ -53,6 +53,8 @@ class CellsConfig(EngineConfig):
     concurrencies: tuple[int, ...]
     rows_per_request: int = 0
     prefix_caching: bool = False
+    only_greedy: bool = False
+    """Whether all requests are greedy; other rounds are then not compiled."""
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:

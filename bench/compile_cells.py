@@ -40,7 +40,12 @@ of the items of the cell."""
 
 
 def compile_all(
-    work: Sequence[Work], jobs: int, say: Callable[[str], None], seconds: float | None = None
+    work: Sequence[Work],
+    jobs: int,
+    say: Callable[[str], None],
+    *,
+    seconds: float | None = None,
+    on_ready: Callable[[int], object] = lambda index: None,
 ) -> None:
     """Compiles what some engines need and what is not on disk yet, in `jobs` processes, in the order of `work`.
 
@@ -49,6 +54,7 @@ def compile_all(
     Args:
       say: prints a line.
       seconds: after which no program begins to compile; None: no limit.
+      on_ready: called with the index of an engine once all its programs are on disk, or cannot be.
     """
     start = time.perf_counter()
     spawn = multiprocessing.get_context("spawn")
@@ -58,30 +64,40 @@ def compile_all(
         progress_bar(unit="program") as bar,
     ):
         try:
-            done = _compile(pool, work, say, bar, seconds)
+            done = _compile(pool, work, say, bar, seconds, on_ready)
         except BrokenProcessPool:
             say("a compiling process was killed; the missing programs compile one after another")
             return
     say(f"{done} programs compiled by {jobs} processes in {time.perf_counter() - start:.0f} s")
 
 
-def _compile(pool, work: Sequence[Work], say, bar: tqdm, seconds: float | None) -> int:
+def _compile(pool, work: Sequence[Work], say, bar: tqdm, seconds: float | None, on_ready) -> int:
     start = time.perf_counter()
     wanted = [(one, pool.submit(files_of, *one)) for one in work]
-    files, jobs = set(), []
+    jobs: dict[Future, str] = {}
+    missing: list[set[str]] = []  # files of each engine
     for one, future in wanted:
+        missing.append(set())
         for key, file in _result(future, " at ".join(map(str, one[-1])), say) or ():
-            if file not in files:
-                files.add(file)
-                jobs.append(pool.submit(compile_one, *one, key))
+            missing[-1].add(file)
+            if file not in jobs.values():
+                jobs[pool.submit(compile_one, *one, key)] = file
                 bar.total = len(jobs)
                 bar.refresh()
+    for index, files in enumerate(missing):
+        if not files:
+            on_ready(index)
     done = 0
     limit = None if seconds is None else max(0.0, seconds + start - time.perf_counter())
     try:
         for future in as_completed(jobs, timeout=limit):
             done += bool(_result(future, "a program", say))
             bar.update()
+            for index, files in enumerate(missing):
+                if jobs[future] in files:
+                    files.remove(jobs[future])
+                    if not files:
+                        on_ready(index)
     except TimeoutError:
         pool.shutdown(wait=False, cancel_futures=True)
         say(f"{len(jobs) - done} programs are left, which compile one after another")
@@ -141,7 +157,9 @@ def _models(options: Options):
 def files_of(make: Make, options, cell: Cell) -> list[tuple[Key, str]]:
     """Programs of an engine that are not on disk yet, with their files; none if programs are not kept."""
     engine = _engine(make, options, cell)
-    keys = (PREFILL, *engine.programs.round_keys, CONTROLS)
+    programs = engine.programs
+    is_greedy = getattr(engine.config, "only_greedy", False)
+    keys = (PREFILL, *(programs.greedy_keys if is_greedy else programs.round_keys), CONTROLS)
     found = ((key, engine.programs.file_of(key, engine._state)) for key in keys)
     return [(key, str(file)) for key, file in found if file is not None and not file.exists()]
 

@@ -139,7 +139,7 @@ def _measure(
             bar.set_description(f"{name}: compiling for {', '.join(map(str, group))}")
             start = time.perf_counter()
             engine = models.engine(options, variant, group)
-            engine.warm_up()
+            engine.warm_up(only_greedy=engine.config.only_greedy)
             compiled = time.perf_counter() - start
             break
         except (ConfigError, jax.errors.JaxRuntimeError) as error:

@@ -299,6 +299,7 @@ def _config(
         prefix_caching=options.warm,
         rounds_per_call=options.rounds_per_call,
         collectives=options.collectives,
+        only_greedy=options.adaptive == ("off",),
     )
 
 

@@ -15,7 +15,6 @@ TEXTS_KEY = (
 """Fields that identify a row of `lossless` on several GPUs."""
 _VARIANTS = {
     None: "",
-    "plain": "each weight an operand",
     "captured": "collectives in the graph",
 }
 """Differences from the engine's own programs, by the field `variant` of a row."""
@@ -118,17 +117,27 @@ def _by_engine(measured: Sequence[dict]) -> list[tuple[tuple[str, str], Cells]]:
     models = list(dict.fromkeys(row["model"] for row in measured))
     variants = list(_VARIANTS)
     order = lambda row: (
-        models.index(row["model"]), gpus_of(row), variants.index(row.get("variant")),
+        models.index(row["model"]), _gpus(row), row.get("replicas") or 1, variants.index(row.get("variant")),
     )  # fmt: skip
     for row in sorted(measured, key=order):
-        name = _name(row), str(gpus_of(row))
+        name = _name(row), str(_gpus(row))
         cells.setdefault(name, {})[row["concurrency"]] = row
     return list(cells.items())
 
 
 def _name(row: dict) -> str:
-    difference = _VARIANTS[row.get("variant")]
-    return f"{row['model']}, {difference}" if difference else row["model"]
+    replicas = row.get("replicas") or 1
+    parts = [
+        row["model"],
+        _VARIANTS[row.get("variant")],
+        f"{replicas} replicas" if replicas > 1 else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _gpus(row: dict) -> int:
+    """GPUs of all engines of a row."""
+    return gpus_of(row) * (row.get("replicas") or 1)
 
 
 def _part(measured: Sequence[dict], header: list[str], lines: list[list[str]]) -> str:

@@ -17,7 +17,9 @@ def progress_bar(**options) -> tqdm:
 
 
 def warm_up(engine: Engine, title: str) -> None:
-    """`Engine.warm_up` with a bar of the programs."""
-    total = engine.num_programs
+    """`Engine.warm_up` with a bar of the programs; of those that greedy requests need, if the cells have no others."""
+    total, only_greedy = engine.num_programs, getattr(engine.config, "only_greedy", False)
+    if only_greedy:
+        total -= len(engine.programs.round_keys) - len(engine.programs.greedy_keys)
     with progress_bar(desc=f"{title}: compiling", total=total, unit="program", leave=False) as bar:
-        engine.warm_up(bar.update)
+        engine.warm_up(bar.update, only_greedy=only_greedy)

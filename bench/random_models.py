@@ -103,6 +103,9 @@ class Models:
             collectives=options.collectives,
             activations=options.activations,
             greedy_rounds=None if options.temperature == 0 else False,
+            only_greedy=options.temperature == options.presence_penalty == 0
+            and adaptive == "off"
+            and not per_request,
         )
         head, drafter, accept = self.heads.get(method), None, verify
         if head is not None:

@@ -3,7 +3,7 @@
 c sequences at once have the rate c / t of rounds in every layout, so layouts compare by t. R replicas have
 c / R sequences each. A time is:
 
-- measured: a row has it.
+- measured: a row has it. Replicas that ran at the same time have rows of their own (`decode-step --replicas`).
 - computed: between the measured loads of the same number of GPUs n, from t(c) = a + b E(c) + d c, fitted to
   the rows of n and moved to pass through them. E(c) is the expected number of different experts that the
   rows of c sequences choose.
@@ -35,7 +35,7 @@ _GROUP = (
     "synthetic_acceptance_length",
 )
 _VARIED = ("adaptive", "rows_per_request", "presence_penalty", "variant")
-KEY = (*_GROUP, *_VARIED, "tensor_parallel", "concurrency")
+KEY = (*_GROUP, *_VARIED, "tensor_parallel", "replicas", "concurrency")
 """Fields that identify a row of several GPUs."""
 LAUNCH_MS = 2.6e-3
 """Least time of a kernel that waits for the one before."""
@@ -71,7 +71,8 @@ class Rounds:
     """Rounds of one model, method and K.
 
     Attributes:
-      rows: measured, of one GPU and of several; each number of GPUs and sequences once.
+      rows: measured, of one engine over one GPU and over several; each number of GPUs and sequences once.
+      together: measured, of several engines at the same time.
       target: the model.
       head_layers: layers of its head.
     """
@@ -79,11 +80,19 @@ class Rounds:
     rows: Sequence[dict]
     target: TargetConfig
     head_layers: int = 0
+    together: Sequence[dict] = ()
 
     @cached_property
     def measured(self) -> dict[tuple[int, int], float]:
         """(GPUs, sequences) -> milliseconds."""
         return {(gpus_of(row), row["concurrency"]): row["ms_per_round"] for row in self.rows}
+
+    def layout(self, replicas: int, gpus: int, sequences: int) -> Time:
+        """A round of `sequences` sequences on engines over `gpus` GPUs each; raises as `time` does."""
+        for row in self.together:
+            if (row["replicas"], gpus_of(row), row["concurrency"]) == (replicas, gpus, sequences):
+                return Time(row["ms_per_round"], "measured")
+        return self.time(gpus, -(-sequences // replicas))
 
     @property
     def loads(self) -> list[int]:
@@ -201,11 +210,12 @@ def groups(rows: Sequence[dict]) -> list[Rounds]:
         is_plain = all(row.get(name) in (None, "off") for name in _VARIED)
         if row.get("kind") in KINDS and is_plain:
             cells = found.setdefault(tuple(row.get(name) for name in _GROUP), {})
-            cells[gpus_of(row), row["concurrency"]] = row
+            cells[row.get("replicas") or 1, gpus_of(row), row["concurrency"]] = row
+    alone = lambda cells: [size for replicas, size, _ in cells if replicas == 1]
     chosen = [
         _rounds(list(cells.values()))
         for cells in found.values()
-        if len({n for n, _ in cells}) > 1 and sum(n == 1 for n, _ in cells) > 2
+        if len(set(alone(cells))) > 1 and alone(cells).count(1) > 2
     ]
     if not chosen:
         raise ConfigError(
@@ -218,7 +228,10 @@ def groups(rows: Sequence[dict]) -> list[Rounds]:
 def _rounds(rows: list[dict]) -> Rounds:
     method, layers = rows[0]["method"], rows[0].get("layers")
     model = preset(rows[0]["model"], layers)
-    return Rounds(rows, model.target, 0 if method == "none" else model.head(method).num_layers)
+    layers_of_head = 0 if method == "none" else model.head(method).num_layers
+    is_alone = lambda row: (row.get("replicas") or 1) == 1
+    together = [row for row in rows if not is_alone(row)]
+    return Rounds([row for row in rows if is_alone(row)], model.target, layers_of_head, together)
 
 
 def layouts(gpus: int) -> list[tuple[int, int]]:
@@ -233,7 +246,7 @@ def lines(rounds: Rounds, gpus: Sequence[int]) -> tuple[list[str], list[list[str
     made = []
     for count in gpus:
         for replicas, size in layouts(count):
-            times = [rounds.time(size, -(-c // replicas)) for c in rounds.loads]
+            times = [rounds.layout(replicas, size, c) for c in rounds.loads]
             made.append([str(count), _name(replicas, size), *map(str, times)])
     return header, made
 

@@ -29,16 +29,8 @@ _RULES: tuple[Rule, ...] = (
         "rounds_per_call above 1 is for greedy rounds: it excludes draft_sampling sample and greedy_rounds False",
     ),
     (
-        lambda config: config.tensor_parallel > 1 and config.ngram,
-        "tensor_parallel: n-gram drafts are found on one device only; leave ngram out",
-    ),
-    (
         lambda config: config.saved_rings and not config.prefix_caching,
         "saved_rings has no effect without prefix_caching: leave it out",
-    ),
-    (
-        lambda config: config.activations == "fp8" and config.tensor_parallel > 1,
-        "activations=fp8 runs on one device; leave it out, or tensor_parallel",
     ),
     (
         lambda config: config.check_replicas and config.tensor_parallel == 1,

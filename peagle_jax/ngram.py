@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from peagle_jax.config import EngineConfig
 from peagle_jax.draft_schedule import NGRAM_DRAFTS, NGRAM_LONGEST
 from peagle_jax.drafter import Drafter, DraftInputs, Proposal
+from peagle_jax.parallel import partition, vocabulary
+from peagle_jax.parallel.shares import vocabulary_rows
 
 NO_DRAFT = -1
 """Stands behind the last draft of a sequence that has fewer than `NgramDrafter.num_draft`."""
@@ -97,7 +99,8 @@ class NgramDrafter:
         tokens = jnp.where(found[:, None], drafts, tokens)
         if not self.sampled_vocab:
             return Proposal(tokens, None)
-        probs = certain = jax.nn.one_hot(drafts, self.sampled_vocab, dtype=jnp.float32)
+        width = vocabulary_rows(self.sampled_vocab, partition.size())
+        probs = certain = vocabulary.one_hot(drafts, width, jnp.float32)
         if own.probs is not None:
             probs = jnp.pad(own.probs, (*missing, (0, 0)))
         return Proposal(tokens, jnp.where(found[:, None, None], certain, probs))

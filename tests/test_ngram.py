@@ -191,7 +191,6 @@ def test_sampled_output_has_the_targets_law(drafts, num_cases):
         (dict(ngram=6, adaptive="load"), "set adaptive to off"),
         (dict(ngram=6, draft_schedule=[(1, 8, 7)]), "set adaptive to off"),
         (dict(ngram=6, num_draft=15), "must be below 15"),
-        (dict(ngram=6, tensor_parallel=2), "on one device only"),
     ],
 )
 def test_what_ngrams_exclude_is_refused_by_name(changes, message):

@@ -150,15 +150,19 @@ class Engine:
         on_compiled: Callable[[], None] = lambda: None,
         *,
         sizes: Sequence[int] | None = None,
+        only_greedy: bool = False,
     ) -> None:
         """Compiles all programs; afterwards no call compiles. `on_compiled` is called after each one.
 
         With `sizes`, compiles only the first round of each of these batch buckets, that of
         `config.first_num_draft`; the largest bucket must be among them or already compiled. Batches are
-        padded to the next larger compiled bucket. `compile_next` compiles the others.
+        padded to the next larger compiled bucket. `compile_next` compiles the others. With `only_greedy`, rounds of other
+        requests are left out: they compile when they come.
         """
         if sizes is None:
-            self._compile(self.programs.round_keys, on_compiled)
+            programs = self.programs
+            keys = programs.greedy_keys if only_greedy else programs.round_keys
+            self._compile(keys, on_compiled)
             while self.time_idle_round():
                 pass
         else:

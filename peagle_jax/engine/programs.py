@@ -322,14 +322,21 @@ class Programs:
 
     @property
     def compiled(self) -> tuple[RoundShape, ...]:
-        """Shapes whose rounds are compiled, ascending."""
-        return tuple(sorted(key for key in tuple(self._resident) if isinstance(key, RoundShape)))
+        """Shapes whose rounds are compiled, ascending; for greedy requests at least."""
+        found = {key for key in tuple(self._resident) if isinstance(key, RoundShape)}
+        return tuple(sorted(found | self.greedy))
 
     @property
     def greedy(self) -> frozenset[RoundShape]:
         """Shapes whose program for greedy requests is compiled."""
         keys = tuple(self._resident)
         return frozenset(key.shape for key in keys if isinstance(key, GreedyRound))
+
+    @property
+    def greedy_keys(self) -> tuple[Key, ...]:
+        """Those of `round_keys` that greedy requests without logprobs and controls need."""
+        others = {key.shape for key in self.round_keys if isinstance(key, GreedyRound)}
+        return tuple(key for key in self.round_keys if key not in others)
 
     @property
     def missing(self) -> tuple[Key, ...]:

@@ -15,6 +15,7 @@ from pallas_kernels import dispatch
 from peagle_jax.cache import RingCache
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.layers import Attention
+from peagle_jax.ngram import History
 from peagle_jax.parallel import partition
 from peagle_jax.parallel.partition import AXIS
 from peagle_jax.parallel.replicas import checksums
@@ -280,10 +281,13 @@ def _copies(state: State) -> State:
 
 
 def state_specs(state: State) -> State:
-    """Partition specs of `step.State`: caches by heads, draft probabilities by vocabulary, the rest whole."""
+    """Partition specs of `step.State`: caches by heads, draft probabilities by vocabulary, the rest whole. The tokens of
+    n-gram drafts lie in front of the drafter's caches."""
     specs = jax.tree.map(lambda _: _WHOLE, state)
 
     def cache(layer):
+        if isinstance(layer, History):
+            return jax.tree.map(lambda _: _WHOLE, layer)
         axes = [None] * (3 if isinstance(layer, RingCache) else 2)
         return type(layer)(*[PartitionSpec(*axes, AXIS)] * 2)
 

@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from bench.rows import DATA
 from bench.sizes import count
 from peagle_jax.config import ConfigError
 from peagle_jax.parallel.shares import check_shares
+from tests.waiting import LIMIT
 
 TWO_GPUS = DATA / "two_gpus.txt"
 TINY_SIZES = "--method peagle -K 2 --temperature 0 --prompt-tokens 24 --max-tokens 24 --prefills 1"
@@ -24,9 +26,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_blank_line_begins_a_process():
-    text = "# title\n\n# at most 9.5 s\nsizes\nreport  # no comment\n\n\nmatrix --out 'a b' \\\n  --sha c\n"
+    text = "# title\n\n# at most 9.5 s\n# while the others compile\nsizes\nreport  # no comment\n\n\nmatrix --out 'a b' \\\n  --sha c\n"
     assert parts_of(text) == [
-        Part(lines=(("sizes",), ("report", "#", "no", "comment")), seconds=9.5),
+        Part(lines=(("sizes",), ("report", "#", "no", "comment")), seconds=9.5, is_early=True),
         Part(lines=(("matrix", "--out", "a b", "--sha", "c"),), seconds=None),
     ]
     with pytest.raises(ConfigError, match="give the seconds"):
@@ -38,7 +40,7 @@ def started(monkeypatch) -> list[tuple[str, float]]:
     """Processes that would have run: the first command and the limit of each. Each takes 30 s; the second fails."""
     found, clock = [], [0.0]
 
-    def run(part: Part, seconds: float) -> int:
+    def run(part: Part, seconds: float, environment) -> int:
         found.append((part.lines[0][0], seconds))
         clock[0] += 30
         return int(len(found) == 2)
@@ -92,10 +94,38 @@ def test_a_process_that_hangs_is_ended_with_its_own_processes(tmp_path, monkeypa
         "Popen",
         lambda *given, **rules: popen(*given, **rules, pass_fds=[writing]),
     )
-    assert batch._run(Part(lines=(("sizes",),), seconds=0.1), 0.1) == 124
+    assert batch._run(Part(lines=(("sizes",),), seconds=0.1), 0.1, os.environ) == 124
     os.close(writing)
     assert os.read(reading, 1) == b""
     os.close(reading)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_early_process_begins_while_others_compile(tmp_path, monkeypatch, fails):
+    found, begun = [], threading.Event()
+
+    def compile_all(work, jobs, say, *, seconds, on_ready):
+        assert [options.concurrency for _, options, _ in work] == [(1,), (2,)]
+        on_ready(0)
+        assert begun.wait(LIMIT)  # the first process, while the second program compiles
+        found.append("compiled")
+        if fails:
+            raise OSError("no process can start")
+        on_ready(1)
+
+    def run(part: Part, seconds: float, environment) -> int:
+        found.append(len(part.lines))
+        begun.set()
+        return 0
+
+    monkeypatch.setattr(batch, "compile_all", compile_all)
+    monkeypatch.setattr(batch, "_run", run)
+    file = tmp_path / "commands"
+    line = "decode-step --preset qwen3-0.6b --method none --concurrency"
+    file.write_text(f"# while the others compile\n{line} 1\n\n{line} 2\nlossless\n")
+    assert main(["batch", str(file), "--jobs", "2", "--out", str(out := tmp_path / "rows")]) == 0
+    assert not out.exists()
+    assert found == [1, "compiled", 2]
 
 
 GPU_BYTES = 0.75 * 139 * 2**30

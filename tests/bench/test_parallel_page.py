@@ -38,6 +38,8 @@ STEPS = [
     step("m", 2, 1, 7.25, dispatch_us=5200.0, kernel_us_per_round=8000.0, device_busy=0.57),
     step("m", 2, 1, 5.5, variant="captured", dispatch_us=400.0),
     step("other", 2, 1, 9.0),
+    step("m", 1, 8, 9.4, replicas=2),
+    step("m", 1, 8, 10.6, replicas=1),
 ]
 
 
@@ -50,9 +52,10 @@ def body(name: str, rows: list[dict]) -> list[list[str]]:
 def test_rounds_are_shown_by_model_gpus_and_programs():
     assert body("parallel", STEPS) == [
         ["model", "GPUs", "1 sequence", "8 sequences"],
-        ["m", "1", "6.18", ""],
+        ["m", "1", "6.18", "10.60"],
         ["m", "2", "7.25", "8.72"],
         ["m, collectives in the graph", "2", "5.50", ""],
+        ["m, 2 replicas", "2", "", "9.40"],
         ["other", "2", "9.00", ""],
     ]
 

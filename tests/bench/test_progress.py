@@ -1,14 +1,17 @@
 """Progress of benches, as a log shows it."""
 
 from bench.progress import progress_bar, warm_up
+from peagle_jax import EngineConfig
 
 
 class _Engine:
     """Three programs; nothing runs."""
 
     num_programs = 3
+    config = EngineConfig()
 
-    def warm_up(self, on_compiled):
+    def warm_up(self, on_compiled, *, only_greedy: bool):
+        assert not only_greedy
         for _ in range(self.num_programs):
             on_compiled()
 

@@ -46,6 +46,16 @@ def test_measured_times_are_the_rows(model):
     assert one.loads == [1, 8, 32]
 
 
+def test_replicas_that_ran_at_the_same_time_stand_in_their_layout():
+    (one,) = replicas.groups([*made(replicas=1), row(1, 8, 9.9, replicas=2)])
+    assert one.layout(2, 1, 8) == replicas.Time(9.9, "measured")
+    assert one.layout(2, 1, 32).source == "computed"
+    assert one.layout(1, 1, 8) == replicas.Time(ONE[8], "measured")
+    assert one.layout(2, 2, 16) == replicas.Time(TWO[8], "measured")
+    line = replicas.lines(one, [2])[1][0]
+    assert line[1:4] == ["2 replicas", "6.00", "9.90"]
+
+
 @pytest.mark.parametrize("model", [MOE, DENSE])
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_computed_times_lie_between_the_measured_ones(model, gpus):

@@ -26,3 +26,20 @@ def test_rounds_take_the_next_larger_batch_until_smaller_ones_are_compiled():
     assert tuple(engine.scheduler.rounds) == config.batch_buckets == (1, 2, 4)
     assert engine.programs.num_compiled == engine.num_programs == 5
     assert [c.tokens for c in engine.generate(PROMPTS, PARAMS)] == padded
+
+
+@pytest.mark.slow
+def test_rounds_of_greedy_requests_alone_compile_without_those_of_others():
+    sizes = dict(num_draft=2, max_num_seqs=2, max_model_len=64, page_size=4, greedy_rounds=True)
+    engine, whole = (Engine(tiny.target(), tiny.head(), EngineConfig(**sizes)) for _ in range(2))
+    engine.warm_up(only_greedy=True)
+    assert engine.scheduler.rounds == {1: (2,), 2: (2,)}
+    num_compiled = engine.programs.num_compiled
+    assert num_compiled == engine.num_programs - 2
+    whole.warm_up()
+    run = lambda engine, params: [one.tokens for one in engine.generate(PROMPTS, params)]
+    assert run(engine, PARAMS) == run(whole, PARAMS)
+    assert engine.programs.num_compiled == num_compiled
+    sampled = SamplingParams(max_tokens=8, temperature=1.0, seed=1)
+    assert run(engine, sampled) == run(whole, sampled)  # they compile when they come
+    assert engine.programs.num_compiled > num_compiled

@@ -130,6 +130,56 @@ def test_quantised_models_are_lossless_too(family, form, count, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("form", ["experts", "dense"])
+def test_quantised_activations_are_lossless_too(form, count):
+    """A device has whole groups of 128 columns, which have one scale each: rows are quantised as on one device."""
+    sizes = dict(hidden_size=128, head_dim=128, intermediate_size=512, num_layers=2)
+    family = FAMILIES["qwen3_moe" if form == "experts" else "qwen3"]
+    model = random_target(tiny.target(**(HEADS | family | sizes)).config, "fp8", dtype="float32")
+    drafter = tiny.head("peagle", hidden_size=128, target_hidden_size=128, taps=(0, 1, 2))
+    engine = lambda n, **changes: Engine(
+        model, drafter, engine_config(n, activations="fp8", **changes)
+    )
+    plain = Engine(model, None, engine_config(count, num_draft=0, activations="fp8"))
+    wanted = texts(plain)
+    assert texts(engine(1, num_draft=3)) == wanted
+    assert texts(engine(count, num_draft=3, prefill_chunk=5, check_replicas=True)) == wanted
+    as_they_are = Engine(model, None, engine_config(count, num_draft=0))
+    asked = SamplingParams(max_tokens=2, logprobs=1)
+    made = [one.generate(prompts()[:1], asked)[0].logprobs for one in (plain, as_they_are)]
+    assert made[0] != made[1]  # the activations were quantised
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
+def test_n_gram_drafts_on_two_devices_are_those_of_one(draft_sampling):
+    """Greedy and sampled texts, with a head for where nothing matches; the target of few tokens repeats itself."""
+    model = tiny.target(seed=3, vocab_size=4, **HEADS)
+    drafter = tiny.head("peagle", vocab_size=4, **HEADS, **dict(draft_vocab_size=4))
+    engines = [
+        Engine(
+            model, drafter,
+            engine_config(n, num_draft=3, ngram=2, draft_sampling=draft_sampling, max_logprobs=0),
+        )
+        for n in (2, 1)
+    ]  # fmt: skip
+    rng = np.random.default_rng(7)
+    asked = [rng.integers(0, 4, n).tolist() for n in LENGTHS]
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, temperature=t, seed=i)
+        for i, t in enumerate((0, 1, 0, 0.7, 0))
+    ]
+    made = [
+        [one.tokens for one in one_bucket(engine).generate(asked, params)] for engine in engines
+    ]
+    assert made[0] == made[1]
+    counts = [engine.scheduler.counts.ngram for engine in engines]
+    assert counts[0] == counts[1]
+    assert counts[0].accepted > 0
+
+
+@pytest.mark.slow
 def test_a_device_that_computes_something_else_is_found():
     engine = one_bucket(
         Engine(target("qwen3"), None, engine_config(2, num_draft=0, check_replicas=True))
