@@ -232,7 +232,7 @@ def test_the_headline_has_the_longest_drafts_and_their_fresh_rounds():
     some = [row("acceptance", "peagle", k) for k in (3, 7)]
     some += [row("headroom", method, k, **fresh) for method in ("eagle3", "peagle") for k in (3, 7)]
     text = report.render("headline", report.newest(some))
-    assert "**4.50 tokens per round instead of 1** (3.25 where the last 8 tokens are not" in text
+    assert "**4.50 tokens per round instead of 1** (3.25 in rounds whose last 8 tokens are" in text
     assert text.count("3.25") == 1
     assert "not a repeat" not in report.render("headline", report.newest(some[:2]))
 
