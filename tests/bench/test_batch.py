@@ -149,8 +149,8 @@ def test_the_commands_for_two_gpus_fit_and_divide():
         assert held / size < 0.9 * GPU_BYTES, options.preset
         make = decode_step.work if command.name == "decode-step" else lossless.work
         assert make(options)
-    assert sum(part.seconds for part in parts) < 1000
-    assert parts[0].lines[0][2] == "qwen3-coder-30b-a3b-fp8"
+    assert all(part.seconds for part in parts)  # none can take the time of all
+    assert [part.is_early for part in parts].index(False) == 1
 
 
 def test_replicas_have_devices_of_their_own(monkeypatch):
