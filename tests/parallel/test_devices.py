@@ -1,8 +1,14 @@
-"""Where the arrays of several devices lie."""
+"""Where the arrays of several devices lie, and what their programs consist of."""
 
 import jax
+import jax.numpy as jnp
+import pytest
 
-from peagle_jax.config import EngineConfig
+from peagle_jax import Engine
+from peagle_jax.config import EngineConfig, ExpertsConfig
+from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.device_calls import PREFILL, GreedyRound
+from peagle_jax.parallel import partition
 from peagle_jax.parallel.devices import Devices
 from tests import tiny
 
@@ -18,3 +24,35 @@ def test_shapes_of_a_state_lie_where_the_state_does():
     pairs = list(zip(jax.tree.leaves(shapes), jax.tree.leaves(state), strict=True))
     assert all(shape.sharding == leaf.sharding for shape, leaf in pairs)
     assert any(not shape.sharding.is_fully_replicated for shape, _ in pairs)
+
+
+def test_one_device_has_the_programs_and_weights_of_no_partition():
+    devices, model = Devices(1), tiny.target()
+    step = lambda *operands: operands
+    assert devices.program(step) is step
+    assert devices.placed(model) is model
+    weights = jax.tree.leaves(model)
+    assert all(a is b for a, b in zip(devices.take_weights(weights), weights, strict=True))
+    assert partition.size() == 1
+    x = jnp.ones((2, 3))
+    assert partition.total(x) is x
+
+
+@pytest.mark.parametrize(
+    ("key", "gathers_only"),
+    [(GreedyRound(RoundShape(2, 3)), True), (RoundShape(2, 3), False), (PREFILL, False)],
+)
+def test_no_program_adds_on_its_way_between_devices(key, gathers_only):
+    """The order of additions of an all-reduce depends on the size of its message. Greedy rounds have all-gathers only,
+    since a CUDA graph can hold these."""
+    heads = dict(num_heads=4, num_kv_heads=2)
+    target = tiny.target(family="qwen3_moe", experts=ExpertsConfig(num_experts=4, top_k=2), **heads)
+    sizes = dict(num_draft=3, max_num_seqs=2, max_model_len=32, page_size=4, greedy_rounds=True)
+    head = tiny.head("selector", **heads, draft_vocab_size=50)
+    engine = Engine(target, head, EngineConfig(tensor_parallel=2, **sizes))
+    lower, operands, _ = engine.programs._lowering(key, engine._state)
+    code = lower(*operands).as_text()
+    assert "all_gather" in code
+    assert "all_reduce" not in code
+    assert "reduce_scatter" not in code
+    assert ("all_to_all" in code) != gathers_only

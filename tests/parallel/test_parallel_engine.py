@@ -75,16 +75,22 @@ def texts(engine: Engine, **params) -> list[list[int]]:
     return [completion.tokens for completion in done]
 
 
-def check_lossless(count: int, model, wanted: list[list[int]]) -> None:
+def check_lossless(count: int, model, wanted: list[list[int]], **changes) -> None:
     """Compares texts with drafts, other chunks and batches, preemption and cached prefixes with plain ones."""
     config = engine_config(
-        count, num_draft=3, prefill_chunk=5, prefill_rows=1, num_pages=17, check_replicas=True
+        count,
+        num_draft=3,
+        prefill_chunk=5,
+        prefill_rows=1,
+        num_pages=17,
+        check_replicas=True,
+        **changes,
     )
     drafting = Engine(model, head("peagle"), config)
     assert texts(drafting) == wanted
     assert drafting.scheduler.num_preemptions > 0
     assert texts(drafting) == wanted  # with cached prefixes
-    config = engine_config(count, num_draft=2, max_num_seqs=1, prefix_caching=False)
+    config = engine_config(count, num_draft=2, max_num_seqs=1, prefix_caching=False, **changes)
     assert texts(Engine(model, head("eagle3"), config)) == wanted
 
 
@@ -149,6 +155,16 @@ def test_quantised_activations_are_lossless_too(form, count):
     asked = SamplingParams(max_tokens=2, logprobs=1)
     made = [one.generate(prompts()[:1], asked)[0].logprobs for one in (plain, as_they_are)]
     assert made[0] != made[1]  # the activations were quantised
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_cache_in_fp8_is_lossless_too(family):
+    """Pages, and rings of windows."""
+    model, cache = target(family), dict(kv_cache_dtype="fp8")
+    wanted = texts(Engine(model, None, engine_config(2, num_draft=0, **cache)))
+    assert texts(Engine(model, None, engine_config(1, num_draft=0, **cache))) == wanted
+    check_lossless(2, model, wanted, **cache)
 
 
 @pytest.mark.slow
