@@ -240,13 +240,27 @@ def layouts(gpus: int) -> list[tuple[int, int]]:
     return [(gpus // size, size) for size in sizes]
 
 
-def lines(rounds: Rounds, gpus: Sequence[int]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of a table: a layout a line, a load a column."""
+def lines(
+    rounds: Rounds, gpus: Sequence[int], *, is_whole: bool = True
+) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of a table: a layout a line, a load a column.
+
+    Args:
+      is_whole: whether rows that do not suffice for a layout are an error; else the layout is left out, such as those
+        of more GPUs without `--profile` on one.
+    Raises:
+      ConfigError: see `is_whole`.
+    """
     header = ["GPUs", "layout", *(f"{c} sequence{'s' if c > 1 else ''}" for c in rounds.loads)]
     made = []
     for count in gpus:
         for replicas, size in layouts(count):
-            times = [rounds.layout(replicas, size, c) for c in rounds.loads]
+            try:
+                times = [rounds.layout(replicas, size, c) for c in rounds.loads]
+            except ConfigError:
+                if is_whole:
+                    raise
+                continue
             made.append([str(count), _name(replicas, size), *map(str, times)])
     return header, made
 
@@ -259,7 +273,7 @@ def drawn(measured: Sequence[dict], gpus: Sequence[int] = GPUS) -> str:
     """
     parts = []
     for one in groups(measured):
-        parts.append(f"{heading(one)}\n\n{markdown(*lines(one, gpus))}\n")
+        parts.append(f"{heading(one)}\n\n{markdown(*lines(one, gpus, is_whole=False))}\n")
     return "\n".join(parts)
 
 

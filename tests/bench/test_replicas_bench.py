@@ -46,6 +46,14 @@ def test_measured_times_are_the_rows(model):
     assert one.loads == [1, 8, 32]
 
 
+def test_layouts_that_cannot_be_projected_are_left_out():
+    (one,) = replicas.groups(made(kernels_per_round=None))
+    _, lines = replicas.lines(one, [2, 4], is_whole=False)
+    assert [line[:2] for line in lines] == [
+        ["2", "2 replicas"], ["2", "one engine over 2"], ["4", "4 replicas"], ["4", "2 replicas of 2 GPUs"],
+    ]  # fmt: skip
+
+
 def test_replicas_that_ran_at_the_same_time_stand_in_their_layout():
     (one,) = replicas.groups([*made(replicas=1), row(1, 8, 9.9, replicas=2)])
     assert one.layout(2, 1, 8) == replicas.Time(9.9, "measured")
