@@ -10,7 +10,8 @@ An operation is included through its `specs.py`:
   `chips` if not all of `CHIPS` have its kernel.
 - `build(spec)`: a function to jit that requires the kernel, and a tuple of its argument shapes.
 - `CHIPS`: generations (`pallas_kernels.device.Device.sm`) with a kernel.
-- `MMA`: capability -> the matrix instruction that a kernel must contain, such as "wgmma"; may be empty.
+- `MMA`: capability -> the matrix instruction that a kernel must contain, a regular expression for its beginning
+  such as "wgmma"; may be empty. A spec's own `mma` takes its place.
 
 `--compare` compares with the records in `bench/data/kernels_<chip>.jsonl`: equal PTX instructions give equal
 machine code. So a change that only moves code around can be shown to change no kernel. `--record` replaces
@@ -147,7 +148,7 @@ def specs_on(op: str, device: Device) -> dict[str, Any]:
 def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
     """`most` of the specs, spread evenly over their order from first to last; all if None.
 
-    The first spec of each kernel and weight format that these lack is added.
+    The first spec of each kernel, weight format and form of activations that these lack is added.
     Example: 3 of the specs a, b, c, d, e are a, c and e.
     """
     names = list(specs)
@@ -155,7 +156,7 @@ def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
         return dict(specs)
     step = (len(names) - 1) / max(1, most - 1)
     chosen = {name: specs[name] for name in (names[round(step * i)] for i in range(most))}
-    for field in ("kernel", "form", "fp8"):
+    for field in ("kernel", "form", "fp8", "activations"):
         found = {getattr(spec, field, None) for spec in chosen.values()}
         for name, spec in specs.items():
             if (kind := getattr(spec, field, None)) not in found:

@@ -37,6 +37,7 @@ from peagle_jax.engine.compiler_options import compiler_options
 from peagle_jax.engine.device_calls import GreedyRound
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
+from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
 
@@ -184,6 +185,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
     if mesh is not None:
         shardings = devices.state_shardings(state)
         state = jax.tree.map(lambda x, place: x.update(sharding=place), state, shardings)
+    target = with_activations(target, config)
     weights, structure = jax.tree.flatten((target, drafter))
     weights = devices.take_weights(weights)
 

@@ -116,6 +116,12 @@ TPUS = {
     "v6e": Memory(32 * 2**30, Chip(1640e9, {"bfloat16": 918e12})),
     "7x, one of two devices": Memory(96 * 2**30, Chip(3690e9, {"bfloat16": 1153e12})),
 }
+BLACKWELL = Chip(8e12, {"bfloat16": 2.25e15})
+"""A B200 by its data sheet: 8 TB/s, dense bfloat16."""
+LARGE_MODELS = (
+    "qwen3-coder-30b-a3b-fp8", "gpt-oss-20b", "gpt-oss-120b", "gemma-4-31b-fp8", "llama-3.1-8b-fp8", "llama-3.1-8b",
+)  # fmt: skip
+CONCURRENCY = (1, 8, 32, 128)
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-coder-30b-a3b-fp8", "gpt-oss-20b")
 SEQUENCES, TOKENS, DRAFTS = 8, 2048, 7
 
@@ -190,11 +196,30 @@ def held() -> str:
     return _markdown(["model", "GB", *(f"{name}, ms" for name in TPUS)], lines)
 
 
+def floors() -> str:
+    """Markdown: projected floors on a B200 of plain decoding and P-EAGLE, by model and concurrency."""
+    lines = []
+    for name in LARGE_MODELS:
+        chosen = preset(name)
+        for drafts in (0, DRAFTS):
+            head = chosen.head("peagle") if drafts else None
+            cells = [name, f"P-EAGLE K={drafts}" if drafts else "plain"]
+            for batch in CONCURRENCY:
+                load = Load(
+                    batch=batch, context=768, num_draft=drafts, accepted=2.1 if drafts else 0.0,
+                    dtype="bfloat16", weights=chosen.weights,
+                )  # fmt: skip
+                cells.append(f"{1000 * round_seconds(chosen.target, head, load, BLACKWELL):.2f}")
+            lines.append(cells)
+    return _markdown(["model", "method", *map(str, CONCURRENCY)], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "checked": checked,
     "selected": selected,
     "words": words,
     "held": held,
+    "floors": floors,
 }
 
 

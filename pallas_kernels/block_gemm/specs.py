@@ -14,6 +14,12 @@ from pallas_kernels.device import Device
 
 CHIPS = api.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+MMA_OF_QUANTIZED_ROWS = {
+    90: r"wgmma.*\.e4m3\.e4m3$",
+    100: r"tcgen05\.mma.*\.kind::f8f6f4$",
+    120: r"mma\.sync.*\.e4m3\.e4m3\.",
+}
+"""The chip's own fp8 instruction: both operands are e4m3, so that no weight is unpacked."""
 
 Form = Literal["bf16", "fp8", "fp8_rows", "mxfp4"]
 """Weight format: bfloat16, fp8 with one scale per block or per row, or mxfp4."""
@@ -33,6 +39,11 @@ class Spec:
     form: Form = "bf16"
     bias: bool = False
     activations: Activations = "bf16"
+
+    @property
+    def mma(self) -> dict[int, str]:
+        """Required matrix instruction, as `MMA`."""
+        return MMA_OF_QUANTIZED_ROWS if self.activations == "fp8" else MMA
 
 
 def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dict[str, Spec]:

@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_kernels import dispatch, formats
 from pallas_kernels.activations import Activations, Quantized, dequantize, quantize
-from pallas_kernels.block_gemm.specs import Form, random_leaf, weight_of
+from pallas_kernels.block_gemm.specs import MMA_OF_QUANTIZED_ROWS, Form, random_leaf, weight_of
 from pallas_kernels.device import Device
 from pallas_kernels.moe import api, reference
 from pallas_kernels.moe.reference import ExpertWeights
@@ -61,7 +61,9 @@ class Spec:
     @property
     def mma(self) -> dict[int, str]:
         """Required matrix instruction, as `MMA`."""
-        return MMA if self.kernel in ("gate_up", "down") else {}
+        if self.kernel not in ("gate_up", "down"):
+            return {}
+        return MMA_OF_QUANTIZED_ROWS if self.activations == "fp8" else MMA
 
 
 GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)

@@ -5,6 +5,7 @@ There need be no GPU: see `bench.deviceless`, which is run once for a chip, and 
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_kernels_compile(op, chip, tmp_path_factory):
     for name, spec in wanted.items():
         if mma := getattr(spec, "mma", specs.MMA).get(sm):  # one without may say so itself
             kinds = [kind for one in kernels if one["spec"] == name for kind in one["mma"]]
-            assert any(kind.startswith(mma) for kind in kinds), f"{name} has {kinds or 'none'}"
+            assert any(re.match(mma, kind) for kind in kinds), f"{name} has {kinds or 'none'}"
 
 
 BARRIERS = 1024
@@ -101,14 +102,23 @@ def complaint_about(kernel: dict) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("chip", "cache"), [on("h200", "auto"), on("h200", "fp8"), on("b200", "auto")]
+    ("chip", "cache", "activations"),
+    [
+        on("h200", "auto", "bf16"),
+        on("h200", "fp8", "bf16"),
+        on("b200", "auto", "bf16"),
+        on("b200", "auto", "fp8"),
+    ],
 )
-def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(chip, cache, tmp_path):
+def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(
+    chip, cache, activations, tmp_path
+):
     """Two layers of Qwen3-Coder-30B in fp8, at full width, and a head of one layer."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
-    sizes = ("--layers=2", "-k=3", "--concurrency=8", f"--kv-cache-dtype={cache}")
-    made = run("bench.deviceless_round", chip, tmp_path, *sizes)
+    sizes = ("--layers=2", "-k=3", "--concurrency=8")
+    formats = (f"--kv-cache-dtype={cache}", f"--activations={activations}")
+    made = run("bench.deviceless_round", chip, tmp_path, *sizes, *formats)
     assert (made["graphs"], made["outside"]) == (1, {})
     assert made["largest_copy"] < made["smallest_matrix"]
     assert made["aliased_bytes"] >= made["cache_bytes"]
@@ -122,6 +132,7 @@ def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(chip, cache, tm
         "moe_gate_up",
     }
     assert made["mosaic"].keys() >= ours
+    assert ("quantize" in made["mosaic"]) == (activations == "fp8")
 
 
 @pytest.mark.parametrize("chip", [on("h200"), on("b200")])
