@@ -236,16 +236,14 @@ def _place(spec: Spec) -> tuple[Callable, tuple]:
     """As `_plan`, for more rows."""
 
     def run(logits, bias=None):
-        config = _config(spec)
         if launch := _launch():
             from pallas_kernels.moe import mosaic_place
 
+            config = _config(spec)
             items = most_items(spec.rows, spec.experts, spec.top_k, config.tokens, False)
-            options = dict(top_k=spec.top_k, normalize=True, tokens=config.tokens, items=items)
-            weights, slots, experts, num_items = mosaic_place.route_and_place(
-                logits, bias, launch=launch, **options
-            )
-            return weights[:, : spec.rows], slots[:, : spec.rows], experts[:items], num_items[:1]
+            how = dict(top_k=spec.top_k, normalize=True, tokens=config.tokens, items=items)
+            weights, slots, *work = mosaic_place.route_and_place(logits, bias, launch=launch, **how)
+            return weights[:, : spec.rows], slots[:, : spec.rows], work[0][:items], work[1][:1]
         return _sorted_by_definition(spec, logits, bias)
 
     return run, _logits(spec)
