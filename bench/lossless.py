@@ -298,6 +298,7 @@ def _config(
         prefill_rows=min(options.prefill_rows, most),
         prefix_caching=options.warm,
         rounds_per_call=options.rounds_per_call,
+        tensor_parallel=options.tensor_parallel,
         collectives=options.collectives,
         only_greedy=options.adaptive == ("off",),
     )

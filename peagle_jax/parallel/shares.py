@@ -158,12 +158,14 @@ def cut_of(
       config: the model, which `check_shares` accepts.
       path: as ("layers", 3, "attention", "qkv", "weight").
       shape: of the array as stored, before it is cut.
-      weight_shape: of the weight that a scale belongs to; for other parameters the same as `shape`.
+      weight_shape: of the weight that a scale belongs to; not read for other parameters.
 
     Raises:
       ConfigError: a share would begin or end within a block of 128 rows or columns that has one scale.
     """
     module, leaf = (path[-2] if len(path) > 1 else ""), path[-1]
+    if leaf != "scale":
+        weight_shape = shape  # a bias has one axis less than its weight
     if path[0] == "selector":
         return None
     if module in ("embed", "lm_head"):

@@ -149,6 +149,8 @@ def test_the_commands_for_two_gpus_fit_and_divide():
         assert held / size < 0.9 * GPU_BYTES, options.preset
         make = decode_step.work if command.name == "decode-step" else lossless.work
         assert make(options)
+        if command.name == "lossless":
+            assert lossless._config(options, [[1]], (8,)).tensor_parallel == size
     assert all(part.seconds for part in parts)  # none can take the time of all
     assert [part.is_early for part in parts].index(False) == 1
 
