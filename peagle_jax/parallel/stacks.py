@@ -1,7 +1,9 @@
 """Weights of one shape as one operand: with several devices each operand of a call costs the host about two microseconds.
 
 A program takes the stacked weights, and begins with slices of them. On a GPU kernels read a slice where it lies, if it
-begins where an array may begin (XLA's fusion of slices into custom calls).
+begins where an array may begin (XLA's fusion of slices into custom calls). Shares of another size stay operands: with
+zeros behind them XLA copies their slices (four layers of GPT-OSS-120B for two H200: 26 operands less, but 17 copies and
+10 kernels more).
 """
 
 import math
