@@ -58,11 +58,11 @@ def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dic
     return specs
 
 
-# 8: one sequence with seven drafts; 12: an odd batch; 64 and 256: 8 and 32 sequences; 4096: prefill.
+# 8: one sequence with seven drafts; 12: an odd batch; 64, 256 and 1024: 8, 32 and 128 sequences; 4096: prefill.
 SPECS = {
-    **_layers("qwen3-moe", (8, 12, 64, 256, 4096), qkv__fp8=(5120, 2048), o__fp8=(2048, 4096)),
-    **_layers("qwen3-moe", (8, 64, 256, 4096), router=(128, 2048)),
-    **_layers("qwen3-moe", (8, 12, 64, 256), lm_head=(151936, 2048)),
+    **_layers("qwen3-moe", (8, 12, 64, 256, 1024, 4096), qkv__fp8=(5120, 2048), o__fp8=(2048, 4096)),
+    **_layers("qwen3-moe", (8, 64, 256, 1024, 4096), router=(128, 2048)),
+    **_layers("qwen3-moe", (8, 12, 64, 256, 1024), lm_head=(151936, 2048)),
     # The drafter: fc reads three concatenated taps, and the first layer reads two concatenated inputs.
     **_layers(
         "peagle",

@@ -26,9 +26,8 @@ class Spec:
     """One kernel on bfloat16 rows: experts [E, 2, inner, width] and [E, width, inner].
 
     Attributes:
-      kernel: plan is `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`, and sort is what
-        `api.mixture` takes for as many rows: the kernel `route` and XLA's code of the worklist. The other names
-        are those of the functions.
+      kernel: plan is `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
+        `route` with XLA's worklist, which `api.mixture` takes. The other names are those of the functions.
       items: items of gate_up and down, about as many as random routing gives; they touch as many experts
         as possible.
       form: format of the experts' weights.
@@ -66,13 +65,14 @@ class Spec:
         return MMA_OF_QUANTIZED_ROWS if self.activations == "fp8" else MMA
 
 
+_ITEMS = {8: 51, 12: 69, 64: 129, 256: 128, 512: 130, 1024: 190, 4096: 574}
 GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
 
 SPECS = {
     **{
         f"qwen3-moe-{kernel.replace('_', '-')}-{R}": Spec(kernel=kernel, rows=R, items=items)
         for kernel in ("gate_up", "down")
-        for R, items in ((8, 51), (12, 69), (64, 129), (256, 128), (512, 130), (4096, 574))
+        for R, items in _ITEMS.items()
     },
     **{f"qwen3-moe-plan-{R}": Spec(kernel="plan", rows=R) for R in (1, 8, 12, 64, 128, 200, 256)},
     **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
@@ -81,7 +81,7 @@ SPECS = {
         for kernel in ("place", "sort")
         for R in (512, 1024, 4096, 16384)
     },
-    **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256, 512, 4096)},
+    **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256, 512, 1024, 4096)},
     **{
         f"gpt-oss-{kernel.replace('_', '-')}-{R}": Spec(
             kernel=kernel, rows=R, items=items, limit=7.0, form="bf16", **GPT_OSS

@@ -29,8 +29,13 @@ class Spec:
 SPECS = {
     "qwen3-moe-first": Spec(rows=8, width=2048),
     "qwen3-moe-attention": Spec(rows=8, width=2048, parts=4),
+    **{
+        f"qwen3-moe-attention-{R}": Spec(rows=R, width=2048, parts=parts)
+        for R, parts in ((64, 4), (256, 1), (1024, 1))
+    },
     "qwen3-moe-experts": Spec(rows=8, width=2048, parts=8, weighted=True),
     "qwen3-moe-experts-256": Spec(rows=256, width=2048, parts=8, weighted=True),
+    "qwen3-moe-experts-1024": Spec(rows=1024, width=2048, parts=8, weighted=True),
     "qwen3-moe-experts-4096": Spec(rows=4096, width=2048, parts=8, weighted=True),
     "qwen3-moe-prefill": Spec(rows=4096, width=2048, parts=1),
     "gpt-oss-first": Spec(rows=8, width=2880),

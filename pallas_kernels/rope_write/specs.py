@@ -54,6 +54,8 @@ GEMMA_GLOBAL = dict(**GEMMA, kv_heads=4, head_dim=512, shared_kv=True)
 SPECS = {
     "qwen3-moe-one": Spec(batch=1, rows=8, parts=4, **QWEN3),
     "qwen3-moe-eight": Spec(batch=8, rows=8, parts=2, **QWEN3),
+    "qwen3-moe-batch-32": Spec(batch=32, rows=8, **QWEN3),
+    "qwen3-moe-batch-128": Spec(batch=128, rows=8, **QWEN3),
     "qwen3-moe-whole": Spec(batch=8, rows=8, **QWEN3),
     "qwen3-moe-prefill": Spec(batch=1, rows=512, **QWEN3),
     "llama-8b-one": Spec(batch=1, rows=8, parts=4, **LLAMA),

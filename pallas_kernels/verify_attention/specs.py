@@ -51,6 +51,8 @@ GEMMA_2 = dict(heads=16, kv_heads=8, head_dim=256, soft_cap=50.0)
 SPECS = {
     "qwen3-moe-one": Spec(batch=1, rows=8, **QWEN3),
     "qwen3-moe-eight": Spec(batch=8, rows=8, **QWEN3),
+    "qwen3-moe-batch-32": Spec(batch=32, rows=8, **QWEN3),
+    "qwen3-moe-batch-128": Spec(batch=128, rows=8, **QWEN3),
     "qwen3-moe-many": Spec(batch=64, rows=8, **QWEN3),
     "qwen3-moe-plain": Spec(batch=8, rows=1, **QWEN3),
     "qwen3-moe-draft": Spec(batch=8, rows=14, **QWEN3),
