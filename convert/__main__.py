@@ -166,9 +166,9 @@ def _inspect(args) -> int:
 
     folder = resolve(args.source, args.revision)[0]
     summary = inspect(folder, every=args.all, values=args.values)
-    found = summary.not_finite
+    not_finite = summary.not_finite
     if args.json:
-        counts = found and {name: one._asdict() for name, one in found.items()}
+        counts = not_finite and {name: one._asdict() for name, one in not_finite.items()}
         print(json.dumps(asdict(summary) | {"not_finite": counts}))
         return 0
     sizes = ", ".join(f"{name} {_gigabytes(size)}" for name, size in summary.dtypes.items())
@@ -176,8 +176,8 @@ def _inspect(args) -> int:
     print(f"quantisation: {summary.quantization}")
     _print_unread(summary.unread_keys)
     print(f"{summary.num_tensors} tensors, {_gigabytes(summary.nbytes)} ({sizes})")
-    if found is not None:
-        print(not_finite_text(found))
+    if not_finite is not None:
+        print(not_finite_text(not_finite))
     print(*(f"{name}: {_gigabytes(size)}" for name, size in summary.files.items()), sep="\n")
     for line in summary.lines:
         times = f" x {line.count}" if line.count > 1 else ""
@@ -199,10 +199,10 @@ def _plan(args) -> int:
         if args.json:
             print(json.dumps(asdict(row)))
             continue
-        made = f"{row.transform} -> {row.path}  {row.made_dtype} {_shape(row.made_shape)}"
-        made = f"{made}  {row.sharding}" if row.path else "LEFT OVER"
+        parameter = f"{row.transform} -> {row.path}  {row.made_dtype} {_shape(row.made_shape)}"
+        parameter = f"{parameter}  {row.sharding}" if row.path else "LEFT OVER"
         note = f"  (not used: {row.note})" if row.note else ""
-        print(f"{row.tensor}  {row.dtype} {_shape(row.shape)}  {made}{note}")
+        print(f"{row.tensor}  {row.dtype} {_shape(row.shape)}  {parameter}{note}")
     summary = {
         "source": plan.source.label,
         "kind": plan.source.kind,
@@ -281,20 +281,20 @@ def _verify(args) -> int:
     source = _open(args)
     with _bar("comparing", make_plan(source).nbytes) as advance:
         try:
-            found = verify(source, args.folder, progress=advance)
+            result = verify(source, args.folder, progress=advance)
         except Mismatch as error:
             print(error, file=sys.stderr)
             return 1
     print(
-        f"{found.copied} parameters copied and {found.transformed} transformed: every bit is right"
+        f"{result.copied} parameters copied and {result.transformed} transformed: every bit is right"
     )
-    if found.dequantized:
+    if result.dequantized:
         print(
-            f"{found.dequantized} quantised weights: {found.rows} rows stand for the same numbers "
-            f"(largest difference {found.largest:.1g} of a row's largest)"
+            f"{result.dequantized} quantised weights: {result.rows} rows stand for the same numbers "
+            f"(largest difference {result.largest:.1g} of a row's largest)"
         )
-    if found.not_finite:
-        print(not_finite_text(found.not_finite))
+    if result.not_finite:
+        print(not_finite_text(result.not_finite))
     skipped = "--no-logits" if args.no_logits else why_skipped(source.kind, source.num_parameters)
     if skipped:
         print(f"logits against PyTorch: skipped ({skipped})")

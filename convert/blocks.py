@@ -175,8 +175,8 @@ def _whole(blocks: Blocks) -> Block:
         parts = [
             buffer[at : at + size].view(info.dtype).reshape(info.shape) for at, size, info in views
         ]
-        made = blocks.rule.transform.join(parts)
-        return np.ascontiguousarray(made).reshape(blocks.shape)
+        joined = blocks.rule.transform.join(parts)
+        return np.ascontiguousarray(joined).reshape(blocks.shape)
 
     return Block(
         _index(blocks, 0, blocks.shape[0] if blocks.shape else 1), tuple(pieces), offset, make

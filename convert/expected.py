@@ -70,14 +70,14 @@ def _reshaped(shape: Callable[[Shape], Shape]) -> Make:
 
     def make(source: SourceTensors, names: tuple[str, ...]) -> Expected:
         (name,) = names
-        made = shape(source.shapes[name])
+        shaped = shape(source.shapes[name])
 
         def rows(start: int, stop: int) -> np.ndarray:
-            if made[:1] != source.shapes[name][:1]:
-                return source.whole(name).reshape(made)[start:stop]
-            return source.rows(name, start, stop).reshape(stop - start, *made[1:])
+            if shaped[:1] != source.shapes[name][:1]:
+                return source.whole(name).reshape(shaped)[start:stop]
+            return source.rows(name, start, stop).reshape(stop - start, *shaped[1:])
 
-        return Expected(names, source.dtypes[name], made, rows)
+        return Expected(names, source.dtypes[name], shaped, rows)
 
     return make
 
@@ -188,7 +188,7 @@ def expected_parameters(source: SourceTensors) -> dict[str, Expected | ExpectedS
     """By key ("layers.0.attention.qkv.weight"), all parameters that the source's tensors make."""
     gemma = any(name.endswith("pre_feedforward_layernorm.weight") for name in source.dtypes)
     rules = (*_OTHERS, *(_NORMS_OF_GEMMA if gemma else _NORMS))
-    found: dict[str, list[tuple[tuple, str, Make | None]]] = {}
+    parameters: dict[str, list[tuple[tuple, str, Make | None]]] = {}
     for name in source.dtypes:
         plain = _plain_name(name, source)
         for pattern, key, make in _MATRICES:
@@ -198,13 +198,13 @@ def expected_parameters(source: SourceTensors) -> dict[str, Expected | ExpectedS
                 is_scale = leaf.startswith("weight_scale")
                 path = f"{key.format(**match.groupdict())}.{'scale' if is_scale else leaf}"
                 entry = (_place(match.groupdict()), name, None if is_scale else make)
-                found.setdefault(path, []).append(entry)
+                parameters.setdefault(path, []).append(entry)
         for pattern, key, make in rules:
             if match := re.fullmatch(pattern, plain):
                 entry = (_place(match.groupdict()), name, make)
-                found.setdefault(key.format(**match.groupdict()), []).append(entry)
+                parameters.setdefault(key.format(**match.groupdict()), []).append(entry)
     out = {}
-    for key, entries in found.items():
+    for key, entries in parameters.items():
         names = tuple(name for _, name, _ in sorted(entries, key=lambda entry: entry[0]))
         make = entries[0][2]
         out[key] = _scale(source, names) if make is None else make(source, names)

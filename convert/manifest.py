@@ -15,13 +15,13 @@ _TOOLS = ("peagle-jax", "orbax-checkpoint", "tensorstore", "jax", "numpy")
 
 def versions() -> dict[str, str]:
     """Versions of the packages that write a folder."""
-    found = {"python": platform.python_version()}
+    versions_by_name = {"python": platform.python_version()}
     for name in _TOOLS:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions_by_name[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # run from a source tree
-            found[name] = "unknown"
-    return found
+            versions_by_name[name] = "unknown"
+    return versions_by_name
 
 
 def tensor_json(source: Source) -> dict[str, dict]:

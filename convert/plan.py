@@ -115,7 +115,7 @@ class Plan:
 
     def _row(self, name: str, path: str, note: str, member: Blocks | None) -> Row:
         info = self.source.tensors.infos[name]
-        made = member and (
+        parameter = member and (
             member.rule.transform.name,
             DTYPE_NAMES[member.dtype],
             member.shape,
@@ -123,7 +123,7 @@ class Plan:
         )
         dtype = DTYPE_NAMES[info.dtype]
         size = info.end - info.begin
-        return Row(name, dtype, info.shape, size, path, *(made or ("", "", (), "")), note)
+        return Row(name, dtype, info.shape, size, path, *(parameter or ("", "", (), "")), note)
 
 
 def make_plan(

@@ -140,17 +140,17 @@ def _kind(infos: Mapping[str, TensorInfo]) -> str:
 
 def _quantization(infos: Mapping[str, TensorInfo], raw: dict) -> str:
     """Quantisation by the tensors present; config.json's name for it in brackets."""
-    found = []
+    formats = []
     packed = sum(name.endswith("_blocks") and i.dtype == PACKED for name, i in infos.items())
     if packed:
-        found.append(f"MXFP4, {packed} tensors")
+        formats.append(f"MXFP4, {packed} tensors")
     forms = Counter(
         _scale_form(name, info, infos) for name, info in infos.items() if info.dtype == FP8
     )
-    found += [f"FP8 E4M3 with {form}, {count} tensors" for form, count in sorted(forms.items())]
+    formats += [f"FP8 E4M3 with {form}, {count} tensors" for form, count in sorted(forms.items())]
     stated = raw.get("quantization_config")
     method = stated.get("quant_method") if isinstance(stated, dict) else None
-    return "; ".join(found or ["none"]) + (f" ({method})" if method else "")
+    return "; ".join(formats or ["none"]) + (f" ({method})" if method else "")
 
 
 def _scale_form(name: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) -> str:

@@ -93,32 +93,32 @@ def verify(
     _check_headers(source, converted)
     tensors = seen.source = SourceTensors(source.tensors.folder, seen)
     expected = _expected(tensors, converted)
-    found = Verification()
+    result = Verification()
     for parameter in converted.parameters.values():
         want = expected[parameter.key]
         _check_form(converted, parameter, want)
         check = _check_bits if isinstance(want, Expected) else _check_scale
         _check_sums(converted, parameter, want, check(converted, parameter, want), seen)
         if parameter.in_order:
-            found.copied += 1
+            result.copied += 1
         else:
-            found.transformed += 1
+            result.transformed += 1
         if parameter.path[-1] == "scale":
             weight = converted.parameters[*parameter.path[:-1], "weight"]
             rows, largest = compare_numbers(converted, weight, expected[weight.key], want)
-            found.dequantized += 1
-            found.rows += rows
-            found.largest = max(found.largest, largest)
+            result.dequantized += 1
+            result.rows += rows
+            result.largest = max(result.largest, largest)
             if largest > TOLERANCE:
                 why = f"its weight's numbers are off by {largest:.2g} of a row's largest"
                 raise _differs(converted, parameter, why)
         progress(parameter.nbytes)
-    found.not_finite = seen.not_finite()
-    if found.not_finite != converted.not_finite:
+    result.not_finite = seen.not_finite()
+    if result.not_finite != converted.not_finite:
         raise Mismatch(
             f"{folder}: the manifest counts other NaN and infinite numbers than the source has"
         )
-    return found
+    return result
 
 
 def _check_headers(source: Source, converted: Converted) -> None:
@@ -233,8 +233,8 @@ def _check_sums(
     for name in names:
         if seen.sum_of(name) != converted.manifest["tensors"][name]["sha256"]:
             raise _differs(converted, parameter, f"the manifest's sum of {name!r} is another")
-    made = sum_of_sums([seen.sum_of(name) for name in names]) if parameter.in_order else stored
-    if made != parameter.sha256:
+    expected = sum_of_sums([seen.sum_of(name) for name in names]) if parameter.in_order else stored
+    if expected != parameter.sha256:
         raise _differs(converted, parameter, "the manifest's sum of it is another")
 
 

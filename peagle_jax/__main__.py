@@ -330,8 +330,8 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     if args.json:
         for result in results:
             print(json.dumps(result.as_json() | {"ties": ties[result.method]}))
-        found = {"dtype": config.dtype, "identical": not failures, "left_out": left_out}
-        print(json.dumps(found))
+        report = {"dtype": config.dtype, "identical": not failures, "left_out": left_out}
+        print(json.dumps(report))
     else:
         live.finish()
     for method, one in failures:

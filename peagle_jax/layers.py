@@ -144,8 +144,8 @@ class Embed(nnx.Module):
             return self.weight[...][tokens]
         rows = self.weight.shape[0]  # of this device
         local = jnp.clip(tokens - partition.rank() * rows, 0, rows - 1)
-        found = partition.gathered(self.weight[...][local])
-        return jnp.take_along_axis(found, (tokens // rows)[None, ..., None], axis=0)[0]
+        embedded = partition.gathered(self.weight[...][local])
+        return jnp.take_along_axis(embedded, (tokens // rows)[None, ..., None], axis=0)[0]
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 logits [..., V], of this device's rows."""

@@ -66,10 +66,10 @@ def lookup(texts: jax.Array, newest: jax.Array, least: int) -> tuple[jax.Array, 
         matches &= (earlier == last) & (end > back)
         length += matches
     best = jnp.argmax(length * L + end, axis=1)  # the latest of the longest
-    found = jnp.take_along_axis(length, best[:, None], axis=1)[:, 0] >= least
+    has_match = jnp.take_along_axis(length, best[:, None], axis=1)[:, 0] >= least
     ahead = jnp.arange(NGRAM_DRAFTS) % jnp.maximum(newest - best, 1)[:, None]
     drafts = jnp.take_along_axis(texts, jnp.minimum(best[:, None] + 1 + ahead, L - 1), axis=1)
-    return drafts, found
+    return drafts, has_match
 
 
 @jax.tree_util.register_dataclass
@@ -90,17 +90,17 @@ class NgramDrafter:
             own, cache = self.head.propose(target, inputs, cache)
         history = history.remember(inputs)
         newest = inputs.start + inputs.num_real
-        drafts, found = lookup(history.tokens[inputs.slots], newest, self.least)
-        return self._combined(own, drafts, found), [history, *cache]
+        drafts, has_match = lookup(history.tokens[inputs.slots], newest, self.least)
+        return self._combined(own, drafts, has_match), [history, *cache]
 
-    def _combined(self, own: Proposal, drafts: jax.Array, found: jax.Array) -> Proposal:
+    def _combined(self, own: Proposal, drafts: jax.Array, has_match: jax.Array) -> Proposal:
         missing = ((0, 0), (0, self.num_draft - own.tokens.shape[1]))
         tokens = jnp.pad(own.tokens, missing, constant_values=NO_DRAFT)
-        tokens = jnp.where(found[:, None], drafts, tokens)
+        tokens = jnp.where(has_match[:, None], drafts, tokens)
         if not self.sampled_vocab:
             return Proposal(tokens, None)
         width = vocabulary_rows(self.sampled_vocab, partition.size())
         probs = certain = vocabulary.one_hot(drafts, width, jnp.float32)
         if own.probs is not None:
             probs = jnp.pad(own.probs, (*missing, (0, 0)))
-        return Proposal(tokens, jnp.where(found[:, None, None], certain, probs))
+        return Proposal(tokens, jnp.where(has_match[:, None, None], certain, probs))

@@ -180,13 +180,13 @@ def _add_model_options(add: Callable) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = Parser(
+    command_line = Parser(
         prog="peagle-generate",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = made.add_argument
+    add = command_line.add_argument
     add("prompt", nargs="*", metavar="PROMPT", help="text to continue")
     add("--prompts", metavar="FILE.jsonl", help="file of prompts, see below")
     add("--limit", type=int, metavar="N", help="use the first N prompts only")
@@ -198,9 +198,9 @@ def parser() -> argparse.ArgumentParser:
         help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
     )  # fmt: skip
 
-    _add_model_options(made.add_argument_group("model").add_argument)
+    _add_model_options(command_line.add_argument_group("model").add_argument)
 
-    group = made.add_argument_group("sampling")
+    group = command_line.add_argument_group("sampling")
     add = group.add_argument
     add("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: 256)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -210,10 +210,10 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
     add_controls(add)
-    add_constraints(made.add_argument_group("structured output").add_argument)
+    add_constraints(command_line.add_argument_group("structured output").add_argument)
 
-    _add_output(made.add_argument_group("output").add_argument)
-    return made
+    _add_output(command_line.add_argument_group("output").add_argument)
+    return command_line
 
 
 def _add_output(add: Callable) -> None:

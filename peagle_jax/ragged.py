@@ -135,10 +135,10 @@ def verify_chosen(
     adjustments = Adjustments(state.controls, plan.slots, plan.constrained, mask)
     verdict = accept(*given, adjustments, rows=rows)
     counts = (may_verify, chosen, verdict.count - 1)
-    survival, found = observed(state.survival, plan, inputs.start, counts, K)
+    survival, report = observed(state.survival, plan, inputs.start, counts, K)
     state = replace(state, survival=survival)
     tapped = None if tapped is None else rows.batched(tapped[:, 0])
     inputs, verified = inputs._replace(params=params), Verified(verdict, tapped, cache)
     state, proposed = finish_round(target, drafter, state, plan, inputs, verified)
-    output = pack_output(logits, verdict, proposed, params, max_logprobs, rows=rows, report=found)
+    output = pack_output(logits, verdict, proposed, params, max_logprobs, rows=rows, report=report)
     return state, output

@@ -104,8 +104,8 @@ def pack_output(
 
     def with_logprobs():
         tokens = verdict.tokens if rows is None else rows.flat(verdict.tokens)
-        found = token_logprobs(logits, tokens, max_logprobs)
-        return found if rows is None else tuple(map(rows.batched, found))
+        logprobs = token_logprobs(logits, tokens, max_logprobs)
+        return logprobs if rows is None else tuple(map(rows.batched, logprobs))
 
     def zeros():
         shape = verdict.tokens.shape
@@ -309,11 +309,11 @@ def speculative_step(
     adjustments = Adjustments.of(state.controls, plan.slots, plan.constrained, mask)
     verdict = accept(logits, inputs.drafts, inputs.draft_probs, positions + 1, params, adjustments)
     counts = (params.num_draft, params.num_draft, verdict.count - 1)
-    survival, found = observed(state.survival, plan, inputs.start, counts, K)
+    survival, report = observed(state.survival, plan, inputs.start, counts, K)
     state = replace(state, survival=survival)
     verified = Verified(verdict, tapped, cache)
     state, proposed = finish_round(target, drafter, state, plan, inputs, verified)
-    return state, pack_output(logits, verdict, proposed, params, max_logprobs, report=found)
+    return state, pack_output(logits, verdict, proposed, params, max_logprobs, report=report)
 
 
 def prefill(

@@ -58,11 +58,11 @@ def bin_of(confidence: jax.Array) -> jax.Array:
 
 def confidences(survival: Survival, plan: DecodePlan, num_draft: int) -> jax.Array:
     """[B, K] float32, confidence of the first K = `num_draft` drafts of a round; 1 for forced drafts."""
-    found = survival.confidence[plan.slots, :num_draft]
+    confidence = survival.confidence[plan.slots, :num_draft]
     if plan.forced is None:
-        return found
+        return confidence
     is_forced = plan.forced[:, :num_draft] >= 0
-    return jnp.where(is_forced, 1.0, found)
+    return jnp.where(is_forced, 1.0, confidence)
 
 
 def survivals(survival: Survival, confidence: jax.Array) -> jax.Array:
@@ -71,11 +71,11 @@ def survivals(survival: Survival, confidence: jax.Array) -> jax.Array:
     prior = jax.nn.sigmoid(_LEAST + _WIDTH * (jnp.arange(BINS) + 0.5))
     rates = (survival.accepted + _PRIOR * prior) / (survival.reached + _PRIOR)
     chances = jnp.minimum(rates[jnp.arange(num_draft), bin_of(confidence)], 1.0)
-    product, found = jnp.ones(len(confidence), jnp.float32), []
+    product, products = jnp.ones(len(confidence), jnp.float32), []
     for j in range(num_draft):  # not cumprod: a parallel scan rounds in another order and may rise
         product = product * chances[:, j]
-        found.append(product)
-    return jnp.stack(found, axis=1) if found else chances
+        products.append(product)
+    return jnp.stack(products, axis=1) if products else chances
 
 
 def select(survival: jax.Array, num_draft: jax.Array, num_rows: int) -> jax.Array:

@@ -234,14 +234,14 @@ class Tokenizer:
         """Source of the chat template, or of all of them; empty if there is none, or the file is broken."""
         given = self._settings.get("chat_template")
         named = given if isinstance(given, list) else [given]
-        found = [one.get("template") if isinstance(one, dict) else one for one in named]
+        templates = [one.get("template") if isinstance(one, dict) else one for one in named]
         for path in (
             self.folder / "chat_template.jinja",
             *self.folder.glob("additional_chat_templates/*"),
         ):
             with contextlib.suppress(OSError, ValueError):
-                found.append(path.read_text(encoding="utf-8"))
-        return "\n".join(one for one in found if isinstance(one, str))
+                templates.append(path.read_text(encoding="utf-8"))
+        return "\n".join(one for one in templates if isinstance(one, str))
 
     @property
     def response_template(self) -> dict | None:
@@ -332,15 +332,15 @@ class StopChecker:
         fresh = self._detokenizer.add(output[self._seen :])
         self._seen = len(output)
         text = self._tail + fresh
-        found = _stops_in(text, self._stops, len(self._tail))
+        matches = _stops_in(text, self._stops, len(self._tail))
         self._tail = text[-(self._longest - 1) :] if self._longest > 1 else ""
-        return min(found)[1] if found else None
+        return min(matches)[1] if matches else None
 
 
 def _stops_in(text: str, stops: Sequence[str], old: int) -> list[tuple[int, str]]:
     """(place, stop string) of each stop string of `text` that ends after its first `old` characters."""
-    found = [(text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in stops]
-    return [(place, stop) for place, stop in found if place >= 0]
+    matches = [(text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in stops]
+    return [(place, stop) for place, stop in matches if place >= 0]
 
 
 class TextStream:
@@ -382,9 +382,9 @@ class TextStream:
         """`text` before the first stop string that ends after its first `old` characters."""
         if self._stopped:
             return ""
-        found = _stops_in(text, self._stops, old)
-        self._stopped = bool(found)
-        return text[: min(found)[0]] if found else text
+        matches = _stops_in(text, self._stops, old)
+        self._stopped = bool(matches)
+        return text[: min(matches)[0]] if matches else text
 
     def _start_of_stop(self, text: str) -> str:
         """Longest suffix of `text` that is a prefix of a stop string."""

@@ -234,8 +234,8 @@ class _Layout(NamedTuple):
         if self.rows is None:
             return probability_of(self.logits[:, :-1], drafts, temperature[:, None], cutoff[:, :-1])
         after = self.rows.flat(jnp.pad(drafts, ((0, 0), (0, 1))))  # [F], the draft after each row
-        found = probability_of(self.logits, after, self.per_row(temperature), cutoff)
-        return self.batched(found)[:, :-1]
+        probability = probability_of(self.logits, after, self.per_row(temperature), cutoff)
+        return self.batched(probability)[:, :-1]
 
 
 def verify(

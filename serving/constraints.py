@@ -104,15 +104,15 @@ class Constraints:
             structured = self._grammars.located(structured, chat)
         try:
             # Each caller has its own cache: from the time of an answer one caller could learn what another sent.
-            who = caller.current()
-            return await self._pool.run(lambda: self._compile(structured, number, who))
+            caller_id = caller.current()
+            return await self._pool.run(lambda: self._compile(structured, number, caller_id))
         except ConfigError as error:
             raise invalid(field, error.rule) from error
 
-    def _compile(self, structured: Structured, number: int, who: str) -> list[Matcher]:
+    def _compile(self, structured: Structured, number: int, caller_id: str) -> list[Matcher]:
         self._grammars.prepare()
         frame = self._grammars.markers.frame(structured.reasoning)
-        key = who, structured.kind, structured.text, structured.around, frame
+        key = caller_id, structured.kind, structured.text, structured.around, frame
         with self._lock:
             definition = self._known.pop(key, None)
         if definition is None:

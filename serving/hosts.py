@@ -73,9 +73,9 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None
 
 def _files(folder: Path) -> list[Path]:
     # Notes beside the weights and hidden files of a download change nothing.
-    found = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return [path for path in found if not hidden(path)]
+    return [path for path in paths if not hidden(path)]
 
 
 def _digest(folder: Path, paths: Iterable[Path]) -> str:

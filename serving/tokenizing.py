@@ -167,14 +167,14 @@ def _known_role(message: Mapping[str, object], template: str) -> Mapping[str, ob
 
 def _num_chars(value: object) -> int:
     """Characters of all texts within a JSON value; other values count as a few."""
-    num_chars, found = 0, [value]
-    while found:
-        one = found.pop()
+    num_chars, values = 0, [value]
+    while values:
+        one = values.pop()
         if isinstance(one, Mapping):
             num_chars += sum(map(len, one))
-            found += one.values()
+            values += one.values()
         elif isinstance(one, list | tuple):
-            found += one
+            values += one
         else:
             num_chars += len(one) if isinstance(one, str) else _CHARS_OF_OTHERS
     return num_chars

@@ -98,7 +98,7 @@ class Tracer:
     def _attributes(self, stream: Stream) -> dict:
         """Attributes with vLLM's names, and with our own where vLLM has none."""
         ask, usage = stream.ask, stream.usage()
-        found = {
+        attributes = {
             "gen_ai.request.id": ask.request_id,
             "gen_ai.request.model": self._model,
             "gen_ai.request.max_tokens": ask.params.max_tokens,
@@ -118,24 +118,24 @@ class Tracer:
         }
         reasons = [request.finish_reason for request in stream.requests]
         if reasons:
-            found["gen_ai.response.finish_reasons"] = reasons
-        return found | _latencies(stream)
+            attributes["gen_ai.response.finish_reasons"] = reasons
+        return attributes | _latencies(stream)
 
 
 def _latencies(stream: Stream) -> dict[str, float]:
     """Latencies of a request: from its first sequence that began to its last that ended."""
-    found = {}
+    latencies = {}
     if stream.first_token is not None:
-        found["time_to_first_token"] = stream.first_token - stream.arrival
+        latencies["time_to_first_token"] = stream.first_token - stream.arrival
     ended = [one for one in stream.requests if one.first_token_time is not None]
     if ended:
         start = min(one.start_time for one in ended)
         first = min(one.first_token_time for one in ended)
         end = max(one.finish_time for one in ended)
-        found |= {
+        latencies |= {
             "time_in_queue": max(0.0, start - stream.arrival),
             "time_in_model_prefill": first - start,
             "time_in_model_decode": end - first,
             "time_in_model_inference": end - start,
         }
-    return {f"gen_ai.latency.{name}": seconds for name, seconds in found.items()}
+    return {f"gen_ai.latency.{name}": seconds for name, seconds in latencies.items()}

@@ -112,26 +112,26 @@ SPECS = {
 def weight_of(form: Form, *shape: int) -> list[jax.ShapeDtypeStruct]:
     """Shapes of the values of a weight [..., N, K], and of its scale, if any."""
     *leading, N, K = shape
-    made = jax.ShapeDtypeStruct
+    shaped = jax.ShapeDtypeStruct
     match form:
         case "bf16":
-            return [made(shape, jnp.bfloat16)]
+            return [shaped(shape, jnp.bfloat16)]
         case "mxfp4":
-            scale = made((*leading, N, K // formats.GROUP), jnp.uint8)
-            return [made((*leading, N, K // 2), jnp.uint8), scale]
+            scale = shaped((*leading, N, K // formats.GROUP), jnp.uint8)
+            return [shaped((*leading, N, K // 2), jnp.uint8), scale]
         case "fp8":
             scale = -(-N // formats.BLOCK), -(-K // formats.BLOCK)
         case "fp8_rows":
             scale = N, 1
-    return [made(shape, jnp.float8_e4m3fn), made((*leading, *scale), jnp.float32)]
+    return [shaped(shape, jnp.float8_e4m3fn), shaped((*leading, *scale), jnp.float32)]
 
 
 def random_leaf(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
     """Random array: normal numbers; float32 scales are positive; uint8 codes give mxfp4 scales below 2."""
     if shape.dtype == jnp.uint8:
         return jax.random.randint(key, shape.shape, 118, 128).astype(jnp.uint8)
-    found = jax.random.normal(key, shape.shape)
-    return jnp.exp(found) if shape.dtype == jnp.float32 else found.astype(shape.dtype)
+    values = jax.random.normal(key, shape.shape)
+    return jnp.exp(values) if shape.dtype == jnp.float32 else values.astype(shape.dtype)
 
 
 def configs(spec: Spec, device: Device) -> list:

@@ -203,13 +203,13 @@ def _routed(
     items = most_items(R, E, top_k, **cut)
     how = dict(top_k=top_k, normalize=normalize, items=items, launch=launch)
     if mosaic_plan.fits(R, E, top_k, config.tokens):
-        made = mosaic_plan.route_and_plan(logits, router_bias, **how, **cut)
+        routed = mosaic_plan.route_and_plan(logits, router_bias, **how, **cut)
     elif mosaic_place.IS_DEFAULT and mosaic_place.fits(R, E, launch.device) and not config.shared:
-        made = mosaic_place.route_and_place(logits, router_bias, tokens=config.tokens, **how)
+        routed = mosaic_place.route_and_place(logits, router_bias, tokens=config.tokens, **how)
     else:
         weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)
         return weights[:, :R], make_worklist(ids[:, :R], E, **cut)
-    weights, slots, experts, num_items = made
+    weights, slots, experts, num_items = routed
     return weights, Worklist(experts, num_items, slots, items)
 
 

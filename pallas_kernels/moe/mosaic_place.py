@@ -129,11 +129,11 @@ def place(
         def store_slots(j, _):
             ids = plgpu.load(ids_gmem.at[j, rows], layout=_LAYOUT.reduce(1), optimized=False)
             ids = lax.broadcast_in_dim(ids, (ROWS, _WIDTH), (0,))
-            found = [
+            slots_of_experts = [
                 jnp.sum(jnp.where(column == ids - i * _WIDTH, place, 0), axis=1)
                 for i, place in enumerate(places)
             ]
-            slots_gmem[j, rows] = functools.reduce(jnp.add, found)
+            slots_gmem[j, rows] = functools.reduce(jnp.add, slots_of_experts)
             return 0
 
         lax.fori_loop(0, top_k + zero, store_slots, 0)

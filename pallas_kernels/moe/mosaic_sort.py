@@ -152,18 +152,18 @@ def find_slots(
     from_end = padded - block.iota(Ep, 1)
     j = block.tall_iota(ids_smem.shape, 0)
 
-    def look_up(i, found):
+    def look_up(i, entries):
         column = plgpu.load(ids_smem.at[i], layout=block.wide.reduce(1), optimized=False)
         chosen = block.broadcast(padded - column, Ep)
         value = jnp.sum(jnp.where(from_end == chosen, packed, 0), axis=1)
-        return jnp.where(j == i, lax.broadcast_in_dim(value, found.shape, (1,)), found)
+        return jnp.where(j == i, lax.broadcast_in_dim(value, entries.shape, (1,)), entries)
 
-    found = jnp.zeros(ids_smem.shape, jnp.int32)
-    found = lax.fori_loop(0, plan.top_k + zero, look_up, found)
+    entries = jnp.zeros(ids_smem.shape, jnp.int32)
+    entries = lax.fori_loop(0, plan.top_k + zero, look_up, entries)
     row = block.tall_iota(ids_smem.shape, 1)
     if plan.shared:
-        return found + (row + first_row)
-    return (found >> 16) + popcount(found & ((1 << (row & 15)) - 1))
+        return entries + (row + first_row)
+    return (entries >> 16) + popcount(entries & ((1 << (row & 15)) - 1))
 
 
 def store_experts(

@@ -389,12 +389,12 @@ def _products(
         rows, expert = item
         values, scale, bias = jax.tree.map(lambda leaf: leaf[expert], weight)
         unpacked = order(formats.dequantize(values, scale, rows.dtype))
-        made = lax.dot_general(
+        product = lax.dot_general(
             rows,
             unpacked,
             (((1,), (unpacked.ndim - 1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
-        return made if bias is None else made + bias.astype(jnp.float32)
+        return product if bias is None else product + bias.astype(jnp.float32)
 
     return lax.map(one, (x, experts))

@@ -44,12 +44,12 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     def run(x, *slots):
         launch = dispatch.resolve("quantize", "mosaic_gpu", chips=CHIPS)
         if spec.kernel == "quantize":
-            made = activations.quantize(x) if launch is None else api.quantize(x, launch)
+            rows = activations.quantize(x) if launch is None else api.quantize(x, launch)
         elif launch is not None:
-            made = api.spread(x, *slots, size, launch)
+            rows = api.spread(x, *slots, size, launch)
         else:
-            made = activations.quantize(x[jnp.argsort(slots[0].reshape(-1)) % spec.rows])
-        return tuple(made)
+            rows = activations.quantize(x[jnp.argsort(slots[0].reshape(-1)) % spec.rows])
+        return tuple(rows)
 
     args = [jax.ShapeDtypeStruct((spec.rows, spec.width), jnp.bfloat16)]
     if spec.kernel == "spread":

@@ -78,20 +78,22 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     positions[, q norm, k norm][, bias]. Donated pages are updated in place."""
     B, T, K, H = spec.batch, spec.rows, spec.kv_heads, spec.head_dim
     W, width = spec.length // spec.page_size, spec.form.width(K, H)
-    made = jax.ShapeDtypeStruct
-    pages = made((B * W + 1, spec.page_size, K, H), jnp.float8_e4m3fn if spec.fp8 else jnp.bfloat16)
+    shaped = jax.ShapeDtypeStruct
+    pages = shaped(
+        (B * W + 1, spec.page_size, K, H), jnp.float8_e4m3fn if spec.fp8 else jnp.bfloat16
+    )
     args = (
-        made((spec.parts, B, T, width), jnp.float32)
+        shaped((spec.parts, B, T, width), jnp.float32)
         if spec.parts
-        else made((B, T, width), jnp.bfloat16),
+        else shaped((B, T, width), jnp.bfloat16),
         pages,
         pages,
-        made((B, T, H // 2), jnp.float32),
-        made((B, T, H // 2), jnp.float32),
-        made((B, W), jnp.int32),
-        made((B, T), jnp.int32),
-        *(2 * [made((H,), jnp.bfloat16)] if spec.qk_norm else []),
-        *([made((width,), jnp.bfloat16)] if spec.bias else []),
+        shaped((B, T, H // 2), jnp.float32),
+        shaped((B, T, H // 2), jnp.float32),
+        shaped((B, W), jnp.int32),
+        shaped((B, T), jnp.int32),
+        *(2 * [shaped((H,), jnp.bfloat16)] if spec.qk_norm else []),
+        *([shaped((width,), jnp.bfloat16)] if spec.bias else []),
     )
 
     def run(qkv, k_pages, v_pages, cos, sin, page_table, positions, *weights):

@@ -124,14 +124,14 @@ def on_full_cache(shapes: tuple, table: int, length: int, key: jax.Array) -> tup
     """Normal random arrays, except arguments `table` (page table [B, W] without shared pages) and
     `table + 1` (positions [B, T], the last ones of `length`)."""
     keys = jax.random.split(key, len(shapes))
-    made = [
+    arrays = [
         jax.random.normal(k, x.shape).astype(x.dtype) for x, k in zip(shapes, keys, strict=True)
     ]
     pages, positions = shapes[table : table + 2]
     last = jnp.arange(length - positions.shape[1], length, dtype=positions.dtype)
-    made[table] = 1 + jnp.arange(pages.size, dtype=pages.dtype).reshape(pages.shape)
-    made[table + 1] = jnp.broadcast_to(last, positions.shape)
-    return tuple(made)
+    arrays[table] = 1 + jnp.arange(pages.size, dtype=pages.dtype).reshape(pages.shape)
+    arrays[table + 1] = jnp.broadcast_to(last, positions.shape)
+    return tuple(arrays)
 
 
 def bytes(spec: Spec) -> int:

@@ -53,11 +53,11 @@ class Key:
         else:
             value, missing = self._stated(fields, name), False
         if self.accepted and not any(_same(value, one) for one in self.accepted):
-            what = f"{name} {value!r}"
+            stated = f"{name} {value!r}"
             if missing:
-                what = f"{name} is missing and its default {value!r}"
+                stated = f"{name} is missing and its default {value!r}"
             known = " or ".join("leaving it out" if x is None else repr(x) for x in self.accepted)
-            raise fields.error(f"{what} is not supported, {known} is{self.hint}")
+            raise fields.error(f"{stated} is not supported, {known} is{self.hint}")
         return value
 
     def _stated(self, fields: Fields, name: str):

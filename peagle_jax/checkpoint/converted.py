@@ -140,7 +140,7 @@ class Converted(Headers):
             )
         path = self.folder / MANIFEST
         check_manifest(self.manifest, path)
-        found = [Parameter.from_json(raw) for raw in self.manifest["parameters"]]
+        parameters = [Parameter.from_json(raw) for raw in self.manifest["parameters"]]
         self.tensors = {
             name: entry(
                 path, name, raw | {"data_offsets": [raw["begin"], raw["end"]]}, 0, raw["end"]
@@ -151,7 +151,7 @@ class Converted(Headers):
             name: NotFinite(raw["nan"], raw["inf"])
             for name, raw in self.manifest["not_finite"].items()
         }
-        self.parameters = {parameter.path: parameter for parameter in found}
+        self.parameters = {parameter.path: parameter for parameter in parameters}
         self._context = ts.Context(_CONTEXT)
 
     @cached_property
@@ -259,11 +259,11 @@ class Converted(Headers):
                     digests.append(hashlib.sha256())
                 digests[-1].update(data[:room])
                 room, data = room - len(data[:room]), data[room:]
-        found = sum_of_sums([digest.hexdigest() for digest in digests])
-        if found != parameter.sha256:
+        actual = sum_of_sums([digest.hexdigest() for digest in digests])
+        if actual != parameter.sha256:
             raise CheckpointError(
                 f"{self.folder}: {parameter.key} in weights/{parameter.group} is not what was written "
-                f"(sha256 {found[:12]}, the manifest says {parameter.sha256[:12]})"
+                f"(sha256 {actual[:12]}, the manifest says {parameter.sha256[:12]})"
             )
 
     def store(self, parameter: Parameter) -> ts.TensorStore:

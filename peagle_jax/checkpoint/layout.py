@@ -170,14 +170,14 @@ class Table:
           CheckpointError: the tensors have different dtypes. One parameter has one dtype, and a transform
             does no arithmetic, so that `export` returns every bit of the file.
         """
-        found = [info for info in infos if info is not None]
-        other = next((info for info in found if info.dtype != found[0].dtype), None)
+        present = [info for info in infos if info is not None]
+        other = next((info for info in present if info.dtype != present[0].dtype), None)
         if other is not None:
             raise CheckpointError(
-                f"{found[0].name} is {found[0].dtype} but {other.name} is {other.dtype}; the two are one "
-                f"parameter here, so store them in one dtype ({_common(found)} holds both exactly)"
+                f"{present[0].name} is {present[0].dtype} but {other.name} is {other.dtype}; the two are one "
+                f"parameter here, so store them in one dtype ({_common(present)} holds both exactly)"
             )
-        if len(found) == len(infos):
+        if len(present) == len(infos):
             self.rules.append(Rule(path, tuple(info.name for info in infos), transform))
 
     def layout(self, drop: Callable[[str], str | None] = lambda name: None) -> Layout:
@@ -218,15 +218,15 @@ class Table:
 
     def _weight(self, path: Path, infos: Sequence[TensorInfo | None], join: Transform) -> bool:
         """Adds the weight's rule. Returns whether the weight is quantised."""
-        found = [info for info in infos if info is not None]
-        quantized = [info for info in found if info.dtype == FP8]
-        if quantized and len(quantized) < len(found):
-            plain = next(info for info in found if info.dtype != FP8)
+        present = [info for info in infos if info is not None]
+        quantized = [info for info in present if info.dtype == FP8]
+        if quantized and len(quantized) < len(present):
+            plain = next(info for info in present if info.dtype != FP8)
             raise CheckpointError(
                 f"{quantized[0].name} is FP8 but {plain.name} is {plain.dtype}; the two are one matrix "
                 "here: both must be quantised or neither"
             )
-        for info in found:
+        for info in present:
             if info.dtype != FP8 and info.dtype not in FLOATS:
                 raise CheckpointError(
                     f"{info.name} is {info.dtype}; a weight can be bfloat16, float16, float32 or FP8 "

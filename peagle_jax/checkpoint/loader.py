@@ -54,10 +54,10 @@ def _check_shapes(params: dict, layout: Layout, tensors: dict[str, TensorInfo]) 
     for path, names, transform in layout.rules:
         if path[-1] == "scale":
             continue
-        made = transform.shape([tensors[name].shape for name in names])
+        shape = transform.shape([tensors[name].shape for name in names])
         *leading, width = params[path].shape
         wanted = (*leading, width // 2 if tensors[names[0]].dtype == PACKED else width)
-        assert made == wanted, f"the table makes {path} {made}, the model has {wanted}"
+        assert shape == wanted, f"the table makes {path} {shape}, the model has {wanted}"
 
 
 def _stored(array: np.ndarray, leaf: str, dtype: str) -> np.ndarray:
@@ -118,15 +118,15 @@ def _fill_shares(
     """`_fill` for several devices: each gets its share, and the host holds one share at a time."""
     params = dict(nnx.to_flat_state(nnx.state(module)))
     _check_shapes(params, layout, checkpoint.tensors)
-    made = {rule.path: _made(rule, checkpoint) for rule in layout.rules}
+    specs = {rule.path: _made(rule, checkpoint) for rule in layout.rules}
     for rule in layout.rules:
-        leaf, shape = rule.path[-1], made[rule.path].shape
-        weight = made.get((*rule.path[:-1], "weight"), made[rule.path])
+        leaf, shape = rule.path[-1], specs[rule.path].shape
+        weight = specs.get((*rule.path[:-1], "weight"), specs[rule.path])
         cut = devices.cut_of(module.config, rule.path, shape, weight.shape)
         if cut is None:
             value = devices.put(_stored(joined(checkpoint, rule), leaf, dtype), None)
         else:
-            stored = _stored(np.zeros(0, made[rule.path].dtype), leaf, dtype).dtype
+            stored = _stored(np.zeros(0, specs[rule.path].dtype), leaf, dtype).dtype
             share = lambda rank, rule=rule, leaf=leaf, cut=cut: _stored(
                 read_share(checkpoint, rule, cut, rank, devices.count), leaf, dtype
             )

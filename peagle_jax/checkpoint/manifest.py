@@ -74,17 +74,17 @@ def _matching(fields: Fields, key: str, pattern: re.Pattern) -> str:
 def _check_files(source: Fields) -> dict[str, tuple[int, int]]:
     """name -> (where contents begin, size)."""
     source.text("name")
-    found = {}
+    ranges = {}
     for file in _objects(source, "files"):
         name = _matching(file, "name", _FILE)  # a plain name: export writes to it
         _matching(file, "header_sha256", _SUM)
         file.count("mtime_ns", least=-_MOST_BYTES, most=_MOST_BYTES)
         size = file.count("size", most=_MOST_BYTES)
         begin = file.count("header_bytes", most=size)
-        if name in found:
+        if name in ranges:
             raise source.error(f"file {name!r} is listed twice")
-        found[name] = begin, size
-    return found
+        ranges[name] = begin, size
+    return ranges
 
 
 def _check_tensor(tensor: Fields, sizes: dict[str, tuple[int, int]]) -> None:

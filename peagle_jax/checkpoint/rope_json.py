@@ -93,14 +93,14 @@ def rope_of_type(fields: Fields, layer_type: str) -> RopeConfig:
 
 def stray_rope_keys(raw: dict) -> list[str]:
     """Keys inside of config.json's rope objects that change nothing, as "object.key"."""
-    found = []
+    stray = []
     for name in _OBJECTS:
         inner = raw.get(name) if isinstance(raw.get(name), dict) else {}
         nested = {f"{name}.{key}": inner[key] for key in (SLIDING, FULL) if key in inner}
         for at, one in (nested or {name: inner}).items():
             if isinstance(one, dict):
-                found += [f"{at}.{key}" for key in one if key not in _INNER_KEYS]
-    return sorted(found)
+                stray += [f"{at}.{key}" for key in one if key not in _INNER_KEYS]
+    return sorted(stray)
 
 
 def _rope(scaling: Fields) -> RopeConfig:

@@ -226,9 +226,9 @@ class Checkpoint(Headers):
         files = sorted(self.folder.glob("*.safetensors"))
         if len(files) == 1:
             return files
-        found = f"{len(files)} *.safetensors files and" if files else "no *.safetensors file,"
+        present = f"{len(files)} *.safetensors files and" if files else "no *.safetensors file,"
         raise CheckpointError(
-            f"{self.folder}: holds {found} no model.safetensors or {INDEX} to say which to read"
+            f"{self.folder}: holds {present} no model.safetensors or {INDEX} to say which to read"
         )
 
     def _shards(self, index: Path, weight_map: dict[str, str]) -> list[Path]:

@@ -153,8 +153,8 @@ def as_tied(config: TargetConfig, checkpoint: Headers) -> TargetConfig:
     Reads both tensors if config.json ties them; their bytes are compared, so one of another dtype differs.
     """
     names = f"{_base(config, checkpoint.tensors)}.embed_tokens.weight", "lm_head.weight"
-    there = config.tie_embeddings and all(name in checkpoint for name in names)
-    if there and not checkpoint.same_bytes(*names):
+    has_both = config.tie_embeddings and all(name in checkpoint for name in names)
+    if has_both and not checkpoint.same_bytes(*names):
         return replace(config, tie_embeddings=False)
     return config
 

@@ -235,10 +235,10 @@ class StackScales:
         return Scales((self.rows,), self.columns)
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
-        made = {self._one.shape([shape]) for shape in shapes}
-        if len(made) > 1:
+        results = {self._one.shape([shape]) for shape in shapes}
+        if len(results) > 1:
             raise CheckpointError("the experts' scales have different forms")
-        return Stack(self.group).shape([made.pop()] * len(shapes))
+        return Stack(self.group).shape([results.pop()] * len(shapes))
 
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return Stack(self.group).join([self._one.join([part]) for part in parts])

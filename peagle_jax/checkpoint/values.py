@@ -64,9 +64,9 @@ class NotFiniteCounts:
             return
         magnitudes = unsigned & unsigned.dtype.type(sign - 1)
         infinite = 0 if bits.infinity is None else np.count_nonzero(magnitudes == bits.infinity)
-        found = np.count_nonzero(magnitudes >= bits.first)
+        not_finite = np.count_nonzero(magnitudes >= bits.first)
         self._counts.setdefault(name, Counter()).update(
-            nan=int(found - infinite), inf=int(infinite)
+            nan=int(not_finite - infinite), inf=int(infinite)
         )
 
     def found(self) -> dict[str, NotFinite]:

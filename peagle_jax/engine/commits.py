@@ -72,8 +72,8 @@ class Commits:
             request.in_flight -= 1
             request.prefill_in_flight = False
             if not request.is_finished:
-                found = (tokens[row].tolist(), int(count[row]))
-                updates.append(self._receive(request, row, *found, logprobs))
+                results = (tokens[row].tolist(), int(count[row]))
+                updates.append(self._receive(request, row, *results, logprobs))
         return updates
 
     def commit_decode(
@@ -118,11 +118,11 @@ class Commits:
         counts = []
         # By request, then by round. No draft is missing: n-grams have no such calls.
         by_row = (values.swapaxes(0, 1).tolist() for values in (tokens, count, drafts))
-        for row, (request, *found) in enumerate(zip(call.rows, *by_row, strict=False)):
+        for row, (request, *results) in enumerate(zip(call.rows, *by_row, strict=False)):
             request.in_flight -= call.repeat
             request.unread_drafts -= call.repeat
-            takes_all = self._takes_all(request, *found[:2])
-            for index, (new, produced, following) in enumerate(zip(*found, strict=True)):
+            takes_all = self._takes_all(request, *results[:2])
+            for index, (new, produced, following) in enumerate(zip(*results, strict=True)):
                 before, request.drafts = request.drafts, following
                 if request.is_finished:  # by the round before, or by the caller
                     continue

@@ -70,10 +70,10 @@ def _named(thing) -> str:
     if thing is type(None):
         return "None"
     if module is not None and name is not None and module.split(".")[0] in _VERSIONED:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is thing:
+            target = getattr(target, part, None)
+        if target is thing:
             return f"{module}.{name}"
     raise NotDescribed(f"{thing!r} has no `program_key`")
 

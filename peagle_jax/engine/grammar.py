@@ -126,14 +126,14 @@ class Matcher:
 
         An error of one of them is an error of this matcher, until it takes tokens.
         """
-        found, self._copies = [self.matcher], []
+        matchers, self._copies = [self.matcher], []
         for draft in drafts:
-            copy = found[-1].deep_copy()
+            copy = matchers[-1].deep_copy()
             self._copies.append(copy)
             if copy.try_consume_tokens([draft]) != 1 or draft in self.eos_ids:
                 break
-            found.append(copy)
-        return found
+            matchers.append(copy)
+        return matchers
 
     def consume(self, tokens: Iterable[int]) -> None:
         """Advances by committed tokens; see `error`. End tokens after the end of the text are ignored."""

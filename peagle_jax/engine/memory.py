@@ -145,13 +145,13 @@ class DeviceMemory(NamedTuple):
 
 def device_memory(num_devices: int) -> dict[int, DeviceMemory]:
     """By rank, those of the devices of this process whose platform reports them; a CPU does not."""
-    found = {}
+    memory = {}
     own = own_devices(num_devices)
     for rank, device in enumerate(first_devices(num_devices)):
         if device in own and (stats := device.memory_stats()):
             names = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
-            found[rank] = DeviceMemory(*(stats[name] for name in names))
-    return found
+            memory[rank] = DeviceMemory(*(stats[name] for name in names))
+    return memory
 
 
 def _usable_bytes(stats: dict[str, int]) -> int:
@@ -280,7 +280,7 @@ def _advice(
     def fits(name: str, value: int) -> bool:
         return _has_room(_needs(target, drafter, replace(config, **{name: value})), free)
 
-    found = []
+    options = []
     for name in ("max_model_len", "max_num_seqs", "prefill_chunk"):
         # Memory grows monotonically with each option: bisect.
         low, high = 0, getattr(config, name)
@@ -288,7 +288,7 @@ def _advice(
             middle = (low + high) // 2
             low, high = (middle, high) if fits(name, middle) else (low, middle)
         if low:
-            found.append(f"--{name.replace('_', '-')} {low}")
-    if not found:
+            options.append(f"--{name.replace('_', '-')} {low}")
+    if not options:
         return "lower --max-model-len and --max-num-seqs"
-    return f"what fits is {' or '.join(found)}"
+    return f"what fits is {' or '.join(options)}"

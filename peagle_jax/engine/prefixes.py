@@ -82,9 +82,9 @@ class PrefixCache:
 
     def restores(self, active: Iterable[Request]) -> tuple[RingCopy, ...]:
         """Copies to make before the next prefill call, for the requests that were given pages."""
-        found = [request for request in active if request.restore is not None]
-        copies = tuple(request.restore for request in found)
-        for request in found:
+        requests = [request for request in active if request.restore is not None]
+        copies = tuple(request.restore for request in requests)
+        for request in requests:
             request.restore = None
         return copies
 

@@ -323,8 +323,8 @@ class Programs:
     @property
     def compiled(self) -> tuple[RoundShape, ...]:
         """Shapes whose rounds are compiled, ascending; for greedy requests at least."""
-        found = {key for key in tuple(self._resident) if isinstance(key, RoundShape)}
-        return tuple(sorted(found | self.greedy))
+        shapes = {key for key in tuple(self._resident) if isinstance(key, RoundShape)}
+        return tuple(sorted(shapes | self.greedy))
 
     @property
     def greedy(self) -> frozenset[RoundShape]:

@@ -204,8 +204,10 @@ class Scheduler(Commits):
         proceeds = lambda one: (
             may_admit and self.prefixes.proceed(one, self._pages.num_pages(one.num_tokens))
         )
-        found = (one for one in self.active if one.state is RequestState.PREFILL)
-        return list(itertools.islice((one for one in found if one.pages or proceeds(one)), size))
+        candidates = (one for one in self.active if one.state is RequestState.PREFILL)
+        return list(
+            itertools.islice((one for one in candidates if one.pages or proceeds(one)), size)
+        )
 
     def _comes_before(self, rows: list[Request]) -> bool:
         """Whether the head of the queue comes before the only one of `rows`, if there is one."""

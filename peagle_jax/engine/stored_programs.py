@@ -203,9 +203,9 @@ def _shape(leaf) -> list:
 def _versions() -> list[str]:
     """Distributions that take part in compiling, with versions."""
     names = ("jax", "jaxlib", "flax", "numpy", "libtpu", "nvidia")
-    found = ((one.name or "", one.version) for one in distributions())
+    packages = ((one.name or "", one.version) for one in distributions())
     return sorted(
-        {f"{name} {version}" for name, version in found if name.lower().startswith(names)}
+        {f"{name} {version}" for name, version in packages if name.lower().startswith(names)}
     )
 
 
@@ -252,9 +252,9 @@ def _own_folder(folder: Path) -> Path | None:
     return folder
 
 
-def _is_own(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     others = stat.S_IWGRP | stat.S_IWOTH
-    return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & others
+    return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & others
 
 
 def _read(path: Path) -> bytes:
@@ -306,16 +306,16 @@ def make_room(folder: Path, most_bytes: int | None = None) -> None:
 
     Another process may do the same: a file that is gone already is no failure.
     """
-    found, now = [], time.time()
+    files, now = [], time.time()
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             known = path.stat()
             if path.suffix == _SUFFIX:
-                found.append((known.st_mtime, known.st_size, path))
+                files.append((known.st_mtime, known.st_size, path))
             elif path.suffix == ".part" and now - known.st_mtime > _UNFINISHED_SECONDS:
                 path.unlink()
-    left = sum(size for _, size, _ in found) - (MOST_BYTES if most_bytes is None else most_bytes)
-    for _, size, path in sorted(found):
+    left = sum(size for _, size, _ in files) - (MOST_BYTES if most_bytes is None else most_bytes)
+    for _, size, path in sorted(files):
         if left <= 0:
             return
         with contextlib.suppress(OSError):

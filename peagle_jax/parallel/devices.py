@@ -38,16 +38,16 @@ def first_devices(count: int) -> list[jax.Device]:
     if count % num_processes:
         rule = f"{count} devices cannot be divided over {num_processes} hosts"
         raise ConfigError.of("tensor_parallel", rule)
-    found: list[jax.Device] = []
+    devices: list[jax.Device] = []
     for process in range(num_processes):
-        there = jax.local_devices(process, backend=default.platform)
-        if len(there) < count // num_processes:
-            held = f"there {'is' if len(there) == 1 else 'are'} {len(there)} of {default.platform}"
+        local = jax.local_devices(process, backend=default.platform)
+        if len(local) < count // num_processes:
+            held = f"there {'is' if len(local) == 1 else 'are'} {len(local)} of {default.platform}"
             where = f" on host {process}" if num_processes > 1 else ""
             rule = f"{count // num_processes} devices are asked for, and {held}{where}"
             raise ConfigError.of("tensor_parallel", rule)
-        found += there[: count // num_processes]
-    return found
+        devices += local[: count // num_processes]
+    return devices
 
 
 def own_devices(count: int) -> list[jax.Device]:

@@ -58,12 +58,12 @@ class Cut:
             (part,) = self.parts
             edges = (device * self.padded, (device + 1) * self.padded)
             return [tuple(min(edge, part.size) for edge in edges)]
-        found, start = [], 0
+        spans, start = [], 0
         for part in self.parts:
             first, last = part.range(device, num_devices)
-            found.append((start + first, start + last))
+            spans.append((start + first, start + last))
             start += part.size
-        return found
+        return spans
 
     def width(self, num_devices: int) -> int:
         """Entries of a share, the same for every device."""

@@ -45,11 +45,11 @@ class Stacks:
 
     def leaves(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The leaves, or one device's shares of them, from those of `operands`."""
-        found = dict(zip(self._alone, operands, strict=False))
+        by_index = dict(zip(self._alone, operands, strict=False))
         stacks = operands[len(self._alone) :]
         for group, stack in zip(self._groups, stacks, strict=True):
-            found |= zip(group, stack, strict=True)
-        return [found[i] for i in range(len(found))]
+            by_index |= zip(group, stack, strict=True)
+        return [by_index[i] for i in range(len(by_index))]
 
 
 def _is_stacked(leaf) -> bool:

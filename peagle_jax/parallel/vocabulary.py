@@ -116,8 +116,8 @@ def at_tokens(rows: jax.Array, tokens: jax.Array) -> jax.Array:
         return jnp.take_along_axis(rows, tokens[..., None], axis=-1)[..., 0]
     width = rows.shape[-1]
     local = jnp.clip(tokens - partition.rank() * width, 0, width - 1)
-    found = gathered(jnp.take_along_axis(rows, local[..., None], axis=-1)[..., 0])
-    return jnp.take_along_axis(found, (tokens // width)[None], axis=0)[0]
+    values = gathered(jnp.take_along_axis(rows, local[..., None], axis=-1)[..., 0])
+    return jnp.take_along_axis(values, (tokens // width)[None], axis=0)[0]
 
 
 def by_columns(f: Callable, weight: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -133,9 +133,9 @@ def by_columns(f: Callable, weight: jax.Array, tokens: jax.Array) -> jax.Array:
     if partition.size() == 1:
         return f(weight[tokens])
     rows = weight.shape[0]
-    found = gathered(f(weight[jnp.clip(tokens - partition.rank() * rows, 0, rows - 1)]))
-    owner = jnp.broadcast_to((tokens // rows)[..., None, :], found.shape[1:])
-    return jnp.take_along_axis(found, owner[None], axis=0)[0]
+    columns = gathered(f(weight[jnp.clip(tokens - partition.rank() * rows, 0, rows - 1)]))
+    owner = jnp.broadcast_to((tokens // rows)[..., None, :], columns.shape[1:])
+    return jnp.take_along_axis(columns, owner[None], axis=0)[0]
 
 
 def scattered(tokens: jax.Array, values: jax.Array, vocab_size: int) -> jax.Array:
@@ -177,6 +177,6 @@ def by_rows(f: Callable, logits: jax.Array, *values: jax.Array):
     rows = lax.all_to_all(flat(logits), AXIS, split_axis=0, concat_axis=1, tiled=True)
     own = lambda x: lax.dynamic_slice_in_dim(flat(x), partition.rank() * share, share)
     with partition.over(1):
-        found = f(rows, *map(own, values))
+        results = f(rows, *map(own, values))
     gather = lambda x: lax.all_gather(x, AXIS, tiled=True)[:count].reshape(*leading, *x.shape[1:])
-    return jax.tree.map(gather, found)
+    return jax.tree.map(gather, results)

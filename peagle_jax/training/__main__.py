@@ -193,12 +193,12 @@ def _drafter(args) -> None:
     from peagle_jax.checkpoint import save_head
     from peagle_jax.training.trainer import fit, write_provenance
 
-    made = drafter_run(args)
-    write_provenance(args.out, made.configs)
-    _report_size(made.task)
-    params = fit(made.task, made.run)
+    run = drafter_run(args)
+    write_provenance(args.out, run.configs)
+    _report_size(run.task)
+    params = fit(run.task, run.run)
     _report_memory()
-    save_head(made.merge(params), args.out / "final", max_position=made.target.max_position)
+    save_head(run.merge(params), args.out / "final", max_position=run.target.max_position)
     print(f"head in {args.out / 'final'}")
 
 

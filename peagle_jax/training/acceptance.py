@@ -74,16 +74,16 @@ def earlier(tokens: np.ndarray) -> Earlier:
     return Earlier(length, end)
 
 
-def repeats(found: list[Earlier], num_slots: int) -> np.ndarray:
+def repeats(matches: list[Earlier], num_slots: int) -> np.ndarray:
     """Slots [B, num_slots] at which a round would be a repeat."""
-    out = np.zeros((len(found), num_slots), bool)
-    for row, one in zip(out, found, strict=True):
+    out = np.zeros((len(matches), num_slots), bool)
+    for row, one in zip(out, matches, strict=True):
         row[: len(one.length) - 1] = one.length[1:] >= REPEAT
     return out
 
 
 def ngram_run(
-    tokens: np.ndarray, found: Earlier, *, min_match: int, num_draft: int
+    tokens: np.ndarray, earlier: Earlier, *, min_match: int, num_draft: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Baseline: n-gram drafts copied from the text itself (prompt lookup), at every slot.
 
@@ -95,10 +95,10 @@ def ngram_run(
     """
     S = len(tokens)
     right, matched = np.zeros(S, np.int64), np.zeros(S, bool)
-    matched[: S - 1] = found.length[1:] >= min_match
+    matched[: S - 1] = earlier.length[1:] >= min_match
     for slot in np.flatnonzero(matched):
         known = slot + 2
-        start = found.end[slot + 1] + 1
+        start = earlier.end[slot + 1] + 1
         copied = tokens[start : min(start + num_draft, known)]
         true = tokens[known : known + len(copied)]
         wrong = np.flatnonzero(copied[: len(true)] != true)

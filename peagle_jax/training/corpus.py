@@ -77,8 +77,8 @@ def licence_of(metadata: str) -> tuple[str, bool]:
         if c.startswith("License ::")
     ]
     classifiers = [c for c in classifiers if c != "OSI Approved"]
-    said = "; ".join(classifiers) or (headers.get("License") or "unknown").strip().split("\n")[0]
-    return said, bool(_PERMISSIVE.search(said)) and not _RESTRICTIVE.search(said)
+    stated = "; ".join(classifiers) or (headers.get("License") or "unknown").strip().split("\n")[0]
+    return stated, bool(_PERMISSIVE.search(stated)) and not _RESTRICTIVE.search(stated)
 
 
 def _installed(folder: Path) -> Iterator[tuple[str, str, bool, list[Path]]]:

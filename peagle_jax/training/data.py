@@ -119,13 +119,13 @@ def headers(
     """Function heads up to the end of the docstring, dedented: tokens [n, MAX_HEADER], lengths [n]."""
     documents = documents[:]
     rng.shuffle(documents)
-    found: list[str] = []
+    texts: list[str] = []
     for document in documents:
-        if len(found) >= 2 * count:
+        if len(texts) >= 2 * count:
             break
         matches = [m.group(0) for m in _HEADER.finditer(document.text)]
-        found += [textwrap.dedent(m) for m in rng.sample(matches, min(4, len(matches)))]
-    ids = [e.ids for e in tokenizer.encode_batch_fast(found) if 12 <= len(e.ids) <= MAX_HEADER]
+        texts += [textwrap.dedent(m) for m in rng.sample(matches, min(4, len(matches)))]
+    ids = [e.ids for e in tokenizer.encode_batch_fast(texts) if 12 <= len(e.ids) <= MAX_HEADER]
     ids = ids[:count]
     tokens = np.full((len(ids), MAX_HEADER), PAD_ID, np.uint16)
     for row, piece in zip(tokens, ids, strict=True):

@@ -280,18 +280,18 @@ def _add_selector(commands):
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser; the attribute `stage` of its result names the stage."""
-    made = Parser(
+    command_line = Parser(
         prog="peagle-train",
         description="Trains a small target model and draft heads for it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = made.add_subparsers(
+    commands = command_line.add_subparsers(
         required=True, metavar="stage", dest="stage", parser_class=Parser
     )
     for add in (_add_data, _add_target, _add_continuations, _add_drafter, _add_selector):
         add(commands)
-    return made
+    return command_line
 
 
 def check(args) -> None:

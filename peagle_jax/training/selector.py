@@ -67,10 +67,10 @@ class SelectorOptions:
 
 def with_selector(head: DraftHead, selector: Selector, rank: int) -> DraftHead:
     """The head with a selector of this rank; the other weights are shared."""
-    made = nnx.clone(head)
-    made.config = replace(head.config, selector_rank=rank)
-    made.selector = nnx.data(selector)
-    return made
+    result = nnx.clone(head)
+    result.config = replace(head.config, selector_rank=rank)
+    result.selector = nnx.data(selector)
+    return result
 
 
 def _tables(head: DraftHead, target: Decoder) -> tuple[jax.Array, jax.Array]:
@@ -249,10 +249,10 @@ def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: R
         with dispatch.references():  # as in training
             models = merge_models(constants)
             selector = merge(cast(scaled(params), options.dtype))
-            made = with_selector(models.head, selector, options.rank)
-            deep = _deep_rows(made, models.target, text, jax.random.key(0), options)
-            loss, (count, _) = _scored(selector, _tables(made, models.target), options, deep)
-            return selected(made, models.target, text, options), loss, count
+            trained = with_selector(models.head, selector, options.rank)
+            deep = _deep_rows(trained, models.target, text, jax.random.key(0), options)
+            loss, (count, _) = _scored(selector, _tables(trained, models.target), options, deep)
+            return selected(trained, models.target, text, options), loss, count
 
     task = Task(
         params=params,

@@ -46,8 +46,8 @@ def _anthropic_error(error: ServiceError) -> dict:
 
 
 def _response_error(error: ServiceError) -> dict:
-    found = error_content(error)["error"]
-    return {"type": "error"} | {name: found[name] for name in ("code", "message", "param")}
+    content = error_content(error)["error"]
+    return {"type": "error"} | {name: content[name] for name in ("code", "message", "param")}
 
 
 OPENAI = Dialect(

@@ -129,7 +129,7 @@ def _biases(value: object) -> dict[int, float]:
         raise ValueError("must be an object of token ids and numbers")
     if len(value) > MAX_BIAS:
         raise ValueError(f"{len(value)} tokens are more than {MAX_BIAS}")
-    found = {}
+    biases = {}
     for token, bias in value.items():
         # "5" and "05" name the same token, and the later of the two would replace the other.
         if not (
@@ -138,8 +138,8 @@ def _biases(value: object) -> dict[int, float]:
             raise ValueError(f"{token[:20]!r} must be a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError(f"the bias of token {token} must be a number")
-        found[int(token)] = bias
-    return found
+        biases[int(token)] = bias
+    return biases
 
 
 Biases = Annotated[Any, AfterValidator(_biases)]

@@ -184,16 +184,16 @@ class PromptFields(Fields):
         return chat | {"chat_template_kwargs": variables}
 
     def _messages(self) -> list[dict]:
-        found = []
+        messages = []
         if self.system:
-            found.append({"role": "system", "content": _parts(self.system)})
+            messages.append({"role": "system", "content": _parts(self.system)})
         for place, message in enumerate(self.messages):
             field = f"messages[{place}].content"
             as_chat = _of_assistant if message.role == "assistant" else _of_user
-            found += as_chat(message.content, field)
+            messages += as_chat(message.content, field)
         if self.context_management is not None:
-            _clear_thinking(found, self.context_management.turns_with_thinking())
-        return found
+            _clear_thinking(messages, self.context_management.turns_with_thinking())
+        return messages
 
 
 class MessagesFields(PromptFields):
@@ -253,38 +253,38 @@ def _function(one: Tool) -> dict:
 
 def _of_user(blocks: list[Block], field: str) -> list[dict]:
     """Results of tools become messages of their own; texts between them stay together."""
-    found: list[dict] = []
+    messages: list[dict] = []
     for place, block in enumerate(blocks):
-        here = f"{field}[{place}]"
+        path = f"{field}[{place}]"
         if block.type == "tool_result":
-            call = required(block, "tool_use_id", here)
+            call = required(block, "tool_use_id", path)
             result = {"role": "tool", "tool_call_id": call, "content": _parts(block.content)}
-            found.append(result)
+            messages.append(result)
         elif block.type == "text":
-            part = {"type": "text", "text": required(block, "text", here)}
-            if not found or found[-1]["role"] != "user":
-                found.append({"role": "user", "content": []})
-            found[-1]["content"].append(part)
+            part = {"type": "text", "text": required(block, "text", path)}
+            if not messages or messages[-1]["role"] != "user":
+                messages.append({"role": "user", "content": []})
+            messages[-1]["content"].append(part)
         else:
-            raise invalid(f"{here}.type", f"{block.type} is for the assistant")
-    return found
+            raise invalid(f"{path}.type", f"{block.type} is for the assistant")
+    return messages
 
 
 def _of_assistant(blocks: list[Block], field: str) -> list[dict]:
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
-        here = f"{field}[{place}]"
+        path = f"{field}[{place}]"
         if block.type == "text":
-            texts.append({"type": "text", "text": required(block, "text", here)})
+            texts.append({"type": "text", "text": required(block, "text", path)})
         elif block.type == "thinking":
-            thoughts.append(required(block, "thinking", here))
+            thoughts.append(required(block, "thinking", path))
         elif block.type == "tool_use":
-            arguments = json.dumps(required(block, "input", here), ensure_ascii=False)
-            function = {"name": required(block, "name", here), "arguments": arguments}
-            call_id = required(block, "id", here)
+            arguments = json.dumps(required(block, "input", path), ensure_ascii=False)
+            function = {"name": required(block, "name", path), "arguments": arguments}
+            call_id = required(block, "id", path)
             calls.append({"id": call_id, "type": "function", "function": function})
         else:
-            raise invalid(f"{here}.type", "tool_result is for the user")
+            raise invalid(f"{path}.type", "tool_result is for the user")
     message: dict[str, object] = {"role": "assistant", "content": texts}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)

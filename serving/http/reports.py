@@ -45,11 +45,11 @@ class CompletionLogprobs:
         """Log-probabilities of the alternatives and of the token itself, by name."""
         if one is None:
             return None
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for other, logprob in (*one.top[:most], (token, one.logprob)):
             # Tokens that are parts of characters can have the same name: the likeliest one is reported.
-            found.setdefault(token_name(self._tokenizer, other), _finite(logprob))
-        return found
+            logprobs.setdefault(token_name(self._tokenizer, other), _finite(logprob))
+        return logprobs
 
     def _next_offset(self, token: int) -> int:
         before = self._offset
@@ -75,8 +75,8 @@ def prompt_logprobs(
 
     def one_place(token: int, one: PromptLogprob) -> dict[str, dict]:
         ranked = enumerate(one.top[:num_top], 1)
-        found = {str(other): entry(other, logprob, rank) for rank, (other, logprob) in ranked}
-        return {str(token): entry(token, one.logprob, one.rank)} | found
+        entries = {str(other): entry(other, logprob, rank) for rank, (other, logprob) in ranked}
+        return {str(token): entry(token, one.logprob, one.rank)} | entries
 
     pairs = zip(prompt, logprobs, strict=True)
     return Later((one and one_place(token, one) for token, one in pairs), len(prompt))

@@ -161,17 +161,17 @@ class ResponsesFields(Fields):
 
     def _messages(self) -> list[dict]:
         """Items of the assistant that follow each other are one message."""
-        found: list[dict] = []
+        messages: list[dict] = []
         if self.instructions is not None:
-            found.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         for place, item in enumerate(self.input):
             message = _message(item, f"input[{place}]")
-            is_same = found and found[-1]["role"] == message["role"] == "assistant"
+            is_same = messages and messages[-1]["role"] == message["role"] == "assistant"
             if is_same:
-                _merge(found[-1], message)
+                _merge(messages[-1], message)
             else:
-                found.append(message)
-        return found
+                messages.append(message)
+        return messages
 
 
 def _response_format(given: dict[str, object]) -> dict[str, object]:

@@ -131,12 +131,14 @@ class HttpServer:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = addresses[0]
         # As gRPC does, which also accepts IPv4 on "::".
         both = host == "::" and socket.has_dualstack_ipv6()
-        made = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        listener = socket.create_server(
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    made.setblocking(False)
-    return made
+    listener.setblocking(False)
+    return listener

@@ -84,10 +84,12 @@ def read_structured(
     Raises:
       ServiceError: INVALID_ARGUMENT names a field.
     """
-    found = [*_of_format(response_format, spelling), *_of_outputs(outputs)]
-    if len(found) > 1:
-        raise invalid(found[1][0], f"a text has one constraint, and {found[0][0]} is set too")
-    for field, make in found:
+    constraints = [*_of_format(response_format, spelling), *_of_outputs(outputs)]
+    if len(constraints) > 1:
+        raise invalid(
+            constraints[1][0], f"a text has one constraint, and {constraints[0][0]} is set too"
+        )
+    for field, make in constraints:
         try:
             return make(), field
         except ConfigError as error:
@@ -122,11 +124,11 @@ def _of_outputs(given: StructuredOutputs | None) -> _Found:
         ("choice", given.choice, Structured.choice),
         ("grammar", given.grammar, Structured.grammar),
     )
-    found: _Found = [
+    constraints: _Found = [
         (f"structured_outputs.{name}", lambda make=make, value=value: make(value))
         for name, value, make in makers
         if value is not None
     ]
     if given.json_object:
-        found.append(("structured_outputs.json_object", Structured.json_object))
-    return found
+        constraints.append(("structured_outputs.json_object", Structured.json_object))
+    return constraints

@@ -148,7 +148,7 @@ class ToolFields(Fields):
         strict = {one.function.name for one in self.tools if one.function.strict}
         if not strict and text is None:
             return field, None
-        found = frontend.replies.calls(
+        constraint = frontend.replies.calls(
             loose(tools, strict=strict),
             is_parallel=self.parallel_tool_calls,
             must_call=False,
@@ -157,14 +157,14 @@ class ToolFields(Fields):
         if text is None:
             first = next(place for place, one in enumerate(self.tools) if one.function.strict)
             field = f"tools[{first}].function.strict"
-        if found is None:
+        if constraint is None:
             rule = (
                 NOT_BESIDE_TOOLS
                 if text
                 else "must be false: this model's calls cannot be constrained"
             )
             raise invalid(field, rule)
-        return field, found
+        return field, constraint
 
     def _named(self, tools: list[dict]) -> list[dict] | None:
         """The tool that the client names; None if it names none."""
@@ -173,8 +173,8 @@ class ToolFields(Fields):
             return None
         match choice:
             case {"type": "function", "function": {"name": str(name)}}:
-                found = [one for one in tools if one["function"]["name"] == name]
-                if not found:
+                named = [one for one in tools if one["function"]["name"] == name]
+                if not named:
                     raise invalid("tool_choice", f"there is no tool {name!r}")
-                return found
+                return named
         raise invalid("tool_choice", "must be auto, none, required, or name a function")

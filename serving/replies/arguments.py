@@ -72,21 +72,21 @@ def types_of(schema: object, root: dict) -> list[str]:
 
     Looks at `_MOST_SCHEMAS` parts of it: references may form circles.
     """
-    types, found = [], [schema]
+    types, schemas = [], [schema]
     for place in range(_MOST_SCHEMAS):
-        if place == len(found):
+        if place == len(schemas):
             break
-        part = found[place]
+        part = schemas[place]
         if not isinstance(part, dict):
             continue
         declared = part.get("type")
         declared = declared if isinstance(declared, list) else [declared]
         types += [name for name in declared[:_MOST_SCHEMAS] if isinstance(name, str)]
         if isinstance(part.get("$ref"), str):
-            found.append(_resolved(part["$ref"], root))
+            schemas.append(_resolved(part["$ref"], root))
         for union in ("anyOf", "oneOf", "allOf"):
             choices = part.get(union)
-            found += choices[:_MOST_SCHEMAS] if isinstance(choices, list) else []
+            schemas += choices[:_MOST_SCHEMAS] if isinstance(choices, list) else []
     return types
 
 

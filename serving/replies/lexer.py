@@ -35,18 +35,18 @@ class Lexer:
         return self._split(self._whole, self._held)
 
     def _split(self, pattern: re.Pattern, text: str) -> list[str]:
-        self._held, found, start = "", [], 0
+        self._held, pieces, start = "", [], 0
         for match in pattern.finditer(text):
             if match.start() > start:
-                found.append(text[start : match.start()])
+                pieces.append(text[start : match.start()])
             start = match.end()
             if match["marker"] is None:
                 self._held = match[0]
             else:
-                found.append(match[0])
+                pieces.append(match[0])
         if start < len(text):
-            found.append(text[start:])
-        return found
+            pieces.append(text[start:])
+        return pieces
 
 
 def _beginnings(marker: str) -> str:

@@ -152,10 +152,10 @@ class Replies:
             return None
         given = (self._tokenizer, tools, is_parallel)
         if text is not None and not must_call:
-            found = replace(text, around=grammars.either(*given))
+            constraint = replace(text, around=grammars.either(*given))
         else:
-            found = Structured.grammar((grammars.must if must_call else grammars.may)(*given))
-        return found if self._channels is None else replace(found, reasoning="none")
+            constraint = Structured.grammar((grammars.must if must_call else grammars.may)(*given))
+        return constraint if self._channels is None else replace(constraint, reasoning="none")
 
     def parsers(self, reply: Reply) -> Callable[[], ReplyParser | None]:
         """A function that returns a new parser for each sequence; None without a tokenizer.

@@ -101,10 +101,10 @@ class TemplateText:
 
 def _calls(value: object, tools: Tools | None) -> tuple[ToolCall, ...]:
     """The calls in the value of a field."""
-    found = []
+    calls = []
     for one in value if isinstance(value, list) else [value]:
         function = one.get("function", one) if isinstance(one, dict) else None
         if tools is None or not isinstance(function, dict):
             raise NoCall
-        found.append(tools.call(function.get("name"), function.get("arguments", {})))
-    return tuple(found)
+        calls.append(tools.call(function.get("name"), function.get("arguments", {})))
+    return tuple(calls)

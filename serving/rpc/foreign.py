@@ -33,12 +33,12 @@ def pool(
       own: files that are added unchanged; they have no dependencies.
       renamed: files by the package that they are moved into; they have no dependencies either.
     """
-    made = descriptor_pool.DescriptorPool()
+    descriptors = descriptor_pool.DescriptorPool()
     for file in own:
-        made.AddSerializedFile(file.serialized_pb)
+        descriptors.AddSerializedFile(file.serialized_pb)
     for package, file in renamed.items():
-        made.Add(_moved(FileDescriptorProto.FromString(file.serialized_pb), package))
-    return made
+        descriptors.Add(_moved(FileDescriptorProto.FromString(file.serialized_pb), package))
+    return descriptors
 
 
 def refuse_unknown(message: Message, field: str) -> None:

@@ -106,8 +106,8 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
         limits.on_read(len(data))
         if len(data) > max_bytes:
             raise too_large("the request", max_bytes)
-        if found := find_excess(data, descriptor, limits.wire):
-            raise _refusal(found, limits.names)
+        if excess := find_excess(data, descriptor, limits.wire):
+            raise _refusal(excess, limits.names)
         try:
             return handler.request_deserializer(data)
         except DecodeError as error:
@@ -154,13 +154,13 @@ class _Messages:
         return self._read(await anext(self._stream))
 
 
-def _refusal(found: Excess, names: Mapping[str, str]) -> ServiceError:
-    if found.path:
-        rule = f"{found.num_bytes} bytes are more than {found.most} numbers take"
-        return invalid(names.get(found.path, found.path), rule)
+def _refusal(excess: Excess, names: Mapping[str, str]) -> ServiceError:
+    if excess.path:
+        rule = f"{excess.num_bytes} bytes are more than {excess.most} numbers take"
+        return invalid(names.get(excess.path, excess.path), rule)
     return ServiceError(
         Code.INVALID_ARGUMENT,
-        f"the request holds more than the {found.most} fields that this server takes",
+        f"the request holds more than the {excess.most} fields that this server takes",
     )
 
 

@@ -57,15 +57,15 @@ def _refusal(connection: socket.socket, where: str, context: ssl.SSLContext | No
             # It refuses a certificate after the handshake, with an alert or without.
             if _answers(secure):
                 return None
-            found = "it closes the connection"
+            reason = "it closes the connection"
     except ssl.SSLCertVerificationError as error:
         return f"has a certificate that hosts-tls-ca does not verify: {error.verify_message}"
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
             return "uses no TLS: leave hosts-tls-ca out, or give host 0 a certificate"
-        found = error.reason
+        reason = error.reason
     wanted = "give hosts-tls-cert and hosts-tls-key that its hosts-tls-ca verifies"
-    return f"does not accept the certificate of this host ({found}): {wanted}"
+    return f"does not accept the certificate of this host ({reason}): {wanted}"
 
 
 def _answers(connection: socket.socket) -> bool:

@@ -76,10 +76,10 @@ def _float(field: str, value: object) -> float:
 
 
 def _bool(field: str, value: object) -> bool:
-    found = _plain(value)
-    if not isinstance(found, bool):
+    plain = _plain(value)
+    if not isinstance(plain, bool):
         raise invalid(field, f"{value!r} must be true or false")
-    return found
+    return plain
 
 
 def _strings(field: str, value: object) -> tuple[str, ...]:

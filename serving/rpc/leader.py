@@ -169,8 +169,8 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         host, refusal = hello.host, None
         if not 1 <= host < self._num_hosts:
             refusal = f"host-index must be between 1 and {self._num_hosts - 1}"
-        elif found := difference(self._identity, dict(hello.identity)):
-            refusal = f"all hosts must be equal, and {found}"
+        elif mismatch := difference(self._identity, dict(hello.identity)):
+            refusal = f"all hosts must be equal, and {mismatch}"
         with self._changed:
             if refusal is None and host in self._streams:
                 refusal = f"another process is host {host} already: {self._streams[host].peer}"

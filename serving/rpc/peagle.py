@@ -172,10 +172,10 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         if text is None or not tools:
             return text
         calls = self._frontend.replies.calls
-        found = calls(loose(tools), is_parallel=True, must_call=False, text=text)
-        if found is None:
+        constraint = calls(loose(tools), is_parallel=True, must_call=False, text=text)
+        if constraint is None:
             raise invalid(field, NOT_BESIDE_TOOLS)
-        return found
+        return constraint
 
     async def _prompt(self, request: pb.GenerateRequest, tools: list[dict]) -> list[int]:
         match request.WhichOneof("prompt"):

@@ -41,8 +41,8 @@ def lead(settings: Settings, say: Callable[[str], None]) -> Leader:
         fate=fate,
         credentials=None if certificates is None else server_credentials(certificates),
     )
-    found = leader.start(host, port)
-    say(f"hosts connect to {host}:{found}")
+    listening_port = leader.start(host, port)
+    say(f"hosts connect to {host}:{listening_port}")
     with failures_end_all(leader):
         leader.wait_for_hosts(settings.hosts_start_seconds)
         # Port 0 stands for any free one, for jax too.

@@ -29,15 +29,15 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:
             "raw_input_contents",
             f"{len(raw)} entries for {len(request.inputs)} inputs; give one each, or none",
         )
-    found: dict[str, bytes | bool] = {}
+    inputs: dict[str, bytes | bool] = {}
     for index, tensor in enumerate(request.inputs):
         field = f"inputs[{tensor.name!r}]"
-        _check_form(tensor, field, is_twice=tensor.name in found)
+        _check_form(tensor, field, is_twice=tensor.name in inputs)
         if raw and tensor.HasField("contents"):
             raise invalid(field, "has contents beside raw_input_contents; give one of the two")
         read = _READERS[tensor.datatype]
-        found[tensor.name] = read(raw[index] if raw else tensor.contents, field)
-    return found
+        inputs[tensor.name] = read(raw[index] if raw else tensor.contents, field)
+    return inputs
 
 
 def text_output(
