@@ -140,7 +140,7 @@ class Frontend:
     async def watch(self, seconds: float) -> None:
         """Declares the engine dead when one of its rounds takes longer than `seconds`.
 
-        A device that hangs raises nothing: without this, clients would wait for ever.
+        A device that hangs raises nothing: without this, clients would wait forever.
         """
         while self.state in (State.STARTING, State.SERVING, State.DRAINING):
             await asyncio.sleep(min(1.0, seconds / 4))

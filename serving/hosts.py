@@ -111,7 +111,7 @@ class Fate:
         """Writes one log line, calls `notify` with code and reason, and ends the process.
 
         A second call waits for the end. The interpreter does not clean up: a thread may wait in a
-        collective for ever, and jax would wait for processes that are gone.
+        collective that never ends, and jax would wait for processes that are gone.
         """
         if not self._lock.acquire(blocking=False):
             threading.Event().wait()

@@ -132,7 +132,7 @@ def test_the_engine_drafts_with_the_golden_logits(parallel):
 
 @pytest.fixture(scope="module", params=EAGLE)
 def autoregressive(request):
-    """As `parallel`, of an EAGLE-3 head that is told what it drafted: the text itself."""
+    """As `parallel`, of an EAGLE-3 head whose fed-back drafts are the tokens of the text."""
     text = jnp.asarray(np.pad(expected("sequence")["tokens"], (0, 12)), jnp.int32)
     real = serving._choose
 

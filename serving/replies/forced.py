@@ -10,7 +10,7 @@ from peagle_jax.text import Tokenizer
 from serving.replies.arguments import types_of
 
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Spaces as in models' own calls. Otherwise a model may write white space for ever."""
+"""Spaces as in models' own calls. Otherwise a model may write white space without end."""
 _TYPES_OF_JSON = {"integer", "number", "boolean", "object", "array", "null"}
 
 _DEFINITIONS = ("$defs", "definitions")

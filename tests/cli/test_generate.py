@@ -287,7 +287,7 @@ def test_help_and_argument_errors_need_no_jax():
 @pytest.mark.slow
 def test_an_interrupt_ends_with_130_and_no_traceback(folders):
     argv = [PROMPT, *folders.options(), "--max-tokens", "100000", "--max-model-len", "250"]
-    # Sampling at a high temperature never reaches the end token by habit; many prompts keep it busy.
+    # At a high temperature the end token is unlikely, so many prompts keep the command busy.
     command = [sys.executable, "-m", "peagle_jax", *argv, *(["xs"] * 400), "--temperature", "2"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ)

@@ -82,10 +82,10 @@ def walk(seed: int, commit) -> tuple:
         if rng.random() < 0.05:
             scheduler.abort(rng.choice(requests))
     assert all(request.state is RequestState.FINISHED for request in requests)
-    told = [[tokens for owner, tokens in seen if owner == one.id] for one in requests]
+    texts = [[tokens for owner, tokens in seen if owner == one.id] for one in requests]
     ends = [(one.output, one.finish_reason, one.stop_reason, one.error) for one in requests]
     counts = [(one.rounds, one.accepted_per_position, one.last_round) for one in requests]
-    return told, ends, counts, scheduler.acceptance, policy.shares
+    return texts, ends, counts, scheduler.acceptance, policy.shares
 
 
 def test_the_order_of_commits_changes_nothing(num_cases):

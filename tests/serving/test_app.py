@@ -133,12 +133,12 @@ def started(*arguments: str, log: Path):
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
         try:
-            told = ""
-            while len(ports := re.findall(r"listens on 127.0.0.1:(\d+)", told)) < 2:
+            output = ""
+            while len(ports := re.findall(r"listens on 127.0.0.1:(\d+)", output)) < 2:
                 line = process.stdout.readline()
                 assert line, log.read_text()
-                told += line
-            yield process, ports, told
+                output += line
+            yield process, ports, output
         finally:
             process.kill()  # of one that has ended it does nothing
 
@@ -155,7 +155,7 @@ def test_the_whole_server_from_start_to_drain(folders, tmp_path, capsys):
     )
     arguments = ["--config", str(config), "--tls-cert", pair.cert, "--tls-key", pair.key]
     arguments += ["--auth-token-file", str(token), "--no-reflection", *folders.options()]
-    with started(*arguments, log=log) as (process, ports, told):
+    with started(*arguments, log=log) as (process, ports, output):
         client = ["--address", f"localhost:{ports[0]}", "--tls-ca", ca.cert]
         # NOT_SERVING until all is compiled.
         eventually(lambda: process.poll() is not None or main([*client, "--health"]) == 0)
@@ -173,14 +173,14 @@ def test_the_whole_server_from_start_to_drain(folders, tmp_path, capsys):
         process.send_signal(signal.SIGTERM)
         out, _ = late.communicate(timeout=LIMIT)
         assert json.loads(out)["usage"]["completion_tokens"] == 1600  # it was let run on
-        told += process.communicate(timeout=LIMIT)[0]
+        output += process.communicate(timeout=LIMIT)[0]
         assert process.returncode == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert "max-num-seqs: 1  (file" in told
+    assert "max-num-seqs: 1  (file" in output
     statuses = [one["status"] for one in lines if one["message"] == "request"]
     assert statuses[-2:] == ["OK", "OK"]
     assert set(statuses[:-2]) == {"UNAUTHENTICATED"}
-    assert "sesame" not in told + json.dumps(lines)
+    assert "sesame" not in output + json.dumps(lines)
 
 
 def _told(capsys, arguments: list[str]) -> str:

@@ -57,7 +57,7 @@ def live(target, tokenizer, text):
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """What one interface says of one request."""
 
     tokens: int
@@ -65,7 +65,7 @@ class Told:
     rejected: int
 
 
-def over_http(server: LiveServer, fields: dict) -> Told:
+def over_http(server: LiveServer, fields: dict) -> Reported:
     body = dict(prompt=PROMPT, temperature=0, ignore_eos=True) | fields
     answer = httpx.post(f"http://{server.http_address}/v1/completions", json=body, timeout=LIMIT)
     usage = answer.json()["usage"]
@@ -76,10 +76,10 @@ def over_http(server: LiveServer, fields: dict) -> Told:
         assert block["num_accepted_draft_tokens"] == accepted
         emitted = usage["completion_tokens"] - 1
         assert block["mean_acceptance_length"] * block["num_spec_steps"] == pytest.approx(emitted)
-    return Told(usage["completion_tokens"], accepted, details["rejected_prediction_tokens"])
+    return Reported(usage["completion_tokens"], accepted, details["rejected_prediction_tokens"])
 
 
-def over_peagle(server: LiveServer, fields: dict) -> Told:
+def over_peagle(server: LiveServer, fields: dict) -> Reported:
     with grpc.insecure_channel(server.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
         stopping = peagle_v1_pb2.Stopping(
@@ -99,10 +99,10 @@ def over_peagle(server: LiveServer, fields: dict) -> Told:
         length = counts.emitted / counts.rounds
         assert counts.acceptance_length == printed["acceptance_length"] == pytest.approx(length)
         assert f"acceptance length {length:.2f} over {counts.rounds} rounds" in statistics(whole)
-    return Told(usage.completion_tokens, counts.accepted, counts.drafted - counts.accepted)
+    return Reported(usage.completion_tokens, counts.accepted, counts.drafted - counts.accepted)
 
 
-def over_vllm(server: LiveServer, fields: dict) -> Told:
+def over_vllm(server: LiveServer, fields: dict) -> Reported:
     with grpc.insecure_channel(server.address) as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         params = vllm_engine_pb2.SamplingParams(temperature=0, ignore_eos=True, **fields)
@@ -111,13 +111,13 @@ def over_vllm(server: LiveServer, fields: dict) -> Told:
             vllm_engine_pb2.GenerateRequest(tokenized=tokenized, sampling_params=params)
         )
         (whole,) = (one.complete for one in call if one.HasField("complete"))
-        told = dict(call.trailing_metadata())
-    assert int(told["x-spec-accepted-tokens"]) == whole.spec_accepted_tokens
-    if rounds := int(told["x-spec-rounds"]):
+        trailers = dict(call.trailing_metadata())
+    assert int(trailers["x-spec-accepted-tokens"]) == whole.spec_accepted_tokens
+    if rounds := int(trailers["x-spec-rounds"]):
         length = (whole.completion_tokens - 1) / rounds
-        assert float(told["x-spec-acceptance-length"]) == pytest.approx(length, abs=1e-4)
+        assert float(trailers["x-spec-acceptance-length"]) == pytest.approx(length, abs=1e-4)
     rejected = whole.spec_draft_tokens - whole.spec_accepted_tokens
-    return Told(whole.completion_tokens, whole.spec_accepted_tokens, rejected)
+    return Reported(whole.completion_tokens, whole.spec_accepted_tokens, rejected)
 
 
 @pytest.mark.sampled(8, slow=4)
@@ -132,7 +132,7 @@ def test_a_perfect_drafter_is_credited_with_what_it_emitted(server, text, ask, m
     whole, rest = divmod(size - 1, J + 1)  # a whole round emits J drafts and one token
     accepted, rounds = whole * J + rest, whole + bool(rest)
     before = scrape(server)
-    assert ask(server, fields) == Told(size, accepted, rounds * J - accepted)
+    assert ask(server, fields) == Reported(size, accepted, rounds * J - accepted)
     changes = moved(server, before)
     name = lambda what: f"vllm:spec_decode_num_{what}_total"
     assert changes.get(name("drafts"), 0) == rounds
@@ -157,12 +157,12 @@ def test_stats_are_the_sum_of_the_requests(server):
         )
         usage = stub.GenerateOnce(request).usage
         server.check_empty()
-        told = stats() - before
-    assert (told.rounds, told.emitted, told.accepted) == (2, 5, 4)
-    assert told.emitted == usage.acceptance.emitted
-    assert told.per_position == (2, 1, 1)
-    assert told.drafted_per_position == (2, 2, 2)
-    assert told.length == usage.acceptance.acceptance_length == 2.5
+        trailers = stats() - before
+    assert (trailers.rounds, trailers.emitted, trailers.accepted) == (2, 5, 4)
+    assert trailers.emitted == usage.acceptance.emitted
+    assert trailers.per_position == (2, 1, 1)
+    assert trailers.drafted_per_position == (2, 2, 2)
+    assert trailers.length == usage.acceptance.acceptance_length == 2.5
 
 
 def _fields(stats) -> tuple:

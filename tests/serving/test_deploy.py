@@ -90,7 +90,7 @@ def pod(objects):
 
 
 def in_force(stages, arguments: list[str]) -> Settings:
-    """What the server in the image is told; fails if an option or a variable does not exist."""
+    """The settings of the server in the image; fails if an option or a variable does not exist."""
     found, _ = resolve(arguments, stages["server"].environment)
     return found
 

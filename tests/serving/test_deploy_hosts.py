@@ -42,7 +42,7 @@ def pods(objects) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def hosts(objects, pods, stages) -> list[Settings]:
-    """What the server of each of these Pods is told."""
+    """The settings of the server in each of these Pods."""
     size = objects["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["size"]
     return [
         in_force(stages, of_host(pod["containers"][0]["args"], index, size))

@@ -239,7 +239,7 @@ def test_health_is_answered_while_all_connections_are_busy(server, patient, gate
             one = stack.enter_context(connect(patient))
             one.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         eventually(lambda: server.call(lambda: server.frontend.num_open) == 4)
-        # Silent strangers hold no reserved place either.
+        # Silent clients without a token take no reserved place either.
         for _ in range(3):
             stack.enter_context(connect(patient))
         for _ in range(5):

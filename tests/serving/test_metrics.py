@@ -196,10 +196,10 @@ def test_metrics_and_stats_say_how_many_drafts_are_verified(make_engine, monkeyp
         of_stats = lambda: [getattr(stats().survival, name) for name in counts]
         of_metrics = lambda: [scrape(server)[f"peagle:survival_{name}_total"] for name in counts]
         eventually(lambda: of_metrics() == pytest.approx(of_stats()), "the last round is counted")
-        told = stats().survival
-        assert dict(told.verified_per_batch_size) == {1: 1}
-        assert told.accepted <= told.verified < 2 * told.rounds
-        assert 0 < told.expected < told.verified
+        survival = stats().survival
+        assert dict(survival.verified_per_batch_size) == {1: 1}
+        assert survival.accepted <= survival.verified < 2 * survival.rounds
+        assert 0 < survival.expected < survival.verified
     assert scrape(server)["peagle:verified_drafts_per_round{1}"] == 1
     server.close()
 

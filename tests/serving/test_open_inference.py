@@ -249,8 +249,8 @@ def test_deadlines_of_calls_and_of_requests_are_kept(server, client, pace, optio
         client.infer("tiny", inputs(long), **options)
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
     # The client's own words, ours, or ours to a call that came too late.
-    told = r"Deadline|the time was up|the deadline had passed"
-    assert re.search(told, caught.value.message())
+    messages = r"Deadline|the time was up|the deadline had passed"
+    assert re.search(messages, caught.value.message())
     server.check_freed(pace)
 
 

@@ -24,7 +24,7 @@ def test_the_stubs_are_those_of_the_protos(tmp_path):
 
 
 def check_wire(ours: Descriptor, theirs: Descriptor) -> None:
-    """Every field of ours is theirs: by name, number, type, and whether unset can be told from zero."""
+    """Every field of our messages equals theirs: name, number, type, and whether unset differs from zero."""
     for field in ours.fields:
         other = theirs.fields_by_name[field.name]
         shape = lambda f: (

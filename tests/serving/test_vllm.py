@@ -161,16 +161,16 @@ def test_metadata_set_drafts_and_report_their_acceptance(server, stub):
     assert dict(call.trailing_metadata())["x-spec-draft-tokens"] == "0"
     call = stub.Generate(request, metadata=[("x-spec-k", "2")])
     (whole,) = completes(call)
-    told = dict(call.trailing_metadata())
+    trailers = dict(call.trailing_metadata())
     assert list(whole.output_ids) == list(plain.output_ids)
-    assert int(told["x-spec-draft-tokens"]) == whole.spec_draft_tokens
-    assert int(told["x-spec-accepted-tokens"]) == whole.spec_accepted_tokens
-    assert int(told["x-spec-draft-tokens"]) == 2 * int(told["x-spec-rounds"])
-    positions = [int(count) for count in told["x-spec-accepted-per-position"].split(",")]
+    assert int(trailers["x-spec-draft-tokens"]) == whole.spec_draft_tokens
+    assert int(trailers["x-spec-accepted-tokens"]) == whole.spec_accepted_tokens
+    assert int(trailers["x-spec-draft-tokens"]) == 2 * int(trailers["x-spec-rounds"])
+    positions = [int(count) for count in trailers["x-spec-accepted-per-position"].split(",")]
     assert (len(positions), sum(positions)) == (2, whole.spec_accepted_tokens)
-    rounds = int(told["x-spec-rounds"])
+    rounds = int(trailers["x-spec-rounds"])
     length = (whole.completion_tokens - 1) / rounds
-    assert float(told["x-spec-acceptance-length"]) == pytest.approx(length, abs=1e-4)
+    assert float(trailers["x-spec-acceptance-length"]) == pytest.approx(length, abs=1e-4)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "x", "1.5", "9999999999", "4"])
