@@ -239,9 +239,7 @@ def test_options_without_effect_are_accepted(server, stub):
     )  # fmt: skip
     neutral.data_parallel_rank = 0
     plain = ask(temperature=0, max_tokens=5)
-    completes(
-        stub.Generate(plain)
-    )  # afterwards both find the same cached prefix, which answers report
+    list(stub.Generate(plain))  # so both answers below report the same cached prefix
     assert completes(stub.Generate(neutral)) == completes(stub.Generate(plain))
 
 
