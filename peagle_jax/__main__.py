@@ -87,14 +87,14 @@ def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
     )
     params = [prompt.params(replace(base, seed=args.seed + i)) for i, prompt in enumerate(prompts)]
     if args.compare:
-        return [greedy(one, p.name) for one, p in zip(params, prompts, strict=True)]
+        return [greedy(param, p.name) for param, p in zip(params, prompts, strict=True)]
     return params
 
 
 def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) -> EngineConfig:
     if args.concurrency < 1:
         raise ConfigError(f"--concurrency {args.concurrency} must be at least 1")
-    most = max((one.logprobs or 0) for one in params)
+    most = max((param.logprobs or 0) for param in params)
     schedule, adaptive = args.num_speculative_tokens_per_batch_size, args.adaptive
     if adaptive is None and (args.compare or args.concurrency == 1):
         # Methods are compared at one K, and one prompt at a time is always the same load.
@@ -144,7 +144,7 @@ def _after_reasoning(engine, text: list[int], params: SamplingParams) -> Samplin
 
 def _check_constraints(engine, params: list[SamplingParams]) -> None:
     """Compiles each constraint once, so that a wrong one is refused before anything is printed."""
-    for structured in {one.structured for one in params} - {None}:
+    for structured in {param.structured for param in params} - {None}:
         try:
             engine.grammars.compile(structured)
         except ConfigError as error:
@@ -190,7 +190,7 @@ class _Printer:
         mark = mark_for(sys.stdout, os.environ) if args.show_drafts else None
         self._names = [prompt.name for prompt in prompts]
         self._texts = [
-            MarkedText(engine.tokenizer, mark, one.stop, one.min_tokens) for one in params
+            MarkedText(engine.tokenizer, mark, param.stop, param.min_tokens) for param in params
         ]
         self._quiet = args.json
         self._single = len(prompts) == 1
@@ -248,7 +248,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
         engine = load(args.model, drafter, method=args.method, config=config, **weights)
         texts = _texts(prompts, engine.tokenizer, args)
     if args.chat:
-        params = [_after_reasoning(engine, *one) for one in zip(texts, params, strict=True)]
+        params = [_after_reasoning(engine, *pair) for pair in zip(texts, params, strict=True)]
     if engine.grammars is not None:
         _check_constraints(engine, params)
     numbers, left_out = _leave_out(prompts, texts, params, [engine])
@@ -325,8 +325,8 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
             results.append(runs.run(engine, texts, params, on_update=advance))
             live.end(results[-1])
         differences = runs.find_differences(engines["none"], results[0], results[-1])
-        ties[method] = sum(one.is_tie for one in differences)
-        failures += [(method, one) for one in differences if not one.is_tie]
+        ties[method] = sum(difference.is_tie for difference in differences)
+        failures += [(method, difference) for difference in differences if not difference.is_tie]
     if args.json:
         for result in results:
             print(json.dumps(result.as_json() | {"ties": ties[result.method]}))

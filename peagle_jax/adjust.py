@@ -89,7 +89,7 @@ def fill(controls: Controls, plan: ControlsPlan) -> Controls:
         counts=jnp.minimum(counts, _MOST).astype(jnp.int16),
         in_prompt=jnp.zeros(V, jnp.bool).at[at(place < plan.num_prompt)].set(True, mode="drop"),
     )
-    return jax.tree.map(lambda all_, one: all_.at[plan.slot].set(one), controls, new)
+    return jax.tree.map(lambda all_, row: all_.at[plan.slot].set(row), controls, new)
 
 
 def count_tokens(

@@ -34,19 +34,19 @@ def schedule_of(ranges: Sequence[Sequence[int]]) -> Schedule:
     if isinstance(ranges, str) or not isinstance(ranges, Sequence):
         raise _error(f"{ranges!r} must be a list of [low, high, K]")
     above = 0
-    for one in ranges:
-        is_triple = isinstance(one, Sequence) and len(one) == 3
-        if not is_triple or not all(type(number) is int for number in one):
-            raise _error(f"{one!r} must be three whole numbers, [low, high, K]")
-        low, high, num_draft = one
+    for item in ranges:
+        is_triple = isinstance(item, Sequence) and len(item) == 3
+        if not is_triple or not all(type(number) is int for number in item):
+            raise _error(f"{item!r} must be three whole numbers, [low, high, K]")
+        low, high, num_draft = item
         if num_draft < 0:
-            raise _error(f"{list(one)}: K must not be negative")
+            raise _error(f"{list(item)}: K must not be negative")
         if not above < low <= high:
             raise _error(
-                f"{list(one)}: batch sizes must begin at 1 or more, and above the range before"
+                f"{list(item)}: batch sizes must begin at 1 or more, and above the range before"
             )
         above = high
-    return tuple(tuple(one) for one in ranges)
+    return tuple(tuple(item) for item in ranges)
 
 
 def parse(text: str) -> Schedule:

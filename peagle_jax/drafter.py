@@ -122,14 +122,14 @@ def _scored(
     """As `candidate_scores`, and the best candidates [B, J] given those before; `out` may have more rows."""
     J = logits.shape[1]
     if tables is None:
-        found, scores = candidate_scores(head, target, out[:, :J], logits)
+        draft_ids, scores = candidate_scores(head, target, out[:, :J], logits)
         with partition.over(1):  # all devices have all candidates
-            return found, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
-    found, values = candidates(logits, head.config.draft_vocab_size)
+            return draft_ids, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+    draft_ids, values = candidates(logits, head.config.draft_vocab_size)
     states = head.selector.hidden(head.norm(out), out_dtype=jnp.float32)[:, :J]
     scale = head.selector.scale
-    taken, edges = candidate_walk(found, values, states, *tables, scale=scale)
-    return found, values[..., None, :] + edges, taken
+    taken, edges = candidate_walk(draft_ids, values, states, *tables, scale=scale)
+    return draft_ids, values[..., None, :] + edges, taken
 
 
 def _select(
@@ -150,8 +150,8 @@ def _select(
       tables: of `DraftHead.tables`; None: the products of the edges are computed here.
       out: [B, J or more, D], the layers' output.
     """
-    found, scores, taken = _scored(head, target, tables, out, logits)
-    ids = head.to_target_ids(found)
+    draft_ids, scores, taken = _scored(head, target, tables, out, logits)
+    ids = head.to_target_ids(draft_ids)
     chosen = lambda taken: jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
     with partition.over(1):
         if sampling == "sample":

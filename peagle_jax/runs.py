@@ -334,18 +334,18 @@ def comparison_table(runs: Sequence[Run | Progress], ties: dict[str, int] | None
     if ties is not None:
         header.insert(5, "ties")
     rows = []
-    for one in runs:
-        counts = one.acceptance
+    for run in runs:
+        counts = run.acceptance
         row = [
-            METHOD_NAMES[one.method],
-            one.drafts_per_round,
-            f"{one.tokens_per_second:.1f}",
-            f"{one.tokens_per_second / runs[0].tokens_per_second:.2f}x",
+            METHOD_NAMES[run.method],
+            run.drafts_per_round,
+            f"{run.tokens_per_second:.1f}",
+            f"{run.tokens_per_second / runs[0].tokens_per_second:.2f}x",
             f"{counts.length:.2f}",
             rates(counts) or "-",
         ]
         if ties is not None:
-            row.insert(5, str(ties.get(one.method, 0)))
+            row.insert(5, str(ties.get(run.method, 0)))
         rows.append(row)
     return table(header, rows)
 
@@ -355,17 +355,17 @@ def rates(counts: Acceptance) -> str:
     return " ".join(f"{rate:.2f}" for rate in counts.rates)
 
 
-def summary(one: Run) -> str:
+def summary(run: Run) -> str:
     """Two lines for people."""
-    first = "time to first token" if len(one.completions) == 1 else "median time to first token"
+    first = "time to first token" if len(run.completions) == 1 else "median time to first token"
     lines = [
-        f"{one.tokens_per_second:.1f} tokens/s ({one.num_tokens} tokens in {one.seconds:.2f} s), "
-        f"{first} {one.time_to_first_token:.3f} s"
+        f"{run.tokens_per_second:.1f} tokens/s ({run.num_tokens} tokens in {run.seconds:.2f} s), "
+        f"{first} {run.time_to_first_token:.3f} s"
     ]
-    counts = one.acceptance
-    if one.num_draft:
+    counts = run.acceptance
+    if run.num_draft:
         lines.append(
-            f"{METHOD_NAMES[one.method]} K={one.drafts_per_round}: acceptance length {counts.length:.2f} "
+            f"{METHOD_NAMES[run.method]} K={run.drafts_per_round}: acceptance length {counts.length:.2f} "
             f"over {counts.rounds} rounds; accepted at position 1, 2, ...: {rates(counts)}"
         )
     return "\n".join(lines)

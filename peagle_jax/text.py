@@ -234,14 +234,14 @@ class Tokenizer:
         """Source of the chat template, or of all of them; empty if there is none, or the file is broken."""
         given = self._settings.get("chat_template")
         named = given if isinstance(given, list) else [given]
-        templates = [one.get("template") if isinstance(one, dict) else one for one in named]
+        templates = [item.get("template") if isinstance(item, dict) else item for item in named]
         for path in (
             self.folder / "chat_template.jinja",
             *self.folder.glob("additional_chat_templates/*"),
         ):
             with contextlib.suppress(OSError, ValueError):
                 templates.append(path.read_text(encoding="utf-8"))
-        return "\n".join(one for one in templates if isinstance(one, str))
+        return "\n".join(template for template in templates if isinstance(template, str))
 
     @property
     def response_template(self) -> dict | None:

@@ -34,7 +34,7 @@ def parse_object(content: bytes, *, field: str, limits: Limits, max_ids: int = 0
       max_ids: values that are allowed in addition to `MAX_VALUES`.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT if the text is no JSON object, has too many values or too much
+      ServiceError: INVALID_ARGUMENT if the text is not a JSON object, has too many values or too much
         nesting, or has an object with duplicate keys.
     """
     check_sizes(content, field=field, limits=limits, max_ids=max_ids)
@@ -98,7 +98,7 @@ def sizes(content: bytes) -> Iterator[Size]:
     """Running size of a text after each piece of `_PIECE` bytes; the last one is that of the whole text.
 
     Counting takes about 1 ms per piece, mostly without the GIL, so a caller stops at the first size above
-    its limit. In a text that is no JSON the size is correct up to the mistake.
+    its limit. In a text that is not JSON the size is correct up to the mistake.
     """
     num_values, num_objects, depth, deepest, is_in_string = 1, 0, 0, 0, False
     start = 0
@@ -168,4 +168,4 @@ def _integer(text: str) -> int:
 
 
 def _refuse_constant(name: str):
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

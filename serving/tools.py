@@ -71,7 +71,7 @@ class Arguments:
         """A call as templates take it; empty arguments are an empty object.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT; the arguments are no JSON object, or too many.
+          ServiceError: INVALID_ARGUMENT; the arguments are not a JSON object, or too many.
         """
         value = self.parse(arguments.strip() or "{}", field=field)
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
@@ -80,7 +80,7 @@ class Arguments:
         """A JSON object.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT; the text is no JSON object, or the objects so far are too large.
+          ServiceError: INVALID_ARGUMENT; the text is not a JSON object, or the objects so far are too large.
         """
         self._num_chars += len(text)
         most = self._limits.max_prompt_chars

@@ -73,9 +73,12 @@ class TuningConfig:
         least = cls(tokens, chunks, split, stages=4 if tokens <= 32 else 3)
         if R <= 64 or form.mma.groups(2) == 1:
             return least
-        cost = lambda one: one.cost(R, N, K, form, device)
-        few = lambda one: one.blocks(R, N, form) < device.num_sms
-        return min((one for one in least.alternatives(form) if few(one) or not one.split), key=cost)
+        cost = lambda tiling: tiling.cost(R, N, K, form, device)
+        few = lambda tiling: tiling.blocks(R, N, form) < device.num_sms
+        return min(
+            (tiling for tiling in least.alternatives(form) if few(tiling) or not tiling.split),
+            key=cost,
+        )
 
     def alternatives(self, form: Format) -> "list[TuningConfig]":
         """Configs for more than 64 tokens on Hopper: all block sizes that fit into the register file."""

@@ -147,7 +147,7 @@ def configs(spec: Spec, device: Device) -> list:
     chosen = TuningConfig.choose(spec.rows, spec.outputs, spec.inputs, device, kind, x_dtype)
     if spec.rows <= 64 or spec.outputs <= 256 or form.mma.groups(2) == 1:
         return [chosen]
-    return [chosen, *(one for one in chosen.alternatives(form) if one != chosen)]
+    return [chosen, *(tiling for tiling in chosen.alternatives(form) if tiling != chosen)]
 
 
 def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:

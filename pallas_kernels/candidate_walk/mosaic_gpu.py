@@ -68,15 +68,15 @@ def candidate_walk(
 
         @of_own
         def copy(d):
-            found = [ids_gmem[b, d - 1, a] for a in range(_C)]
+            rows = [ids_gmem[b, d - 1, a] for a in range(_C)]
             for a in range(_C):
                 row = rows_smem.at[d - 1, pl.ds(a, 1)]
-                source = before_gmem.at[pl.ds(found[a], 1)]
+                source = before_gmem.at[pl.ds(rows[a], 1)]
                 plgpu.copy_gmem_to_smem(source, row, copied_barrier.at[d - 1])
 
         @of_own
         def score(d):
-            found = [ids_gmem[b, d, c] for c in range(_C)]
+            rows = [ids_gmem[b, d, c] for c in range(_C)]
             logits = [values_gmem[b, d, c] for c in range(_C)]
             state = _load_row(states_gmem.at[b, d])
             plgpu.barrier_wait(copied_barrier.at[d - 1])
@@ -85,7 +85,7 @@ def candidate_walk(
             inner = inner / (1 + jnp.exp(-inner))
             largest, best = None, None
             for c in range(_C):
-                edge = scale * jnp.sum(inner * _load_row(after_gmem.at[found[c]]), axis=1)
+                edge = scale * jnp.sum(inner * _load_row(after_gmem.at[rows[c]]), axis=1)
                 edges_gmem[b, d - 1, c] = edge
                 score = edge + logits[c]
                 if largest is None:

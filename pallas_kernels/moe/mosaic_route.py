@@ -155,7 +155,7 @@ def route(
     num_outputs = len(outputs)
     return plgpu.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct(*one) for one in outputs),
+        out_type=tuple(jax.ShapeDtypeStruct(*output) for output in outputs),
         scratch_types=dict(
             logits_smem=plgpu.SMEM((ROWS, Ep), jnp.float32),
             values_smem=plgpu.SMEM((top_k, ROWS), jnp.float32),

@@ -73,8 +73,8 @@ def experts(
         rows = x[source.at[work.slots].set(jnp.arange(R, dtype=jnp.int32))]
     run = functools.partial(_product, work=work, limit=limit, launch=launch)
     inner = run(rows, gate_up, shared=shared)
-    one = lambda leaf: None if leaf is None else leaf[:, None]
-    return run(inner, ExpertWeights(*map(one, down)), shared=False)
+    with_part = lambda leaf: None if leaf is None else leaf[:, None]  # one part a weight
+    return run(inner, ExpertWeights(*map(with_part, down)), shared=False)
 
 
 def _product(

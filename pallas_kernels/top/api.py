@@ -35,8 +35,8 @@ def top(
     from pallas_kernels.top import mosaic_gpu  # slow to import
 
     *leading, V = values.shape
-    found = mosaic_gpu.top(values.reshape(-1, V), launch=launch)
-    return tuple(x.reshape(*leading, count) for x in found)
+    largest = mosaic_gpu.top(values.reshape(-1, V), launch=launch)
+    return tuple(x.reshape(*leading, count) for x in largest)
 
 
 def _resolve(

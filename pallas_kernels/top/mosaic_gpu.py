@@ -62,11 +62,11 @@ def _reduce(values, ids, launch: Launch) -> tuple[jax.Array, jax.Array]:
         firsts = [(block * parts + p) * _SEGMENTS for p in range(parts)]
         begins = [lax.min(first, tiles - _SEGMENTS) for first in firsts]
         sources = [pl.ds(begin, _SEGMENTS) for begin in begins]
-        found = [_load_values(values_gmem.at[r, source]) for source in sources]
+        loaded = [_load_values(values_gmem.at[r, source]) for source in sources]
         if is_ragged:  # leave out tiles that an earlier part has
-            found = [
+            loaded = [
                 jnp.where(begin + _iota(0) >= first, x, -jnp.inf)
-                for x, begin, first in zip(found, begins, firsts, strict=True)
+                for x, begin, first in zip(loaded, begins, firsts, strict=True)
             ]
         if ids_gmem:
             places = [_load(ids_gmem[0].at[r, source]) for source in sources]
@@ -79,7 +79,7 @@ def _reduce(values, ids, launch: Launch) -> tuple[jax.Array, jax.Array]:
             values_out[r, block, i] = best
             ids_out[r, block, i] = place
 
-        _extract(found, place_of, store)
+        _extract(loaded, place_of, store)
 
     shape = pl.cdiv(R, _SEGMENTS) * _SEGMENTS, blocks, _COUNT, _SEGMENTS
     in_tiles = lambda x: x.reshape(R, tiles, _TILE)
@@ -95,14 +95,14 @@ def _merge(values, ids, launch: Launch) -> tuple[jax.Array, jax.Array]:
     def body(values_gmem, ids_gmem, values_out, ids_out):
         rows = pl.ds(lax.axis_index("block") * _SEGMENTS, _SEGMENTS)
         columns = [pl.ds(start, _TILE) for start in range(0, n, _TILE)]
-        found = [_load_values(values_gmem.at[rows, part]) for part in columns]
+        loaded = [_load_values(values_gmem.at[rows, part]) for part in columns]
         places = [_load(ids_gmem.at[rows, part]) for part in columns]
 
         def store(i, best, place):
             values_out[rows, i] = jnp.where(best == _LOWEST, -jnp.inf, best)
             ids_out[rows, i] = place
 
-        _extract(found, places.__getitem__, store)
+        _extract(loaded, places.__getitem__, store)
 
     grid = (R // _SEGMENTS,)
     return _launch(body, (R, _COUNT), grid, ("block",), launch, "top_merge")(values, ids)

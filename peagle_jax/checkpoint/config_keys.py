@@ -52,7 +52,7 @@ class Key:
             missing = True
         else:
             value, missing = self._stated(fields, name), False
-        if self.accepted and not any(_same(value, one) for one in self.accepted):
+        if self.accepted and not any(_same(value, accepted) for accepted in self.accepted):
             stated = f"{name} {value!r}"
             if missing:
                 stated = f"{name} is missing and its default {value!r}"

@@ -69,7 +69,7 @@ class Parameter:
     @property
     def in_order(self) -> bool:
         """Whether its bytes are the concatenation of its tensors' bytes."""
-        return self.transform in {one.name for one in IN_ORDER}
+        return self.transform in {transform.name for transform in IN_ORDER}
 
     def as_json(self) -> dict:
         return {
@@ -99,7 +99,7 @@ def sum_of_sums(sums: list[str]) -> str:
     """SHA-256 of the concatenated hashes; a single hash is returned unchanged. All in hex."""
     if len(sums) == 1:
         return sums[0]
-    return hashlib.sha256(b"".join(bytes.fromhex(one) for one in sums)).hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(digest) for digest in sums)).hexdigest()
 
 
 def is_converted(folder: str | FilePath) -> bool:
@@ -156,7 +156,9 @@ class Converted(Headers):
 
     @cached_property
     def _holder(self) -> dict[str, Parameter]:
-        return {name: one for one in self.parameters.values() for name in one.names}
+        return {
+            name: parameter for parameter in self.parameters.values() for name in parameter.names
+        }
 
     def read(self, name: str) -> np.ndarray:
         """A source tensor that was not fused with others, in its source shape.

@@ -14,7 +14,7 @@ def read_json(path: Path) -> dict:
     """A JSON file as a dict.
 
     Raises:
-      CheckpointError: cannot be read, is no JSON object, or states a key twice.
+      CheckpointError: cannot be read, is not a JSON object, or states a key twice.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
@@ -116,7 +116,7 @@ class Fields:
         """Refuses a stated value other than `allowed`: a feature that is not done here."""
         value = self.get(key)
         if value is not None and value not in allowed:
-            known = " or ".join(repr(one) for one in allowed) or "leaving it out"
+            known = " or ".join(repr(choice) for choice in allowed) or "leaving it out"
             raise self.error(f"{key} {value!r} is not supported, {known} is{hint}")
 
     def ids(self, key: str) -> tuple[int, ...] | None:
@@ -125,6 +125,6 @@ class Fields:
         if value is None:
             return None
         ids = value if isinstance(value, list) else [value]
-        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
             raise self.error(f"{key} must be a token id or a list of them, not {value!r}")
         return tuple(ids)

@@ -77,7 +77,7 @@ def _has_qk_norm(head: Fields, layers: Fields, nested: bool, tensors: set[str]) 
     if nested:
         layers.only("model_type", *_CLASSES)
         if layers.get("model_type") is None:
-            return any(one.endswith("self_attn.q_norm.weight") for one in tensors)
+            return any(name.endswith("self_attn.q_norm.weight") for name in tensors)
     return layers.get("model_type") == "qwen3"
 
 
@@ -85,7 +85,7 @@ def _windows(layers: Fields, keys: dict, qk_norm: bool) -> tuple[int | None, ...
     if qk_norm:
         return qwen_windows(layers, keys)
     types = keys["layer_types"] or []
-    if all(one == FULL for one in types):
+    if all(kind == FULL for kind in types):
         return None  # a flat file may have its target's list, which is longer
     return windows(layers, types, keys["num_hidden_layers"], keys["sliding_window"])
 

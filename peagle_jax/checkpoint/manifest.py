@@ -37,15 +37,15 @@ def _check(manifest: Fields) -> None:
         _check_tensor(Fields(raw, f"{manifest.where}: tensor {name!r}"), sizes)
     seen: set[str] = set()
     paths = set()
-    for one in _objects(manifest, "parameters"):
-        names = _check_parameter(one)
+    for parameter in _objects(manifest, "parameters"):
+        names = _check_parameter(parameter)
         for name in names:
             if name not in tensors.raw:
                 raise manifest.error(f"a parameter holds tensor {name!r}, which is not listed")
             if name in seen:
                 raise manifest.error(f"tensor {name!r} is held by two parameters")
             seen.add(name)
-        paths.add(tuple(one.raw["path"]))
+        paths.add(tuple(parameter.raw["path"]))
     if len(paths) < len(manifest.raw["parameters"]):
         raise manifest.error("two parameters have one path")
     if missing := sorted(tensors.raw.keys() - seen):
@@ -59,9 +59,9 @@ def _check(manifest: Fields) -> None:
 
 def _objects(fields: Fields, key: str) -> list[Fields]:
     items = fields.items(key)
-    if not all(isinstance(one, dict) for one in items):
+    if not all(isinstance(item, dict) for item in items):
         raise fields.error(f"{key} must be a list of objects")
-    return [Fields(one, fields.where) for one in items]
+    return [Fields(item, fields.where) for item in items]
 
 
 def _matching(fields: Fields, key: str, pattern: re.Pattern) -> str:
@@ -98,24 +98,24 @@ def _check_tensor(tensor: Fields, sizes: dict[str, tuple[int, int]]) -> None:
     tensor.count("end", least=first, most=size)
 
 
-def _check_parameter(one: Fields) -> list[str]:
+def _check_parameter(parameter: Fields) -> list[str]:
     """Names of its tensors."""
-    path = one.items("path")
+    path = parameter.items("path")
     for part in path:
         is_number = isinstance(part, int) and not isinstance(part, bool)
         if not is_number and not (isinstance(part, str) and _PART.fullmatch(part)):
-            raise one.error(f"path {path!r} is no module path")
+            raise parameter.error(f"path {path!r} is not a module path")
     if not path:
-        raise one.error("a path is empty")
-    one.text("transform")
-    if one.text("dtype") not in DTYPES:
-        raise one.error(f"dtype {one.raw['dtype']!r} is unknown")
-    for n in one.items("shape"):
+        raise parameter.error("a path is empty")
+    parameter.text("transform")
+    if parameter.text("dtype") not in DTYPES:
+        raise parameter.error(f"dtype {parameter.raw['dtype']!r} is unknown")
+    for n in parameter.items("shape"):
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= _MOST_BYTES:
-            raise one.error(f"shape {one.raw['shape']!r} is no shape")
-    _matching(one, "group", _GROUP)  # the name of a folder
-    _matching(one, "sha256", _SUM)
-    names = one.items("names")
+            raise parameter.error(f"shape {parameter.raw['shape']!r} is not a shape")
+    _matching(parameter, "group", _GROUP)  # the name of a folder
+    _matching(parameter, "sha256", _SUM)
+    names = parameter.items("names")
     if not names or not all(isinstance(name, str) for name in names):
-        raise one.error(f"names {names!r} are no names of tensors")
+        raise parameter.error(f"names {names!r} are not names of tensors")
     return names

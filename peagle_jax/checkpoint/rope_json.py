@@ -257,7 +257,7 @@ def windows(
     Raises:
       CheckpointError: not one known type a layer, or no width.
     """
-    if len(types) != num_layers or any(one not in (SLIDING, FULL) for one in types):
+    if len(types) != num_layers or any(kind not in (SLIDING, FULL) for kind in types):
         raise fields.error(
             f"layer_types must name {SLIDING} or {FULL} for each of {num_layers} layers, not {types}"
         )
@@ -265,7 +265,7 @@ def windows(
         return None
     if width is None:
         raise fields.error(f"layer_types names {SLIDING}, but config.json states no sliding_window")
-    return tuple(width if one == SLIDING else None for one in types)
+    return tuple(width if kind == SLIDING else None for kind in types)
 
 
 def windows_json(windows: tuple[int | None, ...] | None) -> dict:

@@ -65,9 +65,9 @@ def _qwen3_experts(table: Table, path: Path, base: str, config: TargetConfig) ->
     E, D, F = config.experts.num_experts, config.hidden_size, config.intermediate_size
     expert = [f"{base}.experts.{i}" for i in range(E)]
     table.plain((*path, "router", "weight"), [f"{base}.gate.weight"], (E, D))
-    gate_up = [f"{one}.{part}_proj" for one in expert for part in ("gate", "up")]
+    gate_up = [f"{prefix}.{part}_proj" for prefix in expert for part in ("gate", "up")]
     table.experts((*path, "gate_up"), gate_up, (2,), (F, D))
-    table.experts((*path, "down"), [f"{one}.down_proj" for one in expert], (), (D, F))
+    table.experts((*path, "down"), [f"{prefix}.down_proj" for prefix in expert], (), (D, F))
 
 
 def _gpt_oss_experts(table: Table, path: Path, base: str, config: TargetConfig) -> None:

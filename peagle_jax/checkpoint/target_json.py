@@ -122,7 +122,7 @@ def _ids(
     for source in sources:
         ids = source.ids(key)
         if ids:
-            outside = [one for one in ids if one >= vocab_size]
+            outside = [token for token in ids if token >= vocab_size]
             if outside:
                 raise source.error(
                     f"{key} {outside[0]} lies outside the vocabulary of {vocab_size} tokens"
@@ -201,7 +201,7 @@ def _mistral(fields: Fields, keys: dict) -> dict:
     """All layers slide, or with a window of null none."""
     common, width = decoder_fields(fields, keys), keys["sliding_window"]
     kind = FULL if width is None else SLIDING
-    if any(one != kind for one in keys["layer_types"] or []):
+    if any(layer != kind for layer in keys["layer_types"] or []):
         raise fields.error(
             "layer_types and sliding_window contradict each other; in a mistral target all layers "
             "slide, or none if sliding_window is null"
@@ -273,7 +273,7 @@ def _qwen3_moe(fields: Fields, keys: dict) -> dict:
 def _dense_layers(fields: Fields, keys: dict) -> tuple[int, ...]:
     """Layers with a dense MLP: `mlp_only_layers`, and all but every `decoder_sparse_step`-th layer."""
     step, listed = keys["decoder_sparse_step"], keys["mlp_only_layers"]
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in listed):
         raise fields.error(f"mlp_only_layers must be a list of layer numbers, not {listed!r}")
     layers = range(keys["num_hidden_layers"])
     return tuple(i for i in layers if i in listed or (i + 1) % step)

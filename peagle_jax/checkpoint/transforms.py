@@ -112,7 +112,7 @@ class Stack:
 
     def split(self, array: np.ndarray, like: Sequence[Like]) -> list[np.ndarray]:
         flat = array.reshape(len(like), *array.shape[1 + len(self.group) :])
-        return [_as(one, part) for one, part in zip(flat, like, strict=True)]
+        return [_as(leaf, part) for leaf, part in zip(flat, like, strict=True)]
 
 
 IN_ORDER = (Copy, Merge, Concat, Stack)

@@ -255,7 +255,7 @@ class LoadPolicy:
             (_is_sampled(request), request.num_draft) for request in rows
         ).items():
             own, other = self._survival[is_sampled], self._survival[not is_sampled]
-            known = next((one for one in (own, other) if one.is_known(limit)), None)
+            known = next((times for times in (own, other) if times.is_known(limit)), None)
             if known is None:
                 return None
             shares = known.shares

@@ -55,7 +55,7 @@ def describe(thing) -> str:
     if isinstance(thing, functools.partial):
         return f"partial{describe((thing.func, thing.args, thing.keywords))}"
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        fields = {one.name: getattr(thing, one.name) for one in dataclasses.fields(thing)}
+        fields = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
         return describe(type(thing)) + describe(fields)
     return _named(thing)
 

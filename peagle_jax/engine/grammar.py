@@ -64,7 +64,7 @@ def masks_of(
     begin, windows, plain = time.perf_counter(), [], []
     threads, seconds = matchers[0].threads, 0.0
     threads_each = threads.most // len(matchers)
-    divides = threads_each > 1 and max(one.seconds for one in matchers) > _COSTLY
+    divides = threads_each > 1 and max(matcher.seconds for matcher in matchers) > _COSTLY
     for row, (matcher, drafts) in enumerate(rows):
         if matcher is None:
             continue

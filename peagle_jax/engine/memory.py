@@ -128,7 +128,7 @@ def free_bytes(num_devices: int) -> int | None:
     devices = own_devices(num_devices)
     stats = [device.memory_stats() for device in devices]
     if all(stats):
-        return least(min(_usable_bytes(one) - one["bytes_in_use"] for one in stats))
+        return least(min(_usable_bytes(device) - device["bytes_in_use"] for device in stats))
     if devices[0].platform != "cpu":
         return None
     free = _free_host_bytes()

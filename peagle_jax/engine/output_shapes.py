@@ -37,7 +37,7 @@ def round_output(config: EngineConfig, shape: RoundShape, *, is_greedy: bool) ->
     if not is_greedy:
         return output
     output = replace(output, logprobs=None, top_ids=None, top_logprobs=None)
-    several = lambda one: jax.ShapeDtypeStruct((config.repeat, *one.shape), one.dtype)
+    several = lambda shape: jax.ShapeDtypeStruct((config.repeat, *shape.shape), shape.dtype)
     return jax.tree.map(several, output) if config.repeat > 1 else output
 
 

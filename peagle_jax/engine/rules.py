@@ -14,7 +14,7 @@ def banned_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[int, 
     Raises:
       ConfigError: there is no tokenizer, or a word is not one token; `field` is "bad_words".
     """
-    found = set()
+    token_ids = set()
     for word in words:
         if tokenizer is None:
             raise ConfigError.of("bad_words", "need a model with a tokenizer; use logit_bias")
@@ -27,8 +27,8 @@ def banned_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[int, 
         if len(plain) > 1:
             rule = f"{word!r} is {len(plain)} tokens; words of one token are supported"
             raise ConfigError.of("bad_words", rule)
-        found.update(*(ids for ids in (plain, spaced) if len(ids) == 1))
-    return tuple(found)
+        token_ids.update(*(ids for ids in (plain, spaced) if len(ids) == 1))
+    return tuple(token_ids)
 
 
 def check_request(

@@ -149,7 +149,7 @@ class Scheduler(Commits):
         if self.policy is not None:
             return self.policy.shape(size, rows, drafts)
         # With n-grams there are two K; the larger one follows where a text repeated itself.
-        repeats = any(len(one.drafts) > drafts[0] or one.holds_k for one in rows)
+        repeats = any(len(row.drafts) > drafts[0] or row.holds_k for row in rows)
         return RoundShape(size, drafts[-1] if repeats else drafts[0])
 
     def _holds_constrained(self) -> bool:
@@ -201,12 +201,14 @@ class Scheduler(Commits):
 
     def _in_prefill(self, size: int, may_admit: bool) -> list[Request]:
         """The first requests in prefill that have pages, or get them now."""
-        proceeds = lambda one: (
-            may_admit and self.prefixes.proceed(one, self._pages.num_pages(one.num_tokens))
+        proceeds = lambda request: (
+            may_admit and self.prefixes.proceed(request, self._pages.num_pages(request.num_tokens))
         )
-        candidates = (one for one in self.active if one.state is RequestState.PREFILL)
+        candidates = (request for request in self.active if request.state is RequestState.PREFILL)
         return list(
-            itertools.islice((one for one in candidates if one.pages or proceeds(one)), size)
+            itertools.islice(
+                (request for request in candidates if request.pages or proceeds(request)), size
+            )
         )
 
     def _comes_before(self, rows: list[Request]) -> bool:
@@ -254,7 +256,7 @@ class Scheduler(Commits):
         # A preempted request with calls in flight cannot be prefilled: some of its tokens are unknown.
         if request.in_flight or self._refused == (request, self.pool.num_changes):
             return False
-        if any(not (one.pages or one.leader) for one in self.active):  # they come first
+        if any(not (active.pages or active.leader) for active in self.active):  # they come first
             return False
         if not self.prefixes.admit(request, self._pages.num_pages(request.num_tokens), self.active):
             self._refused = request, self.pool.num_changes
@@ -266,4 +268,4 @@ class Scheduler(Commits):
 
 
 def _insert(requests: list[Request], request: Request) -> None:
-    bisect.insort(requests, request, key=lambda one: one.rank)
+    bisect.insort(requests, request, key=lambda waiting: waiting.rank)

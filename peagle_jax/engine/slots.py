@@ -112,7 +112,9 @@ class SavedRings:
 
     def choose(self, chain: Sequence[int]) -> tuple[int | None, int]:
         """The row of the copy that can reuse most of the pages `chain`, and how many of them it can."""
-        reusable = {row: self._reach.reusable(one, chain) for row, one in self._contents.items()}
+        reusable = {
+            row: self._reach.reusable(content, chain) for row, content in self._contents.items()
+        }
         row = max(reusable, key=reusable.__getitem__, default=None)
         return row, reusable.get(row, 0)
 

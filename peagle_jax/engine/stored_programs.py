@@ -104,7 +104,7 @@ class StoredPrograms:
         if _folder is None or platform not in PLATFORMS or jax.process_count() > 1:
             return
         # What a subclass adds chooses batch buckets: which programs there are, not what they do.
-        given = {one.name: getattr(config, one.name) for one in fields(EngineConfig)}
+        given = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
         given = {name: value for name, value in given.items() if name not in _HOST_FIELDS}
         try:
             parts = {
@@ -119,7 +119,7 @@ class StoredPrograms:
             "sources": sources(),
             "versions": _versions(),
             "tracing": repr(dispatch.context()),
-            "devices": [[one.id, one.platform, one.device_kind] for one in devices],
+            "devices": [[device.id, device.platform, device.device_kind] for device in devices],
             "runtime": devices[0].client.platform_version,
             "host": _processor() if platform == "cpu" else "",
             "variables": _variables(),
@@ -203,7 +203,7 @@ def _shape(leaf) -> list:
 def _versions() -> list[str]:
     """Distributions that take part in compiling, with versions."""
     names = ("jax", "jaxlib", "flax", "numpy", "libtpu", "nvidia")
-    packages = ((one.name or "", one.version) for one in distributions())
+    packages = ((package.name or "", package.version) for package in distributions())
     return sorted(
         {f"{name} {version}" for name, version in packages if name.lower().startswith(names)}
     )

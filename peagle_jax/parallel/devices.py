@@ -55,7 +55,7 @@ def own_devices(count: int) -> list[jax.Device]:
     devices = first_devices(count)
     if jax.process_count() == 1:
         return devices
-    return [one for one in devices if one.process_index == jax.process_index()]
+    return [device for device in devices if device.process_index == jax.process_index()]
 
 
 class Devices:

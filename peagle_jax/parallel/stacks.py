@@ -59,8 +59,8 @@ def _is_stacked(leaf) -> bool:
 
 def _stacked(leaves: list):
     """The leaves as one array [n, ...], or its shape; each device stacks its own shares."""
-    one, shape = leaves[0], (len(leaves), *leaves[0].shape)
-    sharding = NamedSharding(one.sharding.mesh, PartitionSpec(None, *one.sharding.spec))
-    if isinstance(one, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, one.dtype, sharding=sharding)
+    first, shape = leaves[0], (len(leaves), *leaves[0].shape)
+    sharding = NamedSharding(first.sharding.mesh, PartitionSpec(None, *first.sharding.spec))
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)
     return jax.jit(jnp.stack, out_shardings=sharding)(leaves)

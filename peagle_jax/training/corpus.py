@@ -132,11 +132,11 @@ def collect(folders: list[Path]) -> tuple[list[Document], dict]:
     jobs, packages, rejected = [], {}, Counter()
     for folder in folders:
         if any(folder.glob("*.dist-info")):
-            found = _installed(folder)
+            distributions = _installed(folder)
         else:
             files = sorted(folder.rglob("*.py"))
-            found = [(folder.name, "as stated by the caller", True, files)]
-        for name, licence, kept, files in found:
+            distributions = [(folder.name, "as stated by the caller", True, files)]
+        for name, licence, kept, files in distributions:
             files = [f for f in files if not _in_skipped_folder(f, folder)]
             packages[name] = dict(licence=licence[:100], kept=kept, files=0, bytes=0)
             if kept:

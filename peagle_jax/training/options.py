@@ -312,6 +312,6 @@ def check(args) -> None:
     if hasattr(args, "microbatches") and args.batch % args.microbatches:
         raise ConfigError(f"--batch {args.batch} is no multiple of --microbatches")
     given = [(f"--{name.replace('_', '-')} ", getattr(args, name, None)) for name in _FOLDERS]
-    for flag, folder in [*given, *(("", one) for one in getattr(args, "folders", ()))]:
+    for flag, folder in [*given, *(("", folder) for folder in getattr(args, "folders", ()))]:
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"{flag}{folder}: no such folder")

@@ -80,7 +80,7 @@ class MessageCall(Fields):
         """The call as templates take it.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT; the arguments are no JSON object.
+          ServiceError: INVALID_ARGUMENT; the arguments are not a JSON object.
         """
         function, field = self.function, f"{field}.function.arguments"
         return arguments.call(self.id, function.name, function.arguments, field=field)

@@ -30,7 +30,7 @@ class Tools:
         """A call of the tool. Texts become numbers, lists and so on by the schema of the tool, if it is known.
 
         Raises:
-          NoCall: the name is no text, or the arguments are no JSON object.
+          NoCall: the name is not text, or the arguments are not a JSON object.
         """
         if isinstance(arguments, str):  # a JSON object written as a JSON string
             arguments = read_json(arguments)
@@ -55,7 +55,7 @@ def read_json(text: str) -> object:
     """The value of a JSON text.
 
     Raises:
-      NoCall: the text is no JSON.
+      NoCall: the text is not JSON.
     """
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -64,7 +64,7 @@ def read_json(text: str) -> object:
 
 
 def _refuse(name: str):
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def types_of(schema: object, root: dict) -> list[str]:

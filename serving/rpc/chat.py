@@ -45,7 +45,7 @@ def message_of(given: pb.ChatMessage, place: int, objects: Arguments) -> dict:
     """A message as chat templates take it.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT; the arguments of a call are no JSON object.
+      ServiceError: INVALID_ARGUMENT; the arguments of a call are not a JSON object.
     """
     message: dict[str, object] = {"role": given.role, "content": given.content}
     if given.tool_call_id:

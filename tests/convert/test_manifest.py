@@ -48,14 +48,14 @@ BROKEN = {
     "a tensor without a sum": (lambda raw: tensor(raw).pop("sha256"), "states no sha256"),
     "a tensor of nobody": (lambda raw: raw["tensors"].update(x=tensor(raw)), "'x' is held by no para"),
     "a group outside": (lambda raw: first(raw).update(group="../0000"), "group '../0000'"),
-    "a path outside": (lambda raw: first(raw).update(path=["..", "x"]), "no module path"),
+    "a path outside": (lambda raw: first(raw).update(path=["..", "x"]), "not a module path"),
     "no path": (lambda raw: first(raw).update(path=[]), "a path is empty"),
     "a path twice": (
         lambda raw: raw["parameters"][1].update(path=first(raw)["path"]), "two parameters have one path",
     ),
     "a dtype of tomorrow": (lambda raw: first(raw).update(dtype="F2"), "dtype 'F2' is unknown"),
-    "a shape of texts": (lambda raw: first(raw).update(shape=["a"]), "is no shape"),
-    "names that are none": (lambda raw: first(raw).update(names=[[]]), "are no names of tensors"),
+    "a shape of texts": (lambda raw: first(raw).update(shape=["a"]), "is not a shape"),
+    "names that are none": (lambda raw: first(raw).update(names=[[]]), "are not names of tensors"),
     "a name that is not there": (lambda raw: first(raw).update(names=["x"]), "'x', which is not listed"),
     "a name twice": (
         lambda raw: raw["parameters"][1].update(names=first(raw)["names"]), "held by two parameters",
