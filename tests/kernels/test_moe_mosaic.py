@@ -325,7 +325,7 @@ def test_an_expert_without_rows_is_not_read(shared):
         np.testing.assert_allclose(found[:, j], wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
 
 
-@pytest.mark.sampled(2, slow=2)
+@pytest.mark.sampled(1, slow=3)
 @race_free
 @pytest.mark.parametrize(
     ("R", "form", "options"),

@@ -68,7 +68,7 @@ def attend(chip, case: Case, q, k, v, table, positions, sinks, walks: int, split
     )
 
 
-@pytest.mark.sampled(2, slow=4)
+@pytest.mark.sampled(1, slow=5)
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize(
