@@ -112,6 +112,7 @@ def test_the_parameters_are_as_many_as_published(name):
     assert count == RELEASED[name][1]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", RELEASED)
 def test_what_the_rules_make_is_what_the_model_has(name):
     arrays = made(layout(name), headers(name))

@@ -76,6 +76,7 @@ def test_slots_have_more_than_the_15_bits_of_the_kernel_for_small_batches():
     assert_placed(logits_of(R, E), None, k, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [None, 4])
 def test_a_mixture_is_the_same_with_either_worklist(monkeypatch, first):
     """Also on a device that has only the experts from `first` on."""

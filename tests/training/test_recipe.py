@@ -83,9 +83,8 @@ def rows(out: Path, name: str) -> list[dict[str, float]]:
     return curves.rows
 
 
-@pytest.mark.parametrize(
-    "stage", ["target", "peagle", pytest.param("eagle3", marks=pytest.mark.slow)]
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("stage", ["target", "peagle", "eagle3"])
 def test_the_losses_fall(recipe, stage):
     out = recipe.run(stage)
     losses = [row["loss"] for row in rows(out, "train")]
