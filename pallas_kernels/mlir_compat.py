@@ -16,7 +16,7 @@ rename them, so no other file of pallas_kernels imports from `jax._src`, `jaxlib
 | `memref_reshape`, `memref_slice` | views of an array in shared memory | `ref.at` views of strided columns fail in layout inference |
 | `llvm` | the MLIR dialect with inline PTX | missing from `jax.extend.mlir.dialects` |
 
-`ir` and the dialects `arith`, `memref` and `vector` are public (`jax.extend.mlir`).
+`ir` and the dialects `arith`, `memref`, `scf` and `vector` are public (`jax.extend.mlir`).
 """
 
 from jax._src.lib.mlir.dialects import llvm
@@ -29,7 +29,7 @@ from jax.experimental.mosaic.gpu import (
 from jax.experimental.mosaic.gpu import c as constant
 from jax.experimental.mosaic.gpu.utils import bitcast, memref_reshape, memref_slice, vector_slice
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, memref, vector
+from jax.extend.mlir.dialects import arith, memref, scf, vector
 
 __all__ = [
     "WGMMA_LAYOUT",
@@ -43,6 +43,7 @@ __all__ = [
     "memref",
     "memref_reshape",
     "memref_slice",
+    "scf",
     "tmem_native_layout",
     "vector",
     "vector_slice",

@@ -79,7 +79,7 @@ def _attend(
         out = walk_kernel(plan, interpret)(*operands)
     else:
         parts, stats = walk_kernel(plan, interpret)(*operands)
-        parts = parts.reshape(*parts.shape[:-2], plan.tile.rows * plan.H)
+        parts = parts.reshape(*parts.shape[:-2], plan.tile_rows * plan.H)
         out = _merge_kernel(plan, interpret)(parts, stats, positions, *sinks)
     return out.reshape(q.shape)
 
@@ -90,7 +90,7 @@ def _merge_kernel(plan: Plan, interpret: Any) -> Callable:
     width = heads * plan.H
 
     def body(
-        parts_gmem,  # [B, K, tiles, splits, rows * H] float32
+        parts_gmem,  # [B, K, tiles, splits, tile_rows * H] float32
         stats_gmem,  # [B, K, tiles, splits, 2, rows] float32: best, total
         positions_gmem,  # [B, T] int32
         *refs,  # sinks [N], if any; out bfloat16 [B, T, N * H]

@@ -216,11 +216,14 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
 
 
 def result_type(plan: Plan):
-    """Result of the walk kernel: rows, or (parts, stats) of each split; stats are (best, total)."""
+    """Result of the walk kernel: rows, or (parts, stats) of each split; stats are (best, total).
+
+    Parts have the `tile_rows` rows of a tile that exist, stats all rows of the MMA.
+    """
     if plan.merges_inside:
         return jax.ShapeDtypeStruct((plan.B, plan.T, plan.K, plan.G, plan.H), jnp.bfloat16)
     where = (plan.B, plan.K, plan.tiles, plan.max_splits)
     return (
-        jax.ShapeDtypeStruct((*where, plan.tile.rows, plan.H), jnp.float32),
+        jax.ShapeDtypeStruct((*where, plan.tile_rows, plan.H), jnp.float32),
         jax.ShapeDtypeStruct((*where, 2, plan.tile.rows), jnp.float32),
     )

@@ -31,7 +31,12 @@ from pallas_kernels.verify_attention.mosaic_plan import (
     choose_walks,
     result_type,
 )
-from pallas_kernels.verify_attention.mosaic_tiles import load_queries, store_result, widen
+from pallas_kernels.verify_attention.mosaic_tiles import (
+    load_queries,
+    store_result,
+    store_split,
+    widen,
+)
 from pallas_kernels.verify_attention.mosaic_walk import Walk
 
 TILE = Tile(rows=128, groups=1, layout=plgpu.Layout.TCGEN05_TMEM_NATIVE)
@@ -263,7 +268,7 @@ def _walk_kernel(plan: Plan, interpret):
                     return running
                 parts_gmem, stats_gmem = outs_gmem
                 where = (b, kv, tile, walk.my_first + j * config.walks - walk.first_split)
-                parts_gmem[(*where, slice(None), my_columns)] = out
+                store_split(plan, out, parts_gmem.at[(*where, slice(None), my_columns)], interpret)
                 plgpu.wait_load_tmem()
 
                 @pl.when(lax.axis_index("share") == 0)

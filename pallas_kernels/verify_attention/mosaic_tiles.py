@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mlir_compat as mlir
 from pallas_kernels.verify_attention.mosaic_plan import Plan
 
 _WIDEN_COLUMNS = 64
@@ -98,6 +100,33 @@ def store_result(plan: Plan, result_reg, out_gmem, outs_smem, group_barrier, pla
             )
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def store_split(plan: Plan, out_reg: jax.Array, part_gmem: Any, interpret: Any) -> None:
+    """Stores the rows of a tile that exist, float32 [rows, columns] in registers, to [tile_rows, columns]."""
+    if plan.tile_rows == plan.tile.rows:
+        part_gmem[...] = out_reg
+        return
+    if interpret is not None:
+        part_gmem[...] = out_reg[: plan.tile_rows]
+        return
+    layout = plan.tile.layout
+
+    # Inline MLIR: Mosaic cuts registers at multiples of the whole tile only.
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def store(_, out, part):
+        # The rows of a thread: two with wgmma's layout, in turns along its registers, and one with tcgen05's.
+        rows = [row for (row,) in layout.reduce(1).to_mgpu().thread_idxs(out.shape[:1])]
+        columns = [column for _, column in layout.to_mgpu().thread_idxs(out.shape)]
+        for i, row in enumerate(rows):
+            end = mlir.constant(plan.tile_rows, row.type)
+            exists = mlir.arith.cmpi(mlir.arith.CmpIPredicate.ult, row, end)
+            with mlir.ir.InsertionPoint(mlir.scf.IfOp(exists).then_block):
+                for j in range(i, len(columns), len(rows)):
+                    mlir.vector.store(out.registers.flat[j], part, [row, columns[j]])
+                mlir.scf.yield_([])
+
+    store(out_reg, part_gmem)
 
 
 def widen(raw_smem: Any, wide_smem: Any) -> None:

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pipeline import PagedPipeline
 from pallas_kernels.verify_attention import mosaic_softmax as softmax
 from pallas_kernels.verify_attention.mosaic_plan import Plan, result_type
-from pallas_kernels.verify_attention.mosaic_tiles import store_result, widen
+from pallas_kernels.verify_attention.mosaic_tiles import store_result, store_split, widen
 from pallas_kernels.verify_attention.mosaic_walk import Walk
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -221,7 +221,7 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
                 parts_gmem, stats_gmem = outs_gmem
                 best, total, out = split
                 where = (b, kv, tile, walk.my_first + j * config.walks - walk.first_split)
-                parts_gmem[(*where, slice(None), my_columns)] = out
+                store_split(plan, out, parts_gmem.at[(*where, slice(None), my_columns)], interpret)
 
                 @pl.when((group == 0) & (share == 0))
                 def _():

@@ -12,6 +12,7 @@ from pallas_kernels.device import B200, H200, RTX5090
 from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120, reference
 from pallas_kernels.verify_attention.api import verify_attention
 from pallas_kernels.verify_attention.specs import SPECS
+from tests.kernels.test_mxfp4_mosaic import registers
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -137,6 +138,20 @@ def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
         ValueError, match=r"walks=2 must be 1 for a head dim of 64 and 7 query heads"
     ):
         run()
+
+
+@on_each_chip
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_rows_of_a_thread_come_in_turns(chip, width):
+    """`store_split` says of each register whether its row exists; the interpreter has no registers."""
+    rows = np.broadcast_to(np.arange(chip.TILE.rows)[:, None], (chip.TILE.rows, width))
+    held = registers(rows, chip.TILE.layout.to_mgpu())  # [registers, warps, lanes, vector]
+    per_thread = np.prod(chip.TILE.layout.reduce(1).to_mgpu().registers_shape((chip.TILE.rows,)))
+    assert per_thread == (1 if chip is mosaic_sm100 else 2)
+    for i in range(per_thread):
+        mine = held[i::per_thread]
+        assert (mine == mine[:1, :, :, :1]).all()
+    assert len(np.unique(held[:per_thread])) == chip.TILE.rows
 
 
 @pytest.mark.sampled(0, slow=2)
