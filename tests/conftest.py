@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections import Counter, defaultdict
@@ -186,17 +187,29 @@ def scope_of(file: str, num_workers: int) -> str:
     return folder if folder in TOGETHER and num_workers <= FEW_WORKERS else file
 
 
-def pytest_xdist_make_scheduler(config, log):
-    """For `--dist loadfile`: with few workers, the files of a folder in `TOGETHER` go to one of them."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
+def group_of(nodeid: str) -> str:
+    """What one worker runs whole with `--dist loadgroup`: the tests with the same parameter "@name", or one test."""
+    found = re.search(r"@\w+", nodeid)
+    return found[0] if found else nodeid
 
-    class Scheduling(LoadFileScheduling):
+
+def pytest_xdist_make_scheduler(config, log):
+    """For `--dist loadfile`: with few workers, the files of a folder in `TOGETHER` go to one of them.
+
+    For `--dist loadgroup`: `group_of`. With pytest 9.2, pytest-xdist 3.8 ignores its own mark `xdist_group`.
+    """
+    from xdist.scheduler import LoadFileScheduling, LoadGroupScheduling
+
+    class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(super()._split_scope(nodeid), len(config.option.tx))
 
-    return Scheduling(config, log)
+    class Groups(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    scheduling = {"loadfile": Files, "loadgroup": Groups}.get(config.getoption("dist"))
+    return scheduling and scheduling(config, log)
 
 
 def pytest_configure(config):

@@ -46,7 +46,12 @@ def run(chip: str, folder: Path, *options: str) -> dict[str, dict]:
     return {one["program"]: one for one in json.loads(found.read_text())}
 
 
-@pytest.fixture(params=[pytest.param(chip, marks=pytest.mark.xdist_group(chip)) for chip in CHIPS])
+def on(chip: str):
+    """A chip; with `--dist loadgroup` its tests share a worker."""
+    return pytest.param(chip, id=f"@{chip}")
+
+
+@pytest.fixture(params=map(on, CHIPS))
 def made(request, tmp_path_factory) -> dict[str, dict]:
     """The programs of one chip."""
     if lacking := deviceless_tpu.missing():
@@ -64,13 +69,13 @@ def test_a_program_works_in_place_and_copies_no_weight(made):
         assert one["temporary_bytes"] < 64 * _MIB, one
 
 
-@pytest.mark.xdist_group("v6e")
-def test_weights_lie_as_the_round_and_the_prefill_want_them(tmp_path):
+@pytest.mark.parametrize("chip", [on("v6e")])
+def test_weights_lie_as_the_round_and_the_prefill_want_them(chip, tmp_path):
     """One layer of GPT-OSS-20B. In default layouts a round copies both embeddings, 1.2 GB each."""
     if lacking := deviceless_tpu.missing():
         pytest.skip(lacking)
     sizes = ("--preset=gpt-oss-20b", "--layers=1", "-k=3", "--concurrency=8")
-    made = run("v6e", tmp_path, *sizes, "--max-model-len=2048")
+    made = run(chip, tmp_path, *sizes, "--max-model-len=2048")
     assert made.keys() == {"round", "prefill"}
     for one in made.values():
         assert one["aliased_bytes"] >= one["cache_bytes"] > 0, one

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import random_shapes
-from tests.conftest import FEW_WORKERS, LONGEST, OTHER_SUITE, TOGETHER, covering, scope_of
+from tests.conftest import FEW_WORKERS, LONGEST, OTHER_SUITE, TOGETHER, covering, group_of, scope_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,6 +54,13 @@ def test_few_workers_take_whole_folders_and_many_take_files():
         ("tests/test_a.py", 1), ("tests/engine/test_a.py", 2), ("tests/cli/test_a.py", FEW_WORKERS + 1),
     ):  # fmt: skip
         assert scope_of(file, num_workers) == file
+
+
+def test_tests_of_one_chip_are_a_group():
+    names = ("a.py::test_x[block_gemm-@h200]", "a.py::test_y[@h200-2-True]", "b.py::test_z[@h200]")
+    assert {group_of(name) for name in names} == {"@h200"}
+    assert group_of("a.py::test_x[@7x]") == "@7x"
+    assert group_of("a.py::test_x[h200]") == "a.py::test_x[h200]"
 
 
 def test_what_comes_first_exists():

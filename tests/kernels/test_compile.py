@@ -38,8 +38,8 @@ def run(module: str, chip: str, folder: Path, *options: str) -> Any:
 
 
 def on(chip: str, *others):
-    """Parameters of a test; with `--dist loadgroup` the tests of a chip share a process."""
-    return pytest.param(chip, *others, marks=pytest.mark.xdist_group(chip))
+    """Parameters of a test; with `--dist loadgroup` the tests of a chip share a worker."""
+    return pytest.param(chip, *others, id="-".join(map(str, (f"@{chip}", *others))))
 
 
 MOST = {"h200": 14, "b200": 14, "rtx5090": 6, "b300": 2}
