@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -17,43 +18,28 @@ from peagle_jax.engine.round_shapes import round_shapes
 from peagle_jax.engine.stored_programs import StoredPrograms, keep_in
 from tests import tiny
 
+SIZES = "--preset qwen3-0.6b --layers 1 --page-size 8 --prefill-chunk 16 --prompt-tokens 20 --max-tokens 8 --prefills 1"
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.mark.slow
 def test_jobs_are_processes(tmp_path):
-    argv = [
-        "--preset",
-        "qwen3-0.6b",
-        "--layers",
-        "1",
-        "--page-size",
-        "8",
-        "--prefill-chunk",
-        "16",
-        "--prompt-tokens",
-        "20",
-        "--variants",
-        "none",
-        "--jobs",
-        "2",
-    ]
-    argv += ["--concurrency", "1", "--max-tokens", "8", "--prefills", "1", "--sha", "abc"]
-    command = [
-        sys.executable,
-        "-m",
-        "bench",
-        "decode-step",
-        *argv,
-        "--out",
-        tmp_path / "rows.jsonl",
-    ]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    """Over a tiny preset."""
+    out = tmp_path / "rows.jsonl"
+    options = f"{SIZES} --variants none --concurrency 1 --jobs 2 --sha abc --out {out}"
+    command = [sys.executable, "-m", "bench", "decode-step", *options.split()]
+    small = ROOT / "tests" / "bench" / "small_presets"
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PYTHONPATH": f"{small}{os.pathsep}{ROOT}",
+    }
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     made = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=400, check=False
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
     )
     assert made.returncode == 0, made.stderr[-2000:]
     assert "3 programs compiled by 2 processes" in made.stderr
-    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1
+    assert len(out.read_text().splitlines()) == 1
 
 
 def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):

@@ -254,7 +254,7 @@ def test_the_embedded_model_obeys_random_schemas(num_draft, number, num_cases):
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_draft", [0, 3, 7])
 def test_texts_satisfy_the_schemas_of_the_json_schema_test_suite(engine, num_draft, temperature):

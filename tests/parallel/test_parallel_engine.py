@@ -135,7 +135,7 @@ def test_quantised_models_are_lossless_too(family, form, count, dtype):
     assert texts(Engine(quantised, drafter, config)) == plain
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("form", ["experts", "dense"])
 def test_quantised_activations_are_lossless_too(form, count):
