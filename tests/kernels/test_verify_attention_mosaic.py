@@ -1,6 +1,7 @@
 """The attention kernels in Mosaic's interpreter: their results, and rows whose bits do not depend on others."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -301,3 +302,25 @@ def test_tuning_leaves_the_arithmetic_alone(chip):
         arithmetic = (config.key_block, config.split)
         assert seen.setdefault(spec.head_dim, arithmetic) == arithmetic
         assert config.split % config.key_block == 0
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("columns", [64, 128])
+@on_each_chip
+def test_the_registers_of_a_thread_take_turns_through_its_rows(chip, columns):
+    """`store_split` relies on it; the interpreter does not run its inline code."""
+    layout, shape = chip.TILE.layout, (chip.TILE.rows, columns)
+
+    def rows_of_registers(layout, shape: tuple[int, ...]) -> list[int]:
+        """The row of each register of thread 0."""
+        layout = layout.to_mgpu()
+        strides = tuple(math.prod(shape[i:]) for i in range(1, len(shape) + 1))
+        places = [
+            np.dot(index, layout.tiling.tile_strides(strides))
+            for index in np.ndindex(layout.registers_shape(shape))
+        ]
+        return [int(place) // strides[0] for place in places]
+
+    rows = rows_of_registers(layout.reduce(1), shape[:1])
+    num_registers = columns * chip.TILE.rows // 128 // 2  # two numbers in each, 128 threads
+    assert rows_of_registers(layout, shape) == rows * (num_registers // len(rows))
