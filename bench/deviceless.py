@@ -148,7 +148,8 @@ def specs_on(op: str, device: Device) -> dict[str, Any]:
 def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
     """`most` of the specs, spread evenly over their order from first to last; all if None.
 
-    The first spec of each kernel, weight format and form of activations that these lack is added.
+    The first spec of each kernel, weight format, form of activations, head dim and rule of splits that these lack
+    is added.
     Example: 3 of the specs a, b, c, d, e are a, c and e.
     """
     names = list(specs)
@@ -156,7 +157,7 @@ def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
         return dict(specs)
     step = (len(names) - 1) / max(1, most - 1)
     chosen = {name: specs[name] for name in (names[round(step * i)] for i in range(most))}
-    for field in ("kernel", "form", "fp8", "activations"):
+    for field in ("kernel", "form", "fp8", "activations", "head_dim", "grow"):
         found = {getattr(spec, field, None) for spec in chosen.values()}
         for name, spec in specs.items():
             if (kind := getattr(spec, field, None)) not in found:

@@ -1,5 +1,7 @@
 """Attention of a few new rows per sequence (verification, drafting, prefill chunk) over the paged cache."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -42,18 +44,9 @@ def verify_attention(
     Raises:
       NotImplementedError: the requested implementation cannot take these arguments here.
     """
-    launch = dispatch.resolve(
-        "verify_attention",
-        implementation,
-        chips=WIDE_CHIPS if q.shape[3] > 256 else CHIPS,
-        refusal=_refusal(q, k_pages, v_pages),
-    )
+    launch = launch_of(q, k_pages, v_pages, implementation)
     if launch is not None:
-        # Imported here: a slow import that CPU use does not need.
-        from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120
-
-        chip = {90: mosaic_sm90, 100: mosaic_sm100, 120: mosaic_sm120}[launch.device.sm]
-        return chip.verify_attention(
+        return kernel_of(launch)(
             q, k_pages, v_pages, page_table, positions, scale, window, sinks, launch,
             soft_cap=soft_cap,
         )  # fmt: skip
@@ -73,6 +66,30 @@ def verify_attention(
         max(1, block_pages),
         soft_cap,
     )
+
+
+def launch_of(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    implementation: dispatch.Implementation | None,
+) -> dispatch.Launch | None:
+    """Launch parameters of the kernel for these arguments of `verify_attention`; None: the reference."""
+    return dispatch.resolve(
+        "verify_attention",
+        implementation,
+        chips=WIDE_CHIPS if q.shape[3] > 256 else CHIPS,
+        refusal=_refusal(q, k_pages, v_pages),
+    )
+
+
+def kernel_of(launch: dispatch.Launch) -> Callable:
+    """The kernel of a chip, `mosaic_merge.verify_attention`."""
+    # Imported here: a slow import that CPU use does not need.
+    from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120
+
+    chip = {90: mosaic_sm90, 100: mosaic_sm100, 120: mosaic_sm120}[launch.device.sm]
+    return chip.verify_attention
 
 
 def _refusal(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.verify_attention.mosaic_plan import Plan, Tile, TuningConfig, make_plan
+from pallas_kernels.verify_attention.mosaic_plan import Plan, Splits, Tile, TuningConfig, make_plan
 from pallas_kernels.verify_attention.mosaic_softmax import LOG2E, NOTHING, finish, merge
 from pallas_kernels.verify_attention.mosaic_walk import span
 
@@ -27,13 +27,13 @@ class Chip(NamedTuple):
 
     tile: Tile
     choose_config: Callable[..., TuningConfig]
-    """(shape of q, KV heads, positions of a page table, window, device) -> tuning."""
+    """(shape of q, KV heads, positions of a page table, window, device, splits or None) -> tuning."""
     walk_kernel: Callable[[Plan, Any], Callable]
     """(plan, interpret) -> the kernel that walks over keys."""
 
 
 @functools.partial(
-    jax.jit, static_argnames=("chip", "scale", "window", "launch", "config", "soft_cap")
+    jax.jit, static_argnames=("chip", "scale", "window", "launch", "config", "soft_cap", "splits")
 )
 def verify_attention(
     chip: Chip,
@@ -48,11 +48,14 @@ def verify_attention(
     launch: Launch,
     config: TuningConfig | None = None,
     soft_cap: float | None = None,
+    splits: Splits | None = None,
 ) -> jax.Array:
-    """`api.verify_attention` by the kernels of a chip; without `config` the chip chooses it."""
+    """`api.verify_attention` by the kernels of a chip; without `config` the chip chooses it, for `splits` or those of
+    the layer."""
     if config is None:
         Z, K = k_pages.shape[1:3]
-        config = chip.choose_config(q.shape, K, page_table.shape[1] * Z, window, launch.device)
+        table_size = page_table.shape[1] * Z
+        config = chip.choose_config(q.shape, K, table_size, window, launch.device, splits)
     facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
     plan = make_plan(q, k_pages, page_table, chip.tile, config, **facts)
     operands = (q, k_pages, v_pages, page_table, positions, sinks)

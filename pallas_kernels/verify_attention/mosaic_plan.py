@@ -1,12 +1,12 @@
 """Tiling of the attention kernels of all chips: row tiles, blocks and splits of keys.
 
 A thread block owns one row tile of one kv head: row r is query r // G, head r % G of the group. Keys come in
-blocks of `key_block` keys, and blocks form splits of `split` keys, both at absolute positions. Each
+blocks of `key_block` keys, and blocks form splits (`Splits`), both at absolute positions. Each
 split starts a new softmax (best, total, out): the row maximum, the sum of weights, and the weighted sum
 of values. Splits are merged one by one in ascending order. `walks` affects speed only:
 
   walks = 1   one thread block visits all splits and merges them in registers;
-  walks > 1   thread block c visits the splits c, c + walks, ... and stores (best, total, out) of each; a
+  walks > 1   thread blocks share the splits (`mosaic_walk`) and store (best, total, out) of each; a
               second kernel merges them with the same formula in the same order.
 
 So the bits of a row depend neither on other rows nor on the tiling. A masked key contributes exactly 0,
@@ -14,10 +14,13 @@ and a fully masked block or split leaves (best, total, out) unchanged.
 """
 
 import dataclasses
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -46,18 +49,91 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Splits:
+    """Splits of a sequence, numbered 0, 1, ... in ascending order; places are keys or key blocks.
+
+    A split is as long as its first place says, so it is the same for every row, tile and length of a sequence.
+
+    Attributes:
+      steps: (first place, size of the splits from there on), in ascending order. A size divides the next
+        size and the next first place.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+
+    def __post_init__(self):
+        if not self.steps or self.steps[0][0]:
+            raise ValueError(f"{self.steps} must begin at place 0")
+        for (first, size), (next_first, next_size) in itertools.pairwise(self.steps):
+            if not first < next_first or not size < next_size:
+                raise ValueError(f"{self.steps} must ascend")
+            if next_first % next_size or next_first % size or next_size % size:
+                raise ValueError(
+                    f"{next_size=} must be a multiple of {size} and divide {next_first}"
+                )
+
+    @property
+    def grow(self) -> bool:
+        return len(self.steps) > 1
+
+    def in_blocks(self, key_block: int) -> "Splits":
+        """The same splits, for places in key blocks instead of keys."""
+        return Splits(tuple((first // key_block, size // key_block) for first, size in self.steps))
+
+    def split_of(self, place: Any) -> Any:
+        """The split of a place, both non-negative: Python numbers or traced int32."""
+        # Sizes grow, so the number of a split is a concave function of the place: the least of its lines.
+        found = [_floor(place, size) + before for size, before in self._lines]
+        return functools.reduce(min if isinstance(place, int) else jnp.minimum, found)
+
+    def first_of(self, split: Any) -> Any:
+        """The first place of a split, as `split_of`."""
+        found = [(split - before) * size for size, before in self._lines]
+        return functools.reduce(max if isinstance(split, int) else jnp.maximum, found)
+
+    @property
+    def _lines(self) -> list[tuple[int, int]]:
+        """(size, before) of each step: place p of the step is in split p // size + before."""
+        lines, before = [], 0
+        for i, (first, size) in enumerate(self.steps):
+            if i:
+                before += first // self.steps[i - 1][1] - first // size
+            lines.append((size, before))
+        return lines
+
+
+def _floor(place: Any, size: int) -> Any:
+    """place // size; lax.div of traced numbers, which are not negative."""
+    return place // size if isinstance(place, int) else lax.div(place, jnp.int32(size))
+
+
+UNIFORM = Splits(((0, 256),))
+GROWING = Splits(((0, 256), (1024, 512), (4096, 1024), (32768, 2048)))
+"""Fewer results of splits to store and merge in long contexts: 22 instead of 64 for 16,384 keys, 86 instead of 512
+for 131,072. A walk owns whole splits, so one sequence has fewer walks. Compiled, not measured."""
+DEFAULT = UNIFORM
+"""Splits of layers without a window. Another choice changes the bits of all calls."""
+
+
+def splits_of(window: int | None) -> Splits:
+    """Splits of a layer, the same in all of its calls. A window has a few splits of 256 keys; in longer ones it
+    would be one walk."""
+    return DEFAULT if window is None else UNIFORM
+
+
+@dataclasses.dataclass(frozen=True)
 class TuningConfig:
-    """Tile sizes; only `key_block` and `split` affect the result's bits.
+    """Tile sizes; only `key_block` and `splits` affect the result's bits.
 
     Attributes:
       key_block: keys of one MMA; depends on the head dim only.
-      split: keys of one softmax; a constant.
+      splits: keys of one softmax, see `splits_of`; places are keys.
       stages: pipeline stages (key blocks in flight).
       walks: thread blocks that share the splits of one row tile.
     """
 
     key_block: int
-    split: int
+    splits: Splits
     stages: int
     walks: int
 
@@ -122,9 +198,10 @@ class Plan:
     def merges_inside(self) -> bool:
         return self.config.walks == 1
 
-    @property
-    def blocks_per_split(self) -> int:
-        return self.config.split // self.config.key_block
+    @functools.cached_property
+    def splits(self) -> Splits:
+        """Splits; places are key blocks."""
+        return self.config.splits.in_blocks(self.config.key_block)
 
     @property
     def copy_keys(self) -> int:
@@ -158,13 +235,40 @@ class Plan:
 
     @property
     def max_splits(self) -> int:
-        return _max_splits(self.config.split, self.W * self.Z, self.window, self.tile_queries)
+        return max_splits(self.config.splits, self.W * self.Z, self.window, self.tile_queries)
 
 
-def _max_splits(split: int, table_size: int, window: int | None, queries: int) -> int:
+def max_splits(splits: Splits, table_size: int, window: int | None, queries: int) -> int:
+    """Maximum number of splits that the rows of a tile of `queries` queries see, in a table of `table_size` keys."""
     if window is None:
-        return pl.cdiv(table_size, split)
-    return pl.cdiv(window + queries - 2, split) + 1
+        return splits.split_of(table_size - 1) + 1
+    # Most splits are seen from a first key that is the last one of its split. After the last step they are
+    # equal, so one split of that size stands for all.
+    last_step = splits.split_of(splits.steps[-1][0])
+    firsts = (splits.first_of(split + 1) - 1 for split in range(last_step + 1))
+    seen = window + queries - 1
+    return max(splits.split_of(key + seen - 1) - splits.split_of(key) for key in firsts) + 1
+
+
+def cut(splits: Splits, first: Any, end: Any, walks: int, index: Any) -> Any:
+    """First split of walk `index` if `walks` walks share places `first` to `end - 1` in consecutive parts.
+
+    A walk has the splits whose last place lies in its part of the places. So it has fewer places than its part
+    and its first split, the shortest, together.
+    """
+    return splits.split_of(first + _floor((end - first) * index, walks))
+
+
+def longest_walk(splits: Splits, keys: int, walks: int) -> int:
+    """Keys of the longest of `walks` walks over `keys` keys from key 0 on."""
+    if not splits.grow:
+        return min(keys, pl.cdiv(splits.split_of(keys - 1) + 1, walks) * splits.steps[0][1])
+    firsts = [splits.first_of(cut(splits, 0, keys, walks, i)) for i in range(walks)]
+    return max(end - first for first, end in itertools.pairwise([*firsts, keys]))
+
+
+_START = 256
+"""Keys that a thread block could visit in the time that it takes to start, about."""
 
 
 def choose_walks(
@@ -174,20 +278,23 @@ def choose_walks(
     window: int | None,
     tile: Tile,
     room: int,
+    splits: Splits,
 ) -> int:
     """`walks` for q of `shape` [B, T, N, H]; `room` is the number of resident thread blocks of the chip."""
     B, T, N, H = shape
     G = N // kv_heads
     queries = min(T, tile.rows // G)
     blocks = B * kv_heads * pl.cdiv(T, queries)
-    splits = _max_splits(256, table_size, window, queries)
+    most = max_splits(splits, table_size, window, queries)
     # The merge is a second kernel: it pays off only with many splits and idle SMs.
-    if splits <= 2 or 8 * blocks >= 3 * room or not _can_store_splits(G, H):
+    if most <= 2 or 8 * blocks >= 3 * room or not _can_store_splits(G, H):
         return 1
-    # Blocks run in waves of `room`. A wave takes as long as its longest walk, and the start of one takes
-    # about as long as a split.
-    cost = lambda walks: pl.cdiv(blocks * walks, room) * (pl.cdiv(splits, walks) + 1)
-    return min(range(1, splits + 1), key=cost)
+    # Blocks run in waves of `room`. A wave takes as long as its longest walk and the start of one.
+    keys = table_size if window is None else splits.first_of(most)
+    cost = lambda walks: (
+        pl.cdiv(blocks * walks, room) * (longest_walk(splits, keys, walks) + _START)
+    )
+    return min(range(1, most + 1), key=cost)
 
 
 def _can_store_splits(group: int, head_dim: int) -> bool:

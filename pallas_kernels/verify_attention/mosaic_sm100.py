@@ -1,19 +1,22 @@
-"""Paged attention for Blackwell: TMA-fed tcgen05 MMA over key blocks, one softmax per split.
+"""Paged attention for Blackwell: TMA-fed tcgen05 MMA over key blocks, one softmax per 256 keys.
 
 A thread block owns up to 128 rows and 128 output columns, with one row per thread, so no reduction crosses
-threads. The scores of all keys of a split are in tensor memory at once. Then one softmax writes the
-weights back to tensor memory as the first operand of the product with V. Nothing is rescaled within a
-split. `mosaic_plan` describes the tiling of rows, keys and splits.
+threads. The scores of a group of 256 keys, the shortest split, are in tensor memory at once. Then one softmax
+writes the weights back to tensor memory as the first operand of the product with V. Within a group nothing is
+rescaled. In longer splits the output in tensor memory is rescaled before each group but the first one.
+`mosaic_plan` describes the tiling of rows, keys and splits.
 
     tensor memory columns    scores 256 (float32) | weights 128 (bfloat16) | output 64 or 128 (float32)
 
-One warpgroup loads, issues the MMAs and computes. A slot is refilled while the next MMA runs. V of a split
-is loaded during its score MMAs, and K of the next split during the softmax.
+One warpgroup loads, issues the MMAs and computes. A slot is refilled while the next MMA runs. V of a group
+is loaded during its score MMAs, and K of the next group during the softmax.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -26,10 +29,12 @@ from pallas_kernels.verify_attention import mosaic_softmax as softmax
 from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
     Plan,
+    Splits,
     Tile,
     TuningConfig,
     choose_walks,
     result_type,
+    splits_of,
 )
 from pallas_kernels.verify_attention.mosaic_tiles import (
     load_queries,
@@ -41,7 +46,7 @@ from pallas_kernels.verify_attention.mosaic_walk import Walk
 
 TILE = Tile(rows=128, groups=1, layout=plgpu.Layout.TCGEN05_TMEM_NATIVE)
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_SPLIT = 256
+_RESCALED = 32  # output columns in registers at once while the output is rescaled
 
 
 def choose_config(
@@ -50,14 +55,16 @@ def choose_config(
     table_size: int,
     window: int | None,
     device: Device,
+    splits: Splits | None = None,
 ) -> TuningConfig:
-    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions."""
+    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits` other than the layer's."""
     H = shape[3]
     key_block = 32 if H > 256 else 64
     # What fits into shared memory beside q. Tensor memory limits an SM to one thread block.
     stages = {64: 8, 128: 4, 256: 2, 512: 2}[H]
-    walks = choose_walks(shape, kv_heads, table_size, window, TILE, device.num_sms)
-    return TuningConfig(key_block, _SPLIT, stages, walks)
+    splits = splits or splits_of(window)
+    walks = choose_walks(shape, kv_heads, table_size, window, TILE, device.num_sms, splits)
+    return TuningConfig(key_block, splits, stages, walks)
 
 
 class _Scratch(NamedTuple):
@@ -67,8 +74,8 @@ class _Scratch(NamedTuple):
     """
 
     q_smem: Any  # [rows, H] bfloat16
-    scores_tmem: Any  # [rows, split] float32
-    weights_tmem: Any  # [rows, split] bfloat16
+    scores_tmem: Any  # [rows, keys of a group] float32
+    weights_tmem: Any  # [rows, keys of a group] bfloat16
     out_tmem: Any  # [rows, columns] float32
     q_ready_barrier: Any  # q has arrived
     group_barrier: Any  # for `load_queries`; one warpgroup
@@ -92,12 +99,13 @@ def _scratch_types(plan: Plan) -> _Scratch:
     copied = lambda: plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages)
     multiplied = lambda: plgpu.Barrier(num_barriers=stages, orders_tensor_core=True)
     copies_q = plan.tile_queries * (1 if plan.aligned else chunks)
+    group_keys = _group_blocks(plan) * config.key_block
     return _Scratch(
         q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
         k_smem=k_smem,
         v_smem=v_smem,
-        scores_tmem=plgpu.TMEM((rows, config.split), jnp.float32),
-        weights_tmem=plgpu.TMEM((rows, config.split), bf16, packed=True),
+        scores_tmem=plgpu.TMEM((rows, group_keys), jnp.float32),
+        weights_tmem=plgpu.TMEM((rows, group_keys), bf16, packed=True),
         out_tmem=plgpu.TMEM((rows, columns), jnp.float32),
         q_ready_barrier=plgpu.Barrier(num_arrivals=copies_q),
         k_ready_barrier=copied(),
@@ -111,15 +119,87 @@ def _scratch_types(plan: Plan) -> _Scratch:
     )
 
 
+def _group_blocks(plan: Plan) -> int:
+    """Key blocks of a group, whose scores are in tensor memory at once: those of the shortest split."""
+    return plan.splits.steps[0][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """Softmax of a group of keys: reads scores from tensor memory and stores weights to it.
+
+    Attributes:
+      scores_tmem: [rows, keys of a group] float32.
+      weights_tmem: [rows, keys of a group] bfloat16.
+      row_position: [rows] in registers.
+    """
+
+    plan: Plan
+    walk: Walk
+    scores_tmem: Any
+    weights_tmem: Any
+    row_position: jax.Array
+
+    def store(self, start: Any, end: Any, state: tuple) -> tuple[jax.Array, jax.Array]:
+        """Stores the weights of items start .. end - 1, relative to the best score of the split so far.
+
+        `state` and the result are (best, total) of the split, float32 [rows], before and with this group.
+        """
+        best, total = state
+        pieces = self._pieces
+        highest = lambda piece, best: jnp.maximum(best, self._scores(piece)[1].max(1))
+        best = lax.fori_loop(start * pieces, end * pieces, highest, best)
+        if self.plan.splits.grow:
+            total = total * jnp.exp2(state[0] - best)
+
+        def weigh(piece, total):
+            part, scores = self._scores(piece)
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(best, scores.shape, (0,)))
+            plgpu.async_store_tmem(self.weights_tmem.at[:, part], weights.astype(jnp.bfloat16))
+            return total + weights.sum(1)
+
+        total = lax.fori_loop(start * pieces, end * pieces, weigh, total)
+        plgpu.wait_load_tmem()
+        plgpu.commit_tmem()
+        return best, total
+
+    def _scores(self, piece: Any) -> tuple[Any, jax.Array]:
+        """(columns of the group, masked scores float32 [rows, width]) of a piece of a key block."""
+        pieces, width = self._pieces, self._width
+        part = pl.ds(lax.rem(piece, _group_blocks(self.plan) * pieces) * width, width)
+        scores = plgpu.async_load_tmem(self.scores_tmem.at[:, part], layout=TILE.layout)
+        first = self.walk.block_of(lax.div(piece, pieces)) * self.plan.config.key_block
+        first = first + lax.rem(piece, pieces) * width
+        return part, softmax.masked(self.plan, scores, first, self.row_position)
+
+    @property
+    def _width(self) -> int:
+        """Scores of a thread in registers at once; a soft cap or fp8 pages need registers themselves."""
+        narrow = self.plan.soft_cap is not None or self.plan.fp8
+        return 32 if narrow else self.plan.config.key_block
+
+    @property
+    def _pieces(self) -> int:
+        return self.plan.config.key_block // self._width
+
+
+def _rescale(plan: Plan, out_tmem: Any, shrink: jax.Array) -> None:
+    """Multiplies the rows of out_tmem [rows, columns] by shrink [rows]; all MMAs have finished."""
+    for first in range(0, plan.columns, _RESCALED):
+        part_tmem = out_tmem.at[:, first : first + _RESCALED]
+        out = plgpu.async_load_tmem(part_tmem, layout=TILE.layout)
+        out = out * lax.broadcast_in_dim(shrink, out.shape, (0,))
+        plgpu.wait_load_tmem()
+        plgpu.async_store_tmem(part_tmem, out)
+    plgpu.commit_tmem()
+
+
 def _walk_kernel(plan: Plan, interpret):
     """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each split."""
     config, merges_inside = plan.config, plan.merges_inside
     rows, layout = TILE.rows, TILE.layout
     key_block, columns, stages = config.key_block, plan.columns, config.stages
-    per = plan.blocks_per_split
-    # Scores per thread in registers at once; a soft cap or fp8 pages need registers themselves.
-    width = 32 if plan.soft_cap is not None or plan.fp8 else key_block
-    pieces = key_block // width
+    per = _group_blocks(plan)
 
     def body(
         q_gmem,  # [B, T, K, G, H] bfloat16
@@ -182,7 +262,8 @@ def _walk_kernel(plan: Plan, interpret):
             ]
             row_position = softmax.row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
             spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
-            in_split = lambda item: pl.ds(lax.rem(item, per) * key_block, key_block)
+            weights = _Weights(plan, walk, scores_tmem, weights_tmem, row_position)
+            in_group = lambda item: pl.ds(lax.rem(item, per) * key_block, key_block)
 
             def multiply(start, end, pipeline, ready_barrier, product):
                 """Runs `product` for each item; refills a slot while the next MMA runs."""
@@ -212,62 +293,55 @@ def _walk_kernel(plan: Plan, interpret):
             def score(item, slot):
                 keys_smem = as_bfloat16(k_smem.at[slot], wide_k_smem)  # [key_block, H]
                 plgpu.tcgen05_mma(
-                    scores_tmem.at[:, in_split(item)],
+                    scores_tmem.at[:, in_group(item)],
                     q_smem,
                     keys_smem.transpose((1, 0)),
                     k_done_barrier.at[slot],
                     accumulate=False,
                 )
 
-            def load_scores(piece):
-                """(columns of the split, masked scores float32 [rows, width]) of a piece of a key block."""
-                part = pl.ds(lax.rem(piece, per * pieces) * width, width)
-                scores = plgpu.async_load_tmem(scores_tmem.at[:, part], layout=layout)
-                first = walk.block_of(lax.div(piece, pieces)) * key_block
-                first = first + lax.rem(piece, pieces) * width
-                return part, softmax.masked(plan, scores, first, row_position)
-
-            def weigh_split(start, end):
-                """Stores the weights of a split to tensor memory; returns (best, total), float32 [rows]."""
-                best, total, _ = softmax.initial_state(plan)
-                highest = lambda piece, best: jnp.maximum(best, load_scores(piece)[1].max(1))
-                best = lax.fori_loop(start * pieces, end * pieces, highest, best)
-
-                def weigh(piece, total):
-                    part, scores = load_scores(piece)
-                    weights = jnp.exp2(scores - lax.broadcast_in_dim(best, (rows, width), (0,)))
-                    plgpu.async_store_tmem(weights_tmem.at[:, part], weights.astype(jnp.bfloat16))
-                    return total + weights.sum(1)
-
-                total = lax.fori_loop(start * pieces, end * pieces, weigh, total)
-                plgpu.wait_load_tmem()
-                plgpu.commit_tmem()
-                return best, total
-
-            def one_split(j, running):
-                start = jnp.maximum(j * per, first_item)
-                end = jnp.minimum((j + 1) * per, end_item)
+            def add_group(start, end, state, is_first):
+                """Adds key blocks start .. end - 1, of one group, to the split; returns its new (best, total)."""
                 multiply(start, end, keys_ring, k_ready_barrier, score)
-                best, total = weigh_split(start, end)
+                best, total = weights.store(start, end, state)
+                if plan.splits.grow:
+                    shrink = jnp.exp2(state[0] - best)
+                    pl.when(~is_first)(functools.partial(_rescale, plan, out_tmem, shrink))
 
                 def weighted(item, slot):
                     values_smem = as_bfloat16(v_smem.at[slot], wide_v_smem)  # [key_block, columns]
                     plgpu.tcgen05_mma(
                         out_tmem,
-                        weights_tmem.at[:, in_split(item)],
+                        weights_tmem.at[:, in_group(item)],
                         values_smem,
                         v_done_barrier.at[slot],
-                        accumulate=item > start,
+                        accumulate=(item > start) | ~is_first if plan.splits.grow else item > start,
                     )
 
                 multiply(start, end, values_ring, v_ready_barrier, weighted)
+                return best, total
+
+            def one_split(j, running):
+                start, end = walk.items_of(j, first_item, end_item)
+                best, total, _ = softmax.initial_state(plan)
+                if plan.splits.grow:
+                    first_group = lax.div(start, per)
+
+                    def one_group(i, state):
+                        blocks = jnp.maximum(i * per, start), jnp.minimum((i + 1) * per, end)
+                        return add_group(*blocks, state, i == first_group)
+
+                    groups = first_group, lax.div(end - 1, per) + 1
+                    best, total = lax.fori_loop(*groups, one_group, (best, total))
+                else:
+                    best, total = add_group(start, end, (best, total), True)
                 out = plgpu.async_load_tmem(out_tmem, layout=layout)
                 if merges_inside:
                     running = softmax.merge(running, (best, total, out), spread)
                     plgpu.wait_load_tmem()
                     return running
                 parts_gmem, stats_gmem = outs_gmem
-                where = (b, kv, tile, walk.my_first + j * config.walks - walk.first_split)
+                where = (b, kv, tile, walk.split(j))
                 store_split(plan, out, parts_gmem.at[(*where, slice(None), my_columns)], interpret)
                 plgpu.wait_load_tmem()
 

@@ -18,9 +18,11 @@ from pallas_kernels.verify_attention import mosaic_merge
 from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
     Plan,
+    Splits,
     Tile,
     TuningConfig,
     choose_walks,
+    splits_of,
 )
 from pallas_kernels.verify_attention.mosaic_tiles import copy_queries
 from pallas_kernels.verify_attention.mosaic_warpgroups import Cores, walk_kernel
@@ -37,12 +39,14 @@ def choose_config(
     table_size: int,
     window: int | None,
     device: Device,
+    splits: Splits | None = None,
 ) -> TuningConfig:
-    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; H is at most 256."""
+    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits` other than the layer's. H is at most 256."""
     H = shape[3]
     room = (1 if H > 128 else 2) * device.num_sms
-    walks = choose_walks(shape, kv_heads, table_size, window, TILE, room)
-    return TuningConfig(64 if H == 64 else 32, 256, 2, walks)
+    splits = splits or splits_of(window)
+    walks = choose_walks(shape, kv_heads, table_size, window, TILE, room, splits)
+    return TuningConfig(64 if H == 64 else 32, splits, 2, walks)
 
 
 class _Mma(Cores):

@@ -14,9 +14,11 @@ from pallas_kernels.device import Device
 from pallas_kernels.verify_attention import mosaic_merge
 from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
+    Splits,
     Tile,
     TuningConfig,
     choose_walks,
+    splits_of,
 )
 from pallas_kernels.verify_attention.mosaic_tiles import load_queries
 from pallas_kernels.verify_attention.mosaic_warpgroups import Cores, walk_kernel
@@ -31,14 +33,16 @@ def choose_config(
     table_size: int,
     window: int | None,
     device: Device,
+    splits: Splits | None = None,
 ) -> TuningConfig:
-    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions."""
+    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits` other than the layer's."""
     N, H = shape[2:]
     key_block = 32 if H > 256 else 64
     # Chosen so that two thread blocks of head dim 64 or 128 fit on one SM.
     stages = {64: 6, 128: 3 if N // kv_heads % 8 == 0 else 2, 256: 2, 512: 3}[H]
-    walks = choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms)
-    return TuningConfig(key_block, 256, stages, walks)
+    splits = splits or splits_of(window)
+    walks = choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms, splits)
+    return TuningConfig(key_block, splits, stages, walks)
 
 
 class _Wgmma(Cores):

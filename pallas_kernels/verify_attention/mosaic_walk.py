@@ -1,18 +1,19 @@
 """The key blocks that one thread block of attention visits, and where they are in the paged cache."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.verify_attention.mosaic_plan import Plan
+from pallas_kernels.verify_attention.mosaic_plan import Plan, cut
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
-    """The key blocks that one thread block visits, numbered as items 0, 1, ... across its splits.
+class Walk(ABC):
+    """The key blocks that one thread block visits, numbered as items across its splits.
 
     Attributes:
       table_gmem: page table int32 [B, W].
@@ -31,39 +32,38 @@ class Walk:
     first_split: Any
     last_split: Any
 
-    @classmethod
+    @staticmethod
     def of(
-        cls, plan: Plan, table_gmem: Any, positions_gmem: Any, b: Any, index: Any, tile: Any
+        plan: Plan, table_gmem: Any, positions_gmem: Any, b: Any, index: Any, tile: Any
     ) -> "Walk":
-        return cls(plan, table_gmem, b, index, *span(plan, positions_gmem, b, tile))
+        kind = _PartWalk if plan.splits.grow else _StridedWalk
+        return kind(plan, table_gmem, b, index, *span(plan, positions_gmem, b, tile))
 
     @property
-    def my_first(self):
-        """First split of this walk."""
-        return self.first_split + self.index
+    @abstractmethod
+    def num_splits(self) -> Any:
+        """Number of splits of this walk; may be 0 or less."""
 
     @property
-    def num_splits(self):
-        walks = self.plan.config.walks
-        return lax.div(self.last_split - self.my_first + walks, walks)
+    @abstractmethod
+    def first_item(self) -> Any:
+        """The first item."""
 
-    @property
-    def first_item(self):
-        plan = self.plan
-        skipped = self.first_block - self.first_split * plan.blocks_per_split
-        return jnp.where(self.index == 0, skipped, 0)
+    @abstractmethod
+    def end_item(self, num_splits: Any) -> Any:
+        """The last item plus 1, of a walk with splits."""
 
-    def end_item(self, num_splits):
-        per = self.plan.blocks_per_split
-        is_last = self.my_first + (num_splits - 1) * self.plan.config.walks == self.last_split
-        short = jnp.where(is_last, self.last_block - self.last_split * per, per - 1)
-        return (num_splits - 1) * per + short + 1
+    @abstractmethod
+    def split(self, j: Any) -> Any:
+        """Number of the walk's split j; the first split that the tile sees is 0."""
 
-    def block_of(self, item):
+    @abstractmethod
+    def items_of(self, j: Any, first_item: Any, end_item: Any) -> tuple[Any, Any]:
+        """(first item, last item plus 1) of the walk's split j, within the items of the walk."""
+
+    @abstractmethod
+    def block_of(self, item: Any) -> Any:
         """Index of an item's key block within the sequence."""
-        per = self.plan.blocks_per_split
-        split = self.my_first + lax.div(item, per) * self.plan.config.walks
-        return split * per + lax.rem(item, per)
 
     def pages_of(self, item) -> tuple[Any, ...]:
         """Page ids of an item's key block, one per TMA copy."""
@@ -87,6 +87,82 @@ class Walk:
         ]
 
 
+class _StridedWalk(Walk):
+    """Of equal splits, those of numbers `index`, `index + walks`, ...: the first one is known before the positions."""
+
+    @property
+    def num_splits(self):
+        walks = self.plan.config.walks
+        return lax.div(self.last_split - self._first + walks, walks)
+
+    @property
+    def first_item(self):
+        skipped = self.first_block - self.first_split * self._size
+        return jnp.where(self.index == 0, skipped, 0)
+
+    def end_item(self, num_splits):
+        size = self._size
+        is_last = self._first + (num_splits - 1) * self.plan.config.walks == self.last_split
+        short = jnp.where(is_last, self.last_block - self.last_split * size, size - 1)
+        return (num_splits - 1) * size + short + 1
+
+    def split(self, j):
+        return self._first + j * self.plan.config.walks - self.first_split
+
+    def items_of(self, j, first_item, end_item):
+        size = self._size
+        return jnp.maximum(j * size, first_item), jnp.minimum((j + 1) * size, end_item)
+
+    def block_of(self, item):
+        split = self._first + lax.div(item, self._size) * self.plan.config.walks
+        return split * self._size + lax.rem(item, self._size)
+
+    @property
+    def _size(self) -> int:
+        ((_, size),) = self.plan.splits.steps
+        return size
+
+    @property
+    def _first(self):
+        return self.first_split + self.index
+
+
+class _PartWalk(Walk):
+    """Consecutive splits, about as many keys as the other walks have (`mosaic_plan.cut`). Items are key blocks."""
+
+    @property
+    def num_splits(self):
+        is_last = self.index == self.plan.config.walks - 1
+        return jnp.where(is_last, self.last_split + 1, self._cut(self.index + 1)) - self._first
+
+    @property
+    def first_item(self):
+        return jnp.maximum(self.plan.splits.first_of(self._first), self.first_block)
+
+    def end_item(self, num_splits):
+        end = self.plan.splits.first_of(self._first + num_splits)
+        return jnp.minimum(end, self.last_block + 1)
+
+    def split(self, j):
+        return self._first + j - self.first_split
+
+    def items_of(self, j, first_item, end_item):
+        first_of, split = self.plan.splits.first_of, self._first + j
+        return jnp.maximum(first_of(split), first_item), jnp.minimum(first_of(split + 1), end_item)
+
+    def block_of(self, item):
+        return item
+
+    @property
+    def _first(self):
+        return self._cut(self.index)
+
+    def _cut(self, index):
+        plan = self.plan
+        end = self.last_block + 1
+        return cut(plan.splits, self.first_block, end, plan.config.walks, index)
+
+
 def span(plan: Plan, positions_gmem: Any, b: Any, tile: Any) -> tuple[Any, Any, Any, Any]:
     """(first, last) key block and (first, last) split that any row of the tile sees."""
     first_query = tile * plan.tile_queries
@@ -99,5 +175,4 @@ def span(plan: Plan, positions_gmem: Any, b: Any, tile: Any) -> tuple[Any, Any, 
         first_key = jnp.maximum(positions_gmem[b, first_query] - (plan.window - 1), 0)
         first = lax.div(first_key, jnp.int32(plan.config.key_block))
     last = lax.div(last_key, jnp.int32(plan.config.key_block))
-    per = jnp.int32(plan.blocks_per_split)
-    return first, last, lax.div(first, per), lax.div(last, per)
+    return first, last, plan.splits.split_of(first), plan.splits.split_of(last)

@@ -98,7 +98,7 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
     """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each split."""
     config, merges_inside = plan.config, plan.merges_inside
     rows, key_block, columns = plan.tile.rows, config.key_block, plan.columns
-    per, groups, stages = plan.blocks_per_split, plan.groups, config.stages
+    groups, stages = plan.groups, config.stages
 
     def body(
         q_gmem,  # [B, T, K, G, H] bfloat16
@@ -213,14 +213,13 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
                 return new_best, total, out
 
             def one_split(j, running):
-                start = jnp.maximum(j * per, first_item)
-                end = jnp.minimum((j + 1) * per, end_item)
+                start, end = walk.items_of(j, first_item, end_item)
                 split = lax.fori_loop(start, end, visit, softmax.initial_state(plan))
                 if merges_inside:
                     return softmax.merge(running, split, spread)
                 parts_gmem, stats_gmem = outs_gmem
                 best, total, out = split
-                where = (b, kv, tile, walk.my_first + j * config.walks - walk.first_split)
+                where = (b, kv, tile, walk.split(j))
                 store_split(plan, out, parts_gmem.at[(*where, slice(None), my_columns)], interpret)
 
                 @pl.when((group == 0) & (share == 0))

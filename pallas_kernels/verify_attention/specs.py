@@ -16,7 +16,8 @@ MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 class Spec:
     """bfloat16 rows over a cache of `length` positions per sequence.
 
-    With a window the page table is a ring. With `fp8` the cache is e4m3.
+    With a window the page table is a ring. With `fp8` the cache is e4m3. With `grow` splits grow with the position
+    (`mosaic_plan.GROWING`), which no model's layer has by default.
     """
 
     batch: int
@@ -30,6 +31,7 @@ class Spec:
     sinks: bool = False
     soft_cap: float | None = None
     fp8: bool = False
+    grow: bool = False
 
     @property
     def chips(self) -> tuple[int, ...]:
@@ -47,6 +49,14 @@ GPT_OSS_LOCAL = dict(**GPT_OSS, window=128, length=768)
 GEMMA_LOCAL = dict(heads=32, kv_heads=16, head_dim=256, window=1024, length=1536)
 GEMMA_GLOBAL = dict(heads=32, kv_heads=4, head_dim=512)
 GEMMA_2 = dict(heads=16, kv_heads=8, head_dim=256, soft_cap=50.0)
+
+# Contexts in which splits that grow with the position count: sequences, and keys of each.
+LONG = {
+    "one-16k": (1, 16384),
+    "eight-16k": (8, 16384),
+    "one-64k": (1, 65536),
+    "one-128k": (1, 131072),
+}
 
 SPECS = {
     "qwen3-moe-one": Spec(batch=1, rows=8, **QWEN3),
@@ -86,6 +96,20 @@ SPECS = {
     "gpt-oss-local-fp8-cache": Spec(batch=8, rows=8, fp8=True, **GPT_OSS_LOCAL),
     "gemma-31b-local-fp8-cache": Spec(batch=64, rows=8, fp8=True, **GEMMA_LOCAL),
     "gemma-31b-global-fp8-cache": Spec(batch=64, rows=8, fp8=True, **GEMMA_GLOBAL),
+    **{
+        f"long-{name}{'-fp8-cache' * fp8}{'-growing' * grow}": Spec(
+            batch=batch, rows=8, length=length, page_size=64, fp8=fp8, grow=grow, **QWEN3
+        )
+        for name, (batch, length) in LONG.items()
+        for fp8 in (False, True)
+        for grow in (False, True)
+    },
+    "long-eight-16k-plain": Spec(batch=8, rows=1, length=16384, page_size=64, **QWEN3),
+    "long-eight-16k-plain-growing": Spec(
+        batch=8, rows=1, length=16384, page_size=64, grow=True, **QWEN3
+    ),
+    "gemma-31b-global-growing": Spec(batch=8, rows=8, length=16384, grow=True, **GEMMA_GLOBAL),
+    "gpt-oss-growing-prefill": Spec(batch=1, rows=512, length=16384, grow=True, **GPT_OSS),
     "embedded": Spec(batch=2, rows=4, heads=4, kv_heads=2, head_dim=64, length=512),
 }
 
@@ -107,6 +131,14 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
         args = (*args, jax.ShapeDtypeStruct((N,), jnp.bfloat16))
 
     def run(q, k_pages, v_pages, page_table, positions, sinks=None):
+        launch = api.launch_of(q, k_pages, v_pages, "mosaic_gpu")
+        if spec.grow and launch is not None:
+            from pallas_kernels.verify_attention.mosaic_plan import GROWING  # a slow import
+
+            return api.kernel_of(launch)(
+                q, k_pages, v_pages, page_table, positions, H**-0.5, spec.window, sinks, launch,
+                soft_cap=spec.soft_cap, splits=GROWING,
+            )  # fmt: skip
         return api.verify_attention(
             q, k_pages, v_pages, page_table=page_table, positions=positions, scale=H**-0.5,
             window=spec.window, sinks=sinks, soft_cap=spec.soft_cap, implementation="mosaic_gpu",

@@ -44,7 +44,7 @@ def on(chip: str, *others):
 
 MOST = {"h200": 14, "b200": 14, "rtx5090": 6, "b300": 2}
 """Specs of an operation to compile on a chip, spread over its list; B300 runs B200's kernels. `spread` adds
-those of kernels and weight formats that these lack. `python -m bench.deviceless --chip CHIP --op OP` compiles all specs."""
+those of kernels, weight formats and head dims that these lack. `python -m bench.deviceless --chip CHIP --op OP` compiles all specs."""
 SPILLS = {
     ("rtx5090", "widest"): 8,
     ("rtx5090", "qwen3-moe-prefill"): 4,
