@@ -19,7 +19,12 @@ from pallas_kernels.verify_attention.mosaic_plan import Plan, Splits, Tile, Tuni
 from pallas_kernels.verify_attention.mosaic_softmax import LOG2E, NOTHING, finish, merge
 from pallas_kernels.verify_attention.mosaic_walk import span
 
-_MERGE_UNROLL = 4
+_LOADS = 4
+"""Splits whose loads are under way at once, before the first of them is merged."""
+_MORE_LOADS = 8
+"""The same with more than twice as many splits and at most `_MOST_BLOCKS` thread blocks."""
+_MOST_BLOCKS = 512
+"""Thread blocks that run at once although `_MORE_LOADS` take more registers (up to 64 instead of 40; 80 of head dim 64)."""
 
 
 class Chip(NamedTuple):
@@ -91,6 +96,8 @@ def _merge_kernel(plan: Plan, interpret: Any) -> Callable:
     """The merge kernel of stored splits: (parts, stats, positions[, sinks]) -> out."""
     heads = max(1, 128 // plan.H)  # heads per thread block
     width = heads * plan.H
+    num_blocks = plan.B * plan.T * plan.N // heads
+    loads_more = plan.max_splits > 2 * _MORE_LOADS and num_blocks <= _MOST_BLOCKS
 
     def body(
         parts_gmem,  # [B, K, tiles, splits, tile_rows * H] float32
@@ -131,15 +138,20 @@ def _merge_kernel(plan: Plan, interpret: Any) -> Callable:
             out = parts_gmem[b, kv, tile, split, pl.ds(row * plan.H, width)]
             return best, total, jnp.where(mask, plgpu.layout_cast(out, layout), 0.0)
 
-        def some_splits(i, running):
+        def some_splits(loads, start, i, running):
             # Issue all loads before the first merge, to hide their latency.
-            for split in [load(i * _MERGE_UNROLL + j) for j in range(_MERGE_UNROLL)]:
+            for split in [load(start + i * loads + j) for j in range(loads)]:
                 running = merge(running, split, lambda x: x)
             return running
 
-        rounds = lax.div(last - first + _MERGE_UNROLL, _MERGE_UNROLL)
-        running = tuple(map(constant, (NOTHING, 0.0, 0.0)))
-        running = lax.fori_loop(0, rounds, some_splits, running)
+        running, start, count = tuple(map(constant, (NOTHING, 0.0, 0.0))), 0, last - first + 1
+        if loads_more:
+            rounds = lax.div(count, _MORE_LOADS)
+            more = functools.partial(some_splits, _MORE_LOADS, 0)
+            running, start = lax.fori_loop(0, rounds, more, running), rounds * _MORE_LOADS
+        rounds = lax.div(count - start + _LOADS - 1, _LOADS)
+        some = functools.partial(some_splits, _LOADS, start)
+        running = lax.fori_loop(0, rounds, some, running)
         sink = None
         if plan.has_sinks:
             sink = per_head(

@@ -160,6 +160,18 @@ def test_splits_that_grow_give_a_row_the_same_bits_however_the_work_is_cut(chip,
 @pytest.mark.sampled(1)
 @interpreted
 @on_each_chip
+@pytest.mark.parametrize("start", [1150, 1030, 100])
+def test_many_splits_are_merged_eight_loads_at_a_time(chip, start):
+    """18, 17 and 2 splits: eights and a rest, eights and one, no eight."""
+    case = Case((start,), T=1, K=1, G=8, H=64, Z=64, width=18)
+    inputs = case.inputs()
+    alone = attend(chip, case, *inputs, walks=1)
+    np.testing.assert_array_equal(attend(chip, case, *inputs, walks=3), alone)
+
+
+@pytest.mark.sampled(1)
+@interpreted
+@on_each_chip
 def test_an_odd_group_of_narrow_heads_is_one_walk(chip):
     """The merging kernel could not store it; Qwen2.5-0.5B has such groups."""
     case, spec = Case((70,), T=2, K=1, G=7, H=64, Z=16, width=8), SPECS["qwen2.5-0.5b-eight"]
