@@ -6,7 +6,7 @@ number of items; blocks past `num_items` return immediately.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
-from pallas_kernels.pipeline import Pipeline, SharedPipeline, warpgroup_index
+from pallas_kernels.pipeline import Pipeline
 from pallas_kernels.weight_tiles.codecs import codec_of
 from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
-from pallas_kernels.weight_tiles.warpgroups import launch_options, tile_rows, warpgroup_part
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,11 @@ class TuningConfig:
         are not unpacked in registers.
       shared: all items read the same rows of x, so rows need no sorting by expert.
       stages: preferred pipeline stages of gate_up and down, see `Format.stages`.
-      groups: preferred warpgroups per block of gate_up and down; each has its own weight tile, and they share the item.
     """
 
     tokens: int
     shared: bool
     stages: tuple[int, int]
-    groups: tuple[int, int] = (1, 1)
 
     @classmethod
     def choose(cls, R: int, E: int, top_k: int, most: int = 64) -> "TuningConfig":
@@ -53,16 +50,6 @@ class TuningConfig:
         if R > 64:
             return cls(tokens, False, (2, 2))
         return cls(tokens, False, {32: (4, 2), 64: (2, 2)}.get(tokens, (2, 3)))
-
-    def alternatives(self, quantized: bool) -> "list[TuningConfig]":
-        """Configs to compare with this one on Hopper. Warpgroups share an item only if its rows are quantised:
-        otherwise they unpack weights most of the time, and two are slower than one (docs/log.md)."""
-        groups = [(1, 1)]
-        if quantized and self.tokens >= 32:
-            groups += [(2, 2)]
-            groups += [(2, 4)] * (self.tokens <= 64)  # with four a thread has 128 registers
-        configs = [replace(self, stages=(n, n), groups=g) for g in groups for n in (2, 3, 4)]
-        return [config for config in configs if config != self]
 
 
 def _activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
@@ -84,7 +71,6 @@ def _grouped(
     tokens: int,
     shared: bool,
     stages: int,
-    groups: int,
     finish,
     launch: Launch,
     name: str,
@@ -110,10 +96,9 @@ def _grouped(
     form = Format.of(weight.values, weight.scale, launch.device, x.dtype)
     codec, mma = form.codec, form.mma
     num_steps = pl.cdiv(K, codec.step)
-    groups = mma.groups(groups)
-    tile_sizes = (parts, tokens, K, jnp.bfloat16, groups)
+    tile_sizes = (parts, tokens, K, jnp.bfloat16, 1)  # one warpgroup
     stages = form.stages(stages, num_steps, form.most_stages(*tile_sizes, launch.device))
-    row_tiles = pl.cdiv(N, groups * form.rows)
+    row_tiles = pl.cdiv(N, form.rows)
 
     def body(
         x_gmem,  # [rows, K] bfloat16 or e4m3
@@ -121,14 +106,12 @@ def _grouped(
         num_items_gmem,  # [1 or more] int32
         w_gmem,  # [E, parts, N, K], mxfp4 [E, parts, N, K / 2]
         *refs,  # scale, bias and scale of x, if any; out_gmem bfloat16 [items * tokens, N]
-        w_smem,  # [groups * stages, parts, rows, width]
+        w_smem,  # [stages, parts, rows, width]
         x_smem,  # [stages, tokens, step] bfloat16 or e4m3
-        out_smem,  # [(groups,) stored tokens, rows] bfloat16
+        out_smem,  # [stored tokens, rows] bfloat16
         ready_barrier,
-        x_ready_barrier=None,
-        x_free_barrier=None,
         x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32
-        scale_smem=None,  # mxfp4: [groups * parts, rows * K / 32] uint8
+        scale_smem=None,  # mxfp4: [parts, rows * K / 32] uint8
         scales_ready_barrier=None,
         **scratch,  # of the MMA
     ):
@@ -138,7 +121,7 @@ def _grouped(
         x_scale_gmem = optional.pop(0) if x_scale is not None else None
         block = lax.axis_index("block")
         item, row_tile = lax.div(block, row_tiles), lax.rem(block, row_tiles)
-        first_row, out_row = tile_rows(form.rows, groups, row_tile, N)
+        first_row = row_tile * form.rows
         rows = pl.ds(first_row, form.rows)
 
         @pl.when(item < num_items_gmem[0])
@@ -146,41 +129,26 @@ def _grouped(
             expert = experts_gmem[item]
             first_token = 0 if shared else item * tokens
 
-            def fetch_weights(i, place):
+            def fetch(i, slot):
+                barrier = ready_barrier.at[slot]
                 columns = pl.ds(i * codec.width, codec.width)
                 for part in range(parts):
                     source_gmem = w_gmem.at[expert, part, rows, columns]
-                    fetch_tile(source_gmem, w_smem.at[place, part], ready_barrier.at[place])
-
-            def fetch_x(i, slot, barrier):
+                    fetch_tile(source_gmem, w_smem.at[slot, part], barrier)
                 columns = pl.ds(i * codec.step, codec.step)
                 token_range = pl.ds(first_token, tokens)
-                fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier.at[slot])
+                fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier)
                 if codec.x_scaled:
                     target_smem = x_scale_smem.at[slot, pl.ds(0, tokens)]
-                    fetch_tile(x_scale_gmem.at[i, token_range], target_smem, barrier.at[slot])
+                    fetch_tile(x_scale_gmem.at[i, token_range], target_smem, barrier)
 
-            def fetch_both(i, slot):
-                fetch_weights(i, slot)
-                fetch_x(i, slot, ready_barrier)
-
-            ring = dict(
+            pipeline = Pipeline(
                 stages=stages,
                 num_steps=num_steps,
+                fetch=fetch,
                 ready_barrier=ready_barrier,
                 fenced=form.read_by_threads,
             )
-            if groups == 1:
-                pipeline = Pipeline(fetch=fetch_both, **ring)
-            else:
-                pipeline = SharedPipeline(
-                    fetch=fetch_weights,
-                    groups=groups,
-                    fetch_shared=lambda i, slot: fetch_x(i, slot, x_ready_barrier),
-                    shared_ready_barrier=x_ready_barrier,
-                    shared_free_barrier=x_free_barrier,
-                    **ring,
-                )
 
             def block_scales(i):
                 if not codec.block_scaled:
@@ -188,23 +156,19 @@ def _grouped(
                 at = (lax.div(first_row, BLOCK), jnp.minimum(i, num_steps - 1))
                 return [scale_gmem[expert, part, *at] for part in range(parts)]
 
-            scales_smem = []
-            if codec.staged:
-                first = warpgroup_index(groups) * parts
-                scales_smem = [scale_smem.at[first + part] for part in range(parts)]
-                scales_ready = warpgroup_part(scales_ready_barrier, groups)
+            scales_smem = [scale_smem.at[part] for part in range(parts)] if codec.staged else []
             for part, part_smem in enumerate(scales_smem):
                 row = (expert * parts + part) * N + first_row
-                fetch_scales(scale_gmem, row, form.rows, part_smem, scales_ready)
+                fetch_scales(scale_gmem, row, form.rows, part_smem, scales_ready_barrier)
             pipeline.start()
             if codec.staged:
-                plgpu.barrier_wait(scales_ready)
+                plgpu.barrier_wait(scales_ready_barrier)
 
             def visit(i, slot, refill, carry):
                 totals, factors = carry
                 next_factors = block_scales(i + 1)  # one step ahead, to hide the load latency
-                place = pipeline.wait(slot)
-                tiles_smem = [w_smem.at[place, part] for part in range(parts)]
+                pipeline.wait(slot)
+                tiles_smem = [w_smem.at[slot, part] for part in range(parts)]
                 x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)] if codec.x_scaled else None
                 operands = Operands(tiles_smem, x_smem.at[slot], scales_smem, i, x_scales)
                 totals = form.add_products(
@@ -212,7 +176,7 @@ def _grouped(
                 )
                 return totals, next_factors
 
-            carry = form.zeros(parts, tokens, groups), block_scales(0)
+            carry = form.zeros(parts, tokens, 1), block_scales(0)
             totals, _ = pipeline.each_step(0, num_steps, visit, carry)
             pieces = len(totals) // parts
             load = lambda source_gmem: mma.load_rows(
@@ -224,17 +188,13 @@ def _grouped(
                     totals[i] = totals[i] * load(scale_gmem.at[expert, part, :, 0])
                 if bias_gmem is not None:
                     totals[i] = totals[i] + load(bias_gmem.at[expert, part])
-
-            def store():
-                form.store_tokens_first(
-                    out_gmem.at[pl.ds(item * tokens, tokens), pl.ds(out_row, form.rows)],
-                    warpgroup_part(out_smem, groups),
-                    [finish(*totals[piece::pieces]) for piece in range(pieces)],
-                    arranged=arranged,
-                    interpret=launch.interpret,
-                )
-
-            store() if groups == 1 else pl.when(out_row < N)(store)
+            form.store_tokens_first(
+                out_gmem.at[pl.ds(item * tokens, tokens), rows],
+                out_smem,
+                [finish(*totals[piece::pieces]) for piece in range(pieces)],
+                arranged=arranged,
+                interpret=launch.interpret,
+            )
 
     kernel = plgpu.kernel(
         body,
@@ -244,7 +204,6 @@ def _grouped(
         grid_names=("block",),
         interpret=launch.interpret,
         kernel_name=name,
-        **launch_options(groups),
     )
     optional = form.kernel_scale(weight.scale), mma.pad_rows(weight.bias), x_scale
     optional = [array for array in optional if array is not None]
@@ -278,7 +237,6 @@ def gate_up(
         tokens=config.tokens,
         shared=config.shared,
         stages=config.stages[0],
-        groups=config.groups[0],
         finish=lambda gate, up: _activate(gate, up, limit),
         launch=launch,
         name="moe_gate_up",
@@ -313,7 +271,6 @@ def down(
         tokens=config.tokens,
         shared=False,
         stages=config.stages[1],
-        groups=config.groups[1],
         finish=lambda y: y,
         launch=launch,
         name="moe_down",

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.activations import quantize
 from pallas_kernels.block_gemm import mosaic_gpu as block_gemm
 from pallas_kernels.device import B200, H200
-from pallas_kernels.moe import mosaic_gpu as moe
-from pallas_kernels.moe.reference import ExpertWeights
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -105,30 +102,3 @@ def test_few_tokens_and_blackwell_have_one_warpgroup(kind):
     assert many.chunks == few.chunks
     there = choose(4096, *shape, B200)
     assert (there.tokens, there.groups) == (64, 1)
-
-
-@pytest.mark.sampled(1, slow=2)
-@race_free
-@pytest.mark.parametrize("tokens", [32, 128])
-@pytest.mark.parametrize("form", ["fp8", "fp8_rows"])
-def test_warpgroups_that_share_quantised_rows_of_an_item_have_the_same_bits(form, tokens):
-    """Three tiles of rows for two warpgroups; the last item does not exist."""
-    items, D, F = 2, 256, 192
-    experts, count = jnp.array([1, 0], jnp.int32), jnp.array([1], jnp.int32)
-    grown = jnp.exp(3 * jax.random.normal(jax.random.key(3), (items * tokens, 1)))
-    weights = [
-        ExpertWeights(*weight(form, *shape, seed=i), None)
-        for i, shape in enumerate([(2, 2, F, D), (2, D, F)])
-    ]
-
-    def run(product, K: int, leaf: ExpertWeights, groups: int, *limit) -> np.ndarray:
-        x, scale = quantize(whole((items * tokens, K), 2) * grown)
-        config = moe.TuningConfig(tokens, False, (2, 2), (groups, groups))
-        work = (experts, count, items)
-        made = product(x, leaf, *work, *limit, config, launch(), x_scale=scale)
-        return np.asarray(made)[:tokens]
-
-    for product, K, leaf, *limit in ((moe.gate_up, D, weights[0], 2.0), (moe.down, F, weights[1])):
-        wanted = run(product, K, leaf, 1, *limit)
-        assert np.array_equal(run(product, K, leaf, 2, *limit), wanted)
-        assert np.unique(wanted).size > tokens
