@@ -207,7 +207,6 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             }
         ),
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
-        **({"prefetch_weights": True} if options.prefetch_weights else {}),
         **({"rows_per_request": per_request} if options.rows else {}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,

@@ -40,7 +40,6 @@ from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
 from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
-from peagle_jax.weight_prefetch import with_prefetch
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
 _COLLECTIVE = re.compile(r"k(All|Collective|ReduceScatter|Send|Recv)\w*")
@@ -109,7 +108,6 @@ class Sizes(Options):
     )  # fmt: skip
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
     activations: str = option("of fp8 weights", default="bf16", choices=("bf16", "fp8"))
-    prefetch_weights: bool = option("norms bring the next weights to level 2", default=False)
 
 
 class Programs(NamedTuple):
@@ -165,7 +163,6 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         dtype="bfloat16",
         kv_cache_dtype=sizes.kv_cache_dtype,
         activations=sizes.activations,
-        prefetch_weights=sizes.prefetch_weights,
         adaptive="survival" if sizes.rows else "off",
         tensor_parallel=sizes.tensor_parallel,
         collectives=sizes.collectives,
@@ -188,7 +185,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
     if mesh is not None:
         shardings = devices.state_shardings(state)
         state = jax.tree.map(lambda x, place: x.update(sharding=place), state, shardings)
-    target = with_prefetch(with_activations(target, config), config)
+    target = with_activations(target, config)
     weights, structure = jax.tree.flatten((target, drafter))
     weights = devices.take_weights(weights)
 

@@ -102,7 +102,6 @@ class Models:
             tensor_parallel=self.num_devices,
             collectives=options.collectives,
             activations=options.activations,
-            prefetch_weights=options.prefetch_weights,
             greedy_rounds=None if options.temperature == 0 else False,
             only_greedy=options.temperature == options.presence_penalty == 0
             and adaptive == "off"

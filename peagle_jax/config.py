@@ -274,16 +274,17 @@ class EngineConfig:
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
       verify_method: how these are accepted, "token" by token or in a "block" (`verify.verify_block`).
       selector: let the head's selector choose the drafts, if the head has one.
-      prefix_caching: keep the pages of earlier texts, and prefill only what follows them.
       saved_rings: beginnings whose sliding windows are kept; None: 64, in 256 MiB (`memory.fit_rings`).
-      max_logprobs, prompt_logprobs: most alternatives per token; compile a second prefill program for the latter.
-      tensor_parallel: N, devices that run every step together (docs/parallel.md). With check_replicas the engine fails
-        if what all of them hold alike differs after a call.
+      prefix_caching: keep the pages of earlier texts, and prefill only what follows them.
+      max_logprobs: most alternatives per token for logprobs.
+      prompt_logprobs: compile a second prefill program, for requests with `prompt_logprobs`.
+      tensor_parallel: N, devices that run every step together (docs/parallel.md).
       collectives: of greedy rounds on GPUs: "launched" between CUDA graphs, or "captured" in the graph.
-      greedy_rounds, rounds_per_call: rounds of greedy requests, without branches; how many a call runs (`round_shapes`).
+      check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
+      greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
+      rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
       dtype: of weights and activations; kv_cache_dtype: "auto" stores K and V in it, "fp8" as e4m3 with scale 1.
       activations: "fp8" quantises the rows that fp8 weights multiply, see `quantized_activations`.
-      prefetch_weights: on GPUs norms bring the next weights to level 2, see `weight_prefetch`.
     """
 
     num_draft: int = 7
@@ -313,7 +314,6 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     activations: Literal["bf16", "fp8"] = "bf16"
-    prefetch_weights: bool = False
 
     def __post_init__(self):
         sizes = "max_num_seqs max_model_len page_size max_waiting tensor_parallel rounds_per_call"

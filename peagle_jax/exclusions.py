@@ -40,10 +40,6 @@ _RULES: tuple[Rule, ...] = (
         lambda config: config.collectives == "captured" and config.tensor_parallel == 1,
         "collectives=captured is for several devices: set tensor_parallel above 1",
     ),
-    (
-        lambda config: config.prefetch_weights and config.tensor_parallel > 1,
-        "prefetch_weights is for one device: leave it out, or tensor_parallel",
-    ),
 )
 
 

@@ -7,7 +7,7 @@ Axis letters are defined in docs/architecture.md.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -122,18 +122,15 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones(width, dtype))
         self.eps = eps
 
-    def __call__(self, x: jax.Array, next_weights: Sequence[jax.Array] = ()) -> jax.Array:
-        return rms_norm(x, self.weight[...], eps=self.eps, next_weights=next_weights)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.weight[...], eps=self.eps)
 
-    def after(
-        self, h: jax.Array, delta: Delta | None, next_weights: Sequence[jax.Array] = ()
-    ) -> tuple[jax.Array, jax.Array]:
-        """(h + delta, norm of it); without a delta (h, norm of h). `next_weights` are prefetched."""
+    def after(self, h: jax.Array, delta: Delta | None) -> tuple[jax.Array, jax.Array]:
+        """(h + delta, norm of it); without a delta (h, norm of h)."""
         if delta is None:
-            return h, self(h, next_weights)
+            return h, self(h)
         values, weights, rows = delta
-        options = dict(eps=self.eps, next_weights=next_weights)
-        return add_rms_norm(h, values, self.weight[...], weights=weights, rows=rows, **options)
+        return add_rms_norm(h, values, self.weight[...], eps=self.eps, weights=weights, rows=rows)
 
 
 class Embed(nnx.Module):
@@ -241,11 +238,6 @@ class Attention(nnx.Module):
         self.eps = eps
         self.sinks = nnx.Param(jnp.zeros(N, dtype)) if config.sinks else None
 
-    @property
-    def weights(self) -> tuple[jax.Array, ...]:
-        """The weights of the block in the order in which it reads them, to prefetch."""
-        return self.qkv.weight[...], self.out.weight[...]
-
     def __call__(self, x: jax.Array, angles, cache, attend: Attend, keep: jax.Array | None = None):
         """x [B, T, inputs] -> (delta [B, T, outputs], or [B, n, outputs] of rows `keep` [B, n]; cache)."""
         config = self.config
@@ -334,10 +326,6 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear(width, 2 * inner, std=INIT_STD, **init)
         self.down = Linear(inner, width, std=std_out, **init)
 
-    def first_weights(self, num_rows: int) -> tuple[jax.Array, ...]:
-        """The weights that the block reads first, in this order, to prefetch."""
-        return self.gate_up.weight[...], self.down.weight[...]
-
     def __call__(self, x: jax.Array) -> Delta:
         gate_up = add_in_order(self.gate_up.parts(x))
         if self.gate_up.bias is not None:
@@ -367,9 +355,6 @@ _gated.defvjp(lambda activation, gate_up: (_gated(activation, gate_up), gate_up)
 class DecoderLayer(nnx.Module):
     """Pre-norm decoder layer: residual attention, then a residual MLP (`mlp`, by default SwiGLU)."""
 
-    prefetches = False
-    """Whether the norms prefetch the weights of the block after them, see `weight_prefetch`."""
-
     def __init__(self, config, layer: int, *, dtype, rngs: nnx.Rngs, mlp: nnx.Module | None = None):
         std_out = INIT_STD / math.sqrt(2 * config.num_layers)
         D, eps = config.hidden_size, config.norm_eps
@@ -390,10 +375,7 @@ class DecoderLayer(nnx.Module):
           (the stream entering the layer [B, T, D], the stream after attention, the MLP's delta to it,
           cache).
         """
-        ahead = self.attention.weights if self.prefetches else ()
-        entered, x = self.input_norm.after(h, delta, ahead)
+        entered, x = self.input_norm.after(h, delta)
         out, cache = self.attention(x, angles, cache, attend, keep)
-        h = kept(entered, keep)
-        ahead = self.mlp.first_weights(h.size // h.shape[-1]) if self.prefetches else ()
-        h, x = self.post_norm.after(h, out, ahead)
+        h, x = self.post_norm.after(kept(entered, keep), out)
         return entered, h, self.mlp(x), cache

@@ -93,9 +93,6 @@ class Options(RowOptions):
     activations: str = option(
         "how fp8 weights read activations; fp8: quantised", default="bf16", choices=("bf16", "fp8")
     )
-    prefetch_weights: bool = option(
-        "norms of the target bring the weights of the next kernels to level 2", default=False
-    )
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     prefill_chunk: int = option("tokens per prefill call", default=512, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")

@@ -1,7 +1,5 @@
 """RMSNorm over the last axis, alone or after a residual sum."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +18,6 @@ def rms_norm(
     scale: jax.Array,
     *,
     eps: float,
-    next_weights: Sequence[jax.Array] = (),
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     """`x / sqrt(mean(x²) + eps) * scale`, computed in float32.
@@ -28,8 +25,6 @@ def rms_norm(
     Args:
       x: [..., D].
       scale: [D].
-      next_weights: weights [..., K] that the next kernels read: a GPU kernel brings their first 24 MiB to level 2
-        (`pallas_kernels.prefetch`). They change no result.
     Returns:
       [..., D] in `x.dtype`; the bits of a row do not depend on other rows.
     Raises:
@@ -41,7 +36,7 @@ def rms_norm(
     from pallas_kernels.rms_norm import mosaic_gpu  # slow to import
 
     rows = x.reshape(-1, x.shape[-1])
-    return mosaic_gpu.rms_norm(rows, scale, next_weights, eps=eps, launch=launch).reshape(x.shape)
+    return mosaic_gpu.rms_norm(rows, scale, eps=eps, launch=launch).reshape(x.shape)
 
 
 def add_rms_norm(
@@ -52,7 +47,6 @@ def add_rms_norm(
     eps: float,
     weights: jax.Array | None = None,
     rows: jax.Array | None = None,
-    next_weights: Sequence[jax.Array] = (),
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds `delta` to the residual stream and norms the sum.
@@ -68,7 +62,6 @@ def add_rms_norm(
       rows: int32 [S, R'], R' not below the number of rows of h: part s of row r is
         `delta[rows[s, r]]`.
       weights: float32 [S, R'], required with rows and refused without.
-      next_weights: as in `rms_norm`.
     Returns:
       `h + delta`, and `rms_norm` of it; both [..., D] in `h.dtype`. The sum is rounded once, before
       it is normed. The bits of a row do not depend on other rows.
@@ -86,7 +79,7 @@ def add_rms_norm(
     if rows is None:
         delta = delta.reshape(1 if delta.ndim == h.ndim else delta.shape[0], -1, D)
     added, normed = mosaic_gpu.add_rms_norm(
-        h.reshape(-1, D), delta, scale, weights, rows, next_weights, eps=eps, launch=launch
+        h.reshape(-1, D), delta, scale, weights, rows, eps=eps, launch=launch
     )
     return added.reshape(h.shape), normed.reshape(h.shape)
 

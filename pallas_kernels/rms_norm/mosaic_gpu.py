@@ -11,7 +11,6 @@ exchange their squares through shared memory, and then all reduce the same numbe
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,7 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import prefetch
 from pallas_kernels.dispatch import Launch
 
 _TILE = 64
@@ -60,11 +58,9 @@ def tuning(tiles: int) -> TuningConfig:
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "launch"))
-def rms_norm(
-    x: jax.Array, scale: jax.Array, next_weights: Sequence[jax.Array], *, eps: float, launch: Launch
-) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, launch: Launch) -> jax.Array:
     """x [R, D], scale [D] -> [R, D]."""
-    (normed,) = _launch(x, None, None, None, scale, next_weights, eps, launch)
+    (normed,) = _launch(x, None, None, None, scale, eps, launch)
     return normed
 
 
@@ -75,7 +71,6 @@ def add_rms_norm(
     scale: jax.Array,
     weights: jax.Array | None,
     sources: jax.Array | None,
-    next_weights: Sequence[jax.Array],
     *,
     eps: float,
     launch: Launch,
@@ -85,12 +80,10 @@ def add_rms_norm(
     With sources [S, R'], parts is a buffer [P, D]: part s of row r is parts[sources[s, r]] * weights[s, r].
     bfloat16 parts stay bfloat16 in registers until they are added, to halve the register count.
     """
-    return _launch(h, parts, weights, sources, scale, next_weights, eps, launch)
+    return _launch(h, parts, weights, sources, scale, eps, launch)
 
 
-def _launch(
-    h, parts, weights, sources, scale, next_weights, eps: float, launch: Launch
-) -> tuple[jax.Array, ...]:
+def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tuple[jax.Array, ...]:
     R, D = h.shape
     S = 0 if parts is None else parts.shape[0] if sources is None else sources.shape[0]
     tiles = D // _TILE
@@ -105,7 +98,6 @@ def _launch(
         weights_gmem,  # [S, R'] or None
         sources_gmem,  # [S, R'] or None
         scale_gmem,  # [tiles, 64]
-        next_gmem,  # next weights, each [N, K]
         outs_gmem,  # each [R, tiles, 64]: the sum, if any, and the norm
         squares_smem,  # [groups, strip, 64] float32
         stored_barrier,  # all warpgroups have stored their squares
@@ -120,8 +112,6 @@ def _launch(
             deltas = [[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips]
             shares = None if weights is None else [weights_gmem[s, r] for s in range(S)]
         scales = [load(scale_gmem.at[strip]) for strip in strips]
-        if next_gmem:  # after the loads, so that these come first
-            pl.when(g == 0)(lambda: prefetch.request(next_gmem, r, R))
         if S:
             rows = [_added(x, delta, shares) for x, delta in zip(rows, deltas, strict=True)]
             for x, strip in zip(rows, strips, strict=True):
@@ -152,16 +142,12 @@ def _launch(
         parts_gmem = refs.pop(0) if S else None
         weights_gmem = refs.pop(0) if weights is not None else None
         sources_gmem = refs.pop(0) if sources is not None else None
-        scale_gmem = refs.pop(0)
-        next_gmem = [refs.pop(0) for _ in next_weights]
-        *outs_gmem, squares_smem, stored_barrier = refs
-        inputs_gmem = (h_gmem, parts_gmem, weights_gmem, sources_gmem, scale_gmem, next_gmem)
-        norm_row(*inputs_gmem, outs_gmem, squares_smem, stored_barrier)
+        scale_gmem, *outs_gmem, squares_smem, stored_barrier = refs
+        added = (parts_gmem, weights_gmem, sources_gmem)
+        norm_row(h_gmem, *added, scale_gmem, outs_gmem, squares_smem, stored_barrier)
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
-    scale = scale.reshape(tiles, _TILE)
-    operands = (in_tiles(h), in_tiles(parts), weights, sources, scale)
-    operands += tuple(map(prefetch.as_rows, next_weights))
+    operands = (in_tiles(h), in_tiles(parts), weights, sources, scale.reshape(tiles, _TILE))
     outs = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((R, tiles, _TILE), h.dtype),) * (2 if S else 1),

@@ -17,15 +17,13 @@ MMA: dict[int, str] = {}
 class Spec:
     """bfloat16 rows; `parts` terms are added first, 0 for none.
 
-    Parts are float32 partial sums of a product, or bfloat16 results of experts if `weighted`. `ahead` are shapes of
-    e4m3 weights that the kernel prefetches.
+    Parts are float32 partial sums of a product, or bfloat16 results of experts if `weighted`.
     """
 
     rows: int
     width: int
     parts: int = 0
     weighted: bool = False
-    ahead: tuple[tuple[int, int], ...] = ()
 
 
 SPECS = {
@@ -40,10 +38,6 @@ SPECS = {
     "qwen3-moe-experts-1024": Spec(rows=1024, width=2048, parts=8, weighted=True),
     "qwen3-moe-experts-4096": Spec(rows=4096, width=2048, parts=8, weighted=True),
     "qwen3-moe-prefill": Spec(rows=4096, width=2048, parts=1),
-    "qwen3-moe-ahead": Spec(
-        rows=8, width=2048, parts=8, weighted=True, ahead=((5120, 2048), (2048, 4096))
-    ),
-    "qwen3-moe-ahead-256": Spec(rows=256, width=2048, parts=1, ahead=((128 * 1536, 2048),)),
     "gpt-oss-first": Spec(rows=8, width=2880),
     "gpt-oss-attention": Spec(rows=8, width=2880, parts=4),
     "gpt-oss-experts": Spec(rows=8, width=2880, parts=4, weighted=True),
@@ -57,27 +51,24 @@ SPECS = {
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows][, next weights]."""
+    """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows]."""
     R, D, S = spec.rows, spec.width, spec.parts
-    shapes = {"h": ((R, D), jnp.bfloat16), "scale": ((D,), jnp.bfloat16)}
+    h = jax.ShapeDtypeStruct((R, D), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((D,), jnp.bfloat16)
+    common = dict(eps=1e-6, implementation="mosaic_gpu")
+    if not S:
+        return lambda h, scale: api.rms_norm(h, scale, **common), (h, scale)
     if spec.weighted:
-        shapes |= {
-            "delta": ((S * R, D), jnp.bfloat16),
-            "weights": ((S, R), jnp.float32),
-            "rows": ((S, R), jnp.int32),
-        }
-    elif S:
-        shapes |= {"delta": ((S, R, D), jnp.float32)}
-
-    def norm(*arrays):
-        operands = dict(zip(shapes, arrays[: len(shapes)], strict=True))
-        h = operands.pop("h")
-        function = api.add_rms_norm if S else api.rms_norm
-        ahead = arrays[len(shapes) :]
-        return function(h, **operands, next_weights=ahead, eps=1e-6, implementation="mosaic_gpu")
-
-    ahead = [(shape, jnp.float8_e4m3fn) for shape in spec.ahead]
-    return norm, tuple(jax.ShapeDtypeStruct(*shape) for shape in [*shapes.values(), *ahead])
+        buffer = jax.ShapeDtypeStruct((S * R, D), jnp.bfloat16)
+        shares = jax.ShapeDtypeStruct((S, R), jnp.float32)
+        sources = jax.ShapeDtypeStruct((S, R), jnp.int32)
+        add = lambda h, buffer, scale, weights, rows: api.add_rms_norm(
+            h, buffer, scale, weights=weights, rows=rows, **common
+        )
+        return add, (h, buffer, scale, shares, sources)
+    parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
+    add = lambda h, parts, scale: api.add_rms_norm(h, parts, scale, **common)
+    return add, (h, parts, scale)
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
@@ -91,6 +82,6 @@ def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
         (grown(x) * jax.random.normal(jax.random.fold_in(key, i), x.shape)).astype(x.dtype)
         for i, x in enumerate(shapes)
     ]
-    if spec.weighted:  # after h, scale, delta and weights
-        arrays[4] = jax.random.permutation(key, spec.parts * spec.rows).reshape(shapes[4].shape)
+    if spec.weighted:
+        arrays[-1] = jax.random.permutation(key, spec.parts * spec.rows).reshape(shapes[-1].shape)
     return tuple(arrays)

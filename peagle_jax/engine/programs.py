@@ -63,7 +63,6 @@ from peagle_jax.plan import (
 from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
-from peagle_jax.weight_prefetch import with_prefetch
 
 AT_ONCE = 4
 """Programs that a process compiles at the same time: in `Programs.warm_up`, and as a follower."""
@@ -96,7 +95,7 @@ class Programs:
         self.round_keys: tuple[Key, ...] = (*self.shapes[:first], *greedy, *self.shapes[first:])
         """All rounds, in the order in which they compile."""
         devices = devices or Devices()
-        target = with_prefetch(with_activations(target, config), config)
+        target = with_activations(target, config)
         weights, structure = jax.tree.flatten((target, drafter))
         self._devices, self._weights = devices, devices.take_weights(weights)
         self.stored_times = StoredTimes(self._weights, structure, config)

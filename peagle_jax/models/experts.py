@@ -48,12 +48,6 @@ class MoE(nnx.Module):
         self.gate_up = ExpertLinear((E, 2, F), D, std=INIT_STD, **init)
         self.down = ExpertLinear((E, D), F, std=std_out, **init)
 
-    def first_weights(self, num_rows: int) -> tuple[jax.Array, ...]:
-        """Gate and up of all experts, to prefetch, if `num_rows` rows choose nearly all of them."""
-        experts = self.config.experts
-        chosen = num_rows * experts.top_k
-        return (self.gate_up.weight[...],) if chosen >= 4 * experts.num_experts else ()
-
     def __call__(self, x: jax.Array) -> Delta:
         rows = x.reshape(-1, x.shape[-1])
         experts = self.config.experts

@@ -17,9 +17,6 @@ from peagle_jax.layers import INIT_STD, Attend, Attention, Delta, GatedMLP, RMSN
 class Gemma4Layer(nnx.Module):
     """`(h + norm(attention(norm(h))) + norm(mlp(norm(.)))) * layer_scalar`."""
 
-    prefetches = False
-    """As in `layers.DecoderLayer`."""
-
     def __init__(self, config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs):
         D, eps = config.hidden_size, config.norm_eps
         init = dict(std_out=INIT_STD / math.sqrt(2 * config.num_layers), dtype=dtype, rngs=rngs)
@@ -33,12 +30,10 @@ class Gemma4Layer(nnx.Module):
 
     def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):
         """As `layers.DecoderLayer`, but the delta is None: the scalar multiplies the complete sum."""
-        ahead = self.attention.weights if self.prefetches else ()
-        entered, x = self.input_norm.after(h, delta, ahead)
+        entered, x = self.input_norm.after(h, delta)
         out, cache = self.attention(x, angles, cache, attend, keep)
         h = kept(entered, keep)
         h = h + self.post_attention_norm(out.added_to(jnp.zeros_like(h)))
-        ahead = self.mlp.first_weights(h.size // h.shape[-1]) if self.prefetches else ()
-        out = self.mlp(self.pre_mlp_norm(h, ahead))
+        out = self.mlp(self.pre_mlp_norm(h))
         h = h + self.post_mlp_norm(out.added_to(jnp.zeros_like(h)))
         return entered, h * self.layer_scalar[...], None, cache
