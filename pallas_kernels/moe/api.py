@@ -204,7 +204,7 @@ def _routed(
     how = dict(top_k=top_k, normalize=normalize, items=items, launch=launch)
     if mosaic_plan.fits(R, E, top_k, config.tokens):
         routed = mosaic_plan.route_and_plan(logits, router_bias, **how, **cut)
-    elif mosaic_place.IS_DEFAULT and mosaic_place.fits(R, E, launch.device) and not config.shared:
+    elif mosaic_place.fits(R, E, launch.device) and not config.shared:
         routed = mosaic_place.route_and_place(logits, router_bias, tokens=config.tokens, **how)
     else:
         weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)

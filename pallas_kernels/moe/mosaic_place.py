@@ -25,9 +25,6 @@ from pallas_kernels.moe import mosaic_route
 from pallas_kernels.moe.mosaic_route import ROWS, load_flat, padded_experts
 from pallas_kernels.moe.mosaic_sort import popcount, scan_items, store_experts
 
-IS_DEFAULT = False
-"""Whether `api.mixture` takes these kernels for more rows than `mosaic_plan` has. They are compiled, not measured."""
-
 _LAYOUT = plgpu.Layout.WGMMA
 _WIDTH = 64
 """Experts of one register array [ROWS, _WIDTH]."""

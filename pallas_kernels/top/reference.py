@@ -33,6 +33,8 @@ def _in_tiles(values: jax.Array, count: int) -> jax.Array:
     pad = [(0, 0)] * (values.ndim - 1) + [(0, -V % width)]
     tiles = jnp.pad(values, pad, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, width)
     best = _in_tiles(tiles.max(-1), count)
+    # In ascending order, so that equal values keep the order of their indices.
+    best = jnp.take_along_axis(best, _ranked(-best.astype(jnp.float32), count), axis=-1)
     inner = jnp.take_along_axis(tiles, best[..., None], axis=-2)
     at = best[..., None] * width + jnp.arange(width)
     flat = lambda x: x.reshape(*x.shape[:-2], count * width)
@@ -41,7 +43,7 @@ def _in_tiles(values: jax.Array, count: int) -> jax.Array:
 
 
 def _ranked(values: jax.Array, count: int) -> jax.Array:
-    """Indices of the largest of few values: the rank of a value is the number of those before it."""
+    """Indices of the `count` largest of few values: the rank of a value is the number of those before it."""
     index = jnp.arange(values.shape[-1])
     mine, other = values[..., :, None], values[..., None, :]
     before = (other > mine) | ((other == mine) & (index < index[:, None]))

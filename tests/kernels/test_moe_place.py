@@ -93,9 +93,10 @@ def test_a_mixture_is_the_same_with_either_worklist(monkeypatch, first):
         implementation="mosaic_gpu",
     ).added(R)  # fmt: skip
     monkeypatch.setattr(mosaic_plan, "MOST_ROWS", 20)
-    wanted = run()
+    with monkeypatch.context() as patch:
+        patch.setattr(mosaic_place, "fits", lambda *_: False)
+        wanted = run()
     calls = []
-    monkeypatch.setattr(mosaic_place, "IS_DEFAULT", True)
     place = mosaic_place.route_and_place
     monkeypatch.setattr(
         mosaic_place, "route_and_place", lambda *args, **how: calls.append(1) or place(*args, **how)

@@ -46,6 +46,18 @@ def test_the_kernel_is_the_reference(width):
     assert ((ids >= 0) & (ids < width)).all()
 
 
+@pytest.mark.parametrize("width", [1000, 33_000, 151_936])
+def test_equal_values_are_in_the_order_of_their_indices(width):
+    """Also where the reference searches tiles of a long row."""
+    values = np.round(np.random.default_rng(0).normal(size=(40, width)), 1).astype(np.float32)
+    ids, largest = (
+        np.asarray(x) for x in top(jnp.asarray(values), COUNT, implementation="reference")
+    )
+    wanted = np.argsort(-values, axis=1, kind="stable")[:, :COUNT]
+    np.testing.assert_array_equal(ids, wanted)
+    np.testing.assert_array_equal(largest, np.take_along_axis(values, wanted, axis=1))
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "count", "why"),
     [
