@@ -14,6 +14,10 @@ WIDE_CHIPS = (90, 100)
 """Those with a kernel for a head dim of 512; its queries do not fit into the registers of the others."""
 
 
+SHARED_KEYS_CHIPS = (90,)
+"""Those with the form for many queries, `mosaic_prefill`; no call takes it by default."""
+
+
 def verify_attention(
     q: jax.Array,
     k_pages: jax.Array,

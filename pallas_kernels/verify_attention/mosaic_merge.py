@@ -33,7 +33,7 @@ class Chip(NamedTuple):
 
     tile: Tile
     choose_config: Callable[..., TuningConfig]
-    """(shape of q, KV heads, positions of a page table, window, device, splits or None) -> tuning."""
+    """(shape of q, KV heads, positions of a page table, window, device, splits or None, whether pages are e4m3) -> tuning."""
     walk_kernel: Callable[[Plan, Any], Callable]
     """(plan, interpret) -> the kernel that walks over keys."""
 
@@ -61,7 +61,8 @@ def verify_attention(
     if config is None:
         Z, K = k_pages.shape[1:3]
         table_size = page_table.shape[1] * Z
-        config = chip.choose_config(q.shape, K, table_size, window, launch.device, splits)
+        fp8 = k_pages.dtype == jnp.float8_e4m3fn
+        config = chip.choose_config(q.shape, K, table_size, window, launch.device, splits, fp8)
     facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
     plan = make_plan(q, k_pages, page_table, chip.tile, config, **facts)
     operands = (q, k_pages, v_pages, page_table, positions, sinks)

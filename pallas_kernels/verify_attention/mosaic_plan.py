@@ -1,6 +1,7 @@
 """Tiling of the attention kernels of all chips: row tiles, blocks and splits of keys.
 
-A thread block owns one row tile of one kv head: row r is query r // G, head r % G of the group. Keys come in
+A thread block owns one row tile of one kv head, or `row_groups` consecutive ones (`mosaic_prefill`): row r of a tile
+is query r // G, head r % G of the group. Keys come in
 blocks of `key_block` keys, and blocks form splits (`Splits`), both at absolute positions. Each
 split starts a new softmax (best, total, out): the row maximum, the sum of weights, and the weighted sum
 of values. Splits are merged one by one in ascending order. `walks` affects speed only:
@@ -39,6 +40,7 @@ class Tile(NamedTuple):
       chunk: maximum number of columns of a chunk of `plain_smem`. A kernel loads whole chunks: a slice of the
         columns may start inside a period of the swizzle, because the swizzle tiles of unaligned heads have fewer
         than 8 rows, and Mosaic counts from the start of the slice. It then reads other columns, without an error.
+      row_groups: maximum of `TuningConfig.row_groups`.
     """
 
     rows: int
@@ -46,6 +48,7 @@ class Tile(NamedTuple):
     layout: Any
     swizzled: bool = True
     chunk: int = 128
+    row_groups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +133,14 @@ class TuningConfig:
       splits: keys of one softmax, see `splits_of`; places are keys.
       stages: pipeline stages (key blocks in flight).
       walks: thread blocks that share the splits of one row tile.
+      row_groups: row tiles of a thread block; several share its key blocks (`mosaic_prefill`).
     """
 
     key_block: int
     splits: Splits
     stages: int
     walks: int
+    row_groups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +311,8 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
     """Plan of a call from the shapes; options: scale, window, soft_cap and has_sinks.
 
     Raises:
-      ValueError: `config` has several walks, whose splits the merge kernel cannot read.
+      ValueError: `config` has several walks, whose splits the merge kernel cannot read, or several row groups
+        where a thread block cannot have them.
     """
     B, T, N, H = q.shape
     _, Z, K, _ = k_pages.shape
@@ -316,6 +322,16 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
             f"{config.walks=} must be 1 for a head dim of {H} and {N // K} query heads per kv head: "
             f"the merge kernel takes {128 // H} heads of one query at a time"
         )
+    if config.row_groups > 1:
+        wrong = {
+            f"on this chip, which has at most {tile.row_groups}": config.row_groups
+            > tile.row_groups,
+            f"with {config.walks} walks": config.walks > 1,
+            f"with a head dim of {H}": H > 128,
+            "with e4m3 pages": fp8,
+        }
+        if said := [why for why, is_wrong in wrong.items() if is_wrong]:
+            raise ValueError(f"{config.row_groups=} must be 1 {' and '.join(said)}")
     return Plan(
         B=B, T=T, K=K, G=N // K, H=H, Z=Z, W=table.shape[1], fp8=fp8, config=config, tile=tile,
         **options,

@@ -56,6 +56,7 @@ def choose_config(
     window: int | None,
     device: Device,
     splits: Splits | None = None,
+    fp8: bool = False,
 ) -> TuningConfig:
     """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits` other than the layer's."""
     H = shape[3]

@@ -5,6 +5,8 @@ values from registers.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -14,16 +16,21 @@ from pallas_kernels.device import Device
 from pallas_kernels.verify_attention import mosaic_merge
 from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
+    Plan,
     Splits,
     Tile,
     TuningConfig,
     choose_walks,
     splits_of,
 )
+from pallas_kernels.verify_attention.mosaic_prefill import PrefillCores, prefill_kernel
 from pallas_kernels.verify_attention.mosaic_tiles import load_queries
-from pallas_kernels.verify_attention.mosaic_warpgroups import Cores, walk_kernel
+from pallas_kernels.verify_attention.mosaic_warpgroups import walk_kernel
 
-TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA)
+TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, row_groups=2)
+SHARES_KEYS = False
+"""Whether calls of many queries take `prefill_config`. Compiled, not measured, so they do not."""
+_MANY = 512  # rows of a kv head and a sequence: four thread blocks of two row tiles
 _SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
 
@@ -34,6 +41,7 @@ def choose_config(
     window: int | None,
     device: Device,
     splits: Splits | None = None,
+    fp8: bool = False,
 ) -> TuningConfig:
     """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits` other than the layer's."""
     N, H = shape[2:]
@@ -42,10 +50,18 @@ def choose_config(
     stages = {64: 6, 128: 3 if N // kv_heads % 8 == 0 else 2, 256: 2, 512: 3}[H]
     splits = splits or splits_of(window)
     walks = choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms, splits)
+    if SHARES_KEYS and walks == 1 and H <= 128 and not fp8 and shape[1] * N // kv_heads >= _MANY:
+        return prefill_config(H, window, splits)
     return TuningConfig(key_block, splits, stages, walks)
 
 
-class _Wgmma(Cores):
+def prefill_config(head_dim: int, window: int | None, splits: Splits | None = None) -> TuningConfig:
+    """Tuning with two row tiles a thread block, for a head dim of 64 or 128 and bfloat16 pages."""
+    # One thread block fits on an SM. The stages are 160 KB of keys and values.
+    return TuningConfig(64, splits or splits_of(window), {64: 10, 128: 5}[head_dim], 1, 2)
+
+
+class _Wgmma(PrefillCores):
     def load_queries(
         self, plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place, interpret
     ):
@@ -53,11 +69,10 @@ class _Wgmma(Cores):
         return q_smem
 
     def scores(self, plan, q_smem, keys_smem):
-        def score(acc_reg):
-            if plan.H <= _SCORE_COLUMNS:
-                plgpu.wgmma(acc_reg, q_smem, keys_smem.transpose((1, 0)))
-                return acc_reg[...]
+        if plan.H <= _SCORE_COLUMNS:
+            return self.scores_during(plan, q_smem, keys_smem, lambda: None)[0]
 
+        def score(acc_reg):
             # Not unrolled: the descriptors of all steps would take registers.
             @pl.loop(0, plan.H // _SCORE_COLUMNS)
             def _(i):
@@ -66,6 +81,14 @@ class _Wgmma(Cores):
                 plgpu.wgmma(acc_reg, q_smem.at[:, part], keys_part_smem.transpose((1, 0)))
 
             return acc_reg[...]
+
+        return pl.run_scoped(score, plgpu.ACC((TILE.rows, keys_smem.shape[0]), jnp.float32))
+
+    def scores_during(self, plan, q_smem, keys_smem, meanwhile):
+        def score(acc_reg):
+            plgpu.wgmma(acc_reg, q_smem, keys_smem.transpose((1, 0)))
+            result = meanwhile()
+            return acc_reg[...], result
 
         return pl.run_scoped(score, plgpu.ACC((TILE.rows, keys_smem.shape[0]), jnp.float32))
 
@@ -80,7 +103,12 @@ class _Wgmma(Cores):
         )
 
 
+def _kernel(plan: Plan, interpret: Any) -> Callable:
+    form = prefill_kernel if plan.config.row_groups > 1 else walk_kernel
+    return form(_Wgmma(), plan, interpret)
+
+
 verify_attention = functools.partial(
     mosaic_merge.verify_attention,
-    Chip(TILE, choose_config, functools.partial(walk_kernel, _Wgmma())),
+    Chip(TILE, choose_config, _kernel),
 )

@@ -31,13 +31,45 @@ def masked(plan: Plan, scores: jax.Array, first_key, row_position) -> jax.Array:
     visible = key <= limit
     if plan.window is not None:
         visible &= key > limit - plan.window
+    return jnp.where(visible, _scaled(plan, scores), MASKED)
+
+
+def unmasked(plan: Plan, scores: jax.Array, minus_zero: jax.Array) -> jax.Array:
+    """`masked` for rows that see all the keys, with the same bits and without comparisons.
+
+    `minus_zero` is a float32 -0.0 that the compiler does not know. Otherwise it would contract the product with
+    the subtraction of the maximum that follows; it cannot contract a product through a mask.
+    """
+    scores = _scaled(plan, scores)
+    return scores + minus_zero if plan.soft_cap is None else scores
+
+
+def _scaled(plan: Plan, scores: jax.Array) -> jax.Array:
+    """Scaled and capped scores in units of log2."""
     if plan.soft_cap is None:
-        scores = scores * (plan.scale * LOG2E)
-    else:
-        # tanh(x) = 1 - 2 / (e^2x + 1); the hardware tanh has 11 bits only.
-        power = jnp.exp2(scores * (2 * LOG2E * plan.scale / plan.soft_cap))
-        scores = plan.soft_cap * LOG2E - (2 * plan.soft_cap * LOG2E) / (power + 1)
-    return jnp.where(visible, scores, MASKED)
+        return scores * (plan.scale * LOG2E)
+    # tanh(x) = 1 - 2 / (e^2x + 1); the hardware tanh has 11 bits only.
+    power = jnp.exp2(scores * (2 * LOG2E * plan.scale / plan.soft_cap))
+    return plan.soft_cap * LOG2E - (2 * plan.soft_cap * LOG2E) / (power + 1)
+
+
+def weigh(best, total, scores):
+    """Adds a key block to the softmax: (best, total, shrink, weights).
+
+    `shrink` [rows] is the factor on the weighted sum of the blocks before, `weights` [rows, keys] those of the values.
+    """
+    new_best = jnp.maximum(best, scores.max(1))
+    shrink = jnp.exp2(best - new_best)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(new_best, scores.shape, (0,)))
+    return new_best, total * shrink + weights.sum(1), shrink, weights
+
+
+def row_positions(plan: Plan, positions_gmem: Any, b: Any, tile: Any) -> jax.Array:
+    """Position of each row of a tile, int32 [rows] in registers; positions_gmem [B, T]."""
+    queries = [
+        jnp.minimum(tile * plan.tile_queries + t, plan.T - 1) for t in range(plan.tile_queries)
+    ]
+    return row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
 
 
 def sink_values(plan: Plan, sinks_gmem: Any, kv: Any) -> jax.Array | None:

@@ -69,6 +69,30 @@ def copy_queries(plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, place) -
     plgpu.barrier_wait(ready_barrier)
 
 
+def copy_key_block(plan: Plan, sources, pages_gmem, block_smem, ready_barriers, kv, share) -> None:
+    """Starts the copies of the keys and values of a key block.
+
+    Args:
+      sources: pages and keys, `Walk.sources`.
+      pages_gmem: K and V, [P, Z, K, H].
+      block_smem: K [key_block, H], and of each warpgroup V [key_block, columns].
+      ready_barriers: of K and of V.
+      kv: kv head.
+      share: V has the columns of this one of `Plan.shares`.
+    """
+    k_pages_gmem, v_pages_gmem = pages_gmem
+    k_smem, *v_groups_smem = block_smem
+    k_ready_barrier, v_ready_barrier = ready_barriers
+    for where, keys in sources:
+        plgpu.copy_gmem_to_smem(k_pages_gmem.at[(*where, kv)], k_smem.at[keys], k_ready_barrier)
+    for where, keys in sources:
+        for g, v_smem in enumerate(v_groups_smem):
+            columns = pl.ds((share * plan.groups + g) * plan.columns, plan.columns)
+            plgpu.copy_gmem_to_smem(
+                v_pages_gmem.at[(*where, kv, columns)], v_smem.at[keys], v_ready_barrier
+            )
+
+
 def store_result(plan: Plan, result_reg, out_gmem, outs_smem, group_barrier, place) -> None:
     """Stores a finished tile through outs_smem, which other warpgroups may still read, to device memory.
 

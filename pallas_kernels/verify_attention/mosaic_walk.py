@@ -34,10 +34,17 @@ class Walk(ABC):
 
     @staticmethod
     def of(
-        plan: Plan, table_gmem: Any, positions_gmem: Any, b: Any, index: Any, tile: Any
+        plan: Plan,
+        table_gmem: Any,
+        positions_gmem: Any,
+        b: Any,
+        index: Any,
+        tile: Any,
+        tiles: int = 1,
     ) -> "Walk":
+        """Walk `index` over the keys of `tiles` row tiles from `tile` on."""
         kind = _PartWalk if plan.splits.grow else _StridedWalk
-        return kind(plan, table_gmem, b, index, *span(plan, positions_gmem, b, tile))
+        return kind(plan, table_gmem, b, index, *span(plan, positions_gmem, b, tile, tiles))
 
     @property
     @abstractmethod
@@ -163,10 +170,12 @@ class _PartWalk(Walk):
         return cut(plan.splits, self.first_block, end, plan.config.walks, index)
 
 
-def span(plan: Plan, positions_gmem: Any, b: Any, tile: Any) -> tuple[Any, Any, Any, Any]:
-    """(first, last) key block and (first, last) split that any row of the tile sees."""
+def span(
+    plan: Plan, positions_gmem: Any, b: Any, tile: Any, tiles: int = 1
+) -> tuple[Any, Any, Any, Any]:
+    """(first, last) key block and (first, last) split that any row of `tiles` tiles from `tile` on sees."""
     first_query = tile * plan.tile_queries
-    last_query = jnp.minimum(first_query + plan.tile_queries, plan.T) - 1
+    last_query = jnp.minimum(first_query + tiles * plan.tile_queries, plan.T) - 1
     last_key = positions_gmem[b, last_query]
     if plan.window is None:
         last_key = jnp.minimum(last_key, plan.W * plan.Z - 1)

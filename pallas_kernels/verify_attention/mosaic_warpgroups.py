@@ -23,7 +23,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pipeline import PagedPipeline
 from pallas_kernels.verify_attention import mosaic_softmax as softmax
 from pallas_kernels.verify_attention.mosaic_plan import Plan, result_type
-from pallas_kernels.verify_attention.mosaic_tiles import store_result, store_split, widen
+from pallas_kernels.verify_attention.mosaic_tiles import (
+    copy_key_block,
+    store_result,
+    store_split,
+    widen,
+)
 from pallas_kernels.verify_attention.mosaic_walk import Walk
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -125,18 +130,10 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
 
         def fetch(item, pages):
             slot = lax.rem(item, stages)
-            for where, keys in walk.sources(item, pages):
-                plgpu.copy_gmem_to_smem(
-                    k_pages_gmem.at[(*where, kv)], k_smem.at[slot, keys], k_ready_barrier.at[slot]
-                )
-            for where, keys in walk.sources(item, pages):
-                for g in range(groups):
-                    columns_of_g = pl.ds((share * groups + g) * columns, columns)
-                    plgpu.copy_gmem_to_smem(
-                        v_pages_gmem.at[(*where, kv, columns_of_g)],
-                        v_smem.at[slot, g, keys],
-                        v_ready_barrier.at[slot],
-                    )
+            sources = walk.sources(item, pages)
+            place = k_smem.at[slot], *(v_smem.at[slot, g] for g in range(groups))
+            ready = k_ready_barrier.at[slot], v_ready_barrier.at[slot]
+            copy_key_block(plan, sources, (k_pages_gmem, v_pages_gmem), place, ready, kv, share)
 
         first_item = walk.first_item
         # Prefetch the page ids before the bounds are known, to hide the load latency.
@@ -163,11 +160,7 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
                 (b, tile, kv, group),
                 interpret,
             )
-            queries = [
-                jnp.minimum(tile * plan.tile_queries + t, plan.T - 1)
-                for t in range(plan.tile_queries)
-            ]
-            row_position = softmax.row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
+            row_position = softmax.row_positions(plan, positions_gmem, b, tile)
             spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
 
             def sync_groups():
@@ -192,10 +185,7 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
                 if plan.fp8:  # before wide_k_smem is overwritten
                     sync_groups()
                 scores = softmax.masked(plan, scores, walk.block_of(item) * key_block, row_position)
-                new_best = jnp.maximum(best, scores.max(1))
-                shrink = jnp.exp2(best - new_best)
-                weights = jnp.exp2(scores - lax.broadcast_in_dim(new_best, (rows, key_block), (0,)))
-                total = total * shrink + weights.sum(1)
+                best, total, shrink, weights = softmax.weigh(best, total, scores)
                 plgpu.barrier_wait(v_ready_barrier.at[slot])
                 values_smem = v_smem.at[slot, group]  # [key_block, columns]
                 if plan.fp8:
@@ -210,7 +200,7 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
                 if groups > 1:
                     plgpu.barrier_arrive(free_barrier.at[slot])
                 pl.when(group == 0)(functools.partial(pipeline.refill, item, pages))
-                return new_best, total, out
+                return best, total, out
 
             def one_split(j, running):
                 start, end = walk.items_of(j, first_item, end_item)

@@ -17,7 +17,8 @@ class Spec:
     """bfloat16 rows over a cache of `length` positions per sequence.
 
     With a window the page table is a ring. With `fp8` the cache is e4m3. With `grow` splits grow with the position
-    (`mosaic_plan.GROWING`), which no model's layer has by default.
+    (`mosaic_plan.GROWING`), which no model's layer has by default. With `shared_keys` two row tiles of a thread block
+    share its keys (`mosaic_prefill`).
     """
 
     batch: int
@@ -32,10 +33,13 @@ class Spec:
     soft_cap: float | None = None
     fp8: bool = False
     grow: bool = False
+    shared_keys: bool = False
 
     @property
     def chips(self) -> tuple[int, ...]:
         """Generations with a kernel for this head dim."""
+        if self.shared_keys:
+            return api.SHARED_KEYS_CHIPS
         return api.WIDE_CHIPS if self.head_dim > 256 else api.CHIPS
 
 
@@ -57,6 +61,14 @@ LONG = {
     "one-64k": (1, 65536),
     "one-128k": (1, 131072),
 }
+
+PREFILLS = {
+    "512": (1, 512, 512),
+    "512-eight": (8, 512, 512),
+    "16k-begin": (1, 4096, 4096),
+    "16k-end": (1, 4096, 16384),
+}
+"""Prefill calls: sequences, rows of each, and keys that the last row sees."""
 
 SPECS = {
     "qwen3-moe-one": Spec(batch=1, rows=8, **QWEN3),
@@ -110,6 +122,24 @@ SPECS = {
     ),
     "gemma-31b-global-growing": Spec(batch=8, rows=8, length=16384, grow=True, **GEMMA_GLOBAL),
     "gpt-oss-growing-prefill": Spec(batch=1, rows=512, length=16384, grow=True, **GPT_OSS),
+    **{
+        f"prefill-{model}-{name}{'-shared-keys' * shared}": Spec(
+            batch=batch, rows=rows, length=length, page_size=64, shared_keys=shared, **sizes
+        )
+        for model, sizes in (("qwen3-moe", QWEN3), ("llama-8b", LLAMA), ("gpt-oss", GPT_OSS))
+        for name, (batch, rows, length) in PREFILLS.items()
+        for shared in (False, True)
+    },
+    **{
+        f"prefill-gpt-oss-local-16k{'-shared-keys' * shared}": Spec(
+            batch=1,
+            rows=4096,
+            page_size=64,
+            shared_keys=shared,
+            **GPT_OSS_LOCAL | dict(length=4224),
+        )
+        for shared in (False, True)
+    },
     "embedded": Spec(batch=2, rows=4, heads=4, kv_heads=2, head_dim=64, length=512),
 }
 
@@ -132,12 +162,16 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
     def run(q, k_pages, v_pages, page_table, positions, sinks=None):
         launch = api.launch_of(q, k_pages, v_pages, "mosaic_gpu")
-        if spec.grow and launch is not None:
-            from pallas_kernels.verify_attention.mosaic_plan import GROWING  # a slow import
+        if (spec.grow or spec.shared_keys) and launch is not None:
+            from pallas_kernels.verify_attention import mosaic_plan, mosaic_sm90  # a slow import
 
+            splits = mosaic_plan.GROWING if spec.grow else None
+            shared = (
+                mosaic_sm90.prefill_config(H, spec.window, splits) if spec.shared_keys else None
+            )
             return api.kernel_of(launch)(
                 q, k_pages, v_pages, page_table, positions, H**-0.5, spec.window, sinks, launch,
-                soft_cap=spec.soft_cap, splits=GROWING,
+                config=shared, soft_cap=spec.soft_cap, splits=splits,
             )  # fmt: skip
         return api.verify_attention(
             q, k_pages, v_pages, page_table=page_table, positions=positions, scale=H**-0.5,

@@ -57,14 +57,14 @@ class Case:
         return q, k, v, table, positions, sinks
 
 
-def kernel(chip, case: Case, walks: int, split: int | Splits = 64):
+def kernel(chip, case: Case, walks: int, split: int | Splits = 64, row_groups: int = 1):
     """The kernel with splits so short that a few keys make several: (q, k, v, table, positions, sinks) -> out."""
     launch = dispatch.resolve("verify_attention", "mosaic_gpu", chips=(90,))
     launch = launch._replace(device=DEVICES[chip])
     narrow = 64 if chip is mosaic_sm120 else 256  # head dims with key blocks of 64 keys
     key_block = 64 if narrow >= case.H else 32
     splits = split if isinstance(split, Splits) else Splits(((0, split),))
-    config = chip.TuningConfig(key_block, splits, stages=2, walks=walks)
+    config = chip.TuningConfig(key_block, splits, 2, walks, row_groups)
     scale = case.H**-0.5
 
     def run(q, k, v, table, positions, sinks):
@@ -79,11 +79,15 @@ def attend(
     chip, case: Case, q, k, v, table, positions, sinks, walks: int, split: int | Splits = 64
 ):
     """The result of `kernel`."""
+    return exactly(kernel(chip, case, walks, split), q, k, v, table, positions, sinks)
+
+
+def exactly(run, *inputs):
+    """The result of a kernel, whose division is exact."""
     # On a CPU this pass replaces the division by a sum of weights by a product with its inverse, where the sum
     # is broadcast, as it is in one of the two kernels that divide. One result in thousands is rounded apart.
     exact = {"xla_disable_hlo_passes": "algsimp"}
-    run = jax.jit(kernel(chip, case, walks, split), compiler_options=exact)
-    return run(q, k, v, table, positions, sinks)
+    return jax.jit(run, compiler_options=exact)(*inputs)
 
 
 @pytest.mark.sampled(1, slow=5)

@@ -1,0 +1,96 @@
+"""Attention of many queries, whose row tiles share key blocks: the bits of one tile, and where it can be chosen."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.device import H200
+from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120, reference
+from pallas_kernels.verify_attention.mosaic_plan import Splits
+from tests.kernels.test_verify_attention_mosaic import CLOSE, Case, exactly, interpreted, kernel
+
+pytestmark = pytest.mark.sampled(2)
+
+
+@pytest.mark.sampled(2, slow=6)
+@interpreted
+@pytest.mark.parametrize(
+    ("case", "split"),
+    [
+        # Three row tiles, of which a consumer has none; the last one is not full.
+        (Case((70, 5), T=20, K=1, G=8, H=64, Z=16, width=8), 128),
+        (Case((126,), T=40, K=2, G=4, H=128, Z=32, width=6, sinks=True), 128),
+        (Case((100,), T=19, K=1, G=7, H=128, Z=16, width=8), 64),
+        (Case((250,), T=24, K=1, G=8, H=64, Z=16, width=12, window=150, sinks=True), 128),
+        (Case((190,), T=3, K=1, G=8, H=64, Z=16, width=16, soft_cap=2.0), 64),
+        (Case((0,), T=129, K=1, G=8, H=64, Z=16, width=16), 128),
+        (Case((380, 0, 61), T=16, K=1, G=8, H=64, Z=64, width=8), Splits(((0, 64), (256, 128)))),
+    ],
+    ids=["ragged", "sinks", "seven-heads", "ring", "cap", "from-nothing", "growing-splits"],
+)
+def test_row_tiles_that_share_keys_have_the_bits_of_one(case, split):
+    q, k, v, *rest = case.inputs()
+    run = functools.partial(kernel, mosaic_sm90, case, 1, split)
+    shared = exactly(run(row_groups=2), q, k, v, *rest)
+    np.testing.assert_array_equal(shared, exactly(run(), q, k, v, *rest))
+    exact = [x.astype(jnp.float32) for x in (q, k, v)]
+    want = reference.attend(*exact, *rest[:2], case.H**-0.5, case.window, rest[2], 1, case.soft_cap)
+    np.testing.assert_allclose(shared.astype(jnp.float32), want, **CLOSE)
+    # As rows that are decoded alone or verified.
+    table, positions, sinks = rest
+    last = exactly(run(), q[:, -1:], k, v, table, positions[:, -1:], sinks)
+    np.testing.assert_array_equal(shared[:, -1:], last)
+
+
+@interpreted
+def test_keys_of_nan_past_a_row_change_no_bit_of_row_tiles_that_share_keys():
+    """The first tile does not see the last key block, and reads it."""
+    case = Case((48,), T=24, K=1, G=8, H=64, Z=16, width=8)
+    q, k, v, table, positions, sinks = case.inputs()
+    stale = np.asarray(table)[0, 4:]  # keys from 64 on, which queries 0 to 15 do not see
+    marked = k.at[stale].set(jnp.nan)
+    tiles = kernel(mosaic_sm90, case, 1, row_groups=2)
+    run = lambda k: exactly(tiles, q, k, v, table, positions, sinks)
+    want, found = (np.asarray(run(k), np.float32) for k in (k, marked))
+    np.testing.assert_array_equal(found[:, :16], want[:, :16])
+    assert np.isnan(found[:, 16:]).all()
+
+
+@pytest.mark.parametrize(
+    ("chip", "sizes", "walks", "message"),
+    [
+        (mosaic_sm90, {}, 2, "with 2 walks"),
+        (mosaic_sm90, dict(H=256), 1, "with a head dim of 256"),
+        (mosaic_sm90, dict(fp8=True), 1, "with e4m3 pages"),
+        (mosaic_sm100, {}, 1, "on this chip, which has at most 1"),
+        (mosaic_sm120, dict(fp8=True), 1, "which has at most 1 and with e4m3 pages"),
+    ],
+)
+def test_row_tiles_share_no_keys_where_a_thread_block_cannot_hold_them(chip, sizes, walks, message):
+    case = Case((70,), **dict(T=20, K=1, G=8, H=64, Z=16, width=8) | sizes)
+    run = kernel(chip, case, walks, row_groups=2)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, *case.inputs())
+
+
+def test_calls_of_many_queries_share_keys_with_the_same_arithmetic_where_that_is_chosen(
+    monkeypatch,
+):
+    def chosen(batch, rows, heads=32, kv_heads=4, head_dim=128, fp8=False, window=None):
+        shape = (batch, rows, heads, head_dim)
+        return mosaic_sm90.choose_config(shape, kv_heads, 16384, window, H200, None, fp8)
+
+    many = [dict(batch=1, rows=512), dict(batch=1, rows=4096, heads=64, kv_heads=8, head_dim=64)]
+    before = [chosen(**sizes) for sizes in many]
+    assert [config.row_groups for config in before] == [1, 1]  # compiled, not measured
+    monkeypatch.setattr(mosaic_sm90, "SHARES_KEYS", True)
+    after = [chosen(**sizes) for sizes in many]
+    assert [config.row_groups for config in after] == [2, 2]
+    arithmetic = lambda config: (config.key_block, config.splits)
+    assert list(map(arithmetic, after)) == list(map(arithmetic, before))
+    few = [(128, 8), (8, 8), (64, 14)]
+    assert [chosen(*sizes).row_groups for sizes in few] == [1, 1, 1]
+    assert chosen(1, 512, fp8=True).row_groups == chosen(1, 512, head_dim=256).row_groups == 1
