@@ -285,8 +285,8 @@ class ModelOptions(RowOptions):
         choices=("fp8",),
     )
     activations: str = option(
-        "how fp8 weights of the target read activations; fp8: quantised", default="bf16", group="model",
-        choices=("bf16", "fp8"),
+        "how fp8 weights of the target read activations; fp8: quantised; mxfp8: quantised, and so are its weights",
+        default="bf16", group="model", choices=("bf16", "fp8", "mxfp8"),
     )  # fmt: skip
     max_tokens: int = option("new tokens per prompt", default=128, type=positive, metavar="N")
     prompt_tokens: int = option(

@@ -107,7 +107,7 @@ class Sizes(Options):
         choices=("launched", "captured"),
     )  # fmt: skip
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
-    activations: str = option("of fp8 weights", default="bf16", choices=("bf16", "fp8"))
+    activations: str = option("of fp8 weights", default="bf16", choices=("bf16", "fp8", "mxfp8"))
 
 
 class Programs(NamedTuple):

@@ -199,19 +199,22 @@ def held() -> str:
 def floors() -> str:
     """Markdown: projected floors on a B200 of plain decoding and P-EAGLE, by model and concurrency."""
     lines = []
-    for name in LARGE_MODELS:
+    for name, drafts, activations in itertools.product(
+        LARGE_MODELS, (0, DRAFTS), ("bf16", "mxfp8")
+    ):
         chosen = preset(name)
-        for drafts in (0, DRAFTS):
+        if activations == "bf16" or chosen.weights in ("fp8", "mxfp4"):
             head = chosen.head("peagle") if drafts else None
-            cells = [name, f"P-EAGLE K={drafts}" if drafts else "plain"]
+            method = f"P-EAGLE K={drafts}" if drafts else "plain"
+            cells = [name, method, activations]
             for batch in CONCURRENCY:
                 load = Load(
                     batch=batch, context=768, num_draft=drafts, accepted=2.1 if drafts else 0.0,
-                    dtype="bfloat16", weights=chosen.weights,
+                    dtype="bfloat16", weights=chosen.weights, activations=activations,
                 )  # fmt: skip
                 cells.append(f"{1000 * round_seconds(chosen.target, head, load, BLACKWELL):.2f}")
             lines.append(cells)
-    return _markdown(["model", "method", *map(str, CONCURRENCY)], lines)
+    return _markdown(["model", "method", "activations", *map(str, CONCURRENCY)], lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -41,10 +41,14 @@ class Models:
 
     @classmethod
     def load(cls, options: ModelOptions) -> "Models":
-        """From the command line's `--model`, `--drafter`, `--dtype`, `--quantization`, `--methods`."""
+        """From the command line's `--model`, `--drafter`, `--dtype`, `--quantization`, `--activations`, `--methods`."""
         dtype = runs.choose_dtype(options.dtype)
         target, heads, tokenizer = runs.load_methods(
-            options.model, options.drafter, dtype=dtype, quantization=options.quantization
+            options.model,
+            options.drafter,
+            dtype=dtype,
+            quantization=options.quantization,
+            activations=options.activations,
         )
         folder = "" if options.model is None else Path(options.model).resolve().name
         return cls(
@@ -64,7 +68,7 @@ class Models:
 
     @property
     def weights(self) -> str:
-        """Format of the target's matrices: its dtype, fp8 or mxfp4."""
+        """Format of the target's matrices: its dtype, fp8, mxfp4 or mxfp8."""
         matrix = self.target.layers[0].mlp.down
         if matrix.scale is None:
             return self.dtype

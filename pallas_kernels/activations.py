@@ -4,12 +4,13 @@ The scheme is that of FP8 checkpoints with dynamic activations: the scale of a g
 divided by 448, the largest e4m3 number, so nothing overflows. A row's numbers depend on the row alone.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, formats, mxfp8
 from pallas_kernels.formats import BLOCK
 
 Activations = Literal["bf16", "fp8"]
@@ -74,12 +75,25 @@ def _missing_rows(R: int) -> int:
     return -R % 8 if R > 8 else 0
 
 
-def are_quantized(activations: Activations, values: jax.Array) -> bool:
-    """Whether products with a weight of these values quantise their activations.
+def rounding(
+    activations: Activations, values: jax.Array, scale: jax.Array | None
+) -> Callable[[jax.Array], jax.Array] | None:
+    """What rounds the rows x [..., K] of products with a weight to float32; None: they are read as they are.
+
+    Raises:
+      ValueError: there are no such activations, or no such format of weights.
+    """
+    if formats.kind(values, scale) == "mxfp8":
+        return mxfp8.rounded
+    return rounded if are_quantized(activations, values, scale) else None
+
+
+def are_quantized(activations: Activations, values: jax.Array, scale: jax.Array | None) -> bool:
+    """Whether products with this weight quantise their activations by `quantize`.
 
     Raises:
       ValueError: there are no such activations.
     """
     if activations not in get_args(Activations):
         raise ValueError(f"{activations=} must be one of {get_args(Activations)}")
-    return activations == "fp8" and values.dtype == jnp.float8_e4m3fn
+    return activations == "fp8" and formats.kind(values, scale) == "fp8"

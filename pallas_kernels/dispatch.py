@@ -68,9 +68,14 @@ def context() -> tuple[Device | None, bool, bool]:
     return _assumed.get(), _referring.get(), _rounding.get()
 
 
+def device() -> Device:
+    """The device that is traced for: the assumed device, else the default one."""
+    return _assumed.get() or _default_device()
+
+
 def platform() -> str:
-    """The platform that is traced for, as `Device.platform`: of the assumed device, else the default one."""
-    return (_assumed.get() or _default_device()).platform
+    """The platform that is traced for, as `Device.platform`."""
+    return device().platform
 
 
 NO_TPU_KERNEL = "it has no kernel for a TPU"

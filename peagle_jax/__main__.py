@@ -296,14 +296,9 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     from peagle_jax.live_table import LiveComparison
 
     with _loading(args):
-        target, heads, tokenizer = runs.load_methods(
-            args.model,
-            args.drafter,
-            dtype=config.dtype,
-            quantization=args.quantization,
-            taps=args.taps,
-            tensor_parallel=args.tensor_parallel,
-        )
+        rules = dict(dtype=config.dtype, quantization=args.quantization, taps=args.taps)
+        rules |= dict(tensor_parallel=args.tensor_parallel, activations=args.activations)
+        target, heads, tokenizer = runs.load_methods(args.model, args.drafter, **rules)
         texts = _texts(prompts, tokenizer, args)
     engines = runs.make_engines(target, heads, config, tokenizer=tokenizer)
     numbers, left_out = _leave_out(prompts, texts, params, engines.values())

@@ -10,6 +10,7 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.model_folders import check_head_is_given, embedded
 from peagle_jax.models import Decoder
 from peagle_jax.parallel.devices import Devices
+from peagle_jax.quantized_activations import requantize
 from peagle_jax.text import Tokenizer
 
 
@@ -22,6 +23,7 @@ def load_weights(
     quantization: Quantization | None = None,
     taps: Sequence[int] | None = None,
     tensor_parallel: int = 1,
+    activations: str = "bf16",
 ) -> tuple[Decoder, DraftHead | None, Tokenizer | None]:
     """Target, head and tokenizer.
 
@@ -34,6 +36,8 @@ def load_weights(
       quantization: "fp8" quantises the target's matrices during loading.
       taps: tap ids that override those of the head's config.json.
       tensor_parallel: number of devices that share the model (docs/parallel.md).
+      activations: as in `EngineConfig`; "mxfp8" replaces the target's quantised weights in place, where an engine
+        that gets the target would keep both.
 
     Raises:
       ConfigError: a file is missing, or head and target do not match.
@@ -41,6 +45,8 @@ def load_weights(
     target_folder = embedded("target") if model is None else Path(model)
     devices = Devices(tensor_parallel)
     target = load_target(target_folder, dtype=dtype, quantization=quantization, devices=devices)
+    if activations == "mxfp8":
+        requantize(target)
     has_text = (target_folder / "tokenizer.json").is_file()
     tokenizer = Tokenizer(target_folder) if has_text else None
     if method == "none":
@@ -81,5 +87,6 @@ def load(
         quantization=quantization,
         taps=taps,
         tensor_parallel=config.tensor_parallel,
+        activations=config.activations,
     )
     return Engine(target, head, config, tokenizer=tokenizer)

@@ -159,8 +159,9 @@ def _add_model_options(add: Callable) -> None:
     )  # fmt: skip
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
     add(
-        "--activations", choices=("bf16", "fp8"), default="bf16",
-        help="how products with fp8 weights read activations; fp8 quantises them",
+        "--activations", choices=("bf16", "fp8", "mxfp8"), default="bf16",
+        help="how products with fp8 weights read activations; fp8 quantises them, mxfp8 too, and all quantised weights "
+        "become mxfp8 (B200, GB200, B300)",
     )  # fmt: skip
     add(
         "--quantization", choices=("fp8",),

@@ -100,6 +100,7 @@ def make_engine(settings: Settings) -> Engine:
         dtype=config.dtype,
         quantization=settings.quantization,
         tensor_parallel=settings.tensor_parallel,
+        activations=config.activations,
     )
     if settings.kv_cache_memory is not None:
         drafter = None if head is None else head.config

@@ -134,7 +134,10 @@ class Settings(BaseSettings):
         False, "compile what prompt_logprobs of requests, and echo with logprobs, need"
     )
     kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "dtype of keys and values")
-    activations: Literal["bf16", "fp8"] = _option("bf16", "fp8: quantised for fp8 weights")
+    activations: Literal["bf16", "fp8", "mxfp8"] = _option(
+        "bf16",
+        "fp8: quantised for fp8 weights; mxfp8: quantised weights become mxfp8 too (B200, B300)",
+    )
     prefill_chunk: Int = _option(128, "prompt tokens per prefill row and call", metavar="N")
     prefill_rows: Int = _option(1, "prompts prefilled together", metavar="N")
     prefill_calls: Int | None = _option(

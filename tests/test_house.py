@@ -67,6 +67,7 @@ MAY_USE_INTERNALS = {
     "pallas_kernels/mlir_compat.py": "MLIR operations and Mosaic's arrays, for the kernels",
     "peagle_jax/training/flash.py": "cuDNN attention that returns its log-sum-exp",
     "tests/eager.py": "the operation that makes a jax array of one of numpy's",
+    "tests/kernels/block_scaled.py": "block-scaled products, which Mosaic's interpreter lacks",
     "tests/kernels/conftest.py": "the races that Mosaic's interpreter found, and the operation that it lacks",
 }
 """A new version of jax may rename names that are not public. Then only these files change."""

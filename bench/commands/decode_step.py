@@ -91,7 +91,9 @@ class Options(RowOptions):
         "row stands beside those of several devices", default=None, type=positive, metavar="N",
     )  # fmt: skip
     activations: str = option(
-        "how fp8 weights read activations; fp8: quantised", default="bf16", choices=("bf16", "fp8")
+        "how fp8 weights read activations; fp8: quantised; mxfp8: quantised, and so are the weights",
+        default="bf16",
+        choices=("bf16", "fp8", "mxfp8"),
     )
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     prefill_chunk: int = option("tokens per prefill call", default=512, type=positive, metavar="N")

@@ -5,13 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, formats
-from pallas_kernels.activations import Activations, are_quantized, rounded, whole_tiles
+from pallas_kernels import dispatch, formats, mxfp8
+from pallas_kernels.activations import Activations, are_quantized, rounding, whole_tiles
 from pallas_kernels.block_gemm import reference
 from pallas_kernels.quantize.api import quantize
 
 CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with a kernel."""
+MXFP8_CHIPS = (100,)
+"""Generations whose tensor cores multiply mxfp8 operands."""
 
 
 def linear(
@@ -29,13 +31,14 @@ def linear(
 
     Args:
       x: [..., K] activations.
-      weight: [N, K], or the values of a quantised weight (`pallas_kernels.formats`): fp8 [N, K],
-        mxfp4 [N, K / 2]. The product is computed in `x.dtype`.
+      weight: [N, K], or the values of a quantised weight (`pallas_kernels.formats`): fp8 and mxfp8
+        [N, K], mxfp4 [N, K / 2]. The product is computed in `x.dtype`.
       scale: scale of a quantised weight; None for a plain one.
       bias: [N] or None.
       out_dtype: dtype of the result, default `x.dtype`; float32 returns the unrounded accumulator.
       activations: "fp8" quantises x for an fp8 weight (`pallas_kernels.activations`); its products are then
-        of e4m3. Other weights are multiplied as with "bf16".
+        of e4m3. Other weights are multiplied as with "bf16", but that rows of mxfp8 weights are always
+        quantised as these are.
       config: `TuningConfig` of the kernel, for benchmarks; by default chosen from the shapes.
     Returns:
       [..., N].
@@ -45,16 +48,18 @@ def linear(
     if weight.ndim != 2:
         raise ValueError(f"a linear layer's weight has two axes: {weight.shape=}")
     N, K = formats.logical_shape(weight, scale)
-    if x.shape[-1] != K:
+    if not formats.takes(weight, scale, x.shape[-1]):
         raise ValueError(f"inner widths differ: {x.shape=} weight [{N}, {K}]")
     if bias is not None and bias.shape != (N,):
         raise ValueError(f"{bias.shape=} must be ({N},), the rows of the weight")
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    quantized = are_quantized(activations, weight)
+    x = mxfp8.widened(x, K)
+    round_rows = rounding(activations, weight, scale)
     launch = _launch(x, weight, scale, implementation)
     if launch is None:
-        x = rounded(x) if quantized else x
+        x = x if round_rows is None else round_rows(x)
         return reference.linear(x, weight, scale, bias, out_dtype)
+    quantized = are_quantized(activations, weight, scale)
     parts = _kernel(x, weight, scale, quantized, launch, config)
     y = add_in_order(parts)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(out_dtype)
@@ -75,12 +80,13 @@ def partial_products(
     Returns:
       float32 [S, ..., N]; S depends on the shapes, and is 1 for the reference.
     """
-    quantized = are_quantized(activations, weight)
+    x = mxfp8.widened(x, formats.logical_shape(weight, scale)[-1])
+    round_rows = rounding(activations, weight, scale)
     launch = _launch(x, weight, scale, implementation)
     if launch is None:
-        x = rounded(x) if quantized else x
+        x = x if round_rows is None else round_rows(x)
         return reference.linear(x, weight, scale, None, jnp.dtype(jnp.float32))[None]
-    return _kernel(x, weight, scale, quantized, launch)
+    return _kernel(x, weight, scale, are_quantized(activations, weight, scale), launch)
 
 
 def add_in_order(parts: jax.Array) -> jax.Array:
@@ -98,7 +104,8 @@ def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
         refusal = formats.kernel_refusal(weight, scale)
         if implementation is None:
             refusal = refusal or formats.compile_refusal(weight, scale)
-    return dispatch.resolve("block_gemm", implementation, chips=CHIPS, refusal=refusal)
+    chips = MXFP8_CHIPS if formats.kind(weight, scale) == "mxfp8" else CHIPS
+    return dispatch.resolve("block_gemm", implementation, chips=chips, refusal=refusal)
 
 
 def _kernel(
@@ -112,8 +119,11 @@ def _kernel(
     x = whole_tiles(x)
     if quantized:
         x, x_scale = quantize(x, launch)
+    kind = formats.kind(weight, scale)
     if config is None:
-        choose, kind = mosaic_gpu.TuningConfig.choose, formats.kind(weight, scale)
+        choose = mosaic_gpu.TuningConfig.choose
         config = choose(x.shape[0], weight.shape[0], K, launch.device, kind, x.dtype)
+    if kind == "mxfp8":
+        x, x_scale = mxfp8.operand(x, config.tokens)
     parts = mosaic_gpu.product(x, weight, scale, config, launch, x_scale)
     return parts[:, :R].reshape(parts.shape[0], *rows, -1)

@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.pipeline import Pipeline, SharedPipeline, warpgroup_index
 from pallas_kernels.weight_tiles.codecs import STEP
-from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
+from pallas_kernels.weight_tiles.format import Format, as_e8m0, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
 from pallas_kernels.weight_tiles.warpgroups import launch_options, tile_rows, warpgroup_part
 
@@ -118,9 +118,13 @@ def product(
     scale: jax.Array | None,  # see formats.kernel_refusal
     config: TuningConfig,
     launch: Launch,
-    x_scale: jax.Array | None = None,  # float32 [K / 128, R'], R' >= R a multiple of 4
+    x_scale: jax.Array
+    | None = None,  # float32 [K / 128, R'], R' >= R a multiple of 4; mxfp8: see below
 ) -> jax.Array:
-    """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`."""
+    """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`.
+
+    The scales of mxfp8 rows are uint8 [ceil(R / tokens), ceil(K / 128), 32, 16] (`mxfp8.pack`).
+    """
     R, K = x.shape
     N = values.shape[0]
     form = Format.of(values, scale, launch.device, x.dtype)
@@ -147,27 +151,38 @@ def product(
         x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32
         scale_smem=None,  # mxfp4: [groups, rows * K / 32] uint8
         scales_ready_barrier=None,
+        w_scale_smem=None,  # mxfp8: [stages, 1, 1, 1, 32, 16] e8m0, and x_scale_smem [stages, 1, 1, 32, 16]
         **scratch,  # of the MMA
     ):
         *scale_refs, out_gmem = refs
-        x_scale_gmem = scale_refs.pop() if codec.x_scaled else None
+        x_scale_gmem = scale_refs.pop() if x_scale is not None else None
         scale_gmem = scale_refs[0] if scale_refs else None
         token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
         first_row, out_row = tile_rows(form.rows, groups, row_tile, N)
         rows, token_range = pl.ds(first_row, form.rows), pl.ds(token_tile * tokens, tokens)
         first_step = split * num_steps
 
+        def group_of(i):
+            """The group of 128 columns of step i; the last one for steps past K, which multiply zeros."""
+            return jnp.minimum(first_step + i, pl.cdiv(K, BLOCK) - 1)
+
         def fetch_weights(i, place):
             columns = pl.ds((first_step + i) * codec.width, codec.width)
             fetch_tile(w_gmem.at[rows, columns], w_smem.at[place, 0], ready_barrier.at[place])
+            if codec.mma_scaled:
+                source_gmem = scale_gmem.at[row_tile, group_of(i)]
+                target_smem = w_scale_smem.at[place, 0, 0, 0]
+                fetch_tile(source_gmem, target_smem, ready_barrier.at[place])
 
         def fetch_x(i, slot, barrier):
             columns = pl.ds((first_step + i) * codec.step, codec.step)
             fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier.at[slot])
             if codec.x_scaled:
-                group = jnp.minimum(first_step + i, pl.cdiv(K, BLOCK) - 1)
-                source_gmem = x_scale_gmem.at[group, token_range]
+                source_gmem = x_scale_gmem.at[group_of(i), token_range]
                 fetch_tile(source_gmem, x_scale_smem.at[slot, pl.ds(0, tokens)], barrier.at[slot])
+            if codec.mma_scaled:
+                source_gmem = x_scale_gmem.at[token_tile, group_of(i)]
+                fetch_tile(source_gmem, x_scale_smem.at[slot, 0, 0], barrier.at[slot])
 
         def fetch_both(i, slot):
             fetch_weights(i, slot)
@@ -194,8 +209,7 @@ def product(
         def block_scale(i):
             if not codec.block_scaled:
                 return jnp.float32(codec.rescale)
-            column = jnp.minimum(first_step + i, pl.cdiv(K, BLOCK) - 1)
-            return scale_gmem[lax.div(first_row, BLOCK), column]
+            return scale_gmem[lax.div(first_row, BLOCK), group_of(i)]
 
         scales_smem = ()
         if codec.staged:
@@ -211,8 +225,15 @@ def product(
             next_factor = block_scale(i + 1)  # one step ahead, to hide the load latency
             place = pipeline.wait(slot)
             tiles_smem = [w_smem.at[place, 0]]
-            x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)] if codec.x_scaled else None
-            operands = Operands(tiles_smem, x_smem.at[slot], scales_smem, first_step + i, x_scales)
+            x_scales, w_scales = None, ()
+            if codec.x_scaled:
+                x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)]
+            elif codec.mma_scaled:
+                x_scales, w_scales = x_scale_smem.at[slot], [w_scale_smem.at[place, 0]]
+            operands = Operands(
+                tiles_smem, x_smem.at[slot], scales_smem, first_step + i, x_scales, w_scales,
+                is_first=lax.rem(i, per_chunk) == 0,
+            )  # fmt: skip
             totals = form.add_products(
                 totals, [factor], operands, refill, launch.interpret, **scratch
             )
@@ -220,8 +241,9 @@ def product(
 
         def add_chunk(c, carry):
             totals, factor = carry
-            start = form.zeros(1, tokens, groups), factor
+            start = [] if codec.mma_scaled else form.zeros(1, tokens, groups), factor
             partial, factor = pipeline.each_step(c * per_chunk, per_chunk, multiply, start)
+            partial = form.summed(partial, 1, tokens, **scratch)
             return [total + part for total, part in zip(totals, partial, strict=True)], factor
 
         carry = form.zeros(1, tokens, groups), block_scale(0)
@@ -248,5 +270,7 @@ def product(
         kernel_name="block_gemm",
         **launch_options(groups),
     )
+    if codec.mma_scaled:
+        x_scale = as_e8m0(x_scale)
     scales = [s for s in (form.kernel_scale(scale), x_scale) if s is not None]
     return kernel(x, values, *scales)

@@ -15,7 +15,7 @@ TILE = 512
 def linear(
     x: jax.Array,  # [..., K]
     weight: jax.Array,  # [N, K], mxfp4 [N, K / 2]
-    scale: jax.Array | None,
+    scale: jax.Array | None,  # as in `formats`
     bias: jax.Array | None,  # [N]
     out_dtype: jnp.dtype,
 ) -> jax.Array:
@@ -76,7 +76,7 @@ _widened.defvjp(_widened_fwd, _widened_bwd)
 def _tiled(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     """[..., N]: a loop over full tiles, and one shorter tile."""
     N = weight.shape[0]
-    scale_rows = TILE if scale.shape[0] == N else TILE // formats.BLOCK
+    scale_rows = TILE if scale.shape[0] == N else TILE // formats.BLOCK  # or tiles of mxfp8
     num_tiles = N // TILE
 
     def tile(i: jax.Array | int, num_rows: int, num_scales: int) -> jax.Array:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import dispatch, formats, mxfp8
 from pallas_kernels.activations import Activations, are_quantized, whole_tiles
-from pallas_kernels.block_gemm.api import add_in_order
+from pallas_kernels.block_gemm.api import MXFP8_CHIPS, add_in_order
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
@@ -84,7 +84,8 @@ def moe(
       down: values [E, D, F], bias [E, D].
       limit: None: `silu(gate) * up`. Else GPT-OSS's activation: with gate at most `limit` and up in
         [-limit, limit], `(up + 1) * gate * sigmoid(1.702 gate)`.
-      activations: "fp8" quantises the rows that fp8 weights multiply (`pallas_kernels.activations`).
+      activations: "fp8" quantises the rows that fp8 weights multiply (`pallas_kernels.activations`); rows that
+        mxfp8 weights multiply are always quantised as these are.
     Returns:
       [R, D] in `x.dtype`.
     Raises:
@@ -226,7 +227,8 @@ def _launch(
             refusal = f"the number of experts must be a multiple of 32, not {E}"
     if x.dtype != jnp.bfloat16:
         refusal = f"activations must be bfloat16, not {x.dtype}"
-    quantized = any(are_quantized(activations, w.values) for w in (gate_up, down))
+    quantized = any(are_quantized(activations, w.values, w.scale) for w in (gate_up, down))
+    kinds = {formats.kind(weight.values, weight.scale) for weight in (gate_up, down)}
     if quantized and x.shape[1] % 64:
         refusal = f"quantised rows are copied in units of 64 columns, not {x.shape[1]}"
     tpu_refusal = None
@@ -236,8 +238,9 @@ def _launch(
         tpu_refusal = mosaic_tpu.refusal(x, gate_up, down)
         if quantized:
             tpu_refusal = "it has no kernel for fp8 activations on a TPU"
+    chips = MXFP8_CHIPS if "mxfp8" in kinds else CHIPS
     return dispatch.resolve(
-        "moe", implementation, chips=CHIPS, refusal=refusal, tpu_refusal=tpu_refusal
+        "moe", implementation, chips=chips, refusal=refusal, tpu_refusal=tpu_refusal
     )
 
 
@@ -254,7 +257,7 @@ def _config(R: int, E: int, top_k: int, weights, activations: Activations, launc
     """Tile sizes for the experts of `weights`, (gate_up, down)."""
     from pallas_kernels.moe import mosaic_gpu  # a slow import that CPU use does not need
 
-    quantized = all(are_quantized(activations, weight.values) for weight in weights)
+    quantized = all(are_quantized(activations, w.values, w.scale) for w in weights)
     most = 128 if quantized and launch.device.sm == 90 else 64
     return mosaic_gpu.TuningConfig.choose(R, E, top_k, most)
 
@@ -265,8 +268,12 @@ def _experts(
     """Results of all items [P, D] in `x.dtype`. Rows without a slot are undefined and are never read."""
     from pallas_kernels.moe import mosaic_gpu, mosaic_route
 
-    scale, inner_scale, quantized = None, None, are_quantized(activations, gate_up.values)
-    if config.shared:
+    scale, inner_scale = None, None
+    quantized = are_quantized(activations, gate_up.values, gate_up.scale)
+    if formats.kind(gate_up.values, gate_up.scale) == "mxfp8":
+        x = mxfp8.widened(x, gate_up.values.shape[-1])
+        x, scale = _mxfp8_rows(x, work, config, launch)
+    elif config.shared:
         x = whole_tiles(x)
         if quantized:
             x, scale = quantized_rows.quantize(x, launch)
@@ -278,9 +285,27 @@ def _experts(
     items = (work.experts, work.num_items, work.items)
     arranged = formats.kind(down.values, down.scale) == "mxfp4"
     inner = mosaic_gpu.gate_up(x, gate_up, *items, limit, config, launch, arranged, scale)
-    if are_quantized(activations, down.values):
+    if are_quantized(activations, down.values, down.scale):
         inner, inner_scale = quantized_rows.quantize(inner, launch)
+    if formats.kind(down.values, down.scale) == "mxfp8":
+        inner = mxfp8.widened(inner, down.values.shape[-1])
+        inner, inner_scale = mxfp8.operand(inner, config.tokens)
     return mosaic_gpu.down(inner, down, *items, config, launch, arranged, inner_scale)
+
+
+def _mxfp8_rows(x, work: Worklist, config, launch) -> tuple[jax.Array, jax.Array]:
+    """Rows of the items in mxfp8, all rows if the items share them, and their scales (`mxfp8.pack`)."""
+    from pallas_kernels.moe import mosaic_route
+
+    if config.shared:
+        return mxfp8.operand(whole_tiles(x), config.tokens)
+    R, size = x.shape[0], work.items * config.tokens
+    values, codes = mxfp8.quantize(x)
+    slots = work.slots[:, :R]
+    copies = jnp.broadcast_to(codes, (slots.shape[0], *codes.shape))
+    spread = jnp.full((size, codes.shape[1]), mxfp8.ONE, jnp.uint8).at[slots].set(copies)
+    values = mosaic_route.spread(values, work.slots, size, launch)
+    return values, mxfp8.pack(spread, config.tokens)
 
 
 def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None:
@@ -292,11 +317,11 @@ def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None
     if ids.dtype != jnp.int32 or weights.dtype != jnp.float32:
         raise ValueError(f"ids are int32 and weights float32: {ids.dtype=} {weights.dtype=}")
     shape = formats.logical_shape(gate_up.values, gate_up.scale)
-    if len(shape) != 4 or shape[1] != 2 or shape[3] != D:
+    if len(shape) != 4 or shape[1] != 2 or not formats.takes(gate_up.values, gate_up.scale, D):
         raise ValueError(f"gate_up is {[*shape]} and must be [E, 2, F, {D}], as {x.shape=}")
     E, _, F, _ = shape
     shape = formats.logical_shape(down.values, down.scale)
-    if shape != (E, D, F):
+    if shape[:-1] != (E, D) or not formats.takes(down.values, down.scale, F):
         raise ValueError(
             f"down is {[*shape]} and must be {[E, D, F]}, as gate_up is {[E, 2, F, D]}"
         )

@@ -6,13 +6,14 @@ and added in float32. Products always have `ROWS` rows, because XLA chooses the 
 the shape of the whole product (on a CPU for one row, one column, or few columns and many K).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats
-from pallas_kernels.activations import Activations, are_quantized, rounded
+from pallas_kernels import formats, mxfp8
+from pallas_kernels.activations import Activations, rounding
 from pallas_kernels.block_gemm.reference import product
 
 ALPHA = 1.702  # sigmoid factor of GPT-OSS; not in its config
@@ -95,14 +96,11 @@ def _expert(
     activations: Activations,
 ) -> jax.Array:
     """One expert on all rows: [blocks, ROWS, D] -> the same shape and dtype."""
-    read_x, read_inner = (
-        rounded if are_quantized(activations, weight.values) else lambda rows: rows
-        for weight in (gate_up, down)
-    )
-    operand = lambda rounds: jnp.float32 if rounds is rounded else x.dtype
-    gate, up = formats.dequantize(gate_up.values, gate_up.scale, operand(read_x))
+    read_x, x_dtype = _reader(gate_up, activations, x.dtype)
+    read_inner, inner_dtype = _reader(down, activations, x.dtype)
+    gate, up = formats.dequantize(gate_up.values, gate_up.scale, x_dtype)
     gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias
-    out = formats.dequantize(down.values, down.scale, operand(read_inner))
+    out = formats.dequantize(down.values, down.scale, inner_dtype)
 
     def block(rows):  # [ROWS, D]
         rows = read_x(rows)
@@ -110,6 +108,17 @@ def _expert(
         return _linear(read_inner(inner.astype(x.dtype)), out, down.bias).astype(x.dtype)
 
     return jax.lax.map(block, x)
+
+
+def _reader(
+    weight: ExpertWeights, activations: Activations, dtype: jnp.dtype
+) -> tuple[Callable[[jax.Array], jax.Array], jnp.dtype]:
+    """What rounds the rows that a weight multiplies, and the dtype of both operands."""
+    round_rows = rounding(activations, weight.values, weight.scale)
+    if round_rows is None:
+        return lambda rows: rows, dtype
+    K = formats.logical_shape(weight.values, weight.scale)[-1]
+    return lambda rows: round_rows(mxfp8.widened(rows, K)), jnp.float32
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -1,119 +1,23 @@
 """Mixture-of-experts workloads of supported models by kernel, for compile tests and benchmarks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch, formats
-from pallas_kernels.activations import Activations, Quantized, dequantize, quantize
-from pallas_kernels.block_gemm.specs import MMA_OF_QUANTIZED_ROWS, Form, random_leaf, weight_of
+from pallas_kernels import dispatch, formats, mxfp8
+from pallas_kernels.activations import Quantized, dequantize, quantize
+from pallas_kernels.block_gemm.specs import random_leaf, weight_of
 from pallas_kernels.device import Device
-from pallas_kernels.moe import api, reference
+from pallas_kernels.moe import reference, spec_shapes
 from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.moe.spec_shapes import Spec
 from pallas_kernels.moe.worklist import make_worklist, most_items
 
-CHIPS = api.CHIPS
-MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
-"""Required matrix instruction of gate_up and down, by chip."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """One kernel on bfloat16 rows: experts [E, 2, inner, width] and [E, width, inner].
-
-    Attributes:
-      kernel: plan is `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
-        `route` with XLA's worklist, which `api.mixture` takes. The other names are those of the functions.
-      items: items of gate_up and down, about as many as random routing gives; they touch as many experts
-        as possible.
-      form: format of the experts' weights.
-      bias: whether the router, or the experts, have a bias.
-      activations: "fp8": gate_up and down take quantised rows.
-    """
-
-    kernel: Literal["route", "plan", "place", "sort", "spread", "gate_up", "down"]
-    rows: int
-    items: int = 0
-    experts: int = 128
-    top_k: int = 8
-    width: int = 2048
-    inner: int = 768
-    form: Form = "fp8"
-    bias: bool = False
-    limit: float | None = None
-    activations: Activations = "bf16"
-
-    @property
-    def chips(self) -> tuple[int, ...]:
-        """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows."""
-        return (90, 100) if self.kernel == "place" and self.rows > 8192 else CHIPS
-
-    @property
-    def arranged(self) -> bool:
-        """Whether gate_up stores its columns in `arrange` order for down."""
-        return self.form == "mxfp4"
-
-    @property
-    def mma(self) -> dict[int, str]:
-        """Required matrix instruction, as `MMA`."""
-        if self.kernel not in ("gate_up", "down"):
-            return {}
-        return MMA_OF_QUANTIZED_ROWS if self.activations == "fp8" else MMA
-
-
-_ITEMS = {8: 51, 12: 69, 64: 129, 256: 128, 512: 130, 1024: 190, 4096: 574}
-GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
-
-SPECS = {
-    **{
-        f"qwen3-moe-{kernel.replace('_', '-')}-{R}": Spec(kernel=kernel, rows=R, items=items)
-        for kernel in ("gate_up", "down")
-        for R, items in _ITEMS.items()
-    },
-    **{f"qwen3-moe-plan-{R}": Spec(kernel="plan", rows=R) for R in (1, 8, 12, 64, 128, 200, 256)},
-    **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
-    **{
-        f"qwen3-moe-{kernel}-{R}": Spec(kernel=kernel, rows=R)
-        for kernel in ("place", "sort")
-        for R in (512, 1024, 4096, 16384)
-    },
-    **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256, 512, 1024, 4096)},
-    **{
-        f"gpt-oss-{kernel.replace('_', '-')}-{R}": Spec(
-            kernel=kernel, rows=R, items=items, limit=7.0, form="bf16", **GPT_OSS
-        )
-        for kernel in ("gate_up", "down")
-        for R, items in ((8, 21), (64, 37))
-    },
-    **{
-        f"gpt-oss-mxfp4-{kernel.replace('_', '-')}-{R}": Spec(
-            kernel=kernel, rows=R, items=items, limit=7.0, form="mxfp4", **GPT_OSS
-        )
-        for kernel in ("gate_up", "down")
-        for R, items in ((8, 21), (12, 26), (64, 37), (256, 40))
-    },
-    **{
-        f"per-row-{kernel.replace('_', '-')}-64": Spec(
-            kernel=kernel, rows=64, items=129, form="fp8_rows"
-        )
-        for kernel in ("gate_up", "down")
-    },
-    **{
-        f"qwen3-moe-fp8-{kernel.replace('_', '-')}-{R}": Spec(
-            kernel=kernel, rows=R, items=items, activations="fp8"
-        )
-        for kernel in ("gate_up", "down")
-        for R, items in ((8, 51), (64, 129), (256, 128), (1024, 192), (4096, 320))
-    },
-    **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
-    "gpt-oss-place-4096": Spec(kernel="place", rows=4096, **GPT_OSS),
-    "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),
-    "gpt-oss-spread-64": Spec(kernel="spread", rows=64, **GPT_OSS),
-}
+CHIPS, MMA, SPECS = spec_shapes.CHIPS, spec_shapes.MMA, spec_shapes.SPECS
 
 
 def configs(spec: Spec, device: Device) -> list:
@@ -139,9 +43,12 @@ def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     if spec.kernel in ("gate_up", "down"):
         count = jnp.full(1, spec.items, jnp.int32)
         plan = _experts_of_items(spec, key), count
-        if spec.activations == "fp8":
+        if spec.quantized:
             *weight, _ = map(random_leaf, shapes[3:], keys[3:])
-            x, x_scale = quantize(jax.random.normal(keys[0], shapes[0].shape))
+            x = jax.random.normal(keys[0], shapes[0].shape)
+            x, x_scale = (
+                mxfp8.operand(x, _config(spec).tokens) if spec.form == "mxfp8" else quantize(x)
+            )
             return x, *plan, *weight, x_scale
         return normal(shapes[0], keys[0]), *plan, *map(random_leaf, shapes[3:], keys[3:])
     arrays = list(map(normal, shapes, keys))
@@ -180,18 +87,21 @@ def _config(spec: Spec):
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:
-    return jnp.dtype(jnp.float8_e4m3fn if spec.activations == "fp8" else jnp.bfloat16)
+    return jnp.dtype(jnp.float8_e4m3fn if spec.quantized else jnp.bfloat16)
 
 
 def _rows_of(spec: Spec, x: jax.Array, leaves: tuple) -> tuple[jax.Array, tuple]:
     """(the rows that x stands for, leaves of the weight), from the arguments of gate_up or down."""
-    if spec.activations == "bf16":
+    if not spec.quantized:
         return x, leaves
+    if spec.form == "mxfp8":
+        codes = mxfp8.unpack(leaves[-1], *x.shape, _config(spec).tokens)
+        return mxfp8.dequantize(x, codes), leaves[:-1]
     return dequantize(Quantized(x, leaves[-1])), leaves[:-1]
 
 
-def _launch() -> dispatch.Launch | None:
-    return dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
+def _launch(chips: tuple[int, ...] = CHIPS) -> dispatch.Launch | None:
+    return dispatch.resolve("moe", "mosaic_gpu", chips=chips)
 
 
 def _made(dtype: jnp.dtype, *shape: int) -> jax.ShapeDtypeStruct:
@@ -294,7 +204,7 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
     def run(x, experts, num_items, *leaves):
         rows, weight = _rows_of(spec, x, leaves)
         weight = _weight(spec, weight)
-        if launch := _launch():
+        if launch := _launch(spec.chips):
             from pallas_kernels.moe import mosaic_gpu
 
             items = (experts, num_items, spec.items)
@@ -302,7 +212,7 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
             return mosaic_gpu.gate_up(x, weight, *items, *options)
         x = rows
         own = jnp.broadcast_to(x, (spec.items, *x.shape)) if config.shared else x
-        both = _products(own.reshape(spec.items, -1, spec.width), experts, weight)
+        both = _products(own.reshape(spec.items, -1, x.shape[-1]), experts, weight)
         inner = reference._activate(both[..., 0, :], both[..., 1, :], spec.limit)
         return _arranged(spec, inner.reshape(-1, spec.inner).astype(jnp.bfloat16))
 
@@ -317,13 +227,13 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
     def run(inner, experts, num_items, *leaves):
         rows, weight = _rows_of(spec, inner, leaves)
         weight = _weight(spec, weight)
-        if launch := _launch():
+        if launch := _launch(spec.chips):
             from pallas_kernels.moe import mosaic_gpu
 
             items = (experts, num_items, spec.items)
             options = (config, launch, spec.arranged, *_scale_of(spec, leaves))
             return mosaic_gpu.down(inner, weight, *items, *options)
-        own = rows.reshape(spec.items, -1, spec.inner)
+        own = rows.reshape(spec.items, -1, rows.shape[-1])
         made = _products(own, experts, weight, lambda columns: _arranged(spec, columns))
         return made.reshape(-1, spec.width).astype(jnp.bfloat16)
 
@@ -341,21 +251,28 @@ def _logits(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _items(spec: Spec, rows: int, K: int, outputs: tuple[int, ...]) -> tuple:
-    """Shapes of x [rows, K], experts, num_items, values[, scale][, bias] of [E, *outputs, K][, x_scale]."""
-    scale = jax.eval_shape(quantize, _made(jnp.bfloat16, rows, K)).scale
+    """Shapes of x [rows, K], experts, num_items, values[, scale][, bias] of [E, *outputs, K][, x_scale].
+
+    K is rounded up to whole tiles of mxfp8.
+    """
+    if spec.form == "mxfp8":
+        K += -K % mxfp8.TILE
+        x_scale = _made(jnp.uint8, *mxfp8.tiles(rows, K, _config(spec).tokens))
+    else:
+        x_scale = jax.eval_shape(quantize, _made(jnp.bfloat16, rows, K)).scale
     return (
         _made(_x_dtype(spec), rows, K),
         _made(jnp.int32, spec.items),
         _made(jnp.int32, 1),
         *weight_of(spec.form, spec.experts, *outputs, K),
         *([_made(jnp.bfloat16, spec.experts, *outputs)] if spec.bias else []),
-        *([scale] if spec.activations == "fp8" else []),
+        *([x_scale] if spec.quantized else []),
     )
 
 
 def _scale_of(spec: Spec, leaves: tuple) -> tuple:
     """The scale of x among the last arguments of gate_up or down, if it has one."""
-    return leaves[-1:] if spec.activations == "fp8" else ()
+    return leaves[-1:] if spec.quantized else ()
 
 
 def _weight(spec: Spec, leaves: tuple) -> ExpertWeights:

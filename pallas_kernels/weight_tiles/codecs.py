@@ -8,9 +8,11 @@ A codec describes the tile of one pipeline step and where its scales apply. It d
     Fp8Blocks   128 e4m3                     float32, one per 128 x 128 block      the product of each step
     Fp8Rows     128 e4m3                     float32, one per row                  the total, after all steps
     Mxfp4       256 e2m1 in 128 bytes        e8m0, one per row and 32 columns      the weights, in registers
+    Mxfp8       128 e4m3                     e8m0, one per row and 32 columns      by the MMA
 
 `Fp8BlocksNative` and `Fp8RowsNative` are the e4m3 formats with e4m3 activations: the MMA multiplies e4m3, and
-a row of x has one scale for each step, a factor on its column of the product.
+a row of x has one scale for each step, a factor on its column of the product. With `Mxfp8` the MMA reads the
+scales of both operands and adds all steps of a sum.
 """
 
 from abc import ABC
@@ -46,6 +48,8 @@ class Codec(ABC):
       rescale: constant factor on the product of each tile.
       x_dtype: elements of the activations, which the MMA multiplies.
       x_scaled: each row of x has one scale per step, a factor on the product of that step.
+      mma_scaled: the MMA reads e8m0 scales of both operands (`pallas_kernels.mxfp8`), so that it adds the
+        products of all steps itself.
     """
 
     dtype: ClassVar[jnp.dtype]
@@ -58,6 +62,7 @@ class Codec(ABC):
     rescale: ClassVar[float] = 1.0
     x_dtype: ClassVar[jnp.dtype] = jnp.dtype(jnp.bfloat16)
     x_scaled: ClassVar[bool] = False
+    mma_scaled: ClassVar[bool] = False
 
     @property
     def row_bytes(self) -> int:
@@ -155,6 +160,15 @@ class Mxfp4(Codec):
         return mma.unpack_mxfp4(tile_smem, scales_smem, step, interpret)
 
 
+class Mxfp8(Codec):
+    """e4m3 weights and activations, e8m0 scales that the MMA applies."""
+
+    dtype = jnp.dtype(jnp.float8_e4m3fn)
+    unpacked = False
+    x_dtype = dtype
+    mma_scaled = True
+
+
 def codec_of(
     values: jax.Array, scale: jax.Array | None, x_dtype: jnp.dtype = jnp.bfloat16
 ) -> Codec:
@@ -170,10 +184,14 @@ def codec_of(
 
 
 def codec_of_kind(kind: formats.Kind, x_dtype: jnp.dtype = jnp.bfloat16) -> Codec:
-    """Codec of a kind of format. Row scales of fp8 do not change tile sizes, so they have no kind."""
-    return _CODECS[kind, jnp.dtype(x_dtype)]
+    """Codec of a kind of format. Row scales of fp8 do not change tile sizes, so they have no kind.
+
+    mxfp8 weights have one codec, whatever `x_dtype` is.
+    """
+    return _MXFP8 if kind == "mxfp8" else _CODECS[kind, jnp.dtype(x_dtype)]
 
 
+_MXFP8 = Mxfp8()
 _CODECS: dict[tuple[str, jnp.dtype], Codec] = {
     (kind, codec.x_dtype): codec
     for kind, codecs in {

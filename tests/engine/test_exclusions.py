@@ -23,6 +23,7 @@ from peagle_jax.engine.round_shapes import counts_survival, greedy_shapes, round
         (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),
         (dict(check_replicas=True), "set tensor_parallel above 1"),
         (dict(collectives="captured"), "for several devices"),
+        (dict(activations="mxfp8", tensor_parallel=2), "activations=mxfp8 is for one device"),
         (dict(ngram=6, adaptive="load"), "set adaptive to off"),
         (dict(draft_schedule=[[1, 8, 3]], adaptive="survival"), "leave one of the two out"),
     ],

@@ -108,6 +108,7 @@ def complaint_about(kernel: dict) -> str | None:
         on("h200", "fp8", "bf16"),
         on("b200", "auto", "bf16"),
         on("b200", "auto", "fp8"),
+        on("b200", "auto", "mxfp8"),
     ],
 )
 def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(

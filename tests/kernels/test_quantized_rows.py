@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import activations, dispatch
 from pallas_kernels.activations import are_quantized, quantize, rounded
+from pallas_kernels.block_gemm import specs
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.moe.api import ExpertWeights, moe
 from pallas_kernels.quantize import api
@@ -98,11 +99,13 @@ def test_rows_are_quantised_on_the_way_to_their_slots(K):
         np.testing.assert_array_equal(found.scale.T[copy], scale)
 
 
-@pytest.mark.parametrize(("mode", "dtype", "wanted"), [
-    ("bf16", E4M3, False), ("fp8", E4M3, True), ("fp8", jnp.bfloat16, False), ("fp8", jnp.uint8, False),
+@pytest.mark.parametrize(("mode", "form", "wanted"), [
+    ("bf16", "fp8", False), ("fp8", "fp8", True), ("fp8", "fp8_rows", True), ("fp8", "bf16", False),
+    ("fp8", "mxfp4", False), ("fp8", "mxfp8", False),
 ])  # fmt: skip
-def test_only_fp8_weights_take_quantised_rows(mode, dtype, wanted):
-    assert are_quantized(mode, jax.ShapeDtypeStruct((8, 8), dtype)) is wanted
+def test_only_fp8_weights_take_quantised_rows(mode, form, wanted):
+    values, *scale = specs.weight_of(form, 64, 128)
+    assert are_quantized(mode, values, *(scale or [None])) is wanted
 
 
 def test_other_names_of_activations_are_refused():

@@ -1,0 +1,131 @@
+"""Shapes of the mixtures of experts of supported models, by kernel: `specs` makes calls of them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pallas_kernels.activations import Activations
+from pallas_kernels.block_gemm.specs import MMA_OF_MXFP8, MMA_OF_QUANTIZED_ROWS, Form
+from pallas_kernels.moe import api
+
+CHIPS = api.CHIPS
+MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+"""Required matrix instruction of gate_up and down, by chip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One kernel on bfloat16 rows: experts [E, 2, inner, width] and [E, width, inner].
+
+    Attributes:
+      kernel: plan is `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
+        `route` with XLA's worklist, which `api.mixture` takes. The other names are those of the functions.
+      items: items of gate_up and down, about as many as random routing gives; they touch as many experts
+        as possible.
+      form: format of the experts' weights.
+      bias: whether the router, or the experts, have a bias.
+      activations: "fp8": gate_up and down take quantised rows.
+    """
+
+    kernel: Literal["route", "plan", "place", "sort", "spread", "gate_up", "down"]
+    rows: int
+    items: int = 0
+    experts: int = 128
+    top_k: int = 8
+    width: int = 2048
+    inner: int = 768
+    form: Form = "fp8"
+    bias: bool = False
+    limit: float | None = None
+    activations: Activations = "bf16"
+
+    @property
+    def chips(self) -> tuple[int, ...]:
+        """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and only Blackwell in
+        data centres multiplies mxfp8."""
+        if self.form == "mxfp8":
+            return api.MXFP8_CHIPS
+        return (90, 100) if self.kernel == "place" and self.rows > 8192 else CHIPS
+
+    @property
+    def arranged(self) -> bool:
+        """Whether gate_up stores its columns in `arrange` order for down."""
+        return self.form == "mxfp4"
+
+    @property
+    def mma(self) -> dict[int, str]:
+        """Required matrix instruction, as `MMA`."""
+        if self.kernel not in ("gate_up", "down"):
+            return {}
+        if self.form == "mxfp8":
+            return MMA_OF_MXFP8
+        return MMA_OF_QUANTIZED_ROWS if self.activations == "fp8" else MMA
+
+    @property
+    def quantized(self) -> bool:
+        """Whether gate_up and down take rows of e4m3 and their scales."""
+        return self.activations == "fp8" or self.form == "mxfp8"
+
+
+_ITEMS = {8: 51, 12: 69, 64: 129, 256: 128, 512: 130, 1024: 190, 4096: 574}
+GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
+
+SPECS = {
+    **{
+        f"qwen3-moe-{kernel.replace('_', '-')}-{R}": Spec(kernel=kernel, rows=R, items=items)
+        for kernel in ("gate_up", "down")
+        for R, items in _ITEMS.items()
+    },
+    **{f"qwen3-moe-plan-{R}": Spec(kernel="plan", rows=R) for R in (1, 8, 12, 64, 128, 200, 256)},
+    **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
+    **{
+        f"qwen3-moe-{kernel}-{R}": Spec(kernel=kernel, rows=R)
+        for kernel in ("place", "sort")
+        for R in (512, 1024, 4096, 16384)
+    },
+    **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256, 512, 1024, 4096)},
+    **{
+        f"gpt-oss-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, limit=7.0, form="bf16", **GPT_OSS
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 21), (64, 37))
+    },
+    **{
+        f"gpt-oss-mxfp4-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, limit=7.0, form="mxfp4", **GPT_OSS
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 21), (12, 26), (64, 37), (256, 40))
+    },
+    **{
+        f"per-row-{kernel.replace('_', '-')}-64": Spec(
+            kernel=kernel, rows=64, items=129, form="fp8_rows"
+        )
+        for kernel in ("gate_up", "down")
+    },
+    **{
+        f"qwen3-moe-fp8-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, activations="fp8"
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 51), (64, 129), (256, 128), (1024, 192), (4096, 320))
+    },
+    **{
+        f"qwen3-moe-mxfp8-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, form="mxfp8"
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 51), (12, 69), (64, 129), (256, 128), (1024, 192), (4096, 574))
+    },
+    **{
+        f"gpt-oss-mxfp8-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, limit=7.0, form="mxfp8", **GPT_OSS
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 21), (64, 37), (256, 40))
+    },
+    **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
+    "gpt-oss-place-4096": Spec(kernel="place", rows=4096, **GPT_OSS),
+    "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),
+    "gpt-oss-spread-64": Spec(kernel="spread", rows=64, **GPT_OSS),
+}
