@@ -57,8 +57,8 @@ def linear(
     round_rows = rounding(activations, weight, scale)
     launch = _launch(x, weight, scale, implementation)
     if launch is None:
-        x = x if round_rows is None else round_rows(x)
-        return reference.linear(x, weight, scale, bias, out_dtype)
+        rows, quantized = (x, False) if round_rows is None else (round_rows(x), True)
+        return reference.linear(rows, weight, scale, bias, out_dtype, in_blocks=quantized)
     quantized = are_quantized(activations, weight, scale)
     parts = _kernel(x, weight, scale, quantized, launch, config)
     y = add_in_order(parts)
@@ -84,8 +84,9 @@ def partial_products(
     round_rows = rounding(activations, weight, scale)
     launch = _launch(x, weight, scale, implementation)
     if launch is None:
-        x = x if round_rows is None else round_rows(x)
-        return reference.linear(x, weight, scale, None, jnp.dtype(jnp.float32))[None]
+        rows, quantized = (x, False) if round_rows is None else (round_rows(x), True)
+        float32 = jnp.dtype(jnp.float32)
+        return reference.linear(rows, weight, scale, None, float32, in_blocks=quantized)[None]
     return _kernel(x, weight, scale, are_quantized(activations, weight, scale), launch)
 
 

@@ -118,8 +118,7 @@ def product(
     scale: jax.Array | None,  # see formats.kernel_refusal
     config: TuningConfig,
     launch: Launch,
-    x_scale: jax.Array
-    | None = None,  # float32 [K / 128, R'], R' >= R a multiple of 4; mxfp8: see below
+    x_scale: jax.Array | None = None,  # float32 [K / 128, R'], R' >= R a multiple of 4, or mxfp8
 ) -> jax.Array:
     """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`.
 

@@ -183,6 +183,23 @@ def test_the_reference_computes_the_definition(R, N, K):
     close(referenced(partial_products, x, weight[0], scale=weight[1])[0], wanted)
 
 
+@pytest.mark.parametrize("activations", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("N", [256, 700])
+def test_a_row_of_the_reference_has_the_same_bits_in_any_company(activations, N):
+    values, scale = weight_of(N, 384)
+    if activations == "fp8":
+        scale = jnp.ones((N, 1))
+    x = rows_of(33, 384).astype(jnp.float32)
+    run = lambda x: np.asarray(
+        referenced(linear, x, values, scale=scale, activations="fp8", out_dtype=jnp.float32)
+    )
+    whole = run(x)
+    for first, shape in ((0, (1, 1)), (7, (1,)), (3, (8, 1)), (16, (2, 8)), (30, (3,))):
+        size = int(np.prod(shape))
+        part = run(x[first : first + size].reshape(*shape, 384))
+        assert np.array_equal(part.reshape(size, N), whole[first : first + size])
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("blackwell", "race_free")
 @pytest.mark.parametrize(
