@@ -20,7 +20,7 @@ pytestmark = pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "split"),
     [
-        # Three row tiles, of which a consumer has none; the last one is not full.
+        # Three row tiles: the second thread block has one, and it is not full.
         (Case((70, 5), T=20, K=1, G=8, H=64, Z=16, width=8), 128),
         (Case((126,), T=40, K=2, G=4, H=128, Z=32, width=6, sinks=True), 128),
         (Case((100,), T=19, K=1, G=7, H=128, Z=16, width=8), 64),
