@@ -157,7 +157,7 @@ def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
         return dict(specs)
     step = (len(names) - 1) / max(1, most - 1)
     chosen = {name: specs[name] for name in (names[round(step * i)] for i in range(most))}
-    for field in ("kernel", "form", "fp8", "activations", "head_dim", "grow", "shared_keys"):
+    for field in ("kernel", "form", "fp8", "activations", "head_dim", "equal", "shared_keys"):
         found = {getattr(spec, field, None) for spec in chosen.values()}
         for name, spec in specs.items():
             if (kind := getattr(spec, field, None)) not in found:

@@ -111,17 +111,16 @@ def _floor(place: Any, size: int) -> Any:
 
 
 UNIFORM = Splits(((0, 256),))
-GROWING = Splits(((0, 256), (1024, 512), (4096, 1024), (32768, 2048)))
-"""Fewer results of splits to store and merge in long contexts: 22 instead of 64 for 16,384 keys, 86 instead of 512
-for 131,072. A walk owns whole splits, so one sequence has fewer walks. Compiled, not measured."""
-DEFAULT = UNIFORM
-"""Splits of layers without a window. Another choice changes the bits of all calls."""
+GROWING = Splits(((0, 256), (1024, 512), (16384, 1024), (65536, 2048)))
+"""Splits of layers without a window. Long contexts have fewer results of splits to store and merge: 34 instead of 64 for
+16,384 keys, 114 instead of 512 for 131,072. A walk owns whole splits, so with longer ones a single sequence would have
+too few walks. Another choice changes the bits of all calls."""
 
 
 def splits_of(window: int | None) -> Splits:
     """Splits of a layer, the same in all of its calls. A window has a few splits of 256 keys; in longer ones it
     would be one walk."""
-    return DEFAULT if window is None else UNIFORM
+    return GROWING if window is None else UNIFORM
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 class Spec:
     """bfloat16 rows over a cache of `length` positions per sequence.
 
-    With a window the page table is a ring. With `fp8` the cache is e4m3. With `grow` splits grow with the position
-    (`mosaic_plan.GROWING`), which no model's layer has by default. With `shared_keys` two row tiles of a thread block
-    share its keys (`mosaic_prefill`).
+    With a window the page table is a ring. With `fp8` the cache is e4m3. With `equal` all splits have 256 keys, to
+    compare with those that grow with the position (`mosaic_plan.GROWING`). With `shared_keys` two row tiles of a thread
+    block share its keys (`mosaic_prefill`).
     """
 
     batch: int
@@ -32,7 +32,7 @@ class Spec:
     sinks: bool = False
     soft_cap: float | None = None
     fp8: bool = False
-    grow: bool = False
+    equal: bool = False
     shared_keys: bool = False
 
     @property
@@ -109,19 +109,19 @@ SPECS = {
     "gemma-31b-local-fp8-cache": Spec(batch=64, rows=8, fp8=True, **GEMMA_LOCAL),
     "gemma-31b-global-fp8-cache": Spec(batch=64, rows=8, fp8=True, **GEMMA_GLOBAL),
     **{
-        f"long-{name}{'-fp8-cache' * fp8}{'-growing' * grow}": Spec(
-            batch=batch, rows=8, length=length, page_size=64, fp8=fp8, grow=grow, **QWEN3
+        f"long-{name}{'-fp8-cache' * fp8}{'-equal' * equal}": Spec(
+            batch=batch, rows=8, length=length, page_size=64, fp8=fp8, equal=equal, **QWEN3
         )
         for name, (batch, length) in LONG.items()
         for fp8 in (False, True)
-        for grow in (False, True)
+        for equal in (False, True)
     },
     "long-eight-16k-plain": Spec(batch=8, rows=1, length=16384, page_size=64, **QWEN3),
-    "long-eight-16k-plain-growing": Spec(
-        batch=8, rows=1, length=16384, page_size=64, grow=True, **QWEN3
+    "long-eight-16k-plain-equal": Spec(
+        batch=8, rows=1, length=16384, page_size=64, equal=True, **QWEN3
     ),
-    "gemma-31b-global-growing": Spec(batch=8, rows=8, length=16384, grow=True, **GEMMA_GLOBAL),
-    "gpt-oss-growing-prefill": Spec(batch=1, rows=512, length=16384, grow=True, **GPT_OSS),
+    "gemma-31b-global-long": Spec(batch=8, rows=8, length=16384, **GEMMA_GLOBAL),
+    "gpt-oss-prefill-long": Spec(batch=1, rows=512, length=16384, **GPT_OSS),
     **{
         f"prefill-{model}-{name}{'-shared-keys' * shared}": Spec(
             batch=batch, rows=rows, length=length, page_size=64, shared_keys=shared, **sizes
@@ -162,10 +162,10 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
     def run(q, k_pages, v_pages, page_table, positions, sinks=None):
         launch = api.launch_of(q, k_pages, v_pages, "mosaic_gpu")
-        if (spec.grow or spec.shared_keys) and launch is not None:
+        if (spec.equal or spec.shared_keys) and launch is not None:
             from pallas_kernels.verify_attention import mosaic_plan, mosaic_sm90  # a slow import
 
-            splits = mosaic_plan.GROWING if spec.grow else None
+            splits = mosaic_plan.UNIFORM if spec.equal else None
             shared = (
                 mosaic_sm90.prefill_config(H, spec.window, splits) if spec.shared_keys else None
             )
