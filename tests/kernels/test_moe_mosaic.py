@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.device import Device
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route
+from pallas_kernels.moe import mosaic_gpu, mosaic_place, mosaic_plan, mosaic_route
 from pallas_kernels.moe.api import CHIPS, ExpertForm, ExpertWeights, Mixture, mixture, moe, route
 from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.worklist import most_items
@@ -291,6 +291,7 @@ def test_an_experts_result_is_rounded_and_the_sum_is_not(form, R):
 
 def in_slots(x: jax.Array, slots: jax.Array, size: int, _launch=None) -> jax.Array:
     """As `mosaic_route.spread`, in plain jnp; rows without a value are NaN."""
+    slots = slots[:, : len(x)]
     copies = jnp.broadcast_to(x, (*slots.shape, x.shape[1]))
     return jnp.full((size, x.shape[1]), jnp.nan, x.dtype).at[slots].set(copies)
 
@@ -350,10 +351,12 @@ def test_a_mixture_is_the_reference(R, form, options):
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @pytest.mark.parametrize("R", [21, 70])
 def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch, R, form):
-    """Then routing is a kernel of its own, and the worklist is made in plain jnp."""
+    """Then two kernels route and make the worklist, or one kernel and plain jnp."""
     weights, x, logits = experts(form, E=16, F=64), rows(R), logits_of(R, 16)
     planned = mix(x, logits, weights)
     monkeypatch.setattr(mosaic_plan, "MOST_ROWS", 20)
+    assert np.array_equal(mix(x, logits, weights), planned)
+    monkeypatch.setattr(mosaic_place, "fits", lambda *_: False)
     assert np.array_equal(mix(x, logits, weights), planned)
     monkeypatch.setattr(mosaic_route, "spread", in_slots)
     assert np.array_equal(mix(x, logits, weights), planned)
