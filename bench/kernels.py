@@ -179,6 +179,7 @@ def measure(case: Case, chip: str) -> dict:
 def timed(function: Callable, copies: Sequence[tuple]) -> Timing:
     """Times calls of `function`, one for each of the `copies` of its arguments, in one program."""
     links = _links(copies[0], jax.eval_shape(function, *copies[0]))
+    leaves = jax.tree.leaves(copies[0])
 
     def program(carried, copies):
         kept = []
@@ -186,12 +187,12 @@ def timed(function: Callable, copies: Sequence[tuple]) -> Timing:
             # The barrier prevents fusion with neighbouring calls.
             made = jax.lax.optimization_barrier(function(*_carry(carried, args, links)))
             results = jax.tree.leaves(made)
-            carried = [results[j] for j in links.values()] or jnp.ravel(results[0])[:1]
+            linked = [results[j].reshape(leaves[i].shape) for i, j in links.items()]
+            carried = linked or jnp.ravel(results[0])[:1]
             # Return all outputs, or XLA would remove their computation.
             kept += [x for j, x in enumerate(results) if j not in links.values()]
         return carried, kept
 
-    leaves = jax.tree.leaves(copies[0])
     carried = [jnp.copy(leaves[i]) for i in links]
     if not links:
         carried = jnp.zeros(1, jax.tree.leaves(jax.eval_shape(function, *copies[0]))[0].dtype)

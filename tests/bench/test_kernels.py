@@ -63,6 +63,13 @@ def test_results_that_fit_no_argument_are_awaited_too():
     assert kernels.timed(product, copies).linked_by == "sum"
 
 
+def test_a_result_of_another_shape_is_the_next_calls_argument(monkeypatch):
+    monkeypatch.setattr(kernels, "_SECONDS", 1e-4)
+    copies = [(jnp.full((2, 12), i, jnp.float32),) for i in range(2)]
+    timing = kernels.timed(lambda x: 2 * x.reshape(2, 3, 4), copies)
+    assert (timing.calls, timing.linked_by) == (2, "result")
+
+
 def test_several_results_replace_the_arguments_that_they_fit():
     """As queries and caches that are written in place; then a residual stream and its norm."""
     shapes = lambda *sizes: tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes)
