@@ -47,7 +47,9 @@ MOST = {"h200": 14, "b200": 14, "rtx5090": 6, "b300": 2}
 those of kernels, weight formats and head dims that these lack. `python -m bench.deviceless --chip CHIP --op OP` compiles all specs."""
 SPILLS = {
     ("rtx5090", "widest"): 8,
-    ("rtx5090", "qwen3-moe-prefill"): 4,
+    ("rtx5090", "qwen3-moe-prefill"): 8,
+    ("rtx5090", "llama-8b-prefill"): 4,
+    **{("rtx5090", f"prefill-llama-8b-{name}"): 4 for name in ("512", "16k-begin", "16k-end")},
     ("rtx5090", "gemma-31b-local-fp8-cache"): 20,
 }
 """Bytes that a kernel may spill: a thread of rows of 8,192 columns has 128 registers and no more, and one that
