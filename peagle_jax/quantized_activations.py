@@ -18,7 +18,6 @@ from pallas_kernels.block_gemm.api import MXFP8_CHIPS
 from peagle_jax.config import ConfigError, EngineConfig
 
 _log = logging.getLogger(__name__)
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def with_activations(model: nnx.Module, config: EngineConfig) -> nnx.Module:
@@ -102,9 +101,8 @@ def _rounded(values: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]
 @jax.jit
 def _widened(values: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """An mxfp4 weight [..., N, K] as mxfp8, exact: values [..., N, K'], scale. K' is K in whole tiles."""
-    table = jnp.asarray([*_E2M1, *(-x for x in _E2M1)], jnp.float8_e4m3fn)
-    codes = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)
-    return _in_tiles(table[codes]), mxfp8.pack(scale)
+    unscaled = formats.dequantize(values, jnp.full_like(scale, mxfp8.ONE), jnp.bfloat16)
+    return _in_tiles(unscaled.astype(jnp.float8_e4m3fn)), mxfp8.pack(scale)
 
 
 def _in_tiles(weight: jax.Array) -> jax.Array:

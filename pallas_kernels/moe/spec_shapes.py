@@ -18,7 +18,7 @@ class Spec:
 
     Attributes:
       kernel: plan is `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
-        `route` with XLA's worklist, which `api.mixture` takes. The other names are those of the functions.
+        `route` with XLA's worklist, for what `place` does not fit. The other names are those of the functions.
       items: items of gate_up and down, about as many as random routing gives; they touch as many experts
         as possible.
       form: format of the experts' weights.

@@ -1,10 +1,10 @@
 """Tiling of the attention kernels of all chips: row tiles, blocks and splits of keys.
 
 A thread block owns one row tile of one kv head, or `row_groups` consecutive ones (`mosaic_prefill`): row r of a tile
-is query r // G, head r % G of the group. Keys come in
-blocks of `key_block` keys, and blocks form splits (`Splits`), both at absolute positions. Each
-split starts a new softmax (best, total, out): the row maximum, the sum of weights, and the weighted sum
-of values. Splits are merged one by one in ascending order. `walks` affects speed only:
+is query r // G, head r % G of the group. Keys come in blocks of `key_block` keys, and blocks form splits
+(`Splits`), both at absolute positions. Each split starts a new softmax (best, total, out): the row maximum,
+the sum of weights, and the weighted sum of values. Splits are merged one by one in ascending order. `walks`
+affects speed only:
 
   walks = 1   one thread block visits all splits and merges them in registers;
   walks > 1   thread blocks share the splits (`mosaic_walk`) and store (best, total, out) of each; a
