@@ -28,9 +28,8 @@ from pallas_kernels.verify_attention.mosaic_tiles import load_queries
 from pallas_kernels.verify_attention.mosaic_warpgroups import walk_kernel
 
 TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, row_groups=2)
-SHARES_KEYS = False
-"""Whether calls of many queries take `prefill_config`. Compiled, not measured, so they do not."""
-_MANY = 512  # rows of a kv head and a sequence: four thread blocks of two row tiles
+# From here on two row tiles that share key blocks are faster (docs/kernels.md): queries of a sequence, and positions.
+_SHARED_ROWS, _SHARED_KEYS = 512, 1024
 _SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
 
@@ -44,14 +43,29 @@ def choose_config(
     fp8: bool = False,
 ) -> TuningConfig:
     """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits` other than the layer's."""
+    T, H = shape[1], shape[3]
+    config = tile_config(shape, kv_heads, table_size, window, device, splits)
+    many = T >= _SHARED_ROWS and table_size >= _SHARED_KEYS and config.walks == 1
+    if many and window is None and H <= 128 and not fp8:
+        return prefill_config(H, window, splits)
+    return config
+
+
+def tile_config(
+    shape: tuple[int, int, int, int],
+    kv_heads: int,
+    table_size: int,
+    window: int | None,
+    device: Device,
+    splits: Splits | None = None,
+) -> TuningConfig:
+    """`choose_config` with one row tile a thread block for any number of queries."""
     N, H = shape[2:]
     key_block = 32 if H > 256 else 64
     # Chosen so that two thread blocks of head dim 64 or 128 fit on one SM.
     stages = {64: 6, 128: 3 if N // kv_heads % 8 == 0 else 2, 256: 2, 512: 3}[H]
     splits = splits or splits_of(window)
     walks = choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms, splits)
-    if SHARES_KEYS and walks == 1 and H <= 128 and not fp8 and shape[1] * N // kv_heads >= _MANY:
-        return prefill_config(H, window, splits)
     return TuningConfig(key_block, splits, stages, walks)
 
 

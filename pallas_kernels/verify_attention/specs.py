@@ -18,7 +18,7 @@ class Spec:
 
     With a window the page table is a ring. With `fp8` the cache is e4m3. With `equal` all splits have 256 keys, to
     compare with those that grow with the position (`mosaic_plan.GROWING`). With `shared_keys` two row tiles of a thread
-    block share its keys (`mosaic_prefill`).
+    block share its keys on Hopper (`mosaic_prefill`), with False none do; None leaves the choice to the kernel.
     """
 
     batch: int
@@ -33,7 +33,7 @@ class Spec:
     soft_cap: float | None = None
     fp8: bool = False
     equal: bool = False
-    shared_keys: bool = False
+    shared_keys: bool | None = None
 
     @property
     def chips(self) -> tuple[int, ...]:
@@ -166,16 +166,19 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
     def run(q, k_pages, v_pages, page_table, positions, sinks=None):
         launch = api.launch_of(q, k_pages, v_pages, "mosaic_gpu")
-        if (spec.equal or spec.shared_keys) and launch is not None:
+        if (spec.equal or spec.shared_keys is not None) and launch is not None:
             from pallas_kernels.verify_attention import mosaic_plan, mosaic_sm90  # a slow import
 
             splits = mosaic_plan.UNIFORM if spec.equal else None
-            shared = (
-                mosaic_sm90.prefill_config(H, spec.window, splits) if spec.shared_keys else None
-            )
+            config = None
+            if spec.shared_keys:
+                config = mosaic_sm90.prefill_config(H, spec.window, splits)
+            elif spec.shared_keys is False and launch.device.sm == 90:
+                sizes = (q.shape, K, spec.length, spec.window, launch.device, splits)
+                config = mosaic_sm90.tile_config(*sizes)
             return api.kernel_of(launch)(
                 q, k_pages, v_pages, page_table, positions, H**-0.5, spec.window, sinks, launch,
-                config=shared, soft_cap=spec.soft_cap, splits=splits,
+                config=config, soft_cap=spec.soft_cap, splits=splits,
             )  # fmt: skip
         return api.verify_attention(
             q, k_pages, v_pages, page_table=page_table, positions=positions, scale=H**-0.5,

@@ -76,21 +76,15 @@ def test_row_tiles_share_no_keys_where_a_thread_block_cannot_hold_them(chip, siz
         jax.eval_shape(run, *case.inputs())
 
 
-def test_calls_of_many_queries_share_keys_with_the_same_arithmetic_where_that_is_chosen(
-    monkeypatch,
-):
-    def chosen(batch, rows, heads=32, kv_heads=4, head_dim=128, fp8=False, window=None):
-        shape = (batch, rows, heads, head_dim)
-        return mosaic_sm90.choose_config(shape, kv_heads, 16384, window, H200, None, fp8)
+def test_calls_of_many_queries_over_many_keys_share_them_with_the_same_arithmetic():
+    def chosen(batch, rows, positions=16384, heads=32, head_dim=128, fp8=False, window=None):
+        shape, kv_heads = (batch, rows, heads, head_dim), heads // 8
+        return mosaic_sm90.choose_config(shape, kv_heads, positions, window, H200, None, fp8)
 
-    many = [dict(batch=1, rows=512), dict(batch=1, rows=4096, heads=64, kv_heads=8, head_dim=64)]
-    before = [chosen(**sizes) for sizes in many]
-    assert [config.row_groups for config in before] == [1, 1]  # compiled, not measured
-    monkeypatch.setattr(mosaic_sm90, "SHARES_KEYS", True)
-    after = [chosen(**sizes) for sizes in many]
-    assert [config.row_groups for config in after] == [2, 2]
+    many = [chosen(1, 512), chosen(1, 4096, heads=64, head_dim=64), chosen(8, 512, 1024)]
+    assert [config.row_groups for config in many] == [2, 2, 2]
+    few = [chosen(128, 8), chosen(8, 8), chosen(64, 14), chosen(1, 512, 576), chosen(4, 256)]
+    others = [chosen(1, 512, fp8=True), chosen(1, 512, head_dim=256), chosen(1, 512, window=128)]
+    assert {config.row_groups for config in few + others} == {1}
     arithmetic = lambda config: (config.key_block, config.splits)
-    assert list(map(arithmetic, after)) == list(map(arithmetic, before))
-    few = [(128, 8), (8, 8), (64, 14)]
-    assert [chosen(*sizes).row_groups for sizes in few] == [1, 1, 1]
-    assert chosen(1, 512, fp8=True).row_groups == chosen(1, 512, head_dim=256).row_groups == 1
+    assert {*map(arithmetic, many)} == {*map(arithmetic, few)}
