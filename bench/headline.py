@@ -7,6 +7,8 @@ SHAPE = "qwen3-coder-30b-a3b-fp8"
 """Preset of the README's plot and table of speed."""
 SYNTHETIC = 3.1
 """Synthetic acceptance length of its rows with a head."""
+PROMPT = 512
+"""Tokens of their prompts."""
 _POINT = ("method", "num_speculative_tokens", "concurrency")
 
 
@@ -48,6 +50,7 @@ def shape_rows(rows: list[dict]) -> list[dict]:
         and row["kv_cache_dtype"] == "auto"
         and row.get("activations", "bf16") == "bf16"
         and row["synthetic_acceptance_length"] in (None, SYNTHETIC)
+        and labels.prompt_length(row) == PROMPT
     ]
     plain = {row["concurrency"] for row in chosen if row["method"] == "none"}
     return [row for row in chosen if row["concurrency"] in plain]
@@ -64,7 +67,7 @@ def shape_caption(rows: list[dict]) -> str:
         raise ConfigError(f"bench:shape needs decode-step rows of {SHAPE} without speculation")
     return (
         f"Qwen3-Coder-30B-A3B in FP8 on one {labels.listed(chosen, 'device')}, random weights, temperature "
-        f"{chosen[0]['temperature']:g}, 512 prompt tokens, output tokens/s of a full batch. Both heads have a "
+        f"{chosen[0]['temperature']:g}, {PROMPT} prompt tokens, output tokens/s of a full batch. Both heads have a "
         f"synthetic AL (tokens per round) of {SYNTHETIC}: as many drafts are accepted as give it. So the plot "
         f"compares the cost of rounds, not the quality of heads ({labels.provenance(chosen)})."
     )

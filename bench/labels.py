@@ -22,6 +22,11 @@ def label(row: dict) -> str:
     return f"{name} {k}"
 
 
+def prompt_length(row: dict) -> int:
+    """Tokens of each prompt of a row whose prompts are equally long."""
+    return row["prompt_tokens"] // row["prompts"]
+
+
 def number_formats(dtype: str, weights: str, cache: str, activations: str) -> str:
     others = [] if weights == dtype else [f"{weights} weights"]
     others += [] if cache == "auto" else [f"{cache} KV cache"]

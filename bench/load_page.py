@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from statistics import harmonic_mean
 
 from bench import labels, rows
 from bench.synthetic import accepted_by_text
@@ -17,7 +18,7 @@ def speed(row: dict) -> float:
     """Output tokens per second while every slot decodes.
 
     Acceptance is drawn: each request has that of one text, so few requests may have other texts than those of the next
-    cell. Where all rounds have one K, the median time of a round counts, with the mean acceptance of all texts. By
+    cell. Where all rounds have one K, the median time of a round counts, with the acceptance of all texts. By
     load that is the K that was chosen last. By survival the tokens are counted.
     """
     k = row["num_speculative_tokens"]
@@ -30,7 +31,9 @@ def speed(row: dict) -> float:
 
 @cache
 def mean_length(file: str, texts: str, k: int, *, at_least: int) -> float:
-    """Tokens of a round with K = `k`: the mean over texts of their mean over rounds.
+    """Tokens of a round with K = `k` while texts of equal length follow each other: tokens of all texts over their rounds.
+
+    A text with few accepted drafts takes more rounds, so it weighs more: the harmonic mean of the texts' own means.
 
     Args:
       file: name of a file of rows, as in `synthetic.accepted_by_text`.
@@ -38,8 +41,7 @@ def mean_length(file: str, texts: str, k: int, *, at_least: int) -> float:
       at_least: K of the rows that count.
     """
     found = accepted_by_text(rows.read([rows.RESULTS / file]), at_least, texts)
-    means = [sum(min(n, k) for n in text) / len(text) for text in found if text]
-    return 1 + sum(means) / len(means)
+    return harmonic_mean([1 + sum(min(n, k) for n in text) / len(text) for text in found if text])
 
 
 def cell(row: dict) -> str:

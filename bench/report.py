@@ -92,7 +92,9 @@ def newest(all_rows: Sequence[dict]) -> list[dict]:
         # The first rows do not say these.
         row = {"weights": row["dtype"], "kv_cache_dtype": "auto", "activations": "bf16"} | row
         # Concurrency changes no acceptance: a repeat with another one replaces the row.
-        latest[tuple(row.get(k) for k in _KEY[: -1 if row["kind"] == "acceptance" else None])] = row
+        fields = _KEY[: -1 if row["kind"] == "acceptance" else None]
+        length = labels.prompt_length(row) if row["kind"] == "decode-step" else None
+        latest[length, *(row.get(k) for k in fields)] = row
     order = lambda row: (
         _METHOD_ORDER.index(row["method"]), row["num_speculative_tokens"], row["concurrency"],
     )  # fmt: skip
@@ -134,12 +136,13 @@ def _grid(measured: list[dict], cell: Callable[[dict], str]) -> str:
 def decode_step_table(measured: list[dict]) -> str:
     """One line per method, K and concurrency: a round, its floor, and what it makes of tokens."""
     header = [
-        "method", "concurrency", "synthetic AL", "ms per round", "floor, ms", "of the floor", "AL", "tokens/s",
+        "method", "prompt", "concurrency", "synthetic AL", "ms per round", "floor, ms", "of the floor", "AL", "tokens/s",
         "time to first token, ms",
     ]  # fmt: skip
     lines = [
         [
             labels.label(row),
+            f"{labels.prompt_length(row):,}",
             str(row["concurrency"]),
             _or_nothing(row["synthetic_acceptance_length"], str),
             f"{row['ms_per_round']:.2f}",

@@ -69,6 +69,13 @@ def test_concurrencies_without_a_fixed_k_are_left_out():
     assert "\n| 64 |" not in table(rows)
 
 
+def test_texts_of_equal_length_weigh_as_many_rounds_as_they_take(monkeypatch):
+    """A text of 7 accepted drafts a round and one of none: 8 tokens take 1 and 8 rounds, so 16 tokens 9 rounds."""
+    texts = [[7, 7], [0] * 16]
+    monkeypatch.setattr(load_page, "accepted_by_text", lambda *_: texts)
+    assert load_page.mean_length("headroom.jsonl", "two", 7, at_least=7) == pytest.approx(16 / 9)
+
+
 def test_a_fixed_k_has_the_mean_acceptance_of_all_texts():
     """Few requests draw few of the texts: two cells with equal rounds would differ by their luck."""
     drawn = dict(synthetic_acceptance_rows="headroom.jsonl", synthetic_acceptance_set="own")

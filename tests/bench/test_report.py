@@ -15,7 +15,7 @@ def row(kind: str, method: str, k: int, **changes) -> dict:
         "kind": kind, "device": "Chip", "model": "m", "dtype": "float32", "weights": "float32", "kv_cache_dtype": "auto", "activations": "bf16",
         "temperature": 0.0,
         "set": "HumanEval", "method": method, "num_speculative_tokens": k, "concurrency": 1,
-        "prompts": 4, "max_tokens": 64, "tokens_per_second": 100.0, "ms_per_round": 2.5,
+        "prompts": 4, "prompt_tokens": 2048, "max_tokens": 64, "tokens_per_second": 100.0, "ms_per_round": 2.5,
         "ttft_ms_median": 7.0, "acceptance_length": 1.0 + 0.5 * k, "date": "2026-01-01T00:00:00Z",
         "acceptance_per_position": [0.5] * k, "sha": "abc", "jax": "0.11.2",
     }  # fmt: skip
@@ -95,13 +95,16 @@ def test_decode_step_rows_show_their_floor():
     some = [
         row("decode-step", "peagle", 7, **model, ms_per_round=8.0, floor_ms=4.0,
             fraction_of_floor=0.5, synthetic_acceptance_length=3.1),
+        row("decode-step", "peagle", 7, **model, prompt_tokens=65536, ms_per_round=9.0,
+            floor_ms=5.0, fraction_of_floor=0.6, synthetic_acceptance_length=3.1),
         row("decode-step", "none", 0, **model, floor_ms=None, fraction_of_floor=None,
             synthetic_acceptance_length=None),
     ]  # fmt: skip
     text = report.render("decode-step", report.newest([*some, *ROWS]))
     assert "model coder-fp8, float32 with fp8 weights, temperature 1.0" in text
-    assert "| P-EAGLE K=7 | 1 | 3.1 | 8.00 | 4.00 | 50 % | 4.50 | 100 | 7 |" in text
-    assert "| plain | 1 |  | 2.50 |  |  |" in text
+    assert "| P-EAGLE K=7 | 512 | 1 | 3.1 | 8.00 | 4.00 | 50 % | 4.50 | 100 | 7 |" in text
+    assert "| P-EAGLE K=7 | 16,384 | 1 | 3.1 | 9.00 | 5.00 | 60 % | 4.50 | 100 | 7 |" in text
+    assert "| plain | 512 | 1 |  | 2.50 |  |  |" in text
 
 
 def test_lossless_rows_are_counted_together():
