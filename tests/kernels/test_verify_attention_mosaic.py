@@ -56,6 +56,12 @@ class Case:
         sinks = jnp.linspace(-1, 3, N).astype(jnp.bfloat16) if self.sinks else None
         return q, k, v, table, positions, sinks
 
+    def defined(self, q, k, v, table, positions, sinks) -> jax.Array:
+        """The definition in float32, of `inputs`."""
+        exact = [x.astype(jnp.float32) for x in (q, k, v)]
+        options = (self.H**-0.5, self.window, sinks, 1, self.soft_cap)
+        return reference.attend(*exact, table, positions, *options)
+
 
 def kernel(chip, case: Case, walks: int, split: int | Splits = 64, row_groups: int = 1):
     """The kernel with splits so short that a few keys make several: (q, k, v, table, positions, sinks) -> out."""
@@ -122,8 +128,7 @@ def exactly(run, *inputs):
 )
 def test_kernel_equals_the_definition_however_the_work_is_cut(chip, case):
     q, k, v, *rest = case.inputs()
-    exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    want = reference.attend(*exact, *rest[:2], case.H**-0.5, case.window, rest[2], 1, case.soft_cap)
+    want = case.defined(q, k, v, *rest)
     alone = attend(chip, case, q, k, v, *rest, walks=1)
     np.testing.assert_allclose(alone.astype(jnp.float32), want, **CLOSE)
     shared = attend(chip, case, q, k, v, *rest, walks=2)
@@ -149,9 +154,7 @@ GROWN = Splits(((0, 64), (128, 128), (256, 256)))
 )
 def test_splits_that_grow_give_a_row_the_same_bits_however_the_work_is_cut(chip, case):
     q, k, v, table, positions, sinks = case.inputs()
-    exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    options = case.H**-0.5, case.window, sinks, 1, case.soft_cap
-    want = reference.attend(*exact, table, positions, *options)
+    want = case.defined(q, k, v, table, positions, sinks)
     found = lambda walks: attend(chip, case, q, k, v, table, positions, sinks, walks, GROWN)
     alone = found(1)
     np.testing.assert_allclose(alone.astype(jnp.float32), want, **CLOSE)
@@ -183,8 +186,7 @@ def test_an_odd_group_of_narrow_heads_is_one_walk(chip):
     chosen = chip.choose_config(shape, spec.kv_heads, 2**17, None, DEVICES[chip])
     assert chosen.walks == 1
     q, k, v, *rest = case.inputs()
-    exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    want = reference.attend(*exact, *rest[:2], case.H**-0.5, None, None, 1)
+    want = case.defined(q, k, v, *rest)
     got = attend(chip, case, q, k, v, *rest, walks=1).astype(jnp.float32)
     np.testing.assert_allclose(got, want, **CLOSE)
 
