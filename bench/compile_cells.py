@@ -159,7 +159,8 @@ def files_of(make: Make, options, cell: Cell) -> list[tuple[Key, str]]:
     engine = _engine(make, options, cell)
     programs = engine.programs
     is_greedy = getattr(engine.config, "only_greedy", False)
-    keys = (PREFILL, *(programs.greedy_keys if is_greedy else programs.round_keys), CONTROLS)
+    rounds = programs.greedy_keys if is_greedy else programs.round_keys
+    keys = (PREFILL, *rounds, *programs.small_prefills, CONTROLS)
     found = ((key, engine.programs.file_of(key, engine._state)) for key in keys)
     return [(key, str(file)) for key, file in found if file is not None and not file.exists()]
 

@@ -32,9 +32,10 @@ from bench.random_weights import random_head, random_target
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
-from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.calls import DecodeCall, RoundShape, idle_prefill
 from peagle_jax.engine.compiler_options import compiler_options
 from peagle_jax.engine.device_calls import GreedyRound
+from peagle_jax.engine.prefill_shapes import full_shape
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
 from peagle_jax.quantized_activations import with_activations
@@ -222,7 +223,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
             DecodeCall.build([], RoundShape(sizes.concurrency, sizes.k), config).plan,
             mask(sizes.concurrency, sizes.k + 1),
         ),
-        (PrefillCall.build([], config).plan, mask(config.prefill_rows, 1)),
+        (idle_prefill(config, full_shape(config)), mask(config.prefill_rows, 1)),
     )
 
 

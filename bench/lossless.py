@@ -296,6 +296,7 @@ def _config(
         page_size=options.page_size,
         prefill_chunk=options.prefill_chunk,
         prefill_rows=min(options.prefill_rows, most),
+        small_prefills=options.small_prefills,
         prefix_caching=options.warm,
         rounds_per_call=options.rounds_per_call,
         tensor_parallel=options.tensor_parallel,

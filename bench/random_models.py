@@ -96,6 +96,7 @@ class Models:
             page_size=options.page_size,
             prefill_chunk=options.prefill_chunk,
             prefill_rows=min(options.prefill_rows, most),
+            small_prefills=options.small_prefills,
             draft_sampling=options.draft_sampling,
             dtype=self.dtype,
             kv_cache_dtype=options.kv_cache_dtype,

@@ -125,7 +125,9 @@ class _Sweep:
             concurrencies=options.concurrency,
             max_num_seqs=max(options.concurrency),
             max_model_len=options.max_model_len,
+            prefill_chunk=options.prefill_chunk,
             prefill_rows=options.prefill_rows,
+            small_prefills=options.small_prefills,
             rounds_per_call=options.rounds_per_call,
             **options.drafting(),
         )

@@ -269,6 +269,7 @@ class EngineConfig:
       max_model_len, page_size: most tokens of prompt plus output; tokens per KV page.
       num_pages: KV pages including the dummy page 0; None: see `memory.fit_pages`.
       prefill_chunk, prefill_rows: prompt tokens per row and call; prompts per prefill call.
+      small_prefills: compile smaller prefill programs too, for calls with few tokens (`engine.prefill_shapes`).
       prefill_calls: most prefill calls between two rounds; None: one while a request decodes, else 4.
       max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
@@ -276,8 +277,7 @@ class EngineConfig:
       selector: let the head's selector choose the drafts, if the head has one.
       saved_rings: beginnings whose sliding windows are kept; None: 64, in 256 MiB (`memory.fit_rings`).
       prefix_caching: keep the pages of earlier texts, and prefill only what follows them.
-      max_logprobs: most alternatives per token for logprobs.
-      prompt_logprobs: compile a second prefill program, for requests with `prompt_logprobs`.
+      max_logprobs: most alternatives per token for logprobs. `prompt_logprobs` compiles a prefill program that scores prompts.
       tensor_parallel: N, devices that run every step together (docs/parallel.md).
       collectives: of greedy rounds on GPUs: "launched" between CUDA graphs, or "captured" in the graph.
       check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
@@ -297,6 +297,7 @@ class EngineConfig:
     num_pages: int | None = None
     prefill_chunk: int = 128
     prefill_rows: int = 1
+    small_prefills: bool = False
     prefill_calls: int | None = None
     max_waiting: int = 4096
     draft_sampling: Literal["argmax", "sample"] = "argmax"
@@ -361,7 +362,7 @@ class EngineConfig:
     @property
     def has_survival(self) -> bool:
         """Whether some rounds are ragged."""
-        return any(self.ragged_rows(size) for size in self.batch_buckets)
+        return any(map(self.ragged_rows, self.batch_buckets))
 
     @property
     def lookahead(self) -> int:
@@ -378,8 +379,8 @@ class EngineConfig:
 
         Window plus the rows of one call: no write overwrites a key that a row of the call still reads.
         """
-        rows = self.prefill_chunk + self.lookahead
-        return -(-(min(window, self.max_model_len) + rows) // self.page_size)
+        keys = min(window, self.max_model_len) + self.prefill_chunk + self.lookahead
+        return -(-keys // self.page_size)
 
     @property
     def total_pages(self) -> int:
@@ -394,7 +395,5 @@ class EngineConfig:
     @property
     def batch_buckets(self) -> tuple[int, ...]:
         """Compiled batch sizes: powers of two up to `max_num_seqs`, and that number itself."""
-        sizes = [1]
-        while sizes[-1] < self.max_num_seqs:
-            sizes.append(min(2 * sizes[-1], self.max_num_seqs))
-        return tuple(sizes)
+        powers = (2**n for n in range((self.max_num_seqs - 1).bit_length()))
+        return (*powers, self.max_num_seqs)

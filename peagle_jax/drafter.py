@@ -6,7 +6,7 @@ J-1 mask slots, whose token is the mask token and whose state is the learned `ma
 yields all J drafts. EAGLE-3 feeds its output back as the next state: one pass per draft.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 import jax
@@ -249,6 +249,13 @@ class AutoregressiveDrafter:
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         return _absorb(self.head, target, inputs, cache)
+
+
+def with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
+    """The drafter with this number of drafts: as many as the host counts for the call."""
+    if drafter is None or drafter.num_draft == num_draft:
+        return drafter
+    return replace(drafter, num_draft=num_draft)
 
 
 def make_drafter(

@@ -55,6 +55,15 @@ def choose_dtype(requested: str) -> str:
     return "bfloat16" if platform in ("cuda", "rocm", "oneapi", "gpu", "tpu") else "float32"
 
 
+def prefill_sizes() -> dict[str, int | bool]:
+    """Fields of `EngineConfig` with which a server on this device prefills, where nothing else is asked for.
+
+    A GPU reads all weights for a call of 128 tokens, as for one of 512 or more.
+    """
+    large = dict(prefill_chunk=512, prefill_rows=4, small_prefills=True)
+    return large if dispatch.platform() == "cuda" else {}
+
+
 def keep_compiled_programs(cache_home: str | None) -> None:
     """Keeps compiled programs on disk, so that the next start compiles nothing.
 

@@ -1,6 +1,7 @@
 """Options of `peagle-serve`: types, defaults and rules. `sources` reads their values."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal, Self
 
@@ -138,8 +139,15 @@ class Settings(BaseSettings):
         "bf16",
         "fp8: quantised for fp8 weights; mxfp8: quantised weights become mxfp8 too (B200, B300)",
     )
-    prefill_chunk: Int = _option(128, "prompt tokens per prefill row and call", metavar="N")
-    prefill_rows: Int = _option(1, "prompts prefilled together", metavar="N")
+    prefill_chunk: Int | None = _option(
+        None, "prompt tokens per prefill row and call (default: 128, on GPUs 512)", metavar="N"
+    )
+    prefill_rows: Int | None = _option(
+        None, "prompts prefilled together (default: 1, on GPUs 4)", metavar="N"
+    )
+    small_prefills: bool | None = _option(
+        None, "smaller prefill programs besides, for calls with few tokens (default: on GPUs)"
+    )
     prefill_calls: Int | None = _option(
         None,
         "most prefill calls between two rounds (default: 1; 4 if nothing decodes)",
@@ -346,29 +354,16 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
     """
     ranges = settings.num_speculative_tokens_per_batch_size
     schedule = () if ranges is None else draft_schedule.parse(ranges)
-    return EngineConfig(
+    # None is the default of `EngineConfig`.
+    given = {one.name: getattr(settings, one.name, None) for one in fields(EngineConfig)}
+    same = {name: value for name, value in given.items() if value is not None}
+    differing = dict(
         num_draft=settings.num_speculative_tokens,
         draft_schedule=schedule,
         adaptive=draft_schedule.adaptive_or_default(settings.adaptive, schedule, settings.ngram),
-        ngram=settings.ngram,
-        draft_sampling=settings.draft_sampling,
-        verify_method=settings.verify_method,
-        selector=settings.selector,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        max_waiting=settings.max_waiting,
-        prefix_caching=settings.prefix_caching,
-        saved_rings=settings.saved_rings,
-        prompt_logprobs=settings.prompt_logprobs,
-        prefill_chunk=settings.prefill_chunk,
-        prefill_rows=settings.prefill_rows,
-        prefill_calls=settings.prefill_calls,
-        max_logprobs=settings.max_logprobs,
         dtype=dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        tensor_parallel=settings.tensor_parallel,
-        activations=settings.activations,
     )
+    return EngineConfig(**same | differing)
 
 
 def read_models(settings: Settings) -> Settings:

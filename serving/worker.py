@@ -187,7 +187,7 @@ class EngineWorker:
     @property
     def batch_sizes_pending(self) -> int:
         """Batch sizes with a program that is not compiled yet."""
-        return len({shape.size for shape in self._engine.programs.missing})
+        return len({key.size for key in self._engine.programs.missing if not isinstance(key, str)})
 
     def start(self) -> None:
         """Starts the thread, which compiles first. Call it in the event loop."""

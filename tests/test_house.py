@@ -28,7 +28,7 @@ ORDER = [
     "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.share_reader", "checkpoint.loader", "checkpoint",
     "text", "options",
     "engine", "engine.rules", "engine.pages", "engine.slots", "engine.mask_threads", "engine.grammar", "engine.request", "engine.reservation",
-    "engine.prefixes", "engine.controls", "engine.calls", "engine.device_calls", "engine.prompt_logprobs", "engine.stats",
+    "engine.prefixes", "engine.controls", "engine.prefill_shapes", "engine.calls", "engine.device_calls", "engine.prompt_logprobs", "engine.stats",
     "engine.round_times", "engine.choice", "engine.adaptive", "engine.survival", "engine.integrity", "engine.commits", "engine.scheduler",
     "engine.sizes", "engine.round_shapes", "engine.output_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.layouts",
     "engine.descriptions", "engine.compiler_options", "engine.stored_programs",

@@ -161,9 +161,12 @@ def test_output_is_unchanged_by_the_batch_size(of_every_size, naive, batch):
 
 
 @pytest.mark.sampled(0, slow=2)
-@pytest.mark.parametrize(("chunk", "rows"), [(1, 1), (5, 3), (64, 1)])
-def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows):
-    config = engine_config(num_draft=3, prefill_chunk=chunk, prefill_rows=rows, max_num_seqs=4)
+@pytest.mark.parametrize(
+    ("chunk", "rows", "small"), [(1, 1, False), (5, 3, False), (64, 1, False), (32, 3, True)]
+)
+def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows, small):
+    sizes = dict(prefill_chunk=chunk, prefill_rows=rows, small_prefills=small)
+    config = engine_config(num_draft=3, max_num_seqs=4, **sizes)
     assert run(one_bucket(Engine(target, tiny.head(), config))) == naive
 
 

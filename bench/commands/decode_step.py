@@ -98,6 +98,9 @@ class Options(RowOptions):
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
     prefill_chunk: int = option("tokens per prefill call", default=512, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
+    small_prefills: bool = option(
+        "also compile smaller prefill programs, for calls with few tokens", default=False
+    )
     jobs: int = jobs_option()
     prefills: int = option(
         "repeats of the prefill alone; the row has their median",

@@ -48,6 +48,9 @@ class SubjectOptions(ModelOptions):
     )  # fmt: skip
     prefill_chunk: int = option("tokens per prefill call", default=128, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=8, type=positive, metavar="N")
+    small_prefills: bool = option(
+        "also compile smaller prefill programs, for calls with few tokens", default=False
+    )
     tensor_parallel: int = option(
         "devices that run every round together", default=1, type=positive, metavar="N"
     )

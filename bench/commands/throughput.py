@@ -28,7 +28,11 @@ class Options(DraftingOptions):
         "prompts of a cell for each concurrent request", default=2, type=positive, metavar="N"
     )
     min_prompts: int = option("least prompts of a cell", default=4, type=positive, metavar="N")
+    prefill_chunk: int = option("tokens per prefill call", default=128, type=positive, metavar="N")
     prefill_rows: int = option("prompts per prefill call", default=1, type=positive, metavar="N")
+    small_prefills: bool = option(
+        "also compile smaller prefill programs, for calls with few tokens", default=False
+    )
     adaptive: tuple[str, ...] = adaptive_option()
     rounds_per_call: int | None = rounds_per_call_option()
     repeats: int = option(

@@ -9,6 +9,7 @@ import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.grammar import Matcher, masks_of
+from peagle_jax.engine.prefill_shapes import PrefillShape, choose_shape, full_shape
 from peagle_jax.engine.request import Request, RingCopy
 from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, RequestParams
 
@@ -20,6 +21,7 @@ class PrefillCall:
     requests: tuple[Request | None, ...]  # R
     last: tuple[bool, ...]  # per real row: this is the request's last chunk, it decodes next
     plan: PrefillPlan
+    shape: PrefillShape
     controls: tuple[
         ControlsPlan, ...
     ] = ()  # of newly admitted requests: dispatched before the call
@@ -35,10 +37,19 @@ class PrefillCall:
         config: EngineConfig,
         controls: tuple[ControlsPlan, ...] = (),
         restores: tuple[RingCopy, ...] = (),
+        shapes: Sequence[PrefillShape] = (),
     ) -> Self:
-        """Plans the next chunk of each request in `rows` (at most R)."""
-        R, T = config.prefill_rows, config.prefill_chunk
-        plan = _idle_prefill(config)._replace(page_table=_page_table(rows, R, config.pages_per_seq))
+        """Plans the next chunk of each request in `rows` (at most R).
+
+        Args:
+          shapes: of calls that are possible, as of `choose_shape`; without them `full_shape`.
+        """
+        scores = any(request.wants_prompt_logprobs for request in rows)
+        remaining = [request.num_to_prefill - request.num_prefilled for request in rows]
+        some = shapes if shapes and not scores else (full_shape(config),)
+        shape = R, T = choose_shape(some, remaining)
+        plan = idle_prefill(config, shape)
+        plan = plan._replace(page_table=_page_table(rows, R, config.pages_per_seq))
         ends = [min(r.num_prefilled + T, r.num_to_prefill) for r in rows]
         for row, (request, end) in enumerate(zip(rows, ends, strict=True)):
             start = request.num_prefilled
@@ -55,9 +66,10 @@ class PrefillCall:
             requests=(*rows, *[None] * (R - len(rows))),
             last=tuple(end == r.num_to_prefill for r, end in zip(rows, ends, strict=True)),
             plan=plan,
+            shape=shape,
             controls=controls,
             restores=restores,
-            scores=any(request.wants_prompt_logprobs for request in rows),
+            scores=scores,
             mask=masks_of([(matcher, ()) for matcher in matchers], size=R, height=1),
         )
 
@@ -205,9 +217,9 @@ class Calls:
     decode: DecodeCall | None
 
 
-def _idle_prefill(config: EngineConfig) -> PrefillPlan:
+def idle_prefill(config: EngineConfig, shape: PrefillShape) -> PrefillPlan:
     """A prefill plan of padding rows only."""
-    R, T = config.prefill_rows, config.prefill_chunk
+    R, T = shape
     ints = lambda fill=0: np.full(R, fill, np.int32)
     floats = lambda fill=0.0: np.full(R, fill, np.float32)
     return PrefillPlan(

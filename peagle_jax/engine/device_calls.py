@@ -8,10 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.prefill_shapes import PrefillShape, full_shape
 
 PREFILL, SCORED_PREFILL, CONTROLS, RINGS = "prefill", "prefill with scores", "controls", "rings"
 """Keys of the programs besides the rounds. The key of a round's program is its `RoundShape`."""
+
+
+def prefill_key(shape: PrefillShape, config: EngineConfig) -> str:
+    """Key of the prefill program of a shape."""
+    is_full = shape == full_shape(config)
+    return PREFILL if is_full else f"{PREFILL} of {shape.rows} x {shape.chunk} tokens"
 
 
 class GreedyRound(NamedTuple):

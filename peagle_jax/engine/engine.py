@@ -162,7 +162,7 @@ class Engine:
         if sizes is None:
             programs = self.programs
             keys = programs.greedy_keys if only_greedy else programs.round_keys
-            self._compile(keys, on_compiled)
+            self._compile((*keys, *programs.small_prefills), on_compiled)
             while self.time_idle_round():
                 pass
         else:
@@ -185,6 +185,7 @@ class Engine:
         self.programs.warm_up(self._state, on_compiled, rounds)
         self.scheduler.rounds = self.programs.rounds
         self.scheduler.repeated = self.programs.greedy
+        self.scheduler.prefills = self.programs.prefills
         if self.policy is not None:
             self.policy.ragged = self.programs.ragged
 
@@ -205,7 +206,7 @@ class Engine:
     def num_programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
         others = 2 + self.config.prompt_logprobs + bool(self.config.saved_rings)
-        return others + len(self.programs.round_keys)
+        return others + len(self.programs.round_keys) + len(self.programs.small_prefills)
 
     @property
     def has_work(self) -> bool:

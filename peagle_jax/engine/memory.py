@@ -22,6 +22,7 @@ from peagle_jax.config import (
     EngineConfig,
     TargetConfig,
 )
+from peagle_jax.engine.prefill_shapes import prefill_shapes
 from peagle_jax.engine.round_shapes import round_shapes
 from peagle_jax.parallel.devices import first_devices, own_devices
 from peagle_jax.parallel.processes import least
@@ -118,7 +119,8 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
     """Bytes of the sampling controls of all slots, and of the masks of all programs."""
     slot = slot_bytes(target.vocab_size)
     rounds = sum(shape.size * (shape.num_draft + 1) for shape in round_shapes(config))
-    prefills = config.prefill_rows * (1 + config.prompt_logprobs)
+    prefills = sum(shape.rows for shape in prefill_shapes(config))
+    prefills += config.prefill_rows * config.prompt_logprobs
     masks = 4 * (rounds + prefills) * mask_words(target.vocab_size)
     return (config.max_num_seqs + 1) * slot + masks
 

@@ -8,17 +8,18 @@ from jax.sharding import NamedSharding
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.prefill_shapes import PrefillShape
 from peagle_jax.plan import SURVIVAL_BINS, SurvivalReport
 from peagle_jax.prompt_scores import PromptScores
 from peagle_jax.step import StepOutput
 
 
-def prefill_output(config: EngineConfig, *, scores: bool) -> StepOutput:
+def prefill_output(config: EngineConfig, shape: PrefillShape, *, scores: bool) -> StepOutput:
     """Output of a prefill call; `scores`: with log-probabilities of prompts."""
-    output = _output(config.prefill_rows, 1, config.most_drafts, config.max_logprobs)
+    output = _output(shape.rows, 1, config.most_drafts, config.max_logprobs)
     if not scores:
         return output
-    rows = (config.prefill_rows, config.prefill_chunk)
+    rows = tuple(shape)
     top = (*rows, config.max_logprobs)
     prompt = PromptScores(
         logprobs=_floats(*rows), ranks=_ints(*rows), top_ids=_ints(*top), top_logprobs=_floats(*top)

@@ -28,9 +28,9 @@ import numpy as np
 from pallas_kernels import dispatch
 from peagle_jax import adjust, step
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
-from peagle_jax.drafter import Drafter
+from peagle_jax.drafter import with_num_draft
 from peagle_jax.engine import layouts, ring_copies
-from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape, timed_plan
+from peagle_jax.engine.calls import DecodeCall, RoundShape, idle_prefill, timed_plan
 from peagle_jax.engine.compiler_options import compiler_options
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.device_calls import (
@@ -45,21 +45,18 @@ from peagle_jax.engine.device_calls import (
     Key,
     Run,
     WriteControls,
+    prefill_key,
 )
 from peagle_jax.engine.kept import join, split, without
 from peagle_jax.engine.memory import carve_holes
 from peagle_jax.engine.output_shapes import prefill_output, round_output, spec_of
+from peagle_jax.engine.prefill_shapes import PrefillShape, full_shape, prefill_shapes
 from peagle_jax.engine.round_shapes import greedy_shapes, round_shapes
 from peagle_jax.engine.stored_programs import StoredPrograms
 from peagle_jax.engine.stored_times import StoredTimes
 from peagle_jax.engine.transfer import Resident, Result, pack, pack_on_device, unpack
 from peagle_jax.parallel.devices import Devices
-from peagle_jax.plan import (
-    ControlsPlan,
-    DecodePlan,
-    PrefillPlan,
-    mask_words,
-)
+from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, mask_words
 from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
@@ -94,6 +91,8 @@ class Programs:
         greedy = map(GreedyRound, greedy_shapes(config))
         self.round_keys: tuple[Key, ...] = (*self.shapes[:first], *greedy, *self.shapes[first:])
         """All rounds, in the order in which they compile."""
+        self._prefill_shapes = {prefill_key(one, config): one for one in prefill_shapes(config)}
+        self.small_prefills: tuple[Key, ...] = tuple(self._prefill_shapes)[:-1]
         devices = devices or Devices()
         target = with_activations(target, config)
         weights, structure = jax.tree.flatten((target, drafter))
@@ -108,7 +107,7 @@ class Programs:
         @devices.program
         def prefill(weights, state, plan, mask, previous, *, scores):
             target, drafter = jax.tree.unflatten(structure, weights)
-            drafter = _with_num_draft(drafter, config.most_drafts)
+            drafter = with_num_draft(drafter, config.most_drafts)
             args = (target, drafter, state, plan, mask)
             state, output = step.prefill(*args, scores=scores, **static)
             return state, pack_on_device(output)
@@ -121,7 +120,7 @@ class Programs:
             weights, written, plan, mask, previous, kept, *, num_draft, num_rows, repeat
         ):
             target, drafter = jax.tree.unflatten(structure, weights)
-            drafter = _with_num_draft(drafter, config.num_made(num_draft))
+            drafter = with_num_draft(drafter, config.num_made(num_draft))
             args = (target, drafter, join(written, kept), plan, mask)
             if num_rows:
                 state, output = ragged_step(*args, num_rows=num_rows, **static)
@@ -166,7 +165,8 @@ class Programs:
         scores: bool = False,
     ):
         """Dispatches one prefill call; `state` is consumed. Returns the next state and a `Result`."""
-        return self._dispatch(SCORED_PREFILL if scores else PREFILL, state, plan, mask)
+        key = prefill_key(PrefillShape(*plan.tokens.shape), self._config)
+        return self._dispatch(SCORED_PREFILL if scores else key, state, plan, mask)
 
     def round(
         self,
@@ -274,10 +274,11 @@ class Programs:
             return ring_copies.program(operands[0]).lower, specs(*operands), None
         config, is_greedy = self._config, isinstance(key, GreedyRound)
         if isinstance(key, str):
-            scores, rows, T = key == SCORED_PREFILL, config.prefill_rows, 1
-            lower = partial(self._prefill.lower, scores=scores)
-            idle = PrefillCall.build([], config).plan
-            output = prefill_output(config, scores=scores)
+            scores, T = key == SCORED_PREFILL, 1
+            shape = self._prefill_shapes.get(key, full_shape(config))
+            rows, lower = shape.rows, partial(self._prefill.lower, scores=scores)
+            idle = idle_prefill(config, shape)
+            output = prefill_output(config, shape, scores=scores)
             parts = (state,)
         else:
             shape = key.shape if is_greedy else key
@@ -340,8 +341,15 @@ class Programs:
 
     @property
     def missing(self) -> tuple[Key, ...]:
-        """Those of `round_keys` that are not compiled yet, in their order."""
-        return tuple(key for key in self.round_keys if key not in self._resident)
+        """Those of `round_keys` and `small_prefills` that are not compiled yet, in their order."""
+        keys = (*self.round_keys, *self.small_prefills)
+        return tuple(key for key in keys if key not in self._resident)
+
+    @property
+    def prefills(self) -> tuple[PrefillShape, ...]:
+        """Shapes of prefill calls whose program is compiled, and the full one; by their tokens."""
+        ready = {PREFILL, *self._resident}
+        return tuple(shape for key, shape in self._prefill_shapes.items() if key in ready)
 
     @property
     def rounds(self) -> dict[int, tuple[int, ...]]:
@@ -373,7 +381,7 @@ class Programs:
     def warm_up(
         self, state: step.State, on_compiled: Callable[[], None], rounds: Sequence[Key]
     ) -> None:
-        """Compiles prefill, the controls and the `rounds` where missing, `AT_ONCE` at a time.
+        """Compiles prefill, the controls and the `rounds` (or smaller prefills) where missing, `AT_ONCE` at a time.
 
         `on_compiled` is called after each program.
         """
@@ -390,10 +398,3 @@ class Programs:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
                 on_compiled()
-
-
-def _with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
-    """The drafter with this number of drafts: as many as the host counts for the call."""
-    if drafter is None or drafter.num_draft == num_draft:
-        return drafter
-    return replace(drafter, num_draft=num_draft)

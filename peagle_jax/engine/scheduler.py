@@ -18,6 +18,7 @@ from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.commits import Commits
 from peagle_jax.engine.controls import controls_of
 from peagle_jax.engine.integrity import check_requests
+from peagle_jax.engine.prefill_shapes import PrefillShape, prefill_shapes
 from peagle_jax.engine.request import Request, RequestState
 
 _IDLE_PREFILL_CALLS = 4
@@ -60,6 +61,8 @@ class Scheduler(Commits):
         }
         """Rounds that may run: values of K by batch bucket (the size to which a round is padded), both
         ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any thread."""
+        self.prefills: Sequence[PrefillShape] = prefill_shapes(config)
+        """Shapes of prefill calls that may run, as `rounds`."""
 
     @property
     def has_work(self) -> bool:
@@ -179,13 +182,12 @@ class Scheduler(Commits):
         new = (request for request in rows if not request.begun)
         controls = (controls_of(request, self.config, self.eos_ids) for request in new)
         restores = self.prefixes.restores(self.active)
-        call = PrefillCall.build(rows, self.config, tuple(filter(None, controls)), restores)
+        controls = tuple(filter(None, controls))
+        call = PrefillCall.build(rows, self.config, controls, restores, self.prefills)
         saves = []
         for row, request in enumerate(rows):
             # Padding rows and drafts are written too.
-            request.writes_below(
-                request.num_prefilled + self.config.prefill_chunk + self.config.lookahead
-            )
+            request.writes_below(request.num_prefilled + call.shape.chunk + self.config.lookahead)
             request.num_prefilled += int(call.plan.count[row])
             request.begun = True
             # Not before the call is built: rows of one call cannot read each other's pages.

@@ -43,6 +43,15 @@ def test_every_size_reaches_the_engine():
     assert engine.tokenizer is not None
 
 
+def test_gpus_prefill_larger_chunks_unless_the_settings_say_otherwise(monkeypatch):
+    sizes = dict(prefill_chunk=256, prefill_rows=2, small_prefills=True)
+    monkeypatch.setattr(runs, "prefill_sizes", lambda: sizes)
+    found = lambda **given: {k: getattr(make_engine(Settings(**given)).config, k) for k in sizes}
+    assert found() == sizes
+    given = dict(prefill_chunk=64, small_prefills=False)
+    assert found(**given) == sizes | given
+
+
 def test_memory_for_keys_and_values_is_a_number_of_pages():
     pages = lambda memory: (
         make_engine(

@@ -1,0 +1,58 @@
+"""The shapes of prefill calls: few tokens take a program with little padding."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from peagle_jax.config import EngineConfig
+
+_PARTS = 4  # a short program has this part of `prefill_chunk`
+_LEAST = 16  # tokens that a short program has at least
+
+
+class PrefillShape(NamedTuple):
+    """Shape of a prefill call: its program is compiled for it."""
+
+    rows: int  # R, prompts
+    chunk: int  # T, tokens of each
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the device computes, padding included."""
+        return self.rows * self.chunk
+
+    def advance(self, remaining: Sequence[int]) -> int:
+        """Tokens that one call prefills of prompts with so many `remaining` ones."""
+        return sum(min(number, self.chunk) for number in remaining[: self.rows])
+
+
+def full_shape(config: EngineConfig) -> PrefillShape:
+    """The largest call: `prefill_rows` prompts with `prefill_chunk` tokens each."""
+    return PrefillShape(config.prefill_rows, config.prefill_chunk)
+
+
+def prefill_shapes(config: EngineConfig) -> tuple[PrefillShape, ...]:
+    """Shapes of all prefill calls, by their tokens; the last one is `full_shape`.
+
+    With `small_prefills` there are calls of one prompt and of short chunks besides.
+    """
+    full = full_shape(config)
+    if not config.small_prefills:
+        return (full,)
+    short = max(_LEAST, full.chunk // _PARTS)
+    shapes = {
+        PrefillShape(rows, min(chunk, full.chunk))
+        for rows in (1, full.rows)
+        for chunk in (short, full.chunk)
+    }
+    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape)))
+
+
+def choose_shape(shapes: Sequence[PrefillShape], remaining: Sequence[int]) -> PrefillShape:
+    """The shape with the fewest tokens that prefills as many of the prompts' tokens as the last one of `shapes`.
+
+    Args:
+      shapes: as of `prefill_shapes`, or some of them.
+      remaining: for each prompt the number of tokens that it lacks.
+    """
+    most = shapes[-1].advance(remaining)
+    return next(shape for shape in shapes if shape.advance(remaining) == most)

@@ -1,0 +1,97 @@
+"""Prefill calls of several sizes: which one a call takes, and that the size changes no output."""
+
+import numpy as np
+import pytest
+
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine.prefill_shapes import PrefillShape, choose_shape, full_shape, prefill_shapes
+from tests import tiny
+
+SIZES = dict(num_draft=3, max_num_seqs=4, max_model_len=128, page_size=4)
+CONFIG = EngineConfig(**SIZES, prefill_chunk=64, prefill_rows=4, small_prefills=True)
+SHAPES = [PrefillShape(*shape) for shape in ((1, 16), (1, 64), (4, 16), (4, 64))]
+
+
+def test_the_shapes_of_calls():
+    assert prefill_shapes(EngineConfig(prefill_chunk=64, prefill_rows=4)) == ((4, 64),)
+    assert [*prefill_shapes(CONFIG)] == SHAPES
+    large = EngineConfig(prefill_chunk=512, prefill_rows=4, small_prefills=True)
+    assert prefill_shapes(large) == ((1, 128), (1, 512), (4, 128), (4, 512))
+    least = EngineConfig(prefill_chunk=8, small_prefills=True)
+    assert prefill_shapes(least) == ((1, 8),) == (full_shape(least),)
+
+
+@pytest.mark.parametrize(
+    ("remaining", "shape"),
+    [
+        ([], (1, 16)),
+        ([16], (1, 16)),
+        ([17], (1, 64)),
+        ([1000], (1, 64)),
+        ([16, 1], (4, 16)),
+        ([17, 1], (4, 64)),
+        ([1, 1, 1, 1, 1000], (4, 16)),  # only four prompts are part of the call
+    ],
+)
+def test_a_call_takes_the_least_padding_that_delays_no_prompt(remaining, shape):
+    assert choose_shape(SHAPES, remaining) == shape
+
+
+def test_a_shape_that_is_not_compiled_is_replaced_by_a_larger_one():
+    assert choose_shape(SHAPES[1:], [3]) == (1, 64)
+    assert choose_shape(SHAPES[-1:], [3]) == (4, 64)
+
+
+def shapes_of(engine: Engine) -> list[PrefillShape]:
+    """Shapes of the prefill calls that the engine dispatches from now on."""
+    found, dispatch = [], engine.programs.prefill
+
+    def recorded(state, plan, *args):
+        found.append(PrefillShape(*plan.tokens.shape))
+        return dispatch(state, plan, *args)
+
+    engine.programs.prefill = recorded
+    return found
+
+
+def test_output_does_not_depend_on_the_shapes_of_calls():
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (3, 40, 90, 16, 5, 70)]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    plain = EngineConfig(**SIZES | dict(num_draft=0), prefill_chunk=16)
+    wanted = [one.tokens for one in Engine(tiny.target(), None, plain).generate(prompts, params)]
+    engine = Engine(tiny.target(), tiny.head(), CONFIG)
+    engine.warm_up()
+    assert engine.programs.prefills == tuple(SHAPES)
+    assert engine.programs.num_compiled == engine.num_programs
+    found = shapes_of(engine)
+    assert [one.tokens for one in engine.generate(prompts, params)] == wanted
+    for some in ([0], [1], [0, 4], [4, 1]):
+        done = engine.generate([prompts[i] for i in some], params)
+        assert [one.tokens for one in done] == [wanted[i] for i in some]
+    assert {*found} == {*SHAPES}
+    assert engine.programs.num_compiled == engine.num_programs  # nothing compiled on the way
+
+
+def test_calls_have_their_full_size_until_smaller_programs_are_compiled():
+    engine = Engine(tiny.target(), tiny.head(), CONFIG)
+    engine.warm_up(sizes=[4])
+    found, params = shapes_of(engine), SamplingParams(max_tokens=3, ignore_eos=True)
+    (first,) = engine.generate([[5, 6, 7]], params)
+    assert found == [(4, 64)]
+    while engine.compile_next():
+        pass
+    found.clear()
+    (again,) = engine.generate([[5, 6, 7]], params)
+    assert found == [(1, 16)]
+    assert again.tokens == first.tokens
+
+
+def test_a_call_that_scores_its_prompt_has_its_full_size():
+    config = EngineConfig(**SIZES, prefill_chunk=32, small_prefills=True, prompt_logprobs=True)
+    engine = Engine(tiny.target(), tiny.head(), config)
+    found = shapes_of(engine)
+    params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    (scored,) = engine.generate([[5, 6, 7]], params)
+    assert found == [(1, 32)]
+    assert len(scored.prompt_logprobs) == 3
