@@ -363,6 +363,7 @@ HOST_SIDE = {
     "request",
     "pages",
     "calls",
+    "prefill_shapes",
     "stats",
     "round_times",
     "adaptive",
