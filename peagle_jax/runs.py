@@ -55,13 +55,15 @@ def choose_dtype(requested: str) -> str:
     return "bfloat16" if platform in ("cuda", "rocm", "oneapi", "gpu", "tpu") else "float32"
 
 
-def prefill_sizes() -> dict[str, int | bool]:
-    """Fields of `EngineConfig` with which a server on this device prefills, where nothing else is asked for.
+def prefill_sizes(config: EngineConfig) -> dict[str, int | bool]:
+    """Fields of `config` with which a server on this device prefills, where nothing else is asked for.
 
     A GPU reads all weights for a call of 128 tokens, as for one of 512 or more.
     """
-    large = dict(prefill_chunk=512, prefill_rows=4, small_prefills=True)
-    return large if dispatch.platform() == "cuda" else {}
+    if dispatch.platform() != "cuda":
+        return {}
+    chunk, rows = min(512, config.max_model_len), min(4, config.max_num_seqs)
+    return dict(prefill_chunk=chunk, prefill_rows=rows, small_prefills=True)
 
 
 def keep_compiled_programs(cache_home: str | None) -> None:

@@ -93,7 +93,7 @@ def make_engine(settings: Settings) -> Engine:
       ConfigError: see `load_weights` and `Engine`.
     """
     config = engine_config(settings, runs.choose_dtype(settings.dtype))
-    prefill = runs.prefill_sizes().items()
+    prefill = runs.prefill_sizes(config).items()
     config = replace(config, **{k: v for k, v in prefill if getattr(settings, k) is None})
     target, head, tokenizer = load_weights(
         settings.model,

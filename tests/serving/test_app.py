@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from peagle_jax import runs
+from peagle_jax import EngineConfig, runs
 from peagle_jax.config import ConfigError
 from peagle_jax.model_folders import embedded
 from serving.app import make_engine
@@ -44,8 +44,14 @@ def test_every_size_reaches_the_engine():
 
 
 def test_gpus_prefill_larger_chunks_unless_the_settings_say_otherwise(monkeypatch):
-    sizes = dict(prefill_chunk=256, prefill_rows=2, small_prefills=True)
-    monkeypatch.setattr(runs, "prefill_sizes", lambda: sizes)
+    config = EngineConfig(max_num_seqs=2, max_model_len=256)
+    assert runs.prefill_sizes(config) == {}
+    monkeypatch.setattr(runs.dispatch, "platform", lambda: "cuda")
+    sizes = runs.prefill_sizes(config)
+    assert sizes == dict(prefill_chunk=256, prefill_rows=2, small_prefills=True)
+    assert runs.prefill_sizes(EngineConfig())["prefill_chunk"] == 512
+    monkeypatch.undo()
+    monkeypatch.setattr(runs, "prefill_sizes", lambda config: sizes)
     found = lambda **given: {k: getattr(make_engine(Settings(**given)).config, k) for k in sizes}
     assert found() == sizes
     given = dict(prefill_chunk=64, small_prefills=False)
