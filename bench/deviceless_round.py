@@ -238,9 +238,10 @@ def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
     operands = (made.weights, state, plan, mask, None)
     shape = RoundShape(sizes.concurrency, sizes.k)
     options = compiler_options(GreedyRound(shape) if sizes.greedy else shape, made.config)
-    compiled = deviceless.compile_on(
-        mesh, made.round, *operands, donate_argnums=1, compiler_options=options
-    )
+    with deviceless.code_kept(dump):
+        compiled = deviceless.compile_on(
+            mesh, made.round, *operands, donate_argnums=1, compiler_options=options
+        )
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     (thunks,) = dump.glob("*decode_round*.thunk_sequence_after_thunk_passes.txt")
@@ -309,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dump = args.dump or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         dump.mkdir(parents=True, exist_ok=True)
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-        deviceless.prepare(dump)
+        deviceless.prepare()
         mesh = stack.enter_context(deviceless.target(args.chip, args.tensor_parallel))
         made = dataclasses.asdict(compile_round(Sizes.of(vars(args)), mesh, dump))
     if args.json:

@@ -37,9 +37,9 @@ def run(module: str, chip: str, folder: Path, *options: str) -> Any:
     return json.loads(found.read_text())
 
 
-def on(chip: str, *others):
+def on(chip: str, *others, marks=()):
     """Parameters of a test; with `--dist loadgroup` the tests of a chip share a worker."""
-    return pytest.param(chip, *others, id="-".join(map(str, (f"@{chip}", *others))))
+    return pytest.param(chip, *others, id="-".join(map(str, (f"@{chip}", *others))), marks=marks)
 
 
 MOST = {"h200": 14, "b200": 14, "rtx5090": 6, "b300": 2}
@@ -49,7 +49,10 @@ SPILLS = {
     ("rtx5090", "widest"): 8,
     ("rtx5090", "qwen3-moe-prefill"): 8,
     ("rtx5090", "llama-8b-prefill"): 4,
-    **{("rtx5090", f"prefill-llama-8b-{name}"): 4 for name in ("512", "16k-begin", "16k-end")},
+    **{
+        ("rtx5090", f"prefill-llama-8b-{name}"): 4
+        for name in ("512", "512-of-4k", "16k-begin", "16k-end")
+    },
     ("rtx5090", "gemma-31b-local-fp8-cache"): 20,
 }
 """Bytes that a kernel may spill: a thread of rows of 8,192 columns has 128 registers and no more, and one that
@@ -106,7 +109,7 @@ def complaint_about(kernel: dict) -> str | None:
 @pytest.mark.parametrize(
     ("chip", "cache", "activations"),
     [
-        on("h200", "auto", "bf16"),
+        on("h200", "auto", "bf16", marks=pytest.mark.exhaustive),
         on("h200", "fp8", "bf16"),
         on("b200", "auto", "bf16"),
         on("b200", "auto", "fp8"),
@@ -138,7 +141,7 @@ def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(
     assert ("quantize" in made["mosaic"]) == (activations == "fp8")
 
 
-@pytest.mark.parametrize("chip", [on("h200"), on("b200")])
+@pytest.mark.parametrize("chip", [on("h200"), on("b200", marks=pytest.mark.exhaustive)])
 def test_several_rounds_in_a_call_copy_no_weight_and_no_cache(chip, tmp_path):
     if lacking := deviceless.missing():
         pytest.skip(lacking)
@@ -153,7 +156,11 @@ def test_several_rounds_in_a_call_copy_no_weight_and_no_cache(chip, tmp_path):
 
 @pytest.mark.parametrize(
     ("chip", "count", "collectives"),
-    [on("h200", 2, "launched"), on("h200", 2, "captured"), on("b200", 8, "launched")],
+    [
+        on("h200", 2, "launched", marks=pytest.mark.exhaustive),
+        on("h200", 2, "captured"),
+        on("b200", 8, "launched"),
+    ],
 )
 def test_a_round_on_several_gpus_has_two_collectives_a_layer(chip, count, collectives, tmp_path):
     """Two layers of the target and one of the head; two embeddings, the verdict and the drafts. A graph ends at
