@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from bench import deviceless
+from bench import deviceless, printed_code
 from bench.command import Options, add_options, option, positive
 from bench.presets import preset
 from bench.random_weights import random_head, random_target
@@ -238,14 +238,14 @@ def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
     operands = (made.weights, state, plan, mask, None)
     shape = RoundShape(sizes.concurrency, sizes.k)
     options = compiler_options(GreedyRound(shape) if sizes.greedy else shape, made.config)
-    with deviceless.code_kept(dump):
+    with printed_code.kept(dump):
         compiled = deviceless.compile_on(
             mesh, made.round, *operands, donate_argnums=1, compiler_options=options
         )
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     (thunks,) = dump.glob("*decode_round*.thunk_sequence_after_thunk_passes.txt")
-    ours = [deviceless.read_log(path) for path in dump.glob("*.ptxas")]
+    ours = [printed_code.read_log(path) for path in dump.glob("*.ptxas")]
     return Round(
         **read_thunks(thunks.read_text(encoding="utf-8")),
         mosaic=dict(collections.Counter(name for name, _, _ in ours)),

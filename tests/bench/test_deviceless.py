@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from bench import deviceless, deviceless_round
+from bench import deviceless, deviceless_round, printed_code
 from pallas_kernels.device import GENERATIONS
 
 THUNKS = """\
@@ -53,7 +53,7 @@ def test_a_log_of_ptxas_is_read(tmp_path):
         "    8 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n"
         "ptxas info    : Used 128 registers, used 16 barriers, 1 bytes smem\n"
     )
-    assert deviceless.read_log(log) == ("add_rms_norm", 128, 12)
+    assert printed_code.read_log(log) == ("add_rms_norm", 128, 12)
 
 
 def test_the_code_that_is_printed_is_kept_by_kernel(tmp_path):
@@ -65,14 +65,14 @@ def test_the_code_that_is_printed_is_kept_by_kernel(tmp_path):
             yield f"\nptxas {name}, line 9; info : out of bounds\nptxas info : Used {len(name)} registers\n"
 
     for names in (("norm", "norm_merge"), ("gemm",)):
-        with deviceless.code_kept(tmp_path):
+        with printed_code.kept(tmp_path):
             os.write(1, "".join(said(*names)).encode())
     stems = ["gemm_2", "norm_0", "norm_merge_1"]
     for kind in ("ptx", "ptxas", "resources.txt"):
         assert sorted(tmp_path.glob(f"*.{kind}")) == [tmp_path / f"{x}.{kind}" for x in stems]
     for stem in stems:
         name = stem[:-2]
-        assert deviceless.read_log(tmp_path / f"{stem}.ptxas") == (name, len(name), 0)
+        assert printed_code.read_log(tmp_path / f"{stem}.ptxas") == (name, len(name), 0)
         assert f"bytes={len(name)}," in (tmp_path / f"{stem}.resources.txt").read_text()
         code = (tmp_path / f"{stem}.ptx").read_text()
         assert f".entry {name}_mosaic" in code
