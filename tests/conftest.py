@@ -10,13 +10,15 @@ from pathlib import Path
 
 # Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight.
 os.environ.setdefault("NPROC", "12")
-_FLAGS = (
+CHEAP = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"  # the workers keep the cores busy; parts cost more
     # XLA's newer code generator lowers each fusion through MLIR: it takes twice the time to compile.
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    " --xla_force_host_platform_device_count=8"  # tests of several devices; the others use the first
 )
+"""XLA's flags for programs that run for milliseconds."""
+# For tests of several devices; the others use the first.
+_FLAGS = f"{CHEAP} --xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -145,7 +145,7 @@ def test_output_is_unchanged_by_a_perfect_drafter(target, naive, num_draft):
     assert all(fewest <= c.rounds <= fewest + 1 for c in done)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("num_draft", [7, 1, 2, 5])
 def test_output_is_unchanged_by_an_adversarial_drafter(target, naive, num_draft):
     engine = oracle_engine(target, naive, num_draft, 1)
