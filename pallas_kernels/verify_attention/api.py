@@ -15,7 +15,7 @@ WIDE_CHIPS = (90, 100)
 
 
 SHARED_KEYS_CHIPS = (90,)
-"""Those with the form for many queries, `mosaic_prefill`; no call takes it by default."""
+"""Those with the form for many queries, `mosaic_prefill`; `mosaic_sm90.choose_config` says which calls take it."""
 
 
 def verify_attention(
