@@ -24,6 +24,8 @@ from peagle_jax.training.options import parser as training_parser
 
 _MIXED = "--method peagle --elements texts"
 _GREEDY = f"{_MIXED} --max-temperature 0"
+_PICKED = f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256"
+_EAGLE3_PICKED = "--method eagle3 --repeat-weight 0.2 --anchors 256"
 CELLS = {
     "mixed": _MIXED,
     "greedy": _GREEDY,
@@ -40,10 +42,15 @@ CELLS = {
     "repeats-dpace-ce": f"{_GREEDY} --repeat-weight 0.2 --weights dpace --loss ce",
     "mixed-repeats": f"{_MIXED} --repeat-weight 0.2",
     "mixed-repeats-dpace": f"{_MIXED} --repeat-weight 0.2 --weights dpace",
-    "mixed-picked": f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256",
-    "mixed-picked-taps-5": f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256 --taps 1 4 7 9 11",
-    "mixed-picked-layers": f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256 --from-layers",
-    "mixed-picked-noise": f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256 --noise 0.05",
+    "mixed-picked": _PICKED,
+    "picked": f"{_PICKED} --max-temperature 0",
+    "mixed-picked-equal-repeats": f"{_MIXED} --weights dpace --anchors 256",
+    "mixed-picked-equal-depths": f"{_MIXED} --repeat-weight 0.2 --anchors 256",
+    "mixed-picked-ce": f"{_PICKED} --loss ce",
+    "mixed-picked-depths-10": f"{_PICKED} --depths 10",
+    "mixed-picked-taps-5": f"{_PICKED} --taps 1 4 7 9 11",
+    "mixed-picked-layers": f"{_PICKED} --from-layers",
+    "mixed-picked-noise": f"{_PICKED} --noise 0.05",
     "mixed-noise": f"{_MIXED} --noise 0.05",
     "mixed-depths-10": f"{_MIXED} --depths 10",
     "mixed-ce": f"{_MIXED} --loss ce",
@@ -51,7 +58,13 @@ CELLS = {
     "layers-2": f"{_GREEDY} --layers 2",
     "frozen-unembedding": f"{_GREEDY} --freeze-lm-head",
     "eagle3-mixed": "--method eagle3",
-    "eagle3-mixed-picked": "--method eagle3 --repeat-weight 0.2 --anchors 256",
+    "eagle3-mixed-picked": _EAGLE3_PICKED,
+    "eagle3-picked": f"{_EAGLE3_PICKED} --max-temperature 0",
+    "eagle3-mixed-picked-equal-repeats": "--method eagle3 --anchors 256",
+    "eagle3-mixed-picked-ce": f"{_EAGLE3_PICKED} --loss ce",
+    "eagle3-mixed-picked-depths-10": f"{_EAGLE3_PICKED} --depths 10",
+    "eagle3-mixed-picked-taps-5": f"{_EAGLE3_PICKED} --taps 1 4 7 9 11",
+    "eagle3-mixed-picked-noise": f"{_EAGLE3_PICKED} --noise 0.05",
     "eagle3": "--method eagle3 --max-temperature 0",
     "eagle3-repeats": "--method eagle3 --max-temperature 0 --repeat-weight 0.2",
     "eagle3-ce": "--method eagle3 --max-temperature 0 --loss ce",
