@@ -206,6 +206,41 @@ def plot_train_step(chosen: list[dict], path: Path) -> None:
     _save(figure, panels, path, chosen)
 
 
+def _longest_cells(rows: list[dict]) -> list[dict]:
+    """The ablation rows with the most steps: one series, on the same texts."""
+    cells = of_kind("ablation")(rows)
+    most = max((row["steps"] for row in cells), default=0)
+    return [row for row in cells if row["steps"] == most]
+
+
+def plot_ablations(chosen: list[dict], path: Path) -> None:
+    """AL and fresh AL of every cell, a panel per prompt set."""
+    ordered = sorted(chosen, key=lambda row: (_trained(row), row["cell"]), reverse=True)
+    sets = sorted({name for row in chosen for name in row["sets"]})
+    figure, panels = figure_with_panels(len(sets), width=6.4, height=0.3 * len(ordered) + 1.2)
+    names = [row["cell"] for row in ordered]
+    colours = [_COLOURS[_trained(row)] for row in ordered]
+    for panel, name in zip(panels, sets, strict=True):
+        lengths = [row["sets"][name] for row in ordered]
+        for label, key, marker in (
+            ("AL", "acceptance_length", "o"),
+            ("fresh AL", "fresh_acceptance_length", "d"),
+        ):
+            panel.scatter([al[key] for al in lengths], names, c=colours, marker=marker, label=label)
+        panel.tick_params(axis="y", labelsize=8)
+        panel.set(xlabel="tokens per round")
+        panel.set_title(
+            f"{name}, {chosen[0]['steps']:,} steps\n{labels.listed(chosen, 'device')}, "
+            f"commit {labels.listed(chosen, 'sha')}"
+        )
+    _save(figure, panels, path, chosen)
+
+
+def _trained(row: dict) -> str:
+    """Method of an ablation's head."""
+    return "eagle3" if "--method eagle3" in row["options"] else "peagle"
+
+
 PLOTS: dict[str, tuple[Callable[[list[dict]], list[dict]], Callable[[list[dict], Path], None]]] = {
     "throughput": (of_kind("throughput"), plot_throughput),
     "adaptive": (of_kind("adaptive"), plot_throughput),
@@ -222,6 +257,7 @@ PLOTS: dict[str, tuple[Callable[[list[dict]], list[dict]], Callable[[list[dict],
     "shape": (headline.shape_rows, plot_shape),
     "rounds": (_beside, plot_rounds),
     "train_step": (of_kind("train-step"), plot_train_step),
+    "ablations": (_longest_cells, plot_ablations),
 }
 """Plot -> (which rows it shows, what draws them)."""
 
