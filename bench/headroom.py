@@ -26,7 +26,8 @@ from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.training.acceptance import Earlier, Rounds, earlier, ngram_run, repeats, walk
 from peagle_jax.training.drafter import all_rows
-from peagle_jax.training.passes import DrafterOptions, Text, run_target, slot_is_trained
+from peagle_jax.training.passes import DrafterOptions, run_target, slot_is_trained
+from peagle_jax.training.stored_text import Text
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.trainer import split_model
 

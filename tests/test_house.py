@@ -35,7 +35,7 @@ ORDER = [
     "engine.ring_copies", "engine.kept", "engine.programs", "engine.follower", "engine.dispatch",
     "engine.round_timer", "engine.completion", "engine.engine",
     "model_folders", "loading", "prompts", "runs", "draft_marks", "live_table",
-    "training", "training.options", "training.corpus", "training.data", "training.cod", "training.attention",
+    "training", "training.options", "training.corpus", "training.functions", "training.data", "training.stored_text", "training.cod", "training.attention",
     "training.flash", "training.picked", "training.texts", "training.weights", "training.acceptance",
     "training.objective", "training.partition", "training.embedding", "training.curves", "training.budget",
     "training.trainer", "training.target", "training.passes", "training.drafter", "training.selector",

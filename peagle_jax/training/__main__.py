@@ -37,7 +37,7 @@ def _data(args) -> None:
         folders=tuple(args.folders),
         sample_bytes=int(args.sample_mb * 1e6),
         max_bytes=int(args.max_mb * 1e6),
-        **_pick(args, "vocab_size num_headers seed tokenizer"),
+        **_pick(args, "vocab_size num_headers function_copies seed tokenizer"),
     )
     report = prepare(options, args.out)
     for name, package in report["packages"].items():
@@ -49,7 +49,7 @@ def _data(args) -> None:
 def _target(args) -> None:
     from tokenizers import Tokenizer
 
-    from peagle_jax.checkpoint import save_target
+    from peagle_jax.checkpoint import load_target, save_target
     from peagle_jax.training import target
     from peagle_jax.training.data import END_ID
     from peagle_jax.training.trainer import fit, write_provenance
@@ -72,10 +72,14 @@ def _target(args) -> None:
         qk_norm=True,
         eos_ids=(END_ID,),
     )
+    init = None
+    if args.init is not None:
+        init = load_target(args.init, dtype="float32")
+        _check_shape(init.config, config)
     run = _run_config(args)
-    names = "data sequence batch dtype attention loss_chunk eval_sequences"
+    names = "data sequence batch dtype attention loss_chunk eval_sequences text text_batch penalty"
     options = target.TargetOptions(**_pick(args, names))
-    task, merge = target.make_task(config, options, run)
+    task, merge = target.make_task(config, options, run, init)
     write_provenance(args.out, dict(model=asdict(config), run=asdict(run), options=asdict(options)))
     _report_size(task)
     params = fit(task, run)
@@ -84,6 +88,23 @@ def _target(args) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(args.data / name, args.out / "final" / name)
     print(f"model in {args.out / 'final'}")
+
+
+def _check_shape(found: TargetConfig, asked: TargetConfig) -> None:
+    """Refuses a target to start from whose weights have other shapes than those that are asked for."""
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "qk_norm",
+    ]
+    other = [f"{n} {getattr(found, n)}" for n in names if getattr(found, n) != getattr(asked, n)]
+    if other:
+        raise ConfigError(f"--init has {', '.join(other)}: give the same shape and tokenizer")
 
 
 def _continuations(args) -> None:

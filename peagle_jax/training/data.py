@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from peagle_jax.config import ConfigError
 from peagle_jax.training.corpus import Document, collect
+from peagle_jax.training.functions import functions_of
 
 END, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 END_ID, MASK_ID, PAD_ID = 0, 1, 2
@@ -42,7 +43,7 @@ CHAT_TEMPLATE = r"{{ messages | map(attribute='content') | join('\n') }}"
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Sizes of the tokenizer and of its training sample."""
+    """Sizes of the tokenizer and of its training sample, and copies of each function."""
 
     folders: tuple[Path, ...]
     vocab_size: int
@@ -50,6 +51,7 @@ class DataOptions:
     max_bytes: int
     num_headers: int
     seed: int
+    function_copies: int = 0  # of each function with a docstring, as documents of their own
     tokenizer: Path | None = None  # use an existing target's tokenizer
 
 
@@ -162,10 +164,13 @@ def prepare(options: DataOptions, out: Path) -> dict:
     else:
         tokenizer = read_tokenizer(options.tokenizer)
     save_tokenizer(tokenizer, out, max_length=2048)
-    streams = {
-        name: encode(tokenizer, [d.text for d in split], name)
-        for name, split in (("train", train), ("heldout", heldout))
-    }
+    texts = dict(train=[d.text for d in train], heldout=[d.text for d in heldout])
+    if options.function_copies:
+        cut = list(dict.fromkeys(functions_of(texts["train"])))
+        report |= dict(functions=len(cut), function_copies=options.function_copies)
+        texts["train"] += cut * options.function_copies
+        rng.shuffle(texts["train"])
+    streams = {name: encode(tokenizer, split, name) for name, split in texts.items()}
     for name, stream in streams.items():
         np.save(out / f"{name}.npy", stream)
     arrays = {}

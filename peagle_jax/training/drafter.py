@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from peagle_jax.training.passes import (
     Outcome,
     Rows,
     Run,
-    Text,
     compare,
     parallel_rows,
     partitioned_outcome,
@@ -32,6 +30,7 @@ from peagle_jax.training.passes import (
     text_rows,
     unrolled_rows,
 )
+from peagle_jax.training.stored_text import Text, batches, load_text
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
@@ -120,19 +119,6 @@ def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: 
     return tuple(x.reshape(shape) for x in (outcome.match, outcome.used, outcome.kl))
 
 
-def load_text(folder: Path, name: str, max_temperature: float | None = None) -> Text:
-    """`{name}.npz` as written by `continuations`; only texts sampled up to a temperature, if given."""
-    path = folder / f"{name}.npz"
-    with np.load(path) as file:
-        text = Text(file["tokens"], file["prompt"], file["length"])
-        if max_temperature is None:
-            return text
-        if "temperature" not in file:
-            raise ConfigError(f"{path} has no temperatures; leave out --max-temperature")
-        kept = file["temperature"] <= max_temperature
-    return Text(*(x[kept] for x in text))
-
-
 def init_head(
     config: DrafterConfig, target: Decoder, seed: int, *, from_layers: bool = False
 ) -> DraftHead:
@@ -204,19 +190,6 @@ def _check(config: DrafterConfig, options: DrafterOptions) -> None:
             raise ConfigError("--elements texts is for P-EAGLE; EAGLE-3 trains on all anchors")
         if config.sliding_windows is not None and any(config.sliding_windows):
             raise ConfigError("--elements texts has no sliding windows; use --elements anchors")
-
-
-def batches(text: Text, size: int, seed: int) -> Callable[[int], Text]:
-    """Step -> `size` of the texts, without repetition in an epoch."""
-    per_epoch = len(text.tokens) // size
-
-    def batch(step: int) -> Text:
-        epoch, at = divmod(step, per_epoch)
-        order = np.random.default_rng((seed, epoch)).permutation(len(text.tokens))
-        chosen = np.sort(order[at * size : (at + 1) * size])
-        return Text(*(x[chosen] for x in text))
-
-    return batch
 
 
 def every_nth(n: int, special: Callable, usual: Callable) -> Callable[[int], Text]:

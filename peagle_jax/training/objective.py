@@ -11,11 +11,14 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Loss = Literal["kl", "tv", "lk"]
-"""KL(p || q); total variation 1 - sum(min(p, q)); or their mix that turns from KL to TV as the
-acceptance rate sum(min(p, q)) grows (LK losses, arXiv 2602.23881)."""
+Loss = Literal["kl", "tv", "lk", "unlikely"]
+"""KL(p || q); total variation 1 - sum(min(p, q)); their mix that turns from KL to TV as the acceptance
+rate sum(min(p, q)) grows (LK losses, arXiv 2602.23881); or -log(1 - sum(p * q)), which makes the teacher's
+tokens unlikely (unlikelihood training, arXiv 1908.04319, equation 2)."""
 
 LK_ETA = 3.0
+_LEAST_REST = 1e-4
+"""Floor of 1 - sum(p * q): bounds the loss of a token that is certain."""
 
 
 class Labels(NamedTuple):
@@ -130,6 +133,10 @@ def _divergence(loss: Loss, z: jax.Array, kl: jax.Array, p: jax.Array):
     q = jax.nn.softmax(z, axis=-1)
     if loss == "kl":
         return kl, q - p
+    if loss == "unlikely":
+        hit = (p * q).sum(axis=-1)
+        rest = jnp.maximum(1 - hit, _LEAST_REST)
+        return -jnp.log(rest), q * (p - hit[:, None]) / rest[:, None]
     short = q < p
     overlap = jnp.minimum(p, q).sum(axis=-1)
     tv_gradient = q * ((q * short).sum(axis=-1, keepdims=True) - short)

@@ -21,7 +21,7 @@ models lie in OUT/final in the Hugging Face layout, beside train.csv, eval.csv a
 """
 _ZERO_IS_FINE = {
     "seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay", "repeat_weight",
-    "max_temperature", "noise",
+    "max_temperature", "noise", "function_copies", "penalty",
 }  # fmt: skip
 _FOLDERS = ("data", "target", "text", "long_text", "init", "head")  # made by earlier stages
 
@@ -90,6 +90,14 @@ def _add_data(commands):
     parser.add_argument("--sample-mb", type=float, default=40, help="text the BPE is trained on")
     parser.add_argument("--max-mb", type=float, default=500, help="text encoded at most")
     parser.add_argument("--num-headers", type=int, default=60_000, help="function heads kept")
+    parser.add_argument(
+        "--function-copies",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also train on N copies of each function with a docstring, as documents of their own, so "
+        "that the target ends its answers where a function ends",
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -97,6 +105,19 @@ def _add_target(commands):
     parser = commands.add_parser("target", help="train the target model on token streams")
     parser.add_argument("--data", type=Path, required=True, help="folder written by `data`")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--init", type=Path, help="target to train further; give its shape if it is not the default"
+    )
+    penalty = parser.add_argument_group("penalty on repeats")
+    penalty.add_argument(
+        "--text",
+        type=Path,
+        help="folder of `continuations` of this target: greedy texts whose repeated 8-grams become unlikely",
+    )
+    penalty.add_argument("--text-batch", type=int, default=64, help="texts per step")
+    penalty.add_argument(
+        "--penalty", type=float, default=1.0, help="weight of a repeated token; one of source has 1"
+    )
     shape = parser.add_argument_group("model (Qwen3 architecture)")
     for name, default in (
         ("hidden-size", 256), ("layers", 12), ("heads", 4), ("kv-heads", 2), ("head-dim", 64),

@@ -29,6 +29,7 @@ from peagle_jax.training.objective import (
 )
 from peagle_jax.training.partition import deal, sum_over
 from peagle_jax.training.picked import Picked, narrowed, pick
+from peagle_jax.training.stored_text import Text
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, TextAttention
 from peagle_jax.training.weights import anchor_weights, pace_weights
@@ -81,14 +82,6 @@ class DrafterOptions:
             )
         if min(self.num_depths, self.num_draft, self.batch, self.segments) < 1:
             raise ConfigError("--depths, --num-draft, --batch and --segments must be at least 1")
-
-
-class Text(NamedTuple):
-    """A batch of continuations: tokens 0..prompt-1 are the prompt, prompt..length-1 are generated."""
-
-    tokens: jax.Array  # [B, S]
-    prompt: jax.Array  # [B] int32
-    length: jax.Array  # [B] int32
 
 
 class Rows(NamedTuple):

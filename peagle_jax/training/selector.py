@@ -22,7 +22,7 @@ from peagle_jax.selector import CANDIDATES, Selector, walk
 from peagle_jax.training.acceptance import earlier, leading, repeats
 from peagle_jax.training.acceptance import walk as simulate
 from peagle_jax.training.attention import Backend
-from peagle_jax.training.drafter import all_rows, batches, load_text
+from peagle_jax.training.drafter import all_rows
 from peagle_jax.training.objective import by_chunk
 from peagle_jax.training.passes import (
     DrafterOptions,
@@ -31,6 +31,7 @@ from peagle_jax.training.passes import (
     slot_is_trained,
     text_rows,
 )
+from peagle_jax.training.stored_text import batches, load_text
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model

@@ -1,8 +1,9 @@
-"""Next-token training of a small `models.Decoder`."""
+"""Next-token training of a small `models.Decoder`, and a penalty on the repeats in its own texts."""
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from peagle_jax.config import ConfigError, TargetConfig
 from peagle_jax.models import Decoder, build
 from peagle_jax.training import attention
 from peagle_jax.training.embedding import TrainedEmbed
-from peagle_jax.training.objective import Labels, distill
+from peagle_jax.training.objective import Labels, Loss, distill
+from peagle_jax.training.stored_text import Text, batches, load_text
 from peagle_jax.training.trainer import RunConfig, Task, cast, split_model
+from peagle_jax.training.weights import repeated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,16 @@ class TargetOptions:
     attention: attention.Backend
     loss_chunk: int
     eval_sequences: int
+    text: Path | None = None  # `continuations` of this target, for the penalty on repeats
+    text_batch: int = 64  # texts per step
+    penalty: float = 1.0  # weight of a repeated token; a token of source has weight 1
+
+
+class Batch(NamedTuple):
+    """Start offsets [B] of windows of the token stream, and texts of the target, if there are any."""
+
+    starts: np.ndarray
+    text: Text | None
 
 
 def windows(step: int, *, batch: int, width: int, length: int, seed: int) -> np.ndarray:
@@ -53,38 +66,83 @@ def unembedding(model: Decoder) -> jax.Array:
     return (model.embed if model.lm_head is None else model.lm_head).weight[...]
 
 
-def lm_loss(merge, options: TargetOptions, params, stream, starts, key):
-    """Cross entropy summed over windows cut from the token stream on the device."""
-    del key
-    model = merge(cast(params, options.dtype))
-    S = options.sequence
-    cut = jax.vmap(lambda at: jax.lax.dynamic_slice(stream, (at,), (S + 1,)))
-    tokens = cut(starts).astype(jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(S), (tokens.shape[0], S))
+def _predictions(model, tokens, importance, options: TargetOptions, loss: Loss):
+    """Loss of every token [B, S + 1] but the first, given those before it; `importance` is [B, S]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1] - 1), importance.shape)
     cache = [None] * model.config.num_layers
     attend = attention.causal(options.attention)
     hidden, _, _ = model(tokens[:, :-1], positions, cache, attend)
     rows = model.norm(hidden).reshape(-1, hidden.shape[-1])
-    ones = jnp.ones(rows.shape[0], jnp.float32)
     labels = Labels(tokens[:, 1:].reshape(-1))
-    result = distill(rows, unembedding(model), labels, ones, options.loss_chunk, "kl")
+    weights = importance.reshape(-1)
+    return distill(rows, unembedding(model), labels, weights, options.loss_chunk, loss)
+
+
+def written_repeats(text: Text) -> jax.Array:
+    """Positions [B, S] of written tokens that end 8 tokens which occurred earlier in the text."""
+    at = jnp.arange(text.tokens.shape[1])
+    written = (at >= text.prompt[:, None]) & (at < text.length[:, None])
+    return repeated(text.tokens) & written
+
+
+def lm_loss(merge, options: TargetOptions, params, stream, batch: Batch, key):
+    """Cross entropy of windows of the token stream, plus the penalty on repeats in texts of the target."""
+    del key
+    model = merge(cast(params, options.dtype))
+    cut = jax.vmap(lambda at: jax.lax.dynamic_slice(stream, (at,), (options.sequence + 1,)))
+    tokens = cut(batch.starts).astype(jnp.int32)
+    ones = jnp.ones((len(tokens), options.sequence), jnp.float32)
+    result = _predictions(model, tokens, ones, options, "kl")
     count = ones.sum()
-    return result.total, (count, dict(accuracy=(result.match.sum(), count)))
+    metrics = dict(accuracy=(result.match.sum(), count))
+    if batch.text is None:
+        return result.total, (count, metrics)
+    text = batch.text._replace(tokens=batch.text.tokens.astype(jnp.int32))
+    repeats = written_repeats(text)
+    importance = repeats[:, 1:].astype(jnp.float32)
+    penalty = _predictions(model, text.tokens, importance, options, "unlikely").total
+    written = jnp.maximum(text.length - text.prompt, 0).sum().astype(jnp.float32)
+    metrics |= dict(
+        cross_entropy=(result.total, count), repeats=(repeats.sum(), written),
+        unlikelihood=(penalty, importance.sum()),
+    )  # fmt: skip
+    return result.total + options.penalty * penalty, (count, metrics)
 
 
-def make_task(config: TargetConfig, options: TargetOptions, run: RunConfig) -> tuple[Task, object]:
-    """The training task, and the function from its parameters to a model."""
+def _training_batches(options: TargetOptions, run: RunConfig, width: int, length: int):
+    """Step -> `Batch`.
+
+    Raises:
+      ConfigError: `options.text` has too few greedy texts, or `--microbatches` does not divide a step's.
+    """
+    order = partial(windows, batch=options.batch, width=width, length=length, seed=run.seed)
+    if options.text is None:
+        return lambda step: Batch(order(step), None)
+    text = load_text(options.text, "train", 0)
+    size = options.text_batch
+    if size > len(text.tokens) or size % run.microbatches:
+        raise ConfigError(
+            f"--text-batch {size} must be a multiple of --microbatches and at most {len(text.tokens)}, "
+            f"the number of greedy texts in {options.text}"
+        )
+    texts = batches(text, size, run.seed)
+    return lambda step: Batch(order(step), texts(step))
+
+
+def make_task(
+    config: TargetConfig, options: TargetOptions, run: RunConfig, init: Decoder | None = None
+) -> tuple[Task, object]:
+    """The task, and the function from its parameters to a model; `init` is a target to start from."""
     stream = np.load(options.data / "train.npy")
     heldout = np.load(options.data / "heldout.npy")
     width = options.sequence + 1
     for name, tokens in (("train", stream), ("heldout", heldout)):
         if len(tokens) < 2 * width:
             raise ConfigError(f"{name}.npy has {len(tokens)} tokens; --sequence needs {2 * width}")
-    model = build(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
+    model = init or build(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
     model.embed = TrainedEmbed(model.embed)
     params, merge = split_model(model)
     loss = partial(lm_loss, merge, options)
-    order = partial(windows, batch=options.batch, width=width, length=len(stream), seed=run.seed)
 
     device_heldout = jnp.asarray(heldout)
     per_call = options.batch // run.microbatches
@@ -93,7 +151,10 @@ def make_task(config: TargetConfig, options: TargetOptions, run: RunConfig) -> t
     evaluate_batch = jax.jit(loss)
 
     def evaluate(params):
-        results = [evaluate_batch(params, device_heldout, s.astype(np.int32), None) for s in starts]
+        results = [
+            evaluate_batch(params, device_heldout, Batch(s.astype(np.int32), None), None)
+            for s in starts
+        ]
         total = sum(float(r[0]) for r in results)
         rows = sum(float(r[1][0]) for r in results)
         right = sum(float(r[1][1]["accuracy"][0]) for r in results)
@@ -103,7 +164,7 @@ def make_task(config: TargetConfig, options: TargetOptions, run: RunConfig) -> t
         params=params,
         loss=loss,
         constants=jnp.asarray(stream),
-        batch=order,
+        batch=_training_batches(options, run, width, len(stream)),
         evaluate=evaluate,
         tokens_per_step=options.batch * options.sequence,
     )

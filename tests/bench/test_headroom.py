@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.headroom import Measured, summary
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.training.acceptance import earlier
-from peagle_jax.training.passes import Text
+from peagle_jax.training.stored_text import Text
 from tests import tiny
 from tests.programs import one_bucket
 

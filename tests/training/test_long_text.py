@@ -8,7 +8,7 @@ import pytest
 
 from peagle_jax.config import ConfigError
 from peagle_jax.training.drafter import every_nth, training_batches
-from peagle_jax.training.passes import Text
+from peagle_jax.training.stored_text import Text
 from tests.training.test_heads import _options
 
 RUN = SimpleNamespace(seed=0, microbatches=1)

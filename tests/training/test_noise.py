@@ -11,7 +11,8 @@ import pytest
 
 from peagle_jax.config import ConfigError
 from peagle_jax.training import drafter
-from peagle_jax.training.passes import Run, Text
+from peagle_jax.training.passes import Run
+from peagle_jax.training.stored_text import Text
 from tests.training.test_heads import _options
 
 B, S, U = 2, 50, 0.25
