@@ -38,8 +38,8 @@ ORDER = [
     "training", "training.options", "training.corpus", "training.functions", "training.data", "training.stored_text", "training.cod", "training.attention",
     "training.flash", "training.picked", "training.texts", "training.weights", "training.acceptance",
     "training.objective", "training.partition", "training.embedding", "training.curves", "training.budget",
-    "training.trainer", "training.target", "training.passes", "training.drafter", "training.selector",
-    "training.continuations",
+    "training.trainer", "training.target", "training.mask_hidden", "training.passes", "training.drafter",
+    "training.selector", "training.continuations",
     "training.__main__",
     "__main__", "__init__",
 ]  # fmt: skip

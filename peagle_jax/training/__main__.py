@@ -158,6 +158,8 @@ def _grown_config(args, fresh: DrafterConfig, init: DrafterConfig) -> DrafterCon
     asked["taps"] = args.taps and fresh.taps
     if args.from_layers:
         raise ConfigError("--from-layers is for new heads, and --init starts from a trained one")
+    if args.hidden != "shared":
+        raise ConfigError("--hidden is for new heads, and --init starts from a trained one")
     for name, value in asked.items():
         if value is not None and value != getattr(init, name):
             raise ConfigError(f"--init has {name} {getattr(init, name)}, not {value}")
@@ -197,7 +199,7 @@ def drafter_run(args) -> DrafterRun:
     names = (
         "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
         "num_draft loss sharpen segments elements weights repeat_weight anchors max_temperature noise "
-        "from_layers long_text long_every"
+        "from_layers long_text long_every freeze_embedding hidden"
     )
     options = drafter.DrafterOptions(
         continuations=args.text,
@@ -210,17 +212,24 @@ def drafter_run(args) -> DrafterRun:
     return DrafterRun(task, merge, run, target.config, configs)
 
 
-def _drafter(args) -> None:
+def _drafter(args):
+    """The trained head, in float32. OUT/final has it too, unless `--hidden` is one that files do not hold."""
     from peagle_jax.checkpoint import save_head
     from peagle_jax.training.trainer import fit, write_provenance
 
     run = drafter_run(args)
     write_provenance(args.out, run.configs)
     _report_size(run.task)
-    params = fit(run.task, run.run)
+    if args.hidden != "shared":
+        print(f"--hidden {args.hidden} is for comparison: no head is written", flush=True)
+    head = run.merge(fit(run.task, run.run))
     _report_memory()
-    save_head(run.merge(params), args.out / "final", max_position=run.target.max_position)
-    print(f"head in {args.out / 'final'}")
+    if args.hidden == "shared":
+        save_head(head, args.out / "final", max_position=run.target.max_position)
+        print(f"head in {args.out / 'final'}")
+    else:
+        print(f"acceptance in {args.out / 'eval.csv'}")
+    return head
 
 
 def _selector(args) -> None:
@@ -269,15 +278,17 @@ _STAGES = {
 }
 
 
-def run(args) -> None:
+def run(args) -> Any:
     """Runs a stage.
 
+    Returns:
+      The head that the stage `drafter` trained, a `DraftHead`; None for the other stages.
     Raises:
       ConfigError: invalid or contradictory options or data.
       FloatingPointError: the loss is NaN.
     """
     check(args)
-    _STAGES[args.stage](args)
+    return _STAGES[args.stage](args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from peagle_jax.models import Decoder
 from peagle_jax.training import cod
 from peagle_jax.training.acceptance import earlier, leading, repeats, walk
 from peagle_jax.training.embedding import TrainedEmbed
+from peagle_jax.training.mask_hidden import Hidden, VariedHead
 from peagle_jax.training.passes import (
     DrafterOptions,
     Outcome,
@@ -120,18 +122,25 @@ def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: 
 
 
 def init_head(
-    config: DrafterConfig, target: Decoder, seed: int, *, from_layers: bool = False
+    config: DrafterConfig,
+    target: Decoder,
+    seed: int,
+    *,
+    from_layers: bool = False,
+    hidden: Hidden = "shared",
 ) -> DraftHead:
     """A random head that starts from the target's embedding, unembedding and final norm.
 
-    With `from_layers` its layers after the first start as the target's last ones, in their order.
+    With `from_layers` its layers after the first start as the target's last ones, in their order. `hidden`
+    names the states of its mask rows.
     """
     if config.draft_vocab_size != config.vocab_size or not config.own_lm_head:
         raise ConfigError("training keeps the full vocabulary and an lm_head of the head's own")
     if config.hidden_size != target.config.hidden_size:
         raise ConfigError("the head must be as wide as the target: it starts from its embedding")
     check_fit(config, target.config, config.num_taps * config.target_hidden_size, "peagle-train")
-    head = DraftHead(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    make = DraftHead if hidden == "shared" else partial(VariedHead, form=hidden)
+    head = make(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     if head.embed is not None:
         head.embed.weight[...] = target.embed.weight[...].astype(jnp.float32)
         head.embed = TrainedEmbed(head.embed)
@@ -181,6 +190,8 @@ def warm_start(params: Params, trained: Params) -> Params:
 
 def _check(config: DrafterConfig, options: DrafterOptions) -> None:
     """Raises `ConfigError` for options that do not fit the method or the head."""
+    if options.freeze_embedding and not config.own_embedding:
+        raise ConfigError("--freeze-embedding is for P-EAGLE; EAGLE-3 reads the target's embedding")
     if options.segments > 1 and config.method != "peagle":
         raise ConfigError("--segments cuts the elements of P-EAGLE; EAGLE-3 has none")
     if options.anchors and config.method == "peagle" and options.elements != "texts":
@@ -232,14 +243,15 @@ def make_task(
     _check(config, options)
     text = load_text(options.continuations, "train", options.max_temperature)
     heldout = load_text(options.continuations, "heldout")
-    made = init_head(config, target, run.seed, from_layers=options.from_layers)
+    made = init_head(
+        config, target, run.seed, from_layers=options.from_layers, hidden=options.hidden
+    )
     params, merge = split_model(made)
     if init is not None:
         params = warm_start(params, split_model(init)[0])
-    frozen = {}
-    if options.freeze_lm_head:
-        frozen = {n: p for n, p in params.items() if n.startswith("lm_head.")}
-        params = {n: p for n, p in params.items() if n not in frozen}
+    kept = dict(lm_head=options.freeze_lm_head, embed=options.freeze_embedding)
+    frozen = {n: p for n, p in params.items() if kept.get(n.split(".")[0])}
+    params = {n: p for n, p in params.items() if n not in frozen}
     taps = config.taps or target.config.default_taps
     weights, merge_target = split_model(target)
     weights = cast(weights, options.dtype)

@@ -261,6 +261,16 @@ def _add_drafter(commands):
     shape.add_argument(
         "--freeze-lm-head", action="store_true", help="keep the target's unembedding"
     )
+    shape.add_argument(
+        "--freeze-embedding", action="store_true", help="peagle: keep the target's embedding"
+    )
+    shape.add_argument(
+        "--hidden",
+        choices=("shared", "depth", "token", "both", "mix"),
+        default="shared",
+        help="peagle by texts: states of the mask rows; other forms than shared are for comparison and are "
+        "not written to OUT/final",
+    )
     _add_law(parser)
     _add_run_options(
         parser, learning_rate=3e-3, adam_learning_rate=2e-3, microbatches=1, log_every=50

@@ -19,6 +19,7 @@ from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.training import attention, cod
 from peagle_jax.training.embedding import MaskedRows, TrainedEmbed
+from peagle_jax.training.mask_hidden import Hidden, mask_states
 from peagle_jax.training.objective import (
     Distribution,
     Labels,
@@ -64,6 +65,8 @@ class DrafterOptions:
     long_text: Path | None = None  # texts of another length, for every `long_every`-th step
     long_every: int = 4
     from_layers: bool = False  # the head's layers after the first start as the target's last ones
+    freeze_embedding: bool = False  # P-EAGLE: the embedding stays the target's
+    hidden: Hidden = "shared"  # P-EAGLE by texts: states of the mask rows
 
     def __post_init__(self):
         if not (0 < self.rate <= 1 and 0 <= self.min_rate <= 1):
@@ -76,6 +79,8 @@ class DrafterOptions:
             raise ConfigError("--noise must be 0 or a finite number above it")
         if self.weights == "dpace" and self.elements != "texts":
             raise ConfigError("--weights dpace needs whole chains: add --elements texts")
+        if self.hidden != "shared" and self.elements != "texts":
+            raise ConfigError(f"--hidden {self.hidden} needs --elements texts")
         if self.elements == "texts" and (self.segments > 1 or self.query_chunk):
             raise ConfigError(
                 "--segments and --query-chunk are for --elements anchors; with texts use --microbatches"
@@ -230,11 +235,13 @@ def text_rows(
         tokens = jnp.pad(_ahead(run.tokens, 1).reshape(-1), (0, num_deep), constant_values=mask_id)
         tokens = tokens[:, None]
     fused = head.fuse(run.taps)
-    mask_state = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), (num_deep, 1, fused.shape[-1]))
+    masked = jnp.broadcast_to(
+        mask_states(head, fused, blocks, picked), (*slots[B:].shape, fused.shape[-1])
+    )
     positions = jnp.concatenate([jnp.tile(jnp.arange(S), B), slots[B:].reshape(-1)])[:, None]
     cache = [None] * head.config.num_layers
     attend = TextAttention(blocks, options.attention, picked)
-    hidden = jnp.concatenate([fused.reshape(B * S, 1, -1), mask_state])
+    hidden = jnp.concatenate([x.reshape(-1, 1, x.shape[-1]) for x in (fused, masked)])
     out, _ = head(target, tokens, hidden, positions, cache, attend)
     context, deep = jnp.split(out[:, 0], [B * S])
     context = context.reshape(B, S, -1)

@@ -218,18 +218,26 @@ def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformatio
     return train_step
 
 
+_DECIDE_WEIGHTS = (
+    ("run", "optimizer", None),
+    ("options", "freeze_lm_head", None),
+    ("options", "freeze_embedding", False),
+    ("options", "hidden", "shared"),
+)
+"""Options that decide which weights are trained, with their values in folders older than the option."""
+
+
 def _refuse_other_weights(out: Path, configs: dict[str, Any]) -> None:
     path = out / "train_config.json"
     if not (path.exists() and (out / "checkpoints").exists()):
         return
     before = json.loads(path.read_text())
-    pick = lambda c, part, name: c.get(part, {}).get(name)
     same = all(before.get(part) == configs.get(part) for part in ("model", "head"))
-    for part, name in (("run", "optimizer"), ("options", "freeze_lm_head")):
-        same &= pick(before, part, name) == pick(configs, part, name)
+    pick = lambda c, part, name, default: c.get(part, {}).get(name, default)
+    same &= all(pick(before, *one) == pick(configs, *one) for one in _DECIDE_WEIGHTS)
     if not same:
         raise ConfigError(
-            f"{out}/checkpoints has another model, optimizer or frozen lm_head; "
+            f"{out}/checkpoints has another model, optimizer, --hidden or frozen weights; "
             "remove the folder or choose another --out"
         )
 

@@ -162,6 +162,8 @@ def test_a_head_can_be_trained_further(recipe, tmp_path):
             marks=pytest.mark.slow,
         ),
         ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),
+        ("peagle", "--init {peagle}/final --hidden depth", "--hidden is for new heads"),
+        ("peagle", "--freeze-embedding", "--hidden or frozen weights"),
         pytest.param("eagle3", "--segments 2", "--segments cuts", marks=pytest.mark.slow),
         pytest.param(
             "selector",
