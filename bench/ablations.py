@@ -5,22 +5,25 @@ their checkpoint, so repeating the command completes the table.
 """
 
 import csv
-import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from bench import rows
 from bench.commands.ablations import Options
+from bench.head_tables import drafts_of
 from bench.headroom import measure, stored_texts, summary
 from peagle_jax import runs
-from peagle_jax.checkpoint import load_head, load_target
+from peagle_jax.checkpoint import load_target
 from peagle_jax.config import ConfigError
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.loading import embedded
 from peagle_jax.training.__main__ import run as train
 from peagle_jax.training.options import parser as training_parser
+from peagle_jax.training.trainer import cast, split_model
 
 _MIXED = "--method peagle --elements texts"
 _GREEDY = f"{_MIXED} --max-temperature 0"
@@ -51,6 +54,15 @@ CELLS = {
     "mixed-picked-taps-5": f"{_PICKED} --taps 1 4 7 9 11",
     "mixed-picked-layers": f"{_PICKED} --from-layers",
     "mixed-picked-noise": f"{_PICKED} --noise 0.05",
+    "mixed-picked-1-layer": f"{_PICKED} --layers 1",
+    "mixed-picked-2-layers": f"{_PICKED} --layers 2",
+    "mixed-picked-hidden-depth": f"{_PICKED} --hidden depth",
+    "mixed-picked-hidden-token": f"{_PICKED} --hidden token",
+    "mixed-picked-hidden-both": f"{_PICKED} --hidden both",
+    "mixed-picked-hidden-mix": f"{_PICKED} --hidden mix",
+    "mixed-picked-depths-5": f"{_PICKED} --depths 5",
+    "mixed-picked-depths-12": f"{_PICKED} --depths 12",
+    "mixed-picked-frozen-embedding": f"{_PICKED} --freeze-embedding",
     "mixed-noise": f"{_MIXED} --noise 0.05",
     "mixed-depths-10": f"{_MIXED} --depths 10",
     "mixed-ce": f"{_MIXED} --loss ce",
@@ -71,13 +83,12 @@ CELLS = {
 }
 """Options of `peagle-train drafter`. Heads of cells with "mixed" in their name see sampled texts too, the
 others greedy texts alone."""
-_SAME = ("cell", "steps", "seed", "batch", "learning_rate", "texts")
 
 
 def _identity(options: Options, cell: str) -> dict:
     return dict(
         cell=cell, steps=options.steps, seed=options.seed, batch=options.batch,
-        learning_rate=options.learning_rate, texts=options.text.name,
+        learning_rate=options.learning_rate, texts=options.text.name, num_draft=options.num_draft,
     )  # fmt: skip
 
 
@@ -110,10 +121,16 @@ def _validation(folder: Path) -> dict:
     return {name: float(last[name]) for name in names}
 
 
-def _results(options: Options, folder: Path) -> dict:
+def _as_stored(head: DraftHead, dtype: str) -> DraftHead:
+    """The head with its weights rounded as in a file; files do not hold every form (`--hidden`)."""
+    params, merge = split_model(head)
+    return merge(cast(cast(params, jnp.bfloat16), dtype))
+
+
+def _results(options: Options, head: DraftHead) -> dict:
     """Acceptance of a trained head on every set of stored texts."""
     target = load_target(options.model or embedded("target"), dtype=options.dtype)
-    head = load_head(folder / "final", target.config, dtype=options.dtype)
+    head = _as_stored(head, options.dtype)
     results = {}
     for path in sorted(options.texts.glob("*.npz")):
         text = stored_texts(path, None)
@@ -138,7 +155,7 @@ def _train(options: Options, cell: str) -> dict:
     """Trains one cell to its end and measures the head."""
     folder = options.runs / "-".join(str(x) for x in _identity(options, cell).values())
     try:
-        train(training_parser().parse_args(_command(options, cell, folder)))
+        head = train(training_parser().parse_args(_command(options, cell, folder)))
     except FloatingPointError as error:
         raise ConfigError(f"cell {cell}: {error}") from error
     with np.load(options.text / "train.npz") as file:
@@ -147,7 +164,7 @@ def _train(options: Options, cell: str) -> dict:
         options=CELLS[cell],
         ms_per_step=_ms_per_step(folder, options.batch * width),
         validation=_validation(folder),
-        sets=_results(options, folder),
+        sets=_results(options, head),
     )
 
 
@@ -161,12 +178,13 @@ def ablations(options: Options, environment: dict) -> list[dict]:
             raise ConfigError(f"{path}: no such file; `peagle-train continuations` writes it")
     options = replace(options, dtype=runs.choose_dtype(options.dtype))
     before = rows.read([options.out]) if options.out.exists() else []
-    key = lambda row: json.dumps([row.get(name) for name in _SAME])
-    known = {key(row): row for row in before if row["kind"] == "ablation"}
+    known = [row for row in before if row["kind"] == "ablation"]
+    known = [row | dict(num_draft=drafts_of(row)) for row in known]
     done = []
     for cell in options.cells:
         identity = _identity(options, cell)
-        row = known.get(key(identity))
+        same = [row for row in known if identity.items() <= row.items()]
+        row = same[-1] if same else None
         if row is None:
             row = dict(kind="ablation", **identity, **_train(options, cell), **environment)
             row = rows.rounded(row)

@@ -30,8 +30,20 @@ def heads_table(rows: list[dict]) -> str:
     )
 
 
+def drafts_of(row: dict) -> int:
+    """Drafts per round of an ablation's row; the first rows do not state it."""
+    first = next(iter(row["sets"].values()), {})
+    return row.get("num_draft", len(first.get("acceptance_per_position", ())))
+
+
 def ablations_table(rows: list[dict]) -> str:
-    """One line per cell: steps, and AL / fresh AL on held-out texts and on every prompt set."""
+    """A table for each K, with a line per cell: steps, and AL / fresh AL on held-out texts and every prompt set."""
+    numbers = sorted({drafts_of(row) for row in rows}, reverse=True)
+    parts = ([row for row in rows if drafts_of(row) == number] for number in numbers)
+    return "\n\n".join(map(_ablations_table, parts))
+
+
+def _ablations_table(rows: list[dict]) -> str:
     sets = sorted({name for row in rows for name in row["sets"]})
     both = lambda lengths: (
         f"{lengths['acceptance_length']:.2f} / {lengths['fresh_acceptance_length']:.2f}"
@@ -46,9 +58,8 @@ def ablations_table(rows: list[dict]) -> str:
         for row in sorted(rows, key=lambda row: (-row["steps"], row["cell"]))
     ]
     header = ["cell", "steps", "held out", *sets]
-    num_draft = len(next(iter(rows[0]["sets"].values()))["acceptance_per_position"])
     return (
-        f"**{labels.listed(rows, 'device')}**, AL / fresh AL at K = {num_draft}; {labels.provenance(rows)}\n\n"
+        f"**{labels.listed(rows, 'device')}**, AL / fresh AL at K = {drafts_of(rows[0])}; {labels.provenance(rows)}\n\n"
         f"{labels.markdown(header, lines)}"
     )
 

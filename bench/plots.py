@@ -207,10 +207,11 @@ def plot_train_step(chosen: list[dict], path: Path) -> None:
 
 
 def _longest_cells(rows: list[dict]) -> list[dict]:
-    """The ablation rows with the most steps: one series, on the same texts."""
+    """The ablation rows with the most steps: one series, on the same texts and at one K."""
     cells = of_kind("ablation")(rows)
-    most = max((row["steps"] for row in cells), default=0)
-    return [row for row in cells if row["steps"] == most]
+    series = lambda row: (row["steps"], head_tables.drafts_of(row))
+    longest = max(map(series, cells), default=None)
+    return [row for row in cells if series(row) == longest]
 
 
 def plot_ablations(chosen: list[dict], path: Path) -> None:

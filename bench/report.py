@@ -86,7 +86,8 @@ def newest(all_rows: Sequence[dict]) -> list[dict]:
         if row["kind"] == "kernel" and row["config"] is None:  # not of a comparison of configs
             kernels[row["device"], row["op"], row["spec"]] = row
         if row["kind"] in _KEYS:
-            others[row["kind"], *(row.get(name) for name in _KEYS[row["kind"]])] = row
+            drafts = head_tables.drafts_of(row) if row["kind"] == "ablation" else None
+            others[row["kind"], drafts, *(row.get(name) for name in _KEYS[row["kind"]])] = row
         if row["kind"] not in _KINDS:
             continue
         # The first rows do not say these.

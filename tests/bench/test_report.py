@@ -266,16 +266,24 @@ def train_step_row(tokens, texts):
     )  # fmt: skip
 
 
+def ablation_row(steps: int, num_draft: int) -> dict:
+    lengths = dict(acceptance_length=3.0, fresh_acceptance_length=2.5)
+    fields = dict(cell="mixed", steps=steps, num_draft=num_draft, options="--method peagle")
+    return ROWS[0] | dict(kind="ablation", sets=dict(own=lengths), **fields)
+
+
 def test_a_plot_holds_the_digest_of_its_rows(tmp_path):
     by_load = [
         row("adaptive", "peagle", 7, adaptive="load"),
         row("adaptive-step", "peagle", 7, adaptive="load", full_tokens_per_second=9.0),
     ]
     lengths = [train_step_row(tokens, 64 * 512 // tokens) for tokens in (512, 4096)]
-    some = report.newest([*SHAPES, *ROWS, *by_load, reference("peagle", 7, 1), *lengths])
+    cells = [ablation_row(*given) for given in ((100, 5), (200, 5), (200, 7))]
+    some = report.newest([*SHAPES, *ROWS, *by_load, reference("peagle", 7, 1), *lengths, *cells])
     plots.draw(some, tmp_path)
     shown = plots.shown(some)
     assert set(shown) == set(plots.PLOTS)
+    assert shown["ablations"] == [cells[-1]], "one series: the most steps, the largest K"
     for name, own in shown.items():
         assert plots.digest_of(tmp_path / f"{name}.png") == plots.digest(own)
     changed = [one | {"tokens_per_second": 1.0} for one in shown["throughput"]]
