@@ -27,7 +27,8 @@ from peagle_jax.training.trainer import cast, split_model
 
 _MIXED = "--method peagle --elements texts"
 _GREEDY = f"{_MIXED} --max-temperature 0"
-_PICKED = f"{_MIXED} --repeat-weight 0.2 --weights dpace --anchors 256"
+_PACED = f"{_MIXED} --repeat-weight 0.2 --weights dpace"
+_PICKED = f"{_PACED} --anchors 256"
 _EAGLE3_PICKED = "--method eagle3 --repeat-weight 0.2 --anchors 256"
 CELLS = {
     "mixed": _MIXED,
@@ -63,6 +64,9 @@ CELLS = {
     "mixed-picked-depths-5": f"{_PICKED} --depths 5",
     "mixed-picked-depths-12": f"{_PICKED} --depths 12",
     "mixed-picked-frozen-embedding": f"{_PICKED} --freeze-embedding",
+    "mixed-picked-text-128": f"{_PACED} --text-length 128 --anchors 64",
+    "mixed-picked-text-512": f"{_PACED} --text-length 512 --anchors 256",
+    "mixed-picked-text-1024": f"{_PACED} --text-length 1024 --anchors 512",
     "mixed-noise": f"{_MIXED} --noise 0.05",
     "mixed-depths-10": f"{_MIXED} --depths 10",
     "mixed-ce": f"{_MIXED} --loss ce",
@@ -82,7 +86,8 @@ CELLS = {
     "eagle3-ce": "--method eagle3 --max-temperature 0 --loss ce",
 }
 """Options of `peagle-train drafter`. Heads of cells with "mixed" in their name see sampled texts too, the
-others greedy texts alone."""
+others greedy texts alone. Cells with "text" in their name are for `--text` of 1,024 tokens: they have equal
+numbers of tokens and anchors in a step."""
 
 
 def _identity(options: Options, cell: str) -> dict:

@@ -199,7 +199,7 @@ def drafter_run(args) -> DrafterRun:
     names = (
         "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
         "num_draft loss sharpen segments elements weights repeat_weight anchors max_temperature noise "
-        "from_layers long_text long_every freeze_embedding hidden"
+        "from_layers long_text long_every freeze_embedding hidden text_length"
     )
     options = drafter.DrafterOptions(
         continuations=args.text,

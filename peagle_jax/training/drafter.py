@@ -32,7 +32,7 @@ from peagle_jax.training.passes import (
     text_rows,
     unrolled_rows,
 )
-from peagle_jax.training.stored_text import Text, batches, load_text
+from peagle_jax.training.stored_text import Text, batches, load_text, pieces
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
@@ -214,12 +214,18 @@ def every_nth(n: int, special: Callable, usual: Callable) -> Callable[[int], Tex
 
 
 def training_batches(text: Text, options: DrafterOptions, run: RunConfig) -> Callable[[int], Text]:
-    """Step -> texts, those of `options.long_text` at every n-th step.
+    """Step -> texts, or as many tokens of their pieces; those of `options.long_text` at every n-th step.
 
     Raises:
-      ConfigError: the longer texts do not make up a step.
+      ConfigError: the pieces or the longer texts do not make up a step.
     """
     usual = batches(text, options.batch, run.seed)
+    if options.text_length is not None:
+        cut = pieces(text, options.text_length)
+        size = options.batch * text.tokens.shape[1] // options.text_length
+        if size > len(cut.tokens):
+            raise ConfigError(f"--text-length: {len(cut.tokens)} pieces, and a step has {size}")
+        usual = batches(cut, size, run.seed)
     if options.long_text is None:
         return usual
     longer = load_text(options.long_text, "train", options.max_temperature)

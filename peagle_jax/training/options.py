@@ -218,6 +218,12 @@ def _add_law(parser) -> None:
         help="uniform noise on the target's hidden states, largest absolute value (default none)",
     )
     law.add_argument(
+        "--text-length",
+        type=int,
+        metavar="N",
+        help="train on pieces of N tokens of the texts; steps have as many tokens, the evaluation whole texts",
+    )
+    law.add_argument(
         "--long-text",
         type=Path,
         help="folder of longer texts, for every N-th step; these steps have as many tokens as the others",

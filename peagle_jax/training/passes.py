@@ -62,6 +62,9 @@ class DrafterOptions:
     anchors: int | None = None  # of each text that are trained; None: all
     max_temperature: float | None = None  # of the texts; None takes all
     noise: float = 0.0  # largest absolute value of what is added to the taps in training
+    text_length: int | None = (
+        None  # tokens of the pieces that texts are cut into; None: whole texts
+    )
     long_text: Path | None = None  # texts of another length, for every `long_every`-th step
     long_every: int = 4
     from_layers: bool = False  # the head's layers after the first start as the target's last ones

@@ -31,6 +31,23 @@ def load_text(folder: Path, name: str, max_temperature: float | None = None) -> 
     return Text(*(x[kept] for x in text))
 
 
+def pieces(text: Text, length: int) -> Text:
+    """Texts cut into pieces of `length` tokens; pieces of a prompt alone are left out.
+
+    Raises:
+      ConfigError: pieces of this length do not make up a text.
+    """
+    width = text.tokens.shape[1]
+    if width % length:
+        raise ConfigError(f"--text-length {length} does not divide the texts' {width} tokens")
+    start = np.arange(0, width, length)
+    inside = lambda ends: np.clip(ends[:, None] - start, 0, length).reshape(-1).astype(np.int32)
+    prompt, used = inside(text.prompt), inside(text.length)
+    # A slot is trained if its token was generated and another one follows.
+    kept = used - np.maximum(prompt, 1) >= 2
+    return Text(text.tokens.reshape(-1, length)[kept], prompt[kept], used[kept])
+
+
 def batches(text: Text, size: int, seed: int) -> Callable[[int], Text]:
     """Step -> `size` of the texts, without repetition in an epoch."""
     per_epoch = len(text.tokens) // size

@@ -1,4 +1,5 @@
-"""`peagle-train drafter --long-text DIR`: every N-th step has longer texts, and as many tokens as the others."""
+"""Lengths of the texts: every N-th step has longer ones (`--long-text DIR`), or all steps have pieces
+(`--text-length N`); steps have equal numbers of tokens."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ import pytest
 
 from peagle_jax.config import ConfigError
 from peagle_jax.training.drafter import every_nth, training_batches
-from peagle_jax.training.stored_text import Text
+from peagle_jax.training.passes import slot_is_trained
+from peagle_jax.training.stored_text import Text, pieces
 from tests.training.test_heads import _options
 
 RUN = SimpleNamespace(seed=0, microbatches=1)
@@ -55,3 +57,29 @@ def test_longer_texts_that_make_up_no_step_are_refused(tmp_path, count, length, 
     run = SimpleNamespace(seed=0, microbatches=microbatches)
     with pytest.raises(ConfigError, match=r"^--long-text: "):
         training_batches(_texts(8, 8), options, run)
+
+
+def test_pieces_have_the_generated_tokens_of_the_texts():
+    """Prompts of 3, 4, 0 and 7 tokens, ends at 12, 9, 6 and 8, pieces of 4."""
+    tokens = np.arange(48).reshape(4, 12)
+    ends = np.array([3, 4, 0, 7]), np.array([12, 9, 6, 8])
+    found = pieces(Text(tokens, *ends), 4)
+    # Of the first text's first piece, one token was generated and nothing follows.
+    want = [(4, 0, 4), (8, 0, 4), (16, 0, 4), (24, 0, 4)]
+    assert [tuple(map(int, (t[0], p, n))) for t, p, n in zip(*found, strict=True)] == want
+    assert slot_is_trained(found).any(axis=1).all()
+    whole = pieces(Text(tokens, *ends), 12)
+    np.testing.assert_array_equal(whole.tokens, tokens[:3])
+    assert [x.tolist() for x in whole[1:]] == [[3, 4, 0], [12, 9, 6]]
+
+
+def test_a_step_of_pieces_has_the_tokens_of_a_step():
+    options = replace(_options(), batch=2, text_length=4)
+    batch = training_batches(_texts(6, 8), options, RUN)
+    assert batch(0).tokens.shape == (4, 4)
+    epoch = np.concatenate([batch(step).tokens[:, 0] for step in range(3)])
+    assert sorted(epoch) == sorted([*range(6)] * 2)
+    with pytest.raises(ConfigError, match="does not divide the texts' 8 tokens"):
+        training_batches(_texts(6, 8), replace(options, text_length=3), RUN)
+    with pytest.raises(ConfigError, match="4 pieces, and a step has 8"):
+        training_batches(_texts(2, 8), replace(options, batch=4), RUN)
