@@ -13,12 +13,14 @@ import jax.numpy as jnp
 
 Loss = Literal["kl", "tv", "lk", "unlikely"]
 """KL(p || q); total variation 1 - sum(min(p, q)); their mix that turns from KL to TV as the acceptance
-rate sum(min(p, q)) grows (LK losses, arXiv 2602.23881); or -log(1 - sum(p * q)), which makes the teacher's
-tokens unlikely (unlikelihood training, arXiv 1908.04319, equation 2)."""
+rate sum(min(p, q)) grows (LK losses, arXiv 2602.23881); or -log(1 - sum(p * q)) while sum(p * q) is above 0.3,
+which makes the teacher's tokens unlikely (unlikelihood training, arXiv 1908.04319, equation 2)."""
 
 LK_ETA = 3.0
 _LEAST_REST = 1e-4
 """Floor of 1 - sum(p * q): bounds the loss of a token that is certain."""
+_UNLIKELY = 0.3
+"""Tokens below this probability count as unlikely: pushed further down, they only raise nonsense."""
 
 
 class Labels(NamedTuple):
@@ -136,7 +138,9 @@ def _divergence(loss: Loss, z: jax.Array, kl: jax.Array, p: jax.Array):
     if loss == "unlikely":
         hit = (p * q).sum(axis=-1)
         rest = jnp.maximum(1 - hit, _LEAST_REST)
-        return -jnp.log(rest), q * (p - hit[:, None]) / rest[:, None]
+        likely = hit > _UNLIKELY
+        gradient = q * (p - hit[:, None]) / rest[:, None]
+        return jnp.where(likely, -jnp.log(rest), 0.0), jnp.where(likely[:, None], gradient, 0.0)
     short = q < p
     overlap = jnp.minimum(p, q).sum(axis=-1)
     tv_gradient = q * ((q * short).sum(axis=-1, keepdims=True) - short)

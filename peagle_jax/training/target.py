@@ -66,16 +66,15 @@ def unembedding(model: Decoder) -> jax.Array:
     return (model.embed if model.lm_head is None else model.lm_head).weight[...]
 
 
-def _predictions(model, tokens, importance, options: TargetOptions, loss: Loss):
-    """Loss of every token [B, S + 1] but the first, given those before it; `importance` is [B, S]."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1] - 1), importance.shape)
+def _predictions(model, tokens, labels, importance, options: TargetOptions, loss: Loss):
+    """The loss of `labels` [B, S], each predicted from the `tokens` [B, S] up to its place."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cache = [None] * model.config.num_layers
-    attend = attention.causal(options.attention)
-    hidden, _, _ = model(tokens[:, :-1], positions, cache, attend)
+    hidden, _, _ = model(tokens, positions, cache, attention.causal(options.attention))
     rows = model.norm(hidden).reshape(-1, hidden.shape[-1])
-    labels = Labels(tokens[:, 1:].reshape(-1))
-    weights = importance.reshape(-1)
-    return distill(rows, unembedding(model), labels, weights, options.loss_chunk, loss)
+    teacher = Labels(labels.reshape(-1))
+    weight = unembedding(model)
+    return distill(rows, weight, teacher, importance.reshape(-1), options.loss_chunk, loss)
 
 
 def written_repeats(text: Text) -> jax.Array:
@@ -92,15 +91,19 @@ def lm_loss(merge, options: TargetOptions, params, stream, batch: Batch, key):
     cut = jax.vmap(lambda at: jax.lax.dynamic_slice(stream, (at,), (options.sequence + 1,)))
     tokens = cut(batch.starts).astype(jnp.int32)
     ones = jnp.ones((len(tokens), options.sequence), jnp.float32)
-    result = _predictions(model, tokens, ones, options, "kl")
+    result = _predictions(model, tokens[:, :-1], tokens[:, 1:], ones, options, "kl")
     count = ones.sum()
     metrics = dict(accuracy=(result.match.sum(), count))
     if batch.text is None:
         return result.total, (count, metrics)
     text = batch.text._replace(tokens=batch.text.tokens.astype(jnp.int32))
     repeats = written_repeats(text)
-    importance = repeats[:, 1:].astype(jnp.float32)
-    penalty = _predictions(model, text.tokens, importance, options, "unlikely").total
+    # cuDNN refuses odd lengths, so the last token stays; it predicts nothing.
+    ahead = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
+    importance = ahead(repeats).astype(jnp.float32)
+    penalty = _predictions(
+        model, text.tokens, ahead(text.tokens), importance, options, "unlikely"
+    ).total
     written = jnp.maximum(text.length - text.prompt, 0).sum().astype(jnp.float32)
     metrics |= dict(
         cross_entropy=(result.total, count), repeats=(repeats.sum(), written),
