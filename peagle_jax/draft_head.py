@@ -20,7 +20,7 @@ from peagle_jax.layers import (
     kept,
     rope_angles,
 )
-from peagle_jax.parallel import partition, vocabulary
+from peagle_jax.parallel import vocabulary
 from peagle_jax.selector import Selector, Tables
 
 
@@ -136,25 +136,15 @@ class DraftHead(nnx.Module):
 
     def logits(self, target, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 logits over the draft vocabulary [..., Vd], see `parallel.vocabulary`."""
-        normed, layer = self.norm(hidden), self._projection(target)
-        is_tied = isinstance(layer, Embed)
-        out = layer.unembed(normed) if is_tied else layer(normed, out_dtype=jnp.float32)
+        normed = self.norm(hidden)
+        if self.lm_head is not None:
+            out = self.lm_head(normed, out_dtype=jnp.float32)
+        elif target.lm_head is not None:
+            out = target.lm_head(normed, out_dtype=jnp.float32)
+        else:
+            out = target.embed.unembed(normed)
         out = vocabulary.real(out, self.config.draft_vocab_size)
         return out * self.config.logit_scale if self.config.logit_scale != 1.0 else out
-
-    def argmax(self, target, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> draft ids [...] int32, `jnp.argmax` of `logits` without logits in memory.
-
-        Only where `has_argmax`.
-        """
-        return self._projection(target).argmax(self.norm(hidden))
-
-    def has_argmax(self, target) -> bool:
-        """Whether the largest logit is the largest output of a layer on this device."""
-        layer = self._projection(target)
-        is_sum = isinstance(layer, Embed) or layer.bias is None
-        # A scale rounds, and so two logits may be equal where two outputs are not.
-        return is_sum and self.config.logit_scale == 1.0 and partition.size() == 1
 
     def edges(self, target, hidden: jax.Array, candidates: jax.Array) -> jax.Array:
         """The selector's scores of a position's candidates after each candidate of the one before.
@@ -183,12 +173,8 @@ class DraftHead(nnx.Module):
 
     def _unembedding(self, target) -> jax.Array:
         """Rows [Vd, D] of the projection to logits."""
-        return self._projection(target).weight[...]
-
-    def _projection(self, target) -> Linear | Embed:
-        """The projection to logits: the head's own, or that of the target."""
         owner = target if self.lm_head is None else self
-        return owner.embed if owner.lm_head is None else owner.lm_head
+        return (owner.embed if owner.lm_head is None else owner.lm_head).weight[...]
 
     def feedback(self, hidden: jax.Array) -> jax.Array:
         """The next state in autoregressive drafting: the output, normalised if `norm_output` is set."""

@@ -39,8 +39,6 @@ class DraftInputs:
     slots: jax.Array  # [B] int32, the engine's slots
     keys: jax.Array  # [B] request keys
     temperature: jax.Array  # [B] float32
-    # Whether the proposal must have its confidence.
-    with_confidence: bool = field(default=True, metadata=dict(static=True))
 
 
 class Proposal(NamedTuple):
@@ -50,7 +48,7 @@ class Proposal(NamedTuple):
       tokens: [B, J] int32, target ids.
       probs: [B, J, V] float32, their distributions; None: argmax drafts.
       confidence: [B, J] float32, the drafter's largest probability at each position, whichever token is
-        drafted; None: 1 at all positions, or nothing asked for it. Only survival reads it (`survival`).
+        drafted; None: 1 at all positions. Only survival reads it (`survival`).
     """
 
     tokens: jax.Array
@@ -79,20 +77,6 @@ class Drafter(Protocol):
 
 
 Sampling = Literal["argmax", "sample"]
-DRAFTS_WITHOUT_LOGITS = False
-"""Whether drafters choose greedy drafts by `DraftHead.argmax`, which writes no logits, where nothing else needs
-logits. Off: the kernels are compiled, not measured (docs/kernels.md, "Drafts without logits")."""
-
-
-def _drafts(
-    drafter: "ParallelDrafter | AutoregressiveDrafter", target, out, positions, inputs: DraftInputs
-) -> Proposal:
-    """Drafts from the layers' output [B, J or more, D], without a selector; the rest as in `_choose`."""
-    head, J = drafter.head, positions.shape[1]
-    is_greedy = drafter.sampling == "argmax" and not inputs.with_confidence
-    if drafter.without_logits and is_greedy and head.has_argmax(target):
-        return Proposal(head.to_target_ids(head.argmax(target, out)[:, :J]), None)
-    return _choose(head, head.logits(target, out)[:, :J], positions, inputs, drafter.sampling)
 
 
 def _choose(
@@ -194,7 +178,7 @@ class ParallelDrafter:
     """P-EAGLE: one pass over [T real rows | J-1 mask rows] (docs/algorithm.md, "One round").
 
     `mask_state` is `fuse(mask_hidden)`, computed once by `make_drafter`. With `selects` the head's
-    selector chooses the drafts, on one device with its `tables`. `without_logits`: as `DRAFTS_WITHOUT_LOGITS`.
+    selector chooses the drafts, on one device with its `tables`.
     """
 
     head: DraftHead
@@ -203,7 +187,6 @@ class ParallelDrafter:
     sampling: Sampling = field(metadata=dict(static=True))
     selects: bool = field(default=False, metadata=dict(static=True))
     tables: Tables | None = None
-    without_logits: bool = field(default=False, metadata=dict(static=True))
 
     def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         """Example: T = 4, J = 3 and num_real = 2 give the rows [real, real, mask, mask, pad, pad].
@@ -225,11 +208,11 @@ class ParallelDrafter:
         picked = jnp.maximum(inputs.num_real[:, None] - 1, 0) + chain
         out, cache = self.head(target, tokens, hidden, positions, cache, attend, picked)
         drafted_at = inputs.start[:, None] + picked[:, :J] + 2
-        if not self.selects:
-            return _drafts(self, target, out, drafted_at, inputs), cache
         logits = self.head.logits(target, out)[:, :J]
         rest = (logits, drafted_at, inputs, self.sampling)
-        return _select(self.head, target, self.tables, out, *rest), cache
+        if self.selects:
+            return _select(self.head, target, self.tables, out, *rest), cache
+        return _choose(self.head, *rest), cache
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         return _absorb(self.head, target, inputs, cache)
@@ -238,15 +221,11 @@ class ParallelDrafter:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AutoregressiveDrafter:
-    """EAGLE-3: one pass over the real rows, then J-1 passes of one row (docs/algorithm.md, "One round").
-
-    `without_logits`: as `DRAFTS_WITHOUT_LOGITS`.
-    """
+    """EAGLE-3: one pass over the real rows, then J-1 passes of one row (docs/algorithm.md, "One round")."""
 
     head: DraftHead
     num_draft: int = field(metadata=dict(static=True))
     sampling: Sampling = field(metadata=dict(static=True))
-    without_logits: bool = field(default=False, metadata=dict(static=True))
 
     def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         B, T = inputs.tokens.shape
@@ -258,7 +237,8 @@ class AutoregressiveDrafter:
         position = inputs.start[:, None] + last  # [B, 1] slot of the newest row
         proposals = []
         for step in range(self.num_draft):
-            proposals.append(_drafts(self, target, out, position + 2, inputs))
+            logits = self.head.logits(target, out)
+            proposals.append(_choose(self.head, logits, position + 2, inputs, self.sampling))
             if step + 1 == self.num_draft:
                 break
             position = position + 1
@@ -279,26 +259,16 @@ def with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
 
 
 def make_drafter(
-    head: DraftHead,
-    num_draft: int,
-    sampling: Sampling,
-    *,
-    selector: bool = True,
-    target=None,
-    without_logits: bool | None = None,
+    head: DraftHead, num_draft: int, sampling: Sampling, *, selector: bool = True, target=None
 ) -> Drafter:
     """The drafter of a head, by its config's `method`. `selector` False ignores the head's selector.
-
-    `without_logits` is by default `DRAFTS_WITHOUT_LOGITS`.
 
     Call it again after the weights change: it computes P-EAGLE's `mask_state` once, and with a `target` the
     selector's tables, 2 Vd r numbers. Without them each round multiplies what its edges need, as several devices do.
     """
-    if without_logits is None:
-        without_logits = DRAFTS_WITHOUT_LOGITS
     if head.config.method != "peagle":
-        return AutoregressiveDrafter(head, num_draft, sampling, without_logits)
+        return AutoregressiveDrafter(head, num_draft, sampling)
     mask_state = head.fuse(head.mask_hidden[...][None])[0]
     selects = selector and head.selector is not None
     tables = head.tables(target) if selects and target is not None else None
-    return ParallelDrafter(head, mask_state, num_draft, sampling, selects, tables, without_logits)
+    return ParallelDrafter(head, mask_state, num_draft, sampling, selects, tables)

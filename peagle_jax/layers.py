@@ -18,7 +18,6 @@ from flax import nnx
 
 from pallas_kernels.activations import Activations
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
-from pallas_kernels.linear_argmax.api import linear_argmax
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.rope_write.api import Form
 from pallas_kernels.rope_write.reference import apply_rope
@@ -102,12 +101,6 @@ class Linear(nnx.Module):
         options = dict(scale=scale, bias=bias, activations=self.activations)
         return linear(x, self.weight[...], out_dtype=out_dtype, **options)
 
-    def argmax(self, x: jax.Array) -> jax.Array:
-        """Index of the largest output of each row, of a layer without a bias: [..., in] -> [...] int32."""
-        assert self.bias is None
-        scale = None if self.scale is None else self.scale[...]
-        return linear_argmax(x, self.weight[...], scale=scale, activations=self.activations)[0]
-
     def parts(self, x: jax.Array) -> jax.Array:
         """Partial products (K-splits) without the bias: float32 [S, ..., out], summed in ascending order."""
         scale = None if self.scale is None else self.scale[...]
@@ -157,10 +150,6 @@ class Embed(nnx.Module):
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 logits [..., V], of this device's rows."""
         return linear(hidden, self.weight[...], out_dtype=jnp.float32)
-
-    def argmax(self, hidden: jax.Array) -> jax.Array:
-        """Index of the largest logit of each row, of this device's rows: [..., D] -> [...] int32."""
-        return linear_argmax(hidden, self.weight[...])[0]
 
 
 def _llama3_frequencies(inv: jax.Array, scaling: Llama3Scaling) -> jax.Array:

@@ -141,7 +141,6 @@ def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> tuple
     if K == 0:
         cache = drafter.absorb(target, inputs, state.drafter_cache)
         return replace(state, drafter_cache=cache), _no_drafts(inputs.slots)
-    inputs = replace(inputs, with_confidence=state.survival is not None)
     proposal, cache = drafter.propose(target, inputs, state.drafter_cache)
     drafts = state.drafts.at[inputs.slots, :K].set(proposal.tokens)
     probs, survival = state.draft_probs, state.survival

@@ -55,7 +55,7 @@ def linear(
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     x = mxfp8.widened(x, K)
     round_rows = rounding(activations, weight, scale)
-    launch = resolve("block_gemm", x, weight, scale, implementation)
+    launch = _launch(x, weight, scale, implementation)
     if launch is None:
         rows, quantized = (x, False) if round_rows is None else (round_rows(x), True)
         return reference.linear(rows, weight, scale, bias, out_dtype, in_blocks=quantized)
@@ -82,7 +82,7 @@ def partial_products(
     """
     x = mxfp8.widened(x, formats.logical_shape(weight, scale)[-1])
     round_rows = rounding(activations, weight, scale)
-    launch = resolve("block_gemm", x, weight, scale, implementation)
+    launch = _launch(x, weight, scale, implementation)
     if launch is None:
         rows, quantized = (x, False) if round_rows is None else (round_rows(x), True)
         float32 = jnp.dtype(jnp.float32)
@@ -98,14 +98,7 @@ def add_in_order(parts: jax.Array) -> jax.Array:
     return total
 
 
-def resolve(
-    op: str,
-    x: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array | None,
-    implementation: dispatch.Implementation | None,
-) -> dispatch.Launch | None:
-    """As `dispatch.resolve`, of an operation whose kernel is that of `linear`."""
+def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
     if x.dtype != jnp.bfloat16:
         refusal = f"activations must be bfloat16, not {x.dtype}"
     else:
@@ -113,37 +106,17 @@ def resolve(
         if implementation is None:
             refusal = refusal or formats.compile_refusal(weight, scale)
     chips = MXFP8_CHIPS if formats.kind(weight, scale) == "mxfp8" else CHIPS
-    return dispatch.resolve(op, implementation, chips=chips, refusal=refusal)
+    return dispatch.resolve("block_gemm", implementation, chips=chips, refusal=refusal)
 
 
 def _kernel(
     x, weight, scale, quantized: bool, launch: dispatch.Launch, config: Any = None
 ) -> jax.Array:
-    *rows, K = x.shape
-    R = x.size // K
-    parts = launched(x.reshape(R, K), weight, scale, quantized, launch, config)
-    return parts[:, :R].reshape(parts.shape[0], *rows, -1)
-
-
-def launched(
-    x: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array | None,
-    quantized: bool,
-    launch: dispatch.Launch,
-    config: Any = None,
-    epilogue: Any = None,
-) -> Any:
-    """`mosaic_gpu.product` of rows x [R, K], padded as it needs them.
-
-    Args:
-      quantized: x is quantised for an fp8 weight.
-      config: a `TuningConfig`; by default it is chosen, with an epilogue one without a K-split.
-      epilogue: an `Epilogue`, or None for partial sums.
-    """
     from pallas_kernels.block_gemm import mosaic_gpu  # a slow import that CPU use does not need
 
-    K, x_scale = x.shape[1], None
+    *rows, K = x.shape
+    x, x_scale = x.reshape(-1, K), None
+    R = x.shape[0]
     x = whole_tiles(x)
     if quantized:
         x, x_scale = quantize(x, launch)
@@ -151,7 +124,7 @@ def launched(
     if config is None:
         choose = mosaic_gpu.TuningConfig.choose
         config = choose(x.shape[0], weight.shape[0], K, launch.device, kind, x.dtype)
-        config = config if epilogue is None else config.whole()
     if kind == "mxfp8":
         x, x_scale = mxfp8.operand(x, config.tokens)
-    return mosaic_gpu.product(x, weight, scale, config, launch, x_scale, epilogue)
+    parts = mosaic_gpu.product(x, weight, scale, config, launch, x_scale)
+    return parts[:, :R].reshape(parts.shape[0], *rows, -1)

@@ -6,13 +6,11 @@ block runs over all chunks and adds the same partial sums in registers, in the s
 same bits. The next kernel adds stored partial sums while it reads them.
 
 `weight_tiles` unpacks and multiplies, `pipeline` loads ahead; this file chooses tile sizes and places the
-blocks. An `Epilogue` stores something else in place of the sums.
+blocks.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -82,15 +80,6 @@ class TuningConfig:
             key=cost,
         )
 
-    def whole(self) -> "TuningConfig":
-        """A config without a K-split, whose sums have the same bits."""
-        if not self.split:
-            return self
-        # One warpgroup of 64 tokens: registers also hold the sum of the chunks before.
-        tokens = min(self.tokens, 64)
-        stages = 4 if tokens <= 32 else 3
-        return replace(self, split=False, tokens=tokens, groups=1, stages=stages)
-
     def alternatives(self, form: Format) -> "list[TuningConfig]":
         """Configs for more than 64 tokens on Hopper: all block sizes that fit into the register file."""
         configs = []
@@ -122,40 +111,7 @@ class TuningConfig:
         return pl.cdiv(blocks, device.num_sms) * (read + added)
 
 
-class Epilogue(Protocol):
-    """What a block stores of its sums. Hashable: it is a static argument of `product`.
-
-    Attributes:
-      name: of the kernel.
-    """
-
-    name: str
-
-    def results(
-        self, form: Format, config: TuningConfig, R: int, N: int
-    ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the results of a product of R rows and a weight of N rows without a K-split."""
-
-    def store(
-        self,
-        form: Format,
-        results_gmem: Sequence[Any],
-        out_smem: Any,
-        totals_reg: Sequence[jax.Array],
-        first_token: Any,
-        first_row: Any,
-        N: int,
-    ) -> None:
-        """Stores to the results of one tile.
-
-        Args:
-          out_smem: float32 [n, rows], scratch of this warpgroup, where n divides the tokens of the tile.
-          totals_reg: float32 [rows, tokens / pieces] each, tokens ascending, in `form.mma.layout`.
-          first_token, first_row: place of the tile in the product; rows from N on do not exist.
-        """
-
-
-@functools.partial(jax.jit, static_argnames=("config", "launch", "epilogue"))
+@functools.partial(jax.jit, static_argnames=("config", "launch"))
 def product(
     x: jax.Array,  # [R, K] bfloat16, or e4m3 with x_scale
     values: jax.Array,  # [N, K], mxfp4 [N, K / 2]
@@ -163,11 +119,8 @@ def product(
     config: TuningConfig,
     launch: Launch,
     x_scale: jax.Array | None = None,  # float32 [K / 128, R'], R' >= R a multiple of 4, or mxfp8
-    epilogue: Epilogue | None = None,
-) -> Any:
+) -> jax.Array:
     """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`.
-
-    With an epilogue its results; it needs whole sums, so `config` may not split K.
 
     The scales of mxfp8 rows are uint8 [ceil(R / tokens), ceil(K / 128), 32, 16] (`mxfp8.pack`).
     """
@@ -183,16 +136,11 @@ def product(
     tile_sizes = (1, tokens, K, jnp.float32, groups)
     stages = form.stages(config.stages, num_steps, form.most_stages(*tile_sizes, launch.device))
     x = codec.arrange(x)
-    if epilogue is None:
-        results = (jax.ShapeDtypeStruct((splits, R, N), jnp.float32),)
-    else:
-        assert splits == 1
-        results = epilogue.results(form, config, R, N)
 
     def body(
         x_gmem,  # [R, K] bfloat16 or e4m3
         w_gmem,  # [N, K], mxfp4 [N, K / 2]
-        *refs,  # the scales of w and x, if any; the results
+        *refs,  # the scales of w and x, if any; out_gmem float32 [splits, R, N]
         w_smem,  # [groups * stages, 1, rows, width]
         x_smem,  # [stages, tokens, step] bfloat16 or e4m3
         out_smem,  # [(groups,) stored tokens, rows] float32
@@ -205,7 +153,7 @@ def product(
         w_scale_smem=None,  # mxfp8: [stages, 1, 1, 1, 32, 16] e8m0, and x_scale_smem [stages, 1, 1, 32, 16]
         **scratch,  # of the MMA
     ):
-        scale_refs, results_gmem = list(refs[: -len(results)]), refs[-len(results) :]
+        *scale_refs, out_gmem = refs
         x_scale_gmem = scale_refs.pop() if x_scale is not None else None
         scale_gmem = scale_refs[0] if scale_refs else None
         token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
@@ -305,29 +253,23 @@ def product(
             totals = [total * scales for total in totals]
 
         def store():
-            tile_smem = warpgroup_part(out_smem, groups)
-            if epilogue is not None:
-                first_token = token_tile * tokens
-                epilogue.store(form, results_gmem, tile_smem, totals, first_token, out_row, N)
-                return
-            target_gmem = results_gmem[0].at[split, token_range, pl.ds(out_row, form.rows)]
-            form.store_tokens_first(target_gmem, tile_smem, totals)
+            target_gmem = out_gmem.at[split, token_range, pl.ds(out_row, form.rows)]
+            form.store_tokens_first(target_gmem, warpgroup_part(out_smem, groups), totals)
 
         store() if groups == 1 else pl.when(out_row < N)(store)
 
     kernel = plgpu.kernel(
         body,
-        out_type=results,
+        out_type=jax.ShapeDtypeStruct((splits, R, N), jnp.float32),
         scratch_types=form.scratch(stages, *tile_sizes),
         # The last axis varies fastest, so blocks that share a weight tile run together and hit L2.
         grid=(pl.cdiv(N, groups * form.rows), pl.cdiv(R, tokens), splits),
         grid_names=("row", "token", "split"),
         interpret=launch.interpret,
-        kernel_name="block_gemm" if epilogue is None else epilogue.name,
+        kernel_name="block_gemm",
         **launch_options(groups),
     )
     if codec.mma_scaled:
         x_scale = as_e8m0(x_scale)
     scales = [s for s in (form.kernel_scale(scale), x_scale) if s is not None]
-    stored = kernel(x, values, *scales)
-    return stored[0] if epilogue is None else stored
+    return kernel(x, values, *scales)
