@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from peagle_jax.training.objective import (
+    _UNLIKELY,
     LK_ETA,
     Distribution,
     Labels,
@@ -42,12 +43,14 @@ def _definition(loss: str, p, z):
     acceptance = jnp.minimum(p, jnp.exp(log_q)).sum(-1)
     share = jnp.exp(-LK_ETA * jax.lax.stop_gradient(acceptance))
     mixed = share * kl + (1 - share) * (1 - acceptance)
-    return dict(kl=kl, tv=1 - acceptance, lk=mixed)[loss]
+    hit = (p * jnp.exp(log_q)).sum(-1)
+    unlikely = jnp.where(hit > _UNLIKELY, -jnp.log(1 - jnp.minimum(hit, 0.999)), 0)
+    return dict(kl=kl, tv=1 - acceptance, lk=mixed, unlikely=unlikely)[loss]
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["labels", "distribution", "sharpened", "table"])
-@pytest.mark.parametrize("loss", ["kl", "tv", "lk"])
+@pytest.mark.parametrize("loss", ["kl", "tv", "lk", "unlikely"])
 def test_chunked_loss_and_gradient_equal_the_plain_ones(kind, loss):
     student, importance, teacher, p = _problem(kind)
     plain = lambda x, w: 3.0 * (importance * _definition(loss, p, x @ w.T)).sum()
