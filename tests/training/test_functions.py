@@ -71,6 +71,7 @@ def test_the_stream_holds_each_function_as_often_as_asked_and_held_out_files_non
     tokenizer = Tokenizer.from_file(str(tmp_path / "files" / "tokenizer.json"))
     documents = tokenizer.decode(both.tolist(), skip_special_tokens=False).split(data.END)
     copies = Counter(text for text in documents if text.startswith(("def ", "async def ")))
-    assert len(copies) == report["functions"] and set(copies.values()) == {2}
+    assert len(copies) == report["functions"]
+    assert set(copies.values()) == {2}
     held_out = [np.load(tmp_path / f / "heldout.npy") for f in ("files", "with-functions")]
     np.testing.assert_array_equal(*held_out)
