@@ -23,6 +23,7 @@ from peagle_jax.config import ConfigError
 
 _LIMIT = "# at most "
 _EARLY = "# while the others compile"
+_VARIABLE = "# environment "
 _END_SECONDS = 10.0
 """For a process to end by itself after SIGINT; one that waits for a device does not."""
 
@@ -36,22 +37,24 @@ class Part:
       seconds: after which the process is ended; None: no limit but that of all.
       is_early: whether it begins as soon as its own programs are compiled. Its times are disturbed by those that
         compile meanwhile.
+      environment: variables of the process besides those of this one.
     """
 
     lines: tuple[tuple[str, ...], ...]
     seconds: float | None = None
     is_early: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def parts_of(text: str) -> list[Part]:
     """The parts of a file, with the comments that belong to a part; others are left out.
 
     Raises:
-      ConfigError: a limit is no number.
+      ConfigError: a limit is no number, or a variable has no value.
     """
     parts = []
     for block in text.replace("\\\n", " ").split("\n\n"):
-        lines, seconds, is_early = [], None, False
+        lines, variables, seconds, is_early = [], [], None, False
         for line in map(str.strip, block.splitlines()):
             if line.startswith(_LIMIT):
                 try:
@@ -62,10 +65,18 @@ def parts_of(text: str) -> list[Part]:
                     ) from error
             elif line == _EARLY:
                 is_early = True
+            elif line.startswith(_VARIABLE):
+                name, equals, value = line.removeprefix(_VARIABLE).partition("=")
+                if not (name.isidentifier() and equals):
+                    raise ConfigError(
+                        f"{line!r}: give a variable, as in '# environment NAME=VALUE'"
+                    )
+                variables.append((name, value))
             elif line and not line.startswith("#"):
                 lines.append(tuple(shlex.split(line)))
         if lines:
-            parts.append(Part(lines=tuple(lines), seconds=seconds, is_early=is_early))
+            rules = dict(seconds=seconds, is_early=is_early, environment=tuple(variables))
+            parts.append(Part(lines=tuple(lines), **rules))
     return parts
 
 
@@ -103,7 +114,7 @@ def batch(options: BatchOptions) -> int:
         limit = min(left(), float("inf") if part.seconds is None else part.seconds)
         for line in part.lines:
             _say(f"{title}: {shlex.join(line)}")
-        codes.append(_run(part, limit, own))
+        codes.append(_run(part, limit, own | dict(part.environment)))
         _say(f"{title} ended with exit code {codes[-1]} after {time.monotonic() - began:.0f} s")
     return int(any(codes))
 

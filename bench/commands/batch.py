@@ -39,8 +39,8 @@ COMMAND = Command(
 Runs the commands of a file, without "peagle-bench" in front, and gives each of them --out and --sha. Rows are written as
 they come. A blank line begins a new process; commands of one process over one preset share its weights. The comment
 "# at most N s" above a command ends its process after N seconds; "# while the others compile" begins it as soon as its own
-programs are compiled, for commands whose times do not matter. A process that fails or is ended does not stop the
-next one. With --jobs all programs of decode-step and of lossless --preset compile side by side first, in the order of
+programs are compiled, for commands whose times do not matter; "# environment NAME=VALUE" sets a variable of the environment of its
+process. A process that fails or is ended does not stop the next one. With --jobs all programs of decode-step and of lossless --preset compile side by side first, in the order of
 the file; the processes load them from the cache folder. Exit code 1 if a process failed, was ended or was left out.
 """,
     options=BatchOptions,
