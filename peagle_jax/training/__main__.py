@@ -37,7 +37,7 @@ def _data(args) -> None:
         folders=tuple(args.folders),
         sample_bytes=int(args.sample_mb * 1e6),
         max_bytes=int(args.max_mb * 1e6),
-        **_pick(args, "vocab_size num_headers function_copies seed tokenizer"),
+        **_pick(args, "vocab_size num_headers function_copies exercises cut_every seed tokenizer"),
     )
     report = prepare(options, args.out)
     for name, package in report["packages"].items():

@@ -8,8 +8,9 @@ import json
 import random
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from peagle_jax.config import ConfigError
 from peagle_jax.training.corpus import Document, collect
+from peagle_jax.training.exercises import exercises
 from peagle_jax.training.functions import functions_of
 
 END, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
@@ -52,6 +54,8 @@ class DataOptions:
     num_headers: int
     seed: int
     function_copies: int = 0  # of each function with a docstring, as documents of their own
+    exercises: int = 0  # generated functions, as documents of their own
+    cut_every: int = 0  # characters of training text from cut to cut on average; 0: no cuts
     tokenizer: Path | None = None  # use an existing target's tokenizer
 
 
@@ -106,12 +110,39 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def encode(tokenizer: Tokenizer, texts: list[str], label: str) -> np.ndarray:
-    """One uint16 stream, every document followed by END_ID; parallel inside `tokenizers`."""
+def cut_at_random(text: str, every: int, rng: random.Random) -> list[str]:
+    """Pieces of `text`, cut once in `every` characters on average, at random characters and line breaks.
+
+    The tokenizer merges characters across most places of a text, a newline with the indentation after it above all.
+    A prompt can end anywhere. Pieces that are encoded apart teach the model what follows there.
+    """
+    places = set()
+    for _ in range(int(len(text) / every + rng.random())):
+        place = rng.randrange(1, len(text)) if len(text) > 1 else 0
+        if rng.random() < 0.5:
+            place = text.find("\n", place) + 1
+        places.add(place)
+    bounds = [0, *sorted(places - {0, len(text)}), len(text)]
+    return [text[a:b] for a, b in pairwise(bounds)]
+
+
+def encode(
+    tokenizer: Tokenizer,
+    texts: list[str],
+    label: str,
+    cut: Callable[[str], list[str]] = lambda text: [text],
+) -> np.ndarray:
+    """One uint16 stream, every document followed by END_ID; parallel inside `tokenizers`.
+
+    `cut` divides a document into pieces that are encoded apart.
+    """
     parts = []
     for i in tqdm(range(0, len(texts), 2048), desc=label, mininterval=10.0):
-        for encoding in tokenizer.encode_batch_fast(texts[i : i + 2048]):
-            parts.append(np.array([*encoding.ids, END_ID], np.uint16))
+        documents = [cut(text) for text in texts[i : i + 2048]]
+        encodings = iter(tokenizer.encode_batch_fast([p for pieces in documents for p in pieces]))
+        for pieces in documents:
+            ids = [id_ for _ in pieces for id_ in next(encodings).ids]
+            parts.append(np.array([*ids, END_ID], np.uint16))
     return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
 
@@ -166,11 +197,20 @@ def prepare(options: DataOptions, out: Path) -> dict:
     save_tokenizer(tokenizer, out, max_length=2048)
     texts = dict(train=[d.text for d in train], heldout=[d.text for d in heldout])
     if options.function_copies:
-        cut = list(dict.fromkeys(functions_of(texts["train"])))
-        report |= dict(functions=len(cut), function_copies=options.function_copies)
-        texts["train"] += cut * options.function_copies
+        found = list(dict.fromkeys(functions_of(texts["train"])))
+        report |= dict(functions=len(found), function_copies=options.function_copies)
+        texts["train"] += found * options.function_copies
+    if options.exercises:
+        report |= dict(exercises=options.exercises)
+        texts["train"] += exercises(options.exercises, options.seed)
+    if options.function_copies or options.exercises:
         rng.shuffle(texts["train"])
-    streams = {name: encode(tokenizer, split, name) for name, split in texts.items()}
+    cut = lambda text: cut_at_random(text, options.cut_every, rng)
+    streams = dict(
+        train=encode(tokenizer, texts["train"], "train", *([cut] if options.cut_every else [])),
+        heldout=encode(tokenizer, texts["heldout"], "heldout"),
+    )
+    report |= dict(cut_every=options.cut_every)
     for name, stream in streams.items():
         np.save(out / f"{name}.npy", stream)
     arrays = {}
@@ -185,7 +225,7 @@ def prepare(options: DataOptions, out: Path) -> dict:
         bytes=total,
         tokens={name: len(stream) for name, stream in streams.items()},
         headers={name: len(arrays[f"{name}_length"]) for name in streams},
-        bytes_per_token=total / max(1, sum(map(len, streams.values()))),
+        bytes_per_token=sum(map(len, texts["heldout"])) / len(streams["heldout"]),
         vocab_size=tokenizer.get_vocab_size(),
     )
     (out / "sources.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -21,7 +21,7 @@ models lie in OUT/final in the Hugging Face layout, beside train.csv, eval.csv a
 """
 _ZERO_IS_FINE = {
     "seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay", "repeat_weight",
-    "max_temperature", "noise", "function_copies", "penalty",
+    "max_temperature", "noise", "function_copies", "exercises", "cut_every", "penalty",
 }  # fmt: skip
 _FOLDERS = ("data", "target", "text", "long_text", "init", "head")  # made by earlier stages
 
@@ -97,6 +97,21 @@ def _add_data(commands):
         metavar="N",
         help="also train on N copies of each function with a docstring, as documents of their own, so "
         "that the target ends its answers where a function ends",
+    )
+    parser.add_argument(
+        "--exercises",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also train on N generated functions with docstrings, as documents of their own",
+    )
+    parser.add_argument(
+        "--cut-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cut the training text once in N characters on average and encode the pieces apart, so that the "
+        "target continues prompts that end anywhere, also in a line break",
     )
     parser.add_argument("--seed", type=int, default=0)
 

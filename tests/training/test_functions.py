@@ -56,7 +56,7 @@ def test_functions_come_in_the_order_of_their_files():
 def test_the_stream_holds_each_function_as_often_as_asked_and_held_out_files_none(tmp_path):
     options = dict(
         folders=(Path(data.__file__).parent,), vocab_size=400, sample_bytes=20_000,
-        max_bytes=60_000, num_headers=10, seed=0,
+        max_bytes=200_000, num_headers=10, seed=0,
     )  # fmt: skip
     data.prepare(data.DataOptions(**options), tmp_path / "files")
     report = data.prepare(
