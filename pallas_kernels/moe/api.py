@@ -184,18 +184,19 @@ def mixture(
         own = jnp.arange(R, dtype=jnp.int32)[None]
         return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
     config = _config(R, E, top_k, (gate_up, down), activations, launch)
-    weights, work = _routed(logits, router_bias, top_k, normalize, config, launch)
-    if first is not None:
-        count = gate_up.values.shape[0]
-        work, weights = own_items(work, weights, first, count, config.tokens)
+    own = None if first is None else (first, gate_up.values.shape[0])
+    weights, work = _routed(logits, router_bias, top_k, normalize, own, config, launch)
     values = _experts(x, work, gate_up, down, limit, config, launch, activations)
     return Mixture(values, weights, work.slots)
 
 
 def _routed(
-    logits, router_bias, top_k: int, normalize: bool, config, launch
+    logits, router_bias, top_k: int, normalize: bool, own, config, launch
 ) -> tuple[jax.Array, Worklist]:
-    """Weights [k, R'] and the worklist of the rows of `logits`, by kernels; R' >= R."""
+    """Weights [k, R'] and the worklist of the rows of `logits`, by kernels; R' >= R.
+
+    `own` is None or (first, count): only the items of these experts, as `own_items`.
+    """
     # Imported here: slow imports that CPU use does not need.
     from pallas_kernels.moe import mosaic_place, mosaic_plan, mosaic_route
 
@@ -204,14 +205,22 @@ def _routed(
     items = most_items(R, E, top_k, **cut)
     how = dict(top_k=top_k, normalize=normalize, items=items, launch=launch)
     if mosaic_plan.fits(R, E, top_k, config.tokens):
-        routed = mosaic_plan.route_and_plan(logits, router_bias, **how, **cut)
-    elif mosaic_place.fits(R, E, launch.device) and not config.shared:
-        routed = mosaic_place.route_and_place(logits, router_bias, tokens=config.tokens, **how)
+        first, count = own or (None, None)
+        weights, slots, experts, num_items = mosaic_plan.route_and_plan(
+            logits, router_bias, first, count=count, **how, **cut
+        )
+        return weights, Worklist(experts, num_items, slots, items)
+    if mosaic_place.fits(R, E, launch.device) and not config.shared:
+        weights, slots, experts, num_items = mosaic_place.route_and_place(
+            logits, router_bias, tokens=config.tokens, **how
+        )
+        work = Worklist(experts, num_items, slots, items)
     else:
         weights, ids = mosaic_route.route(logits, router_bias, top_k, normalize, launch)
-        return weights[:, :R], make_worklist(ids[:, :R], E, **cut)
-    weights, slots, experts, num_items = routed
-    return weights, Worklist(experts, num_items, slots, items)
+        weights, work = weights[:, :R], make_worklist(ids[:, :R], E, **cut)
+    if own is not None:
+        work, weights = own_items(work, weights, *own, config.tokens)
+    return weights, work
 
 
 def _launch(

@@ -55,6 +55,17 @@ class Rows(NamedTuple):
         return lax.broadcast_in_dim(row, (self.rows, *row_ref.shape), (1,))
 
 
+class Own(NamedTuple):
+    """The experts first .. first + count, which this device has; `first` is a scalar known at run time."""
+
+    first: Any
+    count: int
+
+    def has(self, ids_reg: jax.Array) -> jax.Array:
+        local_reg = ids_reg - self.first
+        return (local_reg >= 0) & (local_reg < self.count)
+
+
 class Plan(NamedTuple):
     """Static facts of one call."""
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_route
-from pallas_kernels.moe.mosaic_layout import Plan, Scratch, scratch_types
+from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch, scratch_types
 from pallas_kernels.moe.mosaic_route import ROWS
 from pallas_kernels.moe.mosaic_sort import (
     exchange_counts,
@@ -41,11 +41,12 @@ def fits(R: int, E: int, top_k: int, tokens: int) -> bool:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("top_k", "normalize", "tokens", "shared", "items", "launch"),
+    static_argnames=("top_k", "normalize", "tokens", "shared", "items", "launch", "count"),
 )
 def route_and_plan(
     logits: jax.Array,  # [R, E] float32, R <= MOST_ROWS
     bias: jax.Array | None,  # [E]
+    first: jax.Array | None = None,  # [] or [1] int32
     *,
     top_k: int,
     normalize: bool,
@@ -53,8 +54,11 @@ def route_and_plan(
     shared: bool,
     items: int,
     launch: Launch,
+    count: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Routes the rows and builds the worklist, as `worklist.make_worklist` with `tokens` and `shared`.
+
+    With `first` the result is that of `worklist.own_items` for the experts `first` .. `first + count`.
 
     Up to 16 rows are one block, more are one cluster. A cluster barrier is in shared memory, so unlike a
     semaphore it needs no zeroed device memory.
@@ -71,13 +75,20 @@ def route_and_plan(
     rows, Ep = block.rows, plan.Ep
     staged = not normalize or logits.shape != (blocks * rows, Ep)
     chunks = pl.cdiv(items, ROWS) * 2
+    operands = [logits, *mosaic_route.padded_bias(bias)]
+    if first is not None:
+        operands.append(first.reshape(1))
 
     def body(
         logits_gmem,  # [R, E] float32, rows padded for TMA
-        *refs,  # bias [padded E], if any; the results; int32 [blocks, Ep] to exchange counts
+        *refs,  # bias [padded E] and first [1], if any; the results; int32 [blocks, Ep] to exchange counts
         **scratch_refs,
     ):
         *bias_gmem, weights_gmem, slots_gmem, experts_gmem, num_items_gmem, counts_gmem = refs
+        own = None
+        if first is not None:
+            first_gmem = bias_gmem.pop()
+            own = Own(first_gmem[0], count)
         scratch = Scratch(**scratch_refs)
         weights_smem, slots_smem = scratch.weights_smem, scratch.slots_smem
         g = lax.axis_index("block")
@@ -103,11 +114,13 @@ def route_and_plan(
         # Stage 1: top-k. logits_reg [rows, Ep] with -inf at chosen experts, values and ids [k8, rows].
         logits_reg = load_logits(plan, source_ref, bias_gmem)
         logits_reg, values_reg, ids_reg = choose(plan, logits_reg)
-        row_reg = store_hits(plan, logits_reg, first_row, scratch.hits_smem)
+        row_reg = store_hits(plan, logits_reg, first_row, scratch.hits_smem, own)
         scratch.ids_smem[...] = ids_reg
         zero = scratch.ids_smem[0, 0] >> 30  # always 0, opaque to the compiler: prevents unrolling
         total_smem = scratch.total_smem if not normalize else None
         weights_reg = softmax(plan, values_reg, total_smem, scratch.powers_smem)  # [k8, rows]
+        if own is not None:
+            weights_reg = jnp.where(own.has(ids_reg), weights_reg, 0.0)
         weights_smem[:, pl.ds(0, rows)] = weights_reg
         plgpu.commit_smem()
 
@@ -141,10 +154,12 @@ def route_and_plan(
         slots_reg = find_slots(
             plan, masks_reg, first_reg, earlier_reg, row_reg, first_row, zero, scratch
         )
+        if own is not None:  # own experts leave the last row free, see `own_items`
+            slots_reg = jnp.where(own.has(ids_reg), slots_reg, items * tokens - 1)
         slots_smem[:, pl.ds(0, rows)] = slots_reg
         plgpu.commit_smem()
         store(slots_smem, slots_gmem)
-        store_experts(plan.E, scratch.ends_smem, (g, blocks), chunks, zero, experts_gmem)
+        store_experts(plan.E, scratch.ends_smem, (g, blocks), chunks, zero, experts_gmem, own)
         plgpu.wait_smem_to_gmem(0)
 
     outputs = plgpu.kernel(
@@ -163,5 +178,5 @@ def route_and_plan(
         cluster_names=("block",),
         interpret=launch.interpret,
         kernel_name="moe_route_and_plan",
-    )(logits, *mosaic_route.padded_bias(bias))
+    )(*operands)
     return tuple(outputs[:4])

@@ -24,6 +24,9 @@ with bit masks. Example with R = 4 rows, E = 4 experts, k = 2 and items of `toke
     5  find_slots        slots of the block's rows                                [k8, rows] registers
     6  store_experts     expert of each item                                      device memory
 
+A device that has only some experts (`Own`) stores hits of these alone. Others then have no items, and the items of
+its own experts begin at slot 0. With `own` = experts 2 and 3 above: ends 0 0 1 2, slots of these experts 0, 3, 1, 2.
+
 All numbers are int32. The argument `zero` is 0 at run time, but the compiler does not know it: it keeps loops
 from being unrolled, because code that runs once is limited by instruction fetch.
 """
@@ -37,15 +40,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.moe.mosaic_layout import Plan, Rows, Scratch
+from pallas_kernels.moe.mosaic_layout import Own, Plan, Rows, Scratch
 from pallas_kernels.moe.mosaic_route import padded_experts
 
 _BY_32 = Rows(32)
 """Layout of [32, n] arrays of per-expert numbers, 32 experts or items at a time."""
 
 
-def store_hits(plan: Plan, logits_reg: jax.Array, first_row: Any, hits_smem: Any) -> jax.Array:
+def store_hits(
+    plan: Plan, logits_reg: jax.Array, first_row: Any, hits_smem: Any, own: Own | None
+) -> jax.Array:
     """Stores 1 << (row % 16) to hits_smem [rows, Ep] where `choose` has left -inf in logits_reg [rows, Ep].
+
+    Experts that are not in `own` get no hits.
 
     Returns:
       the row iota [rows, Ep] in registers.
@@ -55,6 +62,8 @@ def store_hits(plan: Plan, logits_reg: jax.Array, first_row: Any, hits_smem: Any
     hit = (logits_reg == -jnp.inf) & (row + first_row < plan.R)
     if plan.Ep > plan.E:
         hit = hit & (block.iota(plan.Ep, 1) < plan.E)
+    if own is not None:
+        hit = hit & own.has(block.iota(plan.Ep, 1))
     hits_smem[...] = jnp.where(hit, 1 << (row & 15), 0)
     return row
 
@@ -167,9 +176,15 @@ def find_slots(
 
 
 def store_experts(
-    E: int, ends_smem: Any, block: tuple[Any, int], chunks: int, zero: Any, experts_gmem: Any
+    E: int,
+    ends_smem: Any,
+    block: tuple[Any, int],
+    chunks: int,
+    zero: Any,
+    experts_gmem: Any,
+    own: Own | None = None,
 ) -> None:
-    """Stores the expert of each item to experts_gmem [32 * chunks].
+    """Stores the expert of each item to experts_gmem [32 * chunks]; with `own` counted from its first.
 
     Args:
       ends_smem: [Ep], the prefix sum of `scan_items`.
@@ -181,7 +196,10 @@ def store_experts(
     def store_part(i, _):
         part = (i * blocks + g) * 32
         done = jnp.sum(jnp.where(ends <= _BY_32.iota(ends.shape[1], 0) + part, 1, 0), axis=1)
-        experts_gmem[pl.ds(part, 32)] = jnp.minimum(done, E - 1)
+        if own is None:
+            experts_gmem[pl.ds(part, 32)] = jnp.minimum(done, E - 1)
+        else:  # the experts before the first one have no items, so they are counted for every item
+            experts_gmem[pl.ds(part, 32)] = jnp.minimum(done - own.first, own.count - 1)
         return 0
 
     lax.fori_loop(0, (chunks - g + blocks - 1) // blocks + zero, store_part, 0)

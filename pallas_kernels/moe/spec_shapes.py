@@ -23,6 +23,7 @@ class Spec:
         as possible.
       form: format of the experts' weights.
       bias: whether the router, or the experts, have a bias.
+      own: plan: experts of a device that has not all of them; 0: it has all.
       activations: "fp8": gate_up and down take quantised rows.
     """
 
@@ -35,6 +36,7 @@ class Spec:
     inner: int = 768
     form: Form = "fp8"
     bias: bool = False
+    own: int = 0
     limit: float | None = None
     activations: Activations = "bf16"
 
@@ -125,6 +127,7 @@ SPECS = {
         for R, items in ((8, 21), (64, 37), (256, 40))
     },
     **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
+    "qwen3-moe-plan-own-64": Spec(kernel="plan", rows=64, own=64),
     "gpt-oss-place-4096": Spec(kernel="place", rows=4096, **GPT_OSS),
     "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),
     "gpt-oss-spread-64": Spec(kernel="spread", rows=64, **GPT_OSS),

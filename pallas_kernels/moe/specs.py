@@ -15,7 +15,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.moe import reference, spec_shapes
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.spec_shapes import Spec
-from pallas_kernels.moe.worklist import make_worklist, most_items
+from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
 
 CHIPS, MMA, SPECS = spec_shapes.CHIPS, spec_shapes.MMA, spec_shapes.SPECS
 
@@ -55,6 +55,8 @@ def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     if spec.kernel == "spread":
         slots = jax.random.permutation(key, spec.top_k * spec.rows)
         arrays[1] = slots.reshape(shapes[1].shape).astype(jnp.int32)
+    if spec.own:
+        arrays[-1] = jnp.int32(spec.own)
     return tuple(arrays)
 
 
@@ -124,22 +126,30 @@ def _route(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _plan(spec: Spec) -> tuple[Callable, tuple]:
-    """logits [R, E][, bias [E]] -> weights, slots [k, R], experts [items], num_items [1], unpadded."""
+    """logits [R, E][, bias [E]][, first []] -> weights, slots [k, R], experts [items], num_items [1], unpadded."""
 
-    def run(logits, bias=None):
+    def run(logits, *rest):
+        first = rest[-1] if spec.own else None
+        bias = rest[0] if spec.bias else None
         config = _config(spec)
         plan = dict(tokens=config.tokens, shared=config.shared)
         if launch := _launch():
             from pallas_kernels.moe import mosaic_plan
 
             items = most_items(spec.rows, spec.experts, spec.top_k, **plan)
+            how = dict(top_k=spec.top_k, normalize=True, items=items, count=spec.own or None)
             weights, slots, experts, num_items = mosaic_plan.route_and_plan(
-                logits, bias, top_k=spec.top_k, normalize=True, items=items, launch=launch, **plan
+                logits, bias, first, launch=launch, **how, **plan
             )
             return weights[:, : spec.rows], slots[:, : spec.rows], experts[:items], num_items[:1]
-        return _sorted_by_definition(spec, logits, bias)
+        weights, slots, experts, num_items = _sorted_by_definition(spec, logits, bias)
+        if first is None:
+            return weights, slots, experts, num_items
+        work = Worklist(experts, num_items, slots, experts.size)
+        work, weights = own_items(work, weights, first, spec.own, config.tokens)
+        return weights, work.slots, work.experts, work.num_items
 
-    return run, _logits(spec)
+    return run, (*_logits(spec), *([_made(jnp.int32)] if spec.own else []))
 
 
 def _place(spec: Spec) -> tuple[Callable, tuple]:

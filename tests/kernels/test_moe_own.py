@@ -1,0 +1,107 @@
+"""The worklist of a device that has some of the experts, in Mosaic's interpreter."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.moe import mosaic_plan, reference
+from pallas_kernels.moe.api import CHIPS
+from pallas_kernels.moe.mosaic_gpu import TuningConfig
+from pallas_kernels.moe.worklist import make_worklist, most_items, own_items
+
+pytestmark = pytest.mark.usefixtures("race_free")
+
+
+def logits_of(R: int, E: int, kind: str) -> jax.Array:
+    """float32 [R, E]. "ties": few whole numbers. "uneven": most rows choose the same experts, in all shares."""
+    logits = 2 * np.asarray(jax.random.normal(jax.random.key(R + E), (R, E)))
+    if kind == "ties":
+        logits = np.round(logits)
+    if kind == "uneven":
+        logits[1:, :: E // 8] += 20
+    return jnp.asarray(logits)
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+def by_definition(logits, bias, weights, first, k, count, normalize, tokens, shared):
+    """Weights of the reference and of `own_items`, which takes `weights`; then the worklist."""
+    E = logits.shape[1]
+    logits = logits if bias is None else logits + bias.astype(jnp.float32)
+    found, ids = reference.route(logits, k, normalize)
+    work = make_worklist(ids.T, E, tokens, shared)
+    own, weights = own_items(work, weights, first, count, tokens)
+    _, found = own_items(work, found.T, first, count, tokens)
+    return found, weights, own.slots, own.experts, own.num_items
+
+
+def assert_own(logits, bias, k: int, first: int, count: int, *, normalize: bool = True) -> int:
+    """The kernel's results are those of `own_items(make_worklist())`; returns the number of items."""
+    R, E = logits.shape
+    config = TuningConfig.choose(R, E, k)
+    cut = dict(tokens=config.tokens, shared=config.shared)
+    launch = dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
+    run = partial(
+        mosaic_plan.route_and_plan, logits, bias, top_k=k, normalize=normalize,
+        items=most_items(R, E, k, **cut), launch=launch, **cut,
+    )  # fmt: skip
+    of_all = run()[0][:, :R]
+    at = jnp.int32(first)
+    weights, slots, experts, num_items = map(np.asarray, run(at, count=count))
+    wanted = by_definition(
+        logits, bias, of_all, at, k, count, normalize, config.tokens, config.shared
+    )
+    total = int(wanted[4][0])
+    np.testing.assert_allclose(weights[:, :R], wanted[0], rtol=1e-6)
+    assert np.array_equal(weights[:, :R], wanted[1])
+    assert np.array_equal(slots[:, :R], wanted[2])
+    assert np.array_equal(experts[:total], wanted[3][:total])
+    assert (num_items == total).all()
+    assert ((experts >= 0) & (experts < count)).all()
+    return total
+
+
+@pytest.mark.sampled(2, slow=4)
+@pytest.mark.parametrize(
+    ("R", "E", "k", "normalize", "bias", "kind"),
+    [
+        (16, 32, 4, True, False, "ties"),  # items share the rows
+        (8, 128, 8, False, True, "plain"),
+        (1, 32, 4, True, True, "plain"),
+        (256, 128, 8, True, False, "uneven"),
+        (70, 96, 4, True, True, "plain"),
+        (24, 128, 8, True, True, "ties"),
+        (64, 32, 4, False, False, "uneven"),
+        (24, 32, 4, False, False, "plain"),
+        (64, 128, 8, True, False, "uneven"),
+    ],
+)
+@pytest.mark.parametrize(("share", "of"), [(0, 2), (1, 2), (0, 4), (3, 4)])
+def test_the_plan_of_a_share_is_the_worklist_of_its_items(
+    R, E, k, normalize, bias, kind, share, of
+):
+    biases = jax.random.normal(jax.random.key(1), (E,)).astype(jnp.bfloat16) if bias else None
+    first, count = share * E // of, E // of
+    assert_own(logits_of(R, E, kind), biases, k, first, count, normalize=normalize)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("R", [11, 70])
+def test_a_share_may_have_all_items_or_none(R):
+    """All rows choose experts of the second half: its items fill the worklist as they do on one device."""
+    logits = logits_of(R, 32, "plain").at[:, 16:].add(100)
+    assert assert_own(logits, None, 4, 0, 16) == 0
+    assert assert_own(logits, None, 4, 16, 16) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("R", [2, 16])
+def test_the_items_of_a_share_may_fill_the_buffer(R):
+    """As many as there can be: then no slot is the last row by default."""
+    E, k = 32, 4 if R == 2 else 2
+    columns = jnp.arange(R)[:, None] * k + jnp.arange(k)
+    logits = jnp.zeros((R, E)).at[jnp.arange(R)[:, None], columns].set(9)
+    assert assert_own(logits, None, k, 0, 8 if R == 2 else E) == min(E, R * k)
