@@ -241,8 +241,8 @@ def jobs_option() -> Any:
 
 def collectives_option() -> Any:
     return option(
-        "of greedy rounds of several devices: launched between CUDA graphs, or captured in the graph", default="launched",
-        choices=("launched", "captured"),
+        "of greedy rounds of several devices: launched between CUDA graphs, or captured in the graph; auto: captured",
+        default="auto", choices=("auto", "launched", "captured"),
     )  # fmt: skip
 
 

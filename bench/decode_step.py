@@ -30,6 +30,7 @@ from bench.timing import dispatch_times, drive
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
 from peagle_jax.draft_schedule import ragged_rows
+from peagle_jax.engine.compiler_options import captures_collectives
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.parallel.devices import own_devices
@@ -203,7 +204,9 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             if models.num_devices == 1
             else {
                 "tensor_parallel": models.num_devices,
-                "variant": "captured" if options.collectives == "captured" else None,
+                "variant": "captured"
+                if captures_collectives(engine.config) and options.temperature == 0
+                else None,
             }
         ),
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),

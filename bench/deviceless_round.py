@@ -104,8 +104,8 @@ class Sizes(Options):
     greedy: bool = option("the round of greedy requests, which has no branches", default=False)
     tensor_parallel: int = option("devices", default=1, type=positive, metavar="N")
     collectives: str = option(
-        "of --greedy rounds: between CUDA graphs, or in the graph", default="launched",
-        choices=("launched", "captured"),
+        "of --greedy rounds: between CUDA graphs, or in the graph; auto: in the graph", default="auto",
+        choices=("auto", "launched", "captured"),
     )  # fmt: skip
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
     activations: str = option("of fp8 weights", default="bf16", choices=("bf16", "fp8", "mxfp8"))

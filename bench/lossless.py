@@ -337,7 +337,8 @@ def _row(
         end - place for end, place in zip(ends, differences, strict=True) if place is not None
     ]
     several = dict(tensor_parallel=subject.num_devices, seed=options.seed)
-    several["variant"] = "captured" if options.collectives == "captured" else None
+    is_captured = options.collectives != "launched" and subject.num_devices > 1
+    several["variant"] = "captured" if is_captured else None
     return {
         "kind": kind(options),
         "model": subject.name,

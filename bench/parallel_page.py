@@ -19,6 +19,9 @@ _VARIANTS = {
 }
 """Differences from the engine's own programs, by the field `variant` of a row."""
 
+OWN = (None, "captured")
+"""The variants of an engine's own programs: before and since collectives are in the graph by default."""
+
 TARGETS = {
     "qwen3-coder-30b-a3b-fp8": {1: 5.0, 8: 7.4, 32: 10.0},
     "gpt-oss-120b": {1: 6.2, 8: 12.8},
@@ -43,11 +46,11 @@ def rounds_table(measured: Sequence[dict]) -> str:
 
 
 def targets_table(measured: Sequence[dict]) -> str:
-    """`TARGETS` beside the engine's own programs."""
+    """`TARGETS` beside the engine's own programs, those with collectives in the graph where they are measured."""
     measured_ms = {
         (row["model"], row["concurrency"]): row["ms_per_round"]
-        for row in measured
-        if row.get("variant") is None and _TARGET.items() <= row.items()
+        for row in sorted(measured, key=lambda row: OWN.index(row.get("variant")))
+        if _TARGET.items() <= row.items()
     }
     lines = []
     for model, targets in TARGETS.items():
@@ -71,6 +74,10 @@ def host_table(measured: Sequence[dict]) -> str:
     timed = [row for row in measured if row.get("dispatch_us") is not None]
     if not timed:
         raise ConfigError("bench:parallel-host needs rows of decode-step with dispatch_us")
+    return _each_device(_host_table)(timed)
+
+
+def _host_table(timed: Sequence[dict]) -> str:
     columns: tuple[tuple[str, Callable[[dict], str]], ...] = (
         ("sequences", lambda row: str(row["concurrency"])),
         ("ms a round", lambda row: _number(row, "ms_per_round", ".2f")),
@@ -161,10 +168,24 @@ def _share(value: float | None) -> str:
 
 KEYS = {"parallel-step": STEP_KEY, "parallel-lossless": TEXTS_KEY}
 """Fields that identify a row of each kind."""
+
+
+def _each_device(draw: Callable[[Sequence[dict]], str]) -> Callable[[Sequence[dict]], str]:
+    """A table for each kind of device, in the order of their names."""
+
+    def drawn(measured: Sequence[dict]) -> str:
+        devices = sorted({row["device"] for row in measured})
+        return "\n\n".join(
+            draw([row for row in measured if row["device"] == one]) for one in devices
+        )
+
+    return drawn
+
+
 TABLES = {
-    "parallel": ("parallel-step", rounds_table),
+    "parallel": ("parallel-step", _each_device(rounds_table)),
     "parallel-targets": ("parallel-step", targets_table),
     "parallel-host": ("parallel-step", host_table),
-    "parallel-texts": ("parallel-lossless", texts_table),
+    "parallel-texts": ("parallel-lossless", _each_device(texts_table)),
 }
 """Table name -> (kind of rows, function that draws them)."""

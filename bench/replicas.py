@@ -16,7 +16,7 @@ c / R sequences each. A time is:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,8 @@ _GROUP = (
     "layers",
     "synthetic_acceptance_length",
 )
-_VARIED = ("adaptive", "rows_per_request", "presence_penalty", "variant")
-KEY = (*_GROUP, *_VARIED, "tensor_parallel", "replicas", "concurrency")
+_VARIED = ("adaptive", "rows_per_request", "presence_penalty")
+KEY = (*_GROUP, *_VARIED, "variant", "tensor_parallel", "replicas", "concurrency")
 """Fields that identify a row of several GPUs."""
 LAUNCH_MS = 2.6e-3
 """Least time of a kernel that waits for the one before."""
@@ -200,14 +200,17 @@ def imbalance(num_experts: int, top_k: int, rows: int, gpus: int) -> float:
 def groups(rows: Sequence[dict]) -> list[Rounds]:
     """The rows of each setting, method and K that were measured on one GPU and on several.
 
-    Of equal cells the newest row counts.
+    Of equal cells those with the collectives in the graph count, which is the engine's default, then the newest row.
 
     Raises:
       ConfigError: there are none.
     """
     found: dict[tuple, dict[tuple, dict]] = {}
-    for row in sorted(rows, key=lambda row: row.get("date", "")):
+    for row in sorted(
+        rows, key=lambda row: (row.get("variant") == "captured", row.get("date", ""))
+    ):
         is_plain = all(row.get(name) in (None, "off") for name in _VARIED)
+        is_plain &= row.get("variant") in (None, "captured")
         if row.get("kind") in KINDS and is_plain:
             cells = found.setdefault(tuple(row.get(name) for name in _GROUP), {})
             cells[row.get("replicas") or 1, gpus_of(row), row["concurrency"]] = row
@@ -240,29 +243,27 @@ def layouts(gpus: int) -> list[tuple[int, int]]:
     return [(gpus // size, size) for size in sizes]
 
 
-def lines(
-    rounds: Rounds, gpus: Sequence[int], *, is_whole: bool = True
-) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of a table: a layout a line, a load a column.
+class Table(NamedTuple):
+    """Layouts down, loads across. `left_out` has the layouts for which the rows do not suffice, each with the reason."""
 
-    Args:
-      is_whole: whether rows that do not suffice for a layout are an error; else the layout is left out, such as those
-        of more GPUs without `--profile` on one.
-    Raises:
-      ConfigError: see `is_whole`.
-    """
+    header: list[str]
+    lines: list[list[str]]
+    left_out: dict[str, str]
+
+
+def table(rounds: Rounds, gpus: Sequence[int]) -> Table:
+    """The layouts of each number of GPUs; those of more GPUs than were measured need `--profile` on one."""
     header = ["GPUs", "layout", *(f"{c} sequence{'s' if c > 1 else ''}" for c in rounds.loads)]
-    made = []
+    made, left_out = [], {}
     for count in gpus:
         for replicas, size in layouts(count):
             try:
                 times = [rounds.layout(replicas, size, c) for c in rounds.loads]
-            except ConfigError:
-                if is_whole:
-                    raise
+            except ConfigError as error:
+                left_out[_name(replicas, size)] = str(error)
                 continue
             made.append([str(count), _name(replicas, size), *map(str, times)])
-    return header, made
+    return Table(header, made, left_out)
 
 
 def drawn(measured: Sequence[dict], gpus: Sequence[int] = GPUS) -> str:
@@ -273,7 +274,8 @@ def drawn(measured: Sequence[dict], gpus: Sequence[int] = GPUS) -> str:
     """
     parts = []
     for one in groups(measured):
-        parts.append(f"{heading(one)}\n\n{markdown(*lines(one, gpus, is_whole=False))}\n")
+        made = table(one, gpus)
+        parts.append(f"{heading(one)}\n\n{markdown(made.header, made.lines)}\n")
     return "\n".join(parts)
 
 

@@ -128,9 +128,10 @@ class Options(RowOptions):
                 "--synthetic-acceptance-length and --synthetic-acceptance-rows exclude each other"
             )
         check_jobs(self)
-        if self.collectives == "captured" and (self.tensor_parallel == 1 or self.temperature):
+        if self.collectives != "auto" and (self.tensor_parallel == 1 or self.temperature):
             raise ConfigError(
-                "--collectives captured is for greedy rounds of several devices: add --temperature 0 and --tensor-parallel"
+                f"--collectives {self.collectives} is for greedy rounds of several devices: add --temperature 0 and "
+                "--tensor-parallel"
             )
         if uneven := [c for c in self.concurrency if c % (self.replicas or 1)]:
             raise ConfigError(

@@ -30,7 +30,12 @@ def run(options: ReplicaOptions) -> int:
 
     for group in replicas.groups(rows.read(options.rows)):
         print(replicas.heading(group).replace("**", ""))
-        print(runs.table(*replicas.lines(group, options.gpus)), end="\n\n")
+        table = replicas.table(group, options.gpus)
+        print(runs.table(table.header, table.lines))
+        for reason in dict.fromkeys(table.left_out.values()):
+            names = [name for name, why in table.left_out.items() if why == reason]
+            print(f"left out: {', '.join(names)}: {reason}")
+        print()
     print(replicas.NOTE)
     return 0
 

@@ -60,20 +60,32 @@ def test_rounds_are_shown_by_model_gpus_and_programs():
     ]
 
 
+def test_each_kind_of_device_has_a_table_of_its_own():
+    """Else the cells of one would take the places of those of the other."""
+    other = step("m", 2, 8, 9.9, device="Another chip", dispatch_us=300.0)
+    text = report.render("parallel", report.newest([*STEPS, other]))
+    first, second = text.split("**Chip**")
+    assert "9.90" in first
+    assert "Another chip" in first
+    assert "8.72" in second
+    assert report.render("parallel-host", report.newest([*STEPS, other])).count("**") == 4
+
+
 def test_targets_are_met_or_missed_by_the_programs_of_the_engine():
     model, other, big = parallel_page.TARGETS
     chip = dict(device="NVIDIA H200")
     rows = [
         step(model, 2, 1, 4.9, **chip),
         step(model, 2, 8, 8.14, **chip),
-        step(model, 2, 32, 9.0, variant="captured", **chip),
+        step(model, 2, 32, 11.0, **chip),
+        step(model, 2, 32, 9.0, variant="captured", date="2025-12-31", **chip),
         step(other, 1, 1, 1.0, **chip),
     ]
     lines = body("parallel-targets", rows)[1:]
     assert lines[:3] == [
         [model, "1", "5.0", "4.90", "met"],
         [model, "8", "7.4", "8.14", "missed by 10 %"],
-        [model, "32", "10.0", "not measured", ""],
+        [model, "32", "10.0", "9.00", "met"],
     ]
     assert {one[3] for one in lines[3:]} == {"not measured"}
 

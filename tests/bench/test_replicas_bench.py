@@ -48,8 +48,9 @@ def test_measured_times_are_the_rows(model):
 
 def test_layouts_that_cannot_be_projected_are_left_out():
     (one,) = replicas.groups(made(kernels_per_round=None))
-    _, lines = replicas.lines(one, [2, 4], is_whole=False)
-    assert [line[:2] for line in lines] == [
+    table = replicas.table(one, [2, 4])
+    assert list(table.left_out) == ["one engine over 4"]
+    assert [line[:2] for line in table.lines] == [
         ["2", "2 replicas"], ["2", "one engine over 2"], ["4", "4 replicas"], ["4", "2 replicas of 2 GPUs"],
     ]  # fmt: skip
 
@@ -127,7 +128,6 @@ def test_rows_of_one_gpu_may_be_those_of_decode_step():
         (made()[:3], "several GPUs"),
         (made()[2:], "three loads on one GPU"),
         ([{"kind": "acceptance"}], "three loads on one GPU"),
-        (made(kernels_per_round=None), "--profile"),
     ],
 )
 def test_rows_that_do_not_suffice_are_one_line(some, message, tmp_path, capsys):
@@ -139,11 +139,26 @@ def test_rows_that_do_not_suffice_are_one_line(some, message, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
+def test_the_command_says_which_layouts_are_left_out_and_why(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in made(kernels_per_round=None)))
+    assert main(["replicas", "--rows", str(path)]) == 0
+    left_out = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert len(left_out) == 1
+    assert "one engine over 8" in left_out[0]
+    assert "--profile" in left_out[0]
+
+
 def test_loads_that_were_not_measured_are_refused():
     with pytest.raises(ConfigError, match="1 to 32"):
         rounds().time(1, 64)
     with pytest.raises(ConfigError, match="16 GPUs"):
         rounds().time(16, 8)
+
+
+def _cell(row: dict) -> tuple:
+    names = ("device", "model", "tensor_parallel", "replicas", "concurrency")
+    return tuple(row.get(name) for name in names)
 
 
 def test_the_command_prints_the_measured_rows_of_the_repository(capsys):
@@ -152,10 +167,11 @@ def test_the_command_prints_the_measured_rows_of_the_repository(capsys):
     all_rows = rows.read([RESULTS / "parallel.jsonl"])
     alone = {one["model"] for one in all_rows if one.get("tensor_parallel") == 1}
     newest = [one for one in report.newest(all_rows) if one["kind"] == "parallel-step"]
+    of_graph = {_cell(one) for one in newest if one.get("variant") == "captured"}
     for one in newest:
-        if one["model"] not in alone or one.get("variant"):
-            continue
-        assert f"{one['ms_per_round']:.2f}" in out
+        is_shown = one["model"] in alone and one["concurrency"] in (1, 8, 32)
+        if is_shown and (one.get("variant") or _cell(one) not in of_graph):
+            assert f"{one['ms_per_round']:.2f}" in out
     assert "projected" in out
     assert main(["replicas", "--gpus", "3"]) == 2
 
