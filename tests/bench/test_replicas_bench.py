@@ -61,7 +61,7 @@ def test_replicas_that_ran_at_the_same_time_stand_in_their_layout():
     assert one.layout(2, 1, 32).source == "computed"
     assert one.layout(1, 1, 8) == replicas.Time(ONE[8], "measured")
     assert one.layout(2, 2, 16) == replicas.Time(TWO[8], "measured")
-    line = replicas.lines(one, [2])[1][0]
+    line = replicas.table(one, [2]).lines[0]
     assert line[1:4] == ["2 replicas", "6.00", "9.90"]
 
 
@@ -103,7 +103,8 @@ def test_few_rows_choose_experts_unevenly():
 
 def test_layouts_share_the_sequences():
     assert replicas.layouts(4) == [(4, 1), (2, 2), (1, 4)]
-    header, lines = replicas.lines(rounds(), [2])
+    header, lines, left_out = replicas.table(rounds(), [2])
+    assert not left_out
     assert header == ["GPUs", "layout", "1 sequence", "8 sequences", "32 sequences"]
     first, second = lines
     half = rounds().time(1, 16).ms
