@@ -127,6 +127,29 @@ def train_step_table(rows: list[dict]) -> str:
     )
 
 
+def humaneval_table(rows: list[dict]) -> str:
+    """One line per temperature and number of samples: solved problems, and what the texts are like."""
+    syntax = lambda row: row["errors"].get("SyntaxError", 0) + row["errors"].get("IndentationError", 0)
+    share = lambda value: "" if value is None else f"{100 * value:.1f} %"
+    lines = [
+        [
+            f"{row['temperature']:g}",
+            str(row["samples"]),
+            share(row["pass@1"]),
+            share(row.get("pass@10")),
+            f"{row['solved']} of {row['problems']}",
+            share(syntax(row) / (row["problems"] * row["samples"])),
+            share(row["repeated_8grams"]),
+        ]
+        for row in sorted(rows, key=lambda row: row["temperature"])
+    ]
+    header = ["temperature", "samples", "pass@1", "pass@10", "solved", "no valid syntax", "repeated"]
+    return (
+        f"**{labels.listed(rows, 'device')}**, model {rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['max_tokens']} new tokens; "
+        f"{labels.provenance(rows)}\n\n{labels.markdown(header, lines)}"
+    )
+
+
 def prompt_ends_table(rows: list[dict]) -> str:
     """One line per end of prompts: share of empty answers to prompts as they are, and to healed ones."""
     shares = {(row["end"], row["healed"]): f"{100 * row['empty']:.1f} %" for row in rows}

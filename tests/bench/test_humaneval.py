@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import humaneval
+from bench import humaneval, report
 from bench.__main__ import main
 from bench.humaneval import STOP, Problem, judged, pass_at, problems, repeated_share
 from bench.rows import DATA
@@ -83,3 +83,17 @@ def test_the_command_writes_a_row(folders, tmp_path, capsys, monkeypatch):
 def test_greedy_samples_are_taken_once(capsys):
     assert main(["humaneval", "--temperature", "0"]) == 2
     assert "--samples 1" in capsys.readouterr().err
+
+
+def test_the_table_has_a_line_per_temperature():
+    row = dict(
+        kind="humaneval", model="m", dtype="float32", max_tokens=256, temperature=0.2, samples=20, problems=10, solved=4,
+        errors={"SyntaxError": 10, "IndentationError": 10, "TypeError": 3}, repeated_8grams=0.25, device="Chip", jax="1",
+        sha="abc", date="2026-01-01",
+    )  # fmt: skip
+    sampled = row | {"pass@1": 0.1, "pass@10": 0.4}
+    greedy = row | {"pass@1": 0.2, "temperature": 0.0, "samples": 1, "errors": {}}
+    text = report.render("humaneval", report.newest([sampled, greedy]))
+    first, second = [line for line in text.splitlines() if line.startswith("| 0")]
+    assert first == "| 0 | 1 | 20.0 % |  | 4 of 10 | 0.0 % | 25.0 % |"
+    assert second == "| 0.2 | 20 | 10.0 % | 40.0 % | 4 of 10 | 10.0 % | 25.0 % |"
