@@ -1,7 +1,10 @@
 """Kernels on a CPU: Mosaic's interpreter with its race detector, and `plgpu.mma`, which it lacks."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax._src.pallas.mosaic_gpu.primitives import mma_p
@@ -30,6 +33,14 @@ def mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 mlir.register_lowering(mma_p, mlir.lower_fun(mma, multiple_results=False), platform="cpu")
 
 
+def _matmul(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
+    """a @ b, added in float64, so that its bits depend on the numbers alone.
+
+    BLAS orders the sums of float32 by the sizes and strides of the matrices, on each processor in its own way.
+    """
+    return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """State of each kernel that `dispatch` interprets in this test; `races_found` says if it raced."""
@@ -44,6 +55,8 @@ def interpreted(monkeypatch):
     states, make = [], gpu_callbacks.GPURaceDetectionState
     record = lambda **options: states.append(make(**options)) or states[-1]
     monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", record)
+    own_numpy = SimpleNamespace(**vars(np) | dict(matmul=_matmul))
+    monkeypatch.setattr(gpu_callbacks, "np", own_numpy)
     return states
 
 
