@@ -73,17 +73,17 @@ class Platform:
     Attributes:
       device: a chip of it, as `dispatch` takes it.
       compiled_as: the chip's name in `bench.deviceless` or `bench.deviceless_tpu`; "" if in neither.
-      measured_as: the device's name in the rows of bench/results; "" if in none.
+      measured_as: the devices' names in the rows of bench/results.
     """
 
     device: Device
     compiled_as: str = ""
-    measured_as: str = ""
+    measured_as: tuple[str, ...] = ()
 
 
 PLATFORMS = {
-    "CPU": Platform(CPU, measured_as="cpu"),
-    "Hopper (H200)": Platform(H200, "h200", "NVIDIA H200"),
+    "CPU": Platform(CPU, measured_as=("cpu",)),
+    "Hopper (H200)": Platform(H200, "h200", ("NVIDIA H200", "NVIDIA H100 80GB HBM3")),
     "Blackwell, data centre (B200)": Platform(B200, "b200"),
     "Blackwell, RTX (RTX 5090)": Platform(RTX5090, "rtx5090"),
     "Ada (L4)": Platform(L4, "l4"),
