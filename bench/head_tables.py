@@ -129,7 +129,9 @@ def train_step_table(rows: list[dict]) -> str:
 
 def humaneval_table(rows: list[dict]) -> str:
     """One line per temperature and number of samples: solved problems, and what the texts are like."""
-    syntax = lambda row: row["errors"].get("SyntaxError", 0) + row["errors"].get("IndentationError", 0)
+    syntax = lambda row: (
+        row["errors"].get("SyntaxError", 0) + row["errors"].get("IndentationError", 0)
+    )
     share = lambda value: "" if value is None else f"{100 * value:.1f} %"
     lines = [
         [
@@ -143,7 +145,15 @@ def humaneval_table(rows: list[dict]) -> str:
         ]
         for row in sorted(rows, key=lambda row: row["temperature"])
     ]
-    header = ["temperature", "samples", "pass@1", "pass@10", "solved", "no valid syntax", "repeated"]
+    header = [
+        "temperature",
+        "samples",
+        "pass@1",
+        "pass@10",
+        "solved",
+        "no valid syntax",
+        "repeated",
+    ]
     return (
         f"**{labels.listed(rows, 'device')}**, model {rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['max_tokens']} new tokens; "
         f"{labels.provenance(rows)}\n\n{labels.markdown(header, lines)}"
