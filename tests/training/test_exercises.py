@@ -2,7 +2,6 @@
 
 import ast
 import doctest
-import json
 import re
 from pathlib import Path
 from random import Random
@@ -11,14 +10,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from bench.overlap import human_eval, shared_grams, wordy
+from bench.humaneval import problems
+from bench.overlap import grams, human_eval, shared_grams, wordy
 from peagle_jax.config import ConfigError
 from peagle_jax.training import data, exercises
 from peagle_jax.training.exercises import making
 from peagle_jax.training.exercises.catalogue import TEMPLATES
 from peagle_jax.training.exercises.template import Template, template
 
-HUMAN_EVAL = Path(__file__).parents[2] / "bench" / "data" / "HumanEval.jsonl"
 COUNT = 1000
 
 
@@ -103,12 +102,11 @@ def test_too_many_documents_for_the_templates_are_an_error(monkeypatch):
 
 
 def test_documents_do_not_repeat_human_eval(documents):
-    rows = map(json.loads, HUMAN_EVAL.read_text(encoding="utf-8").splitlines())
-    taken = {row["entry_point"] for row in rows}
+    taken = {problem.entry_point for problem in problems()}
     functions = [main_function(document) for document in documents]
     assert not taken & {function.name for function in functions}
     docstrings = [ast.get_docstring(function) for function in functions]
-    assert wordy(shared_grams(docstrings, human_eval())) == set()
+    assert wordy(shared_grams(docstrings, grams(human_eval()))) == set()
 
 
 def test_the_stream_of_training_documents_holds_exercises(tmp_path):
