@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from bench import deviceless, printed_code
-from bench.command import Options, add_options, option, positive
+from bench.command import Options, add_options, collectives_option, option, positive
 from bench.presets import preset
 from bench.random_weights import random_head, random_target
 from peagle_jax import step
@@ -103,10 +103,7 @@ class Sizes(Options):
     max_model_len: int = option("prompt and output", default=4096, type=positive, metavar="N")
     greedy: bool = option("the round of greedy requests, which has no branches", default=False)
     tensor_parallel: int = option("devices", default=1, type=positive, metavar="N")
-    collectives: str = option(
-        "of --greedy rounds: between CUDA graphs, or in the graph; auto: in the graph", default="auto",
-        choices=("auto", "launched", "captured"),
-    )  # fmt: skip
+    collectives: str = collectives_option()
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
     activations: str = option("of fp8 weights", default="bf16", choices=("bf16", "fp8", "mxfp8"))
 

@@ -35,6 +35,7 @@ from bench.warm import WARM, warm_run
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_head import DraftHead
+from peagle_jax.engine.compiler_options import captures_collectives
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.parallel.devices import Devices
@@ -205,6 +206,7 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
                 else:
                     run = decode()
                 row = _row(options, subject, variant, concurrency, reference, run)
+                row["variant"] = "captured" if captures_collectives(engine.config) else None
                 row |= {"rounds_per_call": engine.config.repeat, "compile_seconds": compiled}
                 if engine.policy is not None:
                     row |= {"adaptive": adaptive, "choices": engine.policy.num_changes}
@@ -337,8 +339,6 @@ def _row(
         end - place for end, place in zip(ends, differences, strict=True) if place is not None
     ]
     several = dict(tensor_parallel=subject.num_devices, seed=options.seed)
-    is_captured = options.collectives != "launched" and subject.num_devices > 1
-    several["variant"] = "captured" if is_captured else None
     return {
         "kind": kind(options),
         "model": subject.name,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from bench import labels
 from bench.replicas import KEY as STEP_KEY
-from bench.replicas import gpus_of
+from bench.replicas import OWN_PROGRAMS, gpus_of
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
@@ -18,9 +18,6 @@ _VARIANTS = {
     "captured": "collectives in the graph",
 }
 """Differences from the engine's own programs, by the field `variant` of a row."""
-
-OWN = (None, "captured")
-"""The variants of an engine's own programs: before and since collectives are in the graph by default."""
 
 TARGETS = {
     "qwen3-coder-30b-a3b-fp8": {1: 5.0, 8: 7.4, 32: 10.0},
@@ -49,7 +46,7 @@ def targets_table(measured: Sequence[dict]) -> str:
     """`TARGETS` beside the engine's own programs, those with collectives in the graph where they are measured."""
     measured_ms = {
         (row["model"], row["concurrency"]): row["ms_per_round"]
-        for row in sorted(measured, key=lambda row: OWN.index(row.get("variant")))
+        for row in sorted(measured, key=lambda row: OWN_PROGRAMS.index(row.get("variant")))
         if _TARGET.items() <= row.items()
     }
     lines = []

@@ -35,6 +35,8 @@ _GROUP = (
     "synthetic_acceptance_length",
 )
 _VARIED = ("adaptive", "rows_per_request", "presence_penalty")
+OWN_PROGRAMS = (None, "captured")
+"""The field `variant` of rows of the engine's own programs, before and since collectives are in the graph by default."""
 KEY = (*_GROUP, *_VARIED, "variant", "tensor_parallel", "replicas", "concurrency")
 """Fields that identify a row of several GPUs."""
 LAUNCH_MS = 2.6e-3
@@ -210,7 +212,7 @@ def groups(rows: Sequence[dict]) -> list[Rounds]:
         rows, key=lambda row: (row.get("variant") == "captured", row.get("date", ""))
     ):
         is_plain = all(row.get(name) in (None, "off") for name in _VARIED)
-        is_plain &= row.get("variant") in (None, "captured")
+        is_plain &= row.get("variant") in OWN_PROGRAMS
         if row.get("kind") in KINDS and is_plain:
             cells = found.setdefault(tuple(row.get(name) for name in _GROUP), {})
             cells[row.get("replicas") or 1, gpus_of(row), row["concurrency"]] = row

@@ -181,8 +181,8 @@ def mixture(
             values, slots = _experts_on_tpu(x, ids.T, gate_up, down, limit, launch)
             return Mixture(values, weights.T, slots)
         values = reference.moe(x, ids, weights, gate_up, down, limit, activations)
-        own = jnp.arange(R, dtype=jnp.int32)[None]
-        return Mixture(values, jnp.ones(own.shape, jnp.float32), own)
+        slots = jnp.arange(R, dtype=jnp.int32)[None]
+        return Mixture(values, jnp.ones(slots.shape, jnp.float32), slots)
     config = _config(R, E, top_k, (gate_up, down), activations, launch)
     own = None if first is None else (first, gate_up.values.shape[0])
     weights, work = _routed(logits, router_bias, top_k, normalize, own, config, launch)

@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,7 +46,7 @@ CHAT_TEMPLATE = r"{{ messages | map(attribute='content') | join('\n') }}"
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Sizes of the tokenizer and of its training sample, and copies of each function."""
+    """What is read, how large the tokenizer and its training sample are, and what is added to the source files."""
 
     folders: tuple[Path, ...]
     vocab_size: int
@@ -111,11 +112,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def cut_at_random(text: str, every: int, rng: random.Random) -> list[str]:
-    """Pieces of `text`, cut once in `every` characters on average, at random characters and line breaks.
+    """Pieces of `text`, cut once in `every` characters on average, at random characters and line breaks; 0: the text.
 
     The tokenizer merges characters across most places of a text, a newline with the indentation after it above all.
     A prompt can end anywhere. Pieces that are encoded apart teach the model what follows there.
     """
+    if not every:
+        return [text]
     places = set()
     for _ in range(int(len(text) / every + rng.random())):
         place = rng.randrange(1, len(text)) if len(text) > 1 else 0
@@ -130,7 +133,7 @@ def encode(
     tokenizer: Tokenizer,
     texts: list[str],
     label: str,
-    cut: Callable[[str], list[str]] = lambda text: [text],
+    cut: Callable[[str], list[str]],
 ) -> np.ndarray:
     """One uint16 stream, every document followed by END_ID; parallel inside `tokenizers`.
 
@@ -205,11 +208,11 @@ def prepare(options: DataOptions, out: Path) -> dict:
         texts["train"] += exercises(options.exercises, options.seed)
     if options.function_copies or options.exercises:
         rng.shuffle(texts["train"])
-    cut = lambda text: cut_at_random(text, options.cut_every, rng)
-    streams = dict(
-        train=encode(tokenizer, texts["train"], "train", *([cut] if options.cut_every else [])),
-        heldout=encode(tokenizer, texts["heldout"], "heldout"),
-    )
+    cut = dict(train=options.cut_every, heldout=0)
+    streams = {
+        name: encode(tokenizer, split, name, partial(cut_at_random, every=cut[name], rng=rng))
+        for name, split in texts.items()
+    }
     report |= dict(cut_every=options.cut_every)
     for name, stream in streams.items():
         np.save(out / f"{name}.npy", stream)
