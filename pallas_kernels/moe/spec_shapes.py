@@ -68,7 +68,7 @@ class Spec:
         return self.activations == "fp8" or self.form == "mxfp8"
 
 
-_ITEMS = {8: 51, 12: 69, 64: 129, 256: 128, 512: 130, 1024: 190, 4096: 574}
+_ITEMS = {1: 8, 2: 15, 4: 28, 8: 51, 12: 69, 64: 129, 256: 128, 512: 130, 1024: 190, 4096: 574}
 GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
 
 SPECS = {

@@ -26,7 +26,9 @@ def configs(spec: Spec, device: Device) -> list:
         return []  # on Blackwell all of them have two stages
     chosen = _config(spec)
     used = chosen.stages[0 if spec.kernel == "gate_up" else 1]
-    others = [replace(chosen, stages=(n, n)) for n in (2, 3, 4) if n != used]
+    # Up to four rows touch so few experts that all blocks run at once, also with more shared memory each.
+    stages = (2, 3, 4, 6) if spec.rows <= 4 else (2, 3, 4)
+    others = [replace(chosen, stages=(n, n)) for n in stages if n != used]
     return [chosen, *others]
 
 
