@@ -151,7 +151,8 @@ def _models(options: Options):
     dtype = runs.choose_dtype(options.dtype)
     methods = methods_of(variants(options))
     rules = dict(dtype=dtype, num_devices=options.tensor_parallel)
-    return Models.shapes(preset(options.preset, options.layers), methods, **rules)
+    chosen = preset(options.preset, options.layers, options.selector)
+    return Models.shapes(chosen, methods, **rules)
 
 
 def files_of(make: Make, options, cell: Cell) -> list[tuple[Key, str]]:

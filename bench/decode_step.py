@@ -69,7 +69,8 @@ def decode_step(options: Options, environment: dict) -> list[dict]:
 
 def measured(options: Options, environment: dict, meet: Meet = lambda: None) -> Iterator[dict]:
     """A row of each cell. One that does not fit into memory is skipped with a message."""
-    chosen, todo = preset(options.preset, options.layers), variants(options)
+    chosen = preset(options.preset, options.layers, options.selector)
+    todo = variants(options)
     _params(options)
     if options.prompt_tokens + options.max_tokens > chosen.target.max_position:
         raise ConfigError(
@@ -210,6 +211,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             }
         ),
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
+        **({"selector_rank": options.selector} if options.selector else {}),
         **({"rows_per_request": per_request} if options.rows else {}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
@@ -236,6 +238,8 @@ def kind(options: Options) -> str:
         return "ragged-step"
     if options.presence_penalty:
         return "controlled-step"
+    if options.selector:
+        return "selector-step"
     is_fixed = all(variant.adaptive == "off" for variant in variants(options))
     return "decode-step" if is_fixed else "adaptive-step"
 

@@ -45,12 +45,17 @@ _WEIGHTS = {"bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Preset:
-    """A model to generate; rows carry its `name`."""
+    """A model to generate; rows carry its `name`.
+
+    Attributes:
+      selector_rank: rank of the selector of P-EAGLE heads; 0: they have none.
+    """
 
     name: str
     base: str
     target: TargetConfig
     format: Format
+    selector_rank: int = 0
 
     @property
     def weights(self) -> str:
@@ -81,6 +86,7 @@ class Preset:
             taps=tuple(sorted((min(2, L), L // 2, max(L - 3, 0)))),
             mask_token_id=_MASK_IDS.get(self.base, V - 1) if parallel else None,
             own_embedding=parallel,
+            selector_rank=self.selector_rank if parallel else 0,
         )
 
 
@@ -97,12 +103,13 @@ def names() -> list[str]:
     return found
 
 
-def preset(name: str, layers: int | None = None) -> Preset:
+def preset(name: str, layers: int | None = None, selector_rank: int = 0) -> Preset:
     """A full-size model by name.
 
     Args:
       name: of `peagle_jax.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x 128.
       layers: number of first layers to keep; the name then states it.
+      selector_rank: see `Preset`.
     Raises:
       ConfigError: no such preset, or it has fewer layers.
     """
@@ -112,8 +119,8 @@ def preset(name: str, layers: int | None = None) -> Preset:
     form = "fp8" if name.endswith(PRESET_SUFFIX) else _released(base)[0]
     config = PRESETS[base]
     if layers is None or layers == config.num_layers:
-        return Preset(name, base, config, form)
+        return Preset(name, base, config, form, selector_rank)
     if layers > config.num_layers:
         raise ConfigError(f"--layers {layers}: {base} has {config.num_layers}")
     title = f"{name} ({layers} of {config.num_layers} layers)"
-    return Preset(title, base, with_layers(config, layers), form)
+    return Preset(title, base, with_layers(config, layers), form, selector_rank)

@@ -49,6 +49,10 @@ class Options(RowOptions):
         "of all requests: measures rounds with sampling controls; rows of the kind controlled-step",
         default=0.0, type=float, metavar="F",
     )  # fmt: skip
+    selector: int = option(
+        "give P-EAGLE heads a selector of rank N, 256 as in trained heads; rows of the kind selector-step",
+        default=0, type=positive, metavar="N",
+    )  # fmt: skip
     synthetic_acceptance_length: float | None = option(
         "accept as many drafts as give A tokens per round on average, 1 to K+1; without it a head with random "
         "weights decides, whose drafts are hardly ever accepted",
@@ -126,6 +130,10 @@ class Options(RowOptions):
         if None not in (self.synthetic_acceptance_length, self.synthetic_acceptance_rows):
             raise ConfigError(
                 "--synthetic-acceptance-length and --synthetic-acceptance-rows exclude each other"
+            )
+        if self.selector and (self.tensor_parallel > 1 or self.replicas or self.cold_start):
+            raise ConfigError(
+                "--selector is for rounds of one device: leave out --tensor-parallel, --replicas and --cold-start"
             )
         check_jobs(self)
         if self.collectives != "auto" and (self.tensor_parallel == 1 or self.temperature):

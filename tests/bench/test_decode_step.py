@@ -217,6 +217,19 @@ def test_rounds_with_controls_are_rows_of_a_kind_of_their_own(tiny_presets, tmp_
     assert row["timed_rounds"] > 0
 
 
+@pytest.mark.slow
+def test_rounds_with_a_selector_are_rows_of_a_kind_of_their_own(tiny_presets, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]
+    argv += ["--method", "peagle", "--selector", "8", "--concurrency", "2", "--max-tokens", "24"]
+    assert main(["decode-step", *argv, "--synthetic-acceptance-length", "2.5"]) == 0
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (row["kind"], row["selector_rank"]) == ("selector-step", 8)
+    assert row["timed_rounds"] > 0
+    assert main(["decode-step", *argv, "--replicas", "1"]) == 2
+    assert "--selector is for rounds of one device" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 def test_ragged_rounds_are_timed_beside_dense_ones(tiny_presets, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
