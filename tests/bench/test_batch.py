@@ -13,6 +13,7 @@ import pytest
 from bench import batch, decode_step, lossless, random_models, side_by_side
 from bench.__main__ import main
 from bench.batch import Part, parts_of
+from bench.deviceless import specs_of
 from bench.presets import preset
 from bench.rows import DATA
 from bench.sizes import count
@@ -23,6 +24,7 @@ from tests.waiting import LIMIT
 
 TWO_GPUS = DATA / "two_gpus.txt"
 TWO_SMALL_GPUS = DATA / "two_gpus_80gb.txt"
+ONE_GPU = DATA / "one_gpu.txt"
 TINY_SIZES = "--method peagle -K 2 --temperature 0 --prompt-tokens 24 --max-tokens 24 --prefills 1"
 ROOT = Path(__file__).parents[2]
 
@@ -164,6 +166,18 @@ def test_the_commands_for_two_gpus_fit_and_divide(file, memory_bytes):
             assert lossless._config(options, [[1]], (8,)).tensor_parallel == size
     assert all(part.seconds for part in parts)  # none can take the time of all
     assert [part.is_early for part in parts].index(False) == 1
+
+
+def test_the_commands_for_one_gpu_name_what_exists():
+    parts = parts_of(ONE_GPU.read_text())
+    assert all(part.seconds for part in parts)
+    for command, options in [batch._parsed(line) for part in parts for line in part.lines]:
+        if command.name == "kernels":
+            (op,) = options.op
+            assert set(options.spec) <= set(specs_of(op).SPECS)
+        else:
+            assert command.name == "decode-step"
+            assert decode_step.work(options)
 
 
 def test_replicas_have_devices_of_their_own(monkeypatch):
