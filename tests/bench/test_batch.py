@@ -208,6 +208,7 @@ def test_the_round_of_replicas_is_that_of_their_common_rate():
         (["--collectives", "captured", "--temperature", "0"], "several devices"),
         (["--collectives", "launched", "--temperature", "0"], "several devices"),
         (["--collectives", "captured", "--tensor-parallel", "2"], "greedy rounds"),
+        (["--selector", "8", "--replicas", "1"], "rounds of one device"),
     ],
 )
 def test_layouts_that_cannot_be_are_refused(more, message, capsys):
