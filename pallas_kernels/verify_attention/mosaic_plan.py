@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_RAW = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
+RAW = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
 """Shared-memory layout of e4m3 key blocks."""
 
 
@@ -133,6 +133,7 @@ class TuningConfig:
       stages: pipeline stages (key blocks in flight).
       walks: thread blocks that share the splits of one row tile.
       row_groups: row tiles of a thread block; several share its key blocks (`mosaic_prefill`).
+      raw_stages: pipeline stages of e4m3 blocks besides `stages`, which are bfloat16, with several row groups.
     """
 
     key_block: int
@@ -140,6 +141,7 @@ class TuningConfig:
     stages: int
     walks: int
     row_groups: int = 1
+    raw_stages: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +232,7 @@ class Plan:
         slots = (self.config.stages, *shape)
         if not self.fp8:
             return [plgpu.SMEM(slots, jnp.bfloat16, transforms=transforms)]
-        return [plgpu.SMEM(slots, jnp.float8_e4m3fn, transforms=_RAW), wide]
+        return [plgpu.SMEM(slots, jnp.float8_e4m3fn, transforms=RAW), wide]
 
     @property
     def aligned(self) -> bool:
@@ -327,7 +329,6 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
             > tile.row_groups,
             f"with {config.walks} walks": config.walks > 1,
             f"with a head dim of {H}": H > 128,
-            "with e4m3 pages": fp8,
         }
         if said := [why for why, is_wrong in wrong.items() if is_wrong]:
             raise ValueError(f"{config.row_groups=} must be 1 {' and '.join(said)}")

@@ -10,6 +10,12 @@ key block before the softmax of this one, and the tensor cores have the products
     consumer 1            values 0  scores 2         values 1  scores 3
                                     softmax 1                  softmax 2
 
+The producer also converts e4m3 pages to bfloat16, each block once for all consumers. Copies then fill a ring of their
+own. The producer converts its blocks to stages that the consumers have finished, and loads the next ones; with four
+bfloat16 and two e4m3 stages:
+
+    producer    convert 4, load 6          convert 5, load 7          convert 6, load 8
+
 The order of keys, the arithmetic of a row and the merge of splits are those of `mosaic_warpgroups`, so the bits of a
 row are too. Key blocks that all rows of a consumer see are not masked. Thread blocks with the last queries, which see
 the most keys, start first.
@@ -27,13 +33,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pipeline import PagedPipeline
 from pallas_kernels.verify_attention import mosaic_softmax as softmax
-from pallas_kernels.verify_attention.mosaic_plan import Plan, result_type
-from pallas_kernels.verify_attention.mosaic_tiles import copy_key_block, store_result
+from pallas_kernels.verify_attention.mosaic_plan import RAW, Plan, result_type
+from pallas_kernels.verify_attention.mosaic_tiles import copy_key_block, store_result, widen
 from pallas_kernels.verify_attention.mosaic_walk import Walk
 from pallas_kernels.verify_attention.mosaic_warpgroups import TILED, Cores
 
-# 3 x 168 registers of a thread of each warpgroup, moved from the producer to the consumers.
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
+# Registers of a thread, of each consumer and of the producer: 3 x 168, moved from the producer.
+_REGISTERS = 240, 24
+# The same if the producer converts e4m3 pages, by head dim. ptxas uses 173 and 46, 229 and 33.
+_CONVERTING_REGISTERS = {64: (216, 72), 128: (232, 40)}
 
 
 class PrefillCores(Cores):
@@ -47,7 +55,10 @@ class PrefillCores(Cores):
 
 
 class _Scratch(NamedTuple):
-    """Scratch of a thread block; consumer c uses place c of the buffers with a leading `row_groups`."""
+    """Scratch of a thread block; consumer c uses place c of the buffers with a leading `row_groups`.
+
+    None if the plan does not need it.
+    """
 
     q_smem: Any  # [row_groups, rows, H] bfloat16
     k_smem: Any  # [stages, key_block, H] bfloat16
@@ -58,25 +69,34 @@ class _Scratch(NamedTuple):
     free_barrier: Any  # [stages]; all consumers have finished the key block
     own_barrier: Any  # [row_groups]; synchronises the threads of a consumer
     plain_smem: Any  # unless `Plan.aligned`: [row_groups, H / chunk, rows, chunk] bfloat16
+    raw_k_smem: Any  # e4m3 pages: [raw_stages, key_block, H] e4m3
+    raw_v_smem: Any  # e4m3 pages: [raw_stages, key_block, H] e4m3
+    raw_ready_barrier: Any  # e4m3 pages: [raw_stages]; keys and values have arrived
 
 
 def _scratch_types(plan: Plan) -> _Scratch:
     rows, stages, consumers = plan.tile.rows, plan.config.stages, plan.config.row_groups
     bf16, chunks = jnp.bfloat16, plan.H // plan.chunk
-    (k_smem,) = plan.slots((plan.H,), TILED)
-    (v_smem,) = plan.slots((plan.columns,), plan.v_tiling)
+    raw_stages, block = plan.config.raw_stages, (plan.config.key_block, plan.H)
+    raw = plgpu.SMEM((raw_stages, *block), jnp.float8_e4m3fn, transforms=RAW) if plan.fp8 else None
+    arrivals = 1 if plan.fp8 else plan.copies
     plain = (consumers, chunks, rows, plan.chunk)
     copies_q = plan.tile_queries * (1 if plan.aligned else chunks)
     return _Scratch(
         q_smem=plgpu.SMEM((consumers, rows, plan.H), bf16, transforms=TILED),
-        k_smem=k_smem,
-        v_smem=v_smem,
+        k_smem=plgpu.SMEM((stages, *block), bf16, transforms=TILED),
+        v_smem=plgpu.SMEM((stages, *block), bf16, transforms=plan.v_tiling),
         q_ready_barrier=plgpu.Barrier(num_arrivals=copies_q, num_barriers=consumers),
-        k_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
-        v_ready_barrier=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
+        k_ready_barrier=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        v_ready_barrier=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         free_barrier=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         own_barrier=plgpu.Barrier(num_arrivals=1, num_barriers=consumers),
         plain_smem=None if plan.aligned else plgpu.SMEM(plain, bf16),
+        raw_k_smem=raw,
+        raw_v_smem=raw,
+        raw_ready_barrier=plgpu.Barrier(num_arrivals=2 * plan.copies, num_barriers=raw_stages)
+        if plan.fp8
+        else None,
     )
 
 
@@ -84,11 +104,15 @@ def prefill_kernel(cores: PrefillCores, plan: Plan, interpret: Any) -> Callable:
     """The kernel of a plan with several row groups: (q, k, v, table, positions[, sinks]) -> out."""
     rows, columns, key_block = plan.tile.rows, plan.columns, plan.config.key_block
     stages, consumers = plan.config.stages, plan.config.row_groups
+    loaded_stages = plan.config.raw_stages if plan.fp8 else stages  # of the ring that copies fill
+    consumer_registers, producer_registers = (
+        _CONVERTING_REGISTERS[plan.H] if plan.fp8 else _REGISTERS
+    )
     blocks = pl.cdiv(plan.tiles, consumers)
 
     def body(
         q_gmem,  # [B, T, K, G, H] bfloat16
-        k_pages_gmem,  # [P, Z, K, H] bfloat16
+        k_pages_gmem,  # [P, Z, K, H] bfloat16 or e4m3
         v_pages_gmem,  # [P, Z, K, H]
         table_gmem,  # [B, W] int32
         positions_gmem,  # [B, T] int32
@@ -105,28 +129,60 @@ def prefill_kernel(cores: PrefillCores, plan: Plan, interpret: Any) -> Callable:
         end_item = walk.end_item(num_splits)
 
         def produce():
+            if plan.fp8:
+                loaded_smem = scratch.raw_k_smem, scratch.raw_v_smem
+                loaded_barriers = scratch.raw_ready_barrier, scratch.raw_ready_barrier
+            else:
+                loaded_smem = scratch.k_smem, scratch.v_smem
+                loaded_barriers = scratch.k_ready_barrier, scratch.v_ready_barrier
+
             def fetch(item, pages):
-                slot = lax.rem(item, stages)
+                slot = lax.rem(item, loaded_stages)
+                at_slot = lambda refs: tuple(ref.at[slot] for ref in refs)
                 copy_key_block(
                     plan,
                     walk.sources(item, pages),
                     (k_pages_gmem, v_pages_gmem),
-                    (scratch.k_smem.at[slot], scratch.v_smem.at[slot]),
-                    (scratch.k_ready_barrier.at[slot], scratch.v_ready_barrier.at[slot]),
+                    at_slot(loaded_smem),
+                    at_slot(loaded_barriers),
                     kv,
                     0,
                 )
 
             pipeline = PagedPipeline(
-                stages=stages, end=end_item, fetch=fetch, read_barrier=scratch.free_barrier
+                stages=loaded_stages,
+                end=end_item,
+                fetch=fetch,
+                read_barrier=None if plan.fp8 else scratch.free_barrier,
             )
-            first_pages = [walk.pages_of(first_item + ahead) for ahead in range(stages)]
+            first_pages = [walk.pages_of(first_item + ahead) for ahead in range(loaded_stages)]
             pipeline.start(first_item, first_pages)
 
             @pl.loop(first_item, end_item)
             def _(item):
-                pages = walk.pages_of(item + stages)  # before the wait: hides the latency
+                pages = walk.pages_of(item + loaded_stages)  # before the wait: hides the latency
+                if plan.fp8:
+                    convert(item)
                 pipeline.refill(item, pages)
+
+            if plan.fp8:  # `convert` has waited for all stages but the last ones
+
+                @pl.loop(jnp.maximum(first_item, end_item - stages), end_item)
+                def _(item):
+                    await_free(item)
+
+        def await_free(item):
+            plgpu.barrier_wait(scratch.free_barrier.at[lax.rem(item, stages)])
+
+        def convert(item):
+            """Converts a loaded key block to a stage that all consumers have finished."""
+            loaded, slot = lax.rem(item, loaded_stages), lax.rem(item, stages)
+            pl.when(item - stages >= first_item)(lambda: await_free(item))
+            plgpu.barrier_wait(scratch.raw_ready_barrier.at[loaded])
+            widen(scratch.raw_k_smem.at[loaded], scratch.k_smem.at[slot])
+            plgpu.barrier_arrive(scratch.k_ready_barrier.at[slot])
+            widen(scratch.raw_v_smem.at[loaded], scratch.v_smem.at[slot])
+            plgpu.barrier_arrive(scratch.v_ready_barrier.at[slot])
 
         def consume():
             tile = first_tile + group
@@ -210,12 +266,12 @@ def prefill_kernel(cores: PrefillCores, plan: Plan, interpret: Any) -> Callable:
 
         @pl.when((num_splits > 0) & (group == consumers))
         def _():
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(producer_registers, action="decrease")
             produce()
 
         @pl.when((num_splits > 0) & (group != consumers))
         def _():
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(consumer_registers, action="increase")
             consume()
 
     return plgpu.kernel(

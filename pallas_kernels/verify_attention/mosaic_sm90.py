@@ -30,6 +30,8 @@ from pallas_kernels.verify_attention.mosaic_warpgroups import walk_kernel
 TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, row_groups=2)
 # From here on two row tiles that share key blocks are faster (docs/kernels.md): queries of a sequence, and positions.
 _SHARED_ROWS, _SHARED_KEYS = 512, 1024
+# Whether these calls take that form with e4m3 pages too. It is compiled, not measured; True turns it on.
+SHARED_FP8 = False
 _SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
 
@@ -46,8 +48,8 @@ def choose_config(
     T, H = shape[1], shape[3]
     config = tile_config(shape, kv_heads, table_size, window, device, splits)
     many = T >= _SHARED_ROWS and table_size >= _SHARED_KEYS and config.walks == 1
-    if many and window is None and H <= 128 and not fp8:
-        return prefill_config(H, window, splits)
+    if many and window is None and H <= 128 and (SHARED_FP8 or not fp8):
+        return prefill_config(H, window, splits, fp8)
     return config
 
 
@@ -69,10 +71,15 @@ def tile_config(
     return TuningConfig(key_block, splits, stages, walks)
 
 
-def prefill_config(head_dim: int, window: int | None, splits: Splits | None = None) -> TuningConfig:
-    """Tuning with two row tiles a thread block, for a head dim of 64 or 128 and bfloat16 pages."""
-    # One thread block fits on an SM. The stages are 160 KB of keys and values.
-    return TuningConfig(64, splits or splits_of(window), {64: 10, 128: 5}[head_dim], 1, 2)
+def prefill_config(
+    head_dim: int, window: int | None, splits: Splits | None = None, fp8: bool = False
+) -> TuningConfig:
+    """Tuning with two row tiles a thread block, for a head dim of 64 or 128; `fp8`: the pages are e4m3."""
+    # One thread block fits on an SM. The stages are 160 KB of keys and values; an e4m3 block has half the bytes.
+    splits, wide = splits or splits_of(window), 128 // head_dim
+    if fp8:
+        return TuningConfig(64, splits, 4 * wide, 1, 2, raw_stages=2 * wide)
+    return TuningConfig(64, splits, 5 * wide, 1, 2)
 
 
 class _Wgmma(PrefillCores):

@@ -38,9 +38,15 @@ class Spec:
     @property
     def chips(self) -> tuple[int, ...]:
         """Generations with a kernel for this head dim."""
-        if self.shared_keys:
+        compared = self.fp8 and self.shared_keys is False  # with shared keys
+        if self.shared_keys or compared:
             return api.SHARED_KEYS_CHIPS
         return api.WIDE_CHIPS if self.head_dim > 256 else api.CHIPS
+
+    @property
+    def form(self) -> tuple[bool, int] | None:
+        """Forms with shared keys whose code differs, so that `bench.deviceless` compiles one of each."""
+        return (self.fp8, self.head_dim) if self.shared_keys else None
 
 
 QWEN3 = dict(heads=32, kv_heads=4, head_dim=128)
@@ -144,6 +150,13 @@ SPECS = {
         )
         for shared in (False, True)
     },
+    **{
+        f"prefill-{model}-16k-end-fp8-cache{'-shared-keys' * shared}": Spec(
+            batch=1, rows=4096, length=16384, page_size=64, fp8=True, shared_keys=shared, **sizes
+        )
+        for model, sizes in (("qwen3-moe", QWEN3), ("llama-8b", LLAMA), ("gpt-oss", GPT_OSS))
+        for shared in (False, True)
+    },
     "embedded": Spec(batch=2, rows=4, heads=4, kv_heads=2, head_dim=64, length=512),
 }
 
@@ -172,7 +185,7 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
             splits = mosaic_plan.UNIFORM if spec.equal else None
             config = None
             if spec.shared_keys:
-                config = mosaic_sm90.prefill_config(H, spec.window, splits)
+                config = mosaic_sm90.prefill_config(H, spec.window, splits, spec.fp8)
             elif spec.shared_keys is False and launch.device.sm == 90:
                 sizes = (q.shape, K, spec.length, spec.window, launch.device, splits)
                 config = mosaic_sm90.tile_config(*sizes)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels.device import H200
 from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120
 from pallas_kernels.verify_attention.mosaic_plan import Splits
@@ -32,6 +33,36 @@ pytestmark = pytest.mark.sampled(2)
     ids=["ragged", "sinks", "seven-heads", "ring", "cap", "from-nothing", "growing-splits"],
 )
 def test_row_tiles_that_share_keys_have_the_bits_of_one(case, split):
+    _share_keys_and_have_the_bits_of_one(case, split)
+
+
+@pytest.mark.sampled(2, slow=6)
+@interpreted
+@pytest.mark.parametrize(
+    ("case", "split"),
+    [
+        # Six key blocks, from two stages of e4m3 to two of bfloat16: each is refilled twice.
+        (Case((330, 5), T=20, K=1, G=8, H=64, Z=16, width=24, fp8=True), 128),
+        (Case((126,), T=40, K=2, G=4, H=128, Z=32, width=6, sinks=True, fp8=True), 128),
+        (Case((100,), T=19, K=1, G=7, H=128, Z=16, width=8, fp8=True), 64),
+        (
+            Case((250,), T=24, K=1, G=8, H=64, Z=16, width=12, window=150, sinks=True, fp8=True),
+            128,
+        ),
+        (Case((190,), T=3, K=1, G=8, H=64, Z=16, width=16, soft_cap=2.0, fp8=True), 64),
+        (Case((0,), T=129, K=1, G=8, H=64, Z=16, width=16, fp8=True), 128),
+        (
+            Case((380, 0, 61), T=16, K=1, G=8, H=128, Z=64, width=8, fp8=True),
+            Splits(((0, 64), (256, 128))),
+        ),
+    ],
+    ids=["ragged", "sinks", "seven-heads", "ring", "cap", "from-nothing", "growing-splits"],
+)
+def test_row_tiles_that_share_converted_keys_have_the_bits_of_one(case, split):
+    _share_keys_and_have_the_bits_of_one(case, split)
+
+
+def _share_keys_and_have_the_bits_of_one(case: Case, split: int | Splits) -> None:
     q, k, v, *rest = case.inputs()
     run = functools.partial(kernel, mosaic_sm90, case, 1, split)
     shared = exactly(run(row_groups=2), q, k, v, *rest)
@@ -42,6 +73,28 @@ def test_row_tiles_that_share_keys_have_the_bits_of_one(case, split):
     table, positions, sinks = rest
     last = exactly(run(), q[:, -1:], k, v, table, positions[:, -1:], sinks)
     np.testing.assert_array_equal(shared[:, -1:], last)
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(("H", "start"), [(64, 700), (128, 590)])
+def test_the_chosen_stages_of_converted_keys_give_the_bits_of_one_row_tile(H, start):
+    """More key blocks than stages of either ring, whose numbers differ."""
+    case = Case((start,), T=20, K=1, G=8, H=H, Z=64, width=12, fp8=True)
+    q, k, v, *rest = case.inputs()
+    launch = dispatch.resolve("verify_attention", "mosaic_gpu", chips=(90,))._replace(device=H200)
+    attend = mosaic_sm90.verify_attention
+    run = lambda config: exactly(
+        lambda q, k, v, *rest: attend(
+            q, k, v, *rest[:2], case.H**-0.5, None, rest[2], launch, config
+        ),
+        q, k, v, *rest,
+    )  # fmt: skip
+    shared = mosaic_sm90.prefill_config(H, None, fp8=True)
+    assert shared.stages != shared.raw_stages
+    one = mosaic_sm90.tile_config(q.shape, case.K, case.Z * case.width, None, H200)
+    assert (shared.row_groups, one.row_groups) == (2, 1)
+    np.testing.assert_array_equal(run(shared), run(one))
 
 
 @interpreted
@@ -63,9 +116,8 @@ def test_keys_of_nan_past_a_row_change_no_bit_of_row_tiles_that_share_keys():
     [
         (mosaic_sm90, {}, 2, "with 2 walks"),
         (mosaic_sm90, dict(H=256), 1, "with a head dim of 256"),
-        (mosaic_sm90, dict(fp8=True), 1, "with e4m3 pages"),
         (mosaic_sm100, {}, 1, "on this chip, which has at most 1"),
-        (mosaic_sm120, dict(fp8=True), 1, "which has at most 1 and with e4m3 pages"),
+        (mosaic_sm120, dict(fp8=True), 1, "on this chip, which has at most 1"),
     ],
 )
 def test_row_tiles_share_no_keys_where_a_thread_block_cannot_hold_them(chip, sizes, walks, message):
@@ -75,7 +127,7 @@ def test_row_tiles_share_no_keys_where_a_thread_block_cannot_hold_them(chip, siz
         jax.eval_shape(run, *case.inputs())
 
 
-def test_calls_of_many_queries_over_many_keys_share_them_with_the_same_arithmetic():
+def test_calls_of_many_queries_over_many_keys_share_them_with_the_same_arithmetic(monkeypatch):
     def chosen(batch, rows, positions=16384, heads=32, head_dim=128, fp8=False, window=None):
         shape, kv_heads = (batch, rows, heads, head_dim), heads // 8
         return mosaic_sm90.choose_config(shape, kv_heads, positions, window, H200, None, fp8)
@@ -83,7 +135,12 @@ def test_calls_of_many_queries_over_many_keys_share_them_with_the_same_arithmeti
     many = [chosen(1, 512), chosen(1, 4096, heads=64, head_dim=64), chosen(8, 512, 1024)]
     assert [config.row_groups for config in many] == [2, 2, 2]
     few = [chosen(128, 8), chosen(8, 8), chosen(64, 14), chosen(1, 512, 576), chosen(4, 256)]
-    others = [chosen(1, 512, fp8=True), chosen(1, 512, head_dim=256), chosen(1, 512, window=128)]
+    others = [chosen(1, 512, head_dim=256), chosen(1, 512, window=128)]
     assert {config.row_groups for config in few + others} == {1}
     arithmetic = lambda config: (config.key_block, config.splits)
     assert {*map(arithmetic, many)} == {*map(arithmetic, few)}
+    for shared, row_groups in ((False, 1), (True, 2)):
+        monkeypatch.setattr(mosaic_sm90, "SHARED_FP8", shared)
+        converted = [chosen(1, 512, fp8=True), chosen(1, 512, heads=64, head_dim=64, fp8=True)]
+        assert {config.row_groups for config in converted} == {row_groups}
+        assert {*map(arithmetic, converted)} == {*map(arithmetic, few)}
