@@ -87,7 +87,12 @@ def _config(spec: Spec):
 
     launch = _launch()
     wide = spec.activations == "fp8" and launch is not None and launch.device.sm == 90
-    return mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k, 128 if wide else 64)
+    most = 128 if wide else 64
+    chosen = mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k, most)
+    if spec.cluster == 1:
+        return chosen
+    # With three slots a block does not wait for the other one in each step, see `SharedPipeline`.
+    return replace(chosen, cluster=spec.cluster, stages=(3, 3))
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:
