@@ -11,7 +11,8 @@ CHIPS = (90, 100, 120)
 COUNT = 16
 """Values that the kernel finds in a row."""
 _TILE = 64
-_LEAST = 1024
+_LEAST, _MOST = 1024, 2**19
+"""A warp chooses among maxima of 2,048 tiles of the longest row, 64 per thread."""
 
 
 def top(
@@ -47,6 +48,8 @@ def _resolve(
         refusal = f"it finds {COUNT} values, not {count}"
     elif V < _LEAST or V % _TILE:
         refusal = f"{V} values are not a multiple of {_TILE} from {_LEAST}"
+    elif V > _MOST:
+        refusal = f"{V} values are more than {_MOST}"
     elif values.dtype != jnp.float32:
         refusal = f"{values.dtype} is not float32"
     return dispatch.resolve("top", implementation, chips=CHIPS, refusal=refusal)

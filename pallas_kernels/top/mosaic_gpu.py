@@ -1,13 +1,14 @@
 """Kernels of the 16 largest values of rows, for Hopper and Blackwell.
 
-A warpgroup holds an array of 16 segments in registers. Eight threads share a segment, so its maximum takes
-three shuffles and no barrier. The largest value of each segment is taken 16 times. `_reduce` divides long
-rows into segments and keeps 16 values of each; `_merge` takes rows as segments. A row of 8,192 values is a
-block of `_reduce`, which leaves 256, and a segment of `_merge`.
+`_reduce` divides tiles of a row into segments and keeps 16 values of each; `_merge` takes rows as segments. A
+short row is reduced as it is.
+
+The 16 largest values of a row lie in its 16 best tiles: those with the largest maxima, the first ones of equal
+maxima. So a long row is read once, by `_maxima`, without rounds. `_choose` finds the tiles in 16 rounds over
+one number of each, and `_reduce` takes only these.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,153 +17,168 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
+from pallas_kernels.top.mosaic_segments import (
+    COUNT,
+    LOWEST,
+    SEGMENTS,
+    extract,
+    iota,
+    launch_kernel,
+    load,
+    load_values,
+)
 
-_COUNT = 16
-_SEGMENTS = 16
-_TILE = 64
-"""Columns of one register array [16, 64]."""
-_PARTS = 8
-"""Register arrays of a block of `_reduce`: 64 values per thread."""
-_MOST = 512
-"""Most values of a row in `_merge`."""
-_LOWEST = float(jnp.finfo(jnp.float32).min)
-_LAST = 2**31 - 1
-_LAYOUT = plgpu.Layout.TILED(
+_CHUNK = 64
+"""Columns that divide a row."""
+_TILE = 4
+"""Chunks of a tile: one register array [4, 64] of `_reduce`, each chunk in another segment."""
+_TILES = 8
+"""Tiles of a block of `_reduce`: 16 values per thread."""
+_READ = 16
+"""Chunks of a read: one register array [16, 64] of `_maxima`, four tiles."""
+_READS = 4
+"""Reads of a block of `_maxima`: 16 KB, all under way at once."""
+_CHOICE = 32
+"""Tiles of one register array of `_choose`."""
+_SHORT = 16_384
+"""Most columns of a row that is reduced as it is. It takes two kernels where a long row takes four, and 16 rounds
+over all values. At this width the rounds take as long as the two launches with 224 rows, and less with 7: predicted
+from instructions, not measured."""
+_READ_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((16, 32), (4, 16), (4, 8), (4, 4))), (-8,), (-2, -7, -5, -3), -1
 )
-"""Eight threads of a warp share a row of [16, 64]; each holds groups of four columns."""
+"""Eight threads of a warp share a chunk, so its maximum takes three shuffles; each loads four columns at once."""
 
 
 @functools.partial(jax.jit, static_argnames="launch")
 def top(values: jax.Array, *, launch: Launch) -> tuple[jax.Array, jax.Array]:
     """Indices int32 and values float32, both [R, 16], of the largest of values [R, V] float32."""
-    R, ids = values.shape[0], None
-    while ids is None or values.shape[1] > _MOST:
-        values, ids = _reduce(values, ids, launch)
-    values, ids = _merge(values, ids, launch)
+    R, V = values.shape
+    tiles = _choose(_maxima(values, launch), launch) if V > _SHORT else None
+    values, ids = _merge(*_reduce(values, tiles, launch), launch)
     return ids[:R], values[:R]
 
 
-def _reduce(values, ids, launch: Launch) -> tuple[jax.Array, jax.Array]:
-    """The 16 largest of each segment: values [R', n] and ids -> both [R'', m], R'' a multiple of 16.
+def _maxima(values, launch: Launch) -> jax.Array:
+    """The maximum of each chunk of a tile: values [R, V] -> [R', T, 4].
 
-    Rows past R' stay undefined. Without ids they are the columns. Row s of part p of a block is tile
-    `block * 128 + 16 p + s` of the row, and a segment is row s of all parts.
+    R' is a multiple of 4, and rows past R stay undefined. T is a multiple of 32, and the maximum of a chunk that
+    does not exist or does not count is the lowest finite number.
     """
-    R, n = values.shape
-    tiles = n // _TILE
-    parts = min(_PARTS, pl.cdiv(tiles, _SEGMENTS))
-    blocks = pl.cdiv(tiles, parts * _SEGMENTS)
-    is_ragged = tiles % (parts * _SEGMENTS) > 0
+    R, V = values.shape
+    chunks = V // _CHUNK
+    blocks = 2 * pl.cdiv(chunks, 2 * _READS * _READ)
+
+    def body(values_gmem, maxima_gmem):
+        r, block = lax.axis_index("row"), lax.axis_index("block")
+        reads = [_read(block * _READS + i, chunks) for i in range(_READS)]
+        sources = [values_gmem.at[r, pl.ds(begin, _READ)] for begin, _ in reads]
+        loaded = [load_values(source, _READ_LAYOUT) for source in sources]
+        chunk = plgpu.broadcasted_iota(jnp.int32, (_READ,), 0, layout=_READ_LAYOUT.reduce(1))
+        for i, (x, (begin, first)) in enumerate(zip(loaded, reads, strict=True)):
+            maxima = jnp.max(x, axis=1)
+            maxima_gmem[r, block, i] = jnp.where(begin + chunk >= first, maxima, LOWEST)
+
+    shape = _padded(R), blocks, _READS, _READ
+    out = jax.ShapeDtypeStruct(shape, jnp.float32)
+    kernel = launch_kernel(body, out, (R, blocks), ("row", "block"), launch, "top_maxima")
+    return kernel(values.reshape(R, chunks, _CHUNK)).reshape(shape[0], -1, _TILE)
+
+
+def _read(number, chunks: int) -> tuple[jax.Array, jax.Array]:
+    """Scalars (begin, first) of a read of a row: its first chunk, and the first one that counts.
+
+    The last read ends with the row. What it shares with the read before does not count, so tiles share nothing
+    and lie in the order of their numbers. Of a read that does not exist nothing counts.
+    """
+    first = number * _READ
+    return lax.min(first, chunks - _READ), first
+
+
+def _choose(maxima, launch: Launch) -> jax.Array:
+    """The best tiles of rows: maxima [R, T, 4] -> int32 [R, 16]."""
+    R, T, _ = maxima.shape
+
+    def body(maxima_gmem, tiles_gmem):
+        rows = pl.ds(lax.axis_index("block") * SEGMENTS, SEGMENTS)
+        starts = [*range(0, T, _CHOICE)]
+        loaded = [
+            [load(maxima_gmem.at[rows, pl.ds(start, _CHOICE), chunk]) for chunk in range(_TILE)]
+            for start in starts
+        ]
+
+        def store(i, _, tile):
+            tiles_gmem[rows, i] = tile
+
+        of_tiles = [functools.reduce(jnp.maximum, chunks) for chunks in loaded]
+        extract(of_tiles, iota(1, _CHOICE), starts, store)
+
+    out = jax.ShapeDtypeStruct((R, COUNT), jnp.int32)
+    grid = (R // SEGMENTS,)
+    return launch_kernel(body, out, grid, ("block",), launch, "top_choose")(maxima)
+
+
+def _reduce(values, tiles, launch: Launch) -> tuple[jax.Array, jax.Array]:
+    """The 16 largest of each segment of a row.
+
+    Args:
+      values: [R, V].
+      tiles: the tiles to take, int32 [R', 16], in any order; None: all.
+    Returns:
+      (values, ids), both [R'', n]: R'' is a multiple of 4, and rows past R stay undefined.
+    """
+    R, V = values.shape
+    chunks = V // _CHUNK
+    per_read = _READ // _TILE
+    count = pl.cdiv(chunks, _READ) * per_read if tiles is None else COUNT
+    blocks = pl.cdiv(count, _TILES)
 
     def body(*refs):
-        # In [R, tiles, 64] and out [R'', blocks, 16, 16], the i-th largest of segment s at [i, s].
-        values_gmem, *ids_gmem, values_out, ids_out = refs
+        # In [R, chunks, 64] and out [R'', blocks, 16, 4], the i-th largest of segment s at [i, s].
+        values_gmem, *tiles_gmem, values_out, ids_out = refs
         r, block = lax.axis_index("row"), lax.axis_index("block")
-        firsts = [(block * parts + p) * _SEGMENTS for p in range(parts)]
-        begins = [lax.min(first, tiles - _SEGMENTS) for first in firsts]
-        sources = [pl.ds(begin, _SEGMENTS) for begin in begins]
-        loaded = [_load_values(values_gmem.at[r, source]) for source in sources]
-        if is_ragged:  # leave out tiles that an earlier part has
-            loaded = [
-                jnp.where(begin + _iota(0) >= first, x, -jnp.inf)
-                for x, begin, first in zip(loaded, begins, firsts, strict=True)
-            ]
-        if ids_gmem:
-            places = [_load(ids_gmem[0].at[r, source]) for source in sources]
-            place_of = places.__getitem__
-        else:  # counted where they are used: places of all parts would take a register each
-            column = _iota(0) * _TILE + _iota(1)
-            place_of = lambda p: column + begins[p] * _TILE
+        column = iota(0, _CHUNK) * _CHUNK + iota(1, _CHUNK)
+        loaded, starts = [], []
+        for tile in [block * _TILES + i for i in range(_TILES)]:
+            tile = tiles_gmem[0][r, tile] if tiles_gmem else tile
+            begin, first = _read(lax.div(tile, per_read), chunks)
+            start = begin + lax.rem(tile, per_read) * _TILE
+            x = load_values(values_gmem.at[r, pl.ds(start, _TILE)])
+            loaded.append(jnp.where(column >= (first - start) * _CHUNK, x, LOWEST))
+            starts.append(start * _CHUNK)
 
         def store(i, best, place):
             values_out[r, block, i] = best
             ids_out[r, block, i] = place
 
-        _extract(loaded, place_of, store)
+        extract(loaded, column, starts, store)
 
-    shape = pl.cdiv(R, _SEGMENTS) * _SEGMENTS, blocks, _COUNT, _SEGMENTS
-    in_tiles = lambda x: x.reshape(R, tiles, _TILE)
-    operands = [in_tiles(x) for x in (values, ids) if x is not None]
-    outs = _launch(body, shape, (R, blocks), ("row", "block"), launch, "top_reduce")(*operands)
-    return tuple(x.reshape(shape[0], -1) for x in outs)
+    shape = _padded(R), blocks, COUNT, SEGMENTS
+    operands = [x for x in (values.reshape(R, chunks, _CHUNK), tiles) if x is not None]
+    kernel = launch_kernel(body, _pair(shape), (R, blocks), ("row", "block"), launch, "top_reduce")
+    return tuple(x.reshape(shape[0], -1) for x in kernel(*operands))
 
 
 def _merge(values, ids, launch: Launch) -> tuple[jax.Array, jax.Array]:
-    """The 16 largest of rows: values and ids [R, n], R a multiple of 16 -> both [R, 16]."""
-    R, n = values.shape
+    """The 16 largest of rows: values and ids [R, n], R a multiple of 4 -> both [R, 16]."""
+    R, _ = values.shape
 
     def body(values_gmem, ids_gmem, values_out, ids_out):
-        rows = pl.ds(lax.axis_index("block") * _SEGMENTS, _SEGMENTS)
-        columns = [pl.ds(start, _TILE) for start in range(0, n, _TILE)]
-        loaded = [_load_values(values_gmem.at[rows, part]) for part in columns]
-        places = [_load(ids_gmem.at[rows, part]) for part in columns]
+        rows = pl.ds(lax.axis_index("block") * SEGMENTS, SEGMENTS)
 
         def store(i, best, place):
-            values_out[rows, i] = jnp.where(best == _LOWEST, -jnp.inf, best)
+            values_out[rows, i] = jnp.where(best == LOWEST, -jnp.inf, best)
             ids_out[rows, i] = place
 
-        _extract(loaded, places.__getitem__, store)
+        extract([load_values(values_gmem.at[rows])], 0, [load(ids_gmem.at[rows])], store)
 
-    grid = (R // _SEGMENTS,)
-    return _launch(body, (R, _COUNT), grid, ("block",), launch, "top_merge")(values, ids)
-
-
-def _extract(values: list, place_of: Callable, store: Callable) -> None:
-    """Calls `store(i, value, place)` with the i-th largest of each segment, both [16], for i below 16.
-
-    Args:
-      values: float32 [16, 64] each, finite, or -inf for values that do not exist.
-      place_of: function from the number of a part to its places, int32 [16, 64], from 0.
-    """
-
-    def take(i, values):
-        best = _largest(values)
-        wide = _broadcast(best)
-        # Places from the end: the largest of equal values' is the lowest place.
-        ties = [jnp.where(x == wide, _LAST - place_of(p), 0) for p, x in enumerate(values)]
-        place = _LAST - _largest(ties)
-        store(i, best, place)
-        taken = _broadcast(place)
-        return [jnp.where(place_of(p) == taken, -jnp.inf, x) for p, x in enumerate(values)]
-
-    lax.fori_loop(0, _COUNT, take, values)
+    out, grid = _pair((R, COUNT)), (R // SEGMENTS,)
+    return launch_kernel(body, out, grid, ("block",), launch, "top_merge")(values, ids)
 
 
-def _largest(parts: list) -> jax.Array:
-    """[16], the largest of each segment."""
-    return jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
+def _padded(rows: int) -> int:
+    return pl.cdiv(rows, SEGMENTS) * SEGMENTS
 
 
-def _iota(axis: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (_SEGMENTS, _TILE), axis, layout=_LAYOUT)
-
-
-def _broadcast(column: jax.Array) -> jax.Array:
-    return lax.broadcast_in_dim(column, (_SEGMENTS, _TILE), (0,))
-
-
-def _load(ref) -> jax.Array:
-    return plgpu.load(ref, layout=_LAYOUT, optimized=False)
-
-
-def _load_values(ref) -> jax.Array:
-    """NaN and -inf become the lowest finite number: -inf marks what is taken already."""
-    x = _load(ref)
-    return jnp.where(x == x, jnp.maximum(x, _LOWEST), _LOWEST)
-
-
-def _launch(body, shape: tuple[int, ...], grid, names, launch: Launch, name: str):
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-        ),
-        # Safe: no thread reads what another has written.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        grid=grid,
-        grid_names=names,
-        interpret=launch.interpret,
-        kernel_name=name,
-    )
+def _pair(shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)

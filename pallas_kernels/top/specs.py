@@ -26,7 +26,9 @@ SPECS = {
     "embedded-32": Spec(rows=224, width=8192),
     "eagle-vocabulary": Spec(rows=7, width=32000),
     "qwen3-moe": Spec(rows=7, width=151936),
+    "qwen3-moe-8": Spec(rows=56, width=151936),
     "qwen3-moe-32": Spec(rows=224, width=151936),
+    "qwen3-moe-128": Spec(rows=896, width=151936),
     "gpt-oss": Spec(rows=7, width=201088),
 }
 

@@ -9,7 +9,10 @@ from pallas_kernels.top.api import COUNT, top
 
 
 def rows_of(width: int) -> np.ndarray:
-    """Rows without ties, with many ties, with NaN, with few finite values, and with those at both ends."""
+    """Rows without ties, with many ties, with NaN, with few finite values, and with those at both ends.
+
+    Rows 7 to 9 have equal values in different tiles: in all, in the last ones, and infinities beside NaN.
+    """
     rng = np.random.default_rng(width)
     rows = rng.normal(size=(18, width)).astype(np.float32)
     rows[1] = np.round(rows[1])
@@ -19,22 +22,31 @@ def rows_of(width: int) -> np.ndarray:
     rows[4, [0, 5, width - 1]] = 1, np.inf, 2
     rows[5] = -rng.permutation(width)
     rows[6] = np.sort(rows[6])
+    rows[7] = np.arange(width) % 97 == 96
+    rows[8] = np.arange(width) // 300
+    rows[9, [width - 1, width - 65, 300]] = np.inf
+    rows[9, 1::2] = np.nan
     return rows
 
 
 @pytest.mark.parametrize(
     "width",
     [
-        1024,  # a part, which divides the row
-        1088,  # a second part, of which one tile is new
-        8192,  # a block
-        pytest.param(9024, marks=pytest.mark.slow),  # two blocks
-        pytest.param(32000, marks=pytest.mark.slow),  # two passes
+        1024,  # a read, which divides the row
+        1088,  # a second read, of which one chunk is new
+        8192,  # four blocks
+        pytest.param(9024, marks=pytest.mark.slow),  # half of the last block does not exist
+        pytest.param(16_384, marks=pytest.mark.slow),  # the longest that is reduced as it is
+        16_448,  # tiles are chosen; one chunk of the last read is new
+        pytest.param(32_000, marks=pytest.mark.slow),
+        pytest.param(151_936, marks=pytest.mark.slow),  # half of a tile at the end
+        pytest.param(2**19, marks=pytest.mark.exhaustive),  # the longest
     ],
 )
 @pytest.mark.usefixtures("race_free")
 def test_the_kernel_is_the_reference(width):
-    values = jnp.asarray(rows_of(width))[: 18 if width < 2000 else 7]
+    num_rows = 18 if width < 2000 else 10 if width < 2**19 else 3
+    values = jnp.asarray(rows_of(width))[:num_rows]
     ids, largest = (
         np.asarray(x)
         for x in top(values.reshape(1, *values.shape), COUNT, implementation="mosaic_gpu")
@@ -65,6 +77,7 @@ def test_equal_values_are_in_the_order_of_their_indices(width):
         ((2, 960), jnp.float32, 16, "960 values"),
         ((2, 1100), jnp.float32, 16, "1100 values"),
         ((2, 1024), jnp.bfloat16, 16, "bfloat16"),
+        ((2, 2**19 + 64), jnp.float32, 16, "524352 values"),
     ],
 )
 def test_the_kernel_says_what_it_cannot_do(shape, dtype, count, why):
