@@ -18,7 +18,10 @@ import numpy as np
 from llguidance import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from peagle_jax.engine import lark
 from peagle_jax.engine.mask_threads import MaskThreads
+from peagle_jax.engine.schema_objects import MOST_ITEMS
+from peagle_jax.engine.schema_rules import enforceable
 from peagle_jax.errors import ConfigError
 from peagle_jax.plan import mask_words
 from peagle_jax.structured import MAX_CHARS, Reasoning, Structured
@@ -27,6 +30,7 @@ from peagle_jax.text import Tokenizer
 ALL = -1
 """A mask word that allows 32 tokens."""
 LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=MOST_ITEMS,
     initial_lexer_fuel=1_000_000,  # 20 ms
     step_lexer_fuel=100_000,  # 7 ms a mask
     step_max_items=20_000,  # 1 ms a mask
@@ -212,7 +216,7 @@ def definition(structured: Structured, frame: str | None) -> str:
       frame: see `Markers.frame`.
 
     Raises:
-      ConfigError: the text is too long, or not a grammar.
+      ConfigError: the text is too long, not a grammar, or a schema in it cannot be enforced (`schema_rules`).
     """
     size = len(structured.text) + len(structured.around)
     if size > MAX_CHARS:
@@ -223,9 +227,13 @@ def definition(structured: Structured, frame: str | None) -> str:
     except UnicodeEncodeError as error:
         rule = f"character {error.start + 1} is half of a surrogate pair, which no text can contain"
         raise ConfigError.of("structured", rule) from None
-    grammars = [_answer(structured) | {"name": "text" if structured.around else "answer"}]
-    if structured.around:
-        grammars.insert(0, {"lark_grammar": structured.around, "name": "answer"})
+    try:
+        grammars = [_answer(structured) | {"name": "text" if structured.around else "answer"}]
+        if structured.around:
+            around = lark.with_schemas(structured.around, enforceable)
+            grammars.insert(0, {"lark_grammar": around, "name": "answer"})
+    except RecursionError:
+        raise ConfigError.of("structured", "a schema is nested too deeply") from None
     if frame is not None:
         grammars.insert(0, {"lark_grammar": frame})
     return json.dumps({"grammars": grammars})
@@ -237,16 +245,16 @@ def _answer(structured: Structured) -> dict:
         case "json_object":
             return {"json_schema": {"type": "object"}}
         case "json_schema":
-            return {"json_schema": json.loads(text)}
+            return {"json_schema": enforceable(json.loads(text))}
         case "regex":
             return json.loads(llguidance.LLMatcher.grammar_from_regex(text))["grammars"][0]
         case "choice":
-            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-            return {"lark_grammar": "start: " + " | ".join(choices)}
+            return {"lark_grammar": "start: " + " | ".join(map(lark.literal, json.loads(text)))}
     try:
-        return {"lark_grammar": gbnf_to_lark.any_to_lark(text)}
+        grammar = gbnf_to_lark.any_to_lark(text)
     except (gbnf_to_lark.GbnfToLarkError, ValueError, RecursionError) as error:
         raise ConfigError.of("structured", f"not a grammar ({_reason(str(error))})") from None
+    return {"lark_grammar": lark.with_schemas(grammar, enforceable)}
 
 
 class Grammars:
@@ -345,7 +353,8 @@ def new_matcher(vocabulary: llguidance.LLTokenizer, definition: str) -> llguidan
         reason = _reason(matcher.get_error())
         if reason.startswith("NoExtension"):
             reason = "no text can satisfy it"
-        raise ConfigError.of("structured", reason)
+        grammars = (one.get("lark_grammar", "") for one in json.loads(definition)["grammars"])
+        raise ConfigError.of("structured", lark.named(reason, grammars))
     return matcher
 
 

@@ -1,5 +1,6 @@
 """Fields of chats about tools: those that the model may call, and calls in earlier messages."""
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
@@ -8,6 +9,7 @@ from peagle_jax.structured import Structured
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.fields import Fields
+from serving.replies.arguments import types_of
 from serving.tools import (
     NO_FORMAT,
     NOT_BESIDE_TOOLS,
@@ -134,6 +136,7 @@ class ToolFields(Fields):
         if text is not None and field.startswith("structured_outputs"):
             raise invalid("tool_choice", f"a text has one constraint, and {field} is set too")
         is_parallel = self.parallel_tool_calls and named is None
+        self._check_parameters({one["function"]["name"] for one in named or tools})
         forced = frontend.replies.calls(named or tools, is_parallel=is_parallel, must_call=True)
         if forced is None:
             raise invalid(
@@ -148,6 +151,7 @@ class ToolFields(Fields):
         strict = {one.function.name for one in self.tools if one.function.strict}
         if not strict and text is None:
             return field, None
+        self._check_parameters(strict)
         constraint = frontend.replies.calls(
             loose(tools, strict=strict),
             is_parallel=self.parallel_tool_calls,
@@ -165,6 +169,15 @@ class ToolFields(Fields):
             )
             raise invalid(field, rule)
         return field, constraint
+
+    def _check_parameters(self, names: Collection[str]) -> None:
+        """Refuses functions of these names whose schema allows no object: the arguments of a call are one."""
+        for place, one in enumerate(self.tools):
+            schema = one.function.parameters or {}
+            types = types_of(schema, schema)
+            if one.function.name in names and types and "object" not in types:
+                rule = 'must have the type "object": the arguments of a call are a JSON object'
+                raise invalid(f"tools[{place}].function.parameters", rule)
 
     def _named(self, tools: list[dict]) -> list[dict] | None:
         """The tool that the client names; None if it names none."""

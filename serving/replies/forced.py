@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from peagle_jax.engine import lark
 from peagle_jax.text import Tokenizer
 from serving.replies.arguments import types_of
 
@@ -51,16 +52,21 @@ def _either(must: Grammar) -> Grammar:
 def _literal(tokenizer: Tokenizer, text: str) -> str:
     """A terminal: a special token, or text."""
     special = tokenizer.special_id(text)
-    return json.dumps(text, ensure_ascii=False) if special is None else f"<[{special}]>"
+    return lark.literal(text) if special is None else f"<[{special}]>"
 
 
-def _json(schema: Mapping[str, object]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _STYLE}, ensure_ascii=False)
+def _json(schema: Mapping[str, object], tool: dict) -> str:
+    """The schema at the end of a line of a grammar; the comment names it in errors."""
+    text = json.dumps({**schema, "x-guidance": _STYLE}, ensure_ascii=False)
+    return f"%json {text} // parameters of {tool['function']['name']}"
 
 
 def _parameters(tool: dict) -> dict:
+    """The schema of a call's arguments, which are an object, whatever else it allows."""
     given = tool["function"].get("parameters") or {}
-    return {"type": "object", **given}
+    types = given.get("type", "object")
+    is_object = isinstance(types, list) and "object" in types
+    return {**given, "type": "object" if is_object else types}
 
 
 def _named(tool: dict, key: str) -> dict:
@@ -120,7 +126,7 @@ def json_calls(key: str, opening: str = "", closing: str = "", marker: str = "")
         start = (
             f'start: one ("\\n" one)*\none: {one}' if is_parallel and opening else f"start: {one}"
         )
-        return _rules(start, [_json(_named(tool, key)) for tool in tools])
+        return _rules(start, [_json(_named(tool, key), tool) for tool in tools])
 
     def may(tokenizer: Tokenizer, tools: Sequence[dict], is_parallel: bool) -> str:
         if opening:
@@ -132,7 +138,7 @@ def json_calls(key: str, opening: str = "", closing: str = "", marker: str = "")
             special = tokenizer.special_id(marker)
             start = "start: call | other" + ("" if special is None else f" | <[{special}]> call")
             start += "\nother: /([^{ \\t\\r\\n](.|\\n)*)?/"
-        return _rules(start, [_json(_named(tool, key)) for tool in tools])
+        return _rules(start, [_json(_named(tool, key), tool) for tool in tools])
 
     return CallGrammars(must, may, _either(must))
 
@@ -179,8 +185,8 @@ def _xml_rules(start: str, tools: Sequence[dict]) -> str:
         )
         written = {}
         for name, value in properties.items():
-            opening = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
-            rule = _xml_value(value, schema)
+            opening = lark.literal(f"<parameter={name}>\n")
+            rule = _xml_value(value, schema, tool)
             if rule is None:
                 written[name] = f"{opening} text"
             else:
@@ -195,17 +201,17 @@ def _xml_rules(start: str, tools: Sequence[dict]) -> str:
     return "\n".join([_rules(start, calls), *values])
 
 
-def _xml_value(value: object, schema: dict) -> str | None:
+def _xml_value(value: object, schema: dict, tool: dict) -> str | None:
     """The rule of a parameter's value; None: a text that ends at the next closing tag."""
     if not isinstance(value, dict):
         return None
     choices = value.get("enum")
     if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
-        return " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+        return " | ".join(map(lark.literal, choices))
     types = types_of(value, schema)
     if not types or not _TYPES_OF_JSON.issuperset(types):
         return None
-    return _json(_alone(value, schema) if "$ref" in str(value) else value)
+    return _json(_alone(value, schema) if "$ref" in str(value) else value, tool)
 
 
 def _alone(value: dict, schema: dict) -> dict:
@@ -263,7 +269,7 @@ def _harmony_rules(tokenizer: Tokenizer, tools: Sequence[dict], start: str) -> s
     kind = f'" " {mark("constrain")} "json"' if is_marked else '" json"'
     calls = [
         f"{mark('channel')} {json.dumps('commentary to=functions.' + tool['function']['name'])} "
-        f"{kind} {mark('message')} {_json(_parameters(tool))}"
+        f"{kind} {mark('message')} {_json(_parameters(tool), tool)}"
         for tool in tools
     ]
     return _rules(rules, calls)

@@ -1,0 +1,211 @@
+"""Schemas that llguidance would enforce in part, or not at the end: each is refused by its place, or enforced."""
+
+import json
+import random
+
+import pytest
+
+from peagle_jax import ConfigError
+from peagle_jax.engine.grammar import Grammars, Matcher
+from peagle_jax.engine.schema_objects import MOST_ITEMS
+from peagle_jax.engine.schema_rules import _is_read_exactly
+from peagle_jax.structured import Structured
+from tests.serving.scripted import END, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("bytes"), "")
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.special_id(END)])
+
+
+def refusal(grammars, schema) -> str:
+    with pytest.raises(ConfigError) as caught:
+        grammars.compile(Structured.json_schema(schema))
+    assert caught.value.field == "structured"
+    return caught.value.rule
+
+
+def after(grammars, tokenizer, schema, text: str) -> Matcher:
+    """The matcher of a schema after a text, with the mask of what may follow."""
+    matcher = grammars.compile(Structured.json_schema(schema))
+    for token in tokenizer.encode(text, special=False):
+        matcher.matcher.compute_bitmask()
+        matcher.consume([token])
+    return matcher
+
+
+def admits(grammars, tokenizer, schema, text: str) -> bool:
+    matcher = after(grammars, tokenizer, schema, text)
+    return matcher.error is None and matcher.is_complete
+
+
+def named(number: int, prefix: str = "p", **others) -> dict:
+    """An object with so many properties."""
+    properties = {f"{prefix}{place:04d}": {"type": "integer"} for place in range(number)}
+    return {"type": "object", "properties": properties, "additionalProperties": False} | others
+
+
+INEXACT = {
+    "#/const: 1152921504606846977 ": '{"const": 1152921504606846977}',
+    "#/enum: 9007199254740993 ": '{"enum": [1, 9007199254740993]}',
+    "#/const: 12345678901234567890123 ": '{"const": 12345678901234567890123}',
+    "#/maximum: 9223372036854775811 ": '{"type": "integer", "maximum": 9223372036854775811}',
+    "#/minimum: -9223372036854775809 ": '{"type": "integer", "minimum": -9223372036854775809, "maximum": -9223372036854775809}',
+    "#/exclusiveMinimum: 9007199254740992 ": '{"type": "integer", "exclusiveMinimum": 9007199254740992}',
+    "#/exclusiveMaximum: -9007199254740992 ": '{"type": "integer", "exclusiveMaximum": -9007199254740992}',
+    "#/multipleOf: 9007199254740993 ": '{"type": "integer", "multipleOf": 9007199254740993}',
+    "#/$defs/id/anyOf/1/properties/x/const: 9007199254740993 ": '{"$ref": "#/$defs/id", "$defs": {"id": {"anyOf": [{}, {"properties": {"x": {"const": 9007199254740993}}}]}}}',
+    "#/const: 9007199254740995 ": '{"const": {"a": [9007199254740995]}}',
+    "#/maximum: 1e+300 ": '{"type": "number", "maximum": 1e300}',
+    "#/const: 123456789.12345679 ": '{"const": 123456789.12345679}',
+    "#/minimum: 7.81736020229395e-10 ": '{"type": "number", "minimum": 7.81736020229395e-10}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", INEXACT)
+def test_numbers_that_float64_does_not_hold_are_refused_by_their_place(grammars, place):
+    rule = refusal(grammars, INEXACT[place])
+    assert rule.startswith(place), rule
+    assert "exactly" in rule
+
+
+EXACT = [
+    ({"const": 9007199254740992}, "9007199254740992", "9007199254740993"),
+    ({"enum": [-9007199254740991]}, "-9007199254740991", "-9007199254740992"),
+    ({"type": "integer", "maximum": 9007199254740992}, "9007199254740992", "9007199254740993"),
+    ({"type": "integer", "exclusiveMinimum": 9007199254740991}, "9007199254740992", "9007199254740991"),
+    ({"const": 3.141592653589793}, "3.141592653589793", "3.141592653589794"),
+    ({"type": "integer", "default": 2**60, "examples": [2**61]}, str(2**70), "0.5"),
+    ({"type": "object", "properties": {"const": {"default": 2**60}, "minimum": {}}}, '{"const": 1}', "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), EXACT)
+def test_other_numbers_are_enforced(grammars, tokenizer, schema, valid, invalid):
+    assert admits(grammars, tokenizer, schema, valid)
+    assert not admits(grammars, tokenizer, schema, invalid)
+
+
+def test_decimals_that_pass_are_written_as_they_are(grammars, tokenizer):
+    """The grammar of a constant is that of the nearest float64, or the constant is refused."""
+    rng, passed = random.Random(0), 0
+    for _ in range(100):
+        digits, exponent = rng.choice([3, 9, 15, 17]), rng.randint(-9, 9)
+        value = float(f"{rng.randrange(10 ** (digits - 1), 10**digits)}e{exponent - digits}")
+        if not _is_read_exactly(value):
+            continue
+        passed += 1
+        matcher, text = grammars.compile(Structured.json_schema({"const": value})), b""
+        while not matcher.is_complete:
+            (token,) = matcher.forced(1)
+            text += tokenizer.decode([token]).encode()
+            matcher.consume([token])
+        assert float(text) == value
+    assert 50 < passed < 100
+
+
+TOO_MANY = {
+    "one object": (named(520), "#"),
+    "free keys": (named(500, additionalProperties=True), "#"),
+    "within an array": ({"type": "array", "items": {"anyOf": [named(520), {"type": "null"}]}}, "#/items"),
+    "alternatives": ({"anyOf": [named(300), named(300, "q")]}, "#"),
+    "parts": ({"allOf": [named(300, additionalProperties=True), named(300, "q", additionalProperties=True)]}, "#"),
+    "a reference": ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": named(520)}}, "#/properties/a"),
+    "behind a required one": (named(2010, required=["p0000"]), "#"),
+    "one at least": (named(45, minProperties=1), "#"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_objects_beyond_the_parsers_rows_are_refused_by_their_place(grammars, name):
+    schema, place = TOO_MANY[name]
+    rule = refusal(grammars, schema)
+    assert rule.startswith(f"{place}: "), rule
+    assert "optional properties are too many" in rule
+    assert str(MOST_ITEMS) not in rule, "the limit is one of properties"
+
+
+FITTING = {
+    "one object": (named(490, additionalProperties=True), '{"p0001": 1,'),
+    "behind a required one": (named(1800, required=["p0000"]), '{"p0000": 1,'),
+    "one at least": (named(44, minProperties=1), '{"p0003": 1,'),
+    "one at most": (named(200, maxProperties=1), '{"p0003": 1'),
+    "required by another part": ({"allOf": [named(600), {"required": list(named(600)["properties"])}]}, '{"p0000": 1,'),
+    "many alternatives": ({"anyOf": [named(1, required=["p0000"], title=str(i)) for i in range(600)] + [named(9)]}, '{"p0000": 1'),
+    "a union with tags": ({"anyOf": [named(50, f"p{i}", required=[f"p{i}0000"]) for i in range(100)]}, '{"p30000": 1,'),
+    "many constants": ({"anyOf": [{"const": i} for i in range(600)] + [named(9)]}, '{"p0000": 1'),
+    "alternatives": ({"anyOf": [named(240), named(240, "q"), {"type": "null"}]}, '{"q0003": 1,'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_objects_that_pass_fit_the_parsers_rows(grammars, tokenizer, name):
+    matcher = after(grammars, tokenizer, *FITTING[name])
+    matcher.matcher.compute_bitmask()
+    assert matcher.error is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_enforced"),
+    [
+        ({"type": "object", "patternProperties": {"^a$": {}}, "additionalProperties": False, "minProperties": 2}, False),
+        ({"minProperties": 2}, False),
+        ({"type": ["object", "null"], "required": ["a"], "minProperties": 3}, False),
+        ({"anyOf": [{"type": "null"}, {"type": "object", "minProperties": 2}]}, False),
+        ({"minProperties": 1}, True),
+        ({"type": "object", "required": ["a", "a", "b"], "minProperties": 3}, True),
+        ({"type": "string", "minProperties": 2}, True),
+        (named(3, required=["p0000", "p0001", "p0002"], minProperties=3), True),
+    ],
+)  # fmt: skip
+def test_free_keys_that_may_repeat_do_not_count(grammars, schema, is_enforced):
+    if is_enforced:
+        grammars.compile(Structured.json_schema(schema))
+    else:
+        assert "minProperties: " in refusal(grammars, schema)
+        assert "written twice" in refusal(grammars, schema)
+
+
+@pytest.mark.parametrize("keyword", ["properties", "patternProperties"])
+def test_no_free_key_spells_a_named_one_with_escapes(grammars, tokenizer, keyword):
+    """A reader takes the second of two equal keys, which would be free of the first one's schema."""
+    name = "a" if keyword == "properties" else "^a$"
+    schema = {"type": "object", keyword: {name: {"const": 1}}}
+    assert admits(grammars, tokenizer, schema, '{"a": 1, "b\\n\\"": "é\\\\"}')
+    assert not admits(grammars, tokenizer, schema, '{"a": 1, "\\u0061": 2}')
+    assert not admits(grammars, tokenizer, schema, '{"\\u0061": 2}')
+    closed = {"type": "object", "properties": {"a": {"type": "string"}}} | {
+        "additionalProperties": False
+    }
+    assert admits(grammars, tokenizer, closed, '{"a": "\\u001b"}')
+
+
+def test_a_constant_that_needs_escapes_is_refused_beside_free_keys(grammars, tokenizer):
+    """Without \\u llguidance would leave its control characters out."""
+    parts = {"type": "object", "properties": {"a": {"const": "x\0"}}}
+    assert refusal(grammars, parts).startswith("#/properties/a/const: a control character")
+    closed = parts | {"additionalProperties": False}
+    assert admits(grammars, tokenizer, closed, '{"a": "x\\u0000"}')
+    assert not admits(grammars, tokenizer, closed, '{"a": "x"}')
+
+
+def test_a_clients_own_style_stays(grammars, tokenizer):
+    schema = {"properties": {"a": {}}, "x-guidance": {"whitespace_flexible": False}}
+    assert admits(grammars, tokenizer, schema, '{"a":1}')
+    assert not admits(grammars, tokenizer, schema, '{"a": 1}')
+
+
+def test_references_in_a_circle_are_counted_once(grammars):
+    parts = named(5, anyOf=[{"$ref": "#/$defs/a"}, {}])
+    assert "circular" in refusal(grammars, {"$ref": "#/$defs/a", "$defs": {"a": parts}})
+
+
+def test_a_chain_of_references_without_end_is_refused(grammars):
+    chain = {f"n{place}": {"$ref": f"#/$defs/n{place + 1}"} for place in range(3000)}
+    rule = refusal(grammars, {"$ref": "#/$defs/n0", "$defs": chain})
+    assert rule == "a schema is nested too deeply", json.dumps(rule)
