@@ -329,9 +329,9 @@ class EngineConfig:
         check_options(self)
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
             raise ConfigError(
-                f"{self.num_pages=} cannot hold one request of {self.max_model_len=}: it needs "
-                f"{self.pages_per_seq} pages of {self.page_size} tokens and the dummy page; "
-                f"raise num_pages to {self.pages_per_seq + 1} or lower max_model_len"
+                f"num_pages={self.num_pages} cannot hold one request of max_model_len={self.max_model_len} "
+                f"tokens, which needs {self.pages_per_seq} pages of {self.page_size} tokens and the dummy "
+                f"page; raise num_pages to {self.pages_per_seq + 1} or lower max_model_len"
             )
 
     @property

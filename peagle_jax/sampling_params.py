@@ -13,6 +13,8 @@ MAX_END_IDS = 288
 """Most tokens that end the text of a request with `min_tokens`."""
 
 _MAX_BAD_WORDS = 128
+_LEAST_PENALTY = 0.009999999776482582
+"""0.01 in float32, as clients of gRPC send it."""
 _SHOWN = 80
 """Most characters of a value in an error."""
 
@@ -134,7 +136,7 @@ class SamplingParams:
             ),
             # Less than this could divide a logit beyond float32.
             (
-                0.01 <= self.repetition_penalty <= 100.0,
+                _LEAST_PENALTY <= self.repetition_penalty <= 100.0,
                 "repetition_penalty",
                 "between 0.01 and 100",
             ),

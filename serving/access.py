@@ -59,7 +59,7 @@ def prepare_access(settings: Settings) -> Access:
     if settings.tls_cert is not None:
         certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     for port in (settings.port, settings.http_port):
-        if port > 0:
+        if port >= 0:
             _check_free(settings.host, port)
     most = _connections(settings.max_connections, 1 if settings.http_port < 0 else 2)
     return Access(
@@ -96,11 +96,17 @@ def _connections(asked: int | None, num_ports: int) -> int:
 
 
 def _check_free(host: str, port: int) -> None:
+    """Tries an address, so that gRPC's core does not log a line of its own about it. Port 0 is any free one."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = addresses[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+    except (socket.gaierror, UnicodeError) as error:
+        rule = f"host={host!r} is no address or name that this machine knows"
+        raise OSError(
+            f"{rule}; give one of its own, such as 127.0.0.1, or 0.0.0.0 for all"
+        ) from error
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

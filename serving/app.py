@@ -9,8 +9,7 @@ from dataclasses import fields, replace
 from functools import partial
 
 from peagle_jax import Engine, runs
-from peagle_jax.config import ConfigError
-from peagle_jax.engine.memory import page_bytes
+from peagle_jax.engine.memory import pages_in
 from peagle_jax.loading import load_weights
 from serving.access import RESERVE, Access
 from serving.frontend import Frontend, State
@@ -106,12 +105,8 @@ def make_engine(settings: Settings) -> Engine:
     )
     if settings.kv_cache_memory is not None:
         drafter = None if head is None else head.config
-        pages = num_bytes(settings.kv_cache_memory) // page_bytes(target.config, drafter, config)
-        try:
-            config = replace(config, num_pages=pages)
-        except ConfigError as error:
-            given = f"kv_cache_memory={settings.kv_cache_memory!r}"
-            raise ConfigError(f"{given} makes {pages} pages of KV cache: {error}") from error
+        pages = pages_in(num_bytes(settings.kv_cache_memory), target.config, drafter, config)
+        config = replace(config, num_pages=pages)
     return Engine(target, head, config, tokenizer=tokenizer)
 
 

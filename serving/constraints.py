@@ -3,24 +3,18 @@
     constraint -> checked in `grammar_process` -> compiled in a thread -> matcher of the engine
 
 The check runs in a process of its own, whose limits of time and memory end it without harm to the server. The
-result is kept for each caller: a constraint that a caller sends again is not checked again.
+result is kept for each caller: a constraint that a caller sends again is not checked again, and one that was
+refused is refused at once. Callers take turns at the processes and threads.
 """
 
 import asyncio
-import contextlib
-import json
+import hashlib
 import logging
-import os
-import select
-import signal
-import subprocess
-import sys
+import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import IO
 
 from peagle_jax import ConfigError, Engine
 from peagle_jax.engine.grammar import Grammars, Matcher
@@ -28,18 +22,17 @@ from peagle_jax.structured import MAX_CHARS, Structured
 from serving import caller
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError, invalid
-from serving.grammar_process import CPU_SECONDS, Vocabulary
+from serving.grammar_process import CPU_SECONDS, Process, Vocabulary
+from serving.networks import network
 
 _log = logging.getLogger(__name__)
 _NUM_PROCESSES = 2
+_NUM_THREADS = 2
 _MAX_WAITING = 256
-_MAX_SECONDS = 30.0
-"""Longest wait for one check, on a busy machine; `grammar_process` limits its processor time."""
 _NUM_REMEMBERED = 256
 _MAX_REMEMBERED = 16 << 10  # characters of a definition
-_SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals of other processes, or of the kernel when memory is short. The limits of `grammar_process` end it by SIGXCPU,
-SIGABRT or SIGSEGV instead."""
+_REFUSED_SECONDS = 300.0
+"""How long a refusal is remembered. Not forever: a busy machine can be the cause of one."""
 _TOO_COMPLEX = f"is too complex: the check of it took more than {CPU_SECONDS} s, too much memory or too much stack"
 
 
@@ -52,13 +45,12 @@ class Constraints:
 
     def __init__(self, engine: Engine):
         self._grammars: Grammars | None = engine.grammars
-        self._pool = BoundedPool(
-            "grammar", "constraints", num_threads=_NUM_PROCESSES, max_waiting=_MAX_WAITING
-        )
-        self._processes = [_Process(self._vocabulary(engine)) for _ in range(_NUM_PROCESSES)]
+        # Two pools: a constraint that is known does not wait for the checks of others.
+        self._checks = _FairPool("grammar-check", _NUM_PROCESSES)
+        self._compiles = _FairPool("grammar", _NUM_THREADS)
+        self._processes = [Process(self._vocabulary(engine)) for _ in range(_NUM_PROCESSES)]
         self._idle = list(self._processes)
-        self._known: OrderedDict[tuple, str] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known, self._refused = _Memory(), _Memory(_REFUSED_SECONDS)
         self._preparing: asyncio.Future | None = None
 
     @staticmethod
@@ -69,7 +61,8 @@ class Constraints:
     def prepare(self) -> None:
         """Reads the vocabulary in a thread, so that the first constraint does not wait for it."""
         if self._grammars is not None:
-            self._preparing = asyncio.ensure_future(self._pool.run(self._read_vocabulary))
+            reading = self._compiles.run("", self._read_vocabulary)
+            self._preparing = asyncio.ensure_future(reading)
 
     def _read_vocabulary(self) -> None:
         try:
@@ -84,15 +77,17 @@ class Constraints:
         field: str,
         number: int = 1,
         chat: Sequence[int] | None = None,
+        address: str = "",
     ) -> list[Matcher]:
         """Matchers at the beginning of the constrained text, one for each of `number` sequences.
 
         Args:
           field: the client's name of the constraint, for errors.
           chat: the prompt, if the text is the answer of a chat and reasoning may come before it.
+          address: of the client, "" if it has none; tells clients without a token apart.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED if too many wait;
+          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED if too many of the client wait;
             UNAVAILABLE if the server ends, or can start no process.
         """
         if self._grammars is None:
@@ -102,30 +97,42 @@ class Constraints:
             raise invalid(field, f"{size} characters are more than {MAX_CHARS}")
         if chat is not None:
             structured = self._grammars.located(structured, chat)
+        frame = self._grammars.markers.frame(structured.reasoning)
+        # Each caller has its own cache: from the time of an answer one caller could learn what another sent.
+        caller_id = caller.current()
+        parts = caller_id, structured.kind, structured.text, structured.around, frame
+        key = hashlib.sha256(repr(parts).encode()).digest()
+        origin = caller_id or network(address)
         try:
-            # Each caller has its own cache: from the time of an answer one caller could learn what another sent.
-            caller_id = caller.current()
-            return await self._pool.run(lambda: self._compile(structured, number, caller_id))
+            definition = self._recall(key)
+            if definition is None:
+                check = lambda: self._check(key, structured, frame)
+                definition = await self._checks.run(origin, check)
+            return await self._compiles.run(origin, lambda: self._matchers(definition, number))
         except ConfigError as error:
             raise invalid(field, error.rule) from error
 
-    def _compile(self, structured: Structured, number: int, caller_id: str) -> list[Matcher]:
-        self._grammars.prepare()
-        frame = self._grammars.markers.frame(structured.reasoning)
-        key = caller_id, structured.kind, structured.text, structured.around, frame
-        with self._lock:
-            definition = self._known.pop(key, None)
-        if definition is None:
-            definition = self._check(structured, frame)
-        with self._lock:
-            if len(definition) <= _MAX_REMEMBERED:
-                self._known[key] = definition
-            while len(self._known) > _NUM_REMEMBERED:
-                self._known.popitem(last=False)
+    def _matchers(self, definition: str, number: int) -> list[Matcher]:
         matcher = self._grammars.matcher(definition)
         return [matcher, *(matcher.copy() for _ in range(number - 1))]
 
-    def _check(self, structured: Structured, frame: str | None) -> str:
+    def _recall(self, key: bytes) -> str | None:
+        """The definition of a constraint that has been checked; None if it has not, or is forgotten.
+
+        Raises:
+          ConfigError: the check has refused it.
+        """
+        rule = self._refused.get(key)
+        if rule is not None:
+            raise ConfigError.of("structured", rule)
+        return self._known.get(key)
+
+    def _check(self, key: bytes, structured: Structured, frame: str | None) -> str:
+        self._grammars.prepare()
+        # Another request of the same caller may have had it checked while this one waited.
+        definition = self._recall(key)
+        if definition is not None:
+            return definition
         process = self._idle.pop()  # as many as threads
         try:
             parts = dict(kind=structured.kind, text=structured.text, around=structured.around)
@@ -136,155 +143,145 @@ class Constraints:
             _log.warning(
                 "a constraint of kind %s exceeded the limits of its check", structured.kind
             )
-            raise ConfigError.of("structured", _TOO_COMPLEX)
+            answer = {"error": _TOO_COMPLEX}
         if "error" in answer:
+            self._refused.put(key, answer["error"])
             raise ConfigError.of("structured", answer["error"])
-        return answer["definition"]
+        definition = answer["definition"]
+        if len(definition) <= _MAX_REMEMBERED:
+            self._known.put(key, definition)
+        return definition
 
     def close(self) -> None:
         """Takes no more constraints and ends the processes."""
-        self._pool.close()
+        for pool in (self._checks, self._compiles):
+            pool.close()
         for process in self._processes:
             process.end()
 
     async def wait_closed(self, seconds: float) -> None:
         """Waits until no constraint is compiled, for at most `seconds`."""
-        await self._pool.wait_closed(seconds)
+        pools = self._checks, self._compiles
+        await asyncio.gather(*(pool.wait_closed(seconds) for pool in pools))
 
 
-def _is_ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
-    """Waits for an event of `select.poll`, which takes descriptors above 1,023 as well."""
-    poll = select.poll()
-    poll.register(pipe, event)
-    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-
-
-class _KilledError(Exception):
-    """The process that checks constraints was killed from outside."""
-
-
-class _Process:
-    """A `grammar_process`, started at the first check and again after its end.
+class _Memory:
+    """The texts that were used last, by key. Thread-safe.
 
     Args:
-      vocabulary: returns the first message to the process.
-      command: starts the process.
-      seconds: maximum time of a check, including the start.
+      seconds: how long a text is kept.
     """
 
-    def __init__(
-        self,
-        vocabulary: Callable[[], Vocabulary],
-        command: Sequence[str] = (sys.executable, "-m", "serving.grammar_process"),
-        seconds: float = _MAX_SECONDS,
-    ):
-        self._vocabulary, self._command, self._seconds = vocabulary, command, seconds
-        self._process: subprocess.Popen | None = None
-        self._is_ended = False
-        self._lock = threading.Lock()
+    def __init__(self, seconds: float = math.inf):
+        self._seconds, self._lock = seconds, threading.Lock()
+        self._texts: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
-    def ask(self, constraint: dict) -> dict | None:
-        """The result of a check; None if the process exceeded a limit or took too long.
-
-        A process that was killed from outside (for example while it was idle) is replaced once.
-
-        Raises:
-          ServiceError: UNAVAILABLE; the process cannot be started, was killed twice, or the server ends.
-        """
-        for _ in range(2):
-            try:
-                return self._ask(constraint)
-            except _KilledError:
-                _log.warning("the process that checks constraints was killed from outside")
-        rule = "the process that checks constraints was killed from outside; try again"
-        raise ServiceError(Code.UNAVAILABLE, rule, retry_after=1.0)
-
-    def _ask(self, constraint: dict) -> dict | None:
+    def get(self, key: bytes) -> str | None:
+        """The text of a key; None if there is none, or its time is up."""
         with self._lock:
-            deadline = time.monotonic() + self._seconds
-            try:
-                if self._process is None:
-                    self._start()
-                    self._send(asdict(self._vocabulary()), deadline)
-                self._send(constraint, deadline)
-                answer = self._receive(deadline)
-            except OSError:  # it ended before it had read everything, or does not read
-                answer = None
-            except BaseException:  # a half-written message would be read as part of the next one
-                self._kill()
-                raise
-            was_killed = answer is None and self._was_killed(deadline)
-            if answer is None or self._is_ended:
-                self._kill()
-        if answer is None and self._is_ended:
-            raise ServiceError(Code.UNAVAILABLE, "the server shuts down; use another server")
-        if was_killed:
-            raise _KilledError
-        return answer
-
-    def _was_killed(self, deadline: float) -> bool:
-        """Whether the process ended by a signal that no limit of its own sends."""
-        # The pipe closes a moment before the process ends.
-        seconds = 1.0 if time.monotonic() < deadline else 0.0
-        try:
-            return -self._process.wait(seconds) in _SIGNALS_FROM_OUTSIDE
-        except subprocess.TimeoutExpired:
-            return False
-
-    def end(self) -> None:
-        """Ends the process, and a check that waits for its result."""
-        self._is_ended = True
-        process = self._process
-        if process is not None:
-            process.kill()
-        # A thread that waits for an answer closes the pipes itself.
-        if self._lock.acquire(blocking=False):
-            try:
-                self._kill()
-            finally:
-                self._lock.release()
-
-    def _start(self) -> None:
-        try:
-            process = subprocess.Popen(
-                self._command,
-                bufsize=0,  # a write then takes what the pipe has room for
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt at the terminal is for the server alone
-            )
-        except OSError as error:
-            rule = f"the process that checks constraints cannot be started ({error})"
-            _log.error("%s", rule)
-            raise ServiceError(Code.UNAVAILABLE, f"{rule}; try again", retry_after=1.0) from error
-        self._process = process
-        if self._is_ended:
-            process.kill()
-
-    def _send(self, content: dict, deadline: float) -> None:
-        """Raises `OSError` if the process does not read all of it in time."""
-        rest = memoryview(json.dumps(content).encode() + b"\n")
-        pipe = self._process.stdin
-        while rest:
-            if not _is_ready(pipe, select.POLLOUT, deadline):
-                raise TimeoutError("the process does not read")
-            rest = rest[os.write(pipe.fileno(), rest[: select.PIPE_BUF]) :]
-
-    def _receive(self, deadline: float) -> dict | None:
-        answer, pipe = bytearray(), self._process.stdout
-        while not answer.endswith(b"\n"):
-            if not _is_ready(pipe, select.POLLIN, deadline):
+            text, until = self._texts.get(key, (None, 0.0))
+            if text is None:
                 return None
-            part = os.read(pipe.fileno(), 1 << 16)
-            if not part:
+            if time.monotonic() >= until:
+                del self._texts[key]
                 return None
-            answer += part
-        return json.loads(answer)
+            self._texts.move_to_end(key)
+            return text
 
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            with contextlib.suppress(OSError):
-                process.communicate()
+    def put(self, key: bytes, text: str) -> None:
+        """Keeps a text; of too many the one that was used longest ago is dropped."""
+        with self._lock:
+            self._texts[key] = text, time.monotonic() + self._seconds
+            while len(self._texts) > _NUM_REMEMBERED:
+                self._texts.popitem(last=False)
+
+
+class _FairPool:
+    """A `BoundedPool` whose threads callers use in turn: one with many requests delays no other by all of them.
+
+    `_MAX_WAITING` functions wait at most. Beyond that the caller with most of them loses its newest.
+    """
+
+    def __init__(self, name: str, num_threads: int):
+        # In this pool nothing waits, because only as many functions as threads have a turn.
+        self._pool = BoundedPool(
+            name, "constraints", num_threads=num_threads, max_waiting=num_threads
+        )
+        self._num_free = num_threads
+        self._waiting: dict[str, deque[asyncio.Future[bool]]] = {}
+        """By caller, the next one first. True is a turn, False a refusal."""
+        self._running: Counter[str] = Counter()
+        self.close, self.wait_closed = self._pool.close, self._pool.wait_closed
+
+    async def run[T](self, origin: str, function: Callable[[], T]) -> T:
+        """See `BoundedPool.run`.
+
+        Args:
+          origin: the caller whose turn it is.
+        """
+        await self._wait_for_turn(origin)
+        return await asyncio.shield(self._start(origin, function))
+
+    def _start[T](self, origin: str, function: Callable[[], T]) -> asyncio.Task[T]:
+        """Starts a function, which has its turn until it returns, even if its request is cancelled."""
+
+        def end(work: asyncio.Task) -> None:
+            if not work.cancelled():
+                work.exception()  # of a cancelled request nothing else reads it, and asyncio would log it
+            self._end_turn(origin)
+
+        work = asyncio.create_task(self._pool.run(function))
+        work.add_done_callback(end)
+        return work
+
+    async def _wait_for_turn(self, origin: str) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            self._running[origin] += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(origin, deque()).append(turn)
+        if sum(map(len, self._waiting.values())) > _MAX_WAITING:
+            self._refuse_one(origin)
+        try:
+            is_turn = await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._forget(origin, turn)
+            elif turn.result():  # the turn came at the same moment
+                self._end_turn(origin)
+            raise
+        if not is_turn:
+            rule = "too many constraints of this client wait for their check; try again later"
+            raise ServiceError(Code.RESOURCE_EXHAUSTED, rule, retry_after=1.0)
+
+    def _end_turn(self, origin: str) -> None:
+        """Gives the turn of a caller to the next one: of those with least that runs, to the first."""
+        self._running[origin] -= 1
+        self._running += Counter()  # drops callers of whom nothing runs
+        while self._waiting:
+            origin = min(self._waiting, key=self._running.__getitem__)
+            turns = self._waiting.pop(origin)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[origin] = turns  # behind all others
+            if not turn.done():
+                turn.set_result(True)
+                self._running[origin] += 1
+                return
+        self._num_free += 1
+
+    def _refuse_one(self, newest: str) -> None:
+        """Refuses the last one of the caller with most that wait; of several such callers, of `newest`."""
+        longest = max((newest, *self._waiting), key=lambda origin: len(self._waiting[origin]))
+        turn = self._waiting[longest][-1]
+        self._forget(longest, turn)
+        if not turn.done():
+            turn.set_result(False)
+
+    def _forget(self, origin: str, turn: asyncio.Future) -> None:
+        turns = self._waiting.get(origin, ())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[origin]

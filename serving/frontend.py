@@ -184,24 +184,24 @@ class Frontend:
         async with self._limit_time():
             return await self._encoder.chat(messages, variables, tools=tools, **fields)
 
-    async def constrain(self, ask: Ask, *, is_chat: bool | None = None) -> Ask:
+    async def constrain(self, ask: Ask, *, is_chat: bool | None = None, address: str = "") -> Ask:
         """The request with its constraint compiled, if it has one.
 
         Args:
           is_chat: whether the prompt ends where a chat model answers; None: as `ask` says.
+          address: see `Constraints.compile`.
 
         Raises:
           ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED; DEADLINE_EXCEEDED.
         """
-        if ask.params.structured is None:
+        structured = ask.params.structured
+        if structured is None:
             return ask
-        is_chat = ask.is_chat if is_chat is None else is_chat
+        has_chat = ask.is_chat if is_chat is None else is_chat
+        chat, field = ask.prompt if has_chat else None, ask.spelling.get("structured", "structured")
         async with self._limit_time(ask.deadline):
             matchers = await self._constraints.compile(
-                ask.params.structured,
-                field=ask.spelling.get("structured", "structured"),
-                number=ask.n,
-                chat=ask.prompt if is_chat else None,
+                structured, field=field, number=ask.n, chat=chat, address=address
             )
         return replace(ask, matchers=matchers)
 

@@ -13,8 +13,10 @@ def request_id(given: str, *, field: str = "request_id") -> str:
     """The client's id, or a new one if it gives none.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT; the id is too long.
+      ServiceError: INVALID_ARGUMENT; the id is too long, or the headers of an answer cannot hold it.
     """
+    if not (given.isascii() and given.isprintable()):
+        raise invalid(field, "must be printable ASCII")
     if len(given) > _MAX_ID:
         raise invalid(field, f"{len(given)} characters are more than {_MAX_ID}")
     return given or uuid.uuid4().hex

@@ -6,13 +6,14 @@ one delta, so a stream never holds more than its text, and a slow client delays 
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from peagle_jax import SamplingParams
 from peagle_jax.engine.grammar import Matcher
-from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
+from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob, at_least
 from peagle_jax.engine.stats import Acceptance
 from serving import caller
 from serving.errors import Code, ServiceError, failure
@@ -100,7 +101,7 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Counts over all sequences of a request that have ended; times in seconds from its arrival.
+    """Counts over all sequences of a request, also of those cut short; times in seconds from its arrival.
 
     `cached_tokens` are the prompt tokens that the prefix cache had for the first sequence.
     """
@@ -114,10 +115,57 @@ class Usage:
 
 
 @dataclass
+class _Progress:
+    """Counts of a sequence that has not ended, with the fields that `Acceptance.of` reads."""
+
+    num_tokens: int = 0
+    by_drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Rounds by their numbers of drafts: verified, accepted."""
+
+    def add(self, event: Tokens) -> None:
+        """Counts the output of a round."""
+        self.num_tokens += len(event.tokens)
+        if event.round is not None:
+            self.by_drafts[len(event.round.drafts), event.round.accepted] += 1
+
+    @property
+    def rounds(self) -> int:
+        return self.by_drafts.total()
+
+    @property
+    def emitted(self) -> int:
+        return max(0, self.num_tokens - 1)  # prefill makes the first one
+
+    @property
+    def drafted(self) -> int:
+        return sum(self.drafted_per_position)
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_per_position)
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        return self._per_position(0)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        return self._per_position(1)
+
+    def _per_position(self, kind: int) -> list[int]:
+        most = max((drafts[0] for drafts in self.by_drafts), default=0)
+        rounds = [0] * (most + 1)
+        for drafts, count in self.by_drafts.items():
+            rounds[drafts[kind]] += count
+        return at_least(rounds)
+
+
+@dataclass
 class _Sequence:
-    """Output of one sequence that the client has not read yet."""
+    """Output of one sequence that the client has not read yet, and counts of all its output."""
 
     parser: ReplyParser | None
+    progress: _Progress = field(default_factory=_Progress)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprob | None] | None = None
@@ -225,6 +273,7 @@ class Stream:
         """Adds the output of a round to sequence `index`."""
         sequence = self._sequences[index]
         sequence.tokens += event.tokens
+        sequence.progress.add(event)
         if index == 0:
             self.cached_tokens = event.cached_tokens
         if event.round is not None:
@@ -256,11 +305,14 @@ class Stream:
     def usage(self) -> Usage:
         """Counts and times of the request; complete once every sequence has ended."""
         first, now = self.first_token, self.end or time.monotonic()
+        # A request that is cancelled is reported before the engine returns its sequences.
+        running = [one.progress for one in self._sequences if one.request is None]
+        num_tokens = sum(len(request.output) for request in self.requests)
         return Usage(
             prompt_tokens=len(self.ask.prompt),
             cached_tokens=self.cached_tokens,
-            completion_tokens=sum(len(request.output) for request in self.requests),
-            acceptance=Acceptance.of(self.requests),
+            completion_tokens=num_tokens + sum(one.num_tokens for one in running),
+            acceptance=Acceptance.of([*self.requests, *running]),
             time_to_first_token=0.0 if first is None else first - self.arrival,
             duration=now - self.arrival,
         )

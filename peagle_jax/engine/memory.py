@@ -79,6 +79,26 @@ def page_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
     return config.page_size * sum(_token_bytes(layer, config) for layer in layers)
 
 
+def pages_in(
+    nbytes: int, target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
+) -> int:
+    """Pages that a KV cache of `nbytes` bytes has, the dummy page included.
+
+    Raises:
+      ConfigError: they cannot hold one request; `field` is "kv_cache_memory", the rule has the least bytes.
+    """
+    size, least = page_bytes(target, drafter, config), config.pages_per_seq + 1
+    if nbytes < least * size:
+        given = (
+            f"{nbytes} bytes cannot hold one request of max_model_len={config.max_model_len} tokens"
+        )
+        rule = f"{given}; give {least * size} bytes or more, or lower max_model_len"
+        raise ConfigError.of("kv_cache_memory", rule)
+    return (
+        nbytes // size if size else config.total_pages
+    )  # no bytes: every layer has a sliding window
+
+
 def ring_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
     """Bytes of the ring buffers of all sliding-window layers; independent of sequence lengths."""
     return ring_rows(config) * _slot_ring_bytes(target, drafter, config)
@@ -282,15 +302,21 @@ def _advice(
     def fits(name: str, value: int) -> bool:
         return _has_room(_needs(target, drafter, replace(config, **{name: value})), free)
 
-    options = []
-    for name in ("max_model_len", "max_num_seqs", "prefill_chunk"):
+    def largest(name: str, least: int) -> int | None:
         # Memory grows monotonically with each option: bisect.
-        low, high = 0, getattr(config, name)
+        low, high = least - 1, getattr(config, name)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(name, middle) else (low, middle)
-        if low:
-            options.append(f"--{name.replace('_', '-')} {low}")
-    if not options:
-        return "lower --max-model-len and --max-num-seqs"
-    return f"what fits is {' or '.join(options)}"
+        return low if low >= least else None
+
+    options, names = [], ["--max-model-len", "--max-num-seqs"]
+    if config.num_pages is not None:
+        names.insert(0, "num_pages (--kv-cache-memory)")
+        if pages := largest("num_pages", config.pages_per_seq + 1):
+            size = pages * page_bytes(target, drafter, config)
+            options.append(f"num_pages={pages} (--kv-cache-memory {size}B)")
+    for name in ("max_model_len", "max_num_seqs", "prefill_chunk"):
+        if value := largest(name, 1):
+            options.append(f"--{name.replace('_', '-')} {value}")
+    return f"what fits is {' or '.join(options)}" if options else f"lower {' and '.join(names)}"

@@ -145,9 +145,10 @@ def _converse(args: argparse.Namespace, stub, metadata: list) -> int:
 def _request(
     args: argparse.Namespace, *, text: str | None = None, chat: Sequence[dict] = ()
 ) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(request_id=args.request_id)
+    request = pb.GenerateRequest()
     sampling, stopping = request.sampling, request.stopping
     try:
+        request.request_id = args.request_id
         if text is None:
             first = [] if args.system is None else [dict(role="system", content=args.system)]
             request.chat.messages.extend(pb.ChatMessage(**turn) for turn in [*first, *chat])
@@ -180,7 +181,7 @@ def _request(
         if args.num_speculative_tokens is not None:
             request.speculation.num_speculative_tokens = args.num_speculative_tokens
         _constrain(request.structured, args)
-    except ValueError as error:  # protobuf cannot represent it: a negative seed, a lone surrogate
+    except ValueError as error:  # protobuf cannot represent it: half of a surrogate pair
         raise ClientError(f"cannot be sent: {error}") from error
     return request
 

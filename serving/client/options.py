@@ -17,6 +17,17 @@ round) and the share of rounds in which each drafted position was accepted.
 exit codes: 0 success, 1 the server failed, 2 bad input, 3 no server or a busy one (try again),
   4 timeout, 130 interrupted"""
 
+_UINT32 = 2**32 - 1
+_RANGES = {
+    "priority": (-(2**31), 2**31 - 1),
+    "seed": (0, 2**63 - 1),
+    "max_tokens": (1, _UINT32),
+    "n": (1, _UINT32),
+    **dict.fromkeys(("top_k", "min_tokens", "logprobs", "prompt_logprobs"), (0, _UINT32)),
+    **dict.fromkeys(("num_speculative_tokens", "allowed_token"), (0, _UINT32)),
+}
+"""Least and largest values that a message can hold. The server has limits of its own."""
+
 
 class ClientError(Exception):
     """Ends the command with a message for the user and an exit code."""
@@ -147,8 +158,6 @@ def check(args: argparse.Namespace) -> None:
         (args.tls_cert and not (args.tls or args.tls_ca), "--tls-cert needs --tls or --tls-ca"),
         (args.timeout is not None and not args.timeout > 0, "--timeout must be above 0"),
         (sum(one is not None for one in constraints) > 1, "a text has one constraint: give one of --json-object, --json-schema, --regex, --choice and --grammar"),
-        (args.max_tokens < 1, "--max-tokens must be at least 1"),
-        (args.n < 1, "--n must be at least 1"),
         (not 0 < args.top_p <= 1, "--top-p must lie above 0 and not above 1"),
         (
             not 0.01 <= args.repetition_penalty <= 100,
@@ -158,3 +167,11 @@ def check(args: argparse.Namespace) -> None:
     for broken, rule in rules:
         if broken:
             raise ClientError(rule)
+    for name, (least, most) in _RANGES.items():
+        given = getattr(args, name)
+        values = given if isinstance(given, list) else [given]
+        if any(value is not None and not least <= value <= most for value in values):
+            option = f"--{name.replace('_', '-')}"
+            raise ClientError(f"{option} must be between {least} and {most}")
+    if any(not 0 <= token <= _UINT32 for token, _ in args.logit_bias):
+        raise ClientError(f"--logit-bias: a token id must be between 0 and {_UINT32}")

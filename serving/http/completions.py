@@ -65,7 +65,7 @@ class Completions(Route[CompletionFields]):
             logprobs=fields.logprobs,
             prompt_logprobs=echo.num_scores,
         )
-        unencoded = _prompts(fields.prompt, frontend.limits.max_n // max(1, options.n))
+        unencoded = _prompts(fields.prompt, options.n, frontend.limits.max_n)
         ask = Ask(
             request_id=caller.request_id,
             prompt=[],
@@ -100,12 +100,15 @@ class Completions(Route[CompletionFields]):
         return encode
 
 
-def _prompts(prompt: str | list, most: int) -> list[str | list[int]]:
-    """The prompts of a request, at most `most` of them."""
+def _prompts(prompt: str | list, n: int, most: int) -> list[str | list[int]]:
+    """The prompts of a request, with at most `most` sequences if there are several."""
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
-    if len(prompt) > max(1, most):
-        raise invalid("prompt", f"{len(prompt)} prompts of n sequences are too many")
+    num_prompts = len(prompt)
+    if num_prompts > 1 and num_prompts * max(1, n) > most:
+        times = "" if n <= 1 else f" with n={n}"
+        rule = f"{num_prompts} prompts{times} are more than the {most} sequences that a request may have (--max-n)"
+        raise invalid("prompt", rule)
     return prompt
 
 

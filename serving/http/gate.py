@@ -12,10 +12,11 @@ reached, a new connection replaces an idle one, in this order:
 If no connection is idle, the new one takes a reserved place, where only health checks are answered.
 """
 
-import ipaddress
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from serving.networks import network
 
 
 @dataclass(eq=False)
@@ -117,7 +118,7 @@ class Gate:
 
     def enter(self, address: str, close: Callable[[], object]) -> Slot | None:
         """Admits a new connection, which is idle; None if no connection can be closed for it."""
-        slot = Slot(_network(address), close, idle_since=self._clock())
+        slot = Slot(network(address), close, idle_since=self._clock())
         for group in (self._addresses.get(slot.address), self._all):
             if group is not None and group.is_full and not self._replace(group, slot.address):
                 slot.is_reserved = True
@@ -183,16 +184,3 @@ class Gate:
             return group.oldest_of(address)
         own = self._addresses.get(address)
         return None if own is None else own.oldest()
-
-
-def _network(address: str) -> str:
-    """The network whose connections are counted together: an IPv4 address, or an IPv6 /64, which one customer owns."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if parsed.version == 4:
-        return str(parsed)
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((parsed, 64), strict=False).network_address)

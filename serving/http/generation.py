@@ -59,7 +59,7 @@ class Generation:
         reply, body = Reply(scope, receive, send, self._route.dialect), self._reader.body()
         try:
             await body.read(Headers(scope=scope), receive, self._reader.max_bytes)
-            await self._while_connected(receive, self._work(Headers(scope=scope), body, reply))
+            await self._while_connected(receive, self._work(scope, body, reply))
         except Gone:
             return
         except ServiceError as error:
@@ -80,10 +80,10 @@ class Generation:
             disconnect.cancel()
             await asyncio.gather(work, disconnect, return_exceptions=True)
 
-    async def _work(self, headers: Headers, body: Body, reply: Reply) -> None:
+    async def _work(self, scope: Scope, body: Body, reply: Reply) -> None:
         """Answers. An error becomes a response or, after the response has begun, an event."""
         try:
-            read = partial(self._read, headers, body, reply)
+            read = partial(self._read, Headers(scope=scope), body, reply)
             encode = await self._reader.run(len(body.content), read)
             body.free()
             call = await encode()
@@ -91,7 +91,8 @@ class Generation:
             if isinstance(call, dict):
                 await reply.content(call)
                 return
-            asks = [await self._frontend.constrain(ask) for ask in call.asks]
+            address, _ = scope.get("client") or ("", 0)
+            asks = [await self._frontend.constrain(ask, address=address) for ask in call.asks]
             await self._answer(replace(call, asks=asks), reply)
         except ServiceError as error:
             self._frontend.refused("http", self._route.path, error)
@@ -193,8 +194,6 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
 def _request_id(given: object) -> str:
     if not isinstance(given, str):
         raise invalid("request_id", "must be a string")
-    if not (given.isascii() and given.isprintable()):
-        raise invalid("request_id", "must be printable ASCII")
     return request_ids.request_id(given)
 
 

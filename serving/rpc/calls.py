@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from urllib.parse import unquote
 
 import grpc
 
@@ -33,13 +34,14 @@ def cache_salt(context: grpc.aio.ServicerContext) -> str | None:
     return None if salt is None else params.cache_salt(salt, field=SALT)
 
 
+def address(context: grpc.aio.ServicerContext) -> str:
+    """The client's network address; "" if it has none, as on a Unix socket."""
+    kind, _, rest = unquote(context.peer()).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+
+
 async def accepted(context: grpc.aio.ServicerContext, request_id: str) -> None:
     """Sends the id of an accepted request to the client. A draining server lets accepted requests end."""
     # It fails if the client has left; the call is then cancelled.
     with contextlib.suppress(grpc.aio.InternalError):
-        await context.send_initial_metadata((("x-request-id", _ascii_only(request_id)),))
-
-
-def _ascii_only(text: str) -> str:
-    """`text` with a question mark for each character that metadata cannot hold."""
-    return "".join(char if " " <= char <= "~" else "?" for char in text)
+        await context.send_initial_metadata((("x-request-id", request_id),))

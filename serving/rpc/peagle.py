@@ -163,7 +163,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
                 "structured": field,
             },
         )
-        return await self._frontend.constrain(ask)
+        return await self._frontend.constrain(ask, address=calls.address(context))
 
     def _beside_calls(
         self, text: Structured | None, tools: list[dict], field: str

@@ -196,7 +196,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
         # A gateway has put chats into the template.
         is_chat = kind == "tokenized" and not request.sampling_params.grammar_from_first_token
-        return await self._frontend.constrain(ask, is_chat=is_chat)
+        return await self._frontend.constrain(ask, is_chat=is_chat, address=calls.address(context))
 
     def _params(self, given: pb.SamplingParams, drafts: int | None) -> SamplingParams:
         optional = lambda name: getattr(given, name) if given.HasField(name) else None

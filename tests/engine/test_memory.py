@@ -130,6 +130,29 @@ def test_the_controls_of_all_slots_and_the_masks_of_all_programs_count():
     assert state + rows * TARGET.vocab_size // 8 == CONTROLS
 
 
+def test_too_many_pages_are_answered_with_the_most_that_fit(monkeypatch):
+    """100 TB of pages: lower lengths or batches would not help."""
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int((CONTROLS + 60.4 * PAGE) / 0.85))
+    with pytest.raises(ConfigError, match="not enough memory") as caught:
+        memory.fit_pages(TARGET, HEAD, replace(CONFIG, num_pages=10**14 // PAGE))
+    rule = f"what fits is num_pages=60 (--kv-cache-memory {60 * PAGE}B)"
+    assert str(caught.value).endswith(rule)
+    assert memory.fit_pages(TARGET, HEAD, replace(CONFIG, num_pages=60)) == 60
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 0)
+    with pytest.raises(ConfigError, match=r"; lower .*--kv-cache-memory.* and --max-model-len and"):
+        memory.fit_pages(TARGET, HEAD, replace(CONFIG, num_pages=60))
+
+
+def test_too_few_pages_are_answered_with_the_least():
+    with pytest.raises(ConfigError) as caught:
+        replace(CONFIG, num_pages=CONFIG.pages_per_seq)
+    message, least = str(caught.value), CONFIG.pages_per_seq + 1
+    assert message.startswith(f"num_pages={least - 1} cannot hold one request of max_model_len=")
+    assert f"raise num_pages to {least} or lower max_model_len" in message
+    assert "self" not in message
+    assert replace(CONFIG, num_pages=least).total_pages == least
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_sizes_that_are_named_fit_and_no_larger_ones(monkeypatch, num_cases, seed):
     rng, num_refused = random.Random(seed), 0

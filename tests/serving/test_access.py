@@ -66,6 +66,14 @@ def test_a_port_in_use_is_found():
             prepare_access(Settings(port=port, http_port=-1))
 
 
+@pytest.mark.parametrize("host", ["999.1.1.1", "a..b"])
+def test_a_host_that_is_no_address_is_named_before_grpc_sees_it(host):
+    with pytest.raises(
+        OSError, match=f"^host='{host}' is no address or name that this machine knows"
+    ):
+        prepare_access(Settings(port=0, http_port=-1, host=host))
+
+
 def test_files_are_read_again_and_bad_ones_change_nothing(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     ca = authority(tmp_path, "ca")

@@ -68,8 +68,12 @@ def test_memory_for_keys_and_values_is_a_number_of_pages():
     slots = 16 * 64 // 16
     assert bounded < pages(None) == 4 * slots + 1  # on a CPU the cache keeps three times what runs
     assert 0 <= pages("8MiB") - 2 * bounded <= 1
-    with pytest.raises(ConfigError, match="kv_cache_memory='1kB' makes 0 pages"):
+    with pytest.raises(ConfigError, match="kv_cache_memory: 1000 bytes cannot hold one") as caught:
         pages("1kB")
+    (least,) = re.findall(r"give (\d+) bytes or more, or lower max_model_len", str(caught.value))
+    assert pages(least) == 64 // 16 + 1
+    with pytest.raises(ConfigError, match=f"give {least} bytes"):
+        pages(str(int(least) - 1))
 
 
 def test_plain_decoding_has_no_drafts():

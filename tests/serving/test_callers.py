@@ -1,17 +1,25 @@
-"""A caller is a bearer token: it aborts and collides with its own requests only, and learns of no others."""
+"""A caller is a bearer token: it aborts and collides with its own requests only, and learns of no others.
 
+Work of callers is done in turn.
+"""
+
+import asyncio
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import grpc
 import httpx
 import pytest
 
+from serving import constraints
+from serving.errors import Code, ServiceError
+from serving.networks import network
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc, vllm_engine_pb2
-from serving.rpc import vllm
+from serving.rpc import calls, vllm
 from tests.serving.live import LiveServer
-from tests.waiting import LIMIT, eventually
+from tests.waiting import LIMIT, eventually, soon
 
 LONG = pb.GenerateRequest(
     request_id="x", text="a", stopping=pb.Stopping(max_tokens=40, ignore_eos=True)
@@ -125,6 +133,41 @@ def test_an_id_that_another_caller_runs_is_free_over_http(server, callers, size)
         assert reason(stream) == pb.FINISH_REASON_LENGTH
 
 
+def test_constraints_know_the_address_of_their_client(server, callers, monkeypatch):
+    """It tells clients apart on a server without tokens."""
+    addresses = []
+
+    async def compile(*args, address: str, **others):
+        addresses.append(address)
+        raise ServiceError(Code.INVALID_ARGUMENT, "seen")
+
+    monkeypatch.setattr(server.frontend._constraints, "compile", compile)
+    assert callers[0].post(response_format={"type": "json_object"}).status_code == 400
+    peagle = pb.GenerateRequest(text="a", structured=pb.Structured(json_object=True))
+    inputs = vllm_engine_pb2.TokenizedInput(input_ids=[5])
+    params = vllm_engine_pb2.SamplingParams(json_object=True)
+    gateway = vllm_engine_pb2.GenerateRequest(tokenized=inputs, sampling_params=params)
+    methods = {"peagle.v1.Generation/GenerateOnce": peagle, f"{vllm.SERVICE}/Generate": gateway}
+    for method, request in methods.items():
+        call = callers[0].channel.unary_stream(f"/{method}")
+        with pytest.raises(grpc.RpcError, match="seen"):
+            list(call(request.SerializeToString(), metadata=callers[0].metadata, timeout=LIMIT))
+    assert addresses == ["127.0.0.1"] * 3
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:192.0.2.1:50123", "192.0.2.1"),
+        ("ipv6:%5B2001:db8::1%5D:50123", "2001:db8::1"),
+        ("ipv6:[fe80::1%25eth0]:50123", "fe80::1%eth0"),
+        ("unix:", ""),
+    ],
+)
+def test_the_address_of_a_grpc_peer(peer, address):
+    assert calls.address(SimpleNamespace(peer=lambda: peer)) == address
+
+
 def test_tokens_are_in_no_report(server, callers):
     with server.paced() as pace:
         stream = callers[0].open()
@@ -147,3 +190,120 @@ def test_without_tokens_all_are_one_caller(make_engine):
         assert reason(stream) == pb.FINISH_REASON_ABORT
     server.check_empty()
     server.close()
+
+
+class Turns:
+    """A pool of two threads, whose functions end when a test releases them."""
+
+    def __init__(self):
+        self.pool = constraints._FairPool("turns", 2)
+        self.begun: list[str] = []
+        self._permits = threading.Semaphore(0)
+
+    def ask(self, origin: str, *numbers: int) -> list[asyncio.Task]:
+        """Functions of one caller."""
+
+        def work(name: str) -> str:
+            self.begun.append(name)
+            assert self._permits.acquire(timeout=LIMIT)
+            return name
+
+        run = lambda name: self.pool.run(origin, lambda: work(name))
+        return [asyncio.create_task(run(f"{origin}{number}")) for number in numbers]
+
+    def release(self, count: int) -> None:
+        self._permits.release(count)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.pool._waiting.values()))
+
+
+def take_turns(work) -> object:
+    """Runs `work(turns)` in an event loop; afterwards nothing may wait and both threads must be free."""
+
+    async def main():
+        turns = Turns()
+        result = await asyncio.wait_for(work(turns), LIMIT)
+        await soon(lambda: turns.pool._num_free == 2)
+        assert (turns.pool._waiting, turns.pool._running) == ({}, {})
+        turns.pool.close()
+        return result
+
+    return asyncio.run(main())
+
+
+def test_a_full_queue_refuses_the_caller_that_waits_with_most(monkeypatch):
+    monkeypatch.setattr(constraints, "_MAX_WAITING", 4)
+
+    async def work(turns):
+        many = turns.ask("a", *range(6))
+        await soon(lambda: len(turns.begun) == 2)
+        (more,) = turns.ask("a", 6)
+        with pytest.raises(ServiceError, match="of this client wait") as caught:
+            await more
+        assert (caught.value.code, caught.value.retry_after) == (Code.RESOURCE_EXHAUSTED, 1.0)
+        few = turns.ask("b", 0, 1)  # a and b then have two each that wait
+        await soon(lambda: many[4].done() and many[5].done())
+        (equal,) = turns.ask("b", 2)
+        with pytest.raises(ServiceError, match="of this client wait"):
+            await equal
+        third = turns.ask("c", 0)
+        await soon(lambda: sum(one.done() for one in (*many, *few, *third)) == 3)
+        turns.release(9)
+        return await asyncio.gather(*many, *few, *third, return_exceptions=True)
+
+    results = take_turns(work)
+    assert [one for one in results if isinstance(one, str)] == ["a0", "a1", "a2", "b0", "b1", "c0"]
+
+
+def test_what_is_cancelled_while_it_waits_leaves_nothing_and_what_runs_keeps_its_turn():
+    async def work(turns):
+        running = turns.ask("a", 0, 1)
+        await soon(lambda: len(turns.begun) == 2)
+        waiting, other = turns.ask("a", 2, 3), turns.ask("b", 0)
+        await soon(lambda: turns.num_waiting == 3)
+        cancelled = [*running, waiting[0]]
+        for task in cancelled:
+            task.cancel()
+        await asyncio.wait(cancelled)
+        assert turns.num_waiting == len(turns.begun) == 2
+        turns.release(9)
+        assert await asyncio.gather(waiting[1], *other) == ["a3", "b0"]
+        return turns.begun
+
+    assert sorted(take_turns(work)) == ["a0", "a1", "a3", "b0"]
+
+
+def test_a_turn_that_comes_when_its_request_is_cancelled_is_passed_on():
+    async def work(turns):
+        running = turns.ask("a", 0, 1)
+        await soon(lambda: len(turns.begun) == 2)
+        first, second = turns.ask("a", 2, 3)
+        await soon(lambda: turns.num_waiting == 2)
+        turns.pool._running["a"] += 1  # one turn more, which ends
+        turns.pool._end_turn("a")
+        first.cancel()
+        turns.release(9)
+        await asyncio.wait([first])
+        assert first.cancelled()
+        assert await second == "a3"
+        await asyncio.gather(*running)
+        turns.pool._num_free -= 1  # the turn that the test made up
+
+    take_turns(work)
+
+
+@pytest.mark.parametrize(
+    ("address", "customer"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:0:1:2:3:4:5", "2001:db8:0:1::"),
+        ("fe80::1%eth0", "fe80::"),
+        ("", ""),
+        ("testclient", "testclient"),
+    ],
+)
+def test_an_ipv6_customer_is_one_client(address, customer):
+    assert network(address) == customer

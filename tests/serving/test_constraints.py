@@ -13,7 +13,7 @@ from peagle_jax.engine.grammar import Grammars
 from peagle_jax.model_folders import ASSETS
 from peagle_jax.structured import Structured
 from peagle_jax.text import Tokenizer
-from serving import caller, constraints
+from serving import caller, constraints, grammar_process
 from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
 from serving.grammar_process import Vocabulary
@@ -102,7 +102,7 @@ def test_a_hostile_constraint_is_refused_in_bounded_time_and_the_next_one_is_not
 
 def test_hostile_constraints_stall_neither_the_loop_nor_other_constraints(engine, monkeypatch):
     """While one process is busy, the loop runs and the other process checks constraints."""
-    check, begun, ended = constraints._Process.ask, threading.Event(), threading.Event()
+    check, begun, ended = grammar_process.Process.ask, threading.Event(), threading.Event()
     slow = FATAL["a multiple that takes minutes"]
 
     def ask(process, constraint: dict) -> dict | None:
@@ -112,7 +112,7 @@ def test_hostile_constraints_stall_neither_the_loop_nor_other_constraints(engine
         assert ended.wait(LIMIT)
         return None  # as of a process that exceeds its limits
 
-    monkeypatch.setattr(constraints._Process, "ask", ask)
+    monkeypatch.setattr(grammar_process.Process, "ask", ask)
 
     async def work(made):
         hostile = asyncio.create_task(made.compile(slow, field="structured"))
@@ -127,11 +127,102 @@ def test_hostile_constraints_stall_neither_the_loop_nor_other_constraints(engine
     run(engine, work)
 
 
+class Held:
+    """Checks that end when a test releases them: each refuses its constraint with the rule "held"."""
+
+    def __init__(self, monkeypatch):
+        self.asked: list[str] = []
+        self._permits = threading.Semaphore(0)
+        monkeypatch.setattr(grammar_process.Process, "ask", lambda _, constraint: self(constraint))
+
+    def __call__(self, constraint: dict) -> dict:
+        self.asked.append(constraint["text"])
+        assert self._permits.acquire(timeout=LIMIT)
+        return {"error": "held"}
+
+    def release(self, checks: int) -> None:
+        self._permits.release(checks)
+
+
+def ask(made, client: str, *numbers: int, **options) -> list[asyncio.Task]:
+    """Requests of one client, each with a constraint of its own."""
+    texts = [f"{client}{number}" for number in numbers]
+    return [
+        asyncio.create_task(made.compile(Structured.regex(text), field="f", **options))
+        for text in texts
+    ]
+
+
+def test_a_known_constraint_does_not_wait_for_checks(engine, monkeypatch):
+    async def work(made):
+        known = Structured.regex("known")
+        await made.compile(known, field="f")
+        held = Held(monkeypatch)
+        others = ask(made, "a", *range(9))
+        await soon(lambda: len(held.asked) == 2)
+        assert await made.compile(known, field="f")
+        assert not any(task.done() for task in others)
+        held.release(9)
+        await asyncio.wait(others)
+
+    run(engine, work)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_callers_take_turns(engine, monkeypatch, by_token):
+    """A caller with one constraint waits for the checks under way, not for all of another caller's."""
+
+    async def work(made):
+        held = Held(monkeypatch)
+
+        def of(client: str, address: str, *numbers: int) -> list[asyncio.Task]:
+            if by_token:
+                caller.enter(client.encode())
+                address = "192.0.2.1"  # of a proxy
+            return ask(made, client, *numbers, address=address)
+
+        tasks = of("a", "192.0.2.2", *range(6))
+        await soon(lambda: len(held.asked) == 2)
+        tasks += of("b", "192.0.2.3", 0, 1) + of("c", "2001:db8::1", 0) + of("c", "2001:db8::2", 1)
+        for count in range(3, 11):
+            held.release(1)
+            await soon(lambda count=count: len(held.asked) == count)
+        held.release(2)
+        await asyncio.wait(tasks)
+        return held.asked
+
+    assert run(engine, work) == ["a0", "a1", "b0", "a2", "c0", "b1", "a3", "c1", "a4", "a5"]
+
+
+def test_a_refusal_is_remembered_for_its_caller(engine, monkeypatch):
+    async def work(made):
+        held = Held(monkeypatch)
+        held.release(9)
+        for token in (b"one", b"one", b"another", b"one"):
+            caller.enter(token)
+            with pytest.raises(ServiceError, match="f: held"):
+                await made.compile(Structured.regex("a"), field="f")
+        assert len(held.asked) == 2
+
+    run(engine, work)
+
+
+def test_what_is_remembered_is_bounded_in_number_and_time(monkeypatch):
+    monkeypatch.setattr(constraints, "_NUM_REMEMBERED", 2)
+    memory = constraints._Memory()
+    for key in (b"a", b"b", b"a", b"c"):
+        memory.get(key) or memory.put(key, f"text of {key}")
+    assert [memory.get(key) is None for key in (b"a", b"b", b"c")] == [False, True, False]
+    short = constraints._Memory(seconds=0.0)
+    short.put(b"a", "text")
+    assert short.get(b"a") is None
+
+
 def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
     async def work(made):
         for structured in (Structured.json_object(), Structured.choice(["a"])):
             await made.compile(structured, field="structured")
-        monkeypatch.setattr(constraints._Process, "ask", lambda *_: pytest.fail("checked again"))
+        monkeypatch.setattr(grammar_process.Process, "ask", lambda *_: pytest.fail("checked again"))
         (first,) = await made.compile(Structured.json_object(), field="structured")
         (second,) = await made.compile(Structured.json_object(), field="structured")
         assert first.matcher is not second.matcher
@@ -144,7 +235,7 @@ def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
 
 def test_no_caller_learns_from_the_time_which_constraints_others_send(engine, monkeypatch):
     checked = []
-    ask = constraints._Process.ask
+    ask = grammar_process.Process.ask
 
     def count(process, constraint):
         checked.append(constraint)
@@ -155,7 +246,7 @@ def test_no_caller_learns_from_the_time_which_constraints_others_send(engine, mo
             caller.enter(token)
             await made.compile(Structured.choice(["secret"]), field="structured")
 
-    monkeypatch.setattr(constraints._Process, "ask", count)
+    monkeypatch.setattr(grammar_process.Process, "ask", count)
     run(engine, work)
     assert len(checked) == 2
 
@@ -232,7 +323,7 @@ def test_a_process_that_cannot_be_started_is_an_error_and_the_next_one_is_tried(
 
     async def work(made):
         with monkeypatch.context() as patch:
-            patch.setattr(constraints.subprocess, "Popen", refuse)
+            patch.setattr(grammar_process.subprocess, "Popen", refuse)
             with pytest.raises(ServiceError, match="cannot be started") as caught:
                 await made.compile(Structured.json_object(), field="structured")
         assert caught.value.code is Code.UNAVAILABLE
@@ -247,11 +338,11 @@ def test_a_process_that_is_killed_from_outside_is_not_the_constraints_fault(
 ):
     """As the kernel does when memory is short."""
 
-    def kill(process: constraints._Process) -> None:
+    def kill(process: grammar_process.Process) -> None:
         process._process.kill()
         process._process.wait()
 
-    send = constraints._Process._send
+    send = grammar_process.Process._send
 
     def send_to_killed(process, content, deadline):
         kill(process)
@@ -266,7 +357,7 @@ def test_a_process_that_is_killed_from_outside_is_not_the_constraints_fault(
             assert await made.compile(Structured.regex("b"), field="structured")
             return
         with monkeypatch.context() as patch:
-            patch.setattr(constraints._Process, "_send", send_to_killed)
+            patch.setattr(grammar_process.Process, "_send", send_to_killed)
             with pytest.raises(ServiceError, match="killed from outside") as caught:
                 await made.compile(Structured.regex("c"), field="structured")
         assert (caught.value.code, caught.value.retry_after) == (Code.UNAVAILABLE, 1.0)
@@ -277,7 +368,7 @@ def test_a_process_that_is_killed_from_outside_is_not_the_constraints_fault(
 
 def test_a_process_that_does_not_read_is_given_up():
     """Its pipe is full long before the constraint is written."""
-    process = constraints._Process(
+    process = grammar_process.Process(
         lambda: Vocabulary(1, [0], {"a" * 1000: 0}), ["sleep", "60"], seconds=0.5
     )
     try:

@@ -13,6 +13,8 @@ from peagle_jax import Engine, SamplingParams
 from peagle_jax.drafter import Proposal
 from peagle_jax.engine.stats import Acceptance
 from serving.client.answer import as_json, statistics
+from serving.errors import Code
+from serving.logs import log_request
 from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
 from serving.stream import Ask
 from tests.programs import OneBucketConfig
@@ -188,7 +190,9 @@ def test_a_slow_reader_gets_the_drafts_of_every_round(live):
         async with stream:
             return [delta async for delta in stream]
 
+    (progress,) = (one.progress for one in stream._sequences)
     (delta,) = live.run(read())
+    assert Acceptance.of([progress]) == delta.finish.acceptance
     assert sum(one.tokens for one in delta.rounds) == len(delta.tokens) - 1 == STOP - 1
     said = delta.tokens[1:]
     for drafts, accepted, num_tokens in delta.rounds:
@@ -199,3 +203,33 @@ def test_a_slow_reader_gets_the_drafts_of_every_round(live):
         delta.finish.acceptance.rounds,
         delta.finish.acceptance.accepted,
     )
+
+
+@pytest.mark.parametrize("code", [Code.CANCELLED, Code.DEADLINE_EXCEEDED])
+def test_a_request_that_is_cut_short_counts_what_was_generated(server, caplog, code):
+    """It is reported before the engine gives its sequence back."""
+    params = SamplingParams(max_tokens=80, ignore_eos=True)
+    with server.paced() as pace:
+        ask = Ask(request_id=code.name, prompt=PROMPT, params=params)
+        stream = server.call(server.frontend.open, ask)
+        pace.release(3)
+        (sequence,) = stream._sequences
+        eventually(lambda: server.call(lambda: len(sequence.rounds) > 1), "two rounds have ended")
+        if code is Code.DEADLINE_EXCEEDED:
+            server.call(stream._expire)
+        server.call(stream.close)
+        usage, generated = stream.usage(), sequence.tokens
+        server.check_freed(pace)
+    assert (stream.code, stream.requests) == (code, [])
+    assert usage.completion_tokens == len(generated) > 2 * J
+    counts, rounds = usage.acceptance, sequence.rounds
+    assert (counts.rounds, counts.emitted) == (len(rounds), len(generated) - 1)
+    assert (
+        counts.drafted == sum(len(one.drafts) for one in rounds) == sum(counts.drafted_per_position)
+    )
+    assert counts.accepted == sum(one.accepted for one in rounds) == sum(counts.per_position)
+    with caplog.at_level("INFO", "serving"):
+        log_request(stream)
+    fields = caplog.records[-1].fields
+    assert fields["completion_tokens"] == len(generated)
+    assert fields["acceptance_length"] == round(counts.length, 3) > 1

@@ -193,8 +193,11 @@ def test_contradictory_fields_are_refused(server, http):
     assert wrong["param"] == "stream_options.usage"
     wrong = post("/v1/completions", prompt="a", n=2, temperature=0)
     assert wrong["param"] == "n"
-    wrong = post("/v1/completions", prompt=["a"] * 6, n=3)
-    assert wrong["param"] == "prompt"
+    for num_prompts, n, what in ((6, 3, "6 prompts with n=3"), (17, 1, "17 prompts")):
+        wrong = post("/v1/completions", prompt=["a"] * num_prompts, n=n)
+        assert wrong["param"] == "prompt"
+        rule = f"{what} are more than the 16 sequences that a request may have (--max-n)"
+        assert wrong["message"] == f"prompt: {rule}"
     wrong = post("/v1/chat/completions", messages=HELLO, top_logprobs=2)
     assert wrong["param"] == "top_logprobs"
     wrong = post("/v1/chat/completions", messages=HELLO, max_tokens=2, max_completion_tokens=3)

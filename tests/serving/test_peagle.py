@@ -171,6 +171,16 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("given", ["a\nb", "é", "\x7f"])
+def test_an_id_that_metadata_cannot_hold_is_refused_as_over_http(server, stub, given):
+    request = pb.GenerateRequest(text="a", request_id=given)
+    for call in (lambda: list(stub.Generate(request)), lambda: stub.GenerateOnce(request)):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details() == "request_id: must be printable ASCII"
+
+
 @pytest.mark.parametrize("field", WRONG)
 def test_wrong_fields_are_named(server, stub, field):
     for call in (lambda request: list(stub.Generate(request)), stub.GenerateOnce):

@@ -102,6 +102,13 @@ def test_a_field_reaches_the_parameters(api, name):
 
 
 @pytest.mark.parametrize("api", APIS)
+def test_the_smallest_penalty_is_accepted_as_float32_too(api):
+    """Fields of gRPC are float32, whose 0.01 is below the number itself."""
+    got = APIS[api]("repetition_penalty", 0.01).repetition_penalty
+    assert got == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("api", APIS)
 def test_no_field_means_no_control(api):
     params = APIS[api]("ignore_eos", False)
     assert not params.is_adjusted
@@ -121,7 +128,7 @@ WRONG = {
     "allowed_token_ids": [tuple(range(1025))],
     "bad_words": [(" ",), ("x" * 513,), ("x",) * 129],
     "min_tokens": [2**31 - 1],
-    "repetition_penalty": [-1.0, 1e-39, 101.0],
+    "repetition_penalty": [-1.0, 1e-39, 0.0099, 101.0],
     "frequency_penalty": [2.5],
     "presence_penalty": [-2.5],
 }

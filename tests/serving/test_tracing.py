@@ -157,6 +157,7 @@ def test_a_client_that_leaves_is_no_error(server, spans, pace):
         server.check_freed(pace)
         (span,) = spans()
     assert span.attributes["peagle.status"] == "CANCELLED"
+    assert span.attributes["gen_ai.usage.completion_tokens"] > 0
     assert span.status.status_code.name == "UNSET"
 
 
