@@ -1,11 +1,22 @@
 """`peagle-bench`: measurements, and the tables and plots of their rows."""
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from bench.command import RowFileOptions
 from bench.commands import COMMANDS, parser
 from peagle_jax.config import ConfigError
+
+
+def check_out(out: Path) -> None:
+    """Raises ConfigError if rows cannot be written to `out`: before anything is measured."""
+    existing = next(one for one in (out, *out.absolute().parents) if one.exists())
+    is_in_place = existing.is_file() if existing == out else existing.is_dir()
+    if not is_in_place or not os.access(existing, os.W_OK):
+        raise ConfigError(f"--out {out}: cannot be written")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = command.options.of(values)
         options.check()
+        if isinstance(options, RowFileOptions):
+            check_out(options.out)
         return command.run(options)
     except ConfigError as error:
         print("peagle-bench: error:", " ".join(str(error).split()), file=sys.stderr)

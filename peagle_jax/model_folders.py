@@ -31,8 +31,10 @@ def local_folder(given: str | Path | None) -> Path | None:
 def check_head_is_given(
     model: str | Path | None, drafter: str | Path | None, method: Method | None
 ) -> None:
-    """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none."""
+    """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none, or is not there."""
     if method != "none" and drafter is None and model is not None:
+        if str(model).startswith(("/", ".")) and not Path(model).exists():  # no hub id
+            raise ConfigError(f"{model}: no such folder")
         raise ConfigError(
             f"drafting needs a head for {model}: give --drafter DIR, or use --method none"
         )

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from bench.__main__ import check_out, main
 from bench.commands import COMMANDS, GROUPS, parser
 from bench.commands.decode_step import Options as DecodeStepOptions
 from bench.commands.kernels import Options as KernelOptions
@@ -103,6 +104,15 @@ def test_load_is_given_as_concurrency_or_rate(capsys):
     with pytest.raises(SystemExit):
         parse("serve-load --concurrency 1 --rate 4")
     assert "not allowed with" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_written_are_refused_before_anything_runs(tmp_path, capsys):
+    (file := tmp_path / "file").touch()
+    for out in (file / "rows.jsonl", tmp_path):
+        assert main(["acceptance", "--out", str(out)]) == 2
+        assert f"--out {out}: cannot be written" in capsys.readouterr().err
+    check_out(tmp_path / "new" / "rows.jsonl")
+    check_out(file)
 
 
 @pytest.mark.parametrize("command", ["decode-step", "lossless", "conversion new"])
