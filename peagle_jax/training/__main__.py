@@ -117,6 +117,7 @@ def _continuations(args) -> None:
         temperatures=tuple(args.temperatures), **_pick(args, names)
     )
     target = load_target(args.target, dtype=args.dtype)
+    continuations.check_length(options, target.config)
     write_provenance(args.out, dict(options=asdict(options)))
     for name, path in continuations.generate(target, options, args.out).items():
         print(f"{name}: {path}")
@@ -276,6 +277,13 @@ _STAGES = {
     "drafter": _drafter,
     "selector": _selector,
 }
+_GOES_ON_FROM = {
+    "target": "checkpoint",
+    "continuations": "finished batch",
+    "drafter": "checkpoint",
+    "selector": "checkpoint",
+}
+"""What a stage that is started again goes on from; other stages start over."""
 
 
 def run(args) -> Any:
@@ -291,15 +299,28 @@ def run(args) -> Any:
     return _STAGES[args.stage](args)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `peagle-train`; `argv` stands for the command line's arguments."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `peagle-train`; `argv` stands for the command line's arguments.
+
+    Returns:
+      0, or 130 after Ctrl-C.
+    Raises:
+      SystemExit: with code 2, after an error of the user.
+    """
     args = parser().parse_args(argv)
     try:
         run(args)
     except (ConfigError, CheckpointError, FileNotFoundError, FloatingPointError) as error:
         print("peagle-train: error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        message = "interrupted"
+        if args.stage in _GOES_ON_FROM:
+            message += f"; the same command goes on from the last {_GOES_ON_FROM[args.stage]}"
+        print(f"\npeagle-train: {message}", file=sys.stderr)
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from peagle_jax.config import ConfigError
+from peagle_jax.config import ConfigError, TargetConfig
 from peagle_jax.layers import AttentionRows
 from peagle_jax.models import Decoder
 from peagle_jax.training.attention import heads_of
@@ -170,13 +170,25 @@ def text_lengths(tokens: np.ndarray) -> np.ndarray:
     return (tokens != PAD_ID).sum(axis=1).astype(np.int32)
 
 
+def check_length(options: ContinuationOptions, config: TargetConfig) -> None:
+    """Raises `ConfigError` for texts that are too short for the prompts or too long for the target."""
+    if options.max_prompt >= options.length:
+        raise ConfigError("--max-prompt must be smaller than --length")
+    if options.length > config.max_position:
+        raise ConfigError(
+            f"--length {options.length} is above the target's max_position {config.max_position}"
+        )
+
+
 def generate(target: Decoder, options: ContinuationOptions, out: Path) -> dict[str, Path]:
     """Writes `train.npz` and `heldout.npz` (tokens, prompt, length, temperature).
 
     Finished batches are stored as parts, so a killed run resumes after the last one.
+
+    Raises:
+      ConfigError: the lengths do not fit the target, or no document is as long as a prompt.
     """
-    if options.max_prompt >= options.length:
-        raise ConfigError("--max-prompt must be smaller than --length")
+    check_length(options, target.config)
     out.mkdir(parents=True, exist_ok=True)
     weights, merge = split_model(target)
     run = jax.jit(partial(decode, merge, options.length))

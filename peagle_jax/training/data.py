@@ -170,8 +170,11 @@ def headers(
 
 
 def prepare(options: DataOptions, out: Path) -> dict:
-    """Runs the stage; returns the report that `sources.json` holds."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Runs the stage; returns the report that `sources.json` holds.
+
+    Raises:
+      ConfigError: no file of the folders is kept, or `options.tokenizer` cannot be used.
+    """
     documents, report = collect(list(options.folders))
     rng = random.Random(options.seed)
     # A fixed shuffle: the same order on every machine, with packages interleaved.
@@ -182,6 +185,10 @@ def prepare(options: DataOptions, out: Path) -> dict:
             break
         kept.append(document)
         total += len(document.text)
+    if not kept:
+        folders = ", ".join(map(str, options.folders))
+        rejected = "".join(f"; {n} rejected: {reason}" for reason, n in report["rejected"].items())
+        raise ConfigError(f"{folders}: no Python file to train on{rejected}")
     train = [d for d in kept if not d.held_out]
     heldout = [d for d in kept if d.held_out] or kept[:1]
 
@@ -197,6 +204,7 @@ def prepare(options: DataOptions, out: Path) -> dict:
         tokenizer = train_tokenizer(sample(), options.vocab_size)
     else:
         tokenizer = read_tokenizer(options.tokenizer)
+    out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, out, max_length=2048)
     texts = dict(train=[d.text for d in train], heldout=[d.text for d in heldout])
     if options.function_copies:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint.head_json import check_fit
-from peagle_jax.config import ConfigError, DrafterConfig
+from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.training import cod
@@ -32,7 +32,7 @@ from peagle_jax.training.passes import (
     text_rows,
     unrolled_rows,
 )
-from peagle_jax.training.stored_text import Text, batches, load_text, pieces
+from peagle_jax.training.stored_text import Text, batches, load_text_of, pieces
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
@@ -138,7 +138,12 @@ def init_head(
         raise ConfigError("training keeps the full vocabulary and an lm_head of the head's own")
     if config.hidden_size != target.config.hidden_size:
         raise ConfigError("the head must be as wide as the target: it starts from its embedding")
-    check_fit(config, target.config, config.num_taps * config.target_hidden_size, "peagle-train")
+    check_fit(
+        config,
+        target.config,
+        config.num_taps * config.target_hidden_size,
+        "--method " + config.method,
+    )
     make = DraftHead if hidden == "shared" else partial(VariedHead, form=hidden)
     head = make(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     if head.embed is not None:
@@ -213,11 +218,14 @@ def every_nth(n: int, special: Callable, usual: Callable) -> Callable[[int], Tex
     return batch
 
 
-def training_batches(text: Text, options: DrafterOptions, run: RunConfig) -> Callable[[int], Text]:
+def training_batches(
+    text: Text, options: DrafterOptions, run: RunConfig, target: TargetConfig
+) -> Callable[[int], Text]:
     """Step -> texts, or as many tokens of their pieces; those of `options.long_text` at every n-th step.
 
     Raises:
-      ConfigError: the pieces or the longer texts do not make up a step.
+      ConfigError: the pieces or the longer texts do not make up a step, or the longer texts have tokens
+        outside of the target's vocabulary.
     """
     usual = batches(text, options.batch, run.seed)
     if options.text_length is not None:
@@ -228,7 +236,9 @@ def training_batches(text: Text, options: DrafterOptions, run: RunConfig) -> Cal
         usual = batches(cut, size, run.seed)
     if options.long_text is None:
         return usual
-    longer = load_text(options.long_text, "train", options.max_temperature)
+    longer = load_text_of(
+        target, options.long_text, "train", options.max_temperature, flag="--long-text"
+    )
     size = options.batch * text.tokens.shape[1] // longer.tokens.shape[1]
     if not 0 < size <= len(longer.tokens) or size % run.microbatches:
         raise ConfigError(
@@ -247,8 +257,8 @@ def make_task(
 ) -> tuple[Task, object]:
     """The task, and the function that turns its parameters into a head; `init` is a head to start from."""
     _check(config, options)
-    text = load_text(options.continuations, "train", options.max_temperature)
-    heldout = load_text(options.continuations, "heldout")
+    stored = partial(load_text_of, target.config, options.continuations)
+    text, heldout = stored("train", options.max_temperature), stored("heldout")
     made = init_head(
         config, target, run.seed, from_layers=options.from_layers, hidden=options.hidden
     )
@@ -301,7 +311,7 @@ def make_task(
         params=params,
         loss=loss,
         constants=weights,
-        batch=training_batches(text, options, run),
+        batch=training_batches(text, options, run, target.config),
         evaluate=evaluate,
         tokens_per_step=options.batch * text.tokens.shape[1],
     )

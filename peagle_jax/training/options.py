@@ -21,9 +21,14 @@ models lie in OUT/final in the Hugging Face layout, beside train.csv, eval.csv a
 """
 _ZERO_IS_FINE = {
     "seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay", "repeat_weight",
-    "max_temperature", "noise", "function_copies", "exercises", "cut_every", "penalty",
+    "max_temperature", "noise", "function_copies", "exercises", "cut_every", "penalty", "taps",
+    "temperatures",
 }  # fmt: skip
+_SHARES = {"header_share"}
 _FOLDERS = ("data", "target", "text", "long_text", "init", "head")  # made by earlier stages
+_WRITTEN = ("train.npz", "continuations")
+_FILES = {"data": ("tokenizer.json", "data"), "text": _WRITTEN, "long_text": _WRITTEN}
+"""A file that such a folder must have, and the stage that writes it."""
 
 
 def _add_run_options(parser, *, learning_rate, adam_learning_rate, microbatches, log_every):
@@ -346,24 +351,49 @@ def parser() -> argparse.ArgumentParser:
     return command_line
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_number(name: str, value: float) -> None:
+    least = 0 if name in _ZERO_IS_FINE else 1 if isinstance(value, int) else None
+    if name in _SHARES:
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{_flag(name)} {value} must be between 0 and 1")
+    elif least is None and not 0 < value < math.inf:
+        raise ConfigError(f"{_flag(name)} {value} must be a number above 0")
+    elif least is not None and not least <= value < math.inf:
+        raise ConfigError(f"{_flag(name)} {value} must be at least {least}")
+
+
+def _check_folders(args) -> None:
+    given = [(f"{_flag(name)} ", getattr(args, name, None)) for name in _FOLDERS]
+    for flag, folder in [*given, *(("", folder) for folder in getattr(args, "folders", ()))]:
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"{flag}{folder}: no such folder")
+    for name, (file, stage) in _FILES.items():
+        folder = getattr(args, name, None)
+        if folder is not None and not (folder / file).is_file():
+            raise ConfigError(
+                f"{_flag(name)} {folder}: no {file}; give a folder that `{stage}` wrote"
+            )
+    for path in (args.out, *args.out.parents):
+        if path.is_file():
+            raise ConfigError(f"--out {path}: is a file; give a folder")
+
+
 def check(args) -> None:
     """Validates the options before jax is imported.
 
     Raises:
-      ConfigError: a number out of range, or a folder that is not there.
+      ConfigError: a number out of range, or a folder that is not there or lacks what its stage writes.
     """
     for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')}"
-        least = 0 if name in _ZERO_IS_FINE else 1 if isinstance(value, int) else None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if least is None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag} {value} must be a number above 0")
-        if least is not None and not least <= value < math.inf:
-            raise ConfigError(f"{flag} {value} must be at least {least}")
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int | float) and not isinstance(one, bool):
+                _check_number(name, one)
+    if hasattr(args, "min_prompt") and args.min_prompt > args.max_prompt:
+        raise ConfigError(f"--min-prompt {args.min_prompt} is above --max-prompt {args.max_prompt}")
     if hasattr(args, "microbatches") and args.batch % args.microbatches:
         raise ConfigError(f"--batch {args.batch} is no multiple of --microbatches")
-    given = [(f"--{name.replace('_', '-')} ", getattr(args, name, None)) for name in _FOLDERS]
-    for flag, folder in [*given, *(("", folder) for folder in getattr(args, "folders", ()))]:
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"{flag}{folder}: no such folder")
+    _check_folders(args)

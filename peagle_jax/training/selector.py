@@ -5,6 +5,7 @@ token before it. A token that is not among the candidates has no loss: the selec
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from peagle_jax.training.passes import (
     slot_is_trained,
     text_rows,
 )
-from peagle_jax.training.stored_text import batches, load_text
+from peagle_jax.training.stored_text import batches, load_text_of
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
@@ -225,8 +226,8 @@ def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: R
         raise ConfigError("a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts")
     if any(head.config.sliding_windows or ()):
         raise ConfigError("a selector cannot be trained for a head with sliding windows")
-    text = load_text(options.continuations, "train", options.max_temperature)
-    heldout = load_text(options.continuations, "heldout")
+    stored = partial(load_text_of, target.config, options.continuations)
+    text, heldout = stored("train", options.max_temperature), stored("heldout")
     rows = len(text.tokens)
     if rows < options.batch or not _evaluated(options, heldout)[1]:
         raise ConfigError(f"--batch {options.batch} is more than there are texts; lower it")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from peagle_jax.config import ConfigError
+from peagle_jax.config import ConfigError, TargetConfig
 
 
 class Text(NamedTuple):
@@ -29,6 +29,28 @@ def load_text(folder: Path, name: str, max_temperature: float | None = None) -> 
             raise ConfigError(f"{path} has no temperatures; leave out --max-temperature")
         kept = file["temperature"] <= max_temperature
     return Text(*(x[kept] for x in text))
+
+
+def load_text_of(
+    config: TargetConfig,
+    folder: Path,
+    name: str,
+    max_temperature: float | None = None,
+    *,
+    flag: str = "--text",
+) -> Text:
+    """`load_text`, for texts that a target with this config can read; `flag` is the option that gave `folder`.
+
+    Raises:
+      ConfigError: a token lies outside of the target's vocabulary.
+    """
+    text = load_text(folder, name, max_temperature)
+    highest = int(text.tokens.max(initial=0))
+    if highest >= config.vocab_size:
+        raise ConfigError(
+            f"{flag} has token {highest}; the target's vocabulary has {config.vocab_size}"
+        )
+    return text
 
 
 def pieces(text: Text, length: int) -> Text:

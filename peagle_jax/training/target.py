@@ -15,7 +15,7 @@ from peagle_jax.models import Decoder, build
 from peagle_jax.training import attention
 from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.objective import Labels, Loss, distill
-from peagle_jax.training.stored_text import Text, batches, load_text
+from peagle_jax.training.stored_text import Text, batches, load_text_of
 from peagle_jax.training.trainer import RunConfig, Task, cast, split_model
 from peagle_jax.training.weights import repeated
 
@@ -112,16 +112,19 @@ def lm_loss(merge, options: TargetOptions, params, stream, batch: Batch, key):
     return result.total + options.penalty * penalty, (count, metrics)
 
 
-def _training_batches(options: TargetOptions, run: RunConfig, width: int, length: int):
+def _training_batches(
+    config: TargetConfig, options: TargetOptions, run: RunConfig, width: int, length: int
+):
     """Step -> `Batch`.
 
     Raises:
-      ConfigError: `options.text` has too few greedy texts, or `--microbatches` does not divide a step's.
+      ConfigError: `options.text` has too few greedy texts or other tokens, or `--microbatches` does not
+        divide a step's.
     """
     order = partial(windows, batch=options.batch, width=width, length=length, seed=run.seed)
     if options.text is None:
         return lambda step: Batch(order(step), None)
-    text = load_text(options.text, "train", 0)
+    text = load_text_of(config, options.text, "train", 0)
     size = options.text_batch
     if size > len(text.tokens) or size % run.microbatches:
         raise ConfigError(
@@ -141,7 +144,10 @@ def make_task(
     width = options.sequence + 1
     for name, tokens in (("train", stream), ("heldout", heldout)):
         if len(tokens) < 2 * width:
-            raise ConfigError(f"{name}.npy has {len(tokens)} tokens; --sequence needs {2 * width}")
+            raise ConfigError(
+                f"{name}.npy has {len(tokens)} tokens; --sequence needs {2 * width}; lower --sequence "
+                "or give `data` more text"
+            )
     model = init or build(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
     model.embed = TrainedEmbed(model.embed)
     params, merge = split_model(model)
@@ -167,7 +173,7 @@ def make_task(
         params=params,
         loss=loss,
         constants=jnp.asarray(stream),
-        batch=_training_batches(options, run, width, len(stream)),
+        batch=_training_batches(config, options, run, width, len(stream)),
         evaluate=evaluate,
         tokens_per_step=options.batch * options.sequence,
     )

@@ -338,32 +338,32 @@ def fit(task: Task, run: RunConfig) -> Params:
         params, opt_state, step = _restore(manager, params, optimizer.init(params))
         record, compiled = _Record(task, run, step), step + COMPILING_STEPS
         interval = 0.5 if sys.stderr.isatty() else 10.0
-        bar = tqdm(total=budget.total, initial=step, unit="step", mininterval=interval)
-        while budget.total is None or step < budget.total:
-            scale = schedule(step, budget.total, warmup=run.warmup, decay=run.decay)
-            params, opt_state, report = train_step(
-                params, opt_state, task.constants, task.batch(step), step, np.float32(scale)
-            )
-            record.pending.append(report)
-            step += 1
-            bar.update()
-            budget.measure(step, partial(jax.block_until_ready, params))
-            bar.total = budget.total
-            last = step == budget.total
-            saves = last or step % run.save_every == 0
-            if saves or step % run.log_every == 0:  # no row spans a checkpoint
-                row = record.log(step, scale)
-                bar.set_postfix(loss=f"{row['loss']:.4f}", tok_s=f"{row['tokens_per_s']:.3g}")
-            if last or step % run.eval_every == 0:
-                row = record.evaluate(step, params)
-                shown = {k: round(v, 4) for k, v in row.items()}
-                bar.write(f"held out: {shown}", file=sys.stderr)
-            if saves:
-                state = dict(params=params, opt_state=opt_state)
-                manager.save(step, args=ocp.args.StandardSave(state))
-            if step == compiled:
-                jax.block_until_ready(params)
-                record.restart(step)
-        bar.close()
+        # Closed also by Ctrl-C: an open bar is drawn again below the message.
+        with tqdm(total=budget.total, initial=step, unit="step", mininterval=interval) as bar:
+            while budget.total is None or step < budget.total:
+                scale = schedule(step, budget.total, warmup=run.warmup, decay=run.decay)
+                params, opt_state, report = train_step(
+                    params, opt_state, task.constants, task.batch(step), step, np.float32(scale)
+                )
+                record.pending.append(report)
+                step += 1
+                bar.update()
+                budget.measure(step, partial(jax.block_until_ready, params))
+                bar.total = budget.total
+                last = step == budget.total
+                saves = last or step % run.save_every == 0
+                if saves or step % run.log_every == 0:  # no row spans a checkpoint
+                    row = record.log(step, scale)
+                    bar.set_postfix(loss=f"{row['loss']:.4f}", tok_s=f"{row['tokens_per_s']:.3g}")
+                if last or step % run.eval_every == 0:
+                    row = record.evaluate(step, params)
+                    shown = {k: round(v, 4) for k, v in row.items()}
+                    bar.write(f"held out: {shown}", file=sys.stderr)
+                if saves:
+                    state = dict(params=params, opt_state=opt_state)
+                    manager.save(step, args=ocp.args.StandardSave(state))
+                if step == compiled:
+                    jax.block_until_ready(params)
+                    record.restart(step)
         manager.wait_until_finished()
     return params

@@ -375,6 +375,9 @@ HOST_SIDE = {
     "commits",
     "controls",
     "grammar",
+    "lark",
+    "schema_objects",
+    "schema_rules",
 }
 
 
@@ -386,7 +389,9 @@ def test_the_host_side_imports_no_jax(name):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            modules.add(node.module)
+            is_package = node.module == "peagle_jax.engine"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules |= names if is_package else {node.module}
     engine = {f"peagle_jax.engine.{name}" for name in HOST_SIDE}
     names = ("config", "plan", "sampling_params", "structured", "errors", "text")
     others = {f"peagle_jax.{name}" for name in names}

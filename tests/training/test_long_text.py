@@ -11,6 +11,7 @@ from peagle_jax.config import ConfigError
 from peagle_jax.training.drafter import every_nth, training_batches
 from peagle_jax.training.passes import slot_is_trained
 from peagle_jax.training.stored_text import Text, pieces
+from tests import tiny
 from tests.training.test_heads import _options
 
 RUN = SimpleNamespace(seed=0, microbatches=1)
@@ -28,7 +29,7 @@ def _stored(folder, text: Text):
 
 
 def test_an_epoch_has_every_text_once_and_the_next_another_order():
-    batch = training_batches(_texts(6, 8), replace(_options(), batch=2), RUN)
+    batch = training_batches(_texts(6, 8), replace(_options(), batch=2), RUN, tiny.TARGET)
     epochs = [[tuple(batch(step).tokens[:, 0]) for step in range(i, i + 3)] for i in (0, 3)]
     for epoch in epochs:
         assert sorted(sum(epoch, ())) == list(range(6))
@@ -38,12 +39,14 @@ def test_an_epoch_has_every_text_once_and_the_next_another_order():
 def test_every_third_step_has_longer_texts_and_both_kinds_go_on_where_they_stopped(tmp_path):
     plain = replace(_options(), batch=4)
     longer = replace(plain, long_text=_stored(tmp_path, _texts(20, 16)), long_every=3)
-    batch, usual = training_batches(_texts(40, 8), longer, RUN), _texts(40, 8)
+    batch, usual = training_batches(_texts(40, 8), longer, RUN, tiny.TARGET), _texts(40, 8)
     shapes = [batch(step).tokens.shape for step in range(6)]
     assert shapes == [(4, 8), (4, 8), (2, 16)] * 2
     short = [batch(step).tokens for step in (0, 1, 3, 4, 6)]
     for step, tokens in enumerate(short):
-        np.testing.assert_array_equal(tokens, training_batches(usual, plain, RUN)(step).tokens)
+        np.testing.assert_array_equal(
+            tokens, training_batches(usual, plain, RUN, tiny.TARGET)(step).tokens
+        )
     turns = every_nth(3, lambda turn: ("long", turn), lambda turn: ("usual", turn))
     assert [turns(step) for step in range(2, 12, 3)] == [("long", turn) for turn in range(4)]
 
@@ -56,7 +59,7 @@ def test_longer_texts_that_make_up_no_step_are_refused(tmp_path, count, length, 
     options = replace(_options(), batch=4, long_text=_stored(tmp_path, _texts(count, length)))
     run = SimpleNamespace(seed=0, microbatches=microbatches)
     with pytest.raises(ConfigError, match=r"^--long-text: "):
-        training_batches(_texts(8, 8), options, run)
+        training_batches(_texts(8, 8), options, run, tiny.TARGET)
 
 
 def test_pieces_have_the_generated_tokens_of_the_texts():
@@ -75,11 +78,11 @@ def test_pieces_have_the_generated_tokens_of_the_texts():
 
 def test_a_step_of_pieces_has_the_tokens_of_a_step():
     options = replace(_options(), batch=2, text_length=4)
-    batch = training_batches(_texts(6, 8), options, RUN)
+    batch = training_batches(_texts(6, 8), options, RUN, tiny.TARGET)
     assert batch(0).tokens.shape == (4, 4)
     epoch = np.concatenate([batch(step).tokens[:, 0] for step in range(3)])
     assert sorted(epoch) == sorted([*range(6)] * 2)
     with pytest.raises(ConfigError, match="does not divide the texts' 8 tokens"):
-        training_batches(_texts(6, 8), replace(options, text_length=3), RUN)
+        training_batches(_texts(6, 8), replace(options, text_length=3), RUN, tiny.TARGET)
     with pytest.raises(ConfigError, match="4 pieces, and a step has 8"):
-        training_batches(_texts(2, 8), replace(options, batch=4), RUN)
+        training_batches(_texts(2, 8), replace(options, batch=4), RUN, tiny.TARGET)
