@@ -157,6 +157,39 @@ class SharedPipeline(Pipeline):
             self.fetch_shared(released + self.stages, shared_slot)
 
 
+def make_pipeline(
+    *,
+    groups: int,
+    fetch_weights: Callable[[Any, Any], None],
+    fetch_x: Callable[[Any, Any, Any], None],
+    ready_barrier: Any,
+    x_ready_barrier: Any,
+    x_free_barrier: Any,
+    **ring: Any,
+) -> Pipeline:
+    """The ring of a warpgroup that reads tiles of a weight and of x; a `SharedPipeline` if there are barriers of x.
+
+    `fetch_x(step, slot, barrier)` starts the copies of x, which arrive at `barrier.at[slot]`. The other arguments are
+    those of the classes.
+    """
+    if x_free_barrier is not None:
+        return SharedPipeline(
+            fetch=fetch_weights,
+            groups=groups,
+            fetch_shared=lambda i, slot: fetch_x(i, slot, x_ready_barrier),
+            ready_barrier=ready_barrier,
+            shared_ready_barrier=x_ready_barrier,
+            shared_free_barrier=x_free_barrier,
+            **ring,
+        )
+
+    def fetch(i, slot):
+        fetch_weights(i, slot)
+        fetch_x(i, slot, ready_barrier)
+
+    return Pipeline(fetch=fetch, ready_barrier=ready_barrier, **ring)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PagedPipeline:
     """Ring of blocks of a paged cache. The number of blocks is known at run time only.

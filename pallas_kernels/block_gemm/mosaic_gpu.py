@@ -22,7 +22,7 @@ from pallas_kernels import formats
 from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.pipeline import Pipeline, SharedPipeline, warpgroup_index
+from pallas_kernels.pipeline import make_pipeline, warpgroup_index
 from pallas_kernels.weight_tiles.codecs import STEP
 from pallas_kernels.weight_tiles.format import Format, as_e8m0, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
@@ -193,27 +193,17 @@ def product(
                 source_gmem = x_scale_gmem.at[token_tile, group_of(i)]
                 fetch_tile(source_gmem, x_scale_smem.at[slot, 0, 0], barrier.at[slot])
 
-        def fetch_both(i, slot):
-            fetch_weights(i, slot)
-            fetch_x(i, slot, ready_barrier)
-
-        ring = dict(
+        pipeline = make_pipeline(
+            groups=groups,
             stages=stages,
             num_steps=num_steps,
+            fetch_weights=fetch_weights,
+            fetch_x=fetch_x,
             ready_barrier=ready_barrier,
+            x_ready_barrier=x_ready_barrier,
+            x_free_barrier=x_free_barrier,
             fenced=form.read_by_threads,
         )
-        if groups * cluster == 1:
-            pipeline = Pipeline(fetch=fetch_both, **ring)
-        else:
-            pipeline = SharedPipeline(
-                fetch=fetch_weights,
-                groups=groups,
-                fetch_shared=lambda i, slot: fetch_x(i, slot, x_ready_barrier),
-                shared_ready_barrier=x_ready_barrier,
-                shared_free_barrier=x_free_barrier,
-                **ring,
-            )
 
         def block_scale(i):
             if not codec.block_scaled:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
-from pallas_kernels.pipeline import Pipeline, SharedPipeline
+from pallas_kernels.pipeline import make_pipeline
 from pallas_kernels.weight_tiles.codecs import codec_of
 from pallas_kernels.weight_tiles.format import Format, as_e8m0, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
@@ -165,27 +165,17 @@ def _grouped(
                     source_gmem = x_scale_gmem.at[0 if shared else item, i]
                     fetch_tile(source_gmem, x_scale_smem.at[slot, 0, 0], barrier)
 
-            def fetch_both(i, slot):
-                fetch_weights(i, slot)
-                fetch_x(i, slot, ready_barrier)
-
-            ring = dict(
+            pipeline = make_pipeline(
+                groups=1,
                 stages=stages,
                 num_steps=num_steps,
+                fetch_weights=fetch_weights,
+                fetch_x=fetch_x,
                 ready_barrier=ready_barrier,
+                x_ready_barrier=x_ready_barrier,
+                x_free_barrier=x_free_barrier,
                 fenced=form.read_by_threads,
             )
-            if cluster == 1:
-                pipeline = Pipeline(fetch=fetch_both, **ring)
-            else:
-                pipeline = SharedPipeline(
-                    fetch=fetch_weights,
-                    groups=1,
-                    fetch_shared=lambda i, slot: fetch_x(i, slot, x_ready_barrier),
-                    shared_ready_barrier=x_ready_barrier,
-                    shared_free_barrier=x_free_barrier,
-                    **ring,
-                )
 
             def block_scales(i):
                 if not codec.block_scaled:
