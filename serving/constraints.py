@@ -22,7 +22,8 @@ from peagle_jax.structured import MAX_CHARS, Structured
 from serving import caller
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError, invalid
-from serving.grammar_process import CPU_SECONDS, Process, Vocabulary
+from serving.grammar_checker import Process
+from serving.grammar_process import CPU_SECONDS, Vocabulary
 from serving.networks import network
 
 _log = logging.getLogger(__name__)
