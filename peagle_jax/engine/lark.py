@@ -21,7 +21,7 @@ def literal(text: str) -> str:
 
 
 def with_schemas(grammar: str, change: Callable[[dict], dict]) -> str:
-    """The grammar with `change` of each JSON schema in it. What is not JSON stays, and llguidance refuses it.
+    """Replaces each JSON schema of a grammar by `change(schema)`. Text that is not JSON stays; llguidance refuses it.
 
     Raises:
       ConfigError: of `change`, with the schema's name before its message, see `named`.

@@ -94,9 +94,9 @@ def pages_in(
         )
         rule = f"{given}; give {least * size} bytes or more, or lower max_model_len"
         raise ConfigError.of("kv_cache_memory", rule)
-    return (
-        nbytes // size if size else config.total_pages
-    )  # no bytes: every layer has a sliding window
+    if size == 0:  # every layer has a sliding window, so pages hold nothing
+        return config.total_pages
+    return nbytes // size
 
 
 def ring_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:

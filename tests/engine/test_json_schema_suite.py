@@ -8,24 +8,13 @@ import numpy as np
 import pytest
 
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.grammar import Grammars
 from peagle_jax.structured import Structured
 from tests.json_schema_suite import CHECKABLE, ENFORCED, REFUSED
-from tests.serving.scripted import END, make_tokenizer
+from tests.serving.scripted import END
 
 NO_SPACE_OF_ECMASCRIPT = "\ufeff"
 """A space for ECMAScript's regular expressions, and none for Rust's."""
 NUM_TOKENS = 60
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("bytes"), "")
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer):
-    return Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.special_id(END)])
 
 
 def test_two_hundred_schemas_are_enforced_and_the_others_refused_by_name(grammars):

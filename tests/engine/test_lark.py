@@ -5,20 +5,8 @@ import json
 import pytest
 
 from peagle_jax import ConfigError
-from peagle_jax.engine.grammar import Grammars
 from peagle_jax.engine.lark import literal, named, with_schemas
 from peagle_jax.structured import Structured
-from tests.serving.scripted import END, make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("bytes"), "")
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer):
-    return Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.special_id(END)])
 
 
 def test_a_choice_may_have_any_character(grammars, tokenizer):

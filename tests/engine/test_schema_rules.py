@@ -6,21 +6,10 @@ import random
 import pytest
 
 from peagle_jax import ConfigError
-from peagle_jax.engine.grammar import Grammars, Matcher
+from peagle_jax.engine.grammar import Matcher
 from peagle_jax.engine.schema_objects import MOST_ITEMS
 from peagle_jax.engine.schema_rules import _is_read_exactly
 from peagle_jax.structured import Structured
-from tests.serving.scripted import END, make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("bytes"), "")
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer):
-    return Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.special_id(END)])
 
 
 def refusal(grammars, schema) -> str:

@@ -10,7 +10,8 @@ from peagle_jax import Engine, EngineConfig
 from peagle_jax.text import Tokenizer
 from tests import programs, tiny
 from tests.serving.live import LiveServer
-from tests.serving.scripted import Scripted
+from tests.serving.scripted import TEMPLATE, Scripted, make_tokenizer
+from tests.serving.scripted import make_engine as make_scripted_engine
 from tests.waiting import LIMIT
 
 EOS_IDS = (126, 127)
@@ -100,6 +101,18 @@ def client(scripted):
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
         yield client
     scripted.live.check_empty()
+
+
+@pytest.fixture(scope="module")
+def tools_client(tmp_path_factory):
+    """OpenAI's client of a server whose model has a chat template with tools; the tests must leave it empty."""
+    tokenizer = make_tokenizer(tmp_path_factory.mktemp("tools"), TEMPLATE)
+    server = LiveServer(make_scripted_engine(tokenizer), http=True)
+    url = f"http://{server.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
+        yield client
+    server.check_empty()
+    server.close()
 
 
 @pytest.fixture

@@ -16,9 +16,7 @@ from serving.replies.forced import xml_calls
 from serving.replies.formats import FORMATS
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ToolCall
-from tests.serving.live import LiveServer
-from tests.serving.scripted import END, TEMPLATE, make_engine, make_tokenizer
-from tests.waiting import LIMIT
+from tests.serving.scripted import END, TEMPLATE, make_tokenizer
 
 PARAMETERS = {
     "type": "object",
@@ -156,15 +154,9 @@ def test_a_format_beside_calls_that_cannot_be_constrained_is_refused_by_name(tmp
     assert fields.constraint(SimpleNamespace(replies=replies), [], field, text) == (field, text)
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    tokenizer = make_tokenizer(tmp_path_factory.mktemp("forced"), TEMPLATE)
-    server = LiveServer(make_engine(tokenizer), http=True)
-    url = f"http://{server.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
-        yield client
-    server.check_empty()
-    server.close()
+@pytest.fixture
+def client(tools_client):
+    return tools_client
 
 
 def modes(name: str) -> dict:

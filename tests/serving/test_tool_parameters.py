@@ -5,21 +5,13 @@ import pytest
 
 from peagle_jax import ConfigError
 from serving.replies.formats import FORMATS
-from tests.serving.live import LiveServer
-from tests.serving.scripted import TEMPLATE, make_engine, make_tokenizer
+from tests.serving.scripted import TEMPLATE, make_tokenizer
 from tests.serving.test_tool_choice import CHAT, HARMONY, admitted, modes
-from tests.waiting import LIMIT
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    tokenizer = make_tokenizer(tmp_path_factory.mktemp("parameters"), TEMPLATE)
-    server = LiveServer(make_engine(tokenizer), http=True)
-    url = f"http://{server.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
-        yield client
-    server.check_empty()
-    server.close()
+@pytest.fixture
+def client(tools_client):
+    return tools_client
 
 
 FORMS = [one.name for one in FORMATS if one.grammars] + ["harmony"]
