@@ -89,7 +89,7 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPipeline(Pipeline):
-    """Rings of warpgroups, of one block or of the blocks of a cluster, that have their own weight tiles and share x.
+    """Rings of a block whose warpgroups have their own weight tiles and share the x tiles.
 
     Each warpgroup fills and reads a ring of its own, as in `Pipeline`. Warpgroup 0 also fills the shared
     ring, one step late: a slot is refilled after all warpgroups have released it, and at the end of the next
@@ -107,15 +107,11 @@ class SharedPipeline(Pipeline):
     releases of step n - 1 and loads step n + 2 to that slot. With two stages there is no delay, because the
     next step needs the slot.
 
-    In a cluster warpgroup 0 of each block waits for the warpgroups of all blocks, because its copy writes to the
-    shared memory of all; `fetch_shared` then loads this block's part of the tile. No block ends before its last copy has
-    arrived, nor before the others have: each reads all steps.
-
     Attributes:
-      groups: warpgroups of the block. Slot s of warpgroup g has place g * stages + s.
+      groups: warpgroups of the block, at least two. Slot s of warpgroup g has place g * stages + s.
       fetch_shared: `fetch_shared(step, slot)`, as `fetch` for the shared ring.
       shared_ready_barrier: [stages]; the copies of a shared slot have arrived.
-      shared_free_barrier: [stages], `groups` arrivals of each block; all warpgroups have released a shared slot.
+      shared_free_barrier: [stages], `groups` arrivals; all warpgroups have released a shared slot.
     """
 
     groups: int

@@ -26,13 +26,7 @@ from pallas_kernels.pipeline import make_pipeline, warpgroup_index
 from pallas_kernels.weight_tiles.codecs import STEP
 from pallas_kernels.weight_tiles.format import Format, as_e8m0, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
-from pallas_kernels.weight_tiles.warpgroups import (
-    CLUSTER_AXIS,
-    block_index,
-    launch_options,
-    tile_rows,
-    warpgroup_part,
-)
+from pallas_kernels.weight_tiles.warpgroups import launch_options, tile_rows, warpgroup_part
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,6 @@ class TuningConfig:
       split: K-split: one block per chunk.
       stages: preferred pipeline stages, see `Format.stages`.
       groups: preferred warpgroups per block, see `Mma.groups`; each has its own weight tile.
-      cluster: blocks with neighbouring weight tiles that load x together, on Hopper (`weight_tiles.warpgroups`).
     """
 
     tokens: int
@@ -53,7 +46,6 @@ class TuningConfig:
     split: bool
     stages: int
     groups: int = 1
-    cluster: int = 1
 
     @classmethod
     def choose(
@@ -140,7 +132,7 @@ def product(
     per_chunk = pl.cdiv(pl.cdiv(K, codec.step), config.chunks)
     splits = config.chunks if config.split else 1
     num_steps = per_chunk * config.chunks // splits
-    groups, tokens, cluster = mma.groups(config.groups), config.tokens, config.cluster
+    groups, tokens = mma.groups(config.groups), config.tokens
     tile_sizes = (1, tokens, K, jnp.float32, groups)
     stages = form.stages(config.stages, num_steps, form.most_stages(*tile_sizes, launch.device))
     x = codec.arrange(x)
@@ -164,9 +156,8 @@ def product(
         *scale_refs, out_gmem = refs
         x_scale_gmem = scale_refs.pop() if x_scale is not None else None
         scale_gmem = scale_refs[0] if scale_refs else None
-        token_tile, row_tile = lax.axis_index("token"), block_index("row", cluster)
-        split = lax.axis_index("split")
-        first_row, out_row = tile_rows(form.rows, groups, row_tile, N, cluster)
+        token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
+        first_row, out_row = tile_rows(form.rows, groups, row_tile, N)
         rows, token_range = pl.ds(first_row, form.rows), pl.ds(token_tile * tokens, tokens)
         first_step = split * num_steps
 
@@ -184,8 +175,7 @@ def product(
 
         def fetch_x(i, slot, barrier):
             columns = pl.ds((first_step + i) * codec.step, codec.step)
-            axis = CLUSTER_AXIS if cluster > 1 else None
-            fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier.at[slot], axis)
+            fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier.at[slot])
             if codec.x_scaled:
                 source_gmem = x_scale_gmem.at[group_of(i), token_range]
                 fetch_tile(source_gmem, x_scale_smem.at[slot, pl.ds(0, tokens)], barrier.at[slot])
@@ -256,18 +246,18 @@ def product(
             target_gmem = out_gmem.at[split, token_range, pl.ds(out_row, form.rows)]
             form.store_tokens_first(target_gmem, warpgroup_part(out_smem, groups), totals)
 
-        store() if groups * cluster == 1 else pl.when(out_row < N)(store)
+        store() if groups == 1 else pl.when(out_row < N)(store)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((splits, R, N), jnp.float32),
-        scratch_types=form.scratch(stages, *tile_sizes, cluster),
+        scratch_types=form.scratch(stages, *tile_sizes),
         # The last axis varies fastest, so blocks that share a weight tile run together and hit L2.
-        grid=(pl.cdiv(N, cluster * groups * form.rows), pl.cdiv(R, tokens), splits),
+        grid=(pl.cdiv(N, groups * form.rows), pl.cdiv(R, tokens), splits),
         grid_names=("row", "token", "split"),
         interpret=launch.interpret,
         kernel_name="block_gemm",
-        **launch_options(groups, cluster),
+        **launch_options(groups),
     )
     if codec.mma_scaled:
         x_scale = as_e8m0(x_scale)

@@ -1,13 +1,13 @@
 """Linear-layer workloads of supported models, for compile tests and benchmarks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, formats, mxfp8
+from pallas_kernels import formats, mxfp8
 from pallas_kernels.activations import Activations
 from pallas_kernels.block_gemm import api
 from pallas_kernels.device import Device
@@ -33,7 +33,7 @@ class Spec:
     """bfloat16 rows times a weight [outputs, inputs], float32 result.
 
     The call includes the addition of the partial sums of a K-split, and with fp8 activations their
-    quantisation. With `cluster` above 1, on Hopper only, so many blocks load the rows together.
+    quantisation.
     """
 
     rows: int
@@ -42,13 +42,10 @@ class Spec:
     form: Form = "bf16"
     bias: bool = False
     activations: Activations = "bf16"
-    cluster: int = 1
 
     @property
     def chips(self) -> tuple[int, ...]:
         """Generations with a kernel for it."""
-        if self.cluster > 1:
-            return (90,)
         return api.MXFP8_CHIPS if self.form == "mxfp8" else CHIPS
 
     @property
@@ -115,14 +112,6 @@ SPECS = {
     },
     **_layers("qwen3-moe-mxfp8", (8, 64, 256, 1024, 4096), qkv__mxfp8=(5120, 2048), o__mxfp8=(2048, 4096)),
     **_layers("llama-8b-mxfp8", (8, 64, 4096), gate_up__mxfp8=(28672, 4096), down__mxfp8=(4096, 14336)),
-    **{
-        f"{name}-cluster": replace(spec, cluster=2)
-        for name, spec in (
-            _layers("qwen3-moe", (256, 1024, 4096), qkv__fp8=(5120, 2048), o__fp8=(2048, 4096))
-            | _layers("qwen3-moe", (256,), lm_head=(151936, 2048))
-            | _layers("llama-8b", (256, 4096), gate_up=(28672, 4096), down=(4096, 14336))
-        ).items()
-    },
     "ragged": Spec(rows=21, outputs=224, inputs=448, bias=True),
     "one-row": Spec(rows=1, outputs=192, inputs=384, form="fp8"),
     **_layers("mxfp4", (8, 64, 4096), wide__mxfp4=(5120, 2880)),
@@ -172,8 +161,6 @@ def configs(spec: Spec, device: Device) -> list:
     x_dtype = jnp.float8_e4m3fn if spec.activations == "fp8" else jnp.bfloat16  # mxfp8 needs none
     form = Format.of(values, scale, device, x_dtype)
     chosen = TuningConfig.choose(spec.rows, spec.outputs, spec.inputs, device, kind, x_dtype)
-    if spec.cluster > 1:
-        return [replace(chosen, cluster=spec.cluster)]
     if spec.rows <= 64 or spec.outputs <= 256 or form.mma.groups(2) == 1:
         return [chosen]
     return [chosen, *(tiling for tiling in chosen.alternatives(form) if tiling != chosen)]
@@ -191,15 +178,10 @@ def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtyp
 
     def run(x, weight, *rest):
         scale = None if spec.form == "bf16" else rest[0]
-        chosen = config
-        if spec.cluster > 1 and (
-            launch := dispatch.resolve("a product", "mosaic_gpu", chips=(90,))
-        ):
-            (chosen,) = configs(spec, launch.device)
         return api.linear(
             x, weight, scale=scale, bias=rest[-1] if spec.bias else None,
             out_dtype=jnp.float32, activations=spec.activations, implementation="mosaic_gpu",
-            config=chosen,
+            config=config,
         )  # fmt: skip
 
     return run, args

@@ -17,11 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
-from pallas_kernels.pipeline import make_pipeline
+from pallas_kernels.pipeline import Pipeline
 from pallas_kernels.weight_tiles.codecs import codec_of
 from pallas_kernels.weight_tiles.format import Format, as_e8m0, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
-from pallas_kernels.weight_tiles.warpgroups import CLUSTER_AXIS, block_index, launch_options
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,11 @@ class TuningConfig:
         are not unpacked in registers.
       shared: all items read the same rows of x, so rows need no sorting by expert.
       stages: preferred pipeline stages of gate_up and down, see `Format.stages`.
-      cluster: blocks of an item that load its rows together, on Hopper (`weight_tiles.warpgroups`).
     """
 
     tokens: int
     shared: bool
     stages: tuple[int, int]
-    cluster: int = 1
 
     @classmethod
     def choose(cls, R: int, E: int, top_k: int, most: int = 64) -> "TuningConfig":
@@ -74,7 +71,6 @@ def _grouped(
     tokens: int,
     shared: bool,
     stages: int,
-    cluster: int,
     finish,
     launch: Launch,
     name: str,
@@ -91,7 +87,6 @@ def _grouped(
       num_items: int32, the number of items in entry 0.
       items: upper bound of the number of items.
       parts: weights that share x: 2 for gate and up.
-      cluster: blocks that load x together; divides the number of weight tiles.
       finish: epilogue; maps `parts` totals float32 [rows, tokens] to one.
       arranged: store the columns in the order that mxfp4 products expect.
       x_scale: float32 [K / 128, rows'], rows' a multiple of 4; of mxfp8 rows uint8
@@ -105,10 +100,6 @@ def _grouped(
     tile_sizes = (parts, tokens, K, jnp.bfloat16, 1)  # one warpgroup
     stages = form.stages(stages, num_steps, form.most_stages(*tile_sizes, launch.device))
     row_tiles = pl.cdiv(N, form.rows)
-    if row_tiles % cluster:  # blocks of a cluster must have the same item
-        raise NotImplementedError(
-            f"clusters of {cluster} blocks do not divide {row_tiles} weight tiles"
-        )
 
     def body(
         x_gmem,  # [rows, K] bfloat16 or e4m3
@@ -120,8 +111,6 @@ def _grouped(
         x_smem,  # [stages, tokens, step] bfloat16 or e4m3
         out_smem,  # [stored tokens, rows] bfloat16
         ready_barrier,
-        x_ready_barrier=None,
-        x_free_barrier=None,
         x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32
         scale_smem=None,  # mxfp4: [parts, rows * K / 32] uint8
         scales_ready_barrier=None,
@@ -132,7 +121,7 @@ def _grouped(
         scale_gmem = optional.pop(0) if weight.scale is not None else None
         bias_gmem = optional.pop(0) if weight.bias is not None else None
         x_scale_gmem = optional.pop(0) if x_scale is not None else None
-        block = block_index("block", cluster)
+        block = lax.axis_index("block")
         item, row_tile = lax.div(block, row_tiles), lax.rem(block, row_tiles)
         first_row = row_tile * form.rows
         rows = pl.ds(first_row, form.rows)
@@ -142,7 +131,7 @@ def _grouped(
             expert = experts_gmem[item]
             first_token = 0 if shared else item * tokens
 
-            def fetch_weights(i, slot):
+            def fetch(i, slot):
                 barrier = ready_barrier.at[slot]
                 columns = pl.ds(i * codec.width, codec.width)
                 for part in range(parts):
@@ -151,13 +140,9 @@ def _grouped(
                     if codec.mma_scaled:
                         source_gmem = scale_gmem.at[expert, part, row_tile, i]
                         fetch_tile(source_gmem, w_scale_smem.at[slot, part, 0, 0], barrier)
-
-            def fetch_x(i, slot, barriers):
-                barrier = barriers.at[slot]
                 columns = pl.ds(i * codec.step, codec.step)
                 token_range = pl.ds(first_token, tokens)
-                axis = CLUSTER_AXIS if cluster > 1 else None
-                fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier, axis)
+                fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier)
                 if codec.x_scaled:
                     target_smem = x_scale_smem.at[slot, pl.ds(0, tokens)]
                     fetch_tile(x_scale_gmem.at[i, token_range], target_smem, barrier)
@@ -165,15 +150,11 @@ def _grouped(
                     source_gmem = x_scale_gmem.at[0 if shared else item, i]
                     fetch_tile(source_gmem, x_scale_smem.at[slot, 0, 0], barrier)
 
-            pipeline = make_pipeline(
-                groups=1,
+            pipeline = Pipeline(
                 stages=stages,
                 num_steps=num_steps,
-                fetch_weights=fetch_weights,
-                fetch_x=fetch_x,
+                fetch=fetch,
                 ready_barrier=ready_barrier,
-                x_ready_barrier=x_ready_barrier,
-                x_free_barrier=x_free_barrier,
                 fenced=form.read_by_threads,
             )
 
@@ -234,12 +215,11 @@ def _grouped(
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((items * tokens, N), jnp.bfloat16),
-        scratch_types=form.scratch(stages, *tile_sizes, cluster),
-        grid=(items * row_tiles // cluster,),
+        scratch_types=form.scratch(stages, *tile_sizes),
+        grid=(items * row_tiles,),
         grid_names=("block",),
         interpret=launch.interpret,
         kernel_name=name,
-        **launch_options(1, cluster),
     )
     if codec.mma_scaled:
         x_scale = as_e8m0(x_scale)
@@ -275,7 +255,6 @@ def gate_up(
         tokens=config.tokens,
         shared=config.shared,
         stages=config.stages[0],
-        cluster=config.cluster,
         finish=lambda gate, up: _activate(gate, up, limit),
         launch=launch,
         name="moe_gate_up",
@@ -310,7 +289,6 @@ def down(
         tokens=config.tokens,
         shared=False,
         stages=config.stages[1],
-        cluster=config.cluster,
         finish=lambda y: y,
         launch=launch,
         name="moe_down",

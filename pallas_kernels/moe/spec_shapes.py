@@ -25,7 +25,6 @@ class Spec:
       bias: whether the router, or the experts, have a bias.
       own: plan: experts of a device that has not all of them; 0: it has all.
       activations: "fp8": gate_up and down take quantised rows.
-      cluster: blocks that load the rows of an item together; above 1 on Hopper only.
     """
 
     kernel: Literal["route", "plan", "place", "sort", "spread", "gate_up", "down"]
@@ -40,14 +39,11 @@ class Spec:
     own: int = 0
     limit: float | None = None
     activations: Activations = "bf16"
-    cluster: int = 1
 
     @property
     def chips(self) -> tuple[int, ...]:
         """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and only Blackwell in
         data centres multiplies mxfp8."""
-        if self.cluster > 1:
-            return (90,)
         if self.form == "mxfp8":
             return api.MXFP8_CHIPS
         return (90, 100) if self.kernel == "place" and self.rows > 8192 else CHIPS
@@ -72,11 +68,8 @@ class Spec:
         return self.activations == "fp8" or self.form == "mxfp8"
 
 
-_ITEMS = {1: 8, 2: 15, 4: 28, 8: 51, 12: 69, 64: 129, 256: 128, 512: 130, 1024: 190, 4096: 574}
+_ITEMS = {8: 51, 12: 69, 64: 129, 256: 128, 512: 130, 1024: 190, 4096: 574}
 GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
-
-_MANY_ITEMS = {R: _ITEMS[R] for R in (256, 1024, 4096)}
-_MANY_ITEMS_FP8 = {1024: 192, 4096: 320}
 
 SPECS = {
     **{
@@ -132,17 +125,6 @@ SPECS = {
         )
         for kernel in ("gate_up", "down")
         for R, items in ((8, 21), (64, 37), (256, 40))
-    },
-    **{
-        f"{name}-{kernel.replace('_', '-')}-{R}-cluster": Spec(
-            kernel=kernel, rows=R, items=items, activations=activations, cluster=2
-        )
-        for name, activations, sizes in (
-            ("qwen3-moe", "bf16", _MANY_ITEMS),
-            ("qwen3-moe-fp8", "fp8", _MANY_ITEMS_FP8),
-        )
-        for kernel in ("gate_up", "down")
-        for R, items in sizes.items()
     },
     **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
     "qwen3-moe-plan-own-64": Spec(kernel="plan", rows=64, own=64),

@@ -26,9 +26,7 @@ def configs(spec: Spec, device: Device) -> list:
         return []  # on Blackwell all of them have two stages
     chosen = _config(spec)
     used = chosen.stages[0 if spec.kernel == "gate_up" else 1]
-    # Up to four rows touch so few experts that all blocks run at once, also with more shared memory each.
-    stages = (2, 3, 4, 6) if spec.rows <= 4 else (2, 3, 4)
-    others = [replace(chosen, stages=(n, n)) for n in stages if n != used]
+    others = [replace(chosen, stages=(n, n)) for n in (2, 3, 4) if n != used]
     return [chosen, *others]
 
 
@@ -87,12 +85,7 @@ def _config(spec: Spec):
 
     launch = _launch()
     wide = spec.activations == "fp8" and launch is not None and launch.device.sm == 90
-    most = 128 if wide else 64
-    chosen = mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k, most)
-    if spec.cluster == 1:
-        return chosen
-    # With three slots a block does not wait for the other one in each step, see `SharedPipeline`.
-    return replace(chosen, cluster=spec.cluster, stages=(3, 3))
+    return mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k, 128 if wide else 64)
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:

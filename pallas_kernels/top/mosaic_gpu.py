@@ -43,7 +43,7 @@ _CHOICE = 32
 _SHORT = 16_384
 """Most columns of a row that is reduced as it is. It takes two kernels where a long row takes four, and 16 rounds
 over all values. At this width the rounds take as long as the two launches with 224 rows, and less with 7: predicted
-from instructions, not measured."""
+from instructions; this limit was not measured."""
 _READ_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((16, 32), (4, 16), (4, 8), (4, 4))), (-8,), (-2, -7, -5, -3), -1
 )

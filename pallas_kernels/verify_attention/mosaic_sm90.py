@@ -30,8 +30,6 @@ from pallas_kernels.verify_attention.mosaic_warpgroups import walk_kernel
 TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, row_groups=2)
 # From here on two row tiles that share key blocks are faster (docs/kernels.md): queries of a sequence, and positions.
 _SHARED_ROWS, _SHARED_KEYS = 512, 1024
-# Whether these calls take that form with e4m3 pages too. It is compiled, not measured; True turns it on.
-SHARED_FP8 = False
 _SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
 
@@ -48,7 +46,7 @@ def choose_config(
     T, H = shape[1], shape[3]
     config = tile_config(shape, kv_heads, table_size, window, device, splits)
     many = T >= _SHARED_ROWS and table_size >= _SHARED_KEYS and config.walks == 1
-    if many and window is None and H <= 128 and (SHARED_FP8 or not fp8):
+    if many and window is None and H <= 128:
         return prefill_config(H, window, splits, fp8)
     return config
 

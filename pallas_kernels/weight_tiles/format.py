@@ -31,7 +31,6 @@ from pallas_kernels.weight_tiles.mma import Mma, Operands
 from pallas_kernels.weight_tiles.mma_sm90 import Wgmma
 from pallas_kernels.weight_tiles.mma_sm100 import Tcgen05
 from pallas_kernels.weight_tiles.mma_sm120 import MmaSync
-from pallas_kernels.weight_tiles.warpgroups import free_barrier
 
 _SWIZZLE = 128  # bytes
 _SLOT_SCALES = 32
@@ -111,19 +110,12 @@ class Format:
         return most
 
     def scratch(
-        self,
-        stages: int,
-        parts: int,
-        tokens: int,
-        K: int,
-        out_dtype: jnp.dtype,
-        groups: int = 1,
-        cluster: int = 1,
+        self, stages: int, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, groups: int = 1
     ) -> dict[str, Any]:
         """Scratch of a block: slots and barriers of a pipeline, staged scales, and the output tile.
 
-        If warpgroups share x, each has its own weight slots, scales and output tile. If the blocks of a cluster
-        share x, each has its own copy, and barriers of its own. The MMA may add to it, see `Mma.scratch`.
+        If warpgroups share x, each has its own weight slots, scales and output tile. The MMA may add to
+        it, see `Mma.scratch`.
 
         Args:
           stages: slots of the pipeline.
@@ -132,20 +124,19 @@ class Format:
           K: columns of the weight.
           out_dtype: dtype of the output tile.
           groups: warpgroups of the block.
-          cluster: blocks that share x, see `warpgroups.CLUSTER_AXIS`.
         """
         codec = self.codec
         transforms = swizzled(codec.dtype)
         if codec.staged:  # no tiling: K / 2 may not be a multiple of the tile width
             transforms = transforms[1:]
-        shared = groups > 1 or cluster > 1
+        shared = groups > 1
         out = (self._stored(tokens, groups), self.rows)
         w, x = (groups * stages, parts, self.rows, codec.width), (stages, tokens, codec.step)
         copies_x = 1 + (codec.x_scaled or codec.mma_scaled)
         arrivals = parts * (1 + codec.mma_scaled) + (0 if shared else copies_x)
         scratch = dict(
             # [(groups,) stored tokens, rows] out_dtype
-            out_smem=plgpu.SMEM((groups, *out) if groups > 1 else out, out_dtype),
+            out_smem=plgpu.SMEM((groups, *out) if shared else out, out_dtype),
             w_smem=plgpu.SMEM(w, codec.dtype, transforms=transforms),
             x_smem=plgpu.SMEM(x, codec.x_dtype, transforms=swizzled(codec.x_dtype)),
             ready_barrier=plgpu.Barrier(num_arrivals=arrivals, num_barriers=groups * stages),
@@ -158,7 +149,7 @@ class Format:
             scratch["w_scale_smem"] = plgpu.SMEM((stages, parts, *_MMA_SCALES), jnp.float8_e8m0fnu)
         if shared:
             scratch["x_ready_barrier"] = plgpu.Barrier(num_arrivals=copies_x, num_barriers=stages)
-            scratch["x_free_barrier"] = free_barrier(stages, groups, cluster)
+            scratch["x_free_barrier"] = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
         if codec.staged:
             scales = (groups * parts, self.rows * codec.staged_scales(K))
             scratch["scale_smem"] = plgpu.SMEM(scales, jnp.uint8)
@@ -242,14 +233,9 @@ def _columns(tile_reg: jax.Array, i: int, size: int) -> jax.Array:
     return tile_reg if tile_reg.shape[1] == size else tile_reg[:, i * size : (i + 1) * size]
 
 
-def fetch_tile(source_gmem: Any, tile_smem: Any, barrier: Any, axes: str | None = None) -> None:
-    """Starts a TMA copy of a tile; elements outside of the array are filled with zeros.
-
-    With `axes` the blocks along this axis of a cluster copy it together; the barrier of each counts the whole tile.
-    """
-    plgpu.copy_gmem_to_smem(
-        source_gmem, tile_smem, barrier, collective_axes=axes, oob_mode=plgpu.OOBFillMode.ZEROS
-    )
+def fetch_tile(source_gmem: Any, tile_smem: Any, barrier: Any) -> None:
+    """Starts a TMA copy of a tile; elements outside of the array are filled with zeros."""
+    plgpu.copy_gmem_to_smem(source_gmem, tile_smem, barrier, oob_mode=plgpu.OOBFillMode.ZEROS)
 
 
 def as_e8m0(codes: jax.Array) -> jax.Array:

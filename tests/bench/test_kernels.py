@@ -124,7 +124,7 @@ def test_an_alternative_is_compared_but_its_reference_not_timed(monkeypatch):
     monkeypatch.setattr(kernels, "_REPEATS", 1)
     case = list(kernels.cases("block_gemm", configs_for=H200))[1]
     row = kernels.measure(case, "NVIDIA H200")
-    assert row["config"] == "tokens=64 chunks=1 split=False stages=4 groups=2 cluster=1"
+    assert row["config"] == "tokens=64 chunks=1 split=False stages=4 groups=2"
     assert row["reference_us"] is None
     assert 0 <= row["max_relative_error"] < 1e-5
 

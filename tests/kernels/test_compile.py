@@ -155,27 +155,19 @@ def test_several_rounds_in_a_call_copy_no_weight_and_no_cache(chip, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("chip", "count", "collectives"),
-    [
-        on("h200", 2, "launched", marks=pytest.mark.exhaustive),
-        on("h200", 2, "captured"),
-        on("b200", 8, "launched"),
-    ],
+    ("chip", "count"),
+    [on("h200", 2), on("b200", 8)],
 )
-def test_a_round_on_several_gpus_has_two_collectives_a_layer(chip, count, collectives, tmp_path):
+def test_a_round_on_several_gpus_has_two_collectives_a_layer(chip, count, tmp_path):
     """Two layers of the target and one of the head; two embeddings, the verdict and the drafts. A graph ends at
-    each collective between graphs; the first and the last two follow one another."""
+    each collective; the first and the last two follow one another."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
     sizes = ("--layers=2", "-k=3", "--concurrency=8", "--greedy")
-    several = (f"--tensor-parallel={count}", f"--collectives={collectives}")
-    made = run("bench.deviceless_round", chip, tmp_path, *sizes, *several)
+    made = run("bench.deviceless_round", chip, tmp_path, *sizes, f"--tensor-parallel={count}")
     num_gathers = 2 * (2 + 1) + 4
     assert made["collectives"] == {"kAllGather": num_gathers}
-    if collectives == "captured":
-        assert (made["graphs"], made["outside"]) == (1, {})
-    else:
-        assert made["graphs"] == num_gathers - 1
+    assert made["graphs"] == num_gathers - 1
     assert made["largest_copy"] < made["smallest_matrix"]
     assert count * made["aliased_bytes"] >= made["cache_bytes"]
     assert made["spills"] == 0

@@ -1,4 +1,4 @@
-"""Several warpgroups of a block, blocks of a cluster, and tiles of 128 tokens: the bits of one warpgroup and small tiles."""
+"""Several warpgroups of a block, and tiles of 128 tokens: the bits of one warpgroup and small tiles."""
 
 import functools
 
@@ -80,26 +80,6 @@ def test_products_have_the_same_bits(form, tokens, groups, split):
     shape = SHAPES[form]
     wanted = product(form, shape, 64, 2, split, 3)
     assert np.array_equal(product(form, shape, tokens, 2, split, 2, groups), wanted)
-
-
-@pytest.mark.sampled(2, slow=2)
-@race_free
-@pytest.mark.parametrize(
-    ("form", "tokens", "groups", "split", "stages"),
-    [
-        ("fp8", 64, 1, False, 3),
-        ("bf16", 64, 1, False, 2),
-        ("mxfp4", 128, 1, False, 2),
-        ("fp8", 128, 2, False, 3),
-        ("fp8_rows", 64, 2, False, 2),
-        ("bf16", 32, 1, True, 3),
-    ],
-)
-def test_blocks_of_a_cluster_have_the_same_bits(form, tokens, groups, split, stages):
-    """144 rows of the weight are three tiles, so the last block, or its last warpgroup, has none."""
-    shape = SHAPES[form]
-    wanted = product(form, shape, 64, 2, split, 3)
-    assert np.array_equal(product(form, shape, tokens, 2, split, stages, groups, 2), wanted)
 
 
 @pytest.mark.slow

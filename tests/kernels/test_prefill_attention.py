@@ -127,20 +127,23 @@ def test_row_tiles_share_no_keys_where_a_thread_block_cannot_hold_them(chip, siz
         jax.eval_shape(run, *case.inputs())
 
 
-def test_calls_of_many_queries_over_many_keys_share_them_with_the_same_arithmetic(monkeypatch):
+def test_calls_of_many_queries_over_many_keys_share_them_with_the_same_arithmetic():
     def chosen(batch, rows, positions=16384, heads=32, head_dim=128, fp8=False, window=None):
         shape, kv_heads = (batch, rows, heads, head_dim), heads // 8
         return mosaic_sm90.choose_config(shape, kv_heads, positions, window, H200, None, fp8)
 
     many = [chosen(1, 512), chosen(1, 4096, heads=64, head_dim=64), chosen(8, 512, 1024)]
-    assert [config.row_groups for config in many] == [2, 2, 2]
-    few = [chosen(128, 8), chosen(8, 8), chosen(64, 14), chosen(1, 512, 576), chosen(4, 256)]
+    many += [chosen(1, 512, fp8=True), chosen(1, 512, heads=64, head_dim=64, fp8=True)]
+    assert {config.row_groups for config in many} == {2}
+    few = [
+        chosen(128, 8),
+        chosen(8, 8, fp8=True),
+        chosen(8, 8),
+        chosen(64, 14),
+        chosen(1, 512, 576),
+        chosen(4, 256),
+    ]
     others = [chosen(1, 512, head_dim=256), chosen(1, 512, window=128)]
     assert {config.row_groups for config in few + others} == {1}
     arithmetic = lambda config: (config.key_block, config.splits)
     assert {*map(arithmetic, many)} == {*map(arithmetic, few)}
-    for shared, row_groups in ((False, 1), (True, 2)):
-        monkeypatch.setattr(mosaic_sm90, "SHARED_FP8", shared)
-        converted = [chosen(1, 512, fp8=True), chosen(1, 512, heads=64, head_dim=64, fp8=True)]
-        assert {config.row_groups for config in converted} == {row_groups}
-        assert {*map(arithmetic, converted)} == {*map(arithmetic, few)}
