@@ -239,13 +239,6 @@ def jobs_option() -> Any:
     )  # fmt: skip
 
 
-def collectives_option() -> Any:
-    return option(
-        "of greedy rounds of several devices: launched between CUDA graphs, or captured in the graph; auto: captured",
-        default="auto", choices=("auto", "launched", "captured"),
-    )  # fmt: skip
-
-
 def check_jobs(options: "RowOptions") -> None:
     """Raises `ConfigError` if `--jobs` is given and programs are not kept on disk."""
     if options.jobs > 1 and options.no_cache:

@@ -30,7 +30,6 @@ from bench.timing import dispatch_times, drive
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
 from peagle_jax.draft_schedule import ragged_rows
-from peagle_jax.engine.compiler_options import captures_collectives
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.parallel.devices import own_devices
@@ -200,16 +199,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             else {}
         ),
         **({"adaptive": adaptive} if kind(options) != "decode-step" else {}),
-        **(
-            {}
-            if models.num_devices == 1
-            else {
-                "tensor_parallel": models.num_devices,
-                "variant": "captured"
-                if captures_collectives(engine.config) and options.temperature == 0
-                else None,
-            }
-        ),
+        **({} if models.num_devices == 1 else {"tensor_parallel": models.num_devices}),
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
         **({"selector_rank": options.selector} if options.selector else {}),
         **({"rows_per_request": per_request} if options.rows else {}),

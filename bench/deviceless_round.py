@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from bench import deviceless, printed_code
-from bench.command import Options, add_options, collectives_option, option, positive
+from bench.command import Options, add_options, option, positive
 from bench.presets import preset
 from bench.random_weights import random_head, random_target
 from peagle_jax import step
@@ -34,7 +34,6 @@ from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.calls import DecodeCall, RoundShape, idle_prefill
 from peagle_jax.engine.compiler_options import compiler_options
-from peagle_jax.engine.device_calls import GreedyRound
 from peagle_jax.engine.prefill_shapes import full_shape
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
@@ -103,7 +102,6 @@ class Sizes(Options):
     max_model_len: int = option("prompt and output", default=4096, type=positive, metavar="N")
     greedy: bool = option("the round of greedy requests, which has no branches", default=False)
     tensor_parallel: int = option("devices", default=1, type=positive, metavar="N")
-    collectives: str = collectives_option()
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
     activations: str = option("of fp8 weights", default="bf16", choices=("bf16", "fp8", "mxfp8"))
 
@@ -163,7 +161,6 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         activations=sizes.activations,
         adaptive="survival" if sizes.rows else "off",
         tensor_parallel=sizes.tensor_parallel,
-        collectives=sizes.collectives,
     )
     devices = Devices(sizes.tensor_parallel, mesh=mesh)
     head_config, drafter, taps = None, None, ()
@@ -233,11 +230,9 @@ def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
         state = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
         plan, mask = plan._replace(constrained=None, forced=None, newest=None), None
     operands = (made.weights, state, plan, mask, None)
-    shape = RoundShape(sizes.concurrency, sizes.k)
-    options = compiler_options(GreedyRound(shape) if sizes.greedy else shape, made.config)
     with printed_code.kept(dump):
         compiled = deviceless.compile_on(
-            mesh, made.round, *operands, donate_argnums=1, compiler_options=options
+            mesh, made.round, *operands, donate_argnums=1, compiler_options=compiler_options()
         )
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()

@@ -35,7 +35,6 @@ from bench.warm import WARM, warm_run
 from peagle_jax import runs
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_head import DraftHead
-from peagle_jax.engine.compiler_options import captures_collectives
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.parallel.devices import Devices
@@ -206,7 +205,6 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
                 else:
                     run = decode()
                 row = _row(options, subject, variant, concurrency, reference, run)
-                row["variant"] = "captured" if captures_collectives(engine.config) else None
                 row |= {"rounds_per_call": engine.config.repeat, "compile_seconds": compiled}
                 if engine.policy is not None:
                     row |= {"adaptive": adaptive, "choices": engine.policy.num_changes}
@@ -302,7 +300,6 @@ def _config(
         prefix_caching=options.warm,
         rounds_per_call=options.rounds_per_call,
         tensor_parallel=options.tensor_parallel,
-        collectives=options.collectives,
         only_greedy=options.adaptive == ("off",),
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from bench import labels
 from bench.replicas import KEY as STEP_KEY
-from bench.replicas import OWN_PROGRAMS, gpus_of
+from bench.replicas import gpus_of
 from peagle_jax.config import ConfigError
 from peagle_jax.runs import METHOD_NAMES
 
@@ -15,7 +15,7 @@ TEXTS_KEY = (
 """Fields that identify a row of `lossless` on several GPUs."""
 _VARIANTS = {
     None: "",
-    "captured": "collectives in the graph",
+    "captured": "collectives in the graph (not kept)",
 }
 """Differences from the engine's own programs, by the field `variant` of a row."""
 
@@ -43,11 +43,11 @@ def rounds_table(measured: Sequence[dict]) -> str:
 
 
 def targets_table(measured: Sequence[dict]) -> str:
-    """`TARGETS` beside the engine's own programs, those with collectives in the graph where they are measured."""
+    """`TARGETS` beside the rounds of the engine's own programs."""
     measured_ms = {
         (row["model"], row["concurrency"]): row["ms_per_round"]
-        for row in sorted(measured, key=lambda row: OWN_PROGRAMS.index(row.get("variant")))
-        if _TARGET.items() <= row.items()
+        for row in measured
+        if _TARGET.items() <= row.items() and row.get("variant") is None
     }
     lines = []
     for model, targets in TARGETS.items():

@@ -101,7 +101,6 @@ class Models:
             dtype=self.dtype,
             kv_cache_dtype=options.kv_cache_dtype,
             tensor_parallel=self.num_devices,
-            collectives=options.collectives,
             activations=options.activations,
             greedy_rounds=None if options.temperature == 0 else False,
             only_greedy=options.temperature == options.presence_penalty == 0

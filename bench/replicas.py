@@ -35,8 +35,6 @@ _GROUP = (
     "synthetic_acceptance_length",
 )
 _VARIED = ("adaptive", "rows_per_request", "presence_penalty")
-OWN_PROGRAMS = (None, "captured")
-"""The field `variant` of rows of the engine's own programs, before and since collectives are in the graph by default."""
 KEY = (*_GROUP, *_VARIED, "variant", "tensor_parallel", "replicas", "concurrency")
 """Fields that identify a row of several GPUs."""
 LAUNCH_MS = 2.6e-3
@@ -202,17 +200,15 @@ def imbalance(num_experts: int, top_k: int, rows: int, gpus: int) -> float:
 def groups(rows: Sequence[dict]) -> list[Rounds]:
     """The rows of each setting, method and K that were measured on one GPU and on several.
 
-    Of equal cells those with the collectives in the graph count, which is the engine's default, then the newest row.
+    Of equal cells the newest row counts. Rows of programs that the engine no longer has (`variant`) do not.
 
     Raises:
       ConfigError: there are none.
     """
     found: dict[tuple, dict[tuple, dict]] = {}
-    for row in sorted(
-        rows, key=lambda row: (row.get("variant") == "captured", row.get("date", ""))
-    ):
+    for row in sorted(rows, key=lambda row: row.get("date", "")):
         is_plain = all(row.get(name) in (None, "off") for name in _VARIED)
-        is_plain &= row.get("variant") in OWN_PROGRAMS
+        is_plain &= row.get("variant") is None
         if row.get("kind") in KINDS and is_plain:
             cells = found.setdefault(tuple(row.get(name) for name in _GROUP), {})
             cells[row.get("replicas") or 1, gpus_of(row), row["concurrency"]] = row

@@ -279,8 +279,6 @@ class EngineConfig:
       prefix_caching: keep the pages of earlier texts, and prefill only what follows them.
       max_logprobs: most alternatives per token for logprobs. `prompt_logprobs` compiles a prefill program that scores prompts.
       tensor_parallel: N, devices that run every step together (docs/parallel.md).
-      collectives: of greedy rounds on GPUs: "launched" between CUDA graphs, or "captured" in the graph; "auto" captures
-        them where all devices are of one host.
       check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
       rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
@@ -309,7 +307,6 @@ class EngineConfig:
     max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
     prompt_logprobs: bool = False
     tensor_parallel: int = 1
-    collectives: Literal["auto", "launched", "captured"] = "auto"
     check_replicas: bool = False
     greedy_rounds: bool | None = None
     rounds_per_call: int | None = None

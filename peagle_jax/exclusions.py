@@ -37,10 +37,6 @@ _RULES: tuple[Rule, ...] = (
         "check_replicas compares devices: set tensor_parallel above 1",
     ),
     (
-        lambda config: config.collectives == "captured" and config.tensor_parallel == 1,
-        "collectives=captured is for several devices: set tensor_parallel above 1",
-    ),
-    (
         lambda config: config.activations == "mxfp8" and config.tensor_parallel > 1,
         "activations=mxfp8 is for one device: leave it out, or tensor_parallel",
     ),

@@ -25,7 +25,6 @@ from pallas_kernels.verify_attention.api import verify_attention
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine import programs
 from peagle_jax.engine.compiler_options import compiler_options
-from peagle_jax.engine.device_calls import PREFILL
 from peagle_jax.engine.round_shapes import round_shapes
 from peagle_jax.runs import choose_dtype
 from peagle_jax.training.attention import is_flash
@@ -175,7 +174,7 @@ def test_only_cuda_has_options_for_graphs_and_holes_in_memory(platform, monkeypa
     made = programs.Programs(tiny.target(), None, EngineConfig(num_draft=0), taps=(), accept=verify)
     is_cuda = platform.device.platform == "cuda"
     assert bool(made._between_holes) == is_cuda
-    assert bool(compiler_options(PREFILL, EngineConfig())) == is_cuda
+    assert bool(compiler_options()) == is_cuda
 
 
 def test_a_cpu_compiles_fewer_values_of_k(platform):

@@ -12,7 +12,6 @@ from bench.command import (
     check_jobs,
     check_num_drafts,
     check_preset,
-    collectives_option,
     dtype_option,
     jobs_option,
     list_of_methods,
@@ -89,7 +88,6 @@ class Options(RowOptions):
     tensor_parallel: int = option(
         "devices that run every round together", default=1, type=positive, metavar="N"
     )
-    collectives: str = collectives_option()
     replicas: int | None = option(
         "engines that run at the same time, each with devices of its own and an equal share of the requests; given 1, a "
         "row stands beside those of several devices", default=None, type=positive, metavar="N",
@@ -136,11 +134,6 @@ class Options(RowOptions):
                 "--selector is for rounds of one device: leave out --tensor-parallel, --replicas and --cold-start"
             )
         check_jobs(self)
-        if self.collectives != "auto" and (self.tensor_parallel == 1 or self.temperature):
-            raise ConfigError(
-                f"--collectives {self.collectives} is for greedy rounds of several devices: add --temperature 0 and "
-                "--tensor-parallel"
-            )
         if uneven := [c for c in self.concurrency if c % (self.replicas or 1)]:
             raise ConfigError(
                 f"--concurrency {uneven[0]}: {self.replicas} replicas cannot share it evenly"

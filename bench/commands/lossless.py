@@ -12,7 +12,6 @@ from bench.command import (
     check_jobs,
     check_num_drafts,
     check_preset,
-    collectives_option,
     exit_code,
     jobs_option,
     k_option,
@@ -85,7 +84,6 @@ class Options(SubjectOptions):
     adaptive: tuple[str, ...] = adaptive_option()
     rounds_per_call: int | None = rounds_per_call_option()
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
-    collectives: str = collectives_option()
     jobs: int = jobs_option()
     out: Path = rows_file("lossless.jsonl")
 

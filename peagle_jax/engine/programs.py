@@ -303,7 +303,7 @@ class Programs:
     def file_of(self, key: Key, state: step.State) -> Path | None:
         """Where the program of `key` is kept on disk; None if programs are not kept. `state` may be one of shapes."""
         _, operands, _ = self._lowering(key, state)
-        return self._stored.path_of(repr(key), operands, compiler_options(key, self._config))
+        return self._stored.path_of(repr(key), operands, compiler_options())
 
     def store(self, key: Key, state: step.State) -> None:
         """Compiles the program of `key` onto disk only. `state` may be one of shapes, and the weights too."""
@@ -312,7 +312,7 @@ class Programs:
 
     def _make(self, key: Key, lower: Callable, operands: tuple) -> Callable:
         results = operands[0] if key in (CONTROLS, RINGS) else (operands[1], operands[4])
-        options = compiler_options(key, self._config)
+        options = compiler_options()
         return self._stored.program(repr(key), operands, results, lower, options)
 
     def _compile(self, key: Key, lower: Callable, operands: tuple) -> None:

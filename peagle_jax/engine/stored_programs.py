@@ -52,7 +52,7 @@ _SUFFIX = ".program"
 
 _HOST_FIELDS = (
     *("max_waiting", "prefill_calls", "prefix_caching", "adaptive", "draft_schedule"),
-    *("greedy_rounds", "collectives"),
+    "greedy_rounds",
 )
 """Fields of the configuration that choose programs, options of the compiler or belong to the host; no program
 reads them."""
