@@ -17,6 +17,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
 
 
+class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of each option whose help does not speak of it."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        text, default = action.help or "", action.default
+        is_shown = not isinstance(default, bool) and default not in (None, argparse.SUPPRESS)
+        if is_shown and "default" not in text:
+            action.help = f"{text} (default %(default)s)".lstrip()
+        super().add_argument(action)
+
+
 def whole(text: str) -> int:
     """Parses one whole number."""
     try:

@@ -2,9 +2,10 @@
 
 import argparse
 import math
+from functools import partial
 from pathlib import Path
 
-from peagle_jax.command_line import Parser
+from peagle_jax.command_line import DefaultsFormatter, Parser
 from peagle_jax.config import ConfigError
 
 _EPILOG = """\
@@ -41,14 +42,12 @@ def _add_run_options(parser, *, learning_rate, adam_learning_rate, microbatches,
         help="time budget; the number of steps is fixed when the cool-down has to begin",
     )
     group.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    group.add_argument(
-        "--learning-rate", type=float, default=learning_rate, help="peak (default %(default)s)"
-    )
+    group.add_argument("--learning-rate", type=float, default=learning_rate, help="peak")
     group.add_argument(
         "--adam-learning-rate",
         type=float,
         default=adam_learning_rate,
-        help="peak for embeddings, unembedding and vectors when --optimizer muon (default %(default)s)",
+        help="peak for embeddings, unembedding and vectors when --optimizer muon",
     )
     group.add_argument("--weight-decay", type=float, default=0.1)
     group.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
@@ -58,7 +57,7 @@ def _add_run_options(parser, *, learning_rate, adam_learning_rate, microbatches,
         "--microbatches",
         type=int,
         default=microbatches,
-        help="pieces of a batch, gradients accumulated: less memory (default %(default)s)",
+        help="pieces of a batch, gradients accumulated: less memory",
     )
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--log-every", type=int, default=log_every)
@@ -79,7 +78,7 @@ def _add_compute_options(parser, *, loss_chunk):
         "--loss-chunk",
         type=int,
         default=loss_chunk,
-        help="rows whose logits exist at a time (default %(default)s)",
+        help="rows whose logits exist at a time",
     )
 
 
@@ -207,7 +206,7 @@ def _add_law(parser) -> None:
         "--elements",
         choices=("anchors", "texts"),
         default="anchors",
-        help="peagle: what is dropped from depth to depth; texts are faster (default %(default)s)",
+        help="peagle: what is dropped from depth to depth; texts are faster",
     )
     law.add_argument(
         "--weights",
@@ -219,7 +218,7 @@ def _add_law(parser) -> None:
         "--repeat-weight",
         type=float,
         default=1.0,
-        help="of anchors whose last 8 tokens occurred before in the text (default %(default)s)",
+        help="of anchors whose last 8 tokens occurred before in the text",
     )
     law.add_argument(
         "--anchors",
@@ -313,11 +312,11 @@ def _add_selector(commands):
     )
     parser.add_argument("--out", type=Path, required=True)
     group = parser.add_argument_group("what is trained")
-    group.add_argument("--rank", type=int, default=256, help="inner width (default %(default)s)")
+    group.add_argument("--rank", type=int, default=256, help="inner width")
     group.add_argument("--depths", type=int, help="default: those of the head's training")
     group.add_argument(
         "--repeat-weight", type=float, default=1.0,
-        help="of anchors whose last 8 tokens occurred before in the text (default %(default)s)",
+        help="of anchors whose last 8 tokens occurred before in the text",
     )  # fmt: skip
     group.add_argument(
         "--max-temperature", type=float,
@@ -344,8 +343,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = command_line.add_subparsers(
-        required=True, metavar="stage", dest="stage", parser_class=Parser
-    )
+        required=True, metavar="stage", dest="stage",
+        parser_class=partial(Parser, formatter_class=DefaultsFormatter),
+    )  # fmt: skip
     for add in (_add_data, _add_target, _add_continuations, _add_drafter, _add_selector):
         add(commands)
     return command_line

@@ -11,6 +11,7 @@ from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.config import ConfigError
 from peagle_jax.training import __main__ as command
 from peagle_jax.training import continuations, data, drafter, selector, target
+from peagle_jax.training.options import parser
 from tests import tiny
 from tests.training.test_heads import _options
 from tests.training.test_trainer import RUN
@@ -155,3 +156,15 @@ def test_messages_name_what_to_change(tmp_path):
     )
     with pytest.raises(ConfigError, match=message):
         target.make_task(tiny.TARGET, _target_options(tmp_path), RUN)
+
+
+@pytest.mark.parametrize(
+    ("stage", "shown"), [("data", "(default 8192)"), ("selector", "(default adamw)"), ("target", "(default muon)")]
+)  # fmt: skip
+def test_help_shows_the_defaults_of_a_stage(stage, shown, capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args([stage, "--help"])
+    text = capsys.readouterr().out
+    assert shown in text
+    assert "(default None)" not in text
+    assert "(default False)" not in text
