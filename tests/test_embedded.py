@@ -52,6 +52,6 @@ def test_bfloat16_parts_only_at_ties():
 
 
 @pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize(("method", "least"), [("peagle", 2.5), ("eagle3", 2.7)])
-def test_drafts_of_a_trained_head_are_accepted(method, least):
-    assert Acceptance.of(generate(method, 7, max_tokens=128)).length >= least
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_drafts_of_a_trained_head_are_accepted(method):
+    assert Acceptance.of(generate(method, 7, max_tokens=128)).length >= 2.7
