@@ -239,6 +239,13 @@ def jobs_option() -> Any:
     )  # fmt: skip
 
 
+def gather_option() -> Any:
+    return option(
+        "how several devices exchange arrays: by collectives of the library, or by kernels that write to their peers",
+        default="library", choices=("library", "peers"),
+    )  # fmt: skip
+
+
 def check_jobs(options: "RowOptions") -> None:
     """Raises `ConfigError` if `--jobs` is given and programs are not kept on disk."""
     if options.jobs > 1 and options.no_cache:

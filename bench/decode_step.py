@@ -199,7 +199,14 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             else {}
         ),
         **({"adaptive": adaptive} if kind(options) != "decode-step" else {}),
-        **({} if models.num_devices == 1 else {"tensor_parallel": models.num_devices}),
+        **(
+            {}
+            if models.num_devices == 1
+            else {
+                "tensor_parallel": models.num_devices,
+                "variant": "peers" if engine.config.gather == "peers" else None,
+            }
+        ),
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
         **({"selector_rank": options.selector} if options.selector else {}),
         **({"rows_per_request": per_request} if options.rows else {}),

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from bench import deviceless, printed_code
-from bench.command import Options, add_options, option, positive
+from bench.command import Options, add_options, gather_option, option, positive
 from bench.presets import preset
 from bench.random_weights import random_head, random_target
 from peagle_jax import step
@@ -102,6 +102,7 @@ class Sizes(Options):
     max_model_len: int = option("prompt and output", default=4096, type=positive, metavar="N")
     greedy: bool = option("the round of greedy requests, which has no branches", default=False)
     tensor_parallel: int = option("devices", default=1, type=positive, metavar="N")
+    gather: str = gather_option()
     kv_cache_dtype: str = option("auto: bfloat16", default="auto", choices=("auto", "fp8"))
     activations: str = option("of fp8 weights", default="bf16", choices=("bf16", "fp8", "mxfp8"))
 
@@ -161,8 +162,9 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         activations=sizes.activations,
         adaptive="survival" if sizes.rows else "off",
         tensor_parallel=sizes.tensor_parallel,
+        gather=sizes.gather,
     )
-    devices = Devices(sizes.tensor_parallel, mesh=mesh)
+    devices = Devices(sizes.tensor_parallel, peers=sizes.gather == "peers", mesh=mesh)
     head_config, drafter, taps = None, None, ()
     target = devices.placed(
         jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))
@@ -176,10 +178,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         drafter = jax.eval_shape(make, head, target if mesh is None else None)
         drafter = dataclasses.replace(drafter, head=head)  # `eval_shape` drops the shardings
         taps = head_config.taps or chosen.target.default_taps
-    state = jax.eval_shape(lambda: step.init_state(chosen.target, head_config, config))
-    if mesh is not None:
-        shardings = devices.state_shardings(state)
-        state = jax.tree.map(lambda x, place: x.update(sharding=place), state, shardings)
+    state = devices.state_shape(chosen.target, head_config, config)
     target = with_activations(target, config)
     weights, structure = jax.tree.flatten((target, drafter))
     weights = devices.take_weights(weights)

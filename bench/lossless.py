@@ -205,6 +205,7 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
                 else:
                     run = decode()
                 row = _row(options, subject, variant, concurrency, reference, run)
+                row["variant"] = "peers" if engine.config.gather == "peers" else None
                 row |= {"rounds_per_call": engine.config.repeat, "compile_seconds": compiled}
                 if engine.policy is not None:
                     row |= {"adaptive": adaptive, "choices": engine.policy.num_changes}
@@ -300,6 +301,7 @@ def _config(
         prefix_caching=options.warm,
         rounds_per_call=options.rounds_per_call,
         tensor_parallel=options.tensor_parallel,
+        gather=options.gather,
         only_greedy=options.adaptive == ("off",),
     )
 

@@ -16,6 +16,7 @@ TEXTS_KEY = (
 _VARIANTS = {
     None: "",
     "captured": "collectives in the graph (not kept)",
+    "peers": "kernels write to their peers",
 }
 """Differences from the engine's own programs, by the field `variant` of a row."""
 

@@ -101,6 +101,7 @@ class Models:
             dtype=self.dtype,
             kv_cache_dtype=options.kv_cache_dtype,
             tensor_parallel=self.num_devices,
+            gather=options.gather,
             activations=options.activations,
             greedy_rounds=None if options.temperature == 0 else False,
             only_greedy=options.temperature == options.presence_penalty == 0

@@ -14,6 +14,7 @@ rename them, so no other file of pallas_kernels imports from `jax._src`, `jaxlib
 | `constant` | an MLIR constant from a Python number | `jax.extend.mlir` has only the verbose constructor |
 | `bitcast`, `vector_slice` | reinterpret or cut the bits of one register | `lax` works on whole arrays, whose layout inference rejects these views |
 | `memref_reshape`, `memref_slice` | views of an array in shared memory | `ref.at` views of strided columns fail in layout inference |
+| `memref_ptr` | the address of an array in device memory | plgpu has no addresses, which two GPUs exchange |
 | `llvm` | the MLIR dialect with inline PTX | missing from `jax.extend.mlir.dialects` |
 
 `ir` and the dialects `arith`, `memref`, `scf` and `vector` are public (`jax.extend.mlir`).
@@ -27,7 +28,13 @@ from jax.experimental.mosaic.gpu import (
     tmem_native_layout,
 )
 from jax.experimental.mosaic.gpu import c as constant
-from jax.experimental.mosaic.gpu.utils import bitcast, memref_reshape, memref_slice, vector_slice
+from jax.experimental.mosaic.gpu.utils import (
+    bitcast,
+    memref_ptr,
+    memref_reshape,
+    memref_slice,
+    vector_slice,
+)
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf, vector
 
@@ -41,6 +48,7 @@ __all__ = [
     "ir",
     "llvm",
     "memref",
+    "memref_ptr",
     "memref_reshape",
     "memref_slice",
     "scf",

@@ -279,6 +279,8 @@ class EngineConfig:
       prefix_caching: keep the pages of earlier texts, and prefill only what follows them.
       max_logprobs: most alternatives per token for logprobs. `prompt_logprobs` compiles a prefill program that scores prompts.
       tensor_parallel: N, devices that run every step together (docs/parallel.md).
+      gather: how they exchange arrays: by the collectives of a "library", or small ones by kernels that store into the
+        memory of their "peers" (GPUs of one process; not measured).
       check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
       rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
@@ -307,6 +309,7 @@ class EngineConfig:
     max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
     prompt_logprobs: bool = False
     tensor_parallel: int = 1
+    gather: Literal["library", "peers"] = "library"
     check_replicas: bool = False
     greedy_rounds: bool | None = None
     rounds_per_call: int | None = None

@@ -33,6 +33,10 @@ _RULES: tuple[Rule, ...] = (
         "saved_rings has no effect without prefix_caching: leave it out",
     ),
     (
+        lambda config: config.gather == "peers" and config.tensor_parallel == 1,
+        "gather=peers is for several devices: set tensor_parallel above 1",
+    ),
+    (
         lambda config: config.check_replicas and config.tensor_parallel == 1,
         "check_replicas compares devices: set tensor_parallel above 1",
     ),

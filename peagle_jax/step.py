@@ -51,6 +51,9 @@ class State:
     params: RequestParams
     controls: Controls | None  # None in a round without a branch, see `speculative_step`
     survival: Survival | None  # None: rounds count nothing, and none is ragged
+    links: jax.Array | None = (
+        None  # [n, LINKS] int32, tables of `pallas_kernels.peer_gather`, if it is used
+    )
 
 
 @jax.tree_util.register_dataclass

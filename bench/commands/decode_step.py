@@ -13,6 +13,7 @@ from bench.command import (
     check_num_drafts,
     check_preset,
     dtype_option,
+    gather_option,
     jobs_option,
     list_of_methods,
     list_of_positive,
@@ -88,6 +89,7 @@ class Options(RowOptions):
     tensor_parallel: int = option(
         "devices that run every round together", default=1, type=positive, metavar="N"
     )
+    gather: str = gather_option()
     replicas: int | None = option(
         "engines that run at the same time, each with devices of its own and an equal share of the requests; given 1, a "
         "row stands beside those of several devices", default=None, type=positive, metavar="N",

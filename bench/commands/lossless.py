@@ -13,6 +13,7 @@ from bench.command import (
     check_num_drafts,
     check_preset,
     exit_code,
+    gather_option,
     jobs_option,
     k_option,
     list_of_positive,
@@ -84,6 +85,7 @@ class Options(SubjectOptions):
     adaptive: tuple[str, ...] = adaptive_option()
     rounds_per_call: int | None = rounds_per_call_option()
     page_size: int = option("tokens per page", default=64, type=positive, metavar="N")
+    gather: str = gather_option()
     jobs: int = jobs_option()
     out: Path = rows_file("lossless.jsonl")
 

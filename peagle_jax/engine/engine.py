@@ -80,7 +80,8 @@ class Engine:
             head, drafter = None, None
             config = replace(config, num_draft=0, adaptive="off")
         check_sizes(target.config, config)
-        devices = Devices(config.tensor_parallel, check_replicas=config.check_replicas)
+        rules = dict(check_replicas=config.check_replicas, peers=config.gather == "peers")
+        devices = Devices(config.tensor_parallel, **rules)
         for model in (target, head):
             if model is not None:
                 check_shares(model.config, devices.count)

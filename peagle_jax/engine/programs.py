@@ -144,9 +144,9 @@ class Programs:
 
     def init_state(self, target: TargetConfig, drafter: DrafterConfig | None) -> step.State:
         """The state of an engine. That of weights which are shapes has shapes only: nothing can run on it."""
-        make = partial(self._devices.init_state, target, drafter, self._config)
         is_shape = isinstance(self._weights[0], jax.ShapeDtypeStruct)
-        return self._devices.shaped(jax.eval_shape(make)) if is_shape else make()
+        make = self._devices.state_shape if is_shape else self._devices.init_state
+        return make(target, drafter, self._config)
 
     @property
     def num_compiled(self) -> int:

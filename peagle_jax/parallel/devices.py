@@ -12,12 +12,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch
+from pallas_kernels.peer_gather.mailbox import COUNTERS
 from peagle_jax.cache import RingCache
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.layers import Attention
 from peagle_jax.ngram import History
 from peagle_jax.parallel import partition
-from peagle_jax.parallel.partition import AXIS
+from peagle_jax.parallel.mailboxes import Mailboxes, table_shape
+from peagle_jax.parallel.partition import AXIS, Messages
 from peagle_jax.parallel.replicas import checksums
 from peagle_jax.parallel.shares import Cut, Path, cut_of, local_attention, share_of
 from peagle_jax.parallel.stacks import Stacks
@@ -64,19 +66,30 @@ class Devices:
     Args:
       count: N; 1 leaves everything as it is on the default device.
       check_replicas: whether the programs report checksums of what all devices hold alike.
+      peers: whether kernels that store into the memory of other devices gather small arrays; else collectives do.
       mesh: devices to use instead, along `AXIS`: those of a topology, to compile for absent ones.
 
     Raises:
-      ConfigError: a process has too few devices.
+      ConfigError: a process has too few devices, or they cannot access each other's memory and `peers` is set.
     """
 
-    def __init__(self, count: int = 1, *, check_replicas: bool = False, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        count: int = 1,
+        *,
+        check_replicas: bool = False,
+        peers: bool = False,
+        mesh: Mesh | None = None,
+    ):
         self.count = count
         self.check_replicas = check_replicas and count > 1
         self.mesh = mesh
+        self.peers = peers and count > 1
         if mesh is not None or count == 1:
             return
         self.mesh = Mesh(np.array(first_devices(count)), (AXIS,))
+        if self.peers:
+            self._mailboxes = Mailboxes(self.mesh.devices)
 
     def sharding(self, spec: PartitionSpec = _WHOLE) -> NamedSharding:
         """The sharding of arrays that are cut as `spec` says; without one: a copy on every device."""
@@ -167,12 +180,21 @@ class Devices:
         make = functools.partial(init_state, target, drafter, config)
         if self.mesh is None:
             return make()
-        return jax.jit(make, out_shardings=self.state_shardings(jax.eval_shape(make)))()
+        state = jax.jit(make, out_shardings=self.state_shardings(jax.eval_shape(make)))()
+        if not self.peers:
+            return state
+        at = self.sharding(PartitionSpec(AXIS))
+        shape, tables = table_shape(self.count).shape, self._mailboxes.tables()
+        return replace(state, links=jax.make_array_from_single_device_arrays(shape, at, tables))
 
-    def shaped(self, state: State) -> State:
-        """The shapes of a state with the shardings of `init_state`, which `jax.eval_shape` drops."""
+    def state_shape(
+        self, target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
+    ) -> State:
+        """The shapes of `init_state`, with its shardings."""
+        state = jax.eval_shape(functools.partial(init_state, target, drafter, config))
         if self.mesh is None:
             return state
+        state = replace(state, links=table_shape(self.count) if self.peers else None)
         return jax.tree.map(lambda x, at: x.update(sharding=at), state, self.state_shardings(state))
 
     def state_shardings(self, state: State) -> State:
@@ -199,9 +221,13 @@ class Devices:
 
             def local(weights, state, given):
                 plan, mask, more = inputs.tree(given)
-                with partition.over(self.count):
+                state = states.tree(state)
+                messages = None if state.links is None else Messages(state.links[0])
+                with partition.over(self.count, messages):
                     leaves = self._stacks.leaves(weights)
-                    state, output = f(leaves, states.tree(state), plan, mask, None, *more, **static)
+                    state, output = f(leaves, state, plan, mask, None, *more, **static)
+                if messages is not None:
+                    state = replace(state, links=messages.links[None])
                 if self.check_replicas:
                     sums = checksums((_copies(state), output))
                     output = jnp.concatenate([output, lax.bitcast_convert_type(sums, jnp.int32)])
@@ -276,8 +302,9 @@ def local_modules(model: nnx.Module, config: TargetConfig | DrafterConfig, count
 
 
 def _copies(state: State) -> State:
-    """The state without what the devices share."""
-    return replace(state, target_cache=[], drafter_cache=[], draft_probs=None)
+    """The state without what differs between the devices."""
+    links = None if state.links is None else state.links[:, COUNTERS:]
+    return replace(state, target_cache=[], drafter_cache=[], draft_probs=None, links=links)
 
 
 def state_specs(state: State) -> State:
@@ -296,4 +323,5 @@ def state_specs(state: State) -> State:
         target_cache=[cache(layer) for layer in state.target_cache],
         drafter_cache=[cache(layer) for layer in state.drafter_cache],
         draft_probs=None if state.draft_probs is None else PartitionSpec(None, None, AXIS),
+        links=None if state.links is None else PartitionSpec(AXIS),
     )

@@ -11,25 +11,55 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.block_gemm.api import add_in_order
+from pallas_kernels.peer_gather import api as peer_gather
 
 AXIS = "model"
 """Name of the mesh axis."""
 
 _size: ContextVar[int] = ContextVar("devices of the step", default=1)
+_messages: ContextVar["Messages | None"] = ContextVar("messages of the step", default=None)
+
+
+class Messages:
+    """The messages that a program sends to the mailboxes of other devices while it is traced, one after the other.
+
+    Attributes:
+      links: int32 [LINKS], the device's table after the messages so far (`peer_gather.mailbox`).
+    """
+
+    def __init__(self, links: jax.Array):
+        self.links = links
+        self._trace = jax.extend.core.get_opaque_trace_state()
+
+    def gather_sum(self, parts: jax.Array, dtype: jnp.dtype) -> jax.Array | None:
+        """`peer_gather.gather_sum`; None where parts are no message: too large, or in a branch of the program, whose
+        table would be another one."""
+        is_nested = jax.extend.core.get_opaque_trace_state() != self._trace
+        if is_nested or peer_gather.refusal(parts, dtype):
+            return None
+        rules = dict(num_devices=size(), axis=AXIS)
+        gathered, self.links = peer_gather.gather_sum(parts, dtype, self.links, **rules)
+        return gathered
 
 
 @contextlib.contextmanager
-def over(num_devices: int) -> Iterator[None]:
-    """Traces for `num_devices` devices along `AXIS`; 1: for arrays that are whole."""
-    token = _size.set(num_devices)
+def over(num_devices: int, messages: Messages | None = None) -> Iterator[None]:
+    """Traces for `num_devices` devices along `AXIS`; 1: for arrays that are whole.
+
+    Args:
+      messages: gathers arrays where it can; XLA's collectives gather the others.
+    """
+    tokens = _size.set(num_devices), _messages.set(messages)
     try:
         yield
     finally:
-        _size.reset(token)
+        _size.reset(tokens[0])
+        _messages.reset(tokens[1])
 
 
 def size() -> int:
@@ -44,7 +74,14 @@ def rank() -> jax.Array:
 
 def gathered(x: jax.Array) -> jax.Array:
     """The arrays of all devices by rank: [...] -> [n, ...]. Moves bytes only."""
-    return lax.all_gather(x, AXIS)
+    return _gathered_sum(x[None], x.dtype)
+
+
+def _gathered_sum(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The sums of the devices' parts [S, ...] in `dtype`, by rank: [n, ...]."""
+    messages = _messages.get()
+    sums = None if messages is None else messages.gather_sum(parts, dtype)
+    return lax.all_gather(add_in_order(parts).astype(dtype), AXIS) if sums is None else sums
 
 
 def total(x: jax.Array) -> jax.Array:
@@ -57,4 +94,4 @@ def parts_of_all(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
     A device adds its own K-splits first and rounds once to `dtype`, which halves the bytes of bfloat16.
     """
-    return parts if size() == 1 else gathered(add_in_order(parts).astype(dtype))
+    return parts if size() == 1 else _gathered_sum(parts, dtype)

@@ -161,10 +161,12 @@ def test_the_command_prints_the_measured_rows_of_the_repository(capsys):
     assert main(["replicas"]) == 0
     out = capsys.readouterr().out
     all_rows = rows.read([RESULTS / "parallel.jsonl"])
-    alone = {one["model"] for one in all_rows if one.get("replicas") == 1}
     newest = [one for one in report.newest(all_rows) if one["kind"] == "parallel-step"]
+    run = lambda row: (row["model"], row["device"], row["sha"])
+    alone = {run(one) for one in all_rows if one.get("replicas") == 1}
+    compared = alone & {run(one) for one in newest if one.get("tensor_parallel")}
     for one in newest:
-        is_shown = one["model"] in alone and one["concurrency"] in (1, 8, 32)
+        is_shown = run(one) in compared and one["concurrency"] in (1, 8, 32)
         if is_shown and one.get("variant") is None:
             assert f"{one['ms_per_round']:.2f}" in out
     assert "projected" in out

@@ -22,6 +22,7 @@ from peagle_jax.engine.round_shapes import counts_survival, greedy_shapes, round
         (dict(rounds_per_call=2, greedy_rounds=False), "greedy_rounds False"),
         (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),
         (dict(check_replicas=True), "set tensor_parallel above 1"),
+        (dict(gather="peers"), "set tensor_parallel above 1"),
         (dict(activations="mxfp8", tensor_parallel=2), "activations=mxfp8 is for one device"),
         (dict(ngram=6, adaptive="load"), "set adaptive to off"),
         (dict(draft_schedule=[[1, 8, 3]], adaptive="survival"), "leave one of the two out"),
@@ -31,7 +32,7 @@ def test_options_that_exclude_each_other_are_refused_by_name(options, message):
     for name, value in options.items():
         alone = {name: value}
         needed = dict(draft_sampling="sample") if "verify_method" in alone else {}
-        needed |= dict(tensor_parallel=2) if "check_replicas" in alone else {}
+        needed |= dict(tensor_parallel=2) if {"check_replicas", "gather"} & alone.keys() else {}
         EngineConfig(**alone, **needed)
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)

@@ -173,6 +173,25 @@ def test_a_round_on_several_gpus_has_two_collectives_a_layer(chip, count, tmp_pa
     assert made["spills"] == 0
 
 
+@pytest.mark.parametrize(
+    ("chip", "count"),
+    [on("h200", 2), on("b200", 8)],
+)
+def test_a_round_on_several_gpus_is_one_graph_if_kernels_write_to_their_peers(
+    chip, count, tmp_path
+):
+    if lacking := deviceless.missing():
+        pytest.skip(lacking)
+    sizes = ("--layers=2", "-k=3", "--concurrency=8", "--greedy", "--gather=peers")
+    made = run("bench.deviceless_round", chip, tmp_path, *sizes, f"--tensor-parallel={count}")
+    assert made["collectives"] == {}
+    assert (made["graphs"], made["outside"]) == (1, {})
+    assert made["mosaic"]["peer_gather"] > 0
+    assert made["largest_copy"] < made["smallest_matrix"]
+    assert count * made["aliased_bytes"] >= made["cache_bytes"]
+    assert made["spills"] == 0
+
+
 @pytest.mark.parametrize("chip", [on("rtx5090"), on("l4")])
 def test_a_round_of_a_dense_model_is_one_graph_too(chip, tmp_path):
     """With mma.sync, and with references: no loop over keys stops at the host, no weight is copied."""

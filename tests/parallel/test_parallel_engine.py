@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from bench.random_weights import random_target
+from pallas_kernels.peer_gather import mailbox
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig, GlobalAttention
 from peagle_jax.rope_config import RopeConfig
@@ -104,6 +105,22 @@ def test_two_devices_write_the_text_of_one():
     held = [leaf.sharding for leaf in jax.tree.leaves(two._state.target_cache)]
     assert all(isinstance(sharding, NamedSharding) for sharding in held)
     assert not any(sharding.is_fully_replicated for sharding in held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_messages_to_peers_have_one_order_on_all_devices(temperature):
+    """The text is that of collectives, and all devices have sent the same messages. Calls with sampled requests have
+    branches, whose arrays the library gathers."""
+    model, asked = target("qwen3_moe"), dict(temperature=temperature, seed=3)
+    config = engine_config(2, num_draft=3, check_replicas=True)
+    wanted = texts(Engine(model, head("peagle"), config), **asked)
+    engine = Engine(model, head("peagle"), dataclasses.replace(config, gather="peers"))
+    assert texts(engine, **asked) == wanted
+    first, second = np.asarray(engine._state.links)[:, mailbox.COUNTERS :]
+    assert (first == second).all()
+    assert first[0] > 100
+    assert (first[1:] <= first[0]).all()  # thread block 0 has a part of every message
 
 
 @pytest.mark.sampled(0, slow=4)

@@ -1,0 +1,73 @@
+"""Mailboxes of `pallas_kernels.peer_gather` on the GPUs of this process. On a CPU, which runs the reference, there is
+none."""
+
+import ctypes
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.device import describe
+from pallas_kernels.peer_gather import api, mailbox
+from peagle_jax.config import ConfigError
+
+
+class Mailboxes:
+    """One mailbox on each GPU, at an address that all of them use as long as this object lives.
+
+    Args:
+      devices: GPUs by rank.
+
+    Raises:
+      ConfigError: these GPUs cannot read each other's memory, or have no such kernel.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]):
+        if why := refusal(devices):
+            raise ConfigError.of("gather", f"peers: {why}; leave it at 'library'")
+        self._devices, self._boxes = devices, []
+        if devices[0].platform == "cpu":
+            return
+        empty = np.zeros(mailbox.mailbox_shape(len(devices)), np.int32)
+        self._boxes = [jax.device_put(empty, device) for device in devices]
+        jax.block_until_ready(self._boxes)
+
+    def tables(self) -> list[jax.Array]:
+        """int32 [1, LINKS] of each GPU, of mailboxes without a message."""
+        addresses = [box.unsafe_buffer_pointer() for box in self._boxes]
+        made = [mailbox.table(rank, addresses)[None] for rank in range(len(self._devices))]
+        return [jax.device_put(one, at) for one, at in zip(made, self._devices, strict=True)]
+
+
+def table_shape(count: int) -> jax.ShapeDtypeStruct:
+    """The tables of all devices."""
+    return jax.ShapeDtypeStruct((count, mailbox.LINKS), jnp.int32)
+
+
+def refusal(devices: Sequence[jax.Device]) -> str | None:
+    """Why these devices have no mailboxes; None if they may have."""
+    if jax.process_count() > 1:
+        return "the devices belong to several processes"
+    if len(devices) > mailbox.MOST_DEVICES:
+        return f"{len(devices)} devices are more than {mailbox.MOST_DEVICES}"
+    if devices[0].platform == "cpu":
+        return None
+    for device in devices:
+        if describe(device).sm not in api.CHIPS:
+            chips = ", ".join(f"sm_{sm}" for sm in api.CHIPS)
+            return f"its kernel is for {chips}, not for {device.device_kind}"
+    ordinals = [device.local_hardware_id for device in devices]
+    for one in ordinals:
+        for other in ordinals:
+            if one != other and not _may_access(one, other):
+                return f"GPU {one} cannot access the memory of GPU {other}"
+    return None
+
+
+def _may_access(one: int, other: int) -> bool:
+    """Whether the driver can let a GPU access the memory of another, by their ordinals. XLA asks the same, and
+    then enables it."""
+    answer = ctypes.c_int(0)
+    driver = ctypes.CDLL("libcuda.so.1")
+    return driver.cuDeviceCanAccessPeer(ctypes.byref(answer), one, other) == 0 and bool(answer)
