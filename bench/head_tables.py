@@ -9,15 +9,19 @@ _OPTIONS_LEFT_OUT = ("--elements texts", "--method peagle")
 
 
 def heads_table(rows: list[dict]) -> str:
-    """One line per prompt set and head: AL, fresh AL, AL of oracles and with n-gram drafts."""
-    header = ["prompts", "head", "K", "AL", "fresh AL", *(f"oracle, top {top}" for top in _TOPS)]
+    """One line per prompt set and head: AL, fresh AL, both with its selector, AL of oracles and with n-gram drafts."""
+    header = ["prompts", "head", "K", "AL / fresh AL", "with its selector"]
+    header += [f"oracle, top {top}" for top in _TOPS]
+    both = lambda row, name="": (
+        f"{row[f'{name}acceptance_length']:.2f} / {row[f'{name}fresh_acceptance_length']:.2f}"
+    )
     lines = [
         [
             f"{row['set']} ({row['texts']})",
             METHOD_NAMES[row["method"]],
             str(row["num_speculative_tokens"]),
-            f"{row['acceptance_length']:.2f}",
-            f"{row['fresh_acceptance_length']:.2f}",
+            both(row),
+            both(row, "selected_") if row.get("selected_acceptance_length") else "",
             *(f"{row['oracle_acceptance_length'][top]:.2f}" for top in _TOPS),
             f"{row['ngram']['hybrid_acceptance_length']:.2f}",
         ]

@@ -30,7 +30,8 @@ def tokens_per_round(rows: list[dict]) -> str:
     row = max(of("acceptance"), key=lambda row: row["num_speculative_tokens"])
     same = ("model", "num_speculative_tokens")
     fresh = "".join(
-        f" ({one['fresh_acceptance_length']:.2f} in rounds whose last 8 tokens are new to the text)"
+        f" ({one.get('selected_fresh_acceptance_length') or one['fresh_acceptance_length']:.2f} in rounds whose last "
+        "8 tokens are new to the text)"
         for one in of("headroom")
         if all(one[name] == row[name] for name in same)
     )

@@ -24,9 +24,18 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.training.acceptance import Earlier, Rounds, earlier, ngram_run, repeats, walk
+from peagle_jax.training.acceptance import (
+    Earlier,
+    Rounds,
+    earlier,
+    leading,
+    ngram_run,
+    repeats,
+    walk,
+)
 from peagle_jax.training.drafter import all_rows
 from peagle_jax.training.passes import DrafterOptions, run_target, slot_is_trained
+from peagle_jax.training.selector import SelectorOptions, selected
 from peagle_jax.training.stored_text import Text
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.trainer import split_model
@@ -47,6 +56,9 @@ class Measured:
     # int, rank of the target's choice among the head's candidates; 0 is the head's choice
     rank: np.ndarray
     confidence: np.ndarray  # float32, the head's largest probability
+    selected: np.ndarray | None = (
+        None  # bool, whether the selector's choice is the target's, if there is one
+    )
 
     @property
     def num_draft(self) -> int:
@@ -54,8 +66,14 @@ class Measured:
 
     def walk(self, top: int = 1) -> Rounds:
         """Rounds of an ideal drafter that picks the right token whenever it is among its `top` candidates."""
-        run = np.cumprod(self.rank < top, axis=1).sum(axis=1)
-        return walk(run, self.text.prompt, self.text.length)
+        return self._rounds(self.rank < top)
+
+    def walk_selected(self) -> Rounds:
+        """Rounds of the head with its selector."""
+        return self._rounds(self.selected)
+
+    def _rounds(self, right: np.ndarray) -> Rounds:
+        return walk(leading(right, self.num_draft), self.text.prompt, self.text.length)
 
     def is_repeat(self, rounds: Rounds) -> np.ndarray:
         return repeats(self.found, self.rank.shape[2])[rounds.text, rounds.slot]
@@ -122,12 +140,22 @@ def _options(head: DraftHead, dtype: str, num_draft: int) -> DrafterOptions:
     )  # fmt: skip
 
 
+def _selector_options(head: DraftHead, dtype: str, num_draft: int) -> SelectorOptions | None:
+    """None: the head has no selector."""
+    if head.selector is None:
+        return None
+    return SelectorOptions(
+        continuations=Path(), rank=head.config.selector_rank, batch=1, num_depths=num_draft, dtype=dtype,
+        attention="auto", loss_chunk=_ROWS_AT_ONCE, eval_sequences=1, num_draft=num_draft,
+    )  # fmt: skip
+
+
 def measure(
     target: Decoder, head: DraftHead, text: Text, *, num_draft: int, dtype: str, bucket: int
 ) -> Measured:
     """One pass over all texts, in groups of similar length; lengths are padded to multiples of `bucket`."""
     taps = head.config.taps or target.config.default_taps
-    options = _options(head, dtype, num_draft)
+    options, choices = _options(head, dtype, num_draft), _selector_options(head, dtype, num_draft)
     of_target, of_head = split_model(target), split_model(head)
 
     @jax.jit
@@ -136,11 +164,13 @@ def measure(
         with dispatch.references():  # thousands of rows: no shape of a serving round
             run = run_target(target, text, taps, options.attention)
             found = all_rows(head, target, run, slot_is_trained(text), options)
-            return _candidates(head, target, run, found, num_draft)
+            ranked = _candidates(head, target, run, found, num_draft)
+            return ranked if choices is None else (*ranked, selected(head, target, text, choices))
 
     count, longest = text.tokens.shape
     shape = (count, num_draft, longest)
-    rank, confidence = np.full(shape, np.iinfo(np.int32).max), np.zeros(shape, np.float32)
+    arrays = [np.full(shape, np.iinfo(np.int32).max), np.zeros(shape, np.float32)]
+    arrays += [] if choices is None else [np.zeros(shape, bool)]
     order = np.argsort(-text.length, kind="stable")
     for start in tqdm(range(0, count, _TEXTS_AT_ONCE), desc=head.config.method, disable=None):
         chosen = order[start : start + _TEXTS_AT_ONCE]
@@ -151,10 +181,10 @@ def measure(
         tokens[:, :used] = text.tokens[filled][:, :used]
         piece = Text(tokens, text.prompt[filled], text.length[filled])
         got = jax.device_get(scores(of_target[0], of_head[0], piece))
-        for whole, part in zip((rank, confidence), got, strict=True):
+        for whole, part in zip(arrays, got, strict=True):
             whole[chosen, :, :used] = part[: len(chosen), :, :used]
     found = [earlier(row[:n]) for row, n in zip(text.tokens, text.length, strict=True)]
-    return Measured(text, found, rank, confidence)
+    return Measured(text, found, *arrays)
 
 
 def _histogram(rounds: Rounds, num_draft: int) -> list[int]:
@@ -217,6 +247,7 @@ def summary(measured: Measured) -> dict:
     fresh = lambda some: some.take(~measured.is_repeat(some)).acceptance_length
     by_text = [rounds.accepted[rounds.text == i].tolist() for i in range(len(measured.found))]
     accepted = np.arange(1, measured.num_draft + 1)
+    chosen = None if measured.selected is None else measured.walk_selected()
     return dict(
         texts=len(by_text),
         tokens=int((measured.text.length - measured.text.prompt).sum()),
@@ -228,6 +259,8 @@ def summary(measured: Measured) -> dict:
         acceptance_per_position=[float((rounds.accepted >= i).mean()) for i in accepted],
         oracle_acceptance_length={top: some.acceptance_length for top, some in oracle.items()},
         oracle_fresh_acceptance_length={top: fresh(some) for top, some in oracle.items()},
+        selected_acceptance_length=chosen and chosen.acceptance_length,
+        selected_fresh_acceptance_length=chosen and fresh(chosen),
         **_by_position(measured, rounds),
         ngram=_with_ngrams(measured),
         accepted_histogram={k: _histogram(some, measured.num_draft) for k, some in parts.items()},

@@ -23,7 +23,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_route
 from pallas_kernels.moe.mosaic_route import ROWS, load_flat, padded_experts
-from pallas_kernels.moe.mosaic_sort import popcount, scan_items, store_experts
+from pallas_kernels.moe.mosaic_sort import items_of, popcount, scan_items, store_experts
 
 _LAYOUT = plgpu.Layout.WGMMA
 _WIDTH = 64
@@ -104,7 +104,7 @@ def place(
 
         none = groups[0] & 0
         total, earlier = lax.fori_loop(0, blocks, add_block, (none, none))
-        tiles = (total + (tokens - 1)) >> (tokens.bit_length() - 1)
+        tiles = items_of(total, tokens)
         tiles_smem[...] = tiles
         zero = counts_smem[0, 0] >> 30  # always 0, opaque to the compiler: prevents unrolling
         num_items = scan_items(Ep, tiles_smem, ends_smem, zero)

@@ -23,6 +23,7 @@ from pallas_kernels.moe.mosaic_route import ROWS
 from pallas_kernels.moe.mosaic_sort import (
     exchange_counts,
     find_slots,
+    items_of,
     load_masks,
     popcount,
     scan_items,
@@ -139,7 +140,7 @@ def route_and_plan(
             count_reg, earlier_reg = exchange_counts(plan, count_reg, g, counts_gmem, scratch)
 
         # Stage 4: items per expert [Ep], and their prefix sum.
-        whole_reg = (count_reg + (tokens - 1)) >> (tokens.bit_length() - 1)
+        whole_reg = items_of(count_reg, tokens)
         tiles_reg = jnp.minimum(count_reg, 1) if shared else whole_reg
         scratch.tiles_smem[...] = tiles_reg
         num_items = scan_items(Ep, scratch.tiles_smem, scratch.ends_smem, zero)

@@ -108,6 +108,14 @@ def exchange_counts(
     return total, functools.reduce(jnp.add, earlier)
 
 
+def items_of(count: jax.Array, tokens: int) -> jax.Array:
+    """Items of `tokens` rows that hold each of the counts [Ep] of rows."""
+    padded = count + (tokens - 1)
+    if tokens & (tokens - 1):
+        return lax.div(padded, jnp.int32(tokens))
+    return padded >> (tokens.bit_length() - 1)
+
+
 def scan_items(Ep: int, tiles_smem: Any, ends_smem: Any, zero: Any) -> jax.Array:
     """Inclusive prefix sum of tiles_smem [Ep] to ends_smem [Ep]; returns the total, [32], all equal.
 

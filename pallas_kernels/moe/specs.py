@@ -85,7 +85,9 @@ def _config(spec: Spec):
 
     launch = _launch()
     wide = spec.activations == "fp8" and launch is not None and launch.device.sm == 90
-    return mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k, 128 if wide else 64)
+    most = 128 if wide else 64
+    config = mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k, most)
+    return replace(config, tokens=spec.tokens or config.tokens)
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:

@@ -32,7 +32,7 @@ def _sorted(values: jax.Array, count: int) -> jax.Array:
     On a CPU one sort of 8,192 values makes the products of the whole round take twice as long (XLA of jaxlib 0.11.2).
     """
     V = values.shape[-1]
-    if V <= 2 * count * _WIDTH:
+    if 2 * count * _WIDTH >= V:
         return jax.lax.top_k(values, count)[1]
     pad = [(0, 0)] * (values.ndim - 1) + [(0, -V % _WIDTH)]
     tiles = jnp.pad(values, pad, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, _WIDTH)

@@ -159,7 +159,8 @@ class Format:
     def _stored(self, tokens: int, groups: int) -> int:
         """Tokens of the output tile that are in shared memory at once during the epilogue."""
         piece = tokens // self.mma.pieces(self.codec, tokens, groups)
-        return min(piece, 64, 128 // groups)
+        most = min(piece, 64, 128 // groups)
+        return next(n for n in range(most, 0, -8) if piece % n == 0)
 
     def kernel_scale(self, scale: jax.Array | None) -> jax.Array | None:
         """The scale as a kernel operand. No copy for the shapes of supported models."""

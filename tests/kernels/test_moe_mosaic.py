@@ -128,11 +128,11 @@ def test_a_plan_leaves_nothing_behind():
 
 @pytest.mark.slow
 @race_free
-@pytest.mark.parametrize(("R", "shared"), [(11, True), (70, False)])
-def test_all_rows_may_go_to_the_same_experts(R, shared):
+@pytest.mark.parametrize(("R", "shared", "tokens"), [(11, True, 16), (70, False, 24)])
+def test_all_rows_may_go_to_the_same_experts(R, shared, tokens):
     """Then other experts have no items, and these have many rows."""
     logits = jnp.zeros((R, 32)).at[:, jnp.array([3, 31])].set(jnp.array([1.0, 2.0]))
-    config = TuningConfig(16 if shared else 8, shared, (2, 2))
+    config = TuningConfig(tokens, shared, (2, 2))
     weights, *work = plan(logits, None, 2, config=config)
     wanted, ids = by_definition(logits, None, 2, True)
     assert set(ids.ravel().tolist()) == {3, 31}

@@ -54,6 +54,7 @@ def assert_placed(logits, bias, k: int, tokens: int, *, normalize: bool = True) 
         (130, 64, 4, 16, False, True, False),  # fewer experts than threads
         (320, 96, 3, 64, True, True, False),  # padded experts, and logits straight to registers
         (70, 32, 4, 8, True, False, True),
+        (70, 32, 4, 24, True, False, True),  # items of rows that are no power of two
     ],
 )
 def test_the_kernels_make_the_worklist(R, E, k, tokens, normalize, bias, ties):
