@@ -64,17 +64,20 @@ class Delta(NamedTuple):
     of the stream, to be summed over S. Routed: `values` is a
     buffer [P, D], float32 or bfloat16; row r of the stream adds the sum over s of
     `weights[s, r] * values[rows[s, r]]`, with `weights` float32 and `rows` int32 [S, R'] (R' >= R,
-    surplus columns are ignored).
+    surplus columns are ignored). A dense sum may have a `bias` [D], which is added to it.
     """
 
     values: jax.Array
     weights: jax.Array | None = None
     rows: jax.Array | None = None
+    bias: jax.Array | None = None
 
     def added_to(self, h: jax.Array) -> jax.Array:
         """h [..., D] plus the sum, in float32, rounded once to h's dtype."""
         if self.rows is None:
             total = add_in_order(self.values.astype(jnp.float32))
+            if self.bias is not None:
+                total = total + self.bias.astype(jnp.float32)
         else:
             R = h.size // h.shape[-1]
             parts = self.values[self.rows[:, :R]] * self.weights[:, :R, None]
@@ -109,10 +112,7 @@ class Linear(nnx.Module):
     def delta(self, x: jax.Array) -> Delta:
         """The layer's output as a `Delta`; with several devices each multiplies its own columns of x."""
         parts = partition.parts_of_all(self.parts(x), x.dtype)
-        if self.bias is None:
-            return Delta(parts)
-        total = add_in_order(parts.astype(jnp.float32))
-        return Delta((total + self.bias[...].astype(jnp.float32))[None])
+        return Delta(parts, bias=None if self.bias is None else self.bias[...])
 
 
 class RMSNorm(nnx.Module):
@@ -129,8 +129,9 @@ class RMSNorm(nnx.Module):
         """(h + delta, norm of it); without a delta (h, norm of h)."""
         if delta is None:
             return h, self(h)
-        values, weights, rows = delta
-        return add_rms_norm(h, values, self.weight[...], eps=self.eps, weights=weights, rows=rows)
+        values, weights, rows, bias = delta
+        given = dict(weights=weights, rows=rows, bias=bias)
+        return add_rms_norm(h, values, self.weight[...], eps=self.eps, **given)
 
 
 class Embed(nnx.Module):

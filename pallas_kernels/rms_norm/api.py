@@ -47,6 +47,7 @@ def add_rms_norm(
     eps: float,
     weights: jax.Array | None = None,
     rows: jax.Array | None = None,
+    bias: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds `delta` to the residual stream and norms the sum.
@@ -62,6 +63,7 @@ def add_rms_norm(
       rows: int32 [S, R'], R' not below the number of rows of h: part s of row r is
         `delta[rows[s, r]]`.
       weights: float32 [S, R'], required with rows and refused without.
+      bias: [D], added to the sum of the parts; refused with rows.
     Returns:
       `h + delta`, and `rms_norm` of it; both [..., D] in `h.dtype`. The sum is rounded once, before
       it is normed. The bits of a row do not depend on other rows.
@@ -69,24 +71,29 @@ def add_rms_norm(
       ValueError: shapes do not fit.
       NotImplementedError: the kernel is requested and does not support these arguments.
     """
-    _check(h, delta, scale, weights, rows)
+    _check(h, delta, scale, weights, rows, bias)
     launch = _resolve(implementation, h, delta)
     if launch is None:
-        return reference.add_rms_norm(h, delta, scale, eps, weights, rows)
+        return reference.add_rms_norm(h, delta, scale, eps, weights, rows, bias)
     from pallas_kernels.rms_norm import mosaic_gpu  # slow to import
 
     D = h.shape[-1]
     if rows is None:
         delta = delta.reshape(1 if delta.ndim == h.ndim else delta.shape[0], -1, D)
     added, normed = mosaic_gpu.add_rms_norm(
-        h.reshape(-1, D), delta, scale, weights, rows, eps=eps, launch=launch
+        h.reshape(-1, D), delta, scale, weights, rows, bias, eps=eps, launch=launch
     )
     return added.reshape(h.shape), normed.reshape(h.shape)
 
 
-def _check(h, delta, scale, weights, rows) -> None:
-    if scale.shape != h.shape[-1:]:
-        raise ValueError(f"{scale.shape=} must be {h.shape[-1:]}, one for each column of h")
+def _check(h, delta, scale, weights, rows, bias) -> None:
+    for name, row in (("scale", scale), ("bias", bias)):
+        if row is not None and row.shape != h.shape[-1:]:
+            raise ValueError(
+                f"{name}.shape={row.shape} must be {h.shape[-1:]}, one for each column of h"
+            )
+    if rows is not None and bias is not None:
+        raise ValueError("a bias is for parts without rows")
     if rows is not None:
         _check_rows(h, delta, weights, rows)
         return

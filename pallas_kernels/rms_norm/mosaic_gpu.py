@@ -60,7 +60,7 @@ def tuning(tiles: int) -> TuningConfig:
 @functools.partial(jax.jit, static_argnames=("eps", "launch"))
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, launch: Launch) -> jax.Array:
     """x [R, D], scale [D] -> [R, D]."""
-    (normed,) = _launch(x, None, None, None, scale, eps, launch)
+    (normed,) = _launch(x, None, None, None, None, scale, eps, launch)
     return normed
 
 
@@ -71,19 +71,22 @@ def add_rms_norm(
     scale: jax.Array,
     weights: jax.Array | None,
     sources: jax.Array | None,
+    bias: jax.Array | None,
     *,
     eps: float,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """h [R, D], parts [S, R, D], scale [D] -> sum [R, D], normed [R, D].
+    """h [R, D], parts [S, R, D], scale [D][, bias [D]] -> sum [R, D], normed [R, D].
 
     With sources [S, R'], parts is a buffer [P, D]: part s of row r is parts[sources[s, r]] * weights[s, r].
     bfloat16 parts stay bfloat16 in registers until they are added, to halve the register count.
     """
-    return _launch(h, parts, weights, sources, scale, eps, launch)
+    return _launch(h, parts, weights, sources, bias, scale, eps, launch)
 
 
-def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tuple[jax.Array, ...]:
+def _launch(
+    h, parts, weights, sources, bias, scale, eps: float, launch: Launch
+) -> tuple[jax.Array, ...]:
     R, D = h.shape
     S = 0 if parts is None else parts.shape[0] if sources is None else sources.shape[0]
     tiles = D // _TILE
@@ -97,6 +100,7 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         parts_gmem,  # [S * R or P, tiles, 64] or None
         weights_gmem,  # [S, R'] or None
         sources_gmem,  # [S, R'] or None
+        bias_gmem,  # [tiles, 64] or None
         scale_gmem,  # [tiles, 64]
         outs_gmem,  # each [R, tiles, 64]: the sum, if any, and the norm
         squares_smem,  # [groups, strip, 64] float32
@@ -111,9 +115,10 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
             part_rows = [part(s) for s in range(S)]
             deltas = [[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips]
             shares = None if weights is None else [weights_gmem[s, r] for s in range(S)]
+            biases = [None if bias is None else load(bias_gmem.at[strip]) for strip in strips]
         scales = [load(scale_gmem.at[strip]) for strip in strips]
         if S:
-            rows = [_added(x, delta, shares) for x, delta in zip(rows, deltas, strict=True)]
+            rows = [_added(*added, shares) for added in zip(rows, deltas, biases, strict=True)]
             for x, strip in zip(rows, strips, strict=True):
                 outs_gmem[0][r, strip] = x
         rows = [x.astype(jnp.float32) for x in rows]
@@ -142,12 +147,14 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
         parts_gmem = refs.pop(0) if S else None
         weights_gmem = refs.pop(0) if weights is not None else None
         sources_gmem = refs.pop(0) if sources is not None else None
+        bias_gmem = refs.pop(0) if bias is not None else None
         scale_gmem, *outs_gmem, squares_smem, stored_barrier = refs
-        added = (parts_gmem, weights_gmem, sources_gmem)
+        added = (parts_gmem, weights_gmem, sources_gmem, bias_gmem)
         norm_row(h_gmem, *added, scale_gmem, outs_gmem, squares_smem, stored_barrier)
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
-    operands = (in_tiles(h), in_tiles(parts), weights, sources, scale.reshape(tiles, _TILE))
+    columns = [None if x is None else x.reshape(tiles, _TILE) for x in (bias, scale)]
+    operands = (in_tiles(h), in_tiles(parts), weights, sources, *columns)
     outs = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((R, tiles, _TILE), h.dtype),) * (2 if S else 1),
@@ -167,12 +174,15 @@ def _launch(h, parts, weights, sources, scale, eps: float, launch: Launch) -> tu
     return tuple(out.reshape(R, D) for out in outs)
 
 
-def _added(x, parts, shares):
-    """A strip of h plus its weighted parts, rounded to the dtype of h."""
+def _added(x, parts, bias, shares):
+    """A strip of h plus its weighted parts and the bias, rounded to the dtype of h."""
     parts = [part.astype(jnp.float32) for part in parts]
     if shares is not None:
         parts = [part * share for part, share in zip(parts, shares, strict=True)]
-    return (x.astype(jnp.float32) + _summed(parts)).astype(x.dtype)
+    wide, total = x.astype(jnp.float32), _summed(parts)
+    if bias is not None:
+        total = total + bias.astype(jnp.float32)
+    return (wide + total).astype(x.dtype)
 
 
 def _summed(terms):

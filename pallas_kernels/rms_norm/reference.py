@@ -17,12 +17,16 @@ def add_rms_norm(
     eps: float,
     weights: jax.Array | None,
     rows: jax.Array | None,
+    bias: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     if rows is not None:
         R = h.size // h.shape[-1]
         delta = delta[rows[:, :R]].astype(jnp.float32) * weights[:, :R, None]
         delta = delta.reshape(-1, *h.shape)
-    h = (h.astype(jnp.float32) + _total(h, delta)).astype(h.dtype)
+    total = _total(h, delta)
+    if bias is not None:
+        total = total + bias.astype(jnp.float32)
+    h = (h.astype(jnp.float32) + total).astype(h.dtype)
     return h, rms_norm(h, scale, eps)
 
 

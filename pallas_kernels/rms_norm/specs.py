@@ -17,13 +17,14 @@ MMA: dict[int, str] = {}
 class Spec:
     """bfloat16 rows; `parts` terms are added first, 0 for none.
 
-    Parts are float32 partial sums of a product, or bfloat16 results of experts if `weighted`.
+    Parts are float32 partial sums of a product, which may have a bias, or bfloat16 results of experts if `weighted`.
     """
 
     rows: int
     width: int
     parts: int = 0
     weighted: bool = False
+    bias: bool = False
 
 
 SPECS = {
@@ -39,7 +40,8 @@ SPECS = {
     "qwen3-moe-experts-4096": Spec(rows=4096, width=2048, parts=8, weighted=True),
     "qwen3-moe-prefill": Spec(rows=4096, width=2048, parts=1),
     "gpt-oss-first": Spec(rows=8, width=2880),
-    "gpt-oss-attention": Spec(rows=8, width=2880, parts=4),
+    "gpt-oss-attention": Spec(rows=8, width=2880, parts=4, bias=True),
+    "gpt-oss-attention-256": Spec(rows=256, width=2880, parts=1, bias=True),
     "gpt-oss-experts": Spec(rows=8, width=2880, parts=4, weighted=True),
     "gpt-oss-prefill": Spec(rows=4096, width=2880, parts=1),
     "llama-8b-first": Spec(rows=8, width=4096),
@@ -51,7 +53,7 @@ SPECS = {
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows]."""
+    """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows][, bias]."""
     R, D, S = spec.rows, spec.width, spec.parts
     h = jax.ShapeDtypeStruct((R, D), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((D,), jnp.bfloat16)
@@ -67,8 +69,8 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
         )
         return add, (h, buffer, scale, shares, sources)
     parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
-    add = lambda h, parts, scale: api.add_rms_norm(h, parts, scale, **common)
-    return add, (h, parts, scale)
+    add = lambda h, parts, scale, bias=None: api.add_rms_norm(h, parts, scale, bias=bias, **common)
+    return add, (h, parts, scale, *[scale] * spec.bias)
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 
 pytestmark = pytest.mark.sampled(1)
@@ -89,6 +90,22 @@ def test_parts_are_added_by_ascending_number():
         assert (np.asarray(added) == 1).all()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+@pytest.mark.parametrize(("S", "D"), [(1, 320), (4, 2880)])
+def test_a_bias_is_added_to_the_sum_of_the_parts(S, D, implementation):
+    """As if a layer added it before the residual sum: the same bits."""
+    h, delta, scale, _ = operands(S, 5, D, dtype=jnp.bfloat16)
+    bias = jnp.asarray(np.random.default_rng(S).normal(size=D), jnp.bfloat16)
+    given = dict(eps=EPS, implementation=implementation)
+    total = add_in_order(delta) + bias.astype(jnp.float32)
+    wanted = jax.jit(lambda *args: add_rms_norm(*args, **given))(h, total, scale)
+    found = jax.jit(lambda *args, bias: add_rms_norm(*args, bias=bias, **given))(
+        h, delta, scale, bias=bias
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert np.array_equal(one, other)
+
+
 kernel = jax.jit(
     functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu"),
 )
@@ -167,6 +184,7 @@ def test_a_row_has_the_same_bits_in_any_company(implementation, dtype):
         (dict(delta=jnp.zeros((0, 4, 64))), "0 parts"),
         (dict(scale=jnp.zeros(63)), "scale.shape="),
         (dict(weights=jnp.zeros((2, 4))), "come with rows"),
+        (dict(bias=jnp.zeros(4)), "bias.shape="),
     ],
 )
 def test_what_does_not_fit_is_refused(change, said):
@@ -201,6 +219,7 @@ def test_rows_must_fit():
         (dict(rows=fits["rows"][:, :4]), "at least 5 rows"),
         (dict(rows=fits["rows"].astype(jnp.float32)), "int32"),
         (dict(delta=delta), "buffer"),
+        (dict(bias=scale), "a bias is for parts without rows"),
     ):
         with pytest.raises(ValueError, match=said):
             add_rms_norm(h, scale=scale, eps=EPS, **fits | bad)
