@@ -117,8 +117,8 @@ def _emit(load, links, out, block, num_devices: int, num_pairs: int, each: int) 
         at = mlir.arith.minui(_add(thread, first), _constant(each - 1))
         pair = _add(_times(block, each), at)
         places.append((at, mlir.arith.minui(pair, _constant(num_pairs - 1))))
-    for at, pair in places:
-        words = load(pair)
+    loaded = [load(pair) for _, pair in places]  # all before the first store, so that they overlap
+    for (at, pair), words in zip(places, loaded, strict=True):
         for address in others:
             marked = [words[0], number, words[1], number]
             target = pair_of(address, rank, at)

@@ -222,7 +222,7 @@ class Devices:
             def local(weights, state, given):
                 plan, mask, more = inputs.tree(given)
                 state = states.tree(state)
-                messages = None if state.links is None else Messages(state.links[0])
+                messages = None if state.links is None else Messages(_met(state.links[0]))
                 with partition.over(self.count, messages):
                     leaves = self._stacks.leaves(weights)
                     state, output = f(leaves, state, plan, mask, None, *more, **static)
@@ -286,6 +286,17 @@ class _Leaves:
         pairs = zip(self._leaves, self._is_filled, strict=True)
         leaves = [next(left) if kept else empty(leaf) for leaf, kept in pairs]
         return jax.tree.unflatten(self._structure, leaves)
+
+
+def _met(links: jax.Array) -> jax.Array:
+    """A device's table, after all devices have begun the program.
+
+    Hazard: XLA lets the threads of the devices wait for each other, after they have loaded kernels and made CUDA graphs,
+    only if the program has a collective. Without one a kernel of one device might wait for a message while the thread
+    of another is in a call of the driver that waits for that kernel. Therefore a number that is equal on all devices
+    is gathered.
+    """
+    return links.at[COUNTERS].set(lax.all_gather(links[COUNTERS], AXIS).max())
 
 
 def local_modules(model: nnx.Module, config: TargetConfig | DrafterConfig, count: int):

@@ -26,7 +26,7 @@ class Mailboxes:
     def __init__(self, devices: Sequence[jax.Device]):
         if why := refusal(devices):
             raise ConfigError.of("gather", f"peers: {why}; leave it at 'library'")
-        self._devices, self._boxes = devices, []
+        self._devices, self._boxes, self._are_used = devices, [], False
         if devices[0].platform == "cpu":
             return
         empty = np.zeros(mailbox.mailbox_shape(len(devices)), np.int32)
@@ -34,7 +34,14 @@ class Mailboxes:
         jax.block_until_ready(self._boxes)
 
     def tables(self) -> list[jax.Array]:
-        """int32 [1, LINKS] of each GPU, of mailboxes without a message."""
+        """int32 [1, LINKS] of each GPU, of mailboxes without a message: to be called once.
+
+        Raises:
+          RuntimeError: it was called before. Messages with the numbers of earlier ones would be mistaken for these.
+        """
+        if self._are_used:
+            raise RuntimeError("mailboxes have messages: make others")
+        self._are_used = True
         addresses = [box.unsafe_buffer_pointer() for box in self._boxes]
         made = [mailbox.table(rank, addresses)[None] for rank in range(len(self._devices))]
         return [jax.device_put(one, at) for one, at in zip(made, self._devices, strict=True)]

@@ -180,12 +180,14 @@ def test_a_round_on_several_gpus_has_two_collectives_a_layer(chip, count, tmp_pa
 def test_a_round_on_several_gpus_is_one_graph_if_kernels_write_to_their_peers(
     chip, count, tmp_path
 ):
+    """One collective stands before it, so that the threads of the GPUs meet (`Devices.program`)."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
     sizes = ("--layers=2", "-k=3", "--concurrency=8", "--greedy", "--gather=peers")
     made = run("bench.deviceless_round", chip, tmp_path, *sizes, f"--tensor-parallel={count}")
-    assert made["collectives"] == {}
-    assert (made["graphs"], made["outside"]) == (1, {})
+    assert made["collectives"] == {"kAllGather": 1}
+    assert made["graphs"] == 1
+    assert made["outside"].keys() <= {"kAllGather", "kAsyncStart", "kAsyncDone", "kCopy"}
     assert made["mosaic"]["peer_gather"] > 0
     assert made["largest_copy"] < made["smallest_matrix"]
     assert count * made["aliased_bytes"] >= made["cache_bytes"]
