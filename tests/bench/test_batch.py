@@ -142,7 +142,12 @@ def test_an_early_process_begins_while_others_compile(tmp_path, monkeypatch, fai
 
 
 @pytest.mark.parametrize(
-    ("file", "memory_bytes"), [(TWO_GPUS, 139 * 2**30), (TWO_SMALL_GPUS, 81559 * 2**20)]
+    ("file", "memory_bytes"),
+    [
+        (TWO_GPUS, 139 * 2**30),
+        (DATA / "two_gpus_peers.txt", 139 * 2**30),
+        (TWO_SMALL_GPUS, 81559 * 2**20),
+    ],
 )
 def test_the_commands_for_two_gpus_fit_and_divide(file, memory_bytes):
     parts = parts_of(file.read_text())
