@@ -35,7 +35,7 @@ from peagle_jax.training.acceptance import (
 )
 from peagle_jax.training.drafter import all_rows
 from peagle_jax.training.passes import DrafterOptions, run_target, slot_is_trained
-from peagle_jax.training.selector import SelectorOptions, selected
+from peagle_jax.training.selector import selected_of
 from peagle_jax.training.stored_text import Text
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.trainer import split_model
@@ -56,9 +56,8 @@ class Measured:
     # int, rank of the target's choice among the head's candidates; 0 is the head's choice
     rank: np.ndarray
     confidence: np.ndarray  # float32, the head's largest probability
-    selected: np.ndarray | None = (
-        None  # bool, whether the selector's choice is the target's, if there is one
-    )
+    # bool, whether the selector's choice is the target's; None: the head has no selector
+    selected: np.ndarray | None = None
 
     @property
     def num_draft(self) -> int:
@@ -140,22 +139,12 @@ def _options(head: DraftHead, dtype: str, num_draft: int) -> DrafterOptions:
     )  # fmt: skip
 
 
-def _selector_options(head: DraftHead, dtype: str, num_draft: int) -> SelectorOptions | None:
-    """None: the head has no selector."""
-    if head.selector is None:
-        return None
-    return SelectorOptions(
-        continuations=Path(), rank=head.config.selector_rank, batch=1, num_depths=num_draft, dtype=dtype,
-        attention="auto", loss_chunk=_ROWS_AT_ONCE, eval_sequences=1, num_draft=num_draft,
-    )  # fmt: skip
-
-
 def measure(
     target: Decoder, head: DraftHead, text: Text, *, num_draft: int, dtype: str, bucket: int
 ) -> Measured:
     """One pass over all texts, in groups of similar length; lengths are padded to multiples of `bucket`."""
     taps = head.config.taps or target.config.default_taps
-    options, choices = _options(head, dtype, num_draft), _selector_options(head, dtype, num_draft)
+    options, selects = _options(head, dtype, num_draft), head.selector is not None
     of_target, of_head = split_model(target), split_model(head)
 
     @jax.jit
@@ -165,12 +154,14 @@ def measure(
             run = run_target(target, text, taps, options.attention)
             found = all_rows(head, target, run, slot_is_trained(text), options)
             ranked = _candidates(head, target, run, found, num_draft)
-            return ranked if choices is None else (*ranked, selected(head, target, text, choices))
+            if not selects:
+                return ranked
+            return *ranked, selected_of(head, target, run, found, num_draft, _ROWS_AT_ONCE)
 
     count, longest = text.tokens.shape
     shape = (count, num_draft, longest)
     arrays = [np.full(shape, np.iinfo(np.int32).max), np.zeros(shape, np.float32)]
-    arrays += [] if choices is None else [np.zeros(shape, bool)]
+    arrays += [np.zeros(shape, bool)] * selects
     order = np.argsort(-text.length, kind="stable")
     for start in tqdm(range(0, count, _TEXTS_AT_ONCE), desc=head.config.method, disable=None):
         chosen = order[start : start + _TEXTS_AT_ONCE]

@@ -27,6 +27,8 @@ from peagle_jax.training.drafter import all_rows
 from peagle_jax.training.objective import by_chunk
 from peagle_jax.training.passes import (
     DrafterOptions,
+    Rows,
+    Run,
     Text,
     run_target,
     slot_is_trained,
@@ -163,17 +165,28 @@ def _scored(selector: Selector, tables, options: SelectorOptions, deep: _Deep):
 
 
 def selected(head: DraftHead, target: Decoder, text: Text, options: SelectorOptions) -> jax.Array:
-    """Which drafts of a head with a selector are the target's choices: [B, num_draft, S] bool."""
+    """`selected_of` texts."""
     run = run_target(target, text, _taps(head, target), options.attention)
-    valid = slot_is_trained(text)
-    rows = all_rows(head, target, run, valid, options.passes(options.num_draft))
-    B, S = valid.shape
+    rows = all_rows(head, target, run, slot_is_trained(text), options.passes(options.num_draft))
+    return selected_of(head, target, run, rows, options.num_draft, options.loss_chunk)
+
+
+def selected_of(
+    head: DraftHead, target: Decoder, run: Run, rows: Rows, num_draft: int, chunk: int
+) -> jax.Array:
+    """Which drafts of a head with a selector are the target's choices: [B, num_draft, S] bool.
+
+    Args:
+      run, rows: passes of target and head over texts, of the head all rows.
+      chunk: rows whose logits are in memory at once.
+    """
+    B, S = run.tokens.shape
     by_depth = lambda x: x.reshape(B, -1, S, *x.shape[2:])
     chains = lambda x: jnp.moveaxis(by_depth(x), 1, 2).reshape(B * S, -1, *x.shape[2:])
     choices = by_chunk(
         lambda rows: jnp.argmax(rows @ unembedding(target).T, axis=-1),
         run.normed.reshape(B * S, -1),
-        options.loss_chunk,
+        chunk,
     )
 
     def one(piece):
@@ -183,8 +196,7 @@ def selected(head: DraftHead, target: Decoder, text: Text, options: SelectorOpti
         drafts = jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
         return head.to_target_ids(drafts) == choices[at]
 
-    size = max(1, options.loss_chunk // options.num_draft)
-    match = by_chunk(one, (chains(rows.out), chains(rows.at)), size)
+    match = by_chunk(one, (chains(rows.out), chains(rows.at)), max(1, chunk // num_draft))
     return jnp.moveaxis(match.reshape(B, S, -1), 1, 2) & by_depth(rows.used)
 
 
