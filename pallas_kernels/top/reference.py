@@ -1,6 +1,7 @@
 """Reference of the largest values of rows, with their places."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ def top(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     values = jnp.where(values == values, values, -jnp.inf)
     # XLA compiles ranks of few thousand values for minutes, and sorts these fast enough.
     few = values.shape[-1] <= _FEW
-    ids = _sorted(values, count) if few else _in_tiles(values, count)
+    ids = _sorted(values, count) if few else _counted(values, count)
     return ids, jnp.take_along_axis(values, ids, axis=-1)
 
 
@@ -31,34 +32,32 @@ def _sorted(values: jax.Array, count: int) -> jax.Array:
 
     On a CPU one sort of 8,192 values makes the products of the whole round take twice as long (XLA of jaxlib 0.11.2).
     """
-    V = values.shape[-1]
-    if 2 * count * _WIDTH >= V:
+    if values.shape[-1] <= 2 * count * _WIDTH:
         return jax.lax.top_k(values, count)[1]
-    pad = [(0, 0)] * (values.ndim - 1) + [(0, -V % _WIDTH)]
-    tiles = jnp.pad(values, pad, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, _WIDTH)
-    # In ascending order, so that equal values keep the order of their indices.
-    best = jnp.sort(jax.lax.top_k(tiles.max(-1), count)[1], axis=-1)
-    inner = jnp.take_along_axis(tiles, best[..., None], axis=-2)
-    at = jax.lax.top_k(inner.reshape(*values.shape[:-1], count * _WIDTH), count)[1]
-    ids = jnp.take_along_axis(best, at // _WIDTH, axis=-1) * _WIDTH + at % _WIDTH
-    return jnp.minimum(ids, V - 1)  # padding is chosen only where all values are -inf
+    return _in_tiles(values, count, _WIDTH, _sorted)
 
 
-def _in_tiles(values: jax.Array, count: int) -> jax.Array:
-    """Indices of the largest of many values."""
+def _counted(values: jax.Array, count: int) -> jax.Array:
+    """Indices of the largest of many values, without a sort."""
     V = values.shape[-1]
     if V <= _DIRECT:
         return _ranked(values, count)
     width = max(count, 1 << math.ceil(math.log2(V / _DIRECT)))
+    return _in_tiles(values, count, width, _counted)
+
+
+def _in_tiles(values: jax.Array, count: int, width: int, largest: Callable) -> jax.Array:
+    """Indices of the largest values: `largest` finds the best tiles of `width`, and those within them."""
+    V = values.shape[-1]
     pad = [(0, 0)] * (values.ndim - 1) + [(0, -V % width)]
     tiles = jnp.pad(values, pad, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, width)
-    best = _in_tiles(tiles.max(-1), count)
+    best = largest(tiles.max(-1), count)
     # In ascending order, so that equal values keep the order of their indices.
     best = jnp.take_along_axis(best, _ranked(-best.astype(jnp.float32), count), axis=-1)
     inner = jnp.take_along_axis(tiles, best[..., None], axis=-2)
     at = best[..., None] * width + jnp.arange(width)
     flat = lambda x: x.reshape(*x.shape[:-2], count * width)
-    chosen = jnp.take_along_axis(flat(at), _in_tiles(flat(inner), count), axis=-1)
+    chosen = jnp.take_along_axis(flat(at), largest(flat(inner), count), axis=-1)
     return jnp.minimum(chosen, V - 1)  # padding is chosen only where all values are -inf
 
 
