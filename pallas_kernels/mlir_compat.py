@@ -38,6 +38,12 @@ from jax.experimental.mosaic.gpu.utils import (
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf, vector
 
+
+def i32() -> ir.Type:
+    """The type of 32-bit integers, which have no sign in MLIR."""
+    return ir.IntegerType.get_signless(32)
+
+
 __all__ = [
     "WGMMA_LAYOUT",
     "WGMMA_LAYOUT_8BIT",
@@ -45,6 +51,7 @@ __all__ = [
     "arith",
     "bitcast",
     "constant",
+    "i32",
     "ir",
     "llvm",
     "memref",

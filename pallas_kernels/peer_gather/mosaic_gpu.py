@@ -88,7 +88,7 @@ def _emit(load, links, out, block, num_devices: int, num_pairs: int, each: int) 
       links, out: addresses.
       each: pairs of a thread block.
     """
-    thread = _asm("mov.u32 $0, %tid.x;", "=r", [], _i32())
+    thread = _asm("mov.u32 $0, %tid.x;", "=r", [], mlir.i32())
     rank = _load(links, 0)
     counter = _plus(links, _times(_add(block, mailbox.COUNTERS), 4))
     number = _add(_load(counter, 0), 1)
@@ -128,10 +128,10 @@ def _emit(load, links, out, block, num_devices: int, num_pairs: int, each: int) 
         store(rank, pair, words)
     for peer in peers:
         for at, pair in places:
-            four = mlir.llvm.StructType.get_literal([_i32()] * 4)
+            four = mlir.llvm.StructType.get_literal([mlir.i32()] * 4)
             operands = [pair_of(own, peer, at), number]
             received = _asm(_RECEIVE, "=&r,=&r,=&r,=&r,l,r", operands, four)
-            words = [mlir.llvm.extractvalue(_i32(), received, [i]) for i in (0, 2)]
+            words = [mlir.llvm.extractvalue(mlir.i32(), received, [i]) for i in (0, 2)]
             store(peer, pair, words)
     # The number changes after all threads have read it.
     text = "{ .reg .pred first; bar.sync 1, 128; setp.eq.s32 first, $2, 0; @first st.global.b32 [$0], $1; }"
@@ -155,9 +155,9 @@ class _Reads:
             address = mlir.arith.addi(address, _constant(part * self._part_bytes, _i64()))
             names = ", ".join(f"${i}" for i in range(count))
             text = f"ld.global.v{count}.b32 {{{names}}}, [${count}];"
-            words = mlir.llvm.StructType.get_literal([_i32()] * count)
+            words = mlir.llvm.StructType.get_literal([mlir.i32()] * count)
             words = _asm(text, ",".join(["=r"] * count + ["l"]), [address], words)
-            loaded.append([mlir.llvm.extractvalue(_i32(), words, [i]) for i in range(count)])
+            loaded.append([mlir.llvm.extractvalue(mlir.i32(), words, [i]) for i in range(count)])
         if self._num_parts == 1 and not self._rounded:
             return loaded[0]
         f32 = mlir.ir.F32Type.get()
@@ -165,16 +165,12 @@ class _Reads:
         for words in rest:
             first = [mlir.arith.addf(x, y) for x, y in zip(first, words, strict=True)]
         if not self._rounded:
-            return [mlir.arith.bitcast(_i32(), x) for x in first]
+            return [mlir.arith.bitcast(mlir.i32(), x) for x in first]
         # The first operand becomes the upper half.
         round_two = lambda low, high: _asm(
-            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], _i32()
+            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], mlir.i32()
         )
         return [round_two(*first[:2]), round_two(*first[2:])]
-
-
-def _i32() -> Any:
-    return mlir.ir.IntegerType.get_signless(32)
 
 
 def _i64() -> Any:
@@ -182,7 +178,7 @@ def _i64() -> Any:
 
 
 def _constant(value: int, type_: Any = None) -> Any:
-    return mlir.constant(value, type_ or _i32())
+    return mlir.constant(value, type_ or mlir.i32())
 
 
 def _add(x, y) -> Any:
@@ -205,7 +201,7 @@ def _address(ref) -> Any:
 
 def _load(address, word: int) -> Any:
     """Word `word` of 32 bits behind an address."""
-    return _asm(f"ld.global.b32 $0, [$1 + {4 * word}];", "=r,l", [address], _i32())
+    return _asm(f"ld.global.b32 $0, [$1 + {4 * word}];", "=r,l", [address], mlir.i32())
 
 
 def _load_address(address, word: int) -> Any:

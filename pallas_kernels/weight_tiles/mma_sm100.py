@@ -277,7 +277,7 @@ def _unpack_group(words_reg: jax.Array, code_reg: jax.Array, group: int) -> jax.
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=_STORED),
     )
     def unpack(_, words, code):
-        quads = mlir.ir.VectorType.get((4,), mxfp4.i32())
+        quads = mlir.ir.VectorType.get((4,), mlir.i32())
         four = mlir.bitcast(words.registers.flat[group], quads)
         factor = mxfp4.multiplier(code.registers.item())
         pairs = [

@@ -187,18 +187,18 @@ def multiplier(code: Any) -> Any:
     # Inline PTX: LLVM narrows the minimum to 16 bits and widens it again.
     text = f"{{ .reg .b32 t; min.u32 t, $1, {_MAX_CODE}; mad.lo.u32 $0, t, $2, $3; }}"
     operands = [
-        mlir.arith.extui(i32(), mlir.vector.extract(code, [], [0])),
+        mlir.arith.extui(mlir.i32(), mlir.vector.extract(code, [], [0])),
         _constant(0x00800080),
         _constant((126 - SHIFT) * 0x00800080),
     ]
-    return mlir.llvm.inline_asm(i32(), operands, text, "=r,r,n,n")
+    return mlir.llvm.inline_asm(mlir.i32(), operands, text, "=r,r,n,n")
 
 
 def unpack_pairs(word: Any, factor: Any) -> list:
     """Unpacks one word and scales it by `multiplier`: pairs i = 0 .. 3, registers of 2 bfloat16."""
 
     pair = mlir.ir.VectorType.get((2,), mlir.ir.BF16Type.get())
-    word = mlir.bitcast(word, i32())
+    word = mlir.bitcast(word, mlir.i32())
     high = mlir.arith.shrui(word, _constant(8))
     pairs = []
     for i in range(4):
@@ -208,15 +208,12 @@ def unpack_pairs(word: Any, factor: Any) -> list:
         spread = mlir.arith.muli(nibbles, _constant((1 << 6 - 4 * at) + (1 << 12 - 4 * at)))
         bits = mlir.arith.andi(spread, _constant(0x81C081C0 - 2**32))
         # PTX defines mul.bf16x2 with subnormal inputs and results.
-        product = mlir.llvm.inline_asm(i32(), [bits, factor], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")
+        product = mlir.llvm.inline_asm(
+            mlir.i32(), [bits, factor], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r"
+        )
         pairs.append(mlir.bitcast(product, pair))
     return pairs
 
 
-def i32() -> Any:
-
-    return mlir.ir.IntegerType.get_signless(32)
-
-
 def _constant(value: int) -> Any:
-    return mlir.constant(value, i32())
+    return mlir.constant(value, mlir.i32())
