@@ -141,10 +141,11 @@ def _why_not(
         return "its kernel is for NVIDIA GPUs"
     if not chips:
         return "it has no kernel for any chip"
-    return refusal if device.sm in chips else f"its kernel is for {_targets(chips)}"
+    return refusal if device.sm in chips else f"its kernel is for {targets(chips)}"
 
 
-def _targets(chips: tuple[int, ...]) -> str:
+def targets(chips: tuple[int, ...]) -> str:
+    """Generations (`Device.sm`) by their names in CUDA: "sm_90, sm_100"."""
     return ", ".join(f"sm_{sm}" for sm in chips)
 
 
@@ -180,7 +181,7 @@ def _say(op: str, device: Device, why: str | None) -> None:
         where = f"run their reference implementation on {device}"
         _once(logging.WARNING, f"operations without a kernel for TPUs {where}")
     elif device.platform != "tpu" and device.sm not in GENERATIONS:
-        kernels = f"the kernels are for TPUs and NVIDIA GPUs: {_targets(tuple(GENERATIONS))}"
+        kernels = f"the kernels are for TPUs and NVIDIA GPUs: {targets(tuple(GENERATIONS))}"
         where = f"all operations run their reference implementation on {device}"
         _once(logging.WARNING, f"{where}: {kernels}")
     elif why:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.device import describe
+from pallas_kernels.dispatch import targets
 from pallas_kernels.peer_gather import api, mailbox
 from peagle_jax.config import ConfigError
 
@@ -62,8 +63,7 @@ def refusal(devices: Sequence[jax.Device]) -> str | None:
         return None
     for device in devices:
         if describe(device).sm not in api.CHIPS:
-            chips = ", ".join(f"sm_{sm}" for sm in api.CHIPS)
-            return f"its kernel is for {chips}, not for {device.device_kind}"
+            return f"its kernel is for {targets(api.CHIPS)}, not for {device.device_kind}"
     ordinals = [device.local_hardware_id for device in devices]
     for one in ordinals:
         for other in ordinals:
