@@ -186,7 +186,8 @@ def mixture(
     config = _config(R, E, top_k, (gate_up, down), activations, launch)
     own = None if first is None else (first, gate_up.values.shape[0])
     weights, work = _routed(logits, router_bias, top_k, normalize, own, config, launch)
-    values = _experts(x, work, gate_up, down, limit, config, launch, activations)
+    rules = config, launch, activations, own is not None
+    values = _experts(x, work, gate_up, down, limit, *rules)
     return Mixture(values, weights, work.slots)
 
 
@@ -267,14 +268,25 @@ def _config(R: int, E: int, top_k: int, weights, activations: Activations, launc
     from pallas_kernels.moe import mosaic_gpu  # a slow import that CPU use does not need
 
     quantized = all(are_quantized(activations, w.values, w.scale) for w in weights)
-    most = 128 if quantized and launch.device.sm == 90 else 64
-    return mosaic_gpu.TuningConfig.choose(R, E, top_k, most)
+    hopper = launch.device.sm == 90
+    return mosaic_gpu.TuningConfig.choose(R, E, top_k, hopper=hopper, quantized=quantized)
 
 
 def _experts(
-    x, work: Worklist, gate_up, down, limit, config, launch, activations: Activations
+    x,
+    work: Worklist,
+    gate_up,
+    down,
+    limit,
+    config,
+    launch,
+    activations: Activations,
+    is_share=False,
 ) -> jax.Array:
-    """Results of all items [P, D] in `x.dtype`. Rows without a slot are undefined and are never read."""
+    """Results of all items [P, D] in `x.dtype`. Rows without a slot are undefined and are never read.
+
+    `is_share`: the worklist is that of `own_items`.
+    """
     from pallas_kernels.moe import mosaic_gpu, mosaic_route
 
     scale, inner_scale = None, None
@@ -288,9 +300,11 @@ def _experts(
             x, scale = quantized_rows.quantize(x, launch)
     else:
         to = work.slots, work.items * config.tokens, launch
-        x, scale = (
-            quantized_rows.spread(x, *to) if quantized else (mosaic_route.spread(x, *to), None)
-        )
+        if quantized:
+            x, scale = quantized_rows.spread(x, *to)
+        else:
+            of_share = (work.num_items, config.tokens) if is_share else ()
+            x = mosaic_route.spread(x, *to, *of_share)
     items = (work.experts, work.num_items, work.items)
     arranged = formats.kind(down.values, down.scale) == "mxfp4"
     inner = mosaic_gpu.gate_up(x, gate_up, *items, limit, config, launch, arranged, scale)

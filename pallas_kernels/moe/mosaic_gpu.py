@@ -6,6 +6,7 @@ number of items; blocks past `num_items` return immediately.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -22,14 +23,17 @@ from pallas_kernels.weight_tiles.codecs import codec_of
 from pallas_kernels.weight_tiles.format import Format, as_e8m0, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
 
+_MOST_TOKENS = 80
+"""Most rows of an item on Hopper: their sums of gate and up fill the registers."""
+
 
 @dataclass(frozen=True)
 class TuningConfig:
     """Tile sizes; the result's bits do not depend on them.
 
     Attributes:
-      tokens: rows of an item, at most 64; of quantised rows on Hopper at most 128, because their weights
-        are not unpacked in registers.
+      tokens: rows of an item: 8, 16, 32 or 64; on Hopper any multiple of 8 up to 80, and 128 quantised rows,
+        whose weights are not unpacked in registers.
       shared: all items read the same rows of x, so rows need no sorting by expert.
       stages: preferred pipeline stages of gate_up and down, see `Format.stages`.
     """
@@ -39,17 +43,24 @@ class TuningConfig:
     stages: tuple[int, int]
 
     @classmethod
-    def choose(cls, R: int, E: int, top_k: int, most: int = 64) -> "TuningConfig":
-        """Config for R rows; `most` is the largest tile of tokens that the kernels have registers for."""
+    def choose(cls, R: int, E: int, top_k: int, *, hopper: bool, quantized: bool) -> "TuningConfig":
+        """Config for R rows, which are quantised or not.
+
+        An item loads and unpacks the weights of its expert again, so most experts should need the fewest items possible.
+        An expert has `busy` rows on average, and their deviation is about the root of it.
+        """
         if R <= 16:  # one item holds all rows
             return cls(8 if R <= 8 else 16, True, (2, 3))
         busy = R * top_k / E
         tokens = next((t for t in (8, 16, 32) if t >= 1.5 * busy), 64)
-        if most > 64 and busy > 96:
+        if R <= 64:
+            return cls(tokens, False, {32: (4, 2), 64: (2, 2)}.get(tokens, (2, 3)))
+        if hopper and quantized and busy > 96:
             return cls(128, False, (2, 3))
-        if R > 64:
-            return cls(tokens, False, (2, 2))
-        return cls(tokens, False, {32: (4, 2), 64: (2, 2)}.get(tokens, (2, 3)))
+        if hopper and not quantized:
+            enough = busy + 2 * math.sqrt(busy)  # for most experts
+            tokens = 8 * math.ceil(enough / math.ceil(enough / _MOST_TOKENS) / 8)
+        return cls(tokens, False, (2, 2))
 
 
 def _activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:

@@ -161,7 +161,7 @@ def route_and_plan(
         plgpu.commit_smem()
         store(slots_smem, slots_gmem)
         store_experts(plan.E, scratch.ends_smem, (g, blocks), chunks, zero, experts_gmem, own)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     outputs = plgpu.kernel(
         body,

@@ -273,11 +273,23 @@ def _store_weights(total: jax.Array | None, top_k: int, values_smem, weights_gme
         weights_gmem[j, rows] = exps[j] / total
 
 
-@functools.partial(jax.jit, static_argnames=("size", "launch"))
-def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("size", "launch", "tokens"))
+def spread(
+    x: jax.Array,
+    slots: jax.Array,
+    size: int,
+    launch: Launch,
+    num_items: jax.Array | None = None,
+    tokens: int = 0,
+) -> jax.Array:
     """Copies row r of x [R, D] to rows `slots[:, r]` of a buffer [size, D]; other rows stay undefined.
 
     One block per row: one TMA load to shared memory, then k TMA stores.
+
+    Args:
+      num_items: int32, entry 0 is the number of items with `tokens` rows each. Slots behind them are left out: in a
+        share of the experts all rows of other experts have the last slot (`worklist.own_items`), and a thousand stores to one
+        row wait for each other.
     """
     R, D = x.shape
     width = 64
@@ -286,25 +298,31 @@ def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> jax.Arr
     def body(
         x_gmem,  # [R, D / width, width]
         slots_gmem,  # [k, R] int32
-        out_gmem,  # [size, D / width, width]
+        *refs,  # num_items, if any; out_gmem [size, D / width, width]
         row_smem,  # [D / width, width]
         loaded_barrier,
     ):
+        *num_items_gmem, out_gmem = refs
         r = lax.axis_index("row")
         plgpu.copy_gmem_to_smem(x_gmem.at[r], row_smem, loaded_barrier)
         targets = [slots_gmem[j, r] for j in range(top_k)]
+        end = num_items_gmem[0][0] * tokens if num_items_gmem else None
         plgpu.barrier_wait(loaded_barrier)
         for target in targets:
-            plgpu.copy_smem_to_gmem(row_smem, out_gmem.at[target])
-        plgpu.wait_smem_to_gmem(0)
+            copy = functools.partial(plgpu.copy_smem_to_gmem, row_smem, out_gmem.at[target])
+            copy() if end is None else pl.when(target < end)(copy)
+        # Shared memory must live until it is read; the end of the kernel waits for the writes.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((size, D // width, width), x.dtype),
-        scratch_types=(plgpu.SMEM((D // width, width), x.dtype), plgpu.Barrier()),
+        scratch_types=dict(
+            row_smem=plgpu.SMEM((D // width, width), x.dtype), loaded_barrier=plgpu.Barrier()
+        ),
         grid=(R,),
         grid_names=("row",),
         interpret=launch.interpret,
         kernel_name="moe_spread",
-    )(x.reshape(R, D // width, width), slots)
+    )(x.reshape(R, D // width, width), slots, *([] if num_items is None else [num_items]))
     return out.reshape(size, D)

@@ -21,7 +21,6 @@ class Spec:
         `route` with XLA's worklist, for what `place` does not fit. The other names are those of the functions.
       items: items of gate_up and down, about as many as random routing gives; they touch as many experts
         as possible.
-      tokens: rows of an item; 0: those of the default.
       form: format of the experts' weights.
       bias: whether the router, or the experts, have a bias.
       own: plan: experts of a device that has not all of them; 0: it has all.
@@ -31,7 +30,6 @@ class Spec:
     kernel: Literal["route", "plan", "place", "sort", "spread", "gate_up", "down"]
     rows: int
     items: int = 0
-    tokens: int = 0
     experts: int = 128
     top_k: int = 8
     width: int = 2048
@@ -45,11 +43,9 @@ class Spec:
     @property
     def chips(self) -> tuple[int, ...]:
         """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and only Blackwell in
-        data centres multiplies mxfp8. Other sizes of items are to be compared on Hopper."""
+        data centres multiplies mxfp8."""
         if self.form == "mxfp8":
             return api.MXFP8_CHIPS
-        if self.tokens:
-            return (90,)
         return (90, 100) if self.kernel == "place" and self.rows > 8192 else CHIPS
 
     @property
@@ -72,7 +68,7 @@ class Spec:
         return self.activations == "fp8" or self.form == "mxfp8"
 
 
-_ITEMS = {8: 51, 12: 69, 64: 129, 256: 128, 512: 130, 1024: 190, 4096: 574}
+_ITEMS = {8: 51, 12: 69, 64: 129, 256: 131, 512: 128, 1024: 130, 4096: 514}
 GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
 
 SPECS = {
@@ -101,7 +97,7 @@ SPECS = {
             kernel=kernel, rows=R, items=items, limit=7.0, form="mxfp4", **GPT_OSS
         )
         for kernel in ("gate_up", "down")
-        for R, items in ((8, 21), (12, 26), (64, 37), (256, 40))
+        for R, items in ((8, 21), (12, 26), (64, 37), (256, 32), (4096, 224))
     },
     **{
         f"per-row-{kernel.replace('_', '-')}-64": Spec(
@@ -130,26 +126,7 @@ SPECS = {
         for kernel in ("gate_up", "down")
         for R, items in ((8, 21), (64, 37), (256, 40))
     },
-    **{
-        f"qwen3-moe-{kernel.replace('_', '-')}-{R}-tiles-of-{tokens}": Spec(
-            kernel=kernel, rows=R, items=items, tokens=tokens
-        )
-        for kernel in ("gate_up", "down")
-        for R, tokens, items in (
-            *((256, 24, 131), (512, 48, 128)),
-            *((1024, 72, 145), (1024, 80, 130), (4096, 72, 514), (4096, 80, 491)),
-        )
-    },
-    **{
-        f"gpt-oss-mxfp4-{kernel.replace('_', '-')}-256-tiles-of-{tokens}": Spec(
-            kernel=kernel, rows=256, items=items, tokens=tokens, limit=7.0, form="mxfp4", **GPT_OSS
-        )
-        for kernel in ("gate_up", "down")
-        for tokens, items in ((40, 34), (48, 32))
-    },
     **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
-    "gpt-oss-plan-256-tiles-of-48": Spec(kernel="plan", rows=256, tokens=48, **GPT_OSS),
-    "qwen3-moe-place-1024-tiles-of-80": Spec(kernel="place", rows=1024, tokens=80),
     "qwen3-moe-plan-own-64": Spec(kernel="plan", rows=64, own=64),
     "gpt-oss-place-4096": Spec(kernel="place", rows=4096, **GPT_OSS),
     "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),

@@ -84,10 +84,9 @@ def _config(spec: Spec):
     from pallas_kernels.moe import mosaic_gpu  # a slow import that references spare
 
     launch = _launch()
-    wide = spec.activations == "fp8" and launch is not None and launch.device.sm == 90
-    most = 128 if wide else 64
-    config = mosaic_gpu.TuningConfig.choose(spec.rows, spec.experts, spec.top_k, most)
-    return replace(config, tokens=spec.tokens or config.tokens)
+    hopper = launch is not None and launch.device.sm == 90
+    sizes = spec.rows, spec.experts, spec.top_k
+    return mosaic_gpu.TuningConfig.choose(*sizes, hopper=hopper, quantized=spec.quantized)
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:

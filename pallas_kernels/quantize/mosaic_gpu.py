@@ -119,7 +119,7 @@ def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantiz
         plgpu.commit_smem()
         for target in targets:
             plgpu.copy_smem_to_gmem(row_smem, values_gmem.at[target])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     values, scale = plgpu.kernel(
         body,

@@ -123,7 +123,7 @@ def store_result(plan: Plan, result_reg, out_gmem, outs_smem, group_barrier, pla
                 out_gmem.at[b, first_query + t, kv, :, columns],
             )
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def store_split(plan: Plan, out_reg: jax.Array, part_gmem: Any, interpret: Any) -> None:

@@ -227,7 +227,7 @@ class Format:
             plgpu.commit_smem()
             target_gmem = out_gmem if len(parts) == 1 else out_gmem.at[pl.ds(i * size, size)]
             plgpu.copy_smem_to_gmem(out_smem, target_gmem)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _columns(tile_reg: jax.Array, i: int, size: int) -> jax.Array:

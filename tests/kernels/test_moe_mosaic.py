@@ -48,7 +48,7 @@ def by_definition(logits, bias, k, normalize) -> tuple[np.ndarray, np.ndarray]:
 def plan(logits, bias, k: int, *, normalize=True, config: TuningConfig | None = None):
     """What `route_and_plan` makes for `mixture`."""
     R, E = logits.shape
-    config = config or TuningConfig.choose(R, E, k)
+    config = config or TuningConfig.choose(R, E, k, hopper=True, quantized=False)
     cut = dict(tokens=config.tokens, shared=config.shared)
     return mosaic_plan.route_and_plan(
         logits, bias, top_k=k, normalize=normalize, items=most_items(R, E, k, **cut),
@@ -110,7 +110,7 @@ def test_the_plan_is_the_worklist(R, E, k, normalize, bias, ties):
     wanted, ids = by_definition(logits, bias, k, normalize)
     weights, *work = plan(logits, bias, k, normalize=normalize)
     assert_weights(weights, wanted)
-    assert_worklist(work, ids, E, TuningConfig.choose(R, E, k))
+    assert_worklist(work, ids, E, TuningConfig.choose(R, E, k, hopper=True, quantized=False))
     routed, _ = mosaic_route.route(logits, bias, k, normalize, launch())
     assert np.array_equal(weights[:, :R], routed[:, :R])  # whichever of the two kernels routes
 
@@ -151,7 +151,7 @@ def test_experts_that_are_masked_are_chosen_last():
     assert_weights(weights.T, wanted)
     weights, *work = plan(masked, None, 4)
     assert_weights(weights, wanted)
-    assert_worklist(work, ids, 32, TuningConfig.choose(5, 32, 4))
+    assert_worklist(work, ids, 32, TuningConfig.choose(5, 32, 4, hopper=True, quantized=False))
 
 
 def test_routing_says_what_it_cannot_do():
@@ -172,17 +172,6 @@ def test_routing_of_a_row_has_the_same_bits_in_any_company(E):
         assert np.array_equal(ids[:, :R], whole[1][:, rows])
         planned = plan(logits[rows], bias, 4)[0]
         assert np.array_equal(planned[:, :R], whole[0][:, rows])
-
-
-@race_free
-def test_rows_are_spread_to_their_slots():
-    R, k, D, size = 5, 3, 128, 40
-    x = jax.random.normal(jax.random.key(0), (R, D), jnp.bfloat16)
-    slots = jax.random.permutation(jax.random.key(1), size)[: R * k].reshape(k, R).astype(jnp.int32)
-    found = mosaic_route.spread(x, slots, size, launch())
-    assert found.shape == (size, D)
-    for j in range(k):
-        assert np.array_equal(found[slots[j]], x)
 
 
 def projection(form: str, shape: tuple[int, ...], *, bias: bool, seed: int) -> ExpertWeights:
