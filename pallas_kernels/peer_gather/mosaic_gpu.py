@@ -4,10 +4,11 @@ A kernel may wait for another GPU because all of its thread blocks run at once: 
 memory, and there are no more of them than multiprocessors. Thread block b waits for thread blocks b of its peers only.
 
 The body is inline MLIR, on the registers of one thread: Pallas has no loads and stores at an address that is a
-number.
+number. `loads` has what a thread sends.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,56 +19,111 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mlir_compat as mlir
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.peer_gather import mailbox
-from pallas_kernels.peer_gather.mailbox import PAIR_BYTES, THREADS
+from pallas_kernels.peer_gather.loads import MixtureLoads, SumLoads
+from pallas_kernels.peer_gather.mailbox import EMPTY, HALVES_BYTES, OTHER_NAN, THREADS, UNIT_BYTES
+from pallas_kernels.peer_gather.words import (
+    add,
+    address_of,
+    asm,
+    constant,
+    load,
+    load_address,
+    plus,
+    times,
+    when,
+)
 
 SECONDS = 60
 """A thread that waits longer for a peer ends the kernel with an error of the device."""
 
 _RECEIVE = f"""{{
-.reg .pred arrived, late;
+.reg .pred empty, late;
 .reg .b64 start, now;
 mov.u64 start, %globaltimer;
 AGAIN:
 ld.volatile.global.v4.b32 {{$0, $1, $2, $3}}, [$4];
-setp.eq.s32 arrived, $1, $5;
-setp.eq.and.s32 arrived, $3, $5, arrived;
-@arrived bra DONE;
+setp.eq.s32 empty, $0, {EMPTY};
+setp.eq.or.s32 empty, $1, {EMPTY}, empty;
+setp.eq.or.s32 empty, $2, {EMPTY}, empty;
+setp.eq.or.s32 empty, $3, {EMPTY}, empty;
+@!empty bra DONE;
 mov.u64 now, %globaltimer;
 sub.s64 now, now, start;
 setp.gt.s64 late, now, {SECONDS * 1_000_000_000};
 @late trap;
 bra AGAIN;
 DONE:
+st.volatile.global.v4.b32 [$4], {{{EMPTY}, {EMPTY}, {EMPTY}, {EMPTY}}};
 }}"""
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "num_devices", "launch"))
+@functools.partial(jax.jit, static_argnames=("dtype", "num_devices", "unit_bytes", "launch"))
 def gather_sum(
-    parts: jax.Array, dtype: jnp.dtype, links: jax.Array, num_devices: int, launch: Launch
+    parts: jax.Array,
+    dtype: jnp.dtype,
+    links: jax.Array,
+    num_devices: int,
+    unit_bytes: int,
+    launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
     """As `api.gather_sum`: parts [S, N] -> [n, N]."""
     S, N = parts.shape
-    num_pairs = N * jnp.dtype(dtype).itemsize // PAIR_BYTES
-    blocks, each = mailbox.blocks_of(num_pairs)
-    rounded = parts.dtype != dtype
+    num_units = N * dtype.itemsize // unit_bytes
+
+    def loads_of(parts):
+        return SumLoads(parts, S, num_units, unit_bytes, rounded=parts_dtype != dtype)
+
+    parts_dtype = parts.dtype
+    return _exchange((parts,), loads_of, (N,), dtype, num_units, links, num_devices, launch)
+
+
+@functools.partial(jax.jit, static_argnames=("num_rows", "num_devices", "launch"))
+def gather_mixture(
+    values: jax.Array,
+    weights: jax.Array,
+    rows: jax.Array,
+    links: jax.Array,
+    num_rows: int,
+    num_devices: int,
+    launch: Launch,
+) -> tuple[jax.Array, jax.Array]:
+    """As `api.gather_mixture`: values bfloat16 [P, D], weights and rows [k, R'] -> [n, R, D]."""
+    D = values.shape[-1]
+    operands = values, weights, rows
+    num_units = num_rows * D * values.dtype.itemsize // UNIT_BYTES
+    loads_of = functools.partial(MixtureLoads, rows.shape, D)
+    shape = num_rows, D
+    return _exchange(operands, loads_of, shape, values.dtype, num_units, links, num_devices, launch)
+
+
+def _exchange(
+    operands: tuple[jax.Array, ...],
+    loads_of: Callable,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    num_units: int,
+    links: jax.Array,
+    num_devices: int,
+    launch: Launch,
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers arrays [shape], of which `loads_of(*addresses of operands)` loads this device's."""
+    blocks, each = mailbox.blocks_of(num_units)
 
     def body(
-        parts_gmem,  # [S, N]
-        links_gmem,  # [LINKS] int32
-        out_gmem,  # [n, N]
+        *refs,  # operands, links [LINKS] int32, out [n, *shape]
     ):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + (plgpu.Layout.WG_SPLAT(()),))
-        def exchange(_, parts, links, out, block):
-            reads = _Reads(_address(parts), S, num_pairs, rounded)
-            block = block.registers.flat[0]
-            _emit(reads, _address(links), _address(out), block, num_devices, num_pairs, each)
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs) + (plgpu.Layout.WG_SPLAT(()),))
+        def exchange(_, *given):
+            *sources, links, out = map(address_of, given[:-1])
+            block = given[-1].registers.flat[0]
+            _emit(loads_of(*sources), links, out, block, num_devices, num_units, each)
 
-        exchange(parts_gmem, links_gmem, out_gmem, lax.axis_index("block"))
+        exchange(*refs, lax.axis_index("block"))
 
     links_ref = jax.new_ref(links)
     gathered = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_devices, N), dtype),
+        out_type=jax.ShapeDtypeStruct((num_devices, *shape), dtype),
         grid=(blocks,),
         grid_names=("block",),
         # Safe without barriers: no shared memory, and only inline code touches memory.
@@ -76,140 +132,92 @@ def gather_sum(
         ),
         interpret=launch.interpret,
         kernel_name="peer_gather",
-    )(parts, links_ref)
+    )(*operands, links_ref)
     return gathered, links_ref[...]
 
 
-def _emit(load, links, out, block, num_devices: int, num_pairs: int, each: int) -> None:
+def _emit(loads, links, out, block, num_devices: int, num_units: int, each: int) -> None:
     """Code of one thread.
 
     Args:
-      load: function that emits the loads of a pair, from its number: two words.
+      loads: `loads(unit)` emits the loads of a unit: its words, four or two.
       links, out: addresses.
-      each: pairs of a thread block.
+      each: units of a thread block.
     """
-    thread = _asm("mov.u32 $0, %tid.x;", "=r", [], mlir.i32())
-    rank = _load(links, 0)
-    counter = _plus(links, _times(_add(block, mailbox.COUNTERS), 4))
-    number = _add(_load(counter, 0), 1)
-    is_zero = mlir.arith.cmpi(mlir.arith.CmpIPredicate.eq, number, _constant(0))
-    number = mlir.arith.select(is_zero, _constant(2), number)  # `mailbox.number_after`
-    slot = mlir.arith.andi(number, _constant(1))
+    thread = asm("mov.u32 $0, %tid.x;", "=r", [], mlir.i32())
+    rank = load(links, 0)
+    counter = plus(links, times(add(block, mailbox.COUNTERS), 4))
+    number = add(load(counter, 0), 1)
+    slot = mlir.arith.andi(number, constant(1))
+    halved = loads.unit_bytes == HALVES_BYTES
 
-    def pair_of(mailbox_address, sender, at):
-        """Address of a pair, of those of this thread block."""
-        index = _add(_times(slot, num_devices), sender)
-        index = _add(_times(index, mailbox.BLOCKS), block)
-        index = _add(_times(index, mailbox.PAIRS), at)
-        return _plus(mailbox_address, _times(index, 2 * PAIR_BYTES))
+    def unit_of(mailbox_address, sender, at):
+        """Address of a unit, of those of this thread block."""
+        index = add(times(slot, num_devices), sender)
+        index = add(times(index, mailbox.BLOCKS), block)
+        index = add(times(index, mailbox.UNITS), at)
+        return plus(mailbox_address, times(index, UNIT_BYTES))
 
-    def store(sender, pair, words):
-        row = _plus(out, _times(sender, num_pairs * PAIR_BYTES))
-        address = _plus(row, _times(pair, PAIR_BYTES))
-        _asm("st.global.v2.b32 [$0], {$1, $2};", "l,r,r", [address, *words])
+    def store(sender, unit, words):
+        row = plus(out, times(sender, num_units * loads.unit_bytes))
+        names = ", ".join(f"${i + 1}" for i in range(len(words)))
+        text = f"st.global.v{len(words)}.b32 [$0], {{{names}}};"
+        asm(text, "l" + ",r" * len(words), [plus(row, times(unit, loads.unit_bytes)), *words])
 
-    mailbox_of = lambda device: _load_address(_plus(links, _times(device, 8)), mailbox.ADDRESSES)
-    peers = [mlir.arith.remui(_add(rank, i), _constant(num_devices)) for i in range(1, num_devices)]
+    mailbox_of = lambda device: load_address(plus(links, times(device, 8)), mailbox.ADDRESSES)
+    peers = [mlir.arith.remui(add(rank, i), constant(num_devices)) for i in range(1, num_devices)]
     own, others = mailbox_of(rank), [mailbox_of(peer) for peer in peers]
-    places = []  # pairs of this thread within its block, and in the message
+    places = []  # units of this thread within its block, and in the message
     for first in range(0, each, THREADS):
-        # Threads past the end repeat the last pair: they store the same numbers at the same places.
-        at = mlir.arith.minui(_add(thread, first), _constant(each - 1))
-        pair = _add(_times(block, each), at)
-        places.append((at, mlir.arith.minui(pair, _constant(num_pairs - 1))))
-    loaded = [load(pair) for _, pair in places]  # all before the first store, so that they overlap
-    for (at, pair), words in zip(places, loaded, strict=True):
-        for address in others:
-            marked = [words[0], number, words[1], number]
-            target = pair_of(address, rank, at)
-            _asm(
-                "st.volatile.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", [target, *marked]
-            )
-        store(rank, pair, words)
+        at = add(thread, first)
+        places.append((at, add(times(block, each), at)))
+
+    # A thread past the end sends and receives nothing: a unit has one reader, which empties it.
+    def exists(at, unit):
+        if each % THREADS == 0 and num_units % each == 0:
+            return None  # all exist
+        less = mlir.arith.CmpIPredicate.ult
+        within = mlir.arith.cmpi(less, at, constant(each))
+        return mlir.arith.andi(within, mlir.arith.cmpi(less, unit, constant(num_units)))
+
+    # All before the first store, so that they overlap.
+    loaded = [loads(mlir.arith.minui(unit, constant(num_units - 1))) for _, unit in places]
+    for (at, unit), words in zip(places, loaded, strict=True):
+        with when(exists(at, unit)):
+            sent = _halves(words) if halved else [_not_empty(word) for word in words]
+            for address in others:
+                target = unit_of(address, rank, at)
+                asm(
+                    "st.volatile.global.v4.b32 [$0], {$1, $2, $3, $4};",
+                    "l,r,r,r,r",
+                    [target, *sent],
+                )
+            store(rank, unit, words)
     for peer in peers:
-        for at, pair in places:
-            four = mlir.llvm.StructType.get_literal([mlir.i32()] * 4)
-            operands = [pair_of(own, peer, at), number]
-            received = _asm(_RECEIVE, "=&r,=&r,=&r,=&r,l,r", operands, four)
-            words = [mlir.llvm.extractvalue(mlir.i32(), received, [i]) for i in (0, 2)]
-            store(peer, pair, words)
+        for at, unit in places:
+            with when(exists(at, unit)):
+                four = mlir.llvm.StructType.get_literal([mlir.i32()] * 4)
+                received = asm(_RECEIVE, "=&r,=&r,=&r,=&r,l", [unit_of(own, peer, at)], four)
+                words = [mlir.llvm.extractvalue(mlir.i32(), received, [i]) for i in range(4)]
+                store(peer, unit, _joined(words) if halved else words)
     # The number changes after all threads have read it.
     text = "{ .reg .pred first; bar.sync 1, 128; setp.eq.s32 first, $2, 0; @first st.global.b32 [$0], $1; }"
-    _asm(text, "l,r,r", [counter, number, thread])
+    asm(text, "l,r,r", [counter, number, thread])
 
 
-class _Reads:
-    """Loads of the sum of parts [S, N], a pair at a time."""
-
-    def __init__(self, address, num_parts: int, num_pairs: int, rounded: bool):
-        self._address, self._num_parts, self._rounded = address, num_parts, rounded
-        self._pair_bytes = PAIR_BYTES * (2 if rounded else 1)
-        self._part_bytes = num_pairs * self._pair_bytes
-
-    def __call__(self, pair) -> list:
-        """Two words: elements of 32 bits, or four numbers that are rounded to bfloat16."""
-        count = 4 if self._rounded else 2
-        loaded = []
-        for part in range(self._num_parts):
-            address = _plus(self._address, _times(pair, self._pair_bytes))
-            address = mlir.arith.addi(address, _constant(part * self._part_bytes, _i64()))
-            names = ", ".join(f"${i}" for i in range(count))
-            text = f"ld.global.v{count}.b32 {{{names}}}, [${count}];"
-            words = mlir.llvm.StructType.get_literal([mlir.i32()] * count)
-            words = _asm(text, ",".join(["=r"] * count + ["l"]), [address], words)
-            loaded.append([mlir.llvm.extractvalue(mlir.i32(), words, [i]) for i in range(count)])
-        if self._num_parts == 1 and not self._rounded:
-            return loaded[0]
-        f32 = mlir.ir.F32Type.get()
-        first, *rest = [[mlir.arith.bitcast(f32, word) for word in words] for words in loaded]
-        for words in rest:
-            first = [mlir.arith.addf(x, y) for x, y in zip(first, words, strict=True)]
-        if not self._rounded:
-            return [mlir.arith.bitcast(mlir.i32(), x) for x in first]
-        # The first operand becomes the upper half.
-        round_two = lambda low, high: _asm(
-            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], mlir.i32()
-        )
-        return [round_two(*first[:2]), round_two(*first[2:])]
+def _not_empty(word) -> Any:
+    is_empty = mlir.arith.cmpi(mlir.arith.CmpIPredicate.eq, word, constant(EMPTY))
+    return mlir.arith.select(is_empty, constant(OTHER_NAN), word)
 
 
-def _i64() -> Any:
-    return mlir.ir.IntegerType.get_signless(64)
+def _halves(words: list) -> list:
+    """Two words as four of 16 bits, low half first."""
+    low = lambda word: mlir.arith.andi(word, constant(0xFFFF))
+    high = lambda word: mlir.arith.shrui(word, constant(16))
+    return [half(word) for word in words for half in (low, high)]
 
 
-def _constant(value: int, type_: Any = None) -> Any:
-    return mlir.constant(value, type_ or mlir.i32())
-
-
-def _add(x, y) -> Any:
-    return mlir.arith.addi(x, _constant(y) if isinstance(y, int) else y)
-
-
-def _times(x, factor: int) -> Any:
-    return mlir.arith.muli(x, _constant(factor))
-
-
-def _plus(address, offset) -> Any:
-    """An address behind another, by bytes of 32 bits."""
-    return mlir.arith.addi(address, mlir.arith.extui(_i64(), offset))
-
-
-def _address(ref) -> Any:
-    """The address of an array, 64 bits."""
-    return mlir.llvm.ptrtoint(_i64(), mlir.memref_ptr(ref))
-
-
-def _load(address, word: int) -> Any:
-    """Word `word` of 32 bits behind an address."""
-    return _asm(f"ld.global.b32 $0, [$1 + {4 * word}];", "=r,l", [address], mlir.i32())
-
-
-def _load_address(address, word: int) -> Any:
-    """64 bits from word `word` behind an address."""
-    return _asm(f"ld.global.b64 $0, [$1 + {4 * word}];", "=l,l", [address], _i64())
-
-
-def _asm(text: str, constraints: str, operands: list, result: Any = None) -> Any:
-    """Inline PTX, which the compiler neither moves nor removes."""
-    result = result or mlir.ir.Type.parse("!llvm.void")
-    return mlir.llvm.inline_asm(result, operands, text, constraints, has_side_effects=True)
+def _joined(halves: list) -> list:
+    """The inverse of `_halves`."""
+    join = lambda low, high: mlir.arith.ori(low, mlir.arith.shli(high, constant(16)))
+    return [join(*halves[:2]), join(*halves[2:])]

@@ -67,7 +67,7 @@ class MoE(nnx.Module):
         )
         if partition.size() == 1:
             return Delta(*mixed)
-        return Delta(partition.gathered(mixed.added(len(rows))).reshape(-1, *x.shape))
+        return Delta(partition.mixtures_of_all(mixed, len(rows)).reshape(-1, *x.shape))
 
 
 def moe_layer(config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> DecoderLayer:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.device import describe
 from pallas_kernels.dispatch import targets
@@ -30,7 +29,7 @@ class Mailboxes:
         self._devices, self._boxes, self._are_used = devices, [], False
         if devices[0].platform == "cpu":
             return
-        empty = np.zeros(mailbox.mailbox_shape(len(devices)), np.int32)
+        empty = mailbox.empty(len(devices))
         self._boxes = [jax.device_put(empty, device) for device in devices]
         jax.block_until_ready(self._boxes)
 

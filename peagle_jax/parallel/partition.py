@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.block_gemm.api import add_in_order
+from pallas_kernels.moe.api import Mixture
 from pallas_kernels.peer_gather import api as peer_gather
 
 AXIS = "model"
@@ -39,12 +40,26 @@ class Messages:
     def gather_sum(self, parts: jax.Array, dtype: jnp.dtype) -> jax.Array | None:
         """`peer_gather.gather_sum`; None where parts are no message: too large, or in a branch of the program, whose
         table would be another one."""
-        is_nested = jax.extend.core.get_opaque_trace_state() != self._trace
-        if is_nested or peer_gather.refusal(parts, dtype):
+        if self._is_nested() or peer_gather.refusal(parts, dtype):
             return None
-        rules = dict(num_devices=size(), axis=AXIS)
-        gathered, self.links = peer_gather.gather_sum(parts, dtype, self.links, **rules)
-        return gathered
+        sums, self.links = peer_gather.gather_sum(parts, dtype, self.links, **_everywhere())
+        return sums
+
+    def gather_mixture(self, mixture: Mixture, num_rows: int) -> jax.Array | None:
+        """`peer_gather.gather_mixture`; None as above."""
+        if self._is_nested() or peer_gather.mixture_refusal(mixture, num_rows):
+            return None
+        how = _everywhere()
+        sums, self.links = peer_gather.gather_mixture(mixture, num_rows, self.links, **how)
+        return sums
+
+    def _is_nested(self) -> bool:
+        return jax.extend.core.get_opaque_trace_state() != self._trace
+
+
+def _everywhere() -> dict:
+    """Arguments of a message between all devices."""
+    return dict(num_devices=size(), axis=AXIS)
 
 
 @contextlib.contextmanager
@@ -95,3 +110,10 @@ def parts_of_all(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
     A device adds its own K-splits first and rounds once to `dtype`, which halves the bytes of bfloat16.
     """
     return parts if size() == 1 else _gathered_sum(parts, dtype)
+
+
+def mixtures_of_all(mixture: Mixture, num_rows: int) -> jax.Array:
+    """The devices' sums of their own experts' results, `mixture.added(num_rows)`, by rank: [n, R, D]."""
+    messages = _messages.get()
+    sums = None if messages is None else messages.gather_mixture(mixture, num_rows)
+    return gathered(mixture.added(num_rows)) if sums is None else sums
