@@ -125,11 +125,14 @@ class _Sweep:
             concurrencies=options.concurrency,
             max_num_seqs=max(options.concurrency),
             max_model_len=options.max_model_len,
+            rounds_per_call=options.rounds_per_call,
+            **options.drafting(),
+        )
+        config = runs.with_prefill_sizes(
+            config,
             prefill_chunk=options.prefill_chunk,
             prefill_rows=options.prefill_rows,
             small_prefills=options.small_prefills,
-            rounds_per_call=options.rounds_per_call,
-            **options.drafting(),
         )
         pool, left_out = models.runnable(name, pool, sampling(options), config)
         return cls(models, options, config, name, pool, left_out, {})
@@ -181,6 +184,8 @@ class _Sweep:
             "prompts_left_out": self.left_out,
         }
         row["rounds_per_call"] = engine.config.repeat
+        sizes = ("max_model_len", "prefill_rows", "prefill_chunk", "small_prefills")
+        row["engine"] = {name: getattr(engine.config, name) for name in sizes}
         speeds = [one.as_row()["tokens_per_second"] for one in measured]
         if len(measured) > 1:
             row["tokens_per_second_of_repeats"] = speeds

@@ -99,7 +99,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     if adaptive is None and (args.compare or args.concurrency == 1):
         # Methods are compared at one K, and one prompt at a time is always the same load.
         adaptive = "off"
-    return EngineConfig(
+    config = EngineConfig(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
         draft_schedule=schedule,
         adaptive=adaptive_or_default(adaptive, schedule, args.ngram),
@@ -115,6 +115,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
         kv_cache_dtype=args.kv_cache_dtype,
         activations=args.activations,
     )
+    return runs.with_prefill_sizes(config)
 
 
 def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:

@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -64,6 +64,12 @@ def prefill_sizes(config: EngineConfig) -> dict[str, int | bool]:
         return {}
     chunk, rows = min(512, config.max_model_len), min(4, config.max_num_seqs)
     return dict(prefill_chunk=chunk, prefill_rows=rows, small_prefills=True)
+
+
+def with_prefill_sizes(config: EngineConfig, **given) -> EngineConfig:
+    """The config with the fields `given`, and with those of `prefill_sizes` that are not given or None."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return replace(config, **prefill_sizes(replace(config, **chosen)) | chosen)
 
 
 def keep_compiled_programs(cache_home: str | None) -> None:

@@ -92,8 +92,8 @@ def make_engine(settings: Settings) -> Engine:
       ConfigError: see `load_weights` and `Engine`.
     """
     config = engine_config(settings, runs.choose_dtype(settings.dtype))
-    prefill = runs.prefill_sizes(config).items()
-    config = replace(config, **{k: v for k, v in prefill if getattr(settings, k) is None})
+    names = "prefill_chunk", "prefill_rows", "small_prefills"
+    config = runs.with_prefill_sizes(config, **{name: getattr(settings, name) for name in names})
     target, head, tokenizer = load_weights(
         settings.model,
         settings.drafter,

@@ -1,5 +1,6 @@
 """`peagle-bench throughput`: its options."""
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,16 @@ class Options(DraftingOptions):
         "prompts of a cell for each concurrent request", default=2, type=positive, metavar="N"
     )
     min_prompts: int = option("least prompts of a cell", default=4, type=positive, metavar="N")
-    prefill_chunk: int = option("tokens per prefill call", default=128, type=positive, metavar="N")
-    prefill_rows: int = option("prompts per prefill call", default=1, type=positive, metavar="N")
-    small_prefills: bool = option(
-        "also compile smaller prefill programs, for calls with few tokens", default=False
-    )
+    prefill_chunk: int | None = option(
+        "tokens of a prompt per prefill call; default: 512 on a GPU, else 128", default=None, type=positive, metavar="N"
+    )  # fmt: skip
+    prefill_rows: int | None = option(
+        "prompts per prefill call; default: 4 on a GPU, else 1", default=None, type=positive, metavar="N"
+    )  # fmt: skip
+    small_prefills: bool | None = option(
+        "also compile smaller prefill programs, for calls with few tokens; default: on a GPU", default=None,
+        action=argparse.BooleanOptionalAction,
+    )  # fmt: skip
     adaptive: tuple[str, ...] = adaptive_option()
     rounds_per_call: int | None = rounds_per_call_option()
     repeats: int = option(
