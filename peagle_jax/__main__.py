@@ -99,7 +99,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     if adaptive is None and (args.compare or args.concurrency == 1):
         # Methods are compared at one K, and one prompt at a time is always the same load.
         adaptive = "off"
-    config = EngineConfig(
+    return EngineConfig(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
         draft_schedule=schedule,
         adaptive=adaptive_or_default(adaptive, schedule, args.ngram),
@@ -115,7 +115,6 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
         kv_cache_dtype=args.kv_cache_dtype,
         activations=args.activations,
     )
-    return runs.with_prefill_sizes(config)
 
 
 def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:
@@ -354,7 +353,7 @@ def _run(args) -> int:
 
     from peagle_jax import runs
 
-    config = replace(config, dtype=runs.choose_dtype(args.dtype))
+    config = runs.with_prefill_sizes(replace(config, dtype=runs.choose_dtype(args.dtype)))
     if not args.no_cache:
         runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
     return (_compare if args.compare else _generate)(args, prompts, params, config)
