@@ -241,8 +241,8 @@ def jobs_option() -> Any:
 
 def gather_option() -> Any:
     return option(
-        "how several devices exchange arrays: by collectives of the library, or by kernels that write to their peers",
-        default="library", choices=("library", "peers"),
+        "how several devices exchange arrays: by collectives of the library, or by kernels that write to their peers; "
+        "auto: peers on GPUs that can", default="auto", choices=("auto", "library", "peers"),
     )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         tensor_parallel=sizes.tensor_parallel,
         gather=sizes.gather,
     )
-    devices = Devices(sizes.tensor_parallel, peers=sizes.gather == "peers", mesh=mesh)
+    devices = Devices(sizes.tensor_parallel, peers=sizes.gather != "library", mesh=mesh)
     head_config, drafter, taps = None, None, ()
     target = devices.placed(
         jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))

@@ -14,11 +14,12 @@ TEXTS_KEY = (
 )  # fmt: skip
 """Fields that identify a row of `lossless` on several GPUs."""
 _VARIANTS = {
-    None: "",
+    "peers": "",
+    None: "collectives of the library",
     "captured": "collectives in the graph (not kept)",
-    "peers": "kernels write to their peers",
+    "peers-numbered": "a number beside each word (not kept)",
 }
-"""Differences from the engine's own programs, by the field `variant` of a row."""
+"""How several GPUs exchange arrays, by the field `variant` of a row; "" is the default."""
 
 TARGETS = {
     "qwen3-coder-30b-a3b-fp8": {1: 5.0, 8: 7.4, 32: 10.0},
@@ -26,7 +27,10 @@ TARGETS = {
     "llama-3.3-70b-fp8": {1: 15.5, 8: 16.5},
 }
 """Milliseconds of a round of P-EAGLE K = 7 on two H200, by model and number of sequences."""
-_TARGET = dict(device="NVIDIA H200", method="peagle", num_speculative_tokens=7, tensor_parallel=2)
+_TARGET = dict(
+    device="NVIDIA H200", method="peagle", num_speculative_tokens=7, tensor_parallel=2, variant="peers",
+    activations="bf16",
+)  # fmt: skip
 
 Cells = dict[int, dict]
 """Rows by number of sequences."""
@@ -44,11 +48,11 @@ def rounds_table(measured: Sequence[dict]) -> str:
 
 
 def targets_table(measured: Sequence[dict]) -> str:
-    """`TARGETS` beside the rounds of the engine's own programs."""
+    """`TARGETS` beside the rounds of the engine's own programs, with activations in bfloat16."""
     measured_ms = {
         (row["model"], row["concurrency"]): row["ms_per_round"]
         for row in measured
-        if _TARGET.items() <= row.items() and row.get("variant") is None
+        if _TARGET.items() <= row.items()
     }
     lines = []
     for model, targets in TARGETS.items():
@@ -134,7 +138,8 @@ def _name(row: dict) -> str:
     replicas = row.get("replicas") or 1
     parts = [
         row["model"],
-        _VARIANTS[row.get("variant")],
+        "fp8 activations" if row.get("activations") == "fp8" else "",
+        _VARIANTS[row.get("variant")] if gpus_of(row) > 1 else "",
         f"{replicas} replicas" if replicas > 1 else "",
     ]
     return ", ".join(filter(None, parts))

@@ -8,9 +8,9 @@ c / R sequences each. A time is:
   the rows of n and moved to pass through them. E(c) is the expected number of different experts that the
   rows of c sequences choose.
 - projected: for more GPUs than were measured. Launches do not divide, the rest of the work does, and
-  experts as evenly as routing allows. What the largest measured n takes beyond that is kept, and a collective
-  takes longer by NCCL's latency and by the bytes of the further devices. The host, which launches for all
-  devices, is not projected, so a projected time is a lower bound.
+  experts as evenly as routing allows. What the largest measured n takes beyond that is kept, and a message
+  takes longer by the bytes of the further devices, which each GPU stores directly. The host, which launches for
+  all devices, is not projected, so a projected time is a lower bound.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ _GROUP = (
     "layers",
     "synthetic_acceptance_length",
 )
+_KEPT = (None, "peers")
+"""Programs of the engine, by the field `variant` of a row: with collectives of the library, and those of today."""
 _VARIED = ("adaptive", "rows_per_request", "presence_penalty")
 KEY = (*_GROUP, *_VARIED, "variant", "tensor_parallel", "replicas", "concurrency")
 """Fields that identify a row of several GPUs."""
 LAUNCH_MS = 2.6e-3
 """Least time of a kernel that waits for the one before."""
-LATENCY_MS = {2: 12e-3, 4: 15e-3, 8: 18e-3}
-"""Latency of an all-gather of NCCL by number of devices, linked by NVLink."""
 BYTES_PER_MS = 330e6
 """Bytes that a device receives from the others over NVLink of an H200."""
 GPUS = (1, 2, 4, 8)
@@ -158,11 +158,11 @@ class Rounds:
 
     def _projected(self, gpus: int, sequences: int) -> float:
         most = max(n for n, _ in self.measured)
-        if gpus not in LATENCY_MS or most not in LATENCY_MS:
+        if gpus not in GPUS or most not in GPUS[1:]:
             raise ConfigError(f"a projection to {gpus} GPUs needs rows of 2, 4 or 8 GPUs")
         rest = self.time(most, sequences).ms - self._shared(most, sequences)
         part = self._rows_of(sequences) * self.target.hidden_size * _ACTIVATION_BYTES
-        slower = LATENCY_MS[gpus] - LATENCY_MS[most] + (gpus - most) * part / BYTES_PER_MS
+        slower = (gpus - most) * part / BYTES_PER_MS
         return self._shared(gpus, sequences) + rest + self._collectives * slower
 
     @property
@@ -200,7 +200,7 @@ def imbalance(num_experts: int, top_k: int, rows: int, gpus: int) -> float:
 def groups(rows: Sequence[dict]) -> list[Rounds]:
     """The rows of each setting, method and K that were measured on one GPU and on several.
 
-    Of equal cells the newest row counts. Rows of programs that the engine no longer has (`variant`) do not.
+    Of equal cells the newest row counts. Rows of programs that the engine no longer has do not.
 
     Raises:
       ConfigError: there are none.
@@ -208,10 +208,13 @@ def groups(rows: Sequence[dict]) -> list[Rounds]:
     found: dict[tuple, dict[tuple, dict]] = {}
     for row in sorted(rows, key=lambda row: row.get("date", "")):
         is_plain = all(row.get(name) in (None, "off") for name in _VARIED)
-        is_plain &= row.get("variant") is None
+        is_plain &= row.get("variant") in _KEPT
         if row.get("kind") in KINDS and is_plain:
             cells = found.setdefault(tuple(row.get(name) for name in _GROUP), {})
-            cells[row.get("replicas") or 1, gpus_of(row), row["concurrency"]] = row
+            cell = row.get("replicas") or 1, gpus_of(row), row["concurrency"]
+            # A row without a profile keeps the number of kernels of the one before.
+            profile = {"kernels_per_round": cells.get(cell, {}).get("kernels_per_round")}
+            cells[cell] = profile | row
     alone = lambda cells: [size for replicas, size, _ in cells if replicas == 1]
     chosen = [
         _rounds(list(cells.values()))

@@ -84,7 +84,7 @@ def _config(spec: Spec):
     from pallas_kernels.moe import mosaic_gpu  # a slow import that references spare
 
     launch = _launch()
-    hopper = launch is not None and launch.device.sm == 90
+    hopper = (dispatch.device() if launch is None else launch.device).sm == 90
     sizes = spec.rows, spec.experts, spec.top_k
     return mosaic_gpu.TuningConfig.choose(*sizes, hopper=hopper, quantized=spec.quantized)
 

@@ -80,8 +80,11 @@ class Engine:
             head, drafter = None, None
             config = replace(config, num_draft=0, adaptive="off")
         check_sizes(target.config, config)
-        rules = dict(check_replicas=config.check_replicas, peers=config.gather == "peers")
+        peers = None if config.gather == "auto" else config.gather == "peers"
+        rules = dict(check_replicas=config.check_replicas, peers=peers)
         devices = Devices(config.tensor_parallel, **rules)
+        if devices.count > 1:
+            config = replace(config, gather="peers" if devices.peers else "library")
         for model in (target, head):
             if model is not None:
                 check_shares(model.config, devices.count)

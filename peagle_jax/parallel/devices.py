@@ -17,7 +17,7 @@ from peagle_jax.cache import RingCache
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.layers import Attention
 from peagle_jax.ngram import History
-from peagle_jax.parallel import partition
+from peagle_jax.parallel import mailboxes, partition
 from peagle_jax.parallel.mailboxes import Mailboxes, table_shape
 from peagle_jax.parallel.partition import AXIS, Messages
 from peagle_jax.parallel.replicas import checksums
@@ -66,7 +66,8 @@ class Devices:
     Args:
       count: N; 1 leaves everything as it is on the default device.
       check_replicas: whether the programs report checksums of what all devices hold alike.
-      peers: whether kernels that store into the memory of other devices gather small arrays; else collectives do.
+      peers: whether kernels that store into the memory of other devices gather small arrays; else collectives do. None:
+        on GPUs that can.
       mesh: devices to use instead, along `AXIS`: those of a topology, to compile for absent ones.
 
     Raises:
@@ -78,16 +79,18 @@ class Devices:
         count: int = 1,
         *,
         check_replicas: bool = False,
-        peers: bool = False,
+        peers: bool | None = False,
         mesh: Mesh | None = None,
     ):
         self.count = count
         self.check_replicas = check_replicas and count > 1
         self.mesh = mesh
-        self.peers = peers and count > 1
+        self.peers = bool(peers) and count > 1
         if mesh is not None or count == 1:
             return
         self.mesh = Mesh(np.array(first_devices(count)), (AXIS,))
+        if peers is None:
+            self.peers = mailboxes.are_usable(self.mesh.devices)
         if self.peers:
             self._mailboxes = Mailboxes(self.mesh.devices)
 

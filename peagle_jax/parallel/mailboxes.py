@@ -52,6 +52,11 @@ def table_shape(count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count, mailbox.LINKS), jnp.int32)
 
 
+def are_usable(devices: Sequence[jax.Device]) -> bool:
+    """Whether these are GPUs that may have mailboxes."""
+    return devices[0].platform != "cpu" and refusal(devices) is None
+
+
 def refusal(devices: Sequence[jax.Device]) -> str | None:
     """Why these devices have no mailboxes; None if they may have."""
     if jax.process_count() > 1:

@@ -145,7 +145,6 @@ def test_an_early_process_begins_while_others_compile(tmp_path, monkeypatch, fai
     ("file", "memory_bytes"),
     [
         (TWO_GPUS, 139 * 2**30),
-        (DATA / "two_gpus_peers.txt", 139 * 2**30),
         (TWO_SMALL_GPUS, 81559 * 2**20),
     ],
 )

@@ -33,11 +33,21 @@ def text(seed: int, concurrency: int, differing: int = 0, **changes) -> dict:
 
 
 STEPS = [
-    step("m", 2, 8, 8.72),
+    step("m", 2, 8, 8.72, variant="peers"),
     step("m", 1, 1, 6.18),
-    step("m", 2, 1, 7.25, dispatch_us=5200.0, kernel_us_per_round=8000.0, device_busy=0.57),
+    step(
+        "m",
+        2,
+        1,
+        7.25,
+        variant="peers",
+        dispatch_us=5200.0,
+        kernel_us_per_round=8000.0,
+        device_busy=0.57,
+    ),
     step("m", 2, 1, 5.5, variant="captured", dispatch_us=400.0),
     step("other", 2, 1, 9.0),
+    step("other", 2, 1, 8.0, variant="peers", activations="fp8"),
     step("m", 1, 8, 9.4, replicas=2),
     step("m", 1, 8, 10.6, replicas=1),
 ]
@@ -56,7 +66,8 @@ def test_rounds_are_shown_by_model_gpus_and_programs():
         ["m", "2", "7.25", "8.72"],
         ["m, collectives in the graph (not kept)", "2", "5.50", ""],
         ["m, 2 replicas", "2", "", "9.40"],
-        ["other", "2", "9.00", ""],
+        ["other, fp8 activations", "2", "8.00", ""],
+        ["other, collectives of the library", "2", "9.00", ""],
     ]
 
 
@@ -74,11 +85,13 @@ def test_each_kind_of_device_has_a_table_of_its_own():
 def test_targets_are_met_or_missed_by_the_programs_of_the_engine():
     model, other, big = parallel_page.TARGETS
     chip = dict(device="NVIDIA H200")
+    own = dict(chip, variant="peers", activations="bf16")
     rows = [
-        step(model, 2, 1, 4.9, **chip),
-        step(model, 2, 8, 8.14, **chip),
-        step(model, 2, 32, 11.0, **chip),
-        step(model, 2, 32, 9.0, variant="captured", date="2025-12-31", **chip),
+        step(model, 2, 1, 4.9, **own),
+        step(model, 2, 8, 8.14, **own),
+        step(model, 2, 32, 11.0, **own),
+        step(model, 2, 32, 8.0, **(own | dict(activations="fp8"))),
+        step(model, 2, 32, 9.0, **(own | dict(variant="captured"))),
         step(other, 1, 1, 1.0, **chip),
     ]
     lines = body("parallel-targets", rows)[1:]
@@ -100,7 +113,9 @@ def test_the_host_is_shown_where_it_was_timed():
 
 
 def test_texts_are_summed_over_seeds_and_a_repeated_seed_counts_once():
-    rows = [text(0, 64), text(1, 64, 3), text(1, 64, 5, date="2026-01-02"), text(0, 8)]
+    own = dict(variant="peers")
+    rows = [text(0, 64, **own), text(1, 64, 3, **own), text(0, 8, **own)]
+    rows.append(text(1, 64, 5, date="2026-01-02", **own))
     rows.append(text(0, 8, variant="captured"))
     assert body("parallel-texts", rows)[1:] == [
         ["m", "2", "P-EAGLE K=7", "64", "20", "2,000", "5", "2.50"],

@@ -1,10 +1,11 @@
 """`peagle-bench replicas`: measured rows stay as they are, the rest follows from them by the stated formulas."""
 
 import json
+from collections import Counter
 
 import pytest
 
-from bench import replicas, report, rows
+from bench import replicas, rows
 from bench.__main__ import main
 from bench.command import RESULTS
 from bench.commands.decode_step import Options
@@ -81,13 +82,13 @@ def test_a_mixture_of_experts_repeats_its_reads_in_each_replica():
 
 
 def test_a_projection_continues_the_largest_measured_number_of_gpus():
-    """By the formulas: launches stay, the rest divides, collectives take longer; what 2 GPUs lose is kept."""
+    """By the formulas: launches stay, the rest divides, messages take longer; what 2 GPUs lose is kept."""
     one = rounds(model=DENSE)
     launches = 600 * 2.6e-3
     lost = TWO[8] - (launches + (ONE[8] - launches) / 2)
     part = 64 * 4096 * 2 / 330e6
     collectives = 2 * 32 + 2 + 2 * one.head_layers + 2
-    wanted = launches + (ONE[8] - launches) / 4 + lost + collectives * (3e-3 + 2 * part)
+    wanted = launches + (ONE[8] - launches) / 4 + lost + collectives * 2 * part
     projected = one.time(4, 8)
     assert projected.source == "projected"
     assert projected.ms == pytest.approx(wanted)
@@ -161,14 +162,19 @@ def test_the_command_prints_the_measured_rows_of_the_repository(capsys):
     assert main(["replicas"]) == 0
     out = capsys.readouterr().out
     all_rows = rows.read([RESULTS / "parallel.jsonl"])
-    newest = [one for one in report.newest(all_rows) if one["kind"] == "parallel-step"]
-    run = lambda row: (row["model"], row["device"], row["sha"])
-    alone = {run(one) for one in all_rows if one.get("replicas") == 1}
-    compared = alone & {run(one) for one in newest if one.get("tensor_parallel")}
-    for one in newest:
-        is_shown = run(one) in compared and one["concurrency"] in (1, 8, 32)
-        if is_shown and one.get("variant") is None:
-            assert f"{one['ms_per_round']:.2f}" in out
+    steps = [one for one in all_rows if one["kind"] == "parallel-step"]
+    kind = lambda row: (row["model"], row["device"])
+    alone = Counter(kind(one) for one in steps if one.get("replicas") == 1)
+    compared = {one for one, loads in alone.items() if loads > 2}
+    newest = {
+        (kind(one), one["concurrency"]): one
+        for one in sorted(steps, key=lambda one: one["date"])
+        if one.get("tensor_parallel") == 2 and one["activations"] == "bf16"
+        if one.get("variant") in (None, "peers") and kind(one) in compared
+    }
+    assert len(newest) > 8
+    for one in newest.values():
+        assert f"{one['ms_per_round']:.2f}" in out
     assert "projected" in out
     assert main(["replicas", "--gpus", "3"]) == 2
 

@@ -163,7 +163,7 @@ def test_a_round_on_several_gpus_has_two_collectives_a_layer(chip, count, tmp_pa
     each collective; the first and the last two follow one another."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
-    sizes = ("--layers=2", "-k=3", "--concurrency=8", "--greedy")
+    sizes = ("--layers=2", "-k=3", "--concurrency=8", "--greedy", "--gather=library")
     made = run("bench.deviceless_round", chip, tmp_path, *sizes, f"--tensor-parallel={count}")
     num_gathers = 2 * (2 + 1) + 4
     assert made["collectives"] == {"kAllGather": num_gathers}

@@ -1,0 +1,77 @@
+"""Which devices may have mailboxes for each other."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from pallas_kernels.peer_gather import mailbox
+from peagle_jax import Engine
+from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.parallel import mailboxes
+from peagle_jax.parallel.devices import Devices
+from tests import tiny
+
+
+def gpus(count: int, kind: str = "NVIDIA H200", capability: str = "9.0") -> list:
+    client = SimpleNamespace(platform_version="cuda 13000")
+    rules = dict(platform="gpu", device_kind=kind, compute_capability=capability, core_count=132)
+    return [SimpleNamespace(client=client, local_hardware_id=i, **rules) for i in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def linked(monkeypatch) -> set:
+    """Pairs of GPUs that cannot access each other."""
+    apart = set()
+    monkeypatch.setattr(mailboxes, "_may_access", lambda *pair: pair not in apart)
+    return apart
+
+
+def test_linked_gpus_have_mailboxes():
+    assert mailboxes.refusal(gpus(2)) is None
+    assert mailboxes.refusal(gpus(8, "NVIDIA B200", "10.0")) is None
+    assert mailboxes.are_usable(gpus(2))
+
+
+def test_a_pair_without_access_is_refused_by_its_numbers(linked):
+    linked.add((2, 1))
+    assert mailboxes.refusal(gpus(4)) == "GPU 2 cannot access the memory of GPU 1"
+    assert not mailboxes.are_usable(gpus(4))
+    with pytest.raises(ConfigError, match=r"peers: GPU 2 .* leave it at 'library'"):
+        mailboxes.Mailboxes(gpus(4))
+
+
+@pytest.mark.parametrize(
+    ("devices", "why"),
+    [
+        (gpus(2, "NVIDIA A100-SXM4-80GB", "8.0"), "not for NVIDIA A100-SXM4-80GB"),
+        (gpus(mailbox.MOST_DEVICES + 1), "32 devices are more than 31"),
+    ],
+)
+def test_other_gpus_are_refused(devices, why):
+    assert why in mailboxes.refusal(devices)
+
+
+def test_devices_of_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert mailboxes.refusal(gpus(2)) == "the devices belong to several processes"
+
+
+def test_tables_are_given_out_once():
+    boxes = mailboxes.Mailboxes(jax.devices("cpu")[:2])
+    assert len(boxes.tables() or []) == 2
+    with pytest.raises(RuntimeError, match="make others"):
+        boxes.tables()
+
+
+def test_an_engine_says_how_its_devices_exchange_arrays(monkeypatch):
+    """By itself it writes to peers where they are GPUs that can."""
+    model = tiny.target(num_heads=4, num_kv_heads=2)
+    sizes = dict(num_draft=0, max_num_seqs=2, max_model_len=32, tensor_parallel=2)
+    chosen = lambda **given: Engine(model, None, EngineConfig(**sizes, **given)).config.gather
+    assert chosen() == "library"
+    assert chosen(gather="peers") == "peers"
+    monkeypatch.setattr(mailboxes, "are_usable", lambda devices: True)
+    assert chosen() == "peers"
+    assert chosen(gather="library") == "library"
+    assert Devices(1, peers=None).peers is False
