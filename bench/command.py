@@ -242,7 +242,7 @@ def jobs_option() -> Any:
 def gather_option() -> Any:
     return option(
         "how several devices exchange arrays: by collectives of the library, or by kernels that write to their peers; "
-        "auto: peers on GPUs that can", default="auto", choices=("auto", "library", "peers"),
+        "auto: peers on Hopper GPUs linked by NVLink", default="auto", choices=("auto", "library", "peers"),
     )  # fmt: skip
 
 

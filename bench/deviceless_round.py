@@ -29,6 +29,7 @@ from bench import deviceless, printed_code
 from bench.command import Options, add_options, gather_option, option, positive
 from bench.presets import preset
 from bench.random_weights import random_head, random_target
+from pallas_kernels import dispatch
 from peagle_jax import step
 from peagle_jax.config import EngineConfig
 from peagle_jax.drafter import make_drafter
@@ -164,7 +165,9 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         tensor_parallel=sizes.tensor_parallel,
         gather=sizes.gather,
     )
-    devices = Devices(sizes.tensor_parallel, peers=sizes.gather != "library", mesh=mesh)
+    hopper = dispatch.device().sm == 90
+    peers = sizes.gather == "peers" or (sizes.gather == "auto" and hopper)
+    devices = Devices(sizes.tensor_parallel, peers=peers, mesh=mesh)
     head_config, drafter, taps = None, None, ()
     target = devices.placed(
         jax.eval_shape(lambda: random_target(chosen.target, chosen.format, dtype="bfloat16"))

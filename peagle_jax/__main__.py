@@ -112,6 +112,7 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
         prefix_caching=args.prefix_caching and not args.compare,
         max_logprobs=max(5, most),
         tensor_parallel=args.tensor_parallel,
+        gather=args.gather,
         kv_cache_dtype=args.kv_cache_dtype,
         activations=args.activations,
     )
@@ -255,7 +256,8 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     loaded = time.perf_counter()
     sizes = engine.config.batch_buckets
-    total = engine.num_programs - len(engine.programs.round_keys) + len(sizes)
+    later = len(engine.programs.round_keys) + len(engine.programs.small_prefills)
+    total = engine.num_programs - later + len(sizes)
     with tqdm(total=total, desc="compiling", leave=False, disable=None) as bar:
         engine.warm_up(bar.update, sizes=sizes)
     logging.getLogger(__name__).info(

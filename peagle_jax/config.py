@@ -280,7 +280,7 @@ class EngineConfig:
       max_logprobs: most alternatives per token for logprobs. `prompt_logprobs` compiles a prefill program that scores prompts.
       tensor_parallel: N, devices that run every step together (docs/parallel.md).
       gather: how they exchange arrays: by the collectives of a "library", or small ones by kernels that store into the
-        memory of their "peers". "auto": peers on GPUs of one process that can access each other's memory.
+        memory of their "peers". "auto": peers on Hopper GPUs of one process that NVLink connects.
       check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
       rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.

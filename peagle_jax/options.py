@@ -157,6 +157,11 @@ def _add_model_options(add: Callable) -> None:
         "--tensor-parallel", type=positive, default=1, metavar="N",
         help="devices that share the model and run every round together (default: 1)",
     )  # fmt: skip
+    add(
+        "--gather", choices=("auto", "library", "peers"), default="auto",
+        help="how they exchange small arrays: by kernels that store into the memory of their peers, or by the library's "
+        "collectives; auto: peers on Hopper GPUs linked by NVLink (default: auto)",
+    )  # fmt: skip
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
     add(
         "--activations", choices=("bf16", "fp8", "mxfp8"), default="bf16",

@@ -87,6 +87,11 @@ class Settings(BaseSettings):
     verify_method: Literal["token", "block"] = _option("token", "how sampled drafts are accepted")
     ngram: Int = _option(0, "tokens of a match for n-gram drafts; 0: no such drafts", metavar="N")
     tensor_parallel: Count = _option(1, "devices that run every round together", metavar="N")
+    gather: Literal["auto", "library", "peers"] = _option(
+        "auto",
+        "how they exchange small arrays: by kernels that store into the memory of their peers, or by the library's "
+        "collectives; auto: peers on Hopper GPUs linked by NVLink",
+    )
     num_hosts: Count = _option(1, "hosts that have equally many of these devices", metavar="N")
     host_index: Int = _option(0, "number of this host: 0 serves, the others follow it", metavar="I")
     coordinator: Text | None = _option(

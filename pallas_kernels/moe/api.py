@@ -267,9 +267,12 @@ def _config(R: int, E: int, top_k: int, weights, activations: Activations, launc
     """Tile sizes for the experts of `weights`, (gate_up, down)."""
     from pallas_kernels.moe import mosaic_gpu  # a slow import that CPU use does not need
 
-    quantized = all(are_quantized(activations, w.values, w.scale) for w in weights)
-    hopper = launch.device.sm == 90
-    return mosaic_gpu.TuningConfig.choose(R, E, top_k, hopper=hopper, quantized=quantized)
+    quantized = [are_quantized(activations, w.values, w.scale) for w in weights]
+    is_mixed = any(quantized) and not all(quantized)
+    hopper = (
+        launch.device.sm == 90 and not is_mixed
+    )  # tiles of both forms are powers of two up to 64
+    return mosaic_gpu.TuningConfig.choose(R, E, top_k, hopper=hopper, quantized=all(quantized))
 
 
 def _experts(

@@ -1,7 +1,7 @@
 """The kernel of `peer_gather`: each thread block sends its part of a message to all peers and receives theirs.
 
-A kernel may wait for another GPU because all of its thread blocks run at once: they have 128 threads and no shared
-memory, and there are no more of them than multiprocessors. Thread block b waits for thread blocks b of its peers only.
+A kernel may wait for another GPU because all of its thread blocks run at once: there are at most 128, of 128 threads
+without shared memory, and two of them fit on a multiprocessor. Thread block b waits for thread blocks b of its peers only.
 
 The body is inline MLIR, on the registers of one thread: Pallas has no loads and stores at an address that is a
 number. `loads` has what a thread sends.
@@ -184,7 +184,9 @@ def _emit(loads, links, out, block, num_devices: int, num_units: int, each: int)
     loaded = [loads(mlir.arith.minui(unit, constant(num_units - 1))) for _, unit in places]
     for (at, unit), words in zip(places, loaded, strict=True):
         with when(exists(at, unit)):
-            sent = _halves(words) if halved else [_not_empty(word) for word in words]
+            if not halved:  # also in the sender's own copy: all devices have the same bits
+                words = [_not_empty(word) for word in words]
+            sent = _halves(words) if halved else words
             for address in others:
                 target = unit_of(address, rank, at)
                 asm(

@@ -1,6 +1,7 @@
 """Places models and state on N devices, and turns a step for one device into a program for all of them."""
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -67,7 +68,7 @@ class Devices:
       count: N; 1 leaves everything as it is on the default device.
       check_replicas: whether the programs report checksums of what all devices hold alike.
       peers: whether kernels that store into the memory of other devices gather small arrays; else collectives do. None:
-        on GPUs that can.
+        where nothing speaks against it (`mailboxes.refusal_by_default`).
       mesh: devices to use instead, along `AXIS`: those of a topology, to compile for absent ones.
 
     Raises:
@@ -90,7 +91,13 @@ class Devices:
             return
         self.mesh = Mesh(np.array(first_devices(count)), (AXIS,))
         if peers is None:
-            self.peers = mailboxes.are_usable(self.mesh.devices)
+            why = mailboxes.refusal_by_default(self.mesh.devices)
+            self.peers = why is None
+            logging.getLogger(__name__).info(
+                "%d devices exchange small arrays by %s",
+                count,
+                "kernels that store into their peers" if why is None else f"the library: {why}",
+            )
         if self.peers:
             self._mailboxes = Mailboxes(self.mesh.devices)
 

@@ -2,6 +2,7 @@
 none."""
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -12,9 +13,14 @@ from pallas_kernels.dispatch import targets
 from pallas_kernels.peer_gather import api, mailbox
 from peagle_jax.config import ConfigError
 
+_NATIVE_ATOMICS = 3
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuDeviceGetP2PAttribute."""
+_kept: list[jax.Array] = []
+"""All mailboxes of this process. A call under way may store into them after its engine is gone, so they are never freed."""
+
 
 class Mailboxes:
-    """One mailbox on each GPU, at an address that all of them use as long as this object lives.
+    """One mailbox on each GPU, at an address that all of them use.
 
     Args:
       devices: GPUs by rank.
@@ -25,13 +31,14 @@ class Mailboxes:
 
     def __init__(self, devices: Sequence[jax.Device]):
         if why := refusal(devices):
-            raise ConfigError.of("gather", f"peers: {why}; leave it at 'library'")
+            raise ConfigError.of("gather", f"peers: {why}; leave it at auto")
         self._devices, self._boxes, self._are_used = devices, [], False
         if devices[0].platform == "cpu":
             return
         empty = mailbox.empty(len(devices))
         self._boxes = [jax.device_put(empty, device) for device in devices]
         jax.block_until_ready(self._boxes)
+        _kept.extend(self._boxes)
 
     def tables(self) -> list[jax.Array]:
         """int32 [1, LINKS] of each GPU, of mailboxes without a message: to be called once.
@@ -52,9 +59,21 @@ def table_shape(count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count, mailbox.LINKS), jnp.int32)
 
 
-def are_usable(devices: Sequence[jax.Device]) -> bool:
-    """Whether these are GPUs that may have mailboxes."""
-    return devices[0].platform != "cpu" and refusal(devices) is None
+def refusal_by_default(devices: Sequence[jax.Device]) -> str | None:
+    """Why these devices use the library unless asked; None if they have mailboxes by default.
+
+    Some hosts report access over PCIe that their IOMMU does not let through, and a GPU would wait in vain.
+    """
+    if why := refusal(devices):
+        return why
+    if devices[0].platform == "cpu":
+        return "they are CPUs"
+    if (sm := describe(devices[0]).sm) != 90:
+        return f"messages have not run on sm_{sm}"
+    for one, other in _pairs(devices):
+        if not _has_nvlink(one, other):
+            return f"GPU {one} and GPU {other} are not linked by NVLink"
+    return None
 
 
 def refusal(devices: Sequence[jax.Device]) -> str | None:
@@ -68,12 +87,15 @@ def refusal(devices: Sequence[jax.Device]) -> str | None:
     for device in devices:
         if describe(device).sm not in api.CHIPS:
             return f"its kernel is for {targets(api.CHIPS)}, not for {device.device_kind}"
-    ordinals = [device.local_hardware_id for device in devices]
-    for one in ordinals:
-        for other in ordinals:
-            if one != other and not _may_access(one, other):
-                return f"GPU {one} cannot access the memory of GPU {other}"
+    for one, other in _pairs(devices):
+        if not _may_access(one, other):
+            return f"GPU {one} cannot access the memory of GPU {other}"
     return None
+
+
+def _pairs(devices: Sequence[jax.Device]) -> list[tuple[int, int]]:
+    """Ordinals of each two different GPUs, in both directions."""
+    return list(itertools.permutations([device.local_hardware_id for device in devices], 2))
 
 
 def _may_access(one: int, other: int) -> bool:
@@ -82,3 +104,10 @@ def _may_access(one: int, other: int) -> bool:
     answer = ctypes.c_int(0)
     driver = ctypes.CDLL("libcuda.so.1")
     return driver.cuDeviceCanAccessPeer(ctypes.byref(answer), one, other) == 0 and bool(answer)
+
+
+def _has_nvlink(one: int, other: int) -> bool:
+    """Whether the link between two GPUs has atomic operations, which NVLink has and PCIe has not."""
+    answer, driver = ctypes.c_int(0), ctypes.CDLL("libcuda.so.1")
+    error = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, one, other)
+    return error == 0 and bool(answer)

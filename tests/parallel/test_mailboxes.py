@@ -19,25 +19,39 @@ def gpus(count: int, kind: str = "NVIDIA H200", capability: str = "9.0") -> list
     return [SimpleNamespace(client=client, local_hardware_id=i, **rules) for i in range(count)]
 
 
+class Links:
+    """Pairs of GPUs that cannot access each other, and pairs without NVLink."""
+
+    def __init__(self):
+        self.apart, self.by_pcie = set(), set()
+
+
 @pytest.fixture(autouse=True)
-def linked(monkeypatch) -> set:
-    """Pairs of GPUs that cannot access each other."""
-    apart = set()
-    monkeypatch.setattr(mailboxes, "_may_access", lambda *pair: pair not in apart)
-    return apart
+def links(monkeypatch) -> Links:
+    made = Links()
+    monkeypatch.setattr(mailboxes, "_may_access", lambda *pair: pair not in made.apart)
+    monkeypatch.setattr(mailboxes, "_has_nvlink", lambda *pair: pair not in made.by_pcie)
+    return made
 
 
 def test_linked_gpus_have_mailboxes():
+    assert mailboxes.refusal_by_default(gpus(2)) is None
+    b200 = gpus(8, "NVIDIA B200", "10.0")
+    assert mailboxes.refusal(b200) is None
+    assert mailboxes.refusal_by_default(b200) == "messages have not run on sm_100"
+
+
+def test_gpus_without_nvlink_have_none_by_default(links):
+    links.by_pcie.add((0, 1))
     assert mailboxes.refusal(gpus(2)) is None
-    assert mailboxes.refusal(gpus(8, "NVIDIA B200", "10.0")) is None
-    assert mailboxes.are_usable(gpus(2))
+    assert "not linked by NVLink" in mailboxes.refusal_by_default(gpus(2))
 
 
-def test_a_pair_without_access_is_refused_by_its_numbers(linked):
-    linked.add((2, 1))
+def test_a_pair_without_access_is_refused_by_its_numbers(links):
+    links.apart.add((2, 1))
     assert mailboxes.refusal(gpus(4)) == "GPU 2 cannot access the memory of GPU 1"
-    assert not mailboxes.are_usable(gpus(4))
-    with pytest.raises(ConfigError, match=r"peers: GPU 2 .* leave it at 'library'"):
+    assert mailboxes.refusal_by_default(gpus(4)) == mailboxes.refusal(gpus(4))
+    with pytest.raises(ConfigError, match=r"peers: GPU 2 .* leave it at auto"):
         mailboxes.Mailboxes(gpus(4))
 
 
@@ -71,7 +85,7 @@ def test_an_engine_says_how_its_devices_exchange_arrays(monkeypatch):
     chosen = lambda **given: Engine(model, None, EngineConfig(**sizes, **given)).config.gather
     assert chosen() == "library"
     assert chosen(gather="peers") == "peers"
-    monkeypatch.setattr(mailboxes, "are_usable", lambda devices: True)
+    monkeypatch.setattr(mailboxes, "refusal_by_default", lambda devices: None)
     assert chosen() == "peers"
     assert chosen(gather="library") == "library"
     assert Devices(1, peers=None).peers is False

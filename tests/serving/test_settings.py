@@ -59,7 +59,7 @@ def test_every_option_exists_in_all_three_places(file):
     """With a value that is not its default, and so must come from where it was written."""
     special = dict(
         method="eagle3", dtype="float32", quantization="fp8", log_level="debug",
-        kv_cache_memory="1GiB", kv_cache_dtype="fp8", activations="fp8", reflection=True, no_cache=True, reply_format="none",
+        kv_cache_memory="1GiB", kv_cache_dtype="fp8", activations="fp8", gather="library", reflection=True, no_cache=True, reply_format="none",
         page=False, prefix_caching=False, prompt_logprobs=True, prefill_calls=3, saved_rings=5,
         prefill_chunk=77, prefill_rows=3, small_prefills=True,
         max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
