@@ -193,9 +193,12 @@ class Devices:
         state = jax.jit(make, out_shardings=self.state_shardings(jax.eval_shape(make)))()
         if not self.peers:
             return state
-        at = self.sharding(PartitionSpec(AXIS))
-        shape, tables = table_shape(self.count).shape, self._mailboxes.tables()
-        return replace(state, links=jax.make_array_from_single_device_arrays(shape, at, tables))
+        return replace(state, links=self.links())
+
+    def links(self) -> jax.Array:
+        """int32 [n, LINKS], the tables of devices that have sent no message; to be called once, with `peers`."""
+        at, shape = self.sharding(PartitionSpec(AXIS)), table_shape(self.count).shape
+        return jax.make_array_from_single_device_arrays(shape, at, self._mailboxes.tables())
 
     def state_shape(
         self, target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
@@ -232,7 +235,7 @@ class Devices:
             def local(weights, state, given):
                 plan, mask, more = inputs.tree(given)
                 state = states.tree(state)
-                messages = None if state.links is None else Messages(_met(state.links[0]))
+                messages = None if state.links is None else Messages(met(state.links[0]))
                 with partition.over(self.count, messages):
                     leaves = self._stacks.leaves(weights)
                     state, output = f(leaves, state, plan, mask, None, *more, **static)
@@ -298,7 +301,7 @@ class _Leaves:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def _met(links: jax.Array) -> jax.Array:
+def met(links: jax.Array) -> jax.Array:
     """A device's table, after all devices have begun the program.
 
     Hazard: XLA lets the threads of the devices wait for each other, after they have loaded kernels and made CUDA graphs,
