@@ -8,7 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -30,7 +30,7 @@ _SUMS = (
 
 
 def side_by_side(options: Options) -> list[dict]:
-    """Measures every cell, appends a row each to `options.out`, and returns the rows.
+    """Measures every cell, appends its row to `options.out` as soon as all replicas have it, and returns the rows.
 
     This process does not use the devices.
 
@@ -54,10 +54,10 @@ def side_by_side(options: Options) -> list[dict]:
             ends.append(stack.enter_context(end))
             processes.append(process)
             stack.callback(process.kill)
-        found = _rows(ends, processes)
-    done = [rows.rounded(_together(some, rows.command())) for some in found]
-    for row in done:
-        rows.append(options.out, row)
+        done = []
+        for some in _cells(ends, processes):
+            done.append(rows.rounded(_together(some, rows.command())))
+            rows.append(options.out, done[-1])
     return done
 
 
@@ -78,8 +78,8 @@ def _replica(options: Options, barrier, end: Connection) -> None:
     end.close()
 
 
-def _rows(ends: Sequence[Connection], processes: Sequence) -> list[list[dict]]:
-    """Rows of all replicas, cell by cell, of those cells that all have measured."""
+def _cells(ends: Sequence[Connection], processes: Sequence) -> Iterator[list[dict]]:
+    """Rows of all replicas for one cell after the other, each when the last replica has measured it."""
     found: list[dict[tuple, dict]] = [{} for _ in ends]
     left = list(ends)
     while left:
@@ -92,14 +92,11 @@ def _rows(ends: Sequence[Connection], processes: Sequence) -> list[list[dict]]:
                 processes[number].join()
                 if code := processes[number].exitcode:
                     raise ConfigError(f"replica {number} ended with exit code {code}") from None
-            else:
-                found[number][tuple(row.get(name) for name in _KEY)] = row
-    first, *others = found
-    return [
-        [row, *(one[key] for one in others)]
-        for key, row in first.items()
-        if all(key in one for one in others)
-    ]
+                continue
+            cell = tuple(row.get(name) for name in _KEY)
+            found[number][cell] = row
+            if all(cell in one for one in found):
+                yield [one.pop(cell) for one in found]
 
 
 def _together(some: Sequence[dict], command: str) -> dict:

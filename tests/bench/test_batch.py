@@ -1,12 +1,14 @@
 """`peagle-bench batch`: commands of a file within a time; the file for two GPUs; replicas that are timed together."""
 
 import json
+import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -203,6 +205,22 @@ def test_the_round_of_replicas_is_that_of_their_common_rate():
     assert row["ms_per_round_mean"] == pytest.approx(12.0)
     assert (row["concurrency"], row["replicas"], row["tokens_per_second"]) == (8, 2, 200.0)
     assert row["ms_per_round_of_replicas"] == [4.0, 12.0]
+
+
+def test_cells_of_replicas_are_given_when_the_last_one_has_measured_them():
+    """So that a part which is ended, or a replica that fails, costs the cells after it only."""
+    ends, others = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(2)), strict=True)
+    processes = [SimpleNamespace(join=lambda: None, exitcode=code) for code in (0, 9)]
+    row = lambda concurrency, replica: dict(concurrency=concurrency, replica=replica)
+    found = side_by_side._cells(ends, processes)
+    others[0].send(row(1, 0))
+    others[0].send(row(8, 0))
+    others[1].send(row(1, 1))
+    assert next(found) == [row(1, 0), row(1, 1)]
+    for other in others:
+        other.close()
+    with pytest.raises(ConfigError, match="replica 1 ended with exit code 9"):
+        next(found)
 
 
 @pytest.mark.parametrize(
