@@ -24,16 +24,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # By default gRPC writes a line for every handshake that fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        print("\n".join(settings.lines(sources)), flush=True)
-        for warning in settings.warnings:
-            print(f"peagle-serve: warning: {warning}", file=sys.stderr)
         # Suppresses transformers' advice to install PyTorch, which nothing here needs.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         # Imported after the options are checked, so that help and mistakes show at once.
         from serving.access import prepare_access
 
         access = prepare_access(settings)
+        listed = "\n".join(settings.lines(sources))  # with the model as it was given
         settings = read_models(settings)
+        print(listed, flush=True)
+        for warning in settings.warnings:
+            print(f"peagle-serve: warning: {warning}", file=sys.stderr)
         from serving.app import serve
 
         cache_home = os.environ.get("XDG_CACHE_HOME")
