@@ -29,7 +29,7 @@ TARGETS = {
 """Milliseconds of a round of P-EAGLE K = 7 on two H200, by model and number of sequences."""
 _TARGET = dict(
     device="NVIDIA H200", method="peagle", num_speculative_tokens=7, tensor_parallel=2, variant="peers",
-    activations="bf16",
+    activations="bf16", temperature=0,
 )  # fmt: skip
 
 Cells = dict[int, dict]
@@ -139,6 +139,7 @@ def _name(row: dict) -> str:
     parts = [
         row["model"],
         "fp8 activations" if row.get("activations") == "fp8" else "",
+        "sampled" if row.get("temperature") else "",
         _VARIANTS[row.get("variant")] if gpus_of(row) > 1 else "",
         f"{replicas} replicas" if replicas > 1 else "",
     ]

@@ -48,6 +48,7 @@ STEPS = [
     step("m", 2, 1, 5.5, variant="captured", dispatch_us=400.0),
     step("other", 2, 1, 9.0),
     step("other", 2, 1, 8.0, variant="peers", activations="fp8"),
+    step("other", 2, 1, 9.5, variant="peers", temperature=1.0),
     step("m", 1, 8, 9.4, replicas=2),
     step("m", 1, 8, 10.6, replicas=1),
 ]
@@ -67,6 +68,7 @@ def test_rounds_are_shown_by_model_gpus_and_programs():
         ["m, collectives in the graph (not kept)", "2", "5.50", ""],
         ["m, 2 replicas", "2", "", "9.40"],
         ["other, fp8 activations", "2", "8.00", ""],
+        ["other, sampled", "2", "9.50", ""],
         ["other, collectives of the library", "2", "9.00", ""],
     ]
 
