@@ -37,6 +37,7 @@ from peagle_jax.engine.calls import DecodeCall, RoundShape, idle_prefill
 from peagle_jax.engine.compiler_options import compiler_options
 from peagle_jax.engine.prefill_shapes import full_shape
 from peagle_jax.parallel.devices import Devices
+from peagle_jax.parallel.mailboxes import DEFAULT_CHIPS
 from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
 from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
@@ -165,8 +166,8 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         tensor_parallel=sizes.tensor_parallel,
         gather=sizes.gather,
     )
-    hopper = dispatch.device().sm == 90
-    peers = sizes.gather == "peers" or (sizes.gather == "auto" and hopper)
+    by_default = dispatch.device().sm in DEFAULT_CHIPS
+    peers = sizes.gather == "peers" or (sizes.gather == "auto" and by_default)
     devices = Devices(sizes.tensor_parallel, peers=peers, mesh=mesh)
     head_config, drafter, taps = None, None, ()
     target = devices.placed(

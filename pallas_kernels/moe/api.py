@@ -269,9 +269,8 @@ def _config(R: int, E: int, top_k: int, weights, activations: Activations, launc
 
     quantized = [are_quantized(activations, w.values, w.scale) for w in weights]
     is_mixed = any(quantized) and not all(quantized)
-    hopper = (
-        launch.device.sm == 90 and not is_mixed
-    )  # tiles of both forms are powers of two up to 64
+    # Mixed products keep the powers of two up to 64, which both forms take.
+    hopper = launch.device.sm == 90 and not is_mixed
     return mosaic_gpu.TuningConfig.choose(R, E, top_k, hopper=hopper, quantized=all(quantized))
 
 
@@ -284,7 +283,7 @@ def _experts(
     config,
     launch,
     activations: Activations,
-    is_share=False,
+    is_share: bool = False,
 ) -> jax.Array:
     """Results of all items [P, D] in `x.dtype`. Rows without a slot are undefined and are never read.
 

@@ -13,6 +13,8 @@ from pallas_kernels.dispatch import targets
 from pallas_kernels.peer_gather import api, mailbox
 from peagle_jax.config import ConfigError
 
+DEFAULT_CHIPS = (90,)
+"""Generations (`Device.sm`) that have mailboxes by default: those on which messages have run."""
 _NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuDeviceGetP2PAttribute."""
 _kept: list[jax.Array] = []
@@ -68,7 +70,7 @@ def refusal_by_default(devices: Sequence[jax.Device]) -> str | None:
         return why
     if devices[0].platform == "cpu":
         return "they are CPUs"
-    if (sm := describe(devices[0]).sm) != 90:
+    if (sm := describe(devices[0]).sm) not in DEFAULT_CHIPS:
         return f"messages have not run on sm_{sm}"
     for one, other in _pairs(devices):
         if not _has_nvlink(one, other):
@@ -101,13 +103,16 @@ def _pairs(devices: Sequence[jax.Device]) -> list[tuple[int, int]]:
 def _may_access(one: int, other: int) -> bool:
     """Whether the driver can let a GPU access the memory of another, by their ordinals. XLA asks the same, and
     then enables it."""
-    answer = ctypes.c_int(0)
-    driver = ctypes.CDLL("libcuda.so.1")
-    return driver.cuDeviceCanAccessPeer(ctypes.byref(answer), one, other) == 0 and bool(answer)
+    return _driver_says("cuDeviceCanAccessPeer", one, other)
 
 
 def _has_nvlink(one: int, other: int) -> bool:
     """Whether the link between two GPUs has atomic operations, which NVLink has and PCIe has not."""
-    answer, driver = ctypes.c_int(0), ctypes.CDLL("libcuda.so.1")
-    error = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, one, other)
+    return _driver_says("cuDeviceGetP2PAttribute", _NATIVE_ATOMICS, one, other)
+
+
+def _driver_says(function: str, *arguments: int) -> bool:
+    """The answer, yes or no, of a function of CUDA's driver; no if it fails."""
+    answer = ctypes.c_int(0)
+    error = getattr(ctypes.CDLL("libcuda.so.1"), function)(ctypes.byref(answer), *arguments)
     return error == 0 and bool(answer)
