@@ -26,7 +26,7 @@ STAGES = {
     "selector": ("target", "text", "peagle"),
 }
 """Stages, and those that each reads."""
-STEPS = dict(target=80, peagle=40, eagle3=40, selector=40)
+STEPS = dict(target=80, peagle=40, eagle3=40, selector=120)
 RUN = "--warmup 5 --log-every 5 --eval-every 20 --save-every 20 --dtype float32 --loss-chunk 1024"
 SHAPE = "--hidden-size 48 --layers 4 --heads 2 --kv-heads 1 --head-dim 24 --intermediate-size 96"
 
@@ -104,7 +104,8 @@ def test_the_losses_fall(recipe, stage):
 def test_a_selector_learns_and_leaves_the_head_as_it_is(recipe):
     trained = rows(recipe.run("selector"), "train")
     assert trained[-1]["loss"] < trained[0]["loss"]
-    # 40 steps do not always make it better than the head alone: the tiny target learns from this repository's source.
+    # Not yet after 40 steps, on some versions of the source that the tiny target learns from.
+    assert trained[-1]["accuracy"] > trained[-1]["head_accuracy"]
     heldout = rows(recipe.selector, "eval")
     assert heldout[-1]["loss"] < 0.9 * heldout[0]["loss"]
     assert {"acceptance_length", "fresh_acceptance_length"} <= heldout[-1].keys()
