@@ -208,6 +208,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
             }
         ),
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
+        **({"top_k": options.top_k, "top_p": options.top_p} if is_filtered(options) else {}),
         **({"selector_rank": options.selector} if options.selector else {}),
         **({"rows_per_request": per_request} if options.rows else {}),
         "draft_sampling": options.draft_sampling,
@@ -237,8 +238,15 @@ def kind(options: Options) -> str:
         return "controlled-step"
     if options.selector:
         return "selector-step"
+    if is_filtered(options):
+        return "filtered-step"
     is_fixed = all(variant.adaptive == "off" for variant in variants(options))
     return "decode-step" if is_fixed else "adaptive-step"
+
+
+def is_filtered(options: Options) -> bool:
+    """Whether rounds draw tokens from a part of the vocabulary."""
+    return options.temperature > 0 and (options.top_k > 0 or options.top_p < 1)
 
 
 def prompts_of(options: Options, count: int, vocab_size: int) -> list[list[int]]:
@@ -251,6 +259,8 @@ def _params(options: Options) -> SamplingParams:
     return SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
         presence_penalty=options.presence_penalty,
         ignore_eos=True,
     )

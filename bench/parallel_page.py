@@ -140,6 +140,7 @@ def _name(row: dict) -> str:
         row["model"],
         "fp8 activations" if row.get("activations") == "fp8" else "",
         "sampled" if row.get("temperature") else "",
+        f"top-k {row['top_k']}, top-p {row['top_p']:g}" if "top_k" in row else "",
         _VARIANTS[row.get("variant")] if gpus_of(row) > 1 else "",
         f"{replicas} replicas" if replicas > 1 else "",
     ]

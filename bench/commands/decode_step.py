@@ -79,6 +79,11 @@ class Options(RowOptions):
         type=float,
         metavar="T",
     )
+    top_k: int = option(
+        "top-k of all requests; 0: off; with it or --top-p rows are of the kind filtered-step", default=0, type=int,
+        metavar="N",
+    )  # fmt: skip
+    top_p: float = option("top-p of all requests; 1: off", default=1.0, type=float, metavar="P")
     draft_sampling: str = option(
         "how the head chooses drafts", default="argmax", choices=("argmax", "sample")
     )

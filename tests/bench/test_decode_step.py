@@ -211,6 +211,7 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
     ("given", "kind", "field"),
     [
         (["--presence-penalty", "0.5"], "controlled-step", {"presence_penalty": 0.5}),
+        (["--top-k", "5", "--top-p", "0.8"], "filtered-step", {"top_k": 5, "top_p": 0.8}),
         (["--selector", "8"], "selector-step", {"selector_rank": 8}),
     ],
 )
