@@ -38,19 +38,18 @@ def score_prompt(
       num_top: n, most likely tokens to report.
     """
 
-    def score(logits, tokens):
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
+    def score(rows, tokens):
+        logprobs = vocabulary.log_softmax(unembed(rows))
         chosen = at_tokens(logprobs, tokens)
-        ranks = 1 + (logprobs > chosen[..., None]).sum(-1, dtype=jnp.int32)
-        top, ids = lax.top_k(logprobs, num_top)
-        return PromptScores(chosen, ranks, ids.astype(jnp.int32), top)
+        larger = (logprobs > chosen[..., None]).astype(jnp.int32)
+        ranks = 1 + vocabulary.total(larger)
+        return PromptScores(chosen, ranks, *vocabulary.top(logprobs, num_top))
 
     R, T, D = hidden.shape
     size = min(BLOCK, R * T)
     padding = -(R * T) % size
     rows = jnp.pad(hidden.reshape(R * T, D), ((0, padding), (0, 0))).reshape(-1, size, D)
     tokens = jnp.pad(following.reshape(R * T), (0, padding)).reshape(-1, size)
-    block = lambda rows, tokens: vocabulary.by_rows(score, unembed(rows), tokens)
-    scores = lax.map(lambda args: block(*args), (rows, tokens))
+    scores = lax.map(lambda args: score(*args), (rows, tokens))
     unpad = lambda x: x.reshape(-1, *x.shape[2:])[: R * T].reshape(R, T, *x.shape[2:])
     return jax.tree.map(unpad, scores)

@@ -5,13 +5,23 @@ token's randomness does not depend on batching or preemption, and the three draw
 (propose, accept, emit) are independent.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.plan import RequestParams
 
 _PROPOSE, _ACCEPT, _EMIT = 0, 1, 2
+
+_BITS = (4, *[3] * 9)
+"""Bits of a cutoff that each pass over the vocabulary finds: all but the sign. More bits: fewer passes, with more sums."""
+_INFINITY = 0x7F800000
+"""The bits of infinity."""
+_NO_COUNT = 2**31 - 1
+"""More tokens than a vocabulary has."""
 
 
 def request_keys(params: RequestParams) -> jax.Array:
@@ -91,12 +101,8 @@ def token_logprobs(
       Of the tokens [...] float32; ids int32 and log-probabilities float32 of the likeliest, each [..., n].
     """
 
-    def score(logits, tokens):
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        top, ids = jax.lax.top_k(logprobs, num_top)
-        return at_tokens(logprobs, tokens), ids.astype(jnp.int32), top
-
-    return vocabulary.by_rows(score, logits, tokens)
+    logprobs = vocabulary.log_softmax(logits)
+    return at_tokens(logprobs, tokens), *vocabulary.top(logprobs, num_top)
 
 
 def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
@@ -125,12 +131,17 @@ def _scaled(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     Without the shift a temperature near zero would overflow.
     """
     logits = logits.astype(jnp.float32)
-    return (logits - vocabulary.maximum(logits)[..., None]) / _nonzero(temperature)[..., None]
+    return (logits - vocabulary.maximum(logits)[..., None]) * _inverse(temperature)[..., None]
 
 
-def _nonzero(temperature: jax.Array) -> jax.Array:
-    """The temperature, 1 for greedy rows."""
-    return jnp.where(temperature > 0, temperature, 1.0)
+def _inverse(temperature: jax.Array) -> jax.Array:
+    """1 / temperature, 1 for greedy rows.
+
+    XLA divides whole rows by their temperatures with a product like this, but divides single tokens. The
+    two differ by rounding: the token at the cutoff would then lie below it and lose its probability.
+    """
+    normal = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)  # the inverse is finite
+    return 1.0 / jnp.where(temperature > 0, normal, 1.0)
 
 
 def cutoffs(
@@ -142,33 +153,62 @@ def cutoffs(
 ) -> jax.Array:
     """The `cutoff` of `probabilities`: the least scaled logit after temperature, top-k, top-p and min-p.
 
-    Sorts the vocabulary of every row: call it only if some row filters.
+    Top-p keeps the least number of most likely tokens whose probability, among all tokens that top-k keeps,
+    is at least top_p. Ties with the last token are all kept by both. Reads every row once for each of
+    `_BITS` and filter: call it only if some row filters.
 
     Args:
       logits: [..., V].
       temperature, top_k (0: off), top_p (1: off), min_p (0: off): broadcastable to [...].
     Returns:
-      [...] float32, -inf for rows without filters.
+      [...] float32, -inf for rows without filters; may be -inf where the filters keep all tokens.
     """
     rules = (temperature, top_k, top_p, min_p)
     rules = (jnp.broadcast_to(rule, logits.shape[:-1]) for rule in rules)
-    return vocabulary.by_rows(_cutoffs, logits, *rules)
+    temperature, top_k, top_p, min_p = rules
+    below = jnp.abs(_scaled(logits, temperature))  # the maximum is 0, never -0
+    at_most = jnp.where(top_k > 0, top_k, _NO_COUNT)
+    limit = _least_with(below, jnp.ones_like(below, jnp.int32), lambda _: at_most)
+    # The dropped tokens go to infinity, where their weights are 0. If only the weights changed, both filters
+    # would begin with the same masks, and XLA would store these instead of computing them in each sum.
+    below = jnp.where(below <= limit[..., None], below, jnp.inf)
+    mass = lambda total: jnp.where(top_p < 1.0, top_p * total, jnp.inf)
+    limit = jnp.minimum(limit, _least_with(below, jnp.exp(-below), mass))
+    return jnp.maximum(-limit, jnp.log(min_p))  # relative to the largest scaled logit, which is 0
 
 
-def _cutoffs(logits, temperature, top_k, top_p, min_p) -> jax.Array:
-    """`cutoffs` of rows with all their columns; the rules are [...]."""
-    V = logits.shape[-1]
-    ordered = -jnp.sort(-_scaled(logits, temperature), axis=-1)
-    limit = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)[..., None]
-    in_top_k = jnp.arange(V) < limit
-    probs = jax.nn.softmax(jnp.where(in_top_k, ordered, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs
-    kept = in_top_k & ((before < top_p[..., None]) | (top_p[..., None] >= 1.0))
-    # A top_p below the least float32 is 0 here, and keeps the most likely token too.
-    kept |= jnp.arange(V) == 0
-    least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)
-    least = jnp.where((top_k > 0) | (top_p < 1.0), least, -jnp.inf)
-    return jnp.maximum(least, jnp.log(min_p))  # relative to the largest scaled logit, which is 0
+def _least_with(
+    values: jax.Array, weights: jax.Array, goal: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """The least limit of each row such that the weights of the values up to it add up to the goal.
+
+    The bits of floats that are not negative are ordered as the floats. So the limit's bits are found from
+    the highest, some in each pass: their number is how many of the sums up to the possible limits miss the
+    goal. There is no loop of XLA, which a CUDA graph could not contain.
+
+    In one pass all sums are added in the same order, so rounding keeps them monotone in the limit, and none
+    exceeds the total. Between passes XLA may choose another order. A sum whose rounding then differs
+    moves the limit by as much probability, and does no other harm.
+
+    Args:
+      values: [..., V] float32, not negative. NaN is above infinity.
+      weights: [..., V] float32 or int32, not negative.
+      goal: function from the sums of all weights [...] to the goals [...].
+    Returns:
+      [...] float32; infinity if no sum reaches the goal. If the goal is 0 or less, 0.
+    """
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    limit, shift, goals = jnp.zeros(values.shape[:-1], jnp.int32), sum(_BITS), None
+    for count in _BITS:
+        shift -= count
+        # The bits below those of this pass are 1: a sum is over all limits that begin as its own.
+        limits = [limit + (((i + 1) << shift) - 1) for i in range(2**count - (goals is not None))]
+        up_to = [jnp.where(bits <= x[..., None], weights, jnp.zeros_like(weights)) for x in limits]
+        sums = vocabulary.totals(up_to)
+        if goals is None:
+            goals, sums = goal(sums[-1]), sums[:-1]  # the last limit of the first pass has all bits
+        limit += (sums < goals).sum(0, dtype=jnp.int32) << shift
+    return lax.bitcast_convert_type(jnp.minimum(limit, _INFINITY), jnp.float32)
 
 
 def probabilities(
@@ -208,7 +248,7 @@ def probability_of(
     total = vocabulary.total(_exp_kept(_scaled(logits, temperature), cutoff))
     chosen = at_tokens(logits, tokens).astype(jnp.float32)
     shifted = chosen - vocabulary.maximum(logits).astype(jnp.float32)
-    sampled = _exp_kept((shifted / _nonzero(temperature))[..., None], cutoff)[..., 0] / total
+    sampled = _exp_kept((shifted * _inverse(temperature))[..., None], cutoff)[..., 0] / total
     return jnp.where(temperature > 0, sampled, (shifted == 0).astype(jnp.float32))
 
 

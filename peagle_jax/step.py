@@ -26,7 +26,7 @@ from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
 from peagle_jax.flat_rows import FlatRows
 from peagle_jax.ngram import init_history
-from peagle_jax.parallel import vocabulary
+from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.parallel.shares import vocabulary_rows
 from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams, SurvivalReport
 from peagle_jax.prompt_scores import PromptScores, score_prompt
@@ -122,7 +122,7 @@ def pack_output(
     if params.num_logprobs is None:
         return StepOutput(packed, drafts, report=report)
     wants_logprobs = jnp.any(params.num_logprobs >= 0)
-    chosen, ids, top = jax.lax.cond(wants_logprobs, with_logprobs, zeros)
+    chosen, ids, top = partition.switch(wants_logprobs.astype(jnp.int32), (zeros, with_logprobs))
     return StepOutput(packed, drafts, chosen, ids, top, report)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from peagle_jax.adjust import Adjustments, adjusted
 from peagle_jax.flat_rows import FlatRows
-from peagle_jax.parallel import vocabulary
+from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import (
     accept_uniforms,
@@ -293,7 +293,7 @@ def verify(
         branches += [partial(of_adjusted, law) for law in range(len(branches))]
         branch += len(plain) * jnp.any(adjustments.wanted(params))
     # One switch: a nested conditional in a CUDA graph costs 14 microseconds a round.
-    return lax.switch(branch, branches)
+    return partition.switch(branch, branches)
 
 
 verify_blocks = partial(verify, in_blocks=True)

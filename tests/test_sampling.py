@@ -35,7 +35,8 @@ def reference(logits, temperature, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
         return np.eye(len(logits))[np.argmax(logits)]
     scaled = np.asarray(logits, np.float64) / temperature
     order = np.argsort(-scaled, kind="stable")
-    kept = list(order[: top_k if top_k else len(order)])
+    kept = order[: top_k if top_k else len(order)]
+    kept = order[scaled[order] >= scaled[kept[-1]]]  # as in Hugging Face: with ties, for top-p too
     if top_p < 1:
         reached, enough = 0.0, []
         for token, prob in zip(kept, softmax(scaled[kept]), strict=True):
@@ -96,6 +97,19 @@ def test_the_probability_of_one_token_is_that_among_all():
     assert (want > 0.1).any()
 
 
+def test_the_token_at_the_cutoff_has_its_probability_at_every_temperature():
+    """Divided by some temperatures alone, its scaled logit would be rounded to a value below the cutoff."""
+    rng = np.random.default_rng(6)
+    logits = rng.normal(0, 3, (500, 40)).astype(np.float32)
+    temperature = np.exp(rng.normal(0, 0.5, 500)).astype(np.float32)
+    third = np.argsort(-logits)[:, 2].astype(np.int32)
+    rule = (temperature, np.full(500, 3), np.ones(500, np.float32), np.zeros(500, np.float32))
+    want = np.asarray(jitted(logits, *rule))[np.arange(500), third]
+    got = jax.jit(probability_of)(logits, third, temperature, jax.jit(cutoffs)(logits, *rule))
+    assert (np.asarray(got) > 0).all()
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_filters_that_are_left_out_change_nothing():
     logits = jnp.asarray(np.random.default_rng(2).normal(0, 2, (4, V)), jnp.float32)
     off = jitted(logits, jnp.full(4, 0.8), jnp.zeros(4, int), jnp.ones(4), jnp.zeros(4))
@@ -113,8 +127,9 @@ def test_sampling_at_a_tiny_temperature_is_greedy():
 
 
 def test_very_different_logits_do_not_overflow():
-    logits = jnp.array([[1e4, -1e4, 0.0], [20.0, -20.0, 0.0]])
-    assert probabilities(logits, jnp.array([0.5, 1e-30])).tolist() == [[1, 0, 0], [1, 0, 0]]
+    logits = jnp.array([[1e4, -1e4, 0.0], [20.0, -20.0, 0.0], [20.0, -20.0, 0.0]])
+    law = probabilities(logits, jnp.array([0.5, 1e-30, 1e-40]))
+    assert law.tolist() == [[1, 0, 0], [1, 0, 0], [1, 0, 0]]
 
 
 def request_params(seeds) -> RequestParams:

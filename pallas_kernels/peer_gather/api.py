@@ -17,6 +17,8 @@ from pallas_kernels.peer_gather.mailbox import HALVES_BYTES, LINKS, MOST_BYTES, 
 
 CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel: those whose GPUs may be linked by NVLink."""
+MULTIPLE = HALVES_BYTES
+"""The bytes of a message are a multiple of this."""
 
 
 def gather_sum(

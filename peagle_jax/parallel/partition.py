@@ -7,7 +7,8 @@ here is the identity, and a program for one device has no operation more.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
 import jax
@@ -38,23 +39,44 @@ class Messages:
         self._trace = jax.extend.core.get_opaque_trace_state()
 
     def gather_sum(self, parts: jax.Array, dtype: jnp.dtype) -> jax.Array | None:
-        """`peer_gather.gather_sum`; None where parts are no message: too large, or in a branch of the program, whose
-        table would be another one."""
-        if self._is_nested() or peer_gather.refusal(parts, dtype):
+        """`peer_gather.gather_sum`; None where parts are no message: too large, or `is_nested`."""
+        if self.is_nested or peer_gather.refusal(parts, dtype):
             return None
         sums, self.links = peer_gather.gather_sum(parts, dtype, self.links, **_everywhere())
         return sums
 
     def gather_mixture(self, mixture: Mixture, num_rows: int) -> jax.Array | None:
         """`peer_gather.gather_mixture`; None as above."""
-        if self._is_nested() or peer_gather.mixture_refusal(mixture, num_rows):
+        if self.is_nested or peer_gather.mixture_refusal(mixture, num_rows):
             return None
         how = _everywhere()
         sums, self.links = peer_gather.gather_mixture(mixture, num_rows, self.links, **how)
         return sums
 
-    def _is_nested(self) -> bool:
+    @property
+    def is_nested(self) -> bool:
+        """Whether a branch or a loop within the program is traced, whose table would be another one."""
         return jax.extend.core.get_opaque_trace_state() != self._trace
+
+
+def switch[Tree](index: jax.Array, branches: Sequence[Callable[[], Tree]]) -> Tree:
+    """`lax.switch(index, branches)`, whose branches may send messages: each takes the table and returns the next one.
+
+    Args:
+      index: [] int32, equal on all devices. A device in another branch than its peers would wait for their messages.
+    """
+    messages = _messages.get()
+    if messages is None or messages.is_nested:
+        return lax.switch(index, branches)
+
+    def sending(branch: Callable[[], Tree], links: jax.Array) -> tuple[Tree, jax.Array]:
+        own = Messages(links)
+        with over(size(), own):
+            return branch(), own.links
+
+    sending_branches = [functools.partial(sending, branch) for branch in branches]
+    result, messages.links = lax.switch(index, sending_branches, messages.links)
+    return result
 
 
 def _everywhere() -> dict:
@@ -89,7 +111,10 @@ def rank() -> jax.Array:
 
 def gathered(x: jax.Array) -> jax.Array:
     """The arrays of all devices by rank: [...] -> [n, ...]. Moves bytes only."""
-    return _gathered_sum(x[None], x.dtype)
+    if _messages.get() is None or not (missing := -x.nbytes % peer_gather.MULTIPLE):
+        return _gathered_sum(x[None], x.dtype)
+    padded = jnp.pad(x.reshape(-1), (0, missing // x.dtype.itemsize))
+    return _gathered_sum(padded[None], x.dtype)[:, : x.size].reshape(-1, *x.shape)
 
 
 def _gathered_sum(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:

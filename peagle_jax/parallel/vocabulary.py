@@ -1,12 +1,11 @@
 """Reductions and selections over the vocabulary, whose logits may be shared by several devices.
 
 Device d holds the columns d * w .. (d + 1) * w of [..., V]; columns at V and above are padding with logits
-of -inf. Scalars of a row (maximum, argmax, sum) travel, and are merged by ascending rank on every device.
-Only sorting needs whole rows: then each device takes some of the rows (`by_rows`). On one device each
-function is the plain operation.
+of -inf. Scalars of a row (maximum, argmax, sum, the largest few) travel, and are merged by ascending rank on
+every device. On one device each function is the plain operation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,9 @@ from jax import lax
 from peagle_jax.parallel import partition
 from peagle_jax.parallel.partition import AXIS, gathered
 from peagle_jax.parallel.shares import vocabulary_rows
+
+_SPAN = 128
+"""Columns that `totals` adds first."""
 
 
 def ids(width: int) -> jax.Array:
@@ -65,10 +67,56 @@ def total(x: jax.Array) -> jax.Array:
     return partition.total(x.sum(-1))
 
 
+def totals(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Sums of each row of several arrays [..., V] of one shape and dtype, in one message: [len(arrays), ...].
+
+    All are added in the same order, in one loop over V. Spans are added first: the error of a plain
+    sum in float32 would grow with V on a CPU, where XLA splits no sum of several arrays.
+    """
+    missing = -arrays[0].shape[-1] % _SPAN
+    pad = lambda x: jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, missing)))
+    sums = [pad(x).reshape(*x.shape[:-1], -1, _SPAN) for x in arrays]
+    zeros = [jnp.zeros((), x.dtype) for x in arrays]
+    add = lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)]
+    for _ in range(2):
+        sums = lax.reduce(sums, zeros, add, (sums[0].ndim - 1,))
+    return partition.total(jnp.stack(sums))
+
+
+def log_softmax(logits: jax.Array) -> jax.Array:
+    """Log-probabilities at temperature 1: [..., V] -> [..., V]."""
+    if partition.size() == 1:
+        return jax.nn.log_softmax(logits, axis=-1)
+    shifted = logits - maximum(logits)[..., None]
+    return shifted - jnp.log(total(jnp.exp(shifted)))[..., None]
+
+
+def top(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The largest values of each row, as `lax.top_k` orders them: ties by ascending id.
+
+    Args:
+      x: [..., V] float32.
+      count: n, at most the number of columns without padding; then no column of padding is among them.
+    Returns:
+      Ids int32 and values float32, each [..., n].
+    """
+    width = x.shape[-1]
+    values, index = lax.top_k(x, min(count, width))
+    if partition.size() == 1:
+        return index.astype(jnp.int32), values
+    at = index.astype(jnp.int32) + partition.rank() * width
+    found = gathered(jnp.stack([at, lax.bitcast_convert_type(values, jnp.int32)]))
+    at, bits = jnp.moveaxis(found, 0, -2).reshape(2, *x.shape[:-1], -1)
+    # Ties: the lower rank comes first, and has the lower ids.
+    values, best = lax.top_k(lax.bitcast_convert_type(bits, jnp.float32), count)
+    return jnp.take_along_axis(at, best, axis=-1), values
+
+
 def any_of(x: jax.Array) -> jax.Array:
     """Whether a row [..., V] bool has a True: [..., 1]."""
     local = x.any(-1, keepdims=True)
-    return local if partition.size() == 1 else gathered(local).any(0)
+    # As int32: no message has truth values.
+    return local if partition.size() == 1 else gathered(local.astype(jnp.int32)).any(0)
 
 
 def _merged(index: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -149,34 +197,3 @@ def scattered(tokens: jax.Array, values: jax.Array, vocab_size: int) -> jax.Arra
     flat = lambda x: x.reshape(-1, x.shape[-1])
     at = (jnp.arange(len(rows))[:, None], flat(tokens))
     return rows.at[at].set(flat(values), mode="drop").reshape(*values.shape[:-1], width)
-
-
-def by_rows(f: Callable, logits: jax.Array, *values: jax.Array):
-    """`f(logits, *values)`, where `f` computes each row by itself and needs the row's whole vocabulary.
-
-    The devices exchange columns for rows, so that each has 1/n of the rows with all columns, and gather the
-    results. The padding of the vocabulary stays, at the end of each row.
-
-    Args:
-      logits: [..., V].
-      values: each [..., ...], with the leading axes of the logits.
-    Returns:
-      A tree of arrays with the leading axes of the logits.
-    """
-    n = partition.size()
-    if n == 1:
-        return f(logits, *values)
-    *leading, width = logits.shape
-    count = logits.size // width
-    share = -(-count // n)
-
-    def flat(x):
-        x = x.reshape(count, *x.shape[len(leading) :])
-        return jnp.pad(x, ((0, share * n - count), *[(0, 0)] * (x.ndim - 1)))
-
-    rows = lax.all_to_all(flat(logits), AXIS, split_axis=0, concat_axis=1, tiled=True)
-    own = lambda x: lax.dynamic_slice_in_dim(flat(x), partition.rank() * share, share)
-    with partition.over(1):
-        results = f(rows, *map(own, values))
-    gather = lambda x: lax.all_gather(x, AXIS, tiled=True)[:count].reshape(*leading, *x.shape[1:])
-    return jax.tree.map(gather, results)

@@ -11,6 +11,7 @@ from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.parallel.partition import AXIS
 from peagle_jax.parallel.shares import vocabulary_rows
 from peagle_jax.plan import RequestParams
+from peagle_jax.prompt_scores import score_prompt
 from peagle_jax.selector import candidates
 from peagle_jax.verify import largest, verify
 
@@ -118,14 +119,93 @@ def test_a_verdict_is_that_of_one_device(count, changes):
     np.testing.assert_array_equal(np.where(real, found.tokens, 0), np.where(real, wanted.tokens, 0))
 
 
-@pytest.mark.slow
-def test_rows_that_do_not_divide_are_exchanged_for_columns():
-    logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 7, V)).astype(np.float32))
-    rule = (
-        jnp.full((3, 7), 0.8),
-        jnp.full((3, 7), 6),
-        jnp.full((3, 7), 0.9),
-        jnp.full((3, 7), 0.0),
-    )
-    found = on_devices(4, sampling.cutoffs, logits, *rule)
-    np.testing.assert_allclose(found, sampling.cutoffs(logits, *rule), rtol=1e-6)
+def filters(rows: int) -> tuple:
+    """Temperature, top-k, top-p and min-p of rows, each kind of rule in turn."""
+    kinds = [
+        (0.8, 6, 1.0, 0.0),
+        (1.0, V, 1.0, 0.0),
+        (1.0, 1000, 1.0, 0.0),
+        (100.0, 30, 1.0, 0.0),
+        (1e-6, 12, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (0.0, 3, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+    ]
+    chosen = [kinds[i % len(kinds)] for i in range(rows)]
+    temperature, top_k, top_p, min_p = (np.array(x) for x in zip(*chosen, strict=True))
+    return temperature.astype(np.float32), top_k, top_p.astype(np.float32), min_p
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_cutoffs_are_those_of_one_device(count, num_cases):
+    """Also of rows with ties at the border of two devices, NaN, or hardly any token. Columns of padding count for none."""
+    for case in range(num_cases("rows with ties over devices", 2)):
+        rng = np.random.default_rng(case)
+        logits = np.concatenate([rows_with_ties(rng), rng.normal(0, 2, (16, V))]).astype(np.float32)
+        rule = filters(len(logits))
+        found = on_devices(count, sampling.cutoffs, logits, *rule)
+        np.testing.assert_array_equal(found, jax.jit(sampling.cutoffs)(logits, *rule))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_cutoffs_of_top_p_are_those_of_one_device(count):
+    """Probabilities 1/2, 1/4, ... in any order: no sum is near a goal, so rounding decides nothing."""
+    powers = np.log(2.0) * -np.arange(V)
+    rows = [np.random.default_rng(i).permutation(powers) for i in range(9)]
+    logits = np.float32(rows).reshape(3, 3, V)
+    column = lambda *values: np.array(values)[:, None]
+    rule = column(1.0, 0.5, 2.0), column(0, 3, 20), np.float32([0.6, 0.8, 1e-45]), column(0.0, 0, 0)
+    found = on_devices(count, sampling.cutoffs, logits, *rule)
+    wanted = jax.jit(sampling.cutoffs)(logits, *rule)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_allclose(wanted[0], powers[[1, 2, 0]], rtol=1e-6)
+
+
+def test_a_pass_of_cutoffs_is_one_message():
+    rule = filters(3)
+    mesh = Mesh(np.array(jax.devices()[:2]), (AXIS,))
+    specs = dict(in_specs=PartitionSpec(None, AXIS), out_specs=PartitionSpec(), check_vma=False)
+    local = jax.shard_map(lambda logits: sampling.cutoffs(logits, *rule), mesh=mesh, **specs)
+    with partition.over(2):
+        code = jax.jit(local).lower(np.zeros((3, 64), np.float32)).as_text()
+    assert code.count("stablehlo.all_gather") == 1 + 2 * len(sampling._BITS)  # and the maximum
+
+
+def check_scores(found, wanted) -> None:
+    """Tokens and ranks are equal, log-probabilities up to the order of a sum."""
+    for one, other in zip(found, wanted, strict=True):
+        if one.dtype == jnp.int32:
+            np.testing.assert_array_equal(one, other)
+        else:
+            np.testing.assert_allclose(one, other, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("count", "num_top"), [(2, 5), (4, V), (8, 20)])
+def test_log_probabilities_are_those_of_one_device(count, num_top, num_cases):
+    """With ties, also where more tokens are asked for than a device has columns. Padding is never among them."""
+    for case in range(num_cases("rows with ties over devices", 2)):
+        rng = np.random.default_rng(case)
+        logits = rng.integers(-3, 4, (4, 4, V)).astype(np.float32)
+        logits[1, :, :40] = logits[2, 3, 1:] = logits[3, 0, :-1] = -np.inf
+        tokens = rng.integers(0, V, (4, 4), dtype=np.int32)
+        score = lambda logits, tokens: sampling.token_logprobs(logits, tokens, num_top)
+        found = on_devices(count, score, logits, tokens)
+        check_scores(found, score(logits, tokens))
+        assert (found[1] < V).all()
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_scores_of_a_prompt_are_those_of_one_device(count):
+    """70 rows are two blocks."""
+    rng = np.random.default_rng(2)
+    weight = rng.integers(-1, 2, (6, V)).astype(np.float32)  # so there are ties
+    hidden = rng.integers(-2, 3, (2, 35, 6)).astype(np.float32)
+    following = rng.integers(0, V, (2, 35), dtype=np.int32)
+
+    def score(weight, hidden, following):
+        finite = jnp.where(jnp.isfinite(weight), weight, 0)
+        unembed = lambda rows: vocabulary.real(rows @ finite, V)
+        return score_prompt(unembed, hidden, following, 10)
+
+    given = weight, hidden, following
+    check_scores(on_devices(count, score, *given), score(*given))
