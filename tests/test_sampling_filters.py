@@ -52,12 +52,18 @@ def definition(row, temperature, top_k=0, top_p=1.0, min_p=0.0) -> tuple[np.ndar
 
 
 def check(logits, rules) -> None:
-    """Equal tokens; with top-p up to tokens that are as unlikely as the rounding of a sum."""
+    """Equal tokens; with top-p up to the rounding of a sum."""
     for found, row, rule in zip(kept_rows(logits, rules), logits, rules, strict=True):
         wanted, probs = definition(row, *rule)
-        other = found != wanted
-        assert not other.any() or (rule[2] < 1 and probs[other].sum() < 2e-6), (rule, other.sum())
         assert found[np.argmax(row)]
+        if (found != wanted).any():
+            top_p, rounding = float(np.float32(rule[2])), 2e-6
+            assert top_p < 1, rule
+            scaled = scaled_row(row, rule[0])
+            least = scaled[found].min()
+            assert (found == (scaled >= least)).all()
+            assert probs[found].sum() > top_p - rounding, rule
+            assert probs[scaled > least].sum() < top_p + rounding, rule
 
 
 RULES = [
@@ -150,29 +156,20 @@ def test_rows_that_are_no_distribution_leave_the_others_alone():
     np.testing.assert_array_equal(found[others], wanted[others])
 
 
-@pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 8192])
+@pytest.mark.parametrize("size", [1, 2, 511, 512, 513, 8192])
 def test_any_size_of_vocabulary(size):
-    """Sums are over spans of 128 columns."""
+    """Sums are over spans of 512 columns."""
     logits = np.random.default_rng(size).normal(0, 2, (3, size)).astype(np.float32)
     check(logits, [(1.0, 0, 0.9, 0.0), (1.0, 100, 0.8, 0.0), (1.0, 128, 1.0, 0.0)])
 
 
-def test_probabilities_of_a_large_vocabulary_are_added_with_small_errors():
-    """Sums are off by less than a token's probability, 1e-5. Added one after the other they are off by 3e-5."""
-    size = 150_000
-    logits = -np.linspace(0, 1, size, dtype=np.float32)[None]
-    (kept,) = kept_rows(logits, [(1.0, 0, 0.5, 0.0)])
-    wanted, _ = definition(logits[0], 1.0, 0, 0.5)
-    assert abs(int(kept.sum()) - int(wanted.sum())) <= 1
-
-
-@pytest.mark.parametrize("bits", [(1,) * 31, (1, *(2,) * 15), (5,) * 6 + (1,)])
+@pytest.mark.parametrize("bits", [(1,) * 31, (4, *(3,) * 9), (5,) * 6 + (1,)])
 def test_cutoffs_do_not_depend_on_the_bits_of_a_pass(monkeypatch, bits):
-    logits = np.concatenate([random_rows(kind, len(RULES), 9) for kind in ("distinct", "ties")])
-    wanted = cutoffs_of(logits, *RULES, *RULES)
+    """Up to rounding: sums of other passes are added in another order."""
     assert sum(sampling._BITS) == sum(bits) == 31
     monkeypatch.setattr(sampling, "_BITS", bits)
-    np.testing.assert_array_equal(cutoffs_of(logits, *RULES, *RULES), wanted)
+    for kind in ("distinct", "ties"):
+        check(random_rows(kind, len(RULES), 9), RULES)
 
 
 def test_nothing_is_sorted_and_nothing_loops():

@@ -11,6 +11,6 @@ def compiler_options() -> dict[str, bool | str]:
     """
     if dispatch.platform() != "cuda":
         return {}
-    # A CUDA graph cannot contain CUB's sort. Top-k and top-p sort inside a conditional, so with CUB the
+    # A CUDA graph cannot contain CUB's sort. Log-probabilities are sorted inside a conditional, so with CUB the
     # host would synchronise with the device every round to pick the branch.
     return {"xla_gpu_enable_cub_radix_sort": False}

@@ -174,16 +174,18 @@ def test_a_round_on_several_gpus_has_two_collectives_a_layer(chip, count, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("chip", "count"),
-    [on("h200", 2), on("b200", 8)],
+    ("chip", "count", "requests"),
+    [on("h200", 2, "greedy"), on("h200", 2, "sampled"), on("b200", 8, "greedy")],
 )
 def test_a_round_on_several_gpus_is_one_graph_if_kernels_write_to_their_peers(
-    chip, count, tmp_path
+    chip, count, requests, tmp_path
 ):
-    """One collective stands before it, so that the threads of the GPUs meet (`Devices.program`)."""
+    """One collective stands before it, so that the threads of the GPUs meet (`Devices.program`). The branches of rounds
+    that sample, filter and adjust are part of the graph."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
-    sizes = ("--layers=2", "-k=3", "--concurrency=8", "--greedy", "--gather=peers")
+    sizes = ("--layers=2", "-k=3", "--concurrency=8", "--gather=peers")
+    sizes += ("--greedy",) * (requests == "greedy")
     made = run("bench.deviceless_round", chip, tmp_path, *sizes, f"--tensor-parallel={count}")
     assert made["collectives"] == {"kAllGather": 1}
     assert made["graphs"] == 1

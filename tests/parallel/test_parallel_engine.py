@@ -110,8 +110,8 @@ def test_two_devices_write_the_text_of_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_messages_to_peers_have_one_order_on_all_devices(temperature):
-    """The text is that of collectives, and all devices have sent the same messages. Calls with sampled requests have
-    branches, whose arrays the library gathers."""
+    """The text is that of collectives, and all devices have sent the same messages, also those of the branches that calls
+    with sampled requests have."""
     model, asked = target("qwen3_moe"), dict(temperature=temperature, seed=3)
     config = engine_config(2, num_draft=3, check_replicas=True)
     wanted = texts(Engine(model, head("peagle"), config), **asked)
