@@ -251,7 +251,7 @@ def verify(
 ) -> Verdict:
     """The engine's acceptance rule, for batches that mix greedy and sampled rows.
 
-    The general rule runs only if some row has a temperature above 0. The vocabulary is sorted only if a
+    The general rule runs only if some row has a temperature above 0. Cutoffs are searched only if a
     row with a temperature also has top-k, top-p or min-p. Logits are adjusted only if some row asks for
     it; the other rows of such a batch keep their logits and their bits. Without temperatures
     (`plan.greedy_only`) there is no branch.

@@ -15,7 +15,7 @@ from peagle_jax.parallel import partition
 from peagle_jax.parallel.partition import AXIS, gathered
 from peagle_jax.parallel.shares import vocabulary_rows
 
-_SPAN = 512
+_SPAN = 2048
 """Columns that `totals` adds first. Most vocabularies are a multiple, so nothing is padded."""
 
 
