@@ -42,14 +42,14 @@ def tokens_per_round(rows: list[dict]) -> str:
     )
 
 
-def shape_rows(rows: list[dict]) -> list[dict]:
+def shape_rows(rows: list[dict], activations: str = "bf16") -> list[dict]:
     """Decode rows of `SHAPE` at the concurrencies that plain decoding has, too; may be none."""
     chosen = [
         row
         for row in rows
         if (row["kind"], row.get("model")) == ("decode-step", SHAPE)
         and row["kv_cache_dtype"] == "auto"
-        and row.get("activations", "bf16") == "bf16"
+        and row.get("activations", "bf16") == activations
         and row["synthetic_acceptance_length"] in (None, SYNTHETIC)
         and labels.prompt_length(row) == PROMPT
     ]
@@ -74,30 +74,34 @@ def shape_caption(rows: list[dict]) -> str:
     )
 
 
-def pairs(rows: list[dict]) -> list[tuple[dict, dict]]:
+def pairs(rows: list[dict], activations: str = "bf16") -> list[tuple[dict, dict]]:
     """(row of this engine, row of the other) of the same method, K and concurrency of `SHAPE`."""
     point = lambda row: tuple(row[name] for name in _POINT)
-    ours = {point(row): row for row in shape_rows(rows)}
+    ours = {point(row): row for row in shape_rows(rows, activations)}
     theirs = [row for row in rows if (row["kind"], row.get("model")) == ("reference", SHAPE)]
     return [(ours[point(row)], row) for row in theirs if point(row) in ours]
 
 
 def beside_table(rows: list[dict]) -> str:
-    """Milliseconds of rounds and of prefill by concurrency, the other engine's in brackets.
+    """Milliseconds of rounds and of prefill by concurrency, the other engine's in brackets; those of heads also with fp8
+    activations.
 
     Raises:
       ConfigError: there is no pair of rows.
     """
-    matched = pairs(rows)
-    if not matched:
+    plain = pairs(rows)
+    if not plain:
         raise ConfigError(f"bench:beside needs decode-step and reference rows of {SHAPE}")
+    quantised = [pair for pair in pairs(rows, "fp8") if pair[0]["method"] != "none"]
+    matched = [*plain, *quantised]
     across = sorted({theirs["concurrency"] for _, theirs in matched})
     lines: dict[str, dict[int, str]] = {}
     for name, what, digits in (("ms_per_round", "round", 2), ("prefill_ms", "prefill", 0)):
         for ours, theirs in matched:
             if theirs[name] is not None:
                 text = f"{ours[name]:.{digits}f} ({_about(theirs)}{theirs[name]:.{digits}f})"
-                line = lines.setdefault(f"{labels.label(theirs)}, {what}", {})
+                mode = "" if (ours, theirs) in plain else ", fp8 activations"
+                line = lines.setdefault(f"{labels.label(theirs)}{mode}, {what}", {})
                 line[theirs["concurrency"]] = text
     first, other = matched[0]
     header = [f"ms, in brackets {other['engine']}", *(f"concurrency {one}" for one in across)]

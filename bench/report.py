@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench import (
+    filtered_page,
     head_tables,
     headline,
     host_page,
@@ -70,6 +71,7 @@ _KEYS = {
     "structured": ("device", "model", "method", "num_draft", "concurrency", "mode"),
     "masks": ("device", "vocab_size", "strings", "num_draft", "threads", "concurrency"),
     "lossless-warm": (*_RUN, "layers"),
+    "filtered-step": filtered_page.KEY,
     **parallel_page.KEYS,
 }
 """Fields that identify a measurement of the other kinds."""
@@ -283,6 +285,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "structured": ("structured", structured_page.rounds_table),
     "masks": ("masks", structured_page.masks_table),
     **parallel_page.TABLES,
+    "filtered": ("filtered-step", filtered_page.filtered_table),
     "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),
 }
 """Table name -> (kind or kinds of rows, what they look like)."""
