@@ -1,7 +1,4 @@
-"""Frozen configuration classes: models and engine sizes.
-
-`peagle_jax.checkpoint` makes `TargetConfig` and `DrafterConfig` from Hugging Face `config.json` files.
-"""
+"""Frozen configurations of models, which `peagle_jax.checkpoint` makes from `config.json` files, and of engines."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -270,6 +267,7 @@ class EngineConfig:
       num_pages: KV pages including the dummy page 0; None: see `memory.fit_pages`.
       prefill_chunk, prefill_rows: prompt tokens per row and call; prompts per prefill call.
       small_prefills: compile smaller prefill programs too, for calls with few tokens (`engine.prefill_shapes`).
+      long_prefills: and one for a long prompt alone; None: with small_prefills, where no layer has a window.
       prefill_calls: most prefill calls between two rounds; None: one while a request decodes, else 4.
       max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
@@ -299,6 +297,7 @@ class EngineConfig:
     prefill_chunk: int = 128
     prefill_rows: int = 1
     small_prefills: bool = False
+    long_prefills: bool | None = None
     prefill_calls: int | None = None
     max_waiting: int = 4096
     draft_sampling: Literal["argmax", "sample"] = "argmax"
@@ -323,8 +322,8 @@ class EngineConfig:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
-            limits = f"between 0 and {MAX_NUM_DRAFT}"
-            raise ConfigError(f"num_speculative_tokens={self.num_draft} must lie {limits}")
+            limits = f"must lie between 0 and {MAX_NUM_DRAFT}"
+            raise ConfigError(f"num_speculative_tokens={self.num_draft} {limits}")
         object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
         check_options(self)
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:

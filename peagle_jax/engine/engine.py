@@ -23,7 +23,7 @@ from peagle_jax.engine.completion import Completion, completion_of
 from peagle_jax.engine.dispatch import InFlight, dispatch
 from peagle_jax.engine.follower import Follower
 from peagle_jax.engine.grammar import Grammars, Matcher
-from peagle_jax.engine.memory import fit_pages, fit_rings, saved_bytes
+from peagle_jax.engine.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.programs import Key, Programs
 from peagle_jax.engine.prompt_logprobs import store_prompt_logprobs
@@ -99,10 +99,10 @@ class Engine:
             held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
             config = replace(config, rounds_per_call=rounds_per_call(config, held))
         head_config = None if head is None else head.config
-        config = replace(config, saved_rings=fit_rings(target.config, head_config, config))
+        own = (target.config, head_config, config)
+        config = replace(config, saved_rings=fit_rings(*own), long_prefills=has_long_prefills(*own))
         self.config = replace(config, num_pages=fit_pages(target.config, head_config, config))
-        if config.saved_rings:
-            num_bytes = saved_bytes(target.config, head_config, config)
+        if num_bytes := saved_bytes(target.config, head_config, config):
             _log.info("%d saved rings use %.1f MB", config.saved_rings, num_bytes / 1e6)
         self.tokenizer = tokenizer
         self.target_config = target.config

@@ -113,6 +113,24 @@ def _slot_ring_bytes(
     return sum(tokens(layer.window) * _token_bytes(layer, config) for layer in layers)
 
 
+def has_long_prefills(
+    target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
+) -> bool:
+    """`long_prefills` of the config, else whether there are small prefills and no sliding windows.
+
+    Raises:
+      ConfigError: they are asked for, and a layer has a window, whose ring holds the rows of one chunk only.
+    """
+    has_windows = any(layer.window is not None for layer in _layers(target, drafter))
+    if config.long_prefills and has_windows:
+        raise ConfigError.of("long_prefills", "a layer has a sliding window; leave it out")
+    return (
+        config.small_prefills and not has_windows
+        if config.long_prefills is None
+        else config.long_prefills
+    )
+
+
 def saved_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
     """Bytes of the saved rings; part of `ring_bytes`."""
     return (config.saved_rings or 0) * _slot_ring_bytes(target, drafter, config)

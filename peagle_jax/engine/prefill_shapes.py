@@ -1,4 +1,4 @@
-"""The shapes of prefill calls: few tokens take a program with little padding."""
+"""The shapes of prefill calls: few tokens take a program with little padding, and a long prompt alone fills a call."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,26 +33,37 @@ def full_shape(config: EngineConfig) -> PrefillShape:
 def prefill_shapes(config: EngineConfig) -> tuple[PrefillShape, ...]:
     """Shapes of all prefill calls, by their tokens; the last one is `full_shape`.
 
-    With `small_prefills` there are calls of one prompt and of short chunks besides.
+    With `small_prefills` there are calls of one prompt and of short chunks besides, and with `long_prefills` one of
+    as many tokens of one prompt as the full call has of all.
     """
     full = full_shape(config)
     if not config.small_prefills:
         return (full,)
+    longest = min(full.num_tokens, config.max_model_len)
+    longer = [PrefillShape(1, longest)] if config.long_prefills and longest > full.chunk else []
     short = max(_LEAST, full.chunk // _PARTS)
     shapes = {
         PrefillShape(rows, min(chunk, full.chunk))
         for rows in (1, full.rows)
         for chunk in (short, full.chunk)
     }
-    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape)))
+    return (*sorted({*shapes, *longer} - {full}, key=lambda one: (one.num_tokens, one)), full)
 
 
 def choose_shape(shapes: Sequence[PrefillShape], remaining: Sequence[int]) -> PrefillShape:
     """The shape with the fewest tokens that prefills as many of the prompts' tokens as the last one of `shapes`.
 
+    A prompt alone takes a longer chunk if it fills more than half of it: then one call replaces three or more. Beside
+    others it does not, because they would wait for it.
+
     Args:
       shapes: as of `prefill_shapes`, or some of them.
       remaining: for each prompt the number of tokens that it lacks.
     """
-    most = shapes[-1].advance(remaining)
+    full = shapes[-1]
+    if len(remaining) == 1:
+        longer = (shape for shape in shapes if full.chunk < shape.chunk < 2 * remaining[0])
+        if (shape := next(longer, None)) is not None:
+            return shape
+    most = full.advance(remaining)
     return next(shape for shape in shapes if shape.advance(remaining) == most)

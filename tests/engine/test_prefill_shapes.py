@@ -1,14 +1,19 @@
 """Prefill calls of several sizes: which one a call takes, and that the size changes no output."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError
 from peagle_jax.engine.prefill_shapes import PrefillShape, choose_shape, full_shape, prefill_shapes
 from tests import tiny
 
 SIZES = dict(num_draft=3, max_num_seqs=4, max_model_len=128, page_size=4)
 CONFIG = EngineConfig(**SIZES, prefill_chunk=64, prefill_rows=4, small_prefills=True)
+LONG = PrefillShape(1, 128)
+"""The shape for a long prompt alone: 256 tokens, but no more than a prompt may have."""
 SHAPES = [PrefillShape(*shape) for shape in ((1, 16), (1, 64), (4, 16), (4, 64))]
 
 
@@ -17,6 +22,10 @@ def test_the_shapes_of_calls():
     assert [*prefill_shapes(CONFIG)] == SHAPES
     large = EngineConfig(prefill_chunk=512, prefill_rows=4, small_prefills=True)
     assert prefill_shapes(large) == ((1, 128), (1, 512), (4, 128), (4, 512))
+    large = dataclasses.replace(large, long_prefills=True, max_model_len=4096)
+    assert prefill_shapes(large) == ((1, 128), (1, 512), (4, 128), (1, 2048), (4, 512))
+    long = dataclasses.replace(CONFIG, long_prefills=True)
+    assert prefill_shapes(long) == (*SHAPES[:3], LONG, SHAPES[3])
     least = EngineConfig(prefill_chunk=8, small_prefills=True)
     assert prefill_shapes(least) == ((1, 8),) == (full_shape(least),)
 
@@ -35,6 +44,27 @@ def test_the_shapes_of_calls():
 )
 def test_a_call_takes_the_least_padding_that_delays_no_prompt(remaining, shape):
     assert choose_shape(SHAPES, remaining) == shape
+
+
+@pytest.mark.parametrize(
+    ("remaining", "shape"),
+    [([64], (1, 64)), ([65], LONG), ([1000], LONG), ([1000, 1], (4, 64)), ([1, 1000], (4, 64))],
+)
+def test_a_long_prompt_takes_a_long_chunk_unless_others_wait(remaining, shape):
+    """More than half of it: 65 of 128 tokens."""
+    shapes = prefill_shapes(dataclasses.replace(CONFIG, long_prefills=True))
+    assert choose_shape(shapes, remaining) == shape
+
+
+def test_sliding_windows_have_no_long_chunks():
+    """A window's ring holds the rows of a call of `prefill_chunk` tokens and no more."""
+    windowed = tiny.target(sliding_windows=(6, None, 6))
+    config = Engine(windowed, None, CONFIG).config
+    assert not config.long_prefills
+    assert prefill_shapes(config) == tuple(SHAPES)
+    with pytest.raises(ConfigError, match="long_prefills"):
+        Engine(windowed, None, dataclasses.replace(CONFIG, long_prefills=True))
+    assert Engine(tiny.target(), None, CONFIG).config.long_prefills
 
 
 def test_a_shape_that_is_not_compiled_is_replaced_by_a_larger_one():
@@ -62,14 +92,17 @@ def test_output_does_not_depend_on_the_shapes_of_calls():
     wanted = [one.tokens for one in Engine(tiny.target(), None, plain).generate(prompts, params)]
     engine = Engine(tiny.target(), tiny.head(), CONFIG)
     engine.warm_up()
-    assert engine.programs.prefills == tuple(SHAPES)
+    shapes = (*SHAPES[:3], LONG, SHAPES[3])
+    assert engine.programs.prefills == shapes
     assert engine.programs.num_compiled == engine.num_programs
     found = shapes_of(engine)
+    for alone in (1, 2):
+        assert engine.generate([prompts[alone]], params)[0].tokens == wanted[alone]
     assert [one.tokens for one in engine.generate(prompts, params)] == wanted
     for some in ([0], [1], [0, 4], [4, 1]):
         done = engine.generate([prompts[i] for i in some], params)
         assert [one.tokens for one in done] == [wanted[i] for i in some]
-    assert {*found} == {*SHAPES}
+    assert {*found} == {*shapes}
     assert engine.programs.num_compiled == engine.num_programs  # nothing compiled on the way
 
 
