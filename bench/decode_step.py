@@ -121,8 +121,7 @@ def _groups(options: Options, variant: Variant) -> list[tuple[int, ...]]:
     sizes = sorted(options.concurrency)
     if variant.adaptive == "survival" and variant._replace(adaptive="load") in variants(options):
         sizes = [size for size in sizes if ragged_rows(size, variant.num_draft)]
-    width = lambda concurrency: min(options.prefill_rows, concurrency)
-    return [tuple(group) for _, group in itertools.groupby(sizes, width)]
+    return [tuple(group) for _, group in itertools.groupby(sizes, options.prefill_rows_of)]
 
 
 def _measure(
@@ -221,6 +220,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         | {
             "prefill_rows": engine.config.prefill_rows,
             "prefill_chunk": engine.config.prefill_chunk,
+            "long_prefills": engine.config.long_prefills,
         },
         "weights_bytes": num_bytes(models.target, *([] if head is None else [head])),
         "weights_seconds": models.seconds,

@@ -95,7 +95,7 @@ class Models:
             max_model_len=-(-tokens // options.page_size) * options.page_size,
             page_size=options.page_size,
             prefill_chunk=options.prefill_chunk,
-            prefill_rows=min(options.prefill_rows, most),
+            prefill_rows=options.prefill_rows_of(most),
             small_prefills=options.small_prefills,
             draft_sampling=options.draft_sampling,
             dtype=self.dtype,

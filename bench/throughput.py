@@ -184,7 +184,13 @@ class _Sweep:
             "prompts_left_out": self.left_out,
         }
         row["rounds_per_call"] = engine.config.repeat
-        sizes = ("max_model_len", "prefill_rows", "prefill_chunk", "small_prefills")
+        sizes = (
+            "max_model_len",
+            "prefill_rows",
+            "prefill_chunk",
+            "small_prefills",
+            "long_prefills",
+        )
         row["engine"] = {name: getattr(engine.config, name) for name in sizes}
         speeds = [one.as_row()["tokens_per_second"] for one in measured]
         if len(measured) > 1:

@@ -29,6 +29,10 @@ _RULES: tuple[Rule, ...] = (
         "rounds_per_call above 1 is for greedy rounds: it excludes draft_sampling sample and greedy_rounds False",
     ),
     (
+        lambda config: config.long_prefills and not config.small_prefills,
+        "long_prefills has no effect without small_prefills: leave it out",
+    ),
+    (
         lambda config: config.saved_rings and not config.prefix_caching,
         "saved_rings has no effect without prefix_caching: leave it out",
     ),

@@ -43,7 +43,7 @@ def greedy_only(params: RequestParams) -> RequestParams:
 
 
 class PrefillPlan(NamedTuple):
-    """One prefill call: a chunk of up to T = prefill_chunk tokens for each of R = prefill_rows rows."""
+    """One prefill call: a chunk of up to T tokens for each of R rows (`engine.prefill_shapes`)."""
 
     slots: Array  # [R] int32
     tokens: Array  # [R, T] int32, 0 after count

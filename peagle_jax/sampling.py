@@ -198,13 +198,16 @@ def _least_with(
     Returns:
       [...] float32; infinity if no sum reaches the goal. If the goal is 0 or less, 0.
     """
-    bits = lax.bitcast_convert_type(values, jnp.int32)
+    # Once, and not in each sum: a TPU copies an array that it reshapes.
+    bits = lax.bitcast_convert_type(vocabulary.in_spans(values, jnp.inf), jnp.int32)
+    weights = vocabulary.in_spans(weights, 0)
     limit, shift, goals = jnp.zeros(values.shape[:-1], jnp.int32), sum(_BITS), None
     for count in _BITS:
         shift -= count
         # The bits below those of this pass are 1: a sum is over all limits that begin as its own.
         limits = [limit + (((i + 1) << shift) - 1) for i in range(2**count - (goals is not None))]
-        up_to = [jnp.where(bits <= x[..., None], weights, jnp.zeros_like(weights)) for x in limits]
+        is_up_to = [bits <= x[..., None, None] for x in limits]
+        up_to = [jnp.where(mask, weights, jnp.zeros_like(weights)) for mask in is_up_to]
         sums = vocabulary.totals(up_to)
         if goals is None:
             goals, sums = goal(sums[-1]), sums[:-1]  # the last limit of the first pass has all bits

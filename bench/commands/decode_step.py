@@ -80,7 +80,7 @@ class Options(RowOptions):
         metavar="T",
     )
     top_k: int = option(
-        "top-k of all requests; 0: off; with it or --top-p rows are of the kind filtered-step", default=0, type=int,
+        "top-k of all requests; 0: off. With it or --top-p sampled rounds are rows of the kind filtered-step", default=0, type=int,
         metavar="N",
     )  # fmt: skip
     top_p: float = option("top-p of all requests; 1: off", default=1.0, type=float, metavar="P")
@@ -128,6 +128,10 @@ class Options(RowOptions):
         "cache of compiled programs", default=False,
     )  # fmt: skip
     out: Path = rows_file("decode_step.jsonl")
+
+    def prefill_rows_of(self, concurrency: int) -> int:
+        """Rows of the largest prefill call of an engine for so many requests: no more, unless there are smaller calls."""
+        return self.prefill_rows if self.small_prefills else min(self.prefill_rows, concurrency)
 
     def check(self) -> None:
         check_num_drafts(self.k)

@@ -38,16 +38,17 @@ class PrefillCall:
         controls: tuple[ControlsPlan, ...] = (),
         restores: tuple[RingCopy, ...] = (),
         shapes: Sequence[PrefillShape] = (),
+        may_be_long: bool = False,
     ) -> Self:
         """Plans the next chunk of each request in `rows` (at most R).
 
         Args:
-          shapes: of calls that are possible, as of `choose_shape`; without them `full_shape`.
+          shapes, may_be_long: as of `choose_shape`; without shapes the call has `full_shape`.
         """
         scores = any(request.wants_prompt_logprobs for request in rows)
         remaining = [request.num_to_prefill - request.num_prefilled for request in rows]
         some = shapes if shapes and not scores else (full_shape(config),)
-        shape = R, T = choose_shape(some, remaining)
+        shape = R, T = choose_shape(some, remaining, may_be_long)
         plan = idle_prefill(config, shape)
         plan = plan._replace(page_table=_page_table(rows, R, config.pages_per_seq))
         ends = [min(r.num_prefilled + T, r.num_to_prefill) for r in rows]

@@ -50,20 +50,23 @@ def prefill_shapes(config: EngineConfig) -> tuple[PrefillShape, ...]:
     return (*sorted({*shapes, *longer} - {full}, key=lambda one: (one.num_tokens, one)), full)
 
 
-def choose_shape(shapes: Sequence[PrefillShape], remaining: Sequence[int]) -> PrefillShape:
+def choose_shape(
+    shapes: Sequence[PrefillShape], remaining: Sequence[int], may_be_long: bool = True
+) -> PrefillShape:
     """The shape with the fewest tokens that prefills as many of the prompts' tokens as the last one of `shapes`.
 
-    A prompt alone takes a longer chunk if it fills more than half of it: then one call replaces three or more. Beside
-    others it does not, because they would wait for it.
+    A prompt alone takes a longer chunk if it fills more than half of it: then one call replaces three or more.
 
     Args:
       shapes: as of `prefill_shapes`, or some of them.
       remaining: for each prompt the number of tokens that it lacks.
+      may_be_long: whether nobody else would wait for a longer chunk.
     """
     full = shapes[-1]
-    if len(remaining) == 1:
+    if len(remaining) == 1 and may_be_long:
         longer = (shape for shape in shapes if full.chunk < shape.chunk < 2 * remaining[0])
         if (shape := next(longer, None)) is not None:
             return shape
     most = full.advance(remaining)
-    return next(shape for shape in shapes if shape.advance(remaining) == most)
+    usual = (shape for shape in shapes if shape.chunk <= full.chunk)
+    return next(shape for shape in usual if shape.advance(remaining) == most)

@@ -105,9 +105,16 @@ class Scheduler(Commits):
         preemptions_before, most_calls = self.num_preemptions, self._most_prefill_calls()
         decode = self._plan_decode()
         may_admit = self.num_preemptions == preemptions_before
-        calls = (self._plan_prefill(may_admit) for _ in range(most_calls))
-        prefills = tuple(itertools.takewhile(lambda call: call is not None, calls))
-        return Calls(prefills=prefills, decode=decode)
+        prefills: list[PrefillCall] = []
+        while len(prefills) < most_calls and not any(map(self._is_long, prefills)):
+            if (call := self._plan_prefill(may_admit)) is None:
+                break
+            prefills.append(call)
+        return Calls(prefills=tuple(prefills), decode=decode)
+
+    def _is_long(self, call: PrefillCall) -> bool:
+        """Whether it is the last of its step: it has the tokens of several, for which new requests wait."""
+        return call.shape.chunk > self.config.prefill_chunk
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` on a leak, a double owner or an impossible request."""
@@ -167,10 +174,11 @@ class Scheduler(Commits):
         """By default one while a request decodes, also if its next round is not due in this step."""
         if self.config.prefill_calls is not None:
             return self.config.prefill_calls
-        decodes = any(
-            r.state is RequestState.RUNNING and not self._is_ending(r) for r in self.active
-        )
-        return 1 if decodes else _IDLE_PREFILL_CALLS
+        return 1 if self._decodes() else _IDLE_PREFILL_CALLS
+
+    def _decodes(self) -> bool:
+        """Whether a request waits for its next round."""
+        return any(r.state is RequestState.RUNNING and not self._is_ending(r) for r in self.active)
 
     def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
         size = self.config.prefill_rows
@@ -183,7 +191,8 @@ class Scheduler(Commits):
         controls = (controls_of(request, self.config, self.eos_ids) for request in new)
         restores = self.prefixes.restores(self.active)
         controls = tuple(filter(None, controls))
-        call = PrefillCall.build(rows, self.config, controls, restores, self.prefills)
+        may_be_long = not self._decodes()
+        call = PrefillCall.build(rows, self.config, controls, restores, self.prefills, may_be_long)
         saves = []
         for row, request in enumerate(rows):
             # Padding rows and drafts are written too.

@@ -16,7 +16,7 @@ from peagle_jax.parallel.partition import AXIS, gathered
 from peagle_jax.parallel.shares import vocabulary_rows
 
 _SPAN = 2048
-"""Columns that `totals` adds first. Most vocabularies are a multiple, so nothing is padded."""
+"""Columns that `totals` adds first."""
 
 
 def ids(width: int) -> jax.Array:
@@ -67,19 +67,23 @@ def total(x: jax.Array) -> jax.Array:
     return partition.total(x.sum(-1))
 
 
+def in_spans(x: jax.Array, fill: float) -> jax.Array:
+    """Columns in spans, the last one padded with `fill`: [..., V] -> [..., n, span]."""
+    missing = -x.shape[-1] % _SPAN
+    padded = jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, missing)), constant_values=fill)
+    return padded.reshape(*x.shape[:-1], -1, _SPAN)
+
+
 def totals(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Sums of each row of several arrays [..., V] of one shape and dtype, in one message: [len(arrays), ...].
+    """Sums of each row of several arrays `in_spans` of one shape and dtype, in one message: [len(arrays), ...].
 
     All are added in the same order, in one pass over V. Spans are added first: on a CPU XLA adds the columns of
     several arrays one after the other, so without spans the error would grow with V.
     """
-    missing = -arrays[0].shape[-1] % _SPAN
-    pad = lambda x: jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, missing)))
     zeros = [jnp.zeros((), x.dtype) for x in arrays]
     add = lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)]
     added = lambda xs: lax.reduce(xs, zeros, add, (xs[0].ndim - 1,))
-    spans = added([pad(x).reshape(*x.shape[:-1], -1, _SPAN) for x in arrays])
-    return partition.total(jnp.stack(added(spans)))
+    return partition.total(jnp.stack(added(added(list(arrays)))))
 
 
 def log_softmax(logits: jax.Array) -> jax.Array:

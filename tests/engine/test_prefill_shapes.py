@@ -48,12 +48,70 @@ def test_a_call_takes_the_least_padding_that_delays_no_prompt(remaining, shape):
 
 @pytest.mark.parametrize(
     ("remaining", "shape"),
-    [([64], (1, 64)), ([65], LONG), ([1000], LONG), ([1000, 1], (4, 64)), ([1, 1000], (4, 64))],
+    [
+        ([64], (1, 64)),
+        ([65], LONG),
+        ([1000], LONG),
+        ([1000, 1], (4, 64)),
+        ([1, 1000], (4, 64)),
+        ([100, 64], (4, 64)),  # as many tokens as the long chunk
+        ([128, 64, 64, 64], (4, 64)),
+    ],
 )
 def test_a_long_prompt_takes_a_long_chunk_unless_others_wait(remaining, shape):
     """More than half of it: 65 of 128 tokens."""
     shapes = prefill_shapes(dataclasses.replace(CONFIG, long_prefills=True))
     assert choose_shape(shapes, remaining) == shape
+    assert choose_shape(shapes, remaining, may_be_long=False) == choose_shape(SHAPES, remaining)
+
+
+def test_a_call_has_a_row_for_each_of_its_prompts():
+    rng = np.random.default_rng(0)
+    shapes = prefill_shapes(dataclasses.replace(CONFIG, long_prefills=True))
+    for _ in range(2000):
+        remaining = rng.integers(1, 200, rng.integers(2, 5)).tolist()
+        assert choose_shape(shapes, remaining) == choose_shape(SHAPES, remaining)
+        assert choose_shape(shapes, remaining).rows >= len(remaining)
+
+
+def test_no_request_waits_for_a_long_chunk():
+    """Beside a request that decodes a long prompt has chunks of the usual size, and the text is the same."""
+    rng = np.random.default_rng(5)
+    short, long = (rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (5, 100))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    engine = Engine(tiny.target(), tiny.head(), CONFIG)
+    engine.warm_up()
+    found = shapes_of(engine)
+    (alone,) = engine.generate([long], params)
+    assert found == [LONG]
+    engine = Engine(tiny.target(), tiny.head(), dataclasses.replace(CONFIG, prefix_caching=False))
+    engine.warm_up()
+    found = shapes_of(engine)
+    engine.add_request(short, dataclasses.replace(params, max_tokens=100))
+    while not any(r.output for r in engine.scheduler.active):
+        engine.step()
+    found.clear()
+    beside = engine.add_request(long, params)
+    while not beside.is_finished:
+        engine.step()
+    assert LONG not in found
+    assert len(found) == 2
+    assert beside.output == alone.tokens
+
+
+@pytest.mark.parametrize("lengths", [(100, 36), (128, 64, 64, 64)])
+def test_prompts_that_fill_a_long_chunk_together_have_a_call_of_their_own(lengths):
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(2, tiny.TARGET.vocab_size, n - 8).tolist() for n in lengths]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    made = [
+        [one.tokens for one in Engine(tiny.target(), None, config).generate(prompts, params)]
+        for config in (
+            dataclasses.replace(CONFIG, num_draft=0),
+            EngineConfig(**SIZES | dict(num_draft=0)),
+        )
+    ]
+    assert made[0] == made[1]
 
 
 def test_sliding_windows_have_no_long_chunks():
