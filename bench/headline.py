@@ -93,22 +93,22 @@ def beside_table(rows: list[dict]) -> str:
     if not plain:
         raise ConfigError(f"bench:beside needs decode-step and reference rows of {SHAPE}")
     quantised = [pair for pair in pairs(rows, "fp8") if pair[0]["method"] != "none"]
-    matched = [*plain, *quantised]
-    across = sorted({theirs["concurrency"] for _, theirs in matched})
+    matched = [("", *pair) for pair in plain]
+    matched += [(", fp8 activations", *pair) for pair in quantised]
+    across = sorted({theirs["concurrency"] for _, _, theirs in matched})
     lines: dict[str, dict[int, str]] = {}
     for name, what, digits in (("ms_per_round", "round", 2), ("prefill_ms", "prefill", 0)):
-        for ours, theirs in matched:
+        for mode, ours, theirs in matched:
             if theirs[name] is not None:
                 text = f"{ours[name]:.{digits}f} ({_about(theirs)}{theirs[name]:.{digits}f})"
-                mode = "" if (ours, theirs) in plain else ", fp8 activations"
                 line = lines.setdefault(f"{labels.label(theirs)}{mode}, {what}", {})
                 line[theirs["concurrency"]] = text
-    first, other = matched[0]
+    _, first, other = matched[0]
     header = [f"ms, in brackets {other['engine']}", *(f"concurrency {one}" for one in across)]
     cells = [[line, *(texts.get(one, "") for one in across)] for line, texts in lines.items()]
     return (
         f"**{first['device']}**, {SHAPE}, random weights, temperature {first['temperature']:g}, "
-        f"synthetic AL {SYNTHETIC}; {labels.provenance([ours for ours, _ in matched])}\n\n"
+        f"synthetic AL {SYNTHETIC}; {labels.provenance([ours for _, ours, _ in matched])}\n\n"
         f"{labels.markdown(header, cells)}"
     )
 

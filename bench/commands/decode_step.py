@@ -80,8 +80,8 @@ class Options(RowOptions):
         metavar="T",
     )
     top_k: int = option(
-        "top-k of all requests; 0: off. With it or --top-p sampled rounds are rows of the kind filtered-step", default=0, type=int,
-        metavar="N",
+        "top-k of all requests; 0: off. With it or --top-p sampled rounds are rows of the kind filtered-step",
+        default=0, type=int, metavar="N",
     )  # fmt: skip
     top_p: float = option("top-p of all requests; 1: off", default=1.0, type=float, metavar="P")
     draft_sampling: str = option(

@@ -38,7 +38,7 @@ class PrefillCall:
         controls: tuple[ControlsPlan, ...] = (),
         restores: tuple[RingCopy, ...] = (),
         shapes: Sequence[PrefillShape] = (),
-        may_be_long: bool = False,
+        may_be_long: bool = True,
     ) -> Self:
         """Plans the next chunk of each request in `rows` (at most R).
 

@@ -106,10 +106,10 @@ class Scheduler(Commits):
         decode = self._plan_decode()
         may_admit = self.num_preemptions == preemptions_before
         prefills: list[PrefillCall] = []
-        while len(prefills) < most_calls and not any(map(self._is_long, prefills)):
-            if (call := self._plan_prefill(may_admit)) is None:
-                break
+        while len(prefills) < most_calls and (call := self._plan_prefill(may_admit)) is not None:
             prefills.append(call)
+            if self._is_long(call):
+                break
         return Calls(prefills=tuple(prefills), decode=decode)
 
     def _is_long(self, call: PrefillCall) -> bool:

@@ -99,10 +99,10 @@ def test_no_request_waits_for_a_long_chunk():
     assert beside.output == alone.tokens
 
 
-@pytest.mark.parametrize("lengths", [(100, 36), (128, 64, 64, 64)])
-def test_prompts_that_fill_a_long_chunk_together_have_a_call_of_their_own(lengths):
+@pytest.mark.parametrize("lengths", [(92, 28), (124, 20, 20, 20)])
+def test_prompts_of_one_call_have_as_many_tokens_as_a_long_chunk_of_the_first(lengths):
     rng = np.random.default_rng(6)
-    prompts = [rng.integers(2, tiny.TARGET.vocab_size, n - 8).tolist() for n in lengths]
+    prompts = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in lengths]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     made = [
         [one.tokens for one in Engine(tiny.target(), None, config).generate(prompts, params)]
