@@ -1,5 +1,7 @@
-"""The whole recipe on the project's own source, tiny; and a run that is killed and started again."""
+"""The whole recipe, tiny, on source of the standard library; and a run that is killed and started again."""
 
+import asyncio
+import email
 import json
 import signal
 import subprocess
@@ -16,7 +18,8 @@ from peagle_jax.training import __main__ as command
 from peagle_jax.training.curves import Curves
 from tests.waiting import LIMIT
 
-SOURCE = Path(command.__file__).parents[1]
+SOURCES = [Path(package.__file__).parent for package in (asyncio, email)]
+"""The standard library changes with Python only, and with it what the tiny models learn."""
 STAGES = {
     "data": (),
     "target": ("data",),
@@ -45,7 +48,7 @@ class Recipe(SimpleNamespace):
 
     def command(self, stage: str, out: Path) -> list[str]:
         lines = dict(
-            data=f"data {SOURCE / 'training'} {SOURCE / 'engine'} --vocab-size 512",
+            data=f"data {' '.join(map(str, SOURCES))} --vocab-size 512",
             target=f"target --data {self.data} {SHAPE} --sequence 48 --batch 8 "
             f"--eval-sequences 16 --microbatches 2 {RUN}",
             text=f"continuations --data {self.data} --target {self.target}/final --num 96 "
