@@ -189,22 +189,22 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
 
     @devices.program
     def decode_round(weights, state, plan, mask, previous):
-        target, drafter = jax.tree.unflatten(structure, weights)
+        models = lambda: jax.tree.unflatten(structure, devices.leaves(weights))
         if sizes.rows:
             rows = dict(num_rows=sizes.rows)
-            return ragged_step(target, drafter, state, plan, mask, taps=taps, **rows)
+            return ragged_step(*models(), state, plan, mask, taps=taps, **rows)
         if sizes.rounds_per_call > 1:
             light = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
             plan = plan._replace(constrained=None, forced=None, newest=None)
             repeat = dict(repeat=sizes.rounds_per_call)
-            light, output = speculative_rounds(target, drafter, light, plan, taps=taps, **repeat)
+            light, output = speculative_rounds(models, light, plan, taps=taps, **repeat)
             kept = dict(params=state.params, controls=state.controls)
             return dataclasses.replace(light, **kept), output
-        return step.speculative_step(target, drafter, state, plan, mask, taps=taps)
+        return step.speculative_step(*models(), state, plan, mask, taps=taps)
 
     @devices.program
     def prefill(weights, state, plan, mask, previous):
-        target, drafter = jax.tree.unflatten(structure, weights)
+        target, drafter = jax.tree.unflatten(structure, devices.leaves(weights))
         return step.prefill(target, drafter, state, plan, mask, taps=taps)
 
     words = mask_words(chosen.target.vocab_size)

@@ -103,6 +103,7 @@ class Models:
             tensor_parallel=self.num_devices,
             gather=options.gather,
             activations=options.activations,
+            rounds_per_call=options.rounds_per_call,
             greedy_rounds=None if options.temperature == 0 else False,
             only_greedy=options.temperature == options.presence_penalty == 0
             and adaptive == "off"

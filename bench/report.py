@@ -72,6 +72,7 @@ _KEYS = {
     "masks": ("device", "vocab_size", "strings", "num_draft", "threads", "concurrency"),
     "lossless-warm": (*_RUN, "layers"),
     "filtered-step": filtered_page.KEY,
+    "repeated-step": (*_RUN, "tensor_parallel", "rounds_per_call"),
     **parallel_page.KEYS,
 }
 """Fields that identify a measurement of the other kinds."""

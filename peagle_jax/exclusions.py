@@ -18,8 +18,8 @@ _RULES: tuple[Rule, ...] = (
         "alike by both methods",
     ),
     (
-        lambda config: config.repeat > 1 and (config.tensor_parallel > 1 or config.ngram),
-        "rounds_per_call above 1 excludes tensor_parallel above 1 and ngram",
+        lambda config: config.repeat > 1 and config.ngram,
+        "rounds_per_call above 1 excludes ngram",
     ),
     (
         lambda config: (

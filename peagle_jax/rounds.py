@@ -1,16 +1,17 @@
 """Several rounds in one call, for batches whose rounds need nothing from the host in between."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from peagle_jax import step
+from peagle_jax.parallel import partition
 from peagle_jax.plan import DecodePlan
 
 
 def speculative_rounds(
-    target,
-    drafter,
+    models: Callable[[], tuple],
     state: step.State,
     plan: DecodePlan,
     *,
@@ -19,21 +20,29 @@ def speculative_rounds(
 ) -> tuple[step.State, step.StepOutput]:
     """`repeat` rounds, one after the other, of a plan without constrained rows.
 
-    Arguments as in `step.speculative_step`. From the second round on all K drafts are verified, because the round
-    before made them in the same call.
+    From the second round on all K drafts are verified, because the round before made them in the same call.
 
+    Args:
+      models: returns target and drafter. It is called in the loop's body, see `Devices.leaves`.
+      state, plan, rules: as in `step.speculative_step`.
+      repeat: number of rounds.
     Returns:
       The state after the last round, and the outputs of all rounds with a leading axis.
     """
-    K = 0 if drafter is None else drafter.num_draft
-    run_round = lambda state, plan: step.speculative_step(target, drafter, state, plan, **rules)
+
+    def run_round(i, state):
+        target, drafter = models()
+        K = 0 if drafter is None else drafter.num_draft
+        pending = jnp.where(i == 0, plan.pending, K)
+        return step.speculative_step(
+            target, drafter, state, plan._replace(pending=pending), **rules
+        )
 
     def body(i, carry):
         state, outputs = carry
-        pending = jnp.where(i == 0, plan.pending, K)
-        state, output = run_round(state, plan._replace(pending=pending))
+        state, output = run_round(i, state)
         return state, jax.tree.map(lambda stack, new: stack.at[i].set(new), outputs, output)
 
-    shapes = jax.eval_shape(run_round, state, plan)[1]
+    shapes = jax.eval_shape(run_round, 0, state)[1]
     blank = jax.tree.map(lambda x: jnp.zeros((repeat, *x.shape), x.dtype), shapes)
-    return lax.fori_loop(0, repeat, body, (state, blank))
+    return partition.repeat(repeat, body, (state, blank))

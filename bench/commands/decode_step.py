@@ -19,6 +19,7 @@ from bench.command import (
     list_of_positive,
     option,
     positive,
+    rounds_per_call_option,
     rows_file,
     show,
 )
@@ -71,6 +72,7 @@ class Options(RowOptions):
         "also time ragged rounds, which verify N drafts of each request on average, at most K - 1", default=(),
         type=list_of_positive, metavar="N,N",
     )  # fmt: skip
+    rounds_per_call: int | None = rounds_per_call_option()
     prompt_tokens: int = option("tokens per prompt", default=512, type=positive, metavar="N")
     max_tokens: int = option("new tokens per prompt", default=512, type=positive, metavar="N")
     temperature: float = option(
@@ -145,6 +147,8 @@ class Options(RowOptions):
                 "--selector is for rounds of one device: leave out --tensor-parallel, --replicas and --cold-start"
             )
         check_jobs(self)
+        if (self.rounds_per_call or 1) > 1 and self.temperature > 0:
+            raise ConfigError("--rounds-per-call above 1 is for greedy rounds: set --temperature 0")
         if uneven := [c for c in self.concurrency if c % (self.replicas or 1)]:
             raise ConfigError(
                 f"--concurrency {uneven[0]}: {self.replicas} replicas cannot share it evenly"

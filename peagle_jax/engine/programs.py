@@ -102,13 +102,15 @@ class Programs:
         places = [dispatch.default_device()] if devices.mesh is None else [*devices.mesh.devices]
         self._stored = StoredPrograms(structure, config, places, static)
 
+        def models(weights, num_made):
+            target, drafter = jax.tree.unflatten(structure, devices.leaves(weights))
+            return target, with_num_draft(drafter, num_made)
+
         # Donated buffers: the state (caches are updated in place) and the previous call's output.
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="scores")
         @devices.program
         def prefill(weights, state, plan, mask, previous, *, scores):
-            target, drafter = jax.tree.unflatten(structure, weights)
-            drafter = with_num_draft(drafter, config.most_drafts)
-            args = (target, drafter, state, plan, mask)
+            args = (*models(weights, config.most_drafts), state, plan, mask)
             state, output = step.prefill(*args, scores=scores, **static)
             return state, pack_on_device(output)
 
@@ -119,16 +121,14 @@ class Programs:
         def speculative_step(
             weights, written, plan, mask, previous, kept, *, num_draft, num_rows, repeat
         ):
-            target, drafter = jax.tree.unflatten(structure, weights)
-            drafter = with_num_draft(drafter, config.num_made(num_draft))
-            args = (target, drafter, join(written, kept), plan, mask)
-            if num_rows:
-                state, output = ragged_step(*args, num_rows=num_rows, **static)
-            elif repeat > 1:
-                state, output = speculative_rounds(*args[:-1], repeat=repeat, **static)
+            own, state = partial(models, weights, config.num_made(num_draft)), join(written, kept)
+            if repeat > 1:
+                state, output = speculative_rounds(own, state, plan, repeat=repeat, **static)
+            elif num_rows:
+                state, output = ragged_step(*own(), state, plan, mask, num_rows=num_rows, **static)
             else:
                 rest = dict(static, num_verified=num_draft if config.ngram else None)
-                state, output = step.speculative_step(*args, **rest)
+                state, output = step.speculative_step(*own(), state, plan, mask, **rest)
             return without(state, kept), pack_on_device(output)
 
         @partial(jax.jit, donate_argnums=0)

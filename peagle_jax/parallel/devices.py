@@ -219,8 +219,8 @@ class Devices:
 
         Args:
           f: function of (weights, state, plan, mask, previous, *more, **static) that returns the next state and
-            an output, for the arrays of one device. The result takes what `take_weights` returned, and `f` the
-            shares of the weights; `state` may lack parts of a `State`. With `check_replicas` the output is
+            an output, for the arrays of one device. `weights` are what `take_weights` returned, or one device's
+            shares of it: see `leaves`. `state` may lack parts of a `State`. With `check_replicas` the output is
             packed, int32 [n].
         """
         if self.mesh is None:
@@ -237,8 +237,7 @@ class Devices:
                 state = states.tree(state)
                 messages = None if state.links is None else Messages(met(state.links[0]))
                 with partition.over(self.count, messages):
-                    leaves = self._stacks.leaves(weights)
-                    state, output = f(leaves, state, plan, mask, None, *more, **static)
+                    state, output = f(weights, state, plan, mask, None, *more, **static)
                 if messages is not None:
                     state = replace(state, links=messages.links[None])
                 if self.check_replicas:
@@ -273,6 +272,13 @@ class Devices:
             weights = self._stacks.operands(weights)
             self._weight_specs = [leaf.sharding.spec for leaf in weights]
         return weights
+
+    def leaves(self, weights: list) -> list:
+        """The weights, or one device's shares of them, from the operands of a program.
+
+        A loop calls this in its body: XLA would copy a slice of a stack that is made outside of the loop.
+        """
+        return weights if self.mesh is None else self._stacks.leaves(weights)
 
 
 ONE_DEVICE = Devices()

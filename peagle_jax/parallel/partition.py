@@ -79,6 +79,21 @@ def switch[Tree](index: jax.Array, branches: Sequence[Callable[[], Tree]]) -> Tr
     return result
 
 
+def repeat[Tree](count: int, body: Callable[[jax.Array, Tree], Tree], carry: Tree) -> Tree:
+    """`lax.fori_loop(0, count, body, carry)`, whose body may send messages: each takes the table and returns the next one."""
+    messages = _messages.get()
+    if messages is None or messages.is_nested:
+        return lax.fori_loop(0, count, body, carry)
+
+    def sending(i: jax.Array, carried: tuple[Tree, jax.Array]) -> tuple[Tree, jax.Array]:
+        own = Messages(carried[1])
+        with over(size(), own):
+            return body(i, carried[0]), own.links
+
+    result, messages.links = lax.fori_loop(0, count, sending, (carry, messages.links))
+    return result
+
+
 def _everywhere() -> dict:
     """Arguments of a message between all devices."""
     return dict(num_devices=size(), axis=AXIS)

@@ -119,3 +119,8 @@ def test_rows_that_cannot_be_written_are_refused_before_anything_runs(tmp_path, 
 def test_an_unknown_preset_is_refused_before_anything_runs(command):
     with pytest.raises(ConfigError, match="unknown preset 'gpt-9'"):
         parse(f"{command} --preset gpt-9").check()
+
+
+def test_sampled_rounds_are_not_repeated_in_a_call():
+    with pytest.raises(ConfigError, match="set --temperature 0"):
+        parse("decode-step --preset qwen3-0.6b --rounds-per-call 2").check()

@@ -17,7 +17,6 @@ from peagle_jax.engine.round_shapes import counts_survival, greedy_shapes, round
     [
         (dict(verify_method="block"), "needs sampled drafts"),
         (dict(rounds_per_call=2, ngram=6), "rounds_per_call above 1 excludes"),
-        (dict(rounds_per_call=2, tensor_parallel=2), "rounds_per_call above 1 excludes"),
         (dict(rounds_per_call=2, draft_sampling="sample"), "draft_sampling sample"),
         (dict(rounds_per_call=2, greedy_rounds=False), "greedy_rounds False"),
         (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),

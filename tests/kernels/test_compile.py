@@ -141,17 +141,25 @@ def test_a_round_is_one_graph_that_copies_no_weight_and_no_cache(
     assert ("quantize" in made["mosaic"]) == (activations == "fp8")
 
 
-@pytest.mark.parametrize("chip", [on("h200"), on("b200", marks=pytest.mark.exhaustive)])
-def test_several_rounds_in_a_call_copy_no_weight_and_no_cache(chip, tmp_path):
+@pytest.mark.parametrize(
+    ("chip", "count"),
+    [on("h200", 1), on("h200", 2), on("b200", 1, marks=pytest.mark.exhaustive)],
+)
+def test_several_rounds_in_a_call_copy_no_weight_and_no_cache(chip, count, tmp_path):
+    """Nor a slice of stacked weights; with two devices messages are sent within the loop."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
-    made = run(
-        "bench.deviceless_round", chip, tmp_path, "--layers=2", "-k=3", "--rounds-per-call=4"
-    )
+    sizes = ("--layers=2", "-k=3", "--rounds-per-call=4", f"--tensor-parallel={count}")
+    sizes += ("--greedy", "--gather=peers") * (count > 1)
+    made = run("bench.deviceless_round", chip, tmp_path, *sizes)
     assert made["outside"]["kWhile"] == 1
     assert made["largest_copy"] < made["smallest_matrix"]
-    assert made["aliased_bytes"] >= made["cache_bytes"]
+    assert count * made["aliased_bytes"] >= made["cache_bytes"]
     assert made["spills"] == 0
+    assert made["collectives"].get("kAllGather", 0) == (count > 1)
+    assert ("peer_gather" in made["mosaic"]) == (count > 1)
+    # Beside the graph of a round, which is not counted here, at most copies before the loop.
+    assert made["kernels"] < 10
 
 
 @pytest.mark.parametrize(

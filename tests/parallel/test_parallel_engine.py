@@ -12,6 +12,7 @@ from bench.random_weights import random_target
 from pallas_kernels.peer_gather import mailbox
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig, GlobalAttention
+from peagle_jax.engine.device_calls import GreedyRound
 from peagle_jax.rope_config import RopeConfig
 from tests import programs, tiny
 from tests.programs import one_bucket
@@ -121,6 +122,25 @@ def test_messages_to_peers_have_one_order_on_all_devices(temperature):
     assert (first == second).all()
     assert first[0] > 100
     assert (first[1:] <= first[0]).all()  # thread block 0 has a part of every message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["library", "peers"])
+def test_several_rounds_in_a_call_send_the_messages_of_single_ones(gather):
+    """The text is that of one device and one round a call; the loop hands the table of messages from round to round."""
+    model = target("qwen3_moe")
+    wanted = texts(Engine(model, None, engine_config(1, num_draft=0)))
+    sizes = dict(num_draft=3, num_pages=24, check_replicas=True, gather=gather)
+    engine = Engine(model, head("peagle"), engine_config(2, rounds_per_call=3, **sizes))
+    assert texts(engine) == wanted
+    assert texts(engine) == wanted  # with cached prefixes
+    calls = [key for key in engine.programs.round_keys if isinstance(key, GreedyRound)]
+    assert calls
+    assert engine.config.repeat == 3
+    if gather == "peers":
+        sent = np.asarray(engine._state.links)[:, mailbox.COUNTERS :]
+        assert (sent[0] == sent[1]).all()
+        assert sent[0, 0] > 100
 
 
 @pytest.mark.sampled(0, slow=4)
