@@ -19,7 +19,7 @@ def filtered_table(measured: Sequence[dict]) -> str:
         cells.setdefault(name, {})[_filters(row)] = f"{row['ms_per_round']:.2f}"
     lines = [[*map(str, name), *(one.get(f, "") for f in filters)] for name, one in cells.items()]
     header = ["commit", "method", "requests", *map(_title, filters)]
-    what = f"{labels.listed(measured, 'device')}**, {labels.listed(measured, 'model')}"
+    what = f"{labels.listed(measured, 'device')}**, {labels.listed(measured, 'model')}, ms a round"
     return f"**{what}; {labels.provenance(measured)}\n\n{labels.markdown(header, lines)}"
 
 

@@ -134,9 +134,9 @@ def _about(row: dict) -> str:
 def lossless_sum(rows: list[dict]) -> str:
     """One sentence: greedy tokens compared with plain decoding, and how many differ."""
     total = lambda name: sum(row[name] for row in rows)
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    models = len({row["model"] for row in rows})
+    devices = labels.listed(rows, "device")
     return (
-        f"{total('tokens_compared'):,} greedy tokens of {', '.join(models)} on "
-        f"{labels.listed(rows, 'device')} were compared with plain decoding: "
-        f"**{total('tokens_differing'):,} differ** (commit {labels.listed(rows, 'sha')})."
+        f"{total('tokens_compared'):,} greedy tokens of {models} models were compared with plain decoding, on {devices}: "
+        f"**{total('tokens_differing'):,} differ** ([tables with commits](docs/results.md#losslessness))."
     )
