@@ -8,13 +8,34 @@ import pytest
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.prefill_shapes import PrefillShape, choose_shape, full_shape, prefill_shapes
-from tests import tiny
+from tests import programs, tiny
 
 SIZES = dict(num_draft=3, max_num_seqs=4, max_model_len=128, page_size=4)
-CONFIG = EngineConfig(**SIZES, prefill_chunk=64, prefill_rows=4, small_prefills=True)
+CONFIG = programs.OneBucketConfig(**SIZES, prefill_chunk=64, prefill_rows=4, small_prefills=True)
 LONG = PrefillShape(1, 128)
 """The shape for a long prompt alone: 256 tokens, but no more than a prompt may have."""
 SHAPES = [PrefillShape(*shape) for shape in ((1, 16), (1, 64), (4, 16), (4, 64))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared(controls=False):
+        yield
+
+
+def target():
+    return tiny.target(**tiny.ONE_LAYER)
+
+
+def head():
+    return tiny.head(**tiny.HEAD_OF_ONE_LAYER)
+
+
+def plain_texts(prompts, params) -> list[list[int]]:
+    """What plain decoding writes after prefill calls of one shape."""
+    config = programs.OneBucketConfig(**SIZES | dict(num_draft=0), prefill_chunk=16)
+    done = Engine(target(), None, config).generate(prompts, params)
+    return [one.tokens for one in done]
 
 
 def test_the_shapes_of_calls():
@@ -79,12 +100,12 @@ def test_no_request_waits_for_a_long_chunk():
     rng = np.random.default_rng(5)
     short, long = (rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (5, 100))
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    engine = Engine(tiny.target(), tiny.head(), CONFIG)
+    engine = Engine(target(), head(), CONFIG)
     engine.warm_up()
     found = shapes_of(engine)
     (alone,) = engine.generate([long], params)
     assert found == [LONG]
-    engine = Engine(tiny.target(), tiny.head(), dataclasses.replace(CONFIG, prefix_caching=False))
+    engine = Engine(target(), head(), dataclasses.replace(CONFIG, prefix_caching=False))
     engine.warm_up()
     found = shapes_of(engine)
     engine.add_request(short, dataclasses.replace(params, max_tokens=100))
@@ -104,14 +125,8 @@ def test_prompts_of_one_call_have_as_many_tokens_as_a_long_chunk_of_the_first(le
     rng = np.random.default_rng(6)
     prompts = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in lengths]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    made = [
-        [one.tokens for one in Engine(tiny.target(), None, config).generate(prompts, params)]
-        for config in (
-            dataclasses.replace(CONFIG, num_draft=0),
-            EngineConfig(**SIZES | dict(num_draft=0)),
-        )
-    ]
-    assert made[0] == made[1]
+    done = Engine(target(), head(), CONFIG).generate(prompts, params)
+    assert [one.tokens for one in done] == plain_texts(prompts, params)
 
 
 def test_sliding_windows_have_no_long_chunks():
@@ -146,9 +161,8 @@ def test_output_does_not_depend_on_the_shapes_of_calls():
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (3, 40, 90, 16, 5, 70)]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
-    plain = EngineConfig(**SIZES | dict(num_draft=0), prefill_chunk=16)
-    wanted = [one.tokens for one in Engine(tiny.target(), None, plain).generate(prompts, params)]
-    engine = Engine(tiny.target(), tiny.head(), CONFIG)
+    wanted = plain_texts(prompts, params)
+    engine = Engine(target(), head(), CONFIG)
     engine.warm_up()
     shapes = (*SHAPES[:3], LONG, SHAPES[3])
     assert engine.programs.prefills == shapes
@@ -165,7 +179,7 @@ def test_output_does_not_depend_on_the_shapes_of_calls():
 
 
 def test_calls_have_their_full_size_until_smaller_programs_are_compiled():
-    engine = Engine(tiny.target(), tiny.head(), CONFIG)
+    engine = Engine(target(), head(), CONFIG)
     engine.warm_up(sizes=[4])
     found, params = shapes_of(engine), SamplingParams(max_tokens=3, ignore_eos=True)
     (first,) = engine.generate([[5, 6, 7]], params)
@@ -179,8 +193,10 @@ def test_calls_have_their_full_size_until_smaller_programs_are_compiled():
 
 
 def test_a_call_that_scores_its_prompt_has_its_full_size():
-    config = EngineConfig(**SIZES, prefill_chunk=32, small_prefills=True, prompt_logprobs=True)
-    engine = Engine(tiny.target(), tiny.head(), config)
+    config = programs.OneBucketConfig(
+        **SIZES, prefill_chunk=32, small_prefills=True, prompt_logprobs=True
+    )
+    engine = Engine(target(), head(), config)
     found = shapes_of(engine)
     params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     (scored,) = engine.generate([[5, 6, 7]], params)
