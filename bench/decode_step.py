@@ -288,7 +288,7 @@ def _cell(options: Options, engine: Engine, concurrency: int, meet: Meet) -> dic
     before = engine.scheduler.num_preemptions
     counted = None if engine.policy is None else engine.policy.counts
     # A request without a seed has its number: equal numbers draw the same texts in all cells.
-    engine._numbers = itertools.count(_MEASURED)
+    engine.numbers = itertools.count(_MEASURED)
     meet()
     with dispatch_times(engine) as dispatches:
         row = run(params).as_row()

@@ -269,7 +269,7 @@ class EngineConfig:
       small_prefills: compile smaller prefill programs too, for calls with few tokens (`engine.prefill_shapes`).
       long_prefills: and one for a long prompt alone; None: with small_prefills, where no layer has a window.
       prefill_calls: most prefill calls between two rounds; None: one while a request decodes, else 4.
-      max_waiting: capacity of the waiting queue; beyond it `add_request` raises `QueueFull`.
+      max_waiting: places of the queue, beside free slots; without a place `add_request` raises `QueueFull`.
       draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
       verify_method: how these are accepted, "token" by token or in a "block" (`verify.verify_block`).
       selector: let the head's selector choose the drafts, if the head has one.

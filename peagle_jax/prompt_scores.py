@@ -51,5 +51,6 @@ def score_prompt(
     rows = jnp.pad(hidden.reshape(R * T, D), ((0, padding), (0, 0))).reshape(-1, size, D)
     tokens = jnp.pad(following.reshape(R * T), (0, padding)).reshape(-1, size)
     scores = lax.map(lambda args: score(*args), (rows, tokens))
-    unpad = lambda x: x.reshape(-1, *x.shape[2:])[: R * T].reshape(R, T, *x.shape[2:])
+    flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # also without alternatives
+    unpad = lambda x: flat(x)[: R * T].reshape(R, T, *x.shape[2:])
     return jax.tree.map(unpad, scores)

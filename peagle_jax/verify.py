@@ -156,12 +156,14 @@ def block_law(p: jax.Array, drafts: jax.Array, q: jax.Array, num_draft: jax.Arra
     Args:
       p: [B, J+1, V], the target's distributions.
       drafts: [B, J] int32.
-      q: [B, J, V], the drafter's; positive at the drafts.
+      q: [B, J, V], the drafter's; drafts count as far as it is positive at them.
       num_draft: [B] int32.
     """
-    J = drafts.shape[1]
+    J, of_draft = drafts.shape[1], at_tokens(q, drafts)
+    # A draft without a law, of logits that are not finite, and those behind it count as none.
+    num_draft = jnp.minimum(num_draft, _leading(of_draft > 0))
     is_draft = jnp.arange(J) < num_draft[:, None]
-    ratio = jnp.where(is_draft, at_tokens(p[:, :J], drafts) / at_tokens(q, drafts), 0.0)
+    ratio = jnp.where(is_draft, at_tokens(p[:, :J], drafts) / of_draft, 0.0)
     reach = [jnp.ones(drafts.shape[:1], ratio.dtype)]
     for i in range(J):
         reach.append(jnp.minimum(1.0, reach[-1] * ratio[:, i]))

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -107,12 +109,17 @@ def make_engine(settings: Settings) -> Engine:
         drafter = None if head is None else head.config
         pages = pages_in(num_bytes(settings.kv_cache_memory), target.config, drafter, config)
         config = replace(config, num_pages=pages)
-    return Engine(target, head, config, tokenizer=tokenizer)
+    engine = Engine(target, head, config, tokenizer=tokenizer)
+    # Requests without a seed are drawn anew after each start, and by each of several servers.
+    engine.numbers = itertools.count(secrets.randbits(62))
+    return engine
 
 
 def _limits(settings: Settings) -> Limits:
     names = [one.name for one in fields(Limits) if one.name != "max_seconds"]
     given = {name: getattr(settings, name) for name in names}
+    # More sequences than slots and places of the queue could never be accepted.
+    given["max_n"] = min(settings.max_n, settings.max_num_seqs + settings.max_waiting)
     return Limits(max_seconds=settings.max_request_seconds or None, **given)
 
 

@@ -134,11 +134,17 @@ class Metrics:
         self._count("peagle:requests", 1, protocol=stream.ask.protocol, code=stream.code.name)
         if stream.error is not None:
             self._rejected(stream.error)
+        if stream.code is Code.RESOURCE_EXHAUSTED:  # the queue refused it
+            return
         self._ends.append(stream.end)
         self._count("vllm:prompt_tokens", len(stream.ask.prompt))
         self._count("vllm:prompt_tokens_cached", stream.cached_tokens)
-        for request in stream.requests:
-            self._count("vllm:request_success", 1, finished_reason=request.finish_reason)
+        reasons = [request.finish_reason for request in stream.requests]
+        if stream.code in (Code.CANCELLED, Code.DEADLINE_EXCEEDED):
+            # The stream ends before the engine returns its sequences.
+            reasons += ["abort"] * (stream.n - len(reasons))
+        for reason in reasons:
+            self._count("vllm:request_success", 1, finished_reason=reason)
         if stream.first_token is None:
             return
         self._observe("time_to_first_token", stream.first_token - stream.arrival)

@@ -312,7 +312,7 @@ class EngineWorker:
         scheduler = self._engine.scheduler
         added: list[Request] = []
         try:
-            if scheduler.num_waiting + len(jobs) > self._engine.config.max_waiting:
+            if len(jobs) > scheduler.num_places:
                 raise QueueFull(f"{scheduler.num_waiting} requests are waiting")
             for job in jobs:
                 request = self._engine.add_request(

@@ -152,3 +152,18 @@ def test_a_block_without_drafts_is_a_token_of_the_target():
     none = jnp.zeros((2, 0), jnp.int32)
     law, *_ = block_law(p, none, jnp.zeros((2, 0, V)), jnp.zeros(2, jnp.int32))
     assert law.shape == (2, 1)
+
+
+def test_drafts_behind_one_without_a_law_count_as_none():
+    """The law of draft 2 is NaN, as where a drafter's logits are not finite: the outcome is that of one draft."""
+    rng = np.random.default_rng(4)
+    p_tree, q_tree = (random_tree(rng, 4, depth) for depth in (3, 2))
+    q_tree = [q_tree[0], np.full_like(q_tree[1], np.nan), np.full_like(q_tree[2], np.nan)]
+    drafts = drafts_of_all(4, 3)
+    p, q = laws_along(p_tree, drafts, 4), laws_along([*q_tree], drafts, 3)
+    given = (jnp.asarray(p, jnp.float32), jnp.asarray(drafts), jnp.asarray(q, jnp.float32))
+    block = block_law(*given, jnp.full(len(drafts), 3))
+    wanted = block_law(*given, jnp.full(len(drafts), 1))
+    np.testing.assert_array_equal(block.chance, wanted.chance)
+    np.testing.assert_array_equal(block.residual, wanted.residual)
+    assert np.isfinite(block.residual).all()

@@ -50,7 +50,7 @@ def controls_of(
         num_prompt=np.int32(len(request.prompt)),
         num_tokens=np.int32(len(tokens)),
         base=np.float32(0.0 if params.allowed_token_ids is None else -np.inf),
-        min_end=np.int32(len(request.prompt) + params.min_tokens),
+        min_end=np.int32(min(len(request.prompt) + params.min_tokens, config.max_model_len)),
         repetition=np.float32(params.repetition_penalty),
         frequency=np.float32(params.frequency_penalty),
         presence=np.float32(params.presence_penalty),

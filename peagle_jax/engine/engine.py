@@ -8,7 +8,7 @@ add_request -> [waiting] -> schedule() -> Calls
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -17,17 +17,17 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.drafter import Drafter, make_drafter
 from peagle_jax.engine.adaptive import LoadPolicy
-from peagle_jax.engine.calls import DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.commits import Update
 from peagle_jax.engine.completion import Completion, completion_of
 from peagle_jax.engine.dispatch import InFlight, dispatch
 from peagle_jax.engine.follower import Follower
 from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.engine.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
+from peagle_jax.engine.outputs import Listener, OnUpdate, committed
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.programs import Key, Programs
-from peagle_jax.engine.prompt_logprobs import store_prompt_logprobs
-from peagle_jax.engine.request import BatchLogprobs, Request
+from peagle_jax.engine.request import Request
 from peagle_jax.engine.round_shapes import rounds_per_call
 from peagle_jax.engine.round_timer import RoundTimer
 from peagle_jax.engine.round_times import RoundTimes
@@ -35,18 +35,15 @@ from peagle_jax.engine.rules import banned_ids, check_request
 from peagle_jax.engine.scheduler import Scheduler
 from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.engine.survival import SurvivalPolicy
-from peagle_jax.engine.transfer import Result
 from peagle_jax.models import Decoder
 from peagle_jax.ngram import NgramDrafter
 from peagle_jax.parallel import replicas
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.step import AcceptRule, StepOutput
+from peagle_jax.step import AcceptRule
 from peagle_jax.text import StopChecker, Tokenizer
 from peagle_jax.verify import verify, verify_blocks
-
-OnUpdate = Callable[[Request, list[int]], object]
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +140,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, **rules)
         self._state = self.programs.init_state(target.config, head_config)
         self._in_flight: list[InFlight] = []
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()  # of requests; their seeds, where they have none
 
     def follower(self) -> Follower:
         """Repeats the device calls of another engine on this one, which must not run calls of its own."""
@@ -236,7 +233,7 @@ class Engine:
           ConfigError: as in `validate`.
           QueueFull: the waiting queue is full; retry later.
         """
-        tokens, number = self.validate(prompt, params), next(self._numbers)
+        tokens, number = self.validate(prompt, params), next(self.numbers)
         num_draft = params.num_speculative_tokens
         if params.structured is not None and matcher is None:
             matcher = self.grammars.compile(params.structured)
@@ -299,42 +296,53 @@ class Engine:
         If all requests need the results of the previous calls first, the next calls follow the commit.
 
         Args:
-          on_update: called with a request and its new tokens after each round; a call may have several.
+          on_update: called with a request and its new tokens after each round; a call may have several. What it
+            raises is raised once all results are committed; until then it is not called again.
 
         Returns:
           (request, new tokens) for every request in the committed calls; see `request.is_finished`.
         """
         if not self.time_idle_round() and not self._in_flight and self._timer is not None:
             self._timer.interrupt()
-        previous, self._in_flight = self._in_flight, self._dispatch()
-        updates = [update for call in previous for update in self._commit(*call, on_update)]
+        previous = len(self._in_flight)
+        self._dispatch()
+        updates, listener = [], Listener(on_update)
+        for _ in range(previous):
+            updates += self._commit(listener)
         if previous and not self._in_flight:
             # All requests waited for this result, as constrained ones do. Without this call the device would
             # stand idle while the caller reads the updates.
             if self._timer is not None:
                 self._timer.interrupt()
-            self._in_flight = self._dispatch()
+            self._dispatch()
+        listener.reraise()
         return updates
 
-    def _dispatch(self) -> list[InFlight]:
+    def _dispatch(self) -> None:
         """Plans the next calls and dispatches them."""
-        dispatched, calls = [], self.scheduler.schedule()
+        calls = self.scheduler.schedule()
         rules = (self.programs, self._state, calls, self.config.repeat)
-        for self._state, call in dispatch(*rules):
-            if call is not None:
-                dispatched.append(call)
-        return dispatched
+        try:
+            for self._state, call in dispatch(*rules):
+                self._in_flight += [] if call is None else [call]
+        except BaseException:
+            # Requests count on calls that may not have been dispatched, and cached pages on their contents.
+            for request in [*self.scheduler.active]:
+                self.abort(request)
+            self.flush_prefix_cache()
+            raise
 
-    def _commit(
-        self, call: PrefillCall | DecodeCall, result: Result, on_update: OnUpdate
-    ) -> list[Update]:
+    def _commit(self, on_update: OnUpdate) -> list[Update]:
+        """Commits the oldest call in flight. An interrupt while its result is awaited loses nothing."""
+        call, result = self._in_flight[0]
         output, updates = result.fetch(), []
+        del self._in_flight[0]
         if output.replicas is not None:
             replicas.check(output.replicas)
         if self._timer is not None:
             self._timer.fetched(call)
         now = time.monotonic()
-        for request, tokens in self._committed(call, output):
+        for request, tokens in committed(self.scheduler, call, output):
             updates.append((request, tokens))
             if tokens:
                 request.first_token_time = request.first_token_time or now
@@ -347,21 +355,6 @@ class Engine:
                 )
             on_update(request, tokens)
         return updates
-
-    def _committed(self, call: PrefillCall | DecodeCall, output: StepOutput) -> Iterable[Update]:
-        """The updates of a call, whose requests change as they are read."""
-        tokens, count = output.packed[..., :-1], output.packed[..., -1]
-        if isinstance(call, DecodeCall) and call.repeat > 1:
-            return self.scheduler.commit_rounds(call, tokens, count, output.drafts)
-        logprobs = None
-        if any(r is not None and r.params.logprobs is not None for r in call.requests):
-            logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
-        if output.prompt is not None:
-            store_prompt_logprobs(call, output.prompt)
-        results = (tokens, count, output.drafts, logprobs)
-        if isinstance(call, PrefillCall):
-            return self.scheduler.commit_prefill(call, *results)
-        return self.scheduler.commit_decode(call, *results, output.report)
 
     def generate(
         self,
@@ -384,7 +377,7 @@ class Engine:
         requests: list[Request] = []
         try:
             while True:
-                room = self.config.max_waiting - self.scheduler.num_waiting
+                room = self.scheduler.num_places
                 for item in itertools.islice(todo, room):
                     requests.append(self.add_request(*item, request_id=len(requests)))
                 if not self.has_work:

@@ -8,6 +8,7 @@ rolled back, and a preempted request keeps its matcher.
 
 import itertools
 import json
+import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -222,11 +223,12 @@ def definition(structured: Structured, frame: str | None) -> str:
     if size > MAX_CHARS:
         rule = f"{size} characters are more than the {MAX_CHARS} that are allowed"
         raise ConfigError.of("structured", rule)
-    try:
-        structured.text.encode()
-    except UnicodeEncodeError as error:
-        rule = f"character {error.start + 1} is half of a surrogate pair, which no text can contain"
-        raise ConfigError.of("structured", rule) from None
+    for text in (structured.text, structured.around):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            rule = f"character {error.start + 1} is half of a surrogate pair, which no text can contain"
+            raise ConfigError.of("structured", rule) from None
     try:
         grammars = [_answer(structured) | {"name": "text" if structured.around else "answer"}]
         if structured.around:
@@ -252,7 +254,7 @@ def _answer(structured: Structured) -> dict:
             return {"lark_grammar": "start: " + " | ".join(map(lark.literal, json.loads(text)))}
     try:
         grammar = gbnf_to_lark.any_to_lark(text)
-    except (gbnf_to_lark.GbnfToLarkError, ValueError, RecursionError) as error:
+    except Exception as error:  # llguidance raises `Exception` itself for some mistakes
         raise ConfigError.of("structured", f"not a grammar ({_reason(str(error))})") from None
     return {"lark_grammar": lark.with_schemas(grammar, enforceable)}
 
@@ -288,7 +290,7 @@ class Grammars:
                 raise ConfigError.of("structured", rule)
             try:
                 self._vocabulary = llguidance.LLTokenizer(
-                    self._tokenizer.to_json(),
+                    without_spellings(self._tokenizer.to_json()),
                     n_vocab=self._vocab_size,
                     eos_token=sorted(self._eos_ids),
                 )
@@ -336,8 +338,35 @@ class Grammars:
     def matcher(self, definition: str) -> Matcher:
         """`compile` of a constraint that `definition` has translated."""
         self.prepare()
-        matcher = new_matcher(self._vocabulary, definition)
+        made = json.loads(definition)
+        for one in made["grammars"]:
+            if "lark_grammar" in one:
+                one["lark_grammar"] = lark.by_number(one["lark_grammar"], self._tokenizer.added)
+        matcher = new_matcher(self._vocabulary, json.dumps(made))
         return Matcher(matcher, self._threads, self._eos_ids, mask_words(self._vocab_size))
+
+
+def without_spellings(tokenizer: str) -> str:
+    """The content of a `tokenizer.json` whose special tokens have random spellings.
+
+    A text that spells a special token is then split as any other text. Otherwise llguidance would force the special
+    token where a grammar asks for its characters, and the output would lack them.
+    """
+    content, nonce = json.loads(tokenizer), secrets.token_hex(8)
+    names = {
+        one["content"]: f"{nonce}-{one['id']}" for one in content["added_tokens"] if one["special"]
+    }
+    for one in content["added_tokens"]:
+        one["content"] = names.get(one["content"], one["content"])
+    model = content["model"]
+    renamed = lambda name: names.get(name, name)
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {renamed(name): token for name, token in model["vocab"].items()}
+    else:  # unigram: pairs of a name and its score
+        model["vocab"] = [[renamed(name), score] for name, score in model["vocab"]]
+    if "unk_token" in model:
+        model["unk_token"] = renamed(model["unk_token"])
+    return json.dumps(content)
 
 
 def new_matcher(vocabulary: llguidance.LLTokenizer, definition: str) -> llguidance.LLMatcher:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from peagle_jax.errors import ConfigError
 
@@ -46,6 +46,15 @@ def with_schemas(grammar: str, change: Callable[[dict], dict]) -> str:
             begin = end
         place = end
     return "".join([*written, grammar[begin:]])
+
+
+def by_number(grammar: str, ids: Mapping[str, int]) -> str:
+    """The grammar with special tokens by their number, `<[2]>`, instead of their spelling, `<|pad|>`."""
+
+    def changed(match: re.Match) -> str:
+        return f"<[{ids[match[0]]}]>" if match[0] in ids else match[0]
+
+    return _PARTS.sub(changed, grammar)
 
 
 def named(reason: str, grammars: Iterable[str]) -> str:

@@ -163,6 +163,17 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
     return (config.max_num_seqs + 1) * slot + masks
 
 
+def draft_bytes(target: TargetConfig, config: EngineConfig) -> int:
+    """Bytes of what a state holds of drafts: their distributions, where they are sampled, and with n-grams the texts."""
+    slots, laws, texts = config.max_num_seqs + 1, 0, 0
+    if config.draft_sampling == "sample":
+        width = vocabulary_rows(target.vocab_size, config.tensor_parallel)
+        laws = 4 * slots * config.most_drafts * width
+    if config.ngram:
+        texts = 4 * slots * config.max_model_len
+    return laws + texts
+
+
 def free_bytes(num_devices: int) -> int | None:
     """Least free memory of the devices in bytes, over all processes; None when the platform does not report it."""
     devices = own_devices(num_devices)
@@ -230,6 +241,8 @@ def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
     rows = max(shape.size + shape.num_verified for shape in round_shapes(config))
     rows = max(rows, BLOCK if config.prompt_logprobs else 0)
     logits = 4 * rows * vocabulary_rows(target.vocab_size, config.tensor_parallel)
+    if config.verify_method == "block":
+        logits *= 3  # the target's distributions and the residuals are as large
     width = 2 * target.hidden_size + target.intermediate_size
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     return max(logits, itemsize * config.prefill_rows * config.prefill_chunk * width)
@@ -244,6 +257,7 @@ def _needs(
         "KV pages": pages * page_bytes(target, drafter, config),
         "layers with a sliding window": ring_bytes(target, drafter, config),
         "sampling controls": control_bytes(target, config),
+        "drafts": draft_bytes(target, config),
         "one call": _call_bytes(target, config),
     }
 
@@ -298,9 +312,8 @@ def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
     if _has_room(needs, free):
         if size == 0:  # every layer has a sliding window
             return config.total_pages
-        *_, call = needs.values()
-        room = min(int(free * _SHARE), free - call)
-        room -= ring_bytes(target, drafter, config) + control_bytes(target, config)
+        _, *others, call = needs.values()
+        room = min(int(free * _SHARE), free - call) - sum(others)
         most = _most_pages(target, drafter, config)
         if room // size >= most:
             return most

@@ -132,6 +132,7 @@ def _control_rules(
     allowed = known if params.allowed_token_ids is None else params.allowed_token_ids
     biased = [token for token, _ in params.logit_bias]
     yield "logit_bias", any(token not in known for token in biased), outside
+    yield "stop_ids", any(token not in known for token in params.stop_ids), outside
     listed = params.allowed_token_ids or ()
     yield "allowed_token_ids", any(token not in known for token in listed), outside
     num_biased = len(params.biases(banned_ids))

@@ -81,11 +81,17 @@ class Scheduler(Commits):
         """K of the next rounds of the batch bucket `size`."""
         return self.config.num_draft_at(size) if self.policy is None else self.policy.present(size)
 
+    @property
+    def num_places(self) -> int:
+        """Requests that `add` takes at most: free slots, and free places of the queue."""
+        free = self.config.max_num_seqs - len(self.active)
+        return max(0, self.config.max_waiting + free - len(self.waiting))
+
     def add(self, request: Request) -> None:
-        """Queues a request that passed `rules.check_request`; raises `QueueFull` at `max_waiting`."""
+        """Queues a request that passed `rules.check_request`; raises `QueueFull` without a place for it."""
         if request.state is not RequestState.WAITING or request.output:
             raise ValueError(f"request {request.id} was added before; make a new Request")
-        if len(self.waiting) >= self.config.max_waiting:
+        if not self.num_places:
             raise QueueFull(f"{len(self.waiting)} requests are waiting; retry later")
         request.number = next(self._numbers)
         _insert(self.waiting, request)

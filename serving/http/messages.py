@@ -4,6 +4,7 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
+from serving.errors import Code, ServiceError
 from serving.frontend import Frontend
 from serving.http.blocks import Block, Blocks, Change
 from serving.http.chat import Chat
@@ -14,7 +15,7 @@ from serving.http.structured import format_names
 from serving.stream import Delta, Finish, Stream
 
 _SPELLING = {"stop": "stop_sequences", **format_names("output_config.format")}
-_REASONS = {"length": "max_tokens", "stop": "end_turn", "abort": "end_turn"}
+_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 class Messages(Route[MessagesFields]):
@@ -112,6 +113,8 @@ class _Answer:
 
     def _stop(self) -> dict:
         reason, stopped_by = self._finish.reason, self._finish.stop_reason
+        if reason == "abort":  # no reason of the API says that an answer is not complete
+            raise ServiceError(Code.CANCELLED, "the request was aborted")
         if reason == "stop" and isinstance(stopped_by, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
         if reason == "stop" and self._blocks.has_calls:

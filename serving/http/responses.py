@@ -15,6 +15,11 @@ from serving.tools import call_id
 
 _SPELLING = {"max_tokens": "max_output_tokens", "prompt": "input", **format_names("text.format")}
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_STATUS = {"length": "incomplete", "abort": "cancelled"}
+"""Status of an answer by the reason of its end; of others "completed"."""
+_LAST_EVENTS = {"cancelled": "failed"}
+"""Name of the last event by this status, where it is another: the API has no event for cancelled answers."""
+_ABORTED = {"code": "server_error", "message": "the request was aborted"}
 _TEXT_EVENTS = {
     "reasoning": "response.reasoning_text",
     "text": "response.output_text",
@@ -104,7 +109,8 @@ class _Answer:
     def end(self, streams: Sequence[Stream]) -> list[dict]:
         """See `Answer`."""
         response = self._whole(streams)
-        return [self._event(f"response.{response['status']}", response=response)]
+        status = response["status"]
+        return [self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)]
 
     def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
         """See `Answer`."""
@@ -119,12 +125,14 @@ class _Answer:
             yield from self._blocks.finish()
 
     def _whole(self, streams: Sequence[Stream]) -> dict:
-        is_cut = self._finish.reason == "length"
-        response = self._response("incomplete" if is_cut else "completed")
+        status = _STATUS.get(self._finish.reason, "completed")
+        response = self._response(status)
         output = [self._item(block, "completed") for block in self._blocks.all]
-        if is_cut and output:
+        if status != "completed" and output:
             output[-1]["status"] = "incomplete"
-        details = {"reason": "max_output_tokens"} if is_cut else None
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        if status == "cancelled":
+            response["error"] = _ABORTED
         usage = _usage(streams)
         return response | {"output": output, "incomplete_details": details, "usage": usage}
 

@@ -217,5 +217,5 @@ def random_prompt(rng: random.Random, most: int, earlier: list[Request]) -> list
 def make_config(J, B, max_len, Z, P, T, R, N=1, schedule=(), saved=0) -> EngineConfig:
     return EngineConfig(
         num_draft=J, draft_schedule=schedule, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
-        prefill_chunk=T, prefill_rows=R, prefill_calls=N, max_waiting=4, saved_rings=saved,
+        prefill_chunk=T, prefill_rows=R, prefill_calls=N, max_waiting=3, saved_rings=saved,
     )  # fmt: skip

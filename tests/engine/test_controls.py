@@ -160,3 +160,25 @@ def test_forced_drafts_replace_the_drafters_and_are_certain(draft_sampling):
         assert inputs.draft_probs[1, 0, 99] == inputs.draft_probs[2, 1, 98] == 1
         np.testing.assert_allclose(inputs.draft_probs.sum(-1), 1, rtol=1e-5)
         assert (inputs.draft_probs[0] < 0.5).all()
+
+
+def test_the_largest_numbers_that_are_accepted_run(plain):
+    """Beyond the engine's length nothing ends a text, so `min_tokens` may be any number up to `max_tokens`."""
+    largest = SamplingParams(
+        max_tokens=2**70,
+        min_tokens=2**70,
+        temperature=100.0,
+        top_k=2**31 - 1,
+        seed=2**63 - 1,
+        stop_ids=(STOP,),
+        logit_bias={V - 1: 100.0, EOS: 100.0},
+        repetition_penalty=100.0,
+        frequency_penalty=2.0,
+        presence_penalty=2.0,
+    )
+    asked = [largest, replace(largest, temperature=0.0, seed=None), params(None)]
+    made = plain.generate(PROMPTS[:3], asked)
+    for prompt, one in zip(PROMPTS[:2], made, strict=False):
+        assert one.finish_reason == "length"
+        assert len(prompt) + len(one.tokens) == CONFIG.max_model_len
+        assert not {EOS, STOP} & {*one.tokens}

@@ -321,3 +321,58 @@ def test_a_grammar_beyond_its_limits_says_so_and_allows_nothing_more(plain):
     matcher.consume(plain.encode("x", special=False))
     allowed_by(matcher, [plain.encode("a", special=False)[0]] * 40, size_of(plain))
     assert "cannot be continued" in matcher.error
+
+
+SPELLED = "a<|endoftext|>b<|pad|>"
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        Structured("choice", json.dumps([SPELLED])),
+        Structured("json_schema", json.dumps({"const": SPELLED})),
+        Structured("regex", r"a<\|endoftext\|>b<\|pad\|>"),
+        Structured("grammar", f'start: "{SPELLED}"'),
+        Structured("grammar", f'root ::= "{SPELLED}"'),
+    ],
+    ids=lambda one: one.kind,
+)
+def test_the_spelling_of_a_special_token_is_text(plain, structured):
+    """Where the grammar forces these characters, the tokens of the text do, and no special token."""
+    made = grammars(plain)
+    matcher, tokens = made.compile(structured), []
+    while True:
+        row = allowed_by(matcher, [], size_of(plain))[0]
+        token = int(np.flatnonzero(row)[0])
+        if token == 0:
+            break
+        assert token not in plain.special_ids
+        tokens.append(token)
+        matcher.consume([token])
+    assert plain.decode(tokens).strip('"') == SPELLED
+
+
+def test_a_grammar_may_name_a_special_token(plain):
+    matcher = grammars(plain).compile(Structured("grammar", 'start: "a" <|pad|> "b"'))
+    matcher.consume(plain.encode("a", special=False))
+    (token,) = np.flatnonzero(allowed_by(matcher, [], size_of(plain))[0])
+    assert plain.spell([int(token)]) == "<|pad|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("root ::= x", "'x' not found"),
+        ("", "root"),
+        (" ", "root"),
+        ("\n", "root"),
+    ],
+)
+def test_a_mistake_in_a_grammar_is_named(plain, text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        grammars(plain).compile(Structured("grammar", text))
+
+
+def test_half_a_surrogate_pair_around_an_answer_is_refused(plain):
+    with pytest.raises(ConfigError, match="half of a surrogate pair"):
+        grammars(plain).compile(Structured("json_object", "", around="start: \ud800 @text"))

@@ -11,6 +11,8 @@ import pytest
 from peagle_jax.adjust import init_controls
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine import memory
+from peagle_jax.ngram import History
+from peagle_jax.step import init_state
 from tests.tiny import FAMILIES, HEAD, TARGET
 
 CONFIG = EngineConfig(num_draft=1, prefill_chunk=8, max_num_seqs=4, max_model_len=64, page_size=16)
@@ -216,3 +218,22 @@ def test_free_memory_is_that_of_the_pool_which_jax_got(
         monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", preallocate)
     assert memory.free_bytes(1) == free
     assert ("another process uses the device" in caplog.text) == (free == 500)
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(draft_sampling="sample"), dict(ngram=6)])
+def test_what_a_state_holds_of_drafts_is_part_of_the_plan(monkeypatch, changes):
+    """Their distributions, and the texts of n-grams: the pages leave room for them."""
+    config = replace(CONFIG, max_num_seqs=64, prefix_caching=False, num_pages=60, **changes)
+    state = jax.eval_shape(lambda: init_state(TARGET, HEAD, config))
+    held = [state.draft_probs, *(x for x in state.drafter_cache if isinstance(x, History))]
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
+    assert memory.draft_bytes(TARGET, config) == size
+    monkeypatch.setattr(memory, "_call_bytes", lambda *_: 0)
+    needs = memory._needs(TARGET, HEAD, config)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int(sum(needs.values()) / 0.85) + 1)
+    assert memory.fit_pages(TARGET, HEAD, config) == 60
+    if size:
+        less = sum(needs.values()) - size
+        monkeypatch.setattr(memory, "free_bytes", lambda _: int(less / 0.85))
+        with pytest.raises(ConfigError, match=f"{size:,} for drafts"):
+            memory.fit_pages(TARGET, HEAD, config)

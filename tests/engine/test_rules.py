@@ -46,6 +46,13 @@ REFUSED = {
         "allowed_token_ids",
         "token ids must lie between 0 and",
     ),
+    "stop id past the vocabulary": (
+        [5],
+        dict(stop_ids=(5, 2**31), min_tokens=2),
+        "stop_ids",
+        "token ids must lie between 0 and",
+    ),
+    "negative stop id": ([5], dict(stop_ids=(-1,)), "stop_ids", "token ids must lie between 0 and"),
     "bad word of several tokens": (
         [5],
         dict(bad_words=("zqxj antidisestablishment",)),

@@ -1,0 +1,55 @@
+"""Commits the outputs of device calls, and tells the caller, whose exceptions must not interrupt a commit."""
+
+from collections.abc import Callable, Iterable
+
+from peagle_jax.engine.calls import DecodeCall, PrefillCall
+from peagle_jax.engine.commits import Update
+from peagle_jax.engine.prompt_logprobs import store_prompt_logprobs
+from peagle_jax.engine.request import BatchLogprobs, Request
+from peagle_jax.engine.scheduler import Scheduler
+from peagle_jax.step import StepOutput
+
+OnUpdate = Callable[[Request, list[int]], object]
+"""Called with a request and its new tokens."""
+
+
+def committed(
+    scheduler: Scheduler, call: PrefillCall | DecodeCall, output: StepOutput
+) -> Iterable[Update]:
+    """The updates of a call, whose requests change as they are read."""
+    tokens, count = output.packed[..., :-1], output.packed[..., -1]
+    if isinstance(call, DecodeCall) and call.repeat > 1:
+        return scheduler.commit_rounds(call, tokens, count, output.drafts)
+    logprobs = None
+    if any(r is not None and r.params.logprobs is not None for r in call.requests):
+        logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
+    if output.prompt is not None:
+        store_prompt_logprobs(call, output.prompt)
+    results = (tokens, count, output.drafts, logprobs)
+    if isinstance(call, PrefillCall):
+        return scheduler.commit_prefill(call, *results)
+    return scheduler.commit_decode(call, *results, output.report)
+
+
+class Listener:
+    """Calls `on_update` until it raises once, and keeps that exception until all results are committed.
+
+    The rest of a call, and the calls behind it, would otherwise be lost.
+    """
+
+    def __init__(self, on_update: OnUpdate):
+        self._on_update = on_update
+        self._error: BaseException | None = None
+
+    def __call__(self, request: Request, tokens: list[int]) -> None:
+        if self._error is not None:
+            return
+        try:
+            self._on_update(request, tokens)
+        except BaseException as error:
+            self._error = error
+
+    def reraise(self) -> None:
+        """Raises the exception, if there was one."""
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,101 @@
+"""An exception of the caller, or an interrupt, changes no text and loses no result."""
+
+from dataclasses import replace
+
+import pytest
+
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from tests import programs, tiny
+from tests.programs import OneBucketConfig
+
+CONFIG = OneBucketConfig(num_draft=2, max_num_seqs=3, max_model_len=48, page_size=4)
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+PROMPTS = [[7, 9, 11, 60], [3, 4, 7], [21]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared():
+        yield
+
+
+def new_engine(config: EngineConfig) -> Engine:
+    return Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    return [one.tokens for one in new_engine(CONFIG).generate(PROMPTS, PARAMS)]
+
+
+def finish(engine: Engine, on_update=lambda request, tokens: None) -> None:
+    for _ in range(100):
+        if not engine.has_work:
+            return
+        engine.step(on_update)
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("rounds_per_call", [1, 3])
+@pytest.mark.parametrize("raises_at", [0, 1, 4, 7])
+def test_what_a_listener_raises_comes_after_the_commit(wanted, rounds_per_call, raises_at):
+    engine = new_engine(replace(CONFIG, rounds_per_call=rounds_per_call))
+    requests, calls = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS], []
+
+    def listen(request, tokens):
+        calls.append(tokens)
+        if len(calls) == raises_at + 1:
+            raise ArithmeticError("of the listener")
+
+    with pytest.raises(ArithmeticError, match="of the listener"):
+        finish(engine, listen)
+    assert len(calls) == raises_at + 1  # it is not called again in that step
+    finish(engine)
+    assert [request.output for request in requests] == wanted
+    engine.scheduler.check_integrity()
+
+
+def test_requests_of_others_survive_a_call_of_generate_that_fails(wanted):
+    engine = new_engine(CONFIG)
+    mine = engine.add_request(PROMPTS[0], PARAMS)
+
+    def listen(request, tokens):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([PROMPTS[1]], PARAMS, on_update=listen)
+    finish(engine)
+    assert mine.output == wanted[0]
+    engine.scheduler.check_integrity()
+
+
+def test_an_interrupt_while_a_result_is_awaited_loses_nothing(wanted, monkeypatch):
+    engine = new_engine(CONFIG)
+    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    engine.step()
+    engine.step()
+    result = type(engine._in_flight[0][1])
+    with monkeypatch.context() as patch:
+        patch.setattr(result, "fetch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    finish(engine)
+    assert [request.output for request in requests] == wanted
+
+
+def test_calls_that_cannot_be_dispatched_end_their_requests(monkeypatch):
+    engine = new_engine(CONFIG)
+    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    for _ in range(3):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.programs, "round", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    finish(engine)
+    assert [request.finish_reason for request in requests] == ["abort"] * 3
+    engine.scheduler.check_integrity()
+
+
+def interrupted(*args, **named):
+    raise KeyboardInterrupt
