@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import dispatch
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.plan import RequestParams
 
 _PROPOSE, _ACCEPT, _EMIT = 0, 1, 2
 
-_BITS = (*[2] * 15, 1)
-"""Bits of a cutoff that each pass over the vocabulary finds: all but the sign. More bits: fewer passes, with more sums. Two
-are the fastest on a CPU and on an H200."""
+_BITS, _PASSES = 2, 15
+"""Bits of a cutoff that each pass over the vocabulary finds, and the number of these passes. The first pass finds one bit;
+the sign is 0. More bits: fewer passes, with more sums. Two are the fastest on a CPU and on an H200."""
 _INFINITY = 0x7F800000
 """The bits of infinity."""
 _NO_COUNT = 2**31 - 1
@@ -156,7 +157,7 @@ def cutoffs(
 
     Top-p keeps the least number of most likely tokens whose probability, among all tokens that top-k keeps,
     is at least top_p. Ties with the last token are all kept by both. Reads every row once for each of
-    `_BITS` and filter: call it only if some row filters.
+    the passes and filters: call it only if some row filters.
 
     Args:
       logits: [..., V].
@@ -184,8 +185,9 @@ def _least_with(
     """The least limit of each row such that the weights of the values up to it add up to the goal.
 
     The bits of floats that are not negative are ordered as the floats. So the limit's bits are found from
-    the highest, some in each pass: their number is how many of the sums up to the possible limits miss the
-    goal. There is no loop of XLA, which a CUDA graph could not contain.
+    the highest, two in each pass: their number is how many of the sums up to the possible limits miss the
+    goal. On a CPU the passes are a loop, which compiles in a small part of the time. Elsewhere they are not: a CUDA graph
+    cannot contain a loop.
 
     In one pass all sums are added in the same order, so rounding keeps them monotone in the limit, and none
     exceeds the total. Between passes XLA may choose another order. A sum whose rounding then differs
@@ -201,17 +203,30 @@ def _least_with(
     # Once, and not in each sum: a TPU copies an array that it reshapes.
     bits = lax.bitcast_convert_type(vocabulary.in_spans(values, jnp.inf), jnp.int32)
     weights = vocabulary.in_spans(weights, 0)
-    limit, shift, goals = jnp.zeros(values.shape[:-1], jnp.int32), sum(_BITS), None
-    for count in _BITS:
-        shift -= count
+
+    def sums_up_to(limit, shift, most):
         # The bits below those of this pass are 1: a sum is over all limits that begin as its own.
-        limits = [limit + (((i + 1) << shift) - 1) for i in range(2**count - (goals is not None))]
+        limits = [limit + ((i << shift) - 1) for i in range(1, most + 1)]
         is_up_to = [bits <= x[..., None, None] for x in limits]
-        up_to = [jnp.where(mask, weights, jnp.zeros_like(weights)) for mask in is_up_to]
-        sums = vocabulary.totals(up_to)
-        if goals is None:
-            goals, sums = goal(sums[-1]), sums[:-1]  # the last limit of the first pass has all bits
-        limit += (sums < goals).sum(0, dtype=jnp.int32) << shift
+        return vocabulary.totals(
+            [jnp.where(mask, weights, jnp.zeros_like(weights)) for mask in is_up_to]
+        )
+
+    first = _BITS * _PASSES
+    below, everything = sums_up_to(jnp.zeros(values.shape[:-1], jnp.int32), first, 2)
+    goals = goal(everything)  # the last limit has all bits
+    limit = (below < goals).astype(jnp.int32) << first
+
+    def pass_of(i, limit):
+        shift = first - _BITS * (i + 1)
+        sums = sums_up_to(limit, shift, 2**_BITS - 1)
+        return limit + ((sums < goals).sum(0, dtype=jnp.int32) << shift)
+
+    if dispatch.platform() == "cpu":
+        limit = partition.repeat(_PASSES, pass_of, limit)
+    else:
+        for i in range(_PASSES):
+            limit = pass_of(i, limit)
     return lax.bitcast_convert_type(jnp.minimum(limit, _INFINITY), jnp.float32)
 
 
