@@ -17,7 +17,7 @@ from peagle_jax.plan import ControlsPlan, RequestParams
 from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS
 
 _MOST = 2**15 - 256
-"""Counts of a token stop here: int16 has no room for more, and no penalty needs it."""
+"""Counts of a token stop here: no penalty needs more, and the tokens of a round still fit into int16."""
 
 
 class Controls(NamedTuple):
@@ -107,9 +107,9 @@ def count_tokens(
         return None
     T, num_slots = tokens.shape[1], controls.counts.shape[0]
     real = (jnp.arange(T) < count[:, None]) & (adjusts > 0)[:, None]
-    real &= controls.counts[slots[:, None], tokens] < _MOST
     rows = jnp.where(real, slots[:, None], num_slots)  # out of range: dropped
-    return controls._replace(counts=controls.counts.at[rows, tokens].add(1, mode="drop"))
+    counts = controls.counts.at[rows, tokens].add(1, mode="drop")
+    return controls._replace(counts=counts.at[rows, tokens].min(_MOST, mode="drop"))
 
 
 def adjusted(
@@ -210,6 +210,7 @@ def _penalised(logits: jax.Array, drafts: jax.Array, own: Controls, spread: _Spr
     counts = spread.vectors(vocabulary.columns(own.counts)).astype(jnp.int32)
     for i in range(drafts.shape[1]):
         counts += (rule(drafts[:, i]) == vocabulary.ids(V)) & (spread.index > i)
+    counts = jnp.minimum(counts, _MOST)  # as `count_tokens`, one token after the other
     seen = spread.vectors(vocabulary.columns(own.in_prompt)) | (counts > 0)
     ratio = jnp.where(seen, rule(own.repetition), 1.0)
     logits = jnp.where(logits > 0, logits / ratio, logits * ratio)

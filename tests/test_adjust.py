@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from peagle_jax.adjust import Adjustments, Controls, adjusted, count_tokens, fill, init_controls
+from peagle_jax.adjust import (
+    _MOST,
+    Adjustments,
+    Controls,
+    adjusted,
+    count_tokens,
+    fill,
+    init_controls,
+)
 from peagle_jax.flat_rows import FlatRows
 from peagle_jax.plan import ControlsPlan, RequestParams, mask_words
 from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS
@@ -274,3 +282,16 @@ def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
     assert keep.sum() > 3
     f_obs, f_exp = observed[keep], expected[keep]
     assert stats.chisquare(f_obs, f_exp / f_exp.sum() * f_obs.sum()).pvalue > 1e-3
+
+
+def test_counts_stop_at_their_bound_however_many_tokens_a_round_has():
+    """Four tokens in one round, and in four: the penalties of plain decoding and of rounds with drafts are equal."""
+    full = init_controls(1, V)
+    full = full._replace(counts=full.counts.at[0, 3].set(_MOST - 2))
+    slots, adjusts = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
+    at_once = count_tokens(full, slots, jnp.full((1, 4), 3), jnp.full(1, 4), adjusts)
+    one_by_one = full
+    for _ in range(4):
+        one_by_one = count_tokens(one_by_one, slots, jnp.full((1, 1), 3), jnp.ones(1, int), adjusts)
+    assert at_once.counts[0, 3] == one_by_one.counts[0, 3] == _MOST
+    assert at_once.counts.sum() == _MOST

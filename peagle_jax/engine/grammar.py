@@ -252,6 +252,8 @@ def _answer(structured: Structured) -> dict:
             return json.loads(llguidance.LLMatcher.grammar_from_regex(text))["grammars"][0]
         case "choice":
             return {"lark_grammar": "start: " + " | ".join(map(lark.literal, json.loads(text)))}
+    if name := lark.twice_defined(text):
+        raise ConfigError.of("structured", f"not a grammar (rule {name!r} is defined twice)")
     try:
         grammar = gbnf_to_lark.any_to_lark(text)
     except Exception as error:  # llguidance raises `Exception` itself for some mistakes

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from peagle_jax.errors import ConfigError
@@ -10,6 +11,7 @@ _PARTS = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>|%json\s*(?=\{)'
 )
 """Texts, regular expressions, comments and special tokens; and the keyword before a schema."""
+_GBNF_RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
 _COMMENT = re.compile(r"\s*// ([^\n]*)")
 _AT_LINE = re.compile(r"at (\d+)\(\d+\): ")
 _NAME = re.compile(r'%json .*// ([^"{}]*)$')
@@ -46,6 +48,12 @@ def with_schemas(grammar: str, change: Callable[[dict], dict]) -> str:
             begin = end
         place = end
     return "".join([*written, grammar[begin:]])
+
+
+def twice_defined(gbnf: str) -> str | None:
+    """A rule that a grammar in GBNF defines twice: its translation would keep the last definition only."""
+    rules = Counter(_GBNF_RULE.findall(gbnf))
+    return next((name for name, count in rules.items() if count > 1), None)
 
 
 def by_number(grammar: str, ids: Mapping[str, int]) -> str:

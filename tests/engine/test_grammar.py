@@ -366,6 +366,7 @@ def test_a_grammar_may_name_a_special_token(plain):
         ("", "root"),
         (" ", "root"),
         ("\n", "root"),
+        ('root ::= "a"\nroot ::= "b"', "rule 'root' is defined twice"),
     ],
 )
 def test_a_mistake_in_a_grammar_is_named(plain, text, reason):

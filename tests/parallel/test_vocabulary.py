@@ -179,9 +179,8 @@ def test_a_pass_of_cutoffs_is_one_message():
     local = jax.shard_map(lambda logits: sampling.cutoffs(logits, *rule), mesh=mesh, **specs)
     with partition.over(2):
         code = jax.jit(local).lower(np.zeros((3, 64), np.float32)).as_text()
-    assert (
-        code.count("stablehlo.all_gather") == 1 + 2 * 2
-    )  # the maximum; of each filter the first pass, and the others in a loop
+    # The maximum; of each filter the first pass, and the others in a loop.
+    assert code.count("stablehlo.all_gather") == 1 + 2 * 2
 
 
 def check_scores(found, wanted) -> None:
