@@ -19,7 +19,7 @@ _PROPOSE, _ACCEPT, _EMIT = 0, 1, 2
 
 _BITS, _PASSES = 2, 15
 """Bits of a cutoff that each pass over the vocabulary finds, and the number of these passes. The first pass finds one bit;
-the sign is 0. More bits: fewer passes, with more sums. Two are the fastest on a CPU and on an H200."""
+the sign is 0. More bits: fewer passes, with more sums. Two are the fastest on an H200."""
 _INFINITY = 0x7F800000
 """The bits of infinity."""
 _NO_COUNT = 2**31 - 1
@@ -186,8 +186,8 @@ def _least_with(
 
     The bits of floats that are not negative are ordered as the floats. So the limit's bits are found from
     the highest, two in each pass: their number is how many of the sums up to the possible limits miss the
-    goal. On a CPU the passes are a loop, which compiles in a small part of the time. Elsewhere they are not: a CUDA graph
-    cannot contain a loop.
+    goal. On a CPU the passes are a loop, which compiles in a third of the time. Elsewhere they are not: a CUDA graph cannot
+    contain a loop.
 
     In one pass all sums are added in the same order, so rounding keeps them monotone in the limit, and none
     exceeds the total. Between passes XLA may choose another order. A sum whose rounding then differs

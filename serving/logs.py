@@ -124,7 +124,7 @@ def log_request(stream: Stream) -> None:
         protocol=ask.protocol,
         method=ask.method,
         status=stream.code.name,
-        finish_reasons=[request.finish_reason for request in stream.requests],
+        finish_reasons=stream.finish_reasons,
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         n=ask.n,

@@ -139,11 +139,7 @@ class Metrics:
         self._ends.append(stream.end)
         self._count("vllm:prompt_tokens", len(stream.ask.prompt))
         self._count("vllm:prompt_tokens_cached", stream.cached_tokens)
-        reasons = [request.finish_reason for request in stream.requests]
-        if stream.code in (Code.CANCELLED, Code.DEADLINE_EXCEEDED):
-            # The stream ends before the engine returns its sequences.
-            reasons += ["abort"] * (stream.n - len(reasons))
-        for reason in reasons:
+        for reason in stream.finish_reasons:
             self._count("vllm:request_success", 1, finished_reason=reason)
         if stream.first_token is None:
             return

@@ -123,7 +123,9 @@ class Settings(BaseSettings):
     )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
-    max_waiting: Int = _option(1024, "most requests in the queue; more are refused", metavar="N")
+    max_waiting: Int = _option(
+        1024, "places of the queue, beside free slots; more requests are refused", metavar="N"
+    )
     kv_cache_memory: Size | None = _option(
         None,
         "memory of the KV cache, as 8GiB or 500MB (default: what is left; without prefix-caching, "

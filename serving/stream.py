@@ -302,6 +302,16 @@ class Stream:
         """Ends all sequences that run, with the finish reason "abort"."""
         self._end_sequences()
 
+    @property
+    def finish_reasons(self) -> list[str]:
+        """How the sequences of a closed stream ended. Those that the engine has not returned were aborted, or failed with it."""
+        reasons = [request.finish_reason for request in self.requests]
+        refusals = (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED)
+        if self.code is None or (self.code in refusals and self.first_token is None):
+            return reasons
+        rest = "error" if self.code is Code.INTERNAL else "abort"
+        return reasons + [rest] * (self.n - len(reasons))
+
     def usage(self) -> Usage:
         """Counts and times of the request; complete once every sequence has ended."""
         first, now = self.first_token, self.end or time.monotonic()

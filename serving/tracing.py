@@ -116,8 +116,7 @@ class Tracer:
             "peagle.accepted_tokens": usage.acceptance.accepted,
             "peagle.acceptance_length": usage.acceptance.length,
         }
-        reasons = [request.finish_reason for request in stream.requests]
-        if reasons:
+        if reasons := stream.finish_reasons:
             attributes["gen_ai.response.finish_reasons"] = reasons
         return attributes | _latencies(stream)
 

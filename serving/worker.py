@@ -312,8 +312,11 @@ class EngineWorker:
         scheduler = self._engine.scheduler
         added: list[Request] = []
         try:
-            if len(jobs) > scheduler.num_places:
-                raise QueueFull(f"{scheduler.num_waiting} requests are waiting")
+            if len(jobs) > (places := scheduler.num_places):
+                waiting = f"{scheduler.num_waiting} requests are waiting"
+                raise QueueFull(
+                    waiting if len(jobs) == 1 else f"{waiting}, {places} places are left"
+                )
             for job in jobs:
                 request = self._engine.add_request(
                     job.prompt,

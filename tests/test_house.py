@@ -27,7 +27,7 @@ ORDER = [
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
     "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.share_reader", "checkpoint.loader", "checkpoint",
     "text", "options",
-    "engine", "engine.rules", "engine.pages", "engine.slots", "engine.mask_threads", "engine.schema_objects", "engine.schema_rules", "engine.lark", "engine.grammar", "engine.request", "engine.reservation",
+    "engine", "engine.rules", "engine.pages", "engine.slots", "engine.mask_threads", "engine.schema_objects", "engine.schema_rules", "engine.lark", "engine.spellings", "engine.grammar", "engine.request", "engine.reservation",
     "engine.prefixes", "engine.controls", "engine.prefill_shapes", "engine.calls", "engine.device_calls", "engine.prompt_logprobs", "engine.stats",
     "engine.round_times", "engine.choice", "engine.adaptive", "engine.survival", "engine.integrity", "engine.commits", "engine.scheduler",
     "engine.sizes", "engine.round_shapes", "engine.output_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.layouts",

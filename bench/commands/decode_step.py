@@ -147,8 +147,12 @@ class Options(RowOptions):
                 "--selector is for rounds of one device: leave out --tensor-parallel, --replicas and --cold-start"
             )
         check_jobs(self)
-        if (self.rounds_per_call or 1) > 1 and self.temperature > 0:
-            raise ConfigError("--rounds-per-call above 1 is for greedy rounds: set --temperature 0")
+        others = self.temperature > 0 or self.presence_penalty or self.rows
+        if (self.rounds_per_call or 1) > 1 and others:
+            raise ConfigError(
+                "--rounds-per-call above 1 is for greedy rounds: set --temperature 0, and leave out "
+                "--presence-penalty and --rows"
+            )
         if uneven := [c for c in self.concurrency if c % (self.replicas or 1)]:
             raise ConfigError(
                 f"--concurrency {uneven[0]}: {self.replicas} replicas cannot share it evenly"

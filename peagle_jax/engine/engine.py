@@ -24,7 +24,7 @@ from peagle_jax.engine.dispatch import InFlight, dispatch
 from peagle_jax.engine.follower import Follower
 from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.engine.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
-from peagle_jax.engine.outputs import Listener, OnUpdate, committed
+from peagle_jax.engine.outputs import Listener, OnUpdate, commit
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.programs import Key, Programs
 from peagle_jax.engine.request import Request
@@ -231,7 +231,7 @@ class Engine:
 
         Raises:
           ConfigError: as in `validate`.
-          QueueFull: the waiting queue is full; retry later.
+          QueueFull: no place is left, see `EngineConfig.max_waiting`; retry later.
         """
         tokens, number = self.validate(prompt, params), next(self.numbers)
         num_draft = params.num_speculative_tokens
@@ -297,7 +297,8 @@ class Engine:
 
         Args:
           on_update: called with a request and its new tokens after each round; a call may have several. What it
-            raises is raised once all results are committed; until then it is not called again.
+            raises is raised once all results are committed, in place of the updates of this step; until then it is not
+            called again.
 
         Returns:
           (request, new tokens) for every request in the committed calls; see `request.is_finished`.
@@ -307,54 +308,51 @@ class Engine:
         previous = len(self._in_flight)
         self._dispatch()
         updates, listener = [], Listener(on_update)
-        for _ in range(previous):
-            updates += self._commit(listener)
-        if previous and not self._in_flight:
-            # All requests waited for this result, as constrained ones do. Without this call the device would
-            # stand idle while the caller reads the updates.
-            if self._timer is not None:
-                self._timer.interrupt()
-            self._dispatch()
-        listener.reraise()
+        try:
+            for _ in range(previous):
+                updates += self._commit(listener)
+            if previous and not self._in_flight:
+                # All requests waited for this result, as constrained ones do. Without this call the device would
+                # stand idle while the caller reads the updates.
+                if self._timer is not None:
+                    self._timer.interrupt()
+                self._dispatch()
+        finally:
+            listener.reraise()
         return updates
 
     def _dispatch(self) -> None:
         """Plans the next calls and dispatches them."""
-        calls = self.scheduler.schedule()
-        rules = (self.programs, self._state, calls, self.config.repeat)
         try:
+            calls = self.scheduler.schedule()
+            rules = (self.programs, self._state, calls, self.config.repeat)
             for self._state, call in dispatch(*rules):
                 self._in_flight += [] if call is None else [call]
         except BaseException:
-            # Requests count on calls that may not have been dispatched, and cached pages on their contents.
-            for request in [*self.scheduler.active]:
-                self.abort(request)
-            self.flush_prefix_cache()
+            self._give_up()
             raise
+
+    def _give_up(self) -> None:
+        """Aborts requests that count on calls which may be lost, and forgets cached pages, which may lack their contents."""
+        waiting = [request for request in self.scheduler.waiting if request.in_flight]
+        for request in [*self.scheduler.active, *waiting]:
+            self.abort(request)
+        self.flush_prefix_cache()
 
     def _commit(self, on_update: OnUpdate) -> list[Update]:
         """Commits the oldest call in flight. An interrupt while its result is awaited loses nothing."""
         call, result = self._in_flight[0]
-        output, updates = result.fetch(), []
+        output = result.fetch()
         del self._in_flight[0]
-        if output.replicas is not None:
-            replicas.check(output.replicas)
-        if self._timer is not None:
-            self._timer.fetched(call)
-        now = time.monotonic()
-        for request, tokens in committed(self.scheduler, call, output):
-            updates.append((request, tokens))
-            if tokens:
-                request.first_token_time = request.first_token_time or now
-            if request.is_finished:
-                request.finish_time = now
-            if request.error is not None:
-                at = len(request.output)
-                _log.error(
-                    "request %s failed at output token %d: %s", request.id, at, request.error
-                )
-            on_update(request, tokens)
-        return updates
+        try:
+            if output.replicas is not None:
+                replicas.check(output.replicas)
+            if self._timer is not None:
+                self._timer.fetched(call)
+            return commit(self.scheduler, call, output, on_update)
+        except BaseException:
+            self._give_up()
+            raise
 
     def generate(
         self,

@@ -8,7 +8,6 @@ rolled back, and a preempted request keeps its matcher.
 
 import itertools
 import json
-import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -23,6 +22,7 @@ from peagle_jax.engine import lark
 from peagle_jax.engine.mask_threads import MaskThreads
 from peagle_jax.engine.schema_objects import MOST_ITEMS
 from peagle_jax.engine.schema_rules import enforceable
+from peagle_jax.engine.spellings import without_spellings
 from peagle_jax.errors import ConfigError
 from peagle_jax.plan import mask_words
 from peagle_jax.structured import MAX_CHARS, Reasoning, Structured
@@ -346,29 +346,6 @@ class Grammars:
                 one["lark_grammar"] = lark.by_number(one["lark_grammar"], self._tokenizer.added)
         matcher = new_matcher(self._vocabulary, json.dumps(made))
         return Matcher(matcher, self._threads, self._eos_ids, mask_words(self._vocab_size))
-
-
-def without_spellings(tokenizer: str) -> str:
-    """The content of a `tokenizer.json` whose special tokens have random spellings.
-
-    A text that spells a special token is then split as any other text. Otherwise llguidance would force the special
-    token where a grammar asks for its characters, and the output would lack them.
-    """
-    content, nonce = json.loads(tokenizer), secrets.token_hex(8)
-    names = {
-        one["content"]: f"{nonce}-{one['id']}" for one in content["added_tokens"] if one["special"]
-    }
-    for one in content["added_tokens"]:
-        one["content"] = names.get(one["content"], one["content"])
-    model = content["model"]
-    renamed = lambda name: names.get(name, name)
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {renamed(name): token for name, token in model["vocab"].items()}
-    else:  # unigram: pairs of a name and its score
-        model["vocab"] = [[renamed(name), score] for name, score in model["vocab"]]
-    if "unk_token" in model:
-        model["unk_token"] = renamed(model["unk_token"])
-    return json.dumps(content)
 
 
 def new_matcher(vocabulary: llguidance.LLTokenizer, definition: str) -> llguidance.LLMatcher:

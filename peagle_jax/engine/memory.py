@@ -164,7 +164,7 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
 
 
 def draft_bytes(target: TargetConfig, config: EngineConfig) -> int:
-    """Bytes of what a state holds of drafts: their distributions, where they are sampled, and with n-grams the texts."""
+    """Bytes in a state of the drafts' distributions, where they are sampled, and of the texts that n-grams search."""
     slots, laws, texts = config.max_num_seqs + 1, 0, 0
     if config.draft_sampling == "sample":
         width = vocabulary_rows(target.vocab_size, config.tensor_parallel)

@@ -1,5 +1,7 @@
 """Commits the outputs of device calls, and tells the caller, whose exceptions must not interrupt a commit."""
 
+import logging
+import time
 from collections.abc import Callable, Iterable
 
 from peagle_jax.engine.calls import DecodeCall, PrefillCall
@@ -13,7 +15,28 @@ OnUpdate = Callable[[Request, list[int]], object]
 """Called with a request and its new tokens."""
 
 
-def committed(
+_log = logging.getLogger(__name__)
+
+
+def commit(
+    scheduler: Scheduler, call: PrefillCall | DecodeCall, output: StepOutput, on_update: OnUpdate
+) -> list[Update]:
+    """Commits the output of a call, and calls `on_update` with each of its updates."""
+    now, updates = time.monotonic(), []
+    for request, tokens in _committed(scheduler, call, output):
+        updates.append((request, tokens))
+        if tokens:
+            request.first_token_time = request.first_token_time or now
+        if request.is_finished:
+            request.finish_time = now
+        if request.error is not None:
+            at = len(request.output)
+            _log.error("request %s failed at output token %d: %s", request.id, at, request.error)
+        on_update(request, tokens)
+    return updates
+
+
+def _committed(
     scheduler: Scheduler, call: PrefillCall | DecodeCall, output: StepOutput
 ) -> Iterable[Update]:
     """The updates of a call, whose requests change as they are read."""

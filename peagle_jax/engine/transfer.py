@@ -66,6 +66,7 @@ class Resident:
         self.plan = place(jax.tree.map(jnp.array, self._narrow(idle)))
         self.mask = place(jnp.zeros(mask_shape, jnp.int32)) if self._takes_mask else None
         self._last, self._uploaded = idle, pack(self._narrow(idle))
+        self._sent: PrefillPlan | DecodePlan | None = None
 
     def compile(self) -> None:
         """Compiles the programs of the transfers: `jax.jit` does so on their first call."""
@@ -81,16 +82,18 @@ class Resident:
         the mask of a constrained row."""
         bits = None
         if plan is not self._last:
-            new = pack(self._narrow(plan))
-            if not np.array_equal(new, self._uploaded):
-                bits = self._uploaded = new
-            self._last = plan
+            bits = pack(self._narrow(plan))
+            if self._uploaded is not None and np.array_equal(bits, self._uploaded):
+                bits, self._last = None, plan
+            else:  # until `upload` ends, what lies on the device is unknown
+                self._sent, self._last, self._uploaded = plan, None, None
         return bits, None if mask is None else pack(mask)
 
     def upload(self, plan: np.ndarray | None, mask: np.ndarray | None) -> None:
         """Overwrites plan and mask with packed ones, each [n] int32; None keeps what is there."""
         if plan is not None:
             self.plan = _unpack_into(self.plan, plan)
+            self._last, self._uploaded = self._sent, plan
         if mask is not None:
             self.mask = _unpack_into(self.mask, mask)
 

@@ -276,7 +276,7 @@ class Devices:
     def leaves(self, weights: list) -> list:
         """The weights, or one device's shares of them, from the operands of a program.
 
-        A loop calls this in its body: XLA would copy a slice of a stack that is made outside of the loop.
+        A loop calls this in its body: XLA would copy a slice that is made outside of it.
         """
         return weights if self.mesh is None else self._stacks.leaves(weights)
 

@@ -80,7 +80,7 @@ def switch[Tree](index: jax.Array, branches: Sequence[Callable[[], Tree]]) -> Tr
 
 
 def repeat[Tree](count: int, body: Callable[[jax.Array, Tree], Tree], carry: Tree) -> Tree:
-    """`lax.fori_loop(0, count, body, carry)`, whose body may send messages: each takes the table and returns the next one."""
+    """`lax.fori_loop(0, count, body, carry)`, whose body may send messages: each run of it takes the table and returns the next one."""
     messages = _messages.get()
     if messages is None or messages.is_nested:
         return lax.fori_loop(0, count, body, carry)

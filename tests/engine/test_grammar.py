@@ -377,3 +377,23 @@ def test_a_mistake_in_a_grammar_is_named(plain, text, reason):
 def test_half_a_surrogate_pair_around_an_answer_is_refused(plain):
     with pytest.raises(ConfigError, match="half of a surrogate pair"):
         grammars(plain).compile(Structured("json_object", "", around="start: \ud800 @text"))
+
+
+def test_a_special_token_that_is_made_of_merges_can_be_spelled(tmp_path):
+    """As in vocabularies that were converted with a merge for every token."""
+    content = json.loads(backend().to_str())
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    for left, right in (("<", "b"), ("<b", "o"), ("<bo", "s"), ("<bos", ">")):
+        vocab.setdefault(left + right, len(vocab))
+        merges.append([left, right])
+    content["added_tokens"].append(
+        content["added_tokens"][0] | {"id": vocab["<bos>"], "content": "<bos>"}
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer(tmp_path)
+    matcher, tokens = grammars(tokenizer).compile(Structured("choice", '["a<bos>b"]')), []
+    while not matcher.is_complete:
+        row = allowed_by(matcher, [], size_of(tokenizer))[0]
+        tokens.append(int(np.flatnonzero(row)[0]))
+        matcher.consume(tokens[-1:])
+    assert tokenizer.decode(tokens) == "a<bos>b"

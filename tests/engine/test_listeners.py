@@ -83,19 +83,52 @@ def test_an_interrupt_while_a_result_is_awaited_loses_nothing(wanted, monkeypatc
     assert [request.output for request in requests] == wanted
 
 
-def test_calls_that_cannot_be_dispatched_end_their_requests(monkeypatch):
-    engine = new_engine(CONFIG)
+@pytest.mark.parametrize("name", ["round", "prefill", "on_call", "schedule"])
+def test_calls_that_cannot_be_dispatched_end_their_requests(wanted, monkeypatch, name):
+    """Nothing of them stays: neither their pages, nor what was said of the device's plan."""
+    engine = new_engine(replace(CONFIG, prefill_chunk=2, prefill_calls=1))
+    [one] = engine.generate([[5, 8, 13]], PARAMS)
     requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     for _ in range(3):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.programs, "round", interrupted)
+        if name == "schedule":
+            patch.setattr(engine.scheduler, name, interrupted_after(engine.scheduler.schedule))
+        else:
+            patch.setattr(engine.programs, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            engine.step()
+            finish(engine)
     finish(engine)
-    assert [request.finish_reason for request in requests] == ["abort"] * 3
+    assert "abort" in [request.finish_reason for request in requests]
     engine.scheduler.check_integrity()
+    again = [done.tokens for done in engine.generate(PROMPTS, PARAMS)]
+    assert again == wanted
+    assert engine.generate([[5, 8, 13]], PARAMS)[0].tokens == one.tokens
+
+
+def test_a_plan_that_was_not_uploaded_is_not_taken_for_the_devices(monkeypatch):
+    """With one slot the same request has the same plan again."""
+    engine = new_engine(replace(CONFIG, max_num_seqs=1))
+    first, second = (engine.generate([prompt], PARAMS)[0].tokens for prompt in PROMPTS[:2])
+    assert first != second
+    engine.flush_prefix_cache()
+    assert engine.generate([PROMPTS[0]], PARAMS)[0].tokens == first
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.programs, "on_call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPTS[1]], PARAMS)
+    assert engine.generate([PROMPTS[1]], PARAMS)[0].tokens == second
 
 
 def interrupted(*args, **named):
     raise KeyboardInterrupt
+
+
+def interrupted_after(function):
+    """The function, which does its work once more and then is interrupted."""
+
+    def call(*args, **named):
+        function(*args, **named)
+        raise KeyboardInterrupt
+
+    return call

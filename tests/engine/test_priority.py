@@ -67,7 +67,7 @@ def test_a_stream_of_urgent_requests_starves_others_only_while_it_lasts(num_case
         patient = engine.add([seed] * 9, max_tokens=20, priority=1)
         urgent = []
         for _ in range(200):
-            while engine.scheduler.num_waiting < 4:
+            while engine.scheduler.num_places > 1:
                 prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
                 urgent.append(engine.add(prompt, max_tokens=rng.randint(2, 20)))
             engine.step()

@@ -13,7 +13,7 @@ from serving.settings import Settings
 from tests.serving.test_metrics import moved, scrape
 from tests.waiting import LIMIT, eventually
 
-LONG = dict(model="tiny", temperature=1, stream=False)
+LONG = dict(model="tiny", temperature=0, stream=False)
 TALK = [{"role": "user", "content": "abc"}]
 
 
@@ -67,7 +67,7 @@ def test_a_message_ends_with_an_error(answer, stream):
 
 def test_a_client_that_leaves_counts_as_abort(server, pace):
     before = scrape(server)
-    body = dict(model="tiny", prompt="abc", max_tokens=80, n=3, ignore_eos=True)
+    body = dict(prompt="abc", max_tokens=80, n=3, ignore_eos=True, temperature=1)
     pace.release(2)
     with httpx.stream(
         "POST",
@@ -84,7 +84,7 @@ def test_a_client_that_leaves_counts_as_abort(server, pace):
 class Ended:
     """A stream of one sequence that has ended, as `Metrics.ended` reads it."""
 
-    n, cached_tokens, first_token, requests = 1, 0, None, ()
+    n, cached_tokens, first_token, requests, finish_reasons = 1, 0, None, (), ()
 
     def __init__(self, code: Code, end: float):
         self.code, self.end = code, end
