@@ -378,6 +378,7 @@ HOST_SIDE = {
     "lark",
     "schema_objects",
     "schema_rules",
+    "spellings",
 }
 
 
