@@ -210,7 +210,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         **({"top_k": options.top_k, "top_p": options.top_p} if is_filtered(options) else {}),
         **({"selector_rank": options.selector} if options.selector else {}),
         **({"rows_per_request": per_request} if options.rows else {}),
-        **({"rounds_per_call": engine.config.repeat} if is_repeated(options) else {}),
+        **({"rounds_per_call": engine.config.repeat} if options.is_repeated else {}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -231,7 +231,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
 
 def kind(options: Options) -> str:
     """Kind of the rows: those of a comparison, and of several devices, are not part of the tables of fixed K."""
-    if is_repeated(options):
+    if options.is_repeated:
         return "repeated-step"
     if options.tensor_parallel > 1 or options.replicas:
         return "parallel-step"
@@ -245,11 +245,6 @@ def kind(options: Options) -> str:
         return "filtered-step"
     is_fixed = all(variant.adaptive == "off" for variant in variants(options))
     return "decode-step" if is_fixed else "adaptive-step"
-
-
-def is_repeated(options: Options) -> bool:
-    """Whether a call runs several rounds because the command says so."""
-    return (options.rounds_per_call or 1) > 1
 
 
 def is_filtered(options: Options) -> bool:

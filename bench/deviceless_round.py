@@ -9,6 +9,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -187,25 +188,25 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
     weights, structure = jax.tree.flatten((target, drafter))
     weights = devices.take_weights(weights)
 
+    models = lambda weights: jax.tree.unflatten(structure, devices.leaves(weights))
+
     @devices.program
     def decode_round(weights, state, plan, mask, previous):
-        models = lambda: jax.tree.unflatten(structure, devices.leaves(weights))
         if sizes.rows:
             rows = dict(num_rows=sizes.rows)
-            return ragged_step(*models(), state, plan, mask, taps=taps, **rows)
+            return ragged_step(*models(weights), state, plan, mask, taps=taps, **rows)
         if sizes.rounds_per_call > 1:
             light = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
             plan = plan._replace(constrained=None, forced=None, newest=None)
-            repeat = dict(repeat=sizes.rounds_per_call)
-            light, output = speculative_rounds(models, light, plan, taps=taps, **repeat)
+            rounds = (functools.partial(models, weights), light, plan)
+            light, output = speculative_rounds(*rounds, taps=taps, repeat=sizes.rounds_per_call)
             kept = dict(params=state.params, controls=state.controls)
             return dataclasses.replace(light, **kept), output
-        return step.speculative_step(*models(), state, plan, mask, taps=taps)
+        return step.speculative_step(*models(weights), state, plan, mask, taps=taps)
 
     @devices.program
     def prefill(weights, state, plan, mask, previous):
-        target, drafter = jax.tree.unflatten(structure, devices.leaves(weights))
-        return step.prefill(target, drafter, state, plan, mask, taps=taps)
+        return step.prefill(*models(weights), state, plan, mask, taps=taps)
 
     words = mask_words(chosen.target.vocab_size)
     mask = lambda rows, T: np.zeros((rows, T, words), np.int32)

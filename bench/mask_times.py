@@ -105,7 +105,7 @@ def measure(
     }
     schema = {"type": "object", "properties": fields, "required": list(fields)}
     schema["additionalProperties"] = False
-    grammar = definition(Structured.json_schema(schema), None)
+    grammar = definition(Structured.json_schema(schema), None, {})
     text = words(json.dumps(_VALUES))
     threads = MaskThreads() if num_threads is None else _FixedThreads(num_threads)
     width = mask_words(len(words.tokens))

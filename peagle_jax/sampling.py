@@ -156,8 +156,8 @@ def cutoffs(
     """The `cutoff` of `probabilities`: the least scaled logit after temperature, top-k, top-p and min-p.
 
     Top-p keeps the least number of most likely tokens whose probability, among all tokens that top-k keeps,
-    is at least top_p. Ties with the last token are all kept by both. Reads every row once for each of
-    the passes and filters: call it only if some row filters.
+    is at least top_p. Ties with the last token are all kept by both. Reads every row 16 times for each filter:
+    call it only if some row filters.
 
     Args:
       logits: [..., V].

@@ -73,11 +73,13 @@ class _Bytes:
         return [self._of_byte[byte] for byte in text]
 
 
-def _check(given: Mapping[str, str | None], vocabulary: LLTokenizer) -> dict[str, str]:
+def _check(
+    given: Mapping[str, str | None], special: Mapping[str, int], tokenizer: LLTokenizer
+) -> dict[str, str]:
     try:
         structured = Structured(given["kind"], given["text"], around=given["around"])
-        text = definition(structured, given["frame"])
-        new_matcher(vocabulary, text)
+        text = definition(structured, given["frame"], special)
+        new_matcher(tokenizer, text)
     except ConfigError as error:
         return {"error": error.rule}
     return {"definition": text}
@@ -100,14 +102,16 @@ def _limit_time() -> None:
 
 def main() -> None:
     """Reads the vocabulary and constraints from stdin until its end."""
-    vocabulary = Vocabulary(**json.loads(sys.stdin.readline())).tokenizer()
+    vocabulary = Vocabulary(**json.loads(sys.stdin.readline()))
+    tokenizer = vocabulary.tokenizer()
     threading.stack_size(STACK)
     _limit_memory()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with ThreadPoolExecutor(1) as small_stack:
         for line in sys.stdin:
             _limit_time()
-            answer = small_stack.submit(_check, json.loads(line), vocabulary).result()
+            given = json.loads(line), vocabulary.special, tokenizer
+            answer = small_stack.submit(_check, *given).result()
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
 

@@ -135,6 +135,11 @@ class Options(RowOptions):
         """Rows of the largest prefill call of an engine for so many requests: no more, unless there are smaller calls."""
         return self.prefill_rows if self.small_prefills else min(self.prefill_rows, concurrency)
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a call runs several rounds because the command says so."""
+        return (self.rounds_per_call or 1) > 1
+
     def check(self) -> None:
         check_num_drafts(self.k)
         check_preset(self.preset)
@@ -148,7 +153,7 @@ class Options(RowOptions):
             )
         check_jobs(self)
         others = self.temperature > 0 or self.presence_penalty or self.rows
-        if (self.rounds_per_call or 1) > 1 and others:
+        if self.is_repeated and others:
             raise ConfigError(
                 "--rounds-per-call above 1 is for greedy rounds: set --temperature 0, and leave out "
                 "--presence-penalty and --rows"

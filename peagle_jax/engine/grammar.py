@@ -10,7 +10,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import llguidance
@@ -210,11 +210,12 @@ class Markers:
         return "\n".join([*rules, r"text: /(.|\n)*/"])
 
 
-def definition(structured: Structured, frame: str | None) -> str:
+def definition(structured: Structured, frame: str | None, special: Mapping[str, int]) -> str:
     """The constraint as llguidance reads it.
 
     Args:
       frame: see `Markers.frame`.
+      special: ids of the tokens that a grammar may name, by spelling.
 
     Raises:
       ConfigError: the text is too long, not a grammar, or a schema in it cannot be enforced (`schema_rules`).
@@ -238,6 +239,9 @@ def definition(structured: Structured, frame: str | None) -> str:
         raise ConfigError.of("structured", "a schema is nested too deeply") from None
     if frame is not None:
         grammars.insert(0, {"lark_grammar": frame})
+    for one in grammars:
+        if "lark_grammar" in one:
+            one["lark_grammar"] = lark.by_number(one["lark_grammar"], special)
     return json.dumps({"grammars": grammars})
 
 
@@ -335,16 +339,13 @@ class Grammars:
         Raises:
           ConfigError: the constraint is not valid, not supported, or too complex; `field` is "structured".
         """
-        return self.matcher(definition(structured, self.markers.frame(structured.reasoning)))
+        frame = self.markers.frame(structured.reasoning)
+        return self.matcher(definition(structured, frame, self._tokenizer.added))
 
     def matcher(self, definition: str) -> Matcher:
         """`compile` of a constraint that `definition` has translated."""
         self.prepare()
-        made = json.loads(definition)
-        for one in made["grammars"]:
-            if "lark_grammar" in one:
-                one["lark_grammar"] = lark.by_number(one["lark_grammar"], self._tokenizer.added)
-        matcher = new_matcher(self._vocabulary, json.dumps(made))
+        matcher = new_matcher(self._vocabulary, definition)
         return Matcher(matcher, self._threads, self._eos_ids, mask_words(self._vocab_size))
 
 

@@ -69,13 +69,8 @@ def switch[Tree](index: jax.Array, branches: Sequence[Callable[[], Tree]]) -> Tr
     if messages is None or messages.is_nested:
         return lax.switch(index, branches)
 
-    def sending(branch: Callable[[], Tree], links: jax.Array) -> tuple[Tree, jax.Array]:
-        own = Messages(links)
-        with over(size(), own):
-            return branch(), own.links
-
-    sending_branches = [functools.partial(sending, branch) for branch in branches]
-    result, messages.links = lax.switch(index, sending_branches, messages.links)
+    sending = [functools.partial(_sending, branch) for branch in branches]
+    result, messages.links = lax.switch(index, sending, messages.links)
     return result
 
 
@@ -85,13 +80,16 @@ def repeat[Tree](count: int, body: Callable[[jax.Array, Tree], Tree], carry: Tre
     if messages is None or messages.is_nested:
         return lax.fori_loop(0, count, body, carry)
 
-    def sending(i: jax.Array, carried: tuple[Tree, jax.Array]) -> tuple[Tree, jax.Array]:
-        own = Messages(carried[1])
-        with over(size(), own):
-            return body(i, carried[0]), own.links
-
+    sending = lambda i, carried: _sending(functools.partial(body, i, carried[0]), carried[1])
     result, messages.links = lax.fori_loop(0, count, sending, (carry, messages.links))
     return result
+
+
+def _sending[Tree](work: Callable[[], Tree], links: jax.Array) -> tuple[Tree, jax.Array]:
+    """What `work()` returns, and the table after the messages that it sends."""
+    own = Messages(links)
+    with over(size(), own):
+        return work(), own.links
 
 
 def _everywhere() -> dict:

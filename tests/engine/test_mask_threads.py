@@ -14,7 +14,7 @@ from peagle_jax.engine.mask_threads import MaskThreads
 from peagle_jax.plan import mask_words
 from peagle_jax.structured import Structured
 
-DEFINITION = definition(Structured.json_schema({"type": "string", "maxLength": 9}), None)
+DEFINITION = definition(Structured.json_schema({"type": "string", "maxLength": 9}), None, {})
 SIZE = 5
 
 
