@@ -43,6 +43,7 @@ from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
 from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
+from peagle_jax.weight_order import order_weights
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
 _COLLECTIVE = re.compile(r"k(All|Collective|ReduceScatter|Send|Recv)\w*")
@@ -184,6 +185,7 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         drafter = dataclasses.replace(drafter, head=head)  # `eval_shape` drops the shardings
         taps = head_config.taps or chosen.target.default_taps
     state = devices.state_shape(chosen.target, head_config, config)
+    order_weights(target, config.activations)
     target = with_activations(target, config)
     weights, structure = jax.tree.flatten((target, drafter))
     weights = devices.take_weights(weights)

@@ -20,6 +20,7 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.verify import verify
+from peagle_jax.weight_order import order_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,7 @@ class Models:
             known = None if texts is None else drawn_confidence(texts, num_draft)
             drafter = Scattered(made, self.preset.target.vocab_size, num_draft, known)
             accept = accept_rule(options, num_draft)
+        order_weights(self.target, options.activations)
         engine = Engine(self.target, head, config, drafter=drafter, accept=accept)
         if per_request:
             engine.policy = FixedRows(num_draft, engine.policy.times)

@@ -6,6 +6,8 @@ Weights W [..., N, K] are stored with K, the contraction axis, contiguous:
 - fp8: values float8_e4m3fn [..., N, K]; scale float32 [..., Sn, Sk] multiplies them. Sn is N (one for
   each row) or ceil(N / 128), Sk is 1 (one for all columns) or ceil(K / 128); the last block may be
   ragged.
+- fp8 tiles: the same numbers as [..., N / 64, K / 128, 8192], in the order of `pallas_kernels.fp8_tiles`, with
+  the scale of fp8: one axis more than it.
 - mxfp4: values uint8 [..., N, K / 2], e2m1 elements; scale uint8 [..., N, K / 32], e8m0: code s multiplies
   32 elements by 2^(s - 127), and 255 is NaN.
 - mxfp8: values float8_e4m3fn [..., N, K]; scale uint8 [..., ceil(N / 128), ceil(K / 128), 32, 16], one e8m0 code
@@ -24,14 +26,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mxfp8
+from pallas_kernels import fp8_tiles, mxfp8
 
 BLOCK = 128
 """Rows and columns of a block with one fp8 scale."""
 GROUP = 32
 """Columns of a group with one mxfp4 or mxfp8 scale."""
 
-Kind = Literal["plain", "fp8", "mxfp4", "mxfp8"]
+Kind = Literal["plain", "fp8", "fp8_tiles", "mxfp4", "mxfp8"]
 _PLAIN = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -49,7 +51,9 @@ def kind(values: jax.Array, scale: jax.Array | None) -> Kind:
                 f"{values.dtype=} without a scale: a plain weight is bfloat16 or float32"
             )
         return "plain"
-    *leading, N, width = values.shape
+    is_tiled = values.dtype == jnp.float8_e4m3fn and len(values.shape) == len(scale.shape) + 1
+    is_tiled &= values.shape[-1] == fp8_tiles.SIZE
+    *leading, N, width = fp8_tiles.logical_shape(values.shape) if is_tiled else values.shape
     if values.dtype == jnp.float8_e4m3fn and scale.dtype == jnp.uint8:
         shape = (*leading, *mxfp8.tiles(N, width))
         if scale.shape != shape:
@@ -79,13 +83,18 @@ def kind(values: jax.Array, scale: jax.Array | None) -> Kind:
         raise ValueError(
             f"{scale.shape=} does not fit {values.dtype} {values.shape=}: it must be [{sizes}]"
         )
+    if is_tiled:
+        return "fp8_tiles"
     return "fp8" if values.dtype == jnp.float8_e4m3fn else "mxfp4"
 
 
 def logical_shape(values: jax.Array, scale: jax.Array | None) -> tuple[int, ...]:
     """Shape [..., N, K] of the unpacked weight; raises as `kind` does."""
+    form = kind(values, scale)
+    if form == "fp8_tiles":
+        return fp8_tiles.logical_shape(values.shape)
     *leading, width = values.shape
-    return (*leading, 2 * width if kind(values, scale) == "mxfp4" else width)
+    return (*leading, 2 * width if form == "mxfp4" else width)
 
 
 def takes(values: jax.Array, scale: jax.Array | None, K: int) -> bool:
@@ -104,8 +113,8 @@ def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
     form = kind(values, scale)
     if form == "plain" and values.dtype != jnp.bfloat16:
         return f"plain weights must be bfloat16, not {values.dtype}"
-    *_, N, width = values.shape
-    if form == "fp8" and scale.shape[-2:] not in (
+    *_, N, width = fp8_tiles.logical_shape(values.shape) if form == "fp8_tiles" else values.shape
+    if form in ("fp8", "fp8_tiles") and scale.shape[-2:] not in (
         (-(-N // BLOCK), -(-width // BLOCK)),
         (N, 1),
     ):
@@ -121,6 +130,8 @@ def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
 
 def compile_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
     """Why kernels with such a weight do not compile for a GPU, or None. The interpreter runs them."""
+    if kind(values, scale) == "fp8_tiles":
+        return None
     *_, N, width = values.shape
     if N > 32 and N % 32:
         return f"the number of rows must be a multiple of 32: [{N}, {width}]"
@@ -144,6 +155,8 @@ def dequantize(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> 
             return values.astype(dtype)
         case "fp8":
             return (values.astype(jnp.float32) * _spread(scale, *values.shape[-2:])).astype(dtype)
+        case "fp8_tiles":
+            return dequantize(fp8_tiles.restore(values), scale, dtype)
         case "mxfp4":
             return _mxfp4(values, scale).astype(dtype)
         case "mxfp8":

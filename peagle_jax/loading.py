@@ -12,6 +12,7 @@ from peagle_jax.models import Decoder
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.quantized_activations import requantize
 from peagle_jax.text import Tokenizer
+from peagle_jax.weight_order import order_weights
 
 
 def load_weights(
@@ -47,6 +48,7 @@ def load_weights(
     target = load_target(target_folder, dtype=dtype, quantization=quantization, devices=devices)
     if activations == "mxfp8":
         requantize(target)
+    order_weights(target, activations)
     has_text = (target_folder / "tokenizer.json").is_file()
     tokenizer = Tokenizer(target_folder) if has_text else None
     if method == "none":

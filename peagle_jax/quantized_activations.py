@@ -16,6 +16,7 @@ from flax import nnx
 from pallas_kernels import dispatch, formats, mxfp8
 from pallas_kernels.block_gemm.api import MXFP8_CHIPS
 from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.weight_order import quantized_weights
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,11 @@ def with_activations(model: nnx.Module, config: EngineConfig) -> nnx.Module:
             f"activations={config.activations} is for fp8 weights, and the target has none; leave it out, or "
             "load a checkpoint in FP8 or with quantization=fp8"
         )
+    if any(formats.kind(*weight) == "fp8_tiles" for _, weight in quantized_weights(copy)):
+        raise ConfigError(
+            "activations=fp8 reads fp8 weights in the order of checkpoints, and those of the target are in tiles; give "
+            "load_weights the same activations, or call order_weights(target, 'fp8')"
+        )
     for _, module in nnx.iter_modules(copy):
         if hasattr(module, "activations"):
             module.activations = config.activations
@@ -56,10 +62,7 @@ def requantize(model: nnx.Module) -> None:
     """
     _check_device(dispatch.device())
     started, kinds = time.perf_counter(), []
-    for _, module in nnx.iter_modules(model):
-        if getattr(module, "scale", None) is None or not hasattr(module, "weight"):
-            continue
-        weight = module.weight.get_value(), module.scale.get_value()
+    for module, weight in quantized_weights(model):
         kinds.append(formats.kind(*weight))
         if kinds[-1] == "mxfp8":
             continue

@@ -14,6 +14,10 @@ CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with a kernel."""
 MXFP8_CHIPS = (100,)
 """Generations whose tensor cores multiply mxfp8 operands."""
+TILES_CHIPS = (90,)
+"""Generations whose products read fp8 weights in tiles (`pallas_kernels.fp8_tiles`)."""
+CHIPS_OF = {"mxfp8": MXFP8_CHIPS, "fp8_tiles": TILES_CHIPS}
+"""Generations with a kernel for weights of a kind, where they are not all."""
 
 
 def linear(
@@ -45,9 +49,10 @@ def linear(
     Raises:
       ValueError: the inner widths differ, or weight and scale match no format.
     """
-    if weight.ndim != 2:
+    shape = formats.logical_shape(weight, scale)
+    if len(shape) != 2:
         raise ValueError(f"a linear layer's weight has two axes: {weight.shape=}")
-    N, K = formats.logical_shape(weight, scale)
+    N, K = shape
     if not formats.takes(weight, scale, x.shape[-1]):
         raise ValueError(f"inner widths differ: {x.shape=} weight [{N}, {K}]")
     if bias is not None and bias.shape != (N,):
@@ -105,7 +110,7 @@ def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
         refusal = formats.kernel_refusal(weight, scale)
         if implementation is None:
             refusal = refusal or formats.compile_refusal(weight, scale)
-    chips = MXFP8_CHIPS if formats.kind(weight, scale) == "mxfp8" else CHIPS
+    chips = CHIPS_OF.get(formats.kind(weight, scale), CHIPS)
     return dispatch.resolve("block_gemm", implementation, chips=chips, refusal=refusal)
 
 
@@ -123,7 +128,8 @@ def _kernel(
     kind = formats.kind(weight, scale)
     if config is None:
         choose = mosaic_gpu.TuningConfig.choose
-        config = choose(x.shape[0], weight.shape[0], K, launch.device, kind, x.dtype)
+        N = formats.logical_shape(weight, scale)[0]
+        config = choose(x.shape[0], N, K, launch.device, kind, x.dtype)
     if kind == "mxfp8":
         x, x_scale = mxfp8.operand(x, config.tokens)
     parts = mosaic_gpu.product(x, weight, scale, config, launch, x_scale)

@@ -125,7 +125,7 @@ def product(
     The scales of mxfp8 rows are uint8 [ceil(R / tokens), ceil(K / 128), 32, 16] (`mxfp8.pack`).
     """
     R, K = x.shape
-    N = values.shape[0]
+    N = formats.logical_shape(values, scale)[0]
     form = Format.of(values, scale, launch.device, x.dtype)
     codec, mma = form.codec, form.mma
     # Steps past K multiply zeros: TMA fills tiles outside of the array with zeros.
@@ -139,9 +139,9 @@ def product(
 
     def body(
         x_gmem,  # [R, K] bfloat16 or e4m3
-        w_gmem,  # [N, K], mxfp4 [N, K / 2]
+        w_gmem,  # [N, K], mxfp4 [N, K / 2], fp8 tiles [N / 64, K / 128, 512, 16]
         *refs,  # the scales of w and x, if any; out_gmem float32 [splits, R, N]
-        w_smem,  # [groups * stages, 1, rows, width]
+        w_smem,  # [groups * stages, 1, rows, width], or fp8 tiles [groups * stages, 1, 512, 16]
         x_smem,  # [stages, tokens, step] bfloat16 or e4m3
         out_smem,  # [(groups,) stored tokens, rows] float32
         ready_barrier,
@@ -158,7 +158,7 @@ def product(
         scale_gmem = scale_refs[0] if scale_refs else None
         token_tile, row_tile, split = (lax.axis_index(name) for name in ("token", "row", "split"))
         first_row, out_row = tile_rows(form.rows, groups, row_tile, N)
-        rows, token_range = pl.ds(first_row, form.rows), pl.ds(token_tile * tokens, tokens)
+        token_range = pl.ds(token_tile * tokens, tokens)
         first_step = split * num_steps
 
         def group_of(i):
@@ -166,8 +166,9 @@ def product(
             return jnp.minimum(first_step + i, pl.cdiv(K, BLOCK) - 1)
 
         def fetch_weights(i, place):
-            columns = pl.ds((first_step + i) * codec.width, codec.width)
-            fetch_tile(w_gmem.at[rows, columns], w_smem.at[place, 0], ready_barrier.at[place])
+            form.fetch_weight(
+                w_gmem, first_row, first_step + i, w_smem.at[place, 0], ready_barrier.at[place]
+            )
             if codec.mma_scaled:
                 source_gmem = scale_gmem.at[row_tile, group_of(i)]
                 target_smem = w_scale_smem.at[place, 0, 0, 0]
@@ -262,4 +263,4 @@ def product(
     if codec.mma_scaled:
         x_scale = as_e8m0(x_scale)
     scales = [s for s in (form.kernel_scale(scale), x_scale) if s is not None]
-    return kernel(x, values, *scales)
+    return kernel(x, form.kernel_values(values), *scales)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import dispatch, formats, fp8_tiles
 
 TILE = 512
 """Weight rows that are dequantised at once; a multiple of `formats.BLOCK`."""
@@ -28,6 +28,8 @@ def linear(
     in_blocks: bool = False,
 ) -> jax.Array:
     """With `in_blocks` a row's bits on a CPU do not depend on the number of rows, see `_product_of_blocks`."""
+    if scale is not None and formats.kind(weight, scale) == "fp8_tiles":
+        weight = fp8_tiles.restore(weight)
     N = weight.shape[0]
     multiply = _product_of_blocks if in_blocks and dispatch.platform() == "cpu" else product
     if scale is None or N <= TILE:

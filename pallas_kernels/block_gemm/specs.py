@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats, mxfp8
+from pallas_kernels import formats, fp8_tiles, mxfp8
 from pallas_kernels.activations import Activations
 from pallas_kernels.block_gemm import api
 from pallas_kernels.device import Device
@@ -24,8 +24,8 @@ MMA_OF_QUANTIZED_ROWS = {
 MMA_OF_MXFP8 = {100: r"tcgen05\.mma.*\.kind::mxf8f6f4\.block_scale"}
 """The block-scaled instruction: both operands are e4m3 with e8m0 scales of 32 columns."""
 
-Form = Literal["bf16", "fp8", "fp8_rows", "mxfp4", "mxfp8"]
-"""Weight format: bfloat16, fp8 with one scale per block or per row, mxfp4 or mxfp8."""
+Form = Literal["bf16", "fp8", "fp8_rows", "fp8_tiles", "mxfp4", "mxfp8"]
+"""Weight format: bfloat16, fp8 with one scale per block or per row, fp8 blocks in tiles, mxfp4 or mxfp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Spec:
     @property
     def chips(self) -> tuple[int, ...]:
         """Generations with a kernel for it."""
-        return api.MXFP8_CHIPS if self.form == "mxfp8" else CHIPS
+        return api.CHIPS_OF.get(self.form, CHIPS)
 
     @property
     def mma(self) -> dict[int, str]:
@@ -71,6 +71,7 @@ def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dic
 # 8: one sequence with seven drafts; 12: an odd batch; 64, 256 and 1024: 8, 32 and 128 sequences; 4096: prefill.
 SPECS = {
     **_layers("qwen3-moe", (8, 12, 64, 256, 1024, 4096), qkv__fp8=(5120, 2048), o__fp8=(2048, 4096)),
+    **_layers("qwen3-moe-tiles", (8, 64, 256, 1024, 4096), qkv__fp8_tiles=(5120, 2048), o__fp8_tiles=(2048, 4096)),
     **_layers("qwen3-moe", (8, 64, 256, 1024, 4096), router=(128, 2048)),
     **_layers("qwen3-moe", (8, 12, 64, 256, 1024), lm_head=(151936, 2048)),
     # The drafter: fc reads three concatenated taps, and the first layer reads two concatenated inputs.
@@ -135,10 +136,12 @@ def weight_of(form: Form, *shape: int) -> list[jax.ShapeDtypeStruct]:
         case "mxfp8":
             scale = shaped((*leading, *mxfp8.tiles(N, K)), jnp.uint8)
             return [shaped(shape, jnp.float8_e4m3fn), scale]
-        case "fp8":
+        case "fp8" | "fp8_tiles":
             scale = -(-N // formats.BLOCK), -(-K // formats.BLOCK)
         case "fp8_rows":
             scale = N, 1
+    if form == "fp8_tiles":
+        shape = fp8_tiles.tiled_shape(shape)
     return [shaped(shape, jnp.float8_e4m3fn), shaped((*leading, *scale), jnp.float32)]
 
 

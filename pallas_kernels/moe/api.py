@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch, formats, mxfp8
 from pallas_kernels.activations import Activations, are_quantized, whole_tiles
-from pallas_kernels.block_gemm.api import MXFP8_CHIPS, add_in_order
+from pallas_kernels.block_gemm.api import CHIPS_OF, add_in_order
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
@@ -248,7 +248,7 @@ def _launch(
         tpu_refusal = mosaic_tpu.refusal(x, gate_up, down)
         if quantized:
             tpu_refusal = "it has no kernel for fp8 activations on a TPU"
-    chips = MXFP8_CHIPS if "mxfp8" in kinds else CHIPS
+    chips = next((CHIPS_OF[kind] for kind in kinds if kind in CHIPS_OF), CHIPS)
     return dispatch.resolve(
         "moe", implementation, chips=chips, refusal=refusal, tpu_refusal=tpu_refusal
     )
@@ -271,7 +271,9 @@ def _config(R: int, E: int, top_k: int, weights, activations: Activations, launc
     is_mixed = any(quantized) and not all(quantized)
     # Mixed products keep the powers of two up to 64, which both forms take.
     hopper = launch.device.sm == 90 and not is_mixed
-    return mosaic_gpu.TuningConfig.choose(R, E, top_k, hopper=hopper, quantized=all(quantized))
+    forms = dict(hopper=hopper, quantized=all(quantized))
+    forms["tiled"] = all(formats.kind(w.values, w.scale) == "fp8_tiles" for w in weights)
+    return mosaic_gpu.TuningConfig.choose(R, E, top_k, **forms)
 
 
 def _experts(

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import formats
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
@@ -43,14 +44,16 @@ class TuningConfig:
     stages: tuple[int, int]
 
     @classmethod
-    def choose(cls, R: int, E: int, top_k: int, *, hopper: bool, quantized: bool) -> "TuningConfig":
-        """Config for R rows, which are quantised or not.
+    def choose(
+        cls, R: int, E: int, top_k: int, *, hopper: bool, quantized: bool, tiled: bool = False
+    ) -> "TuningConfig":
+        """Config for R rows, which are quantised or not, and weights whose tiles are contiguous or not.
 
         An item loads and unpacks the weights of its expert again, so most experts should need the fewest items possible.
         An expert has `busy` rows on average, and their deviation is about the root of it.
         """
         if R <= 16:  # one item holds all rows
-            return cls(8 if R <= 8 else 16, True, (2, 3))
+            return cls(8 if R <= 8 else 16, True, (4 if tiled else 2, 3))
         busy = R * top_k / E
         tokens = next((t for t in (8, 16, 32) if t >= 1.5 * busy), 64)
         if R <= 64:
@@ -104,7 +107,7 @@ def _grouped(
         [items, ceil(K / 128), 32, 16] (`mxfp8.pack` with tiles of `tokens`), or one item if `shared`.
     """
     K = x.shape[1]
-    N = weight.values.shape[-2]
+    N = formats.logical_shape(weight.values, weight.scale)[-2]
     form = Format.of(weight.values, weight.scale, launch.device, x.dtype)
     codec, mma = form.codec, form.mma
     num_steps = pl.cdiv(K, codec.step)
@@ -116,7 +119,7 @@ def _grouped(
         x_gmem,  # [rows, K] bfloat16 or e4m3
         experts_gmem,  # [items or more] int32
         num_items_gmem,  # [1 or more] int32
-        w_gmem,  # [E, parts, N, K], mxfp4 [E, parts, N, K / 2]
+        w_gmem,  # [E, parts, N, K], mxfp4 [E, parts, N, K / 2], fp8 tiles [E, parts, N / 64, K / 128, 512, 16]
         *refs,  # scale, bias and scale of x, if any; out_gmem bfloat16 [items * tokens, N]
         w_smem,  # [stages, parts, rows, width]
         x_smem,  # [stages, tokens, step] bfloat16 or e4m3
@@ -144,10 +147,9 @@ def _grouped(
 
             def fetch(i, slot):
                 barrier = ready_barrier.at[slot]
-                columns = pl.ds(i * codec.width, codec.width)
                 for part in range(parts):
-                    source_gmem = w_gmem.at[expert, part, rows, columns]
-                    fetch_tile(source_gmem, w_smem.at[slot, part], barrier)
+                    tile_smem = w_smem.at[slot, part]
+                    form.fetch_weight(w_gmem.at[expert, part], first_row, i, tile_smem, barrier)
                     if codec.mma_scaled:
                         source_gmem = scale_gmem.at[expert, part, row_tile, i]
                         fetch_tile(source_gmem, w_scale_smem.at[slot, part, 0, 0], barrier)
@@ -236,7 +238,8 @@ def _grouped(
         x_scale = as_e8m0(x_scale)
     optional = form.kernel_scale(weight.scale), mma.pad_rows(weight.bias), x_scale
     optional = [array for array in optional if array is not None]
-    return kernel(x, experts, num_items, weight.values, *optional)
+    values = form.kernel_values(weight.values)
+    return kernel(x, experts, num_items, values, *optional)
 
 
 @functools.partial(jax.jit, static_argnames=("items", "limit", "config", "launch", "arranged"))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pallas_kernels.activations import Activations
+from pallas_kernels.block_gemm.api import CHIPS_OF
 from pallas_kernels.block_gemm.specs import MMA_OF_MXFP8, MMA_OF_QUANTIZED_ROWS, Form
 from pallas_kernels.moe import api
 
@@ -44,8 +45,8 @@ class Spec:
     def chips(self) -> tuple[int, ...]:
         """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and only Blackwell in
         data centres multiplies mxfp8."""
-        if self.form == "mxfp8":
-            return api.MXFP8_CHIPS
+        if self.form in CHIPS_OF:
+            return CHIPS_OF[self.form]
         return (90, 100) if self.kernel == "place" and self.rows > 8192 else CHIPS
 
     @property
@@ -74,6 +75,13 @@ GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
 SPECS = {
     **{
         f"qwen3-moe-{kernel.replace('_', '-')}-{R}": Spec(kernel=kernel, rows=R, items=items)
+        for kernel in ("gate_up", "down")
+        for R, items in _ITEMS.items()
+    },
+    **{
+        f"qwen3-moe-tiles-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, form="fp8_tiles"
+        )
         for kernel in ("gate_up", "down")
         for R, items in _ITEMS.items()
     },

@@ -87,7 +87,8 @@ def _config(spec: Spec):
     device = dispatch.device()
     hopper = spec.form != "mxfp8" and (device.platform == "cpu" or device.sm == 90)
     sizes = spec.rows, spec.experts, spec.top_k
-    return mosaic_gpu.TuningConfig.choose(*sizes, hopper=hopper, quantized=spec.quantized)
+    forms = dict(hopper=hopper, quantized=spec.quantized, tiled=spec.form == "fp8_tiles")
+    return mosaic_gpu.TuningConfig.choose(*sizes, **forms)
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:

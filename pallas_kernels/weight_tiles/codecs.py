@@ -7,6 +7,7 @@ A codec describes the tile of one pipeline step and where its scales apply. It d
     Plain       128 bfloat16                 none
     Fp8Blocks   128 e4m3                     float32, one per 128 x 128 block      the product of each step
     Fp8Rows     128 e4m3                     float32, one per row                  the total, after all steps
+    Fp8Tiles    8192 e4m3, a whole tile           as Fp8Blocks or Fp8Rows
     Mxfp4       256 e2m1 in 128 bytes        e8m0, one per row and 32 columns      the weights, in registers
     Mxfp8       128 e4m3                     e8m0, one per row and 32 columns      by the MMA
 
@@ -48,6 +49,7 @@ class Codec(ABC):
       rescale: constant factor on the product of each tile.
       x_dtype: elements of the activations, which the MMA multiplies.
       x_scaled: each row of x has one scale per step, a factor on the product of that step.
+      tiled: a tile is contiguous in device memory, in the order of its registers (`pallas_kernels.fp8_tiles`).
       mma_scaled: the MMA reads e8m0 scales of both operands (`pallas_kernels.mxfp8`), so that it adds the
         products of all steps itself.
     """
@@ -63,6 +65,7 @@ class Codec(ABC):
     x_dtype: ClassVar[jnp.dtype] = jnp.dtype(jnp.bfloat16)
     x_scaled: ClassVar[bool] = False
     mma_scaled: ClassVar[bool] = False
+    tiled: ClassVar[bool] = False
 
     @property
     def row_bytes(self) -> int:
@@ -128,6 +131,22 @@ class Fp8Rows(Fp8Blocks):
     row_scaled = True
 
 
+class Fp8Tiles(Fp8Blocks):
+    """`Fp8Blocks`, arranged in tiles."""
+
+    tiled = True
+
+    def unpacker(self, mma, tile_smem, scales_smem, step, interpret):
+        return mma.unpack_fp8_tile(tile_smem, interpret)
+
+
+class Fp8TilesRows(Fp8Tiles):
+    """`Fp8Rows`, arranged in tiles."""
+
+    block_scaled = False
+    row_scaled = True
+
+
 class Fp8BlocksNative(Fp8Blocks):
     """`Fp8Blocks` with e4m3 activations."""
 
@@ -178,8 +197,10 @@ def codec_of(
       ValueError: no format has these dtypes and shapes.
     """
     kind = formats.kind(values, scale)
-    if kind == "fp8" and scale.shape[-2] == values.shape[-2]:
-        return _CODECS["fp8_rows", jnp.dtype(x_dtype)]
+    if kind in ("fp8", "fp8_tiles"):
+        N = formats.logical_shape(values, scale)[-2]
+        if scale.shape[-2] == N:
+            return _CODECS[f"{kind}_rows", jnp.dtype(x_dtype)]
     return codec_of_kind(kind, x_dtype)
 
 
@@ -198,6 +219,8 @@ _CODECS: dict[tuple[str, jnp.dtype], Codec] = {
         "plain": (Plain(),),
         "fp8": (Fp8Blocks(), Fp8BlocksNative()),
         "fp8_rows": (Fp8Rows(), Fp8RowsNative()),
+        "fp8_tiles": (Fp8Tiles(),),
+        "fp8_tiles_rows": (Fp8TilesRows(),),
         "mxfp4": (Mxfp4(),),
     }.items()
     for codec in codecs

@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, mxfp8
+from pallas_kernels import formats, fp8_tiles, mxfp8
 from pallas_kernels.device import Device
 from pallas_kernels.weight_tiles import mxfp4
 from pallas_kernels.weight_tiles.codecs import STEP, Codec, codec_of, codec_of_kind
@@ -37,6 +38,8 @@ _SLOT_SCALES = 32
 """Fewest scales of x in a slot: TMA writes to multiples of 128 bytes."""
 _MMA_SCALES = mxfp8.tiles(mxfp8.TILE, STEP)
 """Scales of one operand and step, if the MMA reads them."""
+_LOADS = fp8_tiles.SIZE // fp8_tiles.LOAD, fp8_tiles.LOAD
+"""Shape of an fp8 tile whose numbers are in the order of registers."""
 _MMAS = {90: Wgmma(), 100: Tcgen05(), 120: MmaSync()}
 
 
@@ -129,9 +132,12 @@ class Format:
         transforms = swizzled(codec.dtype)
         if codec.staged:  # no tiling: K / 2 may not be a multiple of the tile width
             transforms = transforms[1:]
+        tile = self.rows, codec.width
+        if codec.tiled:  # bulk copies and loads of whole 16 bytes: no swizzle
+            transforms, tile = (), _LOADS
         shared = groups > 1
         out = (self._stored(tokens, groups), self.rows)
-        w, x = (groups * stages, parts, self.rows, codec.width), (stages, tokens, codec.step)
+        w, x = (groups * stages, parts, *tile), (stages, tokens, codec.step)
         copies_x = 1 + (codec.x_scaled or codec.mma_scaled)
         arrivals = parts * (1 + codec.mma_scaled) + (0 if shared else copies_x)
         scratch = dict(
@@ -171,6 +177,27 @@ class Format:
         if self.codec.mma_scaled:
             return as_e8m0(scale)
         return self.mma.pad_rows(scale, -2) if self.codec.row_scaled else scale
+
+    def kernel_values(self, values: jax.Array) -> jax.Array:
+        """The values as a kernel operand; no copy."""
+        return values.reshape(*values.shape[:-1], *_LOADS) if self.codec.tiled else values
+
+    def fetch_weight(
+        self, w_gmem: Any, first_row: Any, step: Any, tile_smem: Any, barrier: Any
+    ) -> None:
+        """Starts the copy of the tile of a step, from row `first_row` of a weight [N, K] on.
+
+        Elements outside of the weight are filled with zeros. A tile that is stored whole is never outside: steps
+        past the last one read it again, and the columns of x that they multiply are zeros.
+        """
+        if self.codec.tiled:
+            last = w_gmem.shape[-3] - 1
+            tile_gmem = w_gmem.at[lax.div(first_row, self.rows), jnp.minimum(step, last)]
+            bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+            plgpu.copy_gmem_to_smem(tile_gmem, tile_smem, barrier, oob_mode=bounds)
+        else:
+            columns = pl.ds(step * self.codec.width, self.codec.width)
+            fetch_tile(w_gmem.at[pl.ds(first_row, self.rows), columns], tile_smem, barrier)
 
     def zeros(self, parts: int, tokens: int, groups: int) -> list[jax.Array]:
         """Initial totals of `parts` tiles for `Mma.add_products`: float32 [rows, tokens / pieces]."""

@@ -118,6 +118,10 @@ class Mma(ABC):
     def unpack_fp8(self, tile_smem: Any) -> Callable[[int], jax.Array]:
         """Unpacker of an e4m3 tile [rows, 128], see `Codec.unpacker`. Exact."""
 
+    def unpack_fp8_tile(self, tile_smem: Any, interpret: Any) -> Callable[[int], jax.Array]:
+        """Unpacker of an e4m3 tile [512, 16] in the order of `pallas_kernels.fp8_tiles`. Exact."""
+        raise NotImplementedError(f"{type(self).__name__} has no order of fp8 tiles")
+
     @abstractmethod
     def unpack_mxfp4(
         self, tile_smem: Any, scales_smem: Any, step: Any, interpret: Any

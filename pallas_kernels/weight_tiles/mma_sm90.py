@@ -9,13 +9,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import fp8_tiles
+from pallas_kernels import mlir_compat as mlir
 from pallas_kernels.weight_tiles import mxfp4
 from pallas_kernels.weight_tiles.codecs import Codec
 from pallas_kernels.weight_tiles.mma import Mma, Operands, scaled_sums
+
+_LOADS = plgpu.Layout.TILED(
+    plgpu.Tiling(((128, fp8_tiles.LOAD), (32, fp8_tiles.LOAD))), (-4,), (-2,), -1
+)
+"""A tile [512, 16] in registers: each thread has four rows, 128 apart."""
 
 
 class Wgmma(Mma):
@@ -164,6 +172,14 @@ class Wgmma(Mma):
         tile_reg = packed_reg.astype(jnp.float32).astype(jnp.bfloat16)
         return lambda part: tile_reg
 
+    def unpack_fp8_tile(self, tile_smem: Any, interpret: Any) -> Callable[[int], jax.Array]:
+        if interpret is not None:
+            tile = fp8_tiles.restore(tile_smem[...].reshape(1, 1, fp8_tiles.SIZE))
+            return lambda part: tile.astype(jnp.bfloat16)
+        loaded_reg = plgpu.load(tile_smem, layout=_LOADS, optimized=False)
+        tile_reg = _in_operand_order(loaded_reg).astype(jnp.float32).astype(jnp.bfloat16)
+        return lambda part: tile_reg
+
     def unpack_mxfp4(
         self, tile_smem: Any, scales_smem: Any, step: Any, interpret: Any
     ) -> Callable[[int], jax.Array]:
@@ -186,3 +202,22 @@ class Wgmma(Mma):
         rows_gmem = source_gmem.at[pl.ds(first, self.rows)]
         column_reg = plgpu.load(rows_gmem, layout=self.layout.reduce(1), optimized=False)
         return lax.broadcast_in_dim(column_reg.astype(jnp.float32), (self.rows, tokens), (0,))
+
+
+@plgpu.inline_mgpu(
+    arg_types=(_LOADS,),
+    return_type=plgpu.ShapeDtypeStruct(
+        (fp8_tiles.ROWS, fp8_tiles.COLUMNS), jnp.float8_e4m3fn, layout=plgpu.Layout.WGMMA
+    ),
+)
+def _in_operand_order(_, loaded: Any) -> Any:
+    """Registers of a tile [512, 16] under the names that they have as wgmma's first operand; no instruction."""
+    shape, layout = (fp8_tiles.ROWS, fp8_tiles.COLUMNS), mlir.WGMMA_LAYOUT
+    out = np.empty(layout.registers_shape(shape), dtype=object)
+    pairs = fp8_tiles.LOAD // 2
+    out.flat = [
+        mlir.vector_slice(word, slice(2 * i, 2 * i + 2))
+        for word in loaded.registers.flat
+        for i in range(pairs)
+    ]
+    return mlir.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)

@@ -1,0 +1,65 @@
+"""The order of FP8 weights in memory: rows, as in checkpoints, or tiles (`pallas_kernels.fp8_tiles`).
+
+Hopper's kernels read tiles with fewer instructions, if they multiply bfloat16 activations. Quantised activations, other
+chips and the references of a CPU read rows. No number changes, and no sum.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels import dispatch, formats, fp8_tiles
+from pallas_kernels.block_gemm.api import TILES_CHIPS
+
+_log = logging.getLogger(__name__)
+
+
+def order_weights(model: nnx.Module, activations: str) -> None:
+    """Brings the fp8 weights of `model` into the order that its products read; shapes by shapes.
+
+    The device holds `model` and, for a moment, one weight twice.
+
+    Args:
+      activations: as in `EngineConfig`.
+    """
+    in_tiles = activations == "bf16" and dispatch.device().sm in TILES_CHIPS
+    started, count = time.perf_counter(), 0
+    for module, (values, scale) in quantized_weights(model):
+        kind = formats.kind(values, scale)
+        if in_tiles and kind == "fp8" and fp8_tiles.fits(*values.shape[-2:]):
+            convert = fp8_tiles.arrange
+        elif kind == "fp8_tiles" and not in_tiles:
+            convert = fp8_tiles.restore
+        else:
+            continue
+        module.weight = nnx.Param(_converted(convert, values))
+        count += 1
+    if count:
+        order = "tiles" if in_tiles else "rows"
+        _log.info("%d fp8 weights in %s in %.1f s", count, order, time.perf_counter() - started)
+
+
+def quantized_weights(
+    model: nnx.Module,
+) -> Iterator[tuple[nnx.Module, tuple[jax.Array, jax.Array]]]:
+    """The modules of `model` that have a quantised weight, each with its values and scale."""
+    for _, module in nnx.iter_modules(model):
+        if getattr(module, "scale", None) is not None and hasattr(module, "weight"):
+            yield module, (module.weight.get_value(), module.scale.get_value())
+
+
+def _converted(convert, values: jax.Array) -> jax.Array:
+    """`convert(values)` with the shares of `values`: the axes of rows and of columns stay the same two."""
+    sharding = values.sharding
+    if isinstance(sharding, NamedSharding):
+        spec = [*sharding.spec, *[None] * (len(values.shape) - len(sharding.spec))]
+        spec = [*spec, None] if convert is fp8_tiles.arrange else spec[:-1]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    if isinstance(values, jax.ShapeDtypeStruct):
+        shape = jax.eval_shape(convert, values).shape
+        return jax.ShapeDtypeStruct(shape, values.dtype, sharding=sharding)
+    return jax.block_until_ready(jax.jit(convert, out_shardings=sharding)(values))

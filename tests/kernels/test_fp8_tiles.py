@@ -1,0 +1,100 @@
+"""FP8 weights in tiles: their order by its definition, and products that have the bits of those with rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch, formats, fp8_tiles
+from pallas_kernels.block_gemm.api import linear
+from pallas_kernels.device import B200, H200, RTX5090
+from pallas_kernels.moe.api import moe
+from pallas_kernels.moe.reference import ExpertWeights
+from tests.kernels.compiled import dequantize, referenced
+
+THREADS, LANES = 128, 32
+
+
+def fp8(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(jnp.float8_e4m3fn)
+
+
+def scales(seed: int, *shape: int) -> jax.Array:
+    return jnp.exp(jax.random.normal(jax.random.key(seed), shape))
+
+
+def test_a_thread_finds_the_registers_of_the_first_operand_of_wgmma_in_loads_of_16_bytes():
+    """PTX, "Register fragments for wgmma.mma_async.m64nNk16", matrix A: of each 8 columns a thread has two in row
+    `g` and two in row `g + 8` of the 16 rows of its warp."""
+    numbers = np.arange(128 * 256).reshape(128, 256)
+    tile = np.asarray(fp8_tiles.arrange(jnp.asarray(numbers)))[1, 1].reshape(4, THREADS, 16)
+    block = numbers[64:, 128:]
+    for thread in range(THREADS):
+        warp, (g, t) = thread // LANES, divmod(thread % LANES, 4)
+        rows = [16 * warp + g, 16 * warp + g + 8]
+        wanted = [block[r, 8 * i + 2 * t + j] for i in range(16) for r in rows for j in range(2)]
+        assert tile[:, thread].ravel().tolist() == wanted
+
+
+def test_tiles_are_the_same_numbers_in_another_order():
+    values, scale = fp8(0, 3, 192, 256), scales(1, 3, 2, 2)
+    tiles = fp8_tiles.arrange(values)
+    assert tiles.shape == fp8_tiles.tiled_shape(values.shape) == (3, 3, 2, 8192)
+    assert (fp8_tiles.restore(tiles) == values).all()
+    assert formats.kind(tiles, scale) == "fp8_tiles"
+    assert formats.logical_shape(tiles, scale) == values.shape
+    both = [dequantize(x, scale, jnp.float32) for x in (tiles, values)]
+    assert np.array_equal(*both)
+
+
+def test_what_is_no_weight_in_tiles_is_refused():
+    with pytest.raises(ValueError, match="64 rows and 128 columns"):
+        fp8_tiles.arrange(fp8(0, 96, 128))
+    assert not fp8_tiles.fits(96, 128)
+    for shape, scale in (((1, 1, 4096), (1, 1)), ((2, 1, 8192), (2, 1))):
+        with pytest.raises(ValueError, match="does not fit"):
+            formats.kind(fp8(0, *shape), scales(0, *scale))
+
+
+@pytest.mark.parametrize("chip", [B200, RTX5090])
+def test_only_hopper_has_products_with_tiles(chip):
+    weight = fp8_tiles.arrange(fp8(0, 64, 128))
+    product = lambda: linear(
+        jnp.ones((8, 128), jnp.bfloat16), weight, scale=scales(0, 1, 1), implementation="mosaic_gpu"
+    )
+    with dispatch.assume(chip), pytest.raises(NotImplementedError):
+        jax.eval_shape(product)
+    with dispatch.assume(H200):
+        assert jax.eval_shape(product).shape == (8, 64)
+
+
+# N ends inside of a block of 128 rows; chunks of K, and two warpgroups with 70 rows; one scale for each row.
+@pytest.mark.parametrize(
+    ("R", "N", "K", "scale"),
+    [(5, 192, 384, (2, 3)), (20, 320, 640, (3, 5)), (70, 320, 640, (3, 5)), (13, 192, 384, (192, 1))],
+)  # fmt: skip
+def test_a_product_has_the_bits_of_one_with_rows(race_free, R, N, K, scale):
+    x = jax.random.normal(jax.random.key(2), (R, K), jnp.bfloat16)
+    values, scale = fp8(R, N, K), scales(3, *scale)
+    product = lambda weight: linear(
+        x, weight, scale=scale, implementation="mosaic_gpu", out_dtype=jnp.float32
+    )
+    tiles = fp8_tiles.arrange(values)
+    found = product(tiles)
+    assert np.array_equal(found, product(values))
+    wanted = referenced(linear, x.astype(jnp.float32), tiles, scale=scale)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("R", [3, 20])
+def test_experts_have_the_bits_of_those_with_rows(race_free, R):
+    E, D, F, top_k = 4, 256, 128, 2
+    keys = jax.random.split(jax.random.key(R), 3)
+    x = jax.random.normal(keys[0], (R, D), jnp.bfloat16)
+    ids = jnp.argsort(jax.random.normal(keys[1], (R, E)), axis=1)[:, :top_k].astype(jnp.int32)
+    weights = jax.random.uniform(keys[2], (R, top_k))
+    gate_up = ExpertWeights(fp8(1, E, 2, F, D), 0.1 * scales(2, E, 2, 1, 2), None)
+    down = ExpertWeights(fp8(3, E, D, F), scales(4, E, 2, 1), None)
+    tiled = [w._replace(values=fp8_tiles.arrange(w.values)) for w in (gate_up, down)]
+    found = moe(x, ids, weights, *tiled, implementation="mosaic_gpu")
+    assert np.array_equal(found, moe(x, ids, weights, gate_up, down, implementation="mosaic_gpu"))

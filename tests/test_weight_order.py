@@ -1,0 +1,103 @@
+"""The order of fp8 weights: which engines read tiles, and texts that do not depend on it."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_kernels import dispatch, formats
+from pallas_kernels.device import B200, CPU, H200
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.config import ConfigError, ExpertsConfig
+from peagle_jax.layers import Linear
+from peagle_jax.models.experts import ExpertLinear
+from peagle_jax.parallel.devices import Devices
+from peagle_jax.quant import quantize_fp8
+from peagle_jax.weight_order import order_weights, quantized_weights
+from tests import programs, tiny
+from tests.programs import one_bucket
+
+SIZES = dict(
+    **tiny.ONE_LAYER,
+    vocab_size=256, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=128, intermediate_size=256,
+    family="qwen3_moe", experts=ExpertsConfig(num_experts=4, top_k=2),
+)  # fmt: skip
+"""Shares of two devices are whole tiles."""
+CONFIG = EngineConfig(
+    num_draft=0, max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=16, prefill_rows=2
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared(controls=False):
+        yield
+
+
+def in_fp8():
+    model = tiny.target(**SIZES)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear | ExpertLinear):
+            values, scale = map(jax.numpy.asarray, quantize_fp8(np.asarray(module.weight[...])))
+            module.weight, module.scale = nnx.Param(values), nnx.Param(scale)
+    return model
+
+
+def kinds(model) -> set[str]:
+    return {formats.kind(*weight) for _, weight in quantized_weights(model)}
+
+
+def ordered(model, chip, activations: str = "bf16"):
+    with dispatch.assume(chip):
+        order_weights(model, activations)
+    return model
+
+
+def texts(target, **changes) -> list[list[int]]:
+    engine = one_bucket(Engine(target, None, replace(CONFIG, **changes)))
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(2, 128, n).tolist() for n in (1, 7, 30)]
+    return [done.tokens for done in engine.generate(prompts, SamplingParams(max_tokens=8))]
+
+
+def test_hopper_reads_tiles_and_others_rows():
+    model = in_fp8()
+    before = jax.tree.leaves(model)
+    assert kinds(ordered(model, B200)) == kinds(ordered(model, H200, "fp8")) == {"fp8"}
+    assert all(one is other for one, other in zip(before, jax.tree.leaves(model), strict=True))
+    assert kinds(ordered(model, H200)) >= {"fp8_tiles"}
+    for chip, activations in ((H200, "fp8"), (CPU, "bf16")):
+        assert kinds(ordered(ordered(model, H200), chip, activations)) == {"fp8"}
+    pairs = zip(before, jax.tree.leaves(model), strict=True)
+    assert all((one == other).all() for one, other in pairs)
+
+
+def test_shapes_change_as_weights_do():
+    shaped = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    shapes = ordered(jax.tree.map(shaped, in_fp8()), H200)
+    wanted = jax.tree.map(shaped, ordered(in_fp8(), H200))
+    assert jax.tree.leaves(shapes) == jax.tree.leaves(wanted)
+
+
+def test_the_text_does_not_depend_on_the_order():
+    model = in_fp8()
+    wanted = texts(model)
+    assert texts(ordered(model, H200)) == wanted
+
+
+@pytest.mark.slow
+def test_two_devices_share_tiles():
+    wanted = texts(in_fp8(), tensor_parallel=2)
+    model = ordered(Devices(2).placed(in_fp8()), H200)
+    assert kinds(model) >= {"fp8_tiles"}
+    shared = [v for _, (v, _) in quantized_weights(model) if not v.sharding.is_fully_replicated]
+    assert shared
+    assert texts(model, tensor_parallel=2) == wanted
+
+
+def test_quantised_activations_refuse_tiles():
+    model = ordered(in_fp8(), H200)
+    with pytest.raises(ConfigError, match=r"order_weights\(target, 'fp8'\)"):
+        Engine(model, None, replace(CONFIG, activations="fp8"))
