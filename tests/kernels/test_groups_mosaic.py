@@ -1,13 +1,14 @@
 """Several warpgroups of a block, and tiles of 128 tokens: the bits of one warpgroup and small tiles."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import dispatch, formats, fp8_tiles
 from pallas_kernels.block_gemm import mosaic_gpu as block_gemm
 from pallas_kernels.device import B200, H200
 
@@ -32,6 +33,9 @@ def weight(form: str, *shape: int, seed: int = 0) -> tuple[jax.Array, jax.Array 
         codes = 112 + 20 * (jnp.arange(K // formats.GROUP) // 8 % 2)
         return values, jnp.broadcast_to(codes, (*leading, N, K // formats.GROUP)).astype(jnp.uint8)
     values = whole(shape, seed)
+    if form == "fp8_tiles":
+        values, scale = weight("fp8", *shape, seed=seed)
+        return fp8_tiles.arrange(values), scale
     if form == "bf16":
         return (values * jnp.array([1, 2.0**-13, 2.0**9])[step % 3]).astype(jnp.bfloat16), None
     cut = (N, 1) if form == "fp8_rows" else (-(-N // formats.BLOCK), -(-K // formats.BLOCK))
@@ -46,11 +50,12 @@ def launch(device=H200) -> dispatch.Launch:
 
 
 @functools.cache
-def product(form: str, shape: tuple[int, int, int], *config) -> np.ndarray:
+def product(form: str, shape: tuple[int, int, int], *config, num_sms: int = 132) -> np.ndarray:
     R, N, K = shape
     x = whole((R, K), 1).astype(jnp.bfloat16)
     config = block_gemm.TuningConfig(*config)
-    return np.asarray(block_gemm.product(x, *weight(form, N, K), config, launch()))
+    on_chip = launch()._replace(device=replace(H200, num_sms=num_sms))
+    return np.asarray(block_gemm.product(x, *weight(form, N, K), config, on_chip))
 
 
 SHAPES = {
@@ -80,6 +85,33 @@ def test_products_have_the_same_bits(form, tokens, groups, split):
     shape = SHAPES[form]
     wanted = product(form, shape, 64, 2, split, 3)
     assert np.array_equal(product(form, shape, tokens, 2, split, 2, groups), wanted)
+
+
+@race_free
+@pytest.mark.parametrize(
+    ("form", "shape", "split", "num_sms"),
+    [
+        (
+            "bf16",
+            (200, 144, 320),
+            False,
+            3,
+        ),  # blocks of 3, 3 and 2 units; the last row tile is half empty
+        (
+            "bf16",
+            (136, 144, 320),
+            True,
+            1,
+        ),  # 12 units of one block; rows and columns end within a tile
+        ("fp8", (72, 272, 640), True, 5),  # 3 row tiles, 2 token tiles, 2 splits
+        ("fp8_rows", (72, 80, 384), False, 1),
+        ("fp8_tiles", (136, 192, 640), True, 5),
+    ],
+)
+def test_a_block_of_several_units_has_the_bits_of_one_for_each(form, shape, split, num_sms):
+    config = 64, 2, split, 3, 2
+    found = product(form, shape, *config, num_sms=num_sms)
+    assert np.array_equal(found, product(form, shape, *config))
 
 
 @pytest.mark.slow

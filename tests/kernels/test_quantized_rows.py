@@ -1,5 +1,7 @@
 """Products with quantised activations: definition, kernels, and rows whose bits do not depend on others."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,8 +10,9 @@ import pytest
 
 from pallas_kernels import activations, dispatch
 from pallas_kernels.activations import are_quantized, quantize, rounded
-from pallas_kernels.block_gemm import specs
+from pallas_kernels.block_gemm import mosaic_gpu, specs
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
+from pallas_kernels.device import H200
 from pallas_kernels.moe.api import ExpertWeights, moe
 from pallas_kernels.quantize import api
 from tests.kernels.compiled import dequantize, referenced
@@ -160,6 +163,19 @@ def test_a_quantised_row_does_not_depend_on_its_company():
 
 
 E, TOP_K, D, F = 4, 2, 128, 128
+
+
+@race_free
+@pytest.mark.parametrize("split", [False, True])
+def test_a_block_of_several_tiles_has_the_bits_of_one_for_each(split):
+    x, (values, scale) = rows_of(136, 640), weight_of(272, 640)
+    config = mosaic_gpu.TuningConfig(64, 2, split, 3, 2)
+    quantized, x_scale = api.quantize(x, launch())
+    few, many = (launch()._replace(device=replace(H200, num_sms=n)) for n in (5, 132))
+    found, wanted = (
+        mosaic_gpu.product(quantized, values, scale, config, on, x_scale) for on in (few, many)
+    )
+    assert np.array_equal(found, wanted)
 
 
 def experts_of(R: int):
