@@ -64,16 +64,19 @@ class Delta(NamedTuple):
     of the stream, to be summed over S. Routed: `values` is a
     buffer [P, D], float32 or bfloat16; row r of the stream adds the sum over s of
     `weights[s, r] * values[rows[s, r]]`, with `weights` float32 and `rows` int32 [S, R'] (R' >= R,
-    surplus columns are ignored). A dense sum may have a `bias` [D], which is added to it.
+    surplus columns are ignored). A dense sum may have a `bias` [D], which is added to it. The sum may pass through
+    a `norm` before it is added, and the stream is then multiplied by a `factor` [1], if there is one.
     """
 
     values: jax.Array
     weights: jax.Array | None = None
     rows: jax.Array | None = None
     bias: jax.Array | None = None
+    norm: "RMSNorm | None" = None
+    factor: jax.Array | None = None
 
     def added_to(self, h: jax.Array) -> jax.Array:
-        """h [..., D] plus the sum, in float32, rounded once to h's dtype."""
+        """The stream after h [..., D]; sum, norm and product are each rounded once, to h's dtype."""
         if self.rows is None:
             total = add_in_order(self.values.astype(jnp.float32))
             if self.bias is not None:
@@ -82,7 +85,12 @@ class Delta(NamedTuple):
             R = h.size // h.shape[-1]
             parts = self.values[self.rows[:, :R]] * self.weights[:, :R, None]
             total = add_in_order(parts).reshape(h.shape)
-        return (h.astype(jnp.float32) + total).astype(h.dtype)
+        if self.norm is not None:
+            total = self.norm(total.astype(h.dtype)).astype(jnp.float32)
+        h = (h.astype(jnp.float32) + total).astype(h.dtype)
+        if self.factor is None:
+            return h
+        return (h.astype(jnp.float32) * self.factor.astype(jnp.float32)).astype(h.dtype)
 
 
 class Linear(nnx.Module):
@@ -126,11 +134,12 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], eps=self.eps)
 
     def after(self, h: jax.Array, delta: Delta | None) -> tuple[jax.Array, jax.Array]:
-        """(h + delta, norm of it); without a delta (h, norm of h)."""
+        """(`delta.added_to(h)`, norm of it) in one kernel; without a delta (h, norm of h)."""
         if delta is None:
             return h, self(h)
-        values, weights, rows, bias = delta
-        given = dict(weights=weights, rows=rows, bias=bias)
+        values, weights, rows, bias, norm, factor = delta
+        inner = None if norm is None else (norm.weight[...], norm.eps)
+        given = dict(weights=weights, rows=rows, bias=bias, inner=inner, factor=factor)
         return add_rms_norm(h, values, self.weight[...], eps=self.eps, **given)
 
 

@@ -48,12 +48,15 @@ def add_rms_norm(
     weights: jax.Array | None = None,
     rows: jax.Array | None = None,
     bias: jax.Array | None = None,
+    inner: tuple[jax.Array, float] | None = None,
+    factor: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds `delta` to the residual stream and norms the sum.
 
     `delta` may be parts: the partial sums of a K-split product, or the results of a row's experts. The
-    sum is `sum_s weights[s, r] * delta[rows[s, r]]`, in float32 and by ascending s.
+    sum is `sum_s weights[s, r] * delta[rows[s, r]]`, in float32 and by ascending s. It may be normed before
+    it is added (`inner`), and what it makes of h multiplied (`factor`), as in Gemma.
 
     Args:
       h: [..., D].
@@ -64,34 +67,40 @@ def add_rms_norm(
         `delta[rows[s, r]]`.
       weights: float32 [S, R'], required with rows and refused without.
       bias: [D], added to the sum of the parts; refused with rows.
+      inner: (scale [D], eps); the sum of the parts is rounded to `h.dtype`, and its `rms_norm` is added.
+      factor: [1], multiplies `h + delta`.
     Returns:
-      `h + delta`, and `rms_norm` of it; both [..., D] in `h.dtype`. The sum is rounded once, before
-      it is normed. The bits of a row do not depend on other rows.
+      `(h + delta) * factor`, and `rms_norm` of it; both [..., D] in `h.dtype`. Every sum, norm and product
+      is rounded to `h.dtype` once, before the next operation. The bits of a row do not depend on other rows.
     Raises:
       ValueError: shapes do not fit.
       NotImplementedError: the kernel is requested and does not support these arguments.
     """
-    _check(h, delta, scale, weights, rows, bias)
+    _check(h, delta, scale, weights, rows, bias, inner, factor)
     launch = _resolve(implementation, h, delta)
     if launch is None:
-        return reference.add_rms_norm(h, delta, scale, eps, weights, rows, bias)
+        return reference.add_rms_norm(h, delta, scale, eps, weights, rows, bias, inner, factor)
     from pallas_kernels.rms_norm import mosaic_gpu  # slow to import
 
     D = h.shape[-1]
     if rows is None:
         delta = delta.reshape(1 if delta.ndim == h.ndim else delta.shape[0], -1, D)
+    inner_scale, inner_eps = inner or (None, None)
+    added = mosaic_gpu.Added(delta, weights, rows, bias, inner_scale, factor)
     added, normed = mosaic_gpu.add_rms_norm(
-        h.reshape(-1, D), delta, scale, weights, rows, bias, eps=eps, launch=launch
+        h.reshape(-1, D), added, scale, eps=eps, inner_eps=inner_eps, launch=launch
     )
     return added.reshape(h.shape), normed.reshape(h.shape)
 
 
-def _check(h, delta, scale, weights, rows, bias) -> None:
-    for name, row in (("scale", scale), ("bias", bias)):
+def _check(h, delta, scale, weights, rows, bias, inner, factor) -> None:
+    for name, row in (("scale", scale), ("bias", bias), ("inner scale", inner and inner[0])):
         if row is not None and row.shape != h.shape[-1:]:
             raise ValueError(
                 f"{name}.shape={row.shape} must be {h.shape[-1:]}, one for each column of h"
             )
+    if factor is not None and factor.shape != (1,):
+        raise ValueError(f"{factor.shape=} must be (1,)")
     if rows is not None and bias is not None:
         raise ValueError("a bias is for parts without rows")
     if rows is not None:

@@ -7,11 +7,14 @@ other rows.
 
 Hazard: Mosaic's cross-warp reduction uses one scratch buffer per block but synchronises one warpgroup
 only. If warpgroups reduced different numbers at the same time, they would race. So the warpgroups first
-exchange their squares through shared memory, and then all reduce the same numbers.
+exchange their squares through shared memory, and then all reduce the same numbers. Two norms of a row are two
+such reductions. The second takes squares and a phase of the barrier of its own: no warpgroup begins it before all
+have stored squares that depend on the result of the first.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,132 +60,174 @@ def tuning(tiles: int) -> TuningConfig:
     return TuningConfig(strip, 1, needed)
 
 
+class Added(NamedTuple):
+    """What becomes of h before it is normed, see `api.add_rms_norm`. In the kernel these are refs.
+
+    Attributes:
+      parts: [S, R, D], or with sources a buffer [P, D].
+      weights: [S, R'] float32 with sources: part s of row r is parts[sources[s, r]] * weights[s, r].
+      sources: [S, R'] int32.
+      bias: [D].
+      inner_scale: [D], of the norm of the sum of the parts.
+      factor: [1], of h plus that sum.
+    """
+
+    parts: Any
+    weights: Any = None
+    sources: Any = None
+    bias: Any = None
+    inner_scale: Any = None
+    factor: Any = None
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "launch"))
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, launch: Launch) -> jax.Array:
     """x [R, D], scale [D] -> [R, D]."""
-    (normed,) = _launch(x, None, None, None, None, scale, eps, launch)
+    (normed,) = _launch(x, None, scale, eps, None, launch)
     return normed
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "launch"))
+@functools.partial(jax.jit, static_argnames=("eps", "inner_eps", "launch"))
 def add_rms_norm(
     h: jax.Array,
-    parts: jax.Array,
+    added: Added,
     scale: jax.Array,
-    weights: jax.Array | None,
-    sources: jax.Array | None,
-    bias: jax.Array | None,
     *,
     eps: float,
+    inner_eps: float | None,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """h [R, D], parts [S, R, D], scale [D][, bias [D]] -> sum [R, D], normed [R, D].
+    """h [R, D], scale [D] -> sum [R, D], normed [R, D].
 
-    With sources [S, R'], parts is a buffer [P, D]: part s of row r is parts[sources[s, r]] * weights[s, r].
     bfloat16 parts stay bfloat16 in registers until they are added, to halve the register count.
     """
-    return _launch(h, parts, weights, sources, bias, scale, eps, launch)
+    return _launch(h, added, scale, eps, inner_eps, launch)
 
 
 def _launch(
-    h, parts, weights, sources, bias, scale, eps: float, launch: Launch
+    h, added: Added | None, scale, eps: float, inner_eps: float | None, launch: Launch
 ) -> tuple[jax.Array, ...]:
     R, D = h.shape
-    S = 0 if parts is None else parts.shape[0] if sources is None else sources.shape[0]
     tiles = D // _TILE
     config = tuning(tiles)
     shape = (config.strip, _TILE)
     layout = plgpu.Layout.WG_STRIDED(shape, config.strip * _TILE // 128)
     load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)
+    num_norms = 1 if added is None or added.inner_scale is None else 2
 
     def norm_row(
         h_gmem,  # [R, tiles, 64]
-        parts_gmem,  # [S * R or P, tiles, 64] or None
-        weights_gmem,  # [S, R'] or None
-        sources_gmem,  # [S, R'] or None
-        bias_gmem,  # [tiles, 64] or None
+        added_gmem,  # Added, [..., tiles, 64] for [..., D]; or None
         scale_gmem,  # [tiles, 64]
         outs_gmem,  # each [R, tiles, 64]: the sum, if any, and the norm
-        squares_smem,  # [groups, strip, 64] float32
-        stored_barrier,  # all warpgroups have stored their squares
+        squares_smem,  # [num_norms, groups, strip, 64] float32
+        stored_barrier,  # all warpgroups have stored their squares; completes once a norm
     ):
         r, g = lax.axis_index("row"), lax.axis_index("group")
         begins = [(g * config.strips + i) * config.strip for i in range(config.strips)]
         strips = [pl.ds(lax.min(begin, tiles - config.strip), config.strip) for begin in begins]
+
+        def columns(ref):
+            return [None if ref is None else load(ref.at[strip]) for strip in strips]
+
+        def inverse_root(rows, eps, norm):
+            """1 / root mean square of a row; `rows` are the float32 strips of this warpgroup."""
+            squares = [x * x for x in rows]
+            if tiles != config.strip * config.groups * config.strips:
+                # Mask the tiles that overlap the strip before, so that they count once.
+                tile = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+                squares = [
+                    jnp.where(tile + strip.start >= begin, square, 0.0)
+                    for square, strip, begin in zip(squares, strips, begins, strict=True)
+                ]
+            square = _summed(squares)
+            if config.groups > 1:
+                squares_smem[norm, g] = square
+                plgpu.commit_smem()  # orders the stores of all threads of the warpgroup before the arrive
+                plgpu.barrier_arrive(stored_barrier)
+                plgpu.barrier_wait(stored_barrier)
+                square = _summed([load(squares_smem.at[norm, i]) for i in range(config.groups)])
+            return lax.rsqrt(jnp.sum(square) / D + eps)
+
+        def normed(x, root, scale):
+            return (x * root * scale.astype(jnp.float32)).astype(h.dtype)
+
         rows = [load(h_gmem.at[r, strip]) for strip in strips]
-        if S:
-            part = lambda s: s * R + r if sources is None else sources_gmem[s, r]
+        if added is not None:
+            parts_gmem, weights_gmem, sources_gmem, *_ = added_gmem
+            S = parts_gmem.shape[0] // R if sources_gmem is None else sources_gmem.shape[0]
+            part = lambda s: s * R + r if sources_gmem is None else sources_gmem[s, r]
             part_rows = [part(s) for s in range(S)]
-            deltas = [[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips]
-            shares = None if weights is None else [weights_gmem[s, r] for s in range(S)]
-            biases = [None if bias is None else load(bias_gmem.at[strip]) for strip in strips]
-        scales = [load(scale_gmem.at[strip]) for strip in strips]
-        if S:
-            rows = [_added(*added, shares) for added in zip(rows, deltas, biases, strict=True)]
+            parts = [[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips]
+            shares = None if weights_gmem is None else [weights_gmem[s, r] for s in range(S)]
+            biases, inner_scales = columns(added_gmem.bias), columns(added_gmem.inner_scale)
+            factor = None if added.factor is None else added_gmem.factor[0]
+        scales = columns(scale_gmem)
+        if added is not None:
+            sums = (_terms(*terms, shares) for terms in zip(rows, parts, biases, strict=True))
+            if added.inner_scale is not None:
+                rows, totals = zip(*sums, strict=True)
+                deltas = [total.astype(h.dtype).astype(jnp.float32) for total in totals]
+                root = inverse_root(deltas, inner_eps, 0)
+                terms = zip(rows, deltas, inner_scales, strict=True)
+                sums = [(x, normed(delta, root, scale)) for x, delta, scale in terms]
+            rows = [_added(*terms, factor, h.dtype) for terms in sums]
             for x, strip in zip(rows, strips, strict=True):
                 outs_gmem[0][r, strip] = x
         rows = [x.astype(jnp.float32) for x in rows]
-        squares = [x * x for x in rows]
-        if tiles != config.strip * config.groups * config.strips:
-            # Mask the tiles that overlap the strip before, so that they count once.
-            tile = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-            squares = [
-                jnp.where(tile + strip.start >= begin, square, 0.0)
-                for square, strip, begin in zip(squares, strips, begins, strict=True)
-            ]
-        square = _summed(squares)
-        if config.groups > 1:
-            squares_smem[g] = square
-            plgpu.commit_smem()  # orders the stores of all threads of the warpgroup before the arrive
-            plgpu.barrier_arrive(stored_barrier)
-            plgpu.barrier_wait(stored_barrier)
-            square = _summed([load(squares_smem.at[i]) for i in range(config.groups)])
-        factor = lax.rsqrt(jnp.sum(square) / D + eps)
-        for x, scaled, strip in zip(rows, scales, strips, strict=True):
-            outs_gmem[-1][r, strip] = (x * factor * scaled.astype(jnp.float32)).astype(h.dtype)
+        root = inverse_root(rows, eps, num_norms - 1)
+        for x, scale, strip in zip(rows, scales, strips, strict=True):
+            outs_gmem[-1][r, strip] = normed(x, root, scale)
 
     def body(*refs):
-        refs = list(refs)
-        h_gmem = refs.pop(0)
-        parts_gmem = refs.pop(0) if S else None
-        weights_gmem = refs.pop(0) if weights is not None else None
-        sources_gmem = refs.pop(0) if sources is not None else None
-        bias_gmem = refs.pop(0) if bias is not None else None
-        scale_gmem, *outs_gmem, squares_smem, stored_barrier = refs
-        added = (parts_gmem, weights_gmem, sources_gmem, bias_gmem)
-        norm_row(h_gmem, *added, scale_gmem, outs_gmem, squares_smem, stored_barrier)
+        *given, squares_smem, stored_barrier = refs
+        operands_gmem = jax.tree.unflatten(tree, given[: len(leaves)])
+        norm_row(*operands_gmem, given[len(leaves) :], squares_smem, stored_barrier)
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
-    columns = [None if x is None else x.reshape(tiles, _TILE) for x in (bias, scale)]
-    operands = (in_tiles(h), in_tiles(parts), weights, sources, *columns)
+    columns_in_tiles = lambda x: None if x is None else x.reshape(tiles, _TILE)
+    if added is not None:
+        added = added._replace(
+            parts=in_tiles(added.parts),
+            bias=columns_in_tiles(added.bias),
+            inner_scale=columns_in_tiles(added.inner_scale),
+        )
+    leaves, tree = jax.tree.flatten((in_tiles(h), added, columns_in_tiles(scale)))
     outs = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct((R, tiles, _TILE), h.dtype),) * (2 if S else 1),
+        out_type=(jax.ShapeDtypeStruct((R, tiles, _TILE), h.dtype),) * (1 if added is None else 2),
         scratch_types=(
-            plgpu.SMEM((config.groups, *shape), jnp.float32),
+            plgpu.SMEM((num_norms, config.groups, *shape), jnp.float32),
             plgpu.Barrier(num_arrivals=config.groups),
         ),
-        # Safe: squares_smem is the only ref both written and read, with stored_barrier in between.
+        # Safe: squares_smem is the only ref both written and read, each part of it once with
+        # stored_barrier in between.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         grid=(R,),
         grid_names=("row",),
         num_threads=config.groups,
         thread_name="group",
         interpret=launch.interpret,
-        kernel_name="add_rms_norm" if S else "rms_norm",
-    )(*(x for x in operands if x is not None))
+        kernel_name="rms_norm" if added is None else "add_rms_norm",
+    )(*leaves)
     return tuple(out.reshape(R, D) for out in outs)
 
 
-def _added(x, parts, bias, shares):
-    """A strip of h plus its weighted parts and the bias, rounded to the dtype of h."""
+def _terms(x, parts, bias, shares):
+    """A strip of h, and the sum of its weighted parts and the bias; both float32."""
     parts = [part.astype(jnp.float32) for part in parts]
     if shares is not None:
         parts = [part * share for part, share in zip(parts, shares, strict=True)]
     wide, total = x.astype(jnp.float32), _summed(parts)
-    if bias is not None:
-        total = total + bias.astype(jnp.float32)
-    return (wide + total).astype(x.dtype)
+    return wide, total if bias is None else total + bias.astype(jnp.float32)
+
+
+def _added(wide, delta, factor, dtype):
+    """A strip of h plus the delta, times the factor; rounded after each."""
+    added = (wide + delta.astype(jnp.float32)).astype(dtype)
+    if factor is None:
+        return added
+    return (added.astype(jnp.float32) * factor.astype(jnp.float32)).astype(dtype)
 
 
 def _summed(terms):

@@ -18,6 +18,8 @@ def add_rms_norm(
     weights: jax.Array | None,
     rows: jax.Array | None,
     bias: jax.Array | None,
+    inner: tuple[jax.Array, float] | None,
+    factor: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     if rows is not None:
         R = h.size // h.shape[-1]
@@ -26,7 +28,11 @@ def add_rms_norm(
     total = _total(h, delta)
     if bias is not None:
         total = total + bias.astype(jnp.float32)
+    if inner is not None:
+        total = rms_norm(total.astype(h.dtype), *inner).astype(jnp.float32)
     h = (h.astype(jnp.float32) + total).astype(h.dtype)
+    if factor is not None:
+        h = (h.astype(jnp.float32) * factor.astype(jnp.float32)).astype(h.dtype)
     return h, rms_norm(h, scale, eps)
 
 

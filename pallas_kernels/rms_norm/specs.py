@@ -18,6 +18,7 @@ class Spec:
     """bfloat16 rows; `parts` terms are added first, 0 for none.
 
     Parts are float32 partial sums of a product, which may have a bias, or bfloat16 results of experts if `weighted`.
+    Their sum is normed before it is added if `inner`; what it makes of h is multiplied if `factor`.
     """
 
     rows: int
@@ -25,6 +26,8 @@ class Spec:
     parts: int = 0
     weighted: bool = False
     bias: bool = False
+    inner: bool = False
+    factor: bool = False
 
 
 SPECS = {
@@ -47,13 +50,21 @@ SPECS = {
     "llama-8b-first": Spec(rows=8, width=4096),
     "llama-8b-mlp": Spec(rows=64, width=4096, parts=7),
     "gemma-31b-mlp": Spec(rows=8, width=5376, parts=6),
+    **{
+        f"gemma-31b-normed-attention-{R}": Spec(rows=R, width=5376, parts=parts, inner=True)
+        for R, parts in ((8, 3), (64, 7), (256, 3))
+    },
+    **{
+        f"gemma-31b-normed-mlp-{R}": Spec(rows=R, width=5376, parts=parts, inner=True, factor=True)
+        for R, parts in ((8, 3), (64, 7), (256, 3), (4096, 1))
+    },
     "widest": Spec(rows=8, width=8192, parts=16),
     "narrowest": Spec(rows=256, width=256),
 }
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows][, bias]."""
+    """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows][, bias][, inner scale][, factor]."""
     R, D, S = spec.rows, spec.width, spec.parts
     h = jax.ShapeDtypeStruct((R, D), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((D,), jnp.bfloat16)
@@ -69,8 +80,17 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
         )
         return add, (h, buffer, scale, shares, sources)
     parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
-    add = lambda h, parts, scale, bias=None: api.add_rms_norm(h, parts, scale, bias=bias, **common)
-    return add, (h, parts, scale, *[scale] * spec.bias)
+    given = {"bias": scale} if spec.bias else {}
+    given |= {"inner": scale} if spec.inner else {}
+    given |= {"factor": jax.ShapeDtypeStruct((1,), jnp.bfloat16)} if spec.factor else {}
+
+    def add(h, parts, scale, *others):
+        options = dict(zip(given, others, strict=True))
+        if spec.inner:
+            options["inner"] = options["inner"], common["eps"]
+        return api.add_rms_norm(h, parts, scale, **options, **common)
+
+    return add, (h, parts, scale, *given.values())
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:

@@ -29,11 +29,10 @@ class Gemma4Layer(nnx.Module):
         self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
     def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):
-        """As `layers.DecoderLayer`, but the delta is None: the scalar multiplies the complete sum."""
+        """As `layers.DecoderLayer`; the MLP's delta has a norm, and the scalar as its factor."""
         entered, x = self.input_norm.after(h, delta)
         out, cache = self.attention(x, angles, cache, attend, keep)
-        h = kept(entered, keep)
-        h = h + self.post_attention_norm(out.added_to(jnp.zeros_like(h)))
-        out = self.mlp(self.pre_mlp_norm(h))
-        h = h + self.post_mlp_norm(out.added_to(jnp.zeros_like(h)))
-        return entered, h * self.layer_scalar[...], None, cache
+        out = out._replace(norm=self.post_attention_norm)
+        h, x = self.pre_mlp_norm.after(kept(entered, keep), out)
+        out = self.mlp(x)._replace(norm=self.post_mlp_norm, factor=self.layer_scalar[...])
+        return entered, h, out, cache

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 from peagle_jax.checkpoint import load_target
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.engine import Engine
+from peagle_jax.layers import Delta
 from peagle_jax.models import Decoder
 from peagle_jax.rope_config import DynamicScaling, LinearScaling
 from peagle_jax.sampling_params import SamplingParams
@@ -202,12 +204,20 @@ def without(name: str):
     return apply
 
 
-def through(name: str):
-    """A norm of every layer, left out."""
+class Through:
+    """In place of an RMSNorm: the stream as it is."""
+
+    def after(self, h: jax.Array, delta: Delta) -> tuple[jax.Array, jax.Array]:
+        h = delta.added_to(h)
+        return h, h
+
+
+def instead_of(name: str, norm: Through | None):
+    """A norm of every layer, replaced; None: a delta without a norm."""
 
     def apply(model: Decoder):
         for layer in model.layers:
-            setattr(layer, name, lambda x: x)
+            setattr(layer, name, nnx.data(norm))
 
     return apply
 
@@ -322,9 +332,9 @@ BROKEN = {
         "gate for up": weights(
             lambda x: x.mlp.gate_up.weight, lambda w: np.concatenate([w[40:], w[:40]])
         ),
-        "no norm after attention": through("post_attention_norm"),
-        "no norm before the MLP": through("pre_mlp_norm"),
-        "no norm after the MLP": through("post_mlp_norm"),
+        "no norm after attention": instead_of("post_attention_norm", None),
+        "no norm before the MLP": instead_of("pre_mlp_norm", Through()),
+        "no norm after the MLP": instead_of("post_mlp_norm", None),
         "norm weights of one": weights(lambda x: x.input_norm.weight, one),
         "no q norm": weights(lambda x: x.attention.q_norm.weight, one),
         "no k norm": weights(lambda x: x.attention.k_norm.weight, one),

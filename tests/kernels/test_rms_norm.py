@@ -42,10 +42,10 @@ def in_buffer(delta: jax.Array, weights: jax.Array, dtype=jnp.float32, order: in
     return dict(delta=jnp.asarray(buffer, dtype), rows=rows, weights=weights)
 
 
-def exact_norm(x, scale) -> np.ndarray:
+def exact_norm(x, scale, eps: float = EPS) -> np.ndarray:
     wide = np.asarray(x, np.float64)
     mean = np.mean(wide**2, axis=-1, keepdims=True)
-    return wide / np.sqrt(mean + EPS) * np.asarray(scale, np.float64)
+    return wide / np.sqrt(mean + eps) * np.asarray(scale, np.float64)
 
 
 def assert_close(found: jax.Array, wanted: np.ndarray, step: float):
@@ -106,6 +106,43 @@ def test_a_bias_is_added_to_the_sum_of_the_parts(S, D, implementation):
         assert np.array_equal(one, other)
 
 
+def rest(D: int, *, factor: bool, dtype=jnp.bfloat16) -> dict:
+    """An inner norm, whose eps is not that of the outer one, and a factor."""
+    scale = 1 + 0.3 * normal(4, D)
+    given = dict(inner=(scale.astype(dtype), 0.3))
+    return given | dict(factor=jnp.array([0.77], dtype)) if factor else given
+
+
+def in_steps(h, total, scale, inner, factor=None, implementation=None) -> tuple:
+    """(sum, norm) of `add_rms_norm`, from the sum of the parts: each step an operation of its own."""
+    norm = functools.partial(rms_norm, implementation=implementation)
+    h = h + norm(total.astype(h.dtype), inner[0], eps=inner[1])
+    h = h if factor is None else h * factor
+    return h, norm(h, scale, eps=EPS)
+
+
+@pytest.mark.sampled(1, slow=2)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("factor", [False, True])
+@pytest.mark.parametrize("S", [1, 3])
+def test_an_inner_norm_and_a_factor_round_as_steps_do(S, factor, dtype):
+    """The bits of a norm, an addition, a product and a norm that are computed one by one."""
+    h, delta, scale, _ = operands(S, 2, 5, 96, dtype=dtype)
+    given = rest(96, factor=factor, dtype=dtype)
+    wanted = in_steps(h, add_in_order(delta), scale, **given)
+    found = add_rms_norm(h, delta, scale, eps=EPS, **given)
+    compiled = jax.jit(lambda *args: add_rms_norm(*args, eps=EPS, **given))(h, delta, scale)
+    for one, other, step in zip(found, compiled, wanted, strict=True):
+        assert one.dtype == dtype
+        assert np.array_equal(one, step)
+        if dtype == jnp.bfloat16:  # XLA may order a sum of float32 squares as it likes
+            assert np.array_equal(other, step)
+    exact = np.asarray(h, np.float64) + exact_norm(add_in_order(delta), *given["inner"])
+    exact *= float(given["factor"][0]) if factor else 1
+    atol = 2**-5 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(np.asarray(found[0], np.float64), exact, atol=atol)
+
+
 kernel = jax.jit(
     functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu"),
 )
@@ -139,6 +176,48 @@ def test_the_kernel_is_the_reference(D, S, dtype):
     assert_same(kernel(h, delta, scale), definition(h, delta, scale), dtype)
 
 
+@pytest.mark.sampled(2, slow=2)
+@pytest.mark.parametrize("factor", [False, True])
+@pytest.mark.parametrize(
+    ("D", "S", "dtype"),
+    [
+        (256, 1, jnp.bfloat16),  # one warpgroup
+        (320, 4, jnp.float32),  # one, whose two strips overlap
+        (1024, 3, jnp.bfloat16),  # two
+        (2880, 2, jnp.bfloat16),  # three of two strips, the last two overlap
+        (5376, 3, jnp.bfloat16),  # Gemma's: four of three strips, the last two overlap
+    ],
+)
+@pytest.mark.usefixtures("race_free")
+def test_the_kernel_norms_the_sum_of_the_parts(D, S, dtype, factor):
+    """The two norms of a row exchange their squares one after the other."""
+    h, delta, scale, _ = operands(S, 2, D, dtype=dtype)
+    given = rest(D, factor=factor, dtype=dtype)
+    run = jax.jit(functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu", **given))
+    delta, bias = 30 * delta, normal(5, D, dtype=dtype)  # the norms' squares are far apart
+    total = add_in_order(delta) + bias.astype(jnp.float32)
+    found = run(h, delta, scale, bias=bias)
+    wanted = in_steps(h, total, scale, **given, implementation="mosaic_gpu")
+    for one, step, close in zip(found, wanted, in_steps(h, total, scale, **given), strict=True):
+        assert one.dtype == dtype
+        assert np.array_equal(one, step)
+        assert (one == close).mean() > 0.9 or dtype == jnp.float32
+        np.testing.assert_allclose(one.astype(float), close.astype(float), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("factor", [False, True])
+@pytest.mark.usefixtures("race_free")
+def test_the_kernel_norms_the_sum_of_weighted_rows(factor):
+    h, delta, scale, weights = operands(3, 4, 1024)
+    buffer, given = in_buffer(delta, weights, jnp.bfloat16), rest(1024, factor=factor)
+    parts = buffer["delta"][buffer["rows"]].astype(jnp.float32) * weights[..., None]
+    run = jax.jit(functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu", **given))
+    found = run(h, scale=scale, **buffer)
+    wanted = in_steps(h, add_in_order(parts), scale, **given, implementation="mosaic_gpu")
+    for one, step in zip(found, wanted, strict=True):
+        assert np.array_equal(one, step)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("D", [320, 1024])
 @pytest.mark.usefixtures("race_free")
@@ -164,10 +243,13 @@ def test_the_kernel_norms_without_a_sum():
     assert_same((h, found), (h, rms_norm(h, scale, eps=EPS)), h.dtype)
 
 
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
-def test_a_row_has_the_same_bits_in_any_company(implementation, dtype):
-    run = jax.jit(functools.partial(add_rms_norm, eps=EPS, implementation=implementation))
+def test_a_row_has_the_same_bits_in_any_company(implementation, dtype, normed):
+    how = rest(320, factor=True) if normed else {}
+    run = jax.jit(functools.partial(add_rms_norm, eps=EPS, implementation=implementation, **how))
     h, delta, scale, weights = operands(2, 5, 320)
     whole = run(h, scale=scale, **in_buffer(delta, weights, dtype))
     for part in (slice(0, 1), slice(2, 5)):
@@ -185,6 +267,8 @@ def test_a_row_has_the_same_bits_in_any_company(implementation, dtype):
         (dict(scale=jnp.zeros(63)), "scale.shape="),
         (dict(weights=jnp.zeros((2, 4))), "come with rows"),
         (dict(bias=jnp.zeros(4)), "bias.shape="),
+        (dict(inner=(jnp.zeros(4), EPS)), "inner scale.shape="),
+        (dict(factor=jnp.zeros(64)), "factor.shape="),
     ],
 )
 def test_what_does_not_fit_is_refused(change, said):
