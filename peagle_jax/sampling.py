@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch
+from pallas_kernels.cutoffs import api as filters
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.plan import RequestParams
 
@@ -156,8 +157,8 @@ def cutoffs(
     """The `cutoff` of `probabilities`: the least scaled logit after temperature, top-k, top-p and min-p.
 
     Top-p keeps the least number of most likely tokens whose probability, among all tokens that top-k keeps,
-    is at least top_p. Ties with the last token are all kept by both. Reads every row 16 times for each filter:
-    call it only if some row filters.
+    is at least top_p. Ties with the last token are all kept by both. A kernel reads a row that filters once; without
+    one every row is read 16 times for each filter: call it only if some row filters.
 
     Args:
       logits: [..., V].
@@ -168,15 +169,23 @@ def cutoffs(
     rules = (temperature, top_k, top_p, min_p)
     rules = (jnp.broadcast_to(rule, logits.shape[:-1]) for rule in rules)
     temperature, top_k, top_p, min_p = rules
-    below = jnp.abs(_scaled(logits, temperature))  # the maximum is 0, never -0
+    logits = logits.astype(jnp.float32)
+    if partition.size() == 1 and filters.has_kernel(logits):
+        limit = filters.cutoffs(logits, _inverse(temperature), top_k, top_p)
+    else:
+        limit = _limits(jnp.abs(_scaled(logits, temperature)), top_k, top_p)
+    return jnp.maximum(-limit, jnp.log(min_p))  # relative to the largest scaled logit, which is 0
+
+
+def _limits(below: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """As `filters.cutoffs`, from how far tokens lie `below` the likeliest one [..., V]; also on several devices."""
     at_most = jnp.where(top_k > 0, top_k, _NO_COUNT)
     limit = _least_with(below, jnp.ones_like(below, jnp.int32), lambda _: at_most)
     # The dropped tokens go to infinity, where their weights are 0. If only the weights changed, both filters
     # would begin with the same masks, and XLA would store these instead of computing them in each sum.
     below = jnp.where(below <= limit[..., None], below, jnp.inf)
     mass = lambda total: jnp.where(top_p < 1.0, top_p * total, jnp.inf)
-    limit = jnp.minimum(limit, _least_with(below, jnp.exp(-below), mass))
-    return jnp.maximum(-limit, jnp.log(min_p))  # relative to the largest scaled logit, which is 0
+    return jnp.minimum(limit, _least_with(below, jnp.exp(-below), mass))
 
 
 def _least_with(

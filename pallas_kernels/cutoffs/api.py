@@ -1,0 +1,71 @@
+"""The cutoffs of top-k and top-p: how far below the largest logit of its row a token may lie."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.cutoffs import reference
+
+_COLUMNS = 128
+_LEAST = 1024
+_MOST = {90: 2**18, 100: 2**18, 120: 245_760}
+"""Most logits of a row by generation (`Device.sm`). Three quarters of them lie in the shared memory of eight thread
+blocks; a thread of the longest row has 256, of which it holds 64 in registers."""
+CHIPS = tuple(_MOST)
+"""Generations with a kernel."""
+
+
+def cutoffs(
+    logits: jax.Array,
+    scale: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    *,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    """The least limits that keep enough tokens of rows for top-k and top-p.
+
+    A token lies `below = |(logit - largest logit) * scale|` below the likeliest one, in float32. Top-k keeps the
+    least limit up to which there are `top_k` tokens. Among the tokens up to it, of weight exp(-below), top-p
+    keeps the least limit up to which their mass is `top_p` of the whole. The result is the lower one: exactly
+    one of the row's `below`, or infinity where no limit keeps enough. Where a mass is within rounding of its goal,
+    implementations may differ. A row that contains NaN, or has no finite maximum, may have any limit. A row's bits do
+    not depend on the others.
+
+    Args:
+      logits: [..., V] float32.
+      scale: [...] float32, positive: the inverse of the temperature.
+      top_k: [...] int32; 0: off.
+      top_p: [...] float32; 1: off.
+    Returns:
+      [...] float32; infinity for rows without filters.
+    Raises:
+      NotImplementedError: the kernel is requested and does not support these arguments.
+    """
+    launch = _resolve(implementation, logits)
+    if launch is None:
+        return reference.cutoffs(logits, scale, top_k, top_p)
+    from pallas_kernels.cutoffs import mosaic_gpu  # slow to import
+
+    *leading, V = logits.shape
+    rules = (x.reshape(-1) for x in (scale, top_k, top_p))
+    return mosaic_gpu.cutoffs(logits.reshape(-1, V), *rules, launch=launch).reshape(leading)
+
+
+def has_kernel(logits: jax.Array) -> bool:
+    """Whether a kernel runs for these logits, unless an implementation is requested."""
+    return _resolve(None, logits) is not None
+
+
+def _resolve(
+    implementation: dispatch.Implementation | None, logits: jax.Array
+) -> dispatch.Launch | None:
+    V, refusal = logits.shape[-1], None
+    if V < _LEAST or V % _COLUMNS:
+        refusal = f"{V} logits are not a multiple of {_COLUMNS} from {_LEAST}"
+    elif max(_MOST.values()) < V:
+        refusal = f"{V} logits are more than {max(_MOST.values())}"
+    elif logits.dtype != jnp.float32:
+        refusal = f"{logits.dtype} is not float32"
+    chips = CHIPS if refusal else tuple(sm for sm, most in _MOST.items() if most >= V)
+    return dispatch.resolve("cutoffs", implementation, chips=chips, refusal=refusal)
