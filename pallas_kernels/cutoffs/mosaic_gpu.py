@@ -68,7 +68,7 @@ class _Plan(NamedTuple):
     @classmethod
     def of(cls, V: int) -> "_Plan":
         columns = V // (WARPS * LANES)
-        # Not one block: an H200 reports an illegal instruction for `st.async` outside of a cluster.
+        # With one block an H200 reports an illegal instruction: that is probably no cluster for `st.async`.
         blocks = next(n for n in (2, 4, 8) if n == 8 or columns <= n * _MOST)
         return cls(columns, blocks, pl.cdiv(columns, blocks * _SHARE * _FEW))
 
