@@ -72,6 +72,7 @@ def check(rows, rules, limits) -> None:
         assert share(below < limit) < top_p + 2e-6, rule
 
 
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("kind", ["distinct", "ties", "masked", "one thread", "alike", "far apart"])
 @pytest.mark.usefixtures("race_free")
 def test_the_kernel_is_the_reference(kind):
@@ -83,12 +84,12 @@ def test_the_kernel_is_the_reference(kind):
     ("width", "blocks"),
     [
         (1024, 2),  # the least: one column of threads in a piece
-        (1152, 2),  # of the last pieces some do not exist
+        pytest.param(1152, 2, marks=pytest.mark.slow),  # of the last pieces some do not exist
         (20_608, 2),
-        pytest.param(32_000, 2, marks=pytest.mark.slow),
+        pytest.param(32_000, 2, marks=pytest.mark.exhaustive),
         pytest.param(41_088, 4, marks=pytest.mark.slow),
-        (82_048, 8),  # the last block has one piece less
-        pytest.param(151_936, 8, marks=pytest.mark.slow),
+        pytest.param(82_048, 8, marks=pytest.mark.slow),  # the last block has one piece less
+        pytest.param(151_936, 8, marks=pytest.mark.exhaustive),
         pytest.param(201_088, 8, marks=pytest.mark.exhaustive),
         pytest.param(262_144, 8, marks=pytest.mark.exhaustive),
     ],

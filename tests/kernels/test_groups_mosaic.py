@@ -87,6 +87,7 @@ def test_products_have_the_same_bits(form, tokens, groups, split):
     assert np.array_equal(product(form, shape, tokens, 2, split, 2, groups), wanted)
 
 
+@pytest.mark.sampled(2, slow=3)
 @race_free
 @pytest.mark.parametrize(
     ("form", "shape", "split", "num_sms"),

@@ -165,6 +165,7 @@ def test_a_quantised_row_does_not_depend_on_its_company():
 E, TOP_K, D, F = 4, 2, 128, 128
 
 
+@pytest.mark.sampled(1)
 @race_free
 @pytest.mark.parametrize("split", [False, True])
 def test_a_block_of_several_tiles_has_the_bits_of_one_for_each(split):
