@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 def order_weights(model: nnx.Module, activations: str) -> None:
     """Brings the fp8 weights of `model` into the order that its products read; shapes by shapes.
 
+    Weights of which a device's share is not whole tiles stay in rows.
+
     The device holds `model` and, for a moment, one weight twice.
 
     Args:
@@ -30,7 +32,7 @@ def order_weights(model: nnx.Module, activations: str) -> None:
     started, count = time.perf_counter(), 0
     for module, (values, scale) in quantized_weights(model):
         kind = formats.kind(values, scale)
-        if in_tiles and kind == "fp8" and fp8_tiles.fits(*values.shape[-2:]):
+        if in_tiles and kind == "fp8" and fp8_tiles.fits(*_share(values)[-2:]):
             convert = fp8_tiles.arrange
         elif kind == "fp8_tiles" and not in_tiles:
             convert = fp8_tiles.restore
@@ -50,6 +52,12 @@ def quantized_weights(
     for _, module in nnx.iter_modules(model):
         if getattr(module, "scale", None) is not None and hasattr(module, "weight"):
             yield module, (module.weight.get_value(), module.scale.get_value())
+
+
+def _share(values: jax.Array) -> tuple[int, ...]:
+    """The shape of what one device holds of an array."""
+    shared = isinstance(values.sharding, NamedSharding)
+    return values.sharding.shard_shape(values.shape) if shared else values.shape
 
 
 def _converted(convert, values: jax.Array) -> jax.Array:

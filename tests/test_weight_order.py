@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch, formats
 from pallas_kernels.device import B200, CPU, H200
@@ -14,6 +15,7 @@ from peagle_jax.config import ConfigError, ExpertsConfig
 from peagle_jax.layers import Linear
 from peagle_jax.models.experts import ExpertLinear
 from peagle_jax.parallel.devices import Devices
+from peagle_jax.parallel.partition import AXIS
 from peagle_jax.quant import quantize_fp8
 from peagle_jax.weight_order import order_weights, quantized_weights
 from tests import programs, tiny
@@ -95,6 +97,16 @@ def test_two_devices_share_tiles():
     shared = [v for _, (v, _) in quantized_weights(model) if not v.sharding.is_fully_replicated]
     assert shared
     assert texts(model, tensor_parallel=2) == wanted
+
+
+def test_shares_that_are_not_whole_tiles_stay_in_rows():
+    devices = Devices(2)
+    values, scale = map(jax.numpy.asarray, quantize_fp8(np.ones((192, 256), np.float32)))
+    for spec, kind in ((PartitionSpec(AXIS), "fp8"), (PartitionSpec(), "fp8_tiles")):
+        one = Linear(256, 192, bias=False, std=1.0, dtype="float32", rngs=nnx.Rngs(0))
+        one.weight = nnx.Param(jax.device_put(values, NamedSharding(devices.mesh, spec)))
+        one.scale = nnx.Param(scale)
+        assert kinds(ordered(one, H200)) == {kind}
 
 
 def test_quantised_activations_refuse_tiles():
