@@ -99,6 +99,14 @@ def test_two_devices_share_tiles():
     assert texts(model, tensor_parallel=2) == wanted
 
 
+def test_tiles_of_one_device_are_cut_as_rows_for_several():
+    model = ordered(in_fp8(), H200)
+    both = Devices(2).placed(model), Devices(2).placed(in_fp8())
+    pairs = zip(*map(jax.tree.leaves, both), strict=True)
+    assert all(one.shape == other.shape and (one == other).all() for one, other in pairs)
+    assert kinds(model) >= {"fp8_tiles"}
+
+
 def test_shares_that_are_not_whole_tiles_stay_in_rows():
     devices = Devices(2)
     values, scale = map(jax.numpy.asarray, quantize_fp8(np.ones((192, 256), np.float32)))

@@ -3,7 +3,7 @@
 A block reads its part of the row once. The bits of floats that are not negative are ordered as the floats, so 16
 passes over the part find a limit, two bits each: they add up the tokens, or their mass, up to three limits.
 
-Few logits are large. So of each three values of a thread the largest stays in a register (`few`), and the others lie
+Few logits are large. So of each four values of a thread the largest stays in a register (`few`), and the others lie
 in shared memory (`rest`). A limit that is found among the few is exact unless some of the rest is within it, which
 one comparison tells; only then are all searched:
 

@@ -25,6 +25,7 @@ from peagle_jax.parallel.replicas import checksums
 from peagle_jax.parallel.shares import Cut, Path, cut_of, local_attention, share_of
 from peagle_jax.parallel.stacks import Stacks
 from peagle_jax.step import State, StepOutput, init_state
+from peagle_jax.weight_order import order_weights
 
 _WHOLE = PartitionSpec()
 
@@ -136,11 +137,15 @@ class Devices:
         if self.mesh is None or model is None:
             return model
         leaves, structure = jax.tree.flatten(model)
-        shared = local_modules(jax.tree.unflatten(structure, leaves), model.config, self.count)
+        copy = jax.tree.unflatten(structure, leaves)
+        mesh_of = lambda leaf: getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if any(mesh_of(leaf) != self.mesh for leaf in leaves):
+            order_weights(copy, "fp8")  # in rows: what follows cuts rows and columns
+        shared = local_modules(copy, model.config, self.count)
         params = dict(nnx.to_flat_state(nnx.state(shared)))
         for path, param in params.items():
             value = param.get_value()
-            if getattr(getattr(value, "sharding", None), "mesh", None) != self.mesh:
+            if mesh_of(value) != self.mesh:
                 weight = params.get((*path[:-1], "weight"), param) if path[-1] == "scale" else param
                 cut = self.cut_of(model.config, path, value.shape, weight.shape)
                 param.set_value(self.put(value, cut))
