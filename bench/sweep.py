@@ -68,11 +68,11 @@ class Models:
 
     @property
     def weights(self) -> str:
-        """Format of the target's matrices: its dtype, fp8, mxfp4 or mxfp8."""
+        """Format of the target's matrices: its dtype, fp8 (in rows or tiles), mxfp4 or mxfp8."""
         matrix = self.target.layers[0].mlp.down
         if matrix.scale is None:
             return self.dtype
-        return kind(matrix.weight[...], matrix.scale[...])
+        return kind(matrix.weight[...], matrix.scale[...]).removesuffix("_tiles")
 
     def variants(self, options: ModelOptions) -> list[tuple[str, int]]:
         """(method, K) to measure; plain decoding, if asked for, is first."""
