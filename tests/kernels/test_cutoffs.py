@@ -11,6 +11,7 @@ from pallas_kernels.cutoffs.api import cutoffs, has_kernel
 from pallas_kernels.cutoffs.mosaic_gpu import _Plan
 from pallas_kernels.device import GENERATIONS
 from peagle_jax import sampling
+from peagle_jax.parallel import partition
 
 INF = np.inf
 RULES = [  # scale, top_k, top_p
@@ -151,6 +152,18 @@ def test_the_sampler_takes_the_kernel(monkeypatch):
     found = sampling.cutoffs(logits, 0.5, top_k, 1.0, jnp.array([[0.0], [0.5]]))
     assert taken == [((2, 3, 1024), jnp.float32, (2, 3), (2, 3))]
     np.testing.assert_allclose(found, [[-3.0] * 3, [np.log(0.5)] * 3], rtol=1e-6)
+
+
+def test_devices_that_share_rows_search(monkeypatch):
+    """A kernel would find the limits of one device's columns."""
+    rows, halves = jnp.asarray(random_rows("distinct", 1024, 3)), (3, 2, 512)
+    rules = 0.5, 20, 0.9, 0.0
+    wanted = sampling.cutoffs(rows, *rules)
+    monkeypatch.setattr(sampling.filters, "has_kernel", lambda logits: True)
+    shared = jax.vmap(lambda part: sampling.cutoffs(part, *rules), 1, axis_name=partition.AXIS)
+    with partition.over(2):
+        found = shared(rows.reshape(halves))
+    np.testing.assert_allclose(found, [wanted] * 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

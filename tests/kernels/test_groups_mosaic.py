@@ -92,18 +92,12 @@ def test_products_have_the_same_bits(form, tokens, groups, split):
 @pytest.mark.parametrize(
     ("form", "shape", "split", "num_sms"),
     [
-        (
-            "bf16",
-            (200, 144, 320),
-            False,
-            3,
-        ),  # blocks of 3, 3 and 2 units; the last row tile is half empty
-        (
-            "bf16",
-            (136, 144, 320),
-            True,
-            1,
-        ),  # 12 units of one block; rows and columns end within a tile
+        # Blocks of 3, 3 and 2 units; the last row tile is half empty.
+        ("bf16", (200, 144, 320), False, 3),
+        # Units of one step.
+        ("fp8", (136, 272, 256), True, 5),
+        # 12 units of one block; rows and columns end within a tile.
+        ("bf16", (136, 144, 320), True, 1),
         ("fp8", (72, 272, 640), True, 5),  # 3 row tiles, 2 token tiles, 2 splits
         ("fp8_rows", (72, 80, 384), False, 1),
         ("fp8_tiles", (136, 192, 640), True, 5),
