@@ -6,8 +6,8 @@ Weights W [..., N, K] are stored with K, the contraction axis, contiguous:
 - fp8: values float8_e4m3fn [..., N, K]; scale float32 [..., Sn, Sk] multiplies them. Sn is N (one for
   each row) or ceil(N / 128), Sk is 1 (one for all columns) or ceil(K / 128); the last block may be
   ragged.
-- fp8 tiles: the same numbers as [..., N / 64, K / 128, 8192], in the order of `pallas_kernels.fp8_tiles`, with
-  the scale of fp8: one axis more than it.
+- fp8 tiles: the numbers of fp8 as [..., N / 64, K / 128, 8192], in the order of `pallas_kernels.fp8_tiles`. The scale is
+  that of fp8, so the values have one axis more than it.
 - mxfp4: values uint8 [..., N, K / 2], e2m1 elements; scale uint8 [..., N, K / 32], e8m0: code s multiplies
   32 elements by 2^(s - 127), and 255 is NaN.
 - mxfp8: values float8_e4m3fn [..., N, K]; scale uint8 [..., ceil(N / 128), ceil(K / 128), 32, 16], one e8m0 code

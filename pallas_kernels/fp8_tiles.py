@@ -11,7 +11,10 @@ Here w is the warp, 8 x 4 lanes are (g, t), and a thread holds the numbers of al
 stores [c, w, g, t, q, h, j]. The order inside a tile changes no sum.
 """
 
+from collections.abc import Sequence
+
 import jax
+import numpy as np
 
 ROWS, COLUMNS = 64, 128
 """Rows and columns of a tile."""
@@ -20,8 +23,12 @@ SIZE = ROWS * COLUMNS
 LOAD = 16
 """Bytes that a thread loads at once."""
 
+LOADS = SIZE // LOAD, LOAD
+"""A tile as loads: load number, and byte of it."""
+
 _ROW, _COLUMN = (4, 2, 8), (4, 4, 4, 2)  # w h g, c q t j
-_STORED = (4, 0, 2, 6, 5, 1, 7)  # c w g t q h j, as axes of [w, h, g, tile, c, q, t, j]
+_STORED = (0, 4, 5, 1, 3, 7, 6, 2, 8)
+"""Axes [row tile, w, h, g, column tile, c, q, t, j] in the order [row tile, column tile, c, w, g, t, q, h, j]."""
 
 
 def fits(N: int, K: int) -> bool:
@@ -38,22 +45,28 @@ def arrange(values: jax.Array) -> jax.Array:
     *leading, N, K = values.shape
     if not fits(N, K):
         raise ValueError(f"tiles have {ROWS} rows and {COLUMNS} columns: {values.shape=}")
-    parts = values.reshape(*leading, N // ROWS, *_ROW, K // COLUMNS, *_COLUMN)
-    n = len(leading) + 1
-    order = (*range(n), n + 3, *(n + axis for axis in _STORED))
-    return parts.transpose(order).reshape(tiled_shape(values.shape))
+    parts = values.reshape(_split(values.shape))
+    return parts.transpose(_order(leading)).reshape(tiled_shape(values.shape))
 
 
 def restore(tiles: jax.Array) -> jax.Array:
     """`arrange` undone: [..., N / 64, K / 128, 8192] -> [..., N, K]."""
-    *leading, n_tiles, k_tiles, _ = tiles.shape
-    sizes = dict(zip((0, 1, 2, 4, 5, 6, 7), (*_ROW, *_COLUMN), strict=True))
-    parts = tiles.reshape(*leading, n_tiles, k_tiles, *(sizes[axis] for axis in _STORED))
-    n = len(leading) + 2
-    place = {axis: n + i for i, axis in enumerate(_STORED)}
-    rows, columns = [place[axis] for axis in (0, 1, 2)], [place[axis] for axis in (4, 5, 6, 7)]
-    order = (*range(n - 1), *rows, n - 1, *columns)
-    return parts.transpose(order).reshape(*leading, n_tiles * ROWS, k_tiles * COLUMNS)
+    shape = logical_shape(tiles.shape)
+    split, order = _split(shape), _order(shape[:-2])
+    parts = tiles.reshape([split[axis] for axis in order])
+    return parts.transpose(np.argsort(order)).reshape(shape)
+
+
+def _split(shape: Sequence[int]) -> tuple[int, ...]:
+    """[..., N, K] as [..., row tile, w, h, g, column tile, c, q, t, j]."""
+    *leading, N, K = shape
+    return (*leading, N // ROWS, *_ROW, K // COLUMNS, *_COLUMN)
+
+
+def _order(leading: Sequence[int]) -> tuple[int, ...]:
+    """Axes of `_split` in the order in which tiles store them."""
+    n = len(leading)
+    return (*range(n), *(n + axis for axis in _STORED))
 
 
 def tiled_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

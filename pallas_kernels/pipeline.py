@@ -23,7 +23,7 @@ def warpgroup_index(groups: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Ring that one warpgroup fills and reads. The number of steps is known when the kernel is compiled.
+    """Ring that one warpgroup fills and reads.
 
     With stages = 3:
 
@@ -34,7 +34,7 @@ class Pipeline:
 
     Attributes:
       stages: slots of the ring, at most `num_steps`.
-      num_steps: steps of the whole loop.
+      num_steps: steps of the whole loop, a number or a scalar of the kernel.
       fetch: `fetch(step, place)` starts the copies of a step to a place in the buffers; they arrive at the
         ready barrier of the place. The place is the slot, unless several warpgroups have rings.
       ready_barrier: [places]; all copies to a place have arrived.
@@ -43,7 +43,7 @@ class Pipeline:
     """
 
     stages: int
-    num_steps: int
+    num_steps: Any
     fetch: Callable[[Any, Any], None]
     ready_barrier: Any
     fenced: bool

@@ -19,16 +19,21 @@ _log = logging.getLogger(__name__)
 
 
 def order_weights(model: nnx.Module, activations: str) -> None:
-    """Brings the fp8 weights of `model` into the order that its products read; shapes by shapes.
-
-    Weights of which a device's share is not whole tiles stay in rows.
-
-    The device holds `model` and, for a moment, one weight twice.
+    """Brings the fp8 weights of `model` into the order that its products read on the default device.
 
     Args:
       activations: as in `EngineConfig`.
     """
-    in_tiles = activations == "bf16" and dispatch.device().sm in TILES_CHIPS
+    reads_tiles = activations == "bf16" and dispatch.device().sm in TILES_CHIPS
+    arrange_weights(model, in_tiles=reads_tiles)
+
+
+def arrange_weights(model: nnx.Module, *, in_tiles: bool) -> None:
+    """Replaces the fp8 weights of `model` that have the other order. A model of shapes gets the new shapes.
+
+    Weights of which a device's share is not whole tiles stay in rows. The device holds `model` and, for a moment, one
+    weight twice.
+    """
     started, count = time.perf_counter(), 0
     for module, (values, scale) in quantized_weights(model):
         kind = formats.kind(values, scale)

@@ -1,10 +1,9 @@
 """GEMM kernel for linear layers: tokens times a weight [N, K], with a deterministic K-split.
 
 The grid is (weight tiles, token tiles, K-splits), or a block for each multiprocessor that stays for several of these
-units. K is divided into chunks that depend on the weight's shape
-only. With few tokens each chunk is one block, which stores a partial sum (K-split). With many tokens one
-block runs over all chunks and adds the same partial sums in registers, in the same order. Both give the
-same bits. The next kernel adds stored partial sums while it reads them.
+units. K is divided into chunks that depend on the weight's shape only. With few tokens each chunk is one block, which
+stores a partial sum (K-split). With many tokens one block runs over all chunks and adds the same partial sums in
+registers, in the same order. Both give the same bits. The next kernel adds stored partial sums while it reads them.
 
 `weight_tiles` unpacks and multiplies, `pipeline` loads ahead; this file chooses tile sizes and places the
 blocks.
@@ -133,7 +132,7 @@ class _Unit(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("config", "launch"))
 def product(
     x: jax.Array,  # [R, K] bfloat16, or e4m3 with x_scale
-    values: jax.Array,  # [N, K], mxfp4 [N, K / 2]
+    values: jax.Array,  # [N, K], mxfp4 [N, K / 2], fp8 tiles [N / 64, K / 128, 8192]
     scale: jax.Array | None,  # see formats.kernel_refusal
     config: TuningConfig,
     launch: Launch,
@@ -161,9 +160,8 @@ def product(
     # them, and loads the next one's tiles while it stores a result. Staged scales belong to one row tile.
     persistent = groups > 1 and num_steps <= _FEW_STEPS and not codec.staged and blocks < units
     # The last axis varies fastest, so blocks that share a weight tile run together and hit L2.
-    grid = dict(row=row_tiles, token=token_tiles, split=splits)
-    if persistent:
-        grid = dict(block=blocks)
+    each_unit = dict(row=row_tiles, token=token_tiles, split=splits)
+    grid = dict(block=blocks) if persistent else each_unit
 
     def body(
         x_gmem,  # [R, K] bfloat16 or e4m3
@@ -191,18 +189,19 @@ def product(
 
         def unit(n) -> _Unit:
             """The n-th unit of this block, in the order of the grid of other blocks."""
-            if not persistent:
+            if persistent:
+                index = block + jnp.minimum(n, count - 1) * blocks
+                tile, split = lax.div(index, splits), lax.rem(index, splits)
+                row, token = lax.div(tile, token_tiles), lax.rem(tile, token_tiles)
+            else:
                 row, token, split = map(lax.axis_index, ("row", "token", "split"))
-                offset = split * num_steps
-                return _Unit(row, *tile_rows(form.rows, groups, row, N), token, split, offset)
-            index = block + jnp.minimum(n, count - 1) * blocks
-            tile, split = lax.div(index, splits), lax.rem(index, splits)
-            row, token = lax.div(tile, token_tiles), lax.rem(tile, token_tiles)
             offset = (split - n) * num_steps
             return _Unit(row, *tile_rows(form.rows, groups, row, N), token, split, offset)
 
         def ring_of(n, one: _Unit):
-            """(ring, `at`, `block_scale`) for the steps of the n-th unit and those that are loaded ahead."""
+            """(ring, `at`, `block_scale`) for the steps of the n-th unit and those that are loaded ahead.
+
+            A unit has at least `stages` steps, so these are of the next unit at most."""
             following, end = unit(n + 1), (n + 1) * num_steps
 
             def at(i) -> tuple[_Unit, jax.Array, jax.Array]:
@@ -292,7 +291,7 @@ def product(
             def add_chunk(c, carry):
                 totals, factor = carry
                 start = [] if codec.mma_scaled else form.zeros(1, tokens, groups), factor
-                first = c * per_chunk + (n * num_steps if persistent else 0)
+                first = n * num_steps + c * per_chunk
                 partial, factor = ring.each_step(first, per_chunk, multiply, start)
                 partial = form.summed(partial, 1, tokens, **scratch)
                 return [total + part for total, part in zip(totals, partial, strict=True)], factor

@@ -121,7 +121,7 @@ def _grouped(
         num_items_gmem,  # [1 or more] int32
         w_gmem,  # [E, parts, N, K], mxfp4 [E, parts, N, K / 2], fp8 tiles [E, parts, N / 64, K / 128, 512, 16]
         *refs,  # scale, bias and scale of x, if any; out_gmem bfloat16 [items * tokens, N]
-        w_smem,  # [stages, parts, rows, width]
+        w_smem,  # [stages, parts, rows, width], or fp8 tiles [stages, parts, 512, 16]
         x_smem,  # [stages, tokens, step] bfloat16 or e4m3
         out_smem,  # [stored tokens, rows] bfloat16
         ready_barrier,

@@ -7,7 +7,7 @@ A codec describes the tile of one pipeline step and where its scales apply. It d
     Plain       128 bfloat16                 none
     Fp8Blocks   128 e4m3                     float32, one per 128 x 128 block      the product of each step
     Fp8Rows     128 e4m3                     float32, one per row                  the total, after all steps
-    Fp8Tiles    8192 e4m3, a whole tile           as Fp8Blocks or Fp8Rows
+    Fp8Tiles    none: a tile is one piece    as Fp8Blocks or Fp8Rows
     Mxfp4       256 e2m1 in 128 bytes        e8m0, one per row and 32 columns      the weights, in registers
     Mxfp8       128 e4m3                     e8m0, one per row and 32 columns      by the MMA
 
@@ -96,7 +96,7 @@ class Codec(ABC):
         """Loads a tile to registers, for `unpacked` codecs.
 
         Args:
-          tile_smem: `dtype` [mma.rows, width].
+          tile_smem: `dtype` [mma.rows, width], or `fp8_tiles.LOADS` if `tiled`.
           scales_smem: staged scales uint8 [mma.rows * K / 32], or None.
           step: number of the tile along K.
           interpret: parameters of the interpreter, or None on a GPU.

@@ -38,8 +38,6 @@ _SLOT_SCALES = 32
 """Fewest scales of x in a slot: TMA writes to multiples of 128 bytes."""
 _MMA_SCALES = mxfp8.tiles(mxfp8.TILE, STEP)
 """Scales of one operand and step, if the MMA reads them."""
-_LOADS = fp8_tiles.SIZE // fp8_tiles.LOAD, fp8_tiles.LOAD
-"""Shape of an fp8 tile whose numbers are in the order of registers."""
 _MMAS = {90: Wgmma(), 100: Tcgen05(), 120: MmaSync()}
 
 
@@ -134,7 +132,7 @@ class Format:
             transforms = transforms[1:]
         tile = self.rows, codec.width
         if codec.tiled:  # bulk copies and loads of whole 16 bytes: no swizzle
-            transforms, tile = (), _LOADS
+            transforms, tile = (), fp8_tiles.LOADS
         shared = groups > 1
         out = (self._stored(tokens, groups), self.rows)
         w, x = (groups * stages, parts, *tile), (stages, tokens, codec.step)
@@ -180,7 +178,7 @@ class Format:
 
     def kernel_values(self, values: jax.Array) -> jax.Array:
         """The values as a kernel operand; no copy."""
-        return values.reshape(*values.shape[:-1], *_LOADS) if self.codec.tiled else values
+        return values.reshape(*values.shape[:-1], *fp8_tiles.LOADS) if self.codec.tiled else values
 
     def fetch_weight(
         self, w_gmem: Any, first_row: Any, step: Any, tile_smem: Any, barrier: Any

@@ -25,7 +25,7 @@ from peagle_jax.parallel.replicas import checksums
 from peagle_jax.parallel.shares import Cut, Path, cut_of, local_attention, share_of
 from peagle_jax.parallel.stacks import Stacks
 from peagle_jax.step import State, StepOutput, init_state
-from peagle_jax.weight_order import order_weights
+from peagle_jax.weight_order import arrange_weights
 
 _WHOLE = PartitionSpec()
 
@@ -140,7 +140,7 @@ class Devices:
         copy = jax.tree.unflatten(structure, leaves)
         mesh_of = lambda leaf: getattr(getattr(leaf, "sharding", None), "mesh", None)
         if any(mesh_of(leaf) != self.mesh for leaf in leaves):
-            order_weights(copy, "fp8")  # in rows: what follows cuts rows and columns
+            arrange_weights(copy, in_tiles=False)  # what follows cuts rows and columns
         shared = local_modules(copy, model.config, self.count)
         params = dict(nnx.to_flat_state(nnx.state(shared)))
         for path, param in params.items():
