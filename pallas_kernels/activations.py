@@ -1,6 +1,6 @@
-"""Rows of activations: whole tiles, and e4m3 with one scale for each row and group of 128 columns.
+"""Rows of activations: their dtype, whole tiles, and e4m3 with one scale for each row and group of 128 columns.
 
-The scheme is that of FP8 checkpoints with dynamic activations: the scale of a group is its largest magnitude
+The scheme of e4m3 rows is that of FP8 checkpoints with dynamic activations: the scale of a group is its largest magnitude
 divided by 448, the largest e4m3 number, so nothing overflows. A row's numbers depend on the row alone.
 """
 
@@ -16,6 +16,31 @@ from pallas_kernels.formats import BLOCK
 Activations = Literal["bf16", "fp8"]
 """How products with fp8 weights read their activations: as they are, or quantised."""
 LARGEST = 448.0
+
+
+def row_dtype(
+    values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype = jnp.bfloat16
+) -> jnp.dtype:
+    """The dtype in which a norm should store rows that this weight multiplies; `dtype` is that of the stream.
+
+    It is float16 for fp8 weights in tiles and a bfloat16 stream, else `dtype`. e4m3 numbers become float16 in one instruction
+    for two, and bfloat16 in four. A normed number has 11 bits then instead of 8. It is far from float16's largest, 65504, but
+    other rows may not be: the product of gate and up has no bound.
+    """
+    in_tiles = scale is not None and formats.kind(values, scale) == "fp8_tiles"
+    return jnp.dtype(jnp.float16) if in_tiles and dtype == jnp.bfloat16 else jnp.dtype(dtype)
+
+
+def result_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of the stream whose rows have `dtype`: bfloat16 for float16 rows (`row_dtype`)."""
+    return jnp.dtype(jnp.bfloat16 if dtype == jnp.float16 else dtype)
+
+
+def dtype_refusal(dtype: jnp.dtype, values: jax.Array, scale: jax.Array | None) -> str | None:
+    """Why GPU kernels do not multiply rows of `dtype` by this weight, or None."""
+    if dtype in (jnp.bfloat16, row_dtype(values, scale)):
+        return None
+    return f"activations must be bfloat16, or float16 for fp8 weights in tiles, not {dtype}"
 
 
 class Quantized(NamedTuple):

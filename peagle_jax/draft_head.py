@@ -18,9 +18,9 @@ from peagle_jax.layers import (
     Linear,
     RMSNorm,
     kept,
-    rope_angles,
 )
 from peagle_jax.parallel import vocabulary
+from peagle_jax.rope_angles import rope_angles
 from peagle_jax.selector import Selector, Tables
 
 

@@ -1,4 +1,4 @@
-"""Building blocks shared by targets and drafter: Linear, RMSNorm, rope, Attention, GatedMLP, Embed.
+"""Building blocks shared by targets and drafter: Linear, RMSNorm, Attention, GatedMLP, Embed.
 
 No block owns a KV cache. `Attention` takes a function `attend` (see `Attend`), which stores the new keys
 and values and computes attention: paged in serving (`cache.PagedAttention`), dense in training. A block returns
@@ -7,7 +7,7 @@ Axis letters are defined in docs/architecture.md.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.activations import Activations
+from pallas_kernels.activations import Activations, result_dtype, row_dtype
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.rope_write.api import Form
 from pallas_kernels.rope_write.reference import apply_rope
 from peagle_jax.config import AttentionConfig
 from peagle_jax.parallel import partition
-from peagle_jax.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 class Attend(Protocol):
@@ -112,6 +111,11 @@ class Linear(nnx.Module):
         options = dict(scale=scale, bias=bias, activations=self.activations)
         return linear(x, self.weight[...], out_dtype=out_dtype, **options)
 
+    def row_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The dtype of normed rows of this layer in a stream of `dtype` (`pallas_kernels.activations`)."""
+        scale = None if self.scale is None else self.scale[...]
+        return row_dtype(self.weight[...], scale, dtype)
+
     def parts(self, x: jax.Array) -> jax.Array:
         """Partial products (K-splits) without the bias: float32 [S, ..., out], summed in ascending order."""
         scale = None if self.scale is None else self.scale[...]
@@ -119,7 +123,7 @@ class Linear(nnx.Module):
 
     def delta(self, x: jax.Array) -> Delta:
         """The layer's output as a `Delta`; with several devices each multiplies its own columns of x."""
-        parts = partition.parts_of_all(self.parts(x), x.dtype)
+        parts = partition.parts_of_all(self.parts(x), result_dtype(x.dtype))
         return Delta(parts, bias=None if self.bias is None else self.bias[...])
 
 
@@ -130,17 +134,21 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones(width, dtype))
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], eps=self.eps)
+    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        return rms_norm(x, self.weight[...], eps=self.eps, out_dtype=out_dtype)
 
-    def after(self, h: jax.Array, delta: Delta | None) -> tuple[jax.Array, jax.Array]:
-        """(`delta.added_to(h)`, norm of it) in one kernel; without a delta (h, norm of h)."""
+    def after(
+        self, h: jax.Array, delta: Delta | None, out_dtypes: Sequence[jnp.dtype] | None = None
+    ) -> tuple[jax.Array, ...]:
+        """(`delta.added_to(h)`, norm of it in each dtype, default h's) in one kernel; without a delta (h, norms of h)."""
         if delta is None:
-            return h, self(h)
+            return h, *(self(h, dtype) for dtype in out_dtypes or (h.dtype,))
         values, weights, rows, bias, norm, factor = delta
         inner = None if norm is None else (norm.weight[...], norm.eps)
-        given = dict(weights=weights, rows=rows, bias=bias, inner=inner, factor=factor)
-        return add_rms_norm(h, values, self.weight[...], eps=self.eps, **given)
+        routed = None if rows is None else (weights, rows)
+        given = dict(routed=routed, bias=bias, inner=inner, factor=factor)
+        how = dict(eps=self.eps, out_dtypes=out_dtypes)
+        return add_rms_norm(h, values, self.weight[...], **how, **given)
 
 
 class Embed(nnx.Module):
@@ -160,63 +168,6 @@ class Embed(nnx.Module):
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 logits [..., V], of this device's rows."""
         return linear(hidden, self.weight[...], out_dtype=jnp.float32)
-
-
-def _llama3_frequencies(inv: jax.Array, scaling: Llama3Scaling) -> jax.Array:
-    wavelength = 2 * math.pi / inv
-    low = scaling.original_max_position / scaling.low_freq_factor
-    high = scaling.original_max_position / scaling.high_freq_factor
-    smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blended = (1 - smooth) * inv / scaling.factor + smooth * inv
-    return jnp.where(
-        wavelength > low, inv / scaling.factor, jnp.where(wavelength < high, inv, blended)
-    )
-
-
-def _yarn_frequencies(
-    inv: jax.Array, theta: float, head_dim: int, scaling: YarnScaling
-) -> jax.Array:
-    """High frequencies are kept, low ones divided by `factor`, with a linear ramp between."""
-
-    def index(rotations: float) -> float:
-        """Fractional index of the frequency with `rotations` periods in the original context."""
-        period = scaling.original_max_position / (rotations * 2 * math.pi)
-        return head_dim * math.log(period) / (2 * math.log(theta))
-
-    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3)
-    stretched = jnp.clip(ramp, 0, 1)
-    return inv / scaling.factor * stretched + inv * (1 - stretched)
-
-
-def rope_frequencies(config: RopeConfig, head_dim: int) -> jax.Array:
-    """Inverse frequencies [H/2], scaled by `config.scaling`. `DynamicScaling` has no effect here."""
-    pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
-    inv = config.theta ** (-pairs / head_dim)
-    if isinstance(config.scaling, LinearScaling):
-        inv = inv / config.scaling.factor
-    elif isinstance(config.scaling, Llama3Scaling):
-        inv = _llama3_frequencies(inv, config.scaling)
-    elif isinstance(config.scaling, YarnScaling):
-        inv = _yarn_frequencies(inv, config.theta, head_dim, config.scaling)
-    num_rotated = int(config.rotary_share * head_dim / 2)
-    return jnp.where(jnp.arange(head_dim // 2) < num_rotated, inv, 0.0)
-
-
-def rope_angles(
-    config: RopeConfig, head_dim: int, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [..., T, H/2] in float32 for integer positions [..., T]."""
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config, head_dim)
-    factor = 1.0
-    if isinstance(config.scaling, YarnScaling):
-        factor = config.scaling.attention_factor or 0.1 * math.log(config.scaling.factor) + 1.0
-    return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 class Attention(nnx.Module):
@@ -247,6 +198,10 @@ class Attention(nnx.Module):
         self.k_norm = norm() if config.qk_norm else None
         self.eps = eps
         self.sinks = nnx.Param(jnp.zeros(N, dtype)) if config.sinks else None
+
+    def row_dtypes(self, dtype: jnp.dtype) -> tuple[jnp.dtype, ...]:
+        """Dtypes of the normed rows that a call takes, in a stream of `dtype`."""
+        return (self.qkv.row_dtype(dtype),)
 
     def __call__(self, x: jax.Array, angles, cache, attend: Attend, keep: jax.Array | None = None):
         """x [B, T, inputs] -> (delta [B, T, outputs], or [B, n, outputs] of rows `keep` [B, n]; cache)."""
@@ -280,7 +235,7 @@ class AttentionRows:
     angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, H/2] float32
 
     def heads(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, T, N, H], k and v [B, T, K, H] in the dtype of x, after norm and rope."""
+        """q [B, T, N, H], k and v [B, T, K, H] in the dtype of the stream, after norm and rope."""
         block, config = self.block, self.block.config
         N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
         heads = block.qkv(self.x).reshape(*self.x.shape[:-1], -1, H)
@@ -303,7 +258,7 @@ class AttentionRows:
                 eps=block.eps,
                 shared_kv=config.shared_kv,
                 value_norm=config.value_norm,
-                dtype=self.x.dtype,
+                dtype=result_dtype(self.x.dtype),
             ),
             norms=None
             if block.q_norm is None
@@ -336,11 +291,16 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear(width, 2 * inner, std=INIT_STD, **init)
         self.down = Linear(inner, width, std=std_out, **init)
 
+    def row_dtypes(self, dtype: jnp.dtype) -> tuple[jnp.dtype, ...]:
+        """Dtypes of the normed rows that a call takes, in a stream of `dtype`."""
+        return (self.gate_up.row_dtype(dtype),)
+
     def __call__(self, x: jax.Array) -> Delta:
         gate_up = add_in_order(self.gate_up.parts(x))
         if self.gate_up.bias is not None:
             gate_up = gate_up + self.gate_up.bias[...].astype(jnp.float32)
-        return self.down.delta(_gated(self.activation, gate_up).astype(x.dtype))
+        inner = _gated(self.activation, gate_up)
+        return self.down.delta(inner.astype(result_dtype(x.dtype)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -385,7 +345,7 @@ class DecoderLayer(nnx.Module):
           (the stream entering the layer [B, T, D], the stream after attention, the MLP's delta to it,
           cache).
         """
-        entered, x = self.input_norm.after(h, delta)
+        entered, x = self.input_norm.after(h, delta, self.attention.row_dtypes(h.dtype))
         out, cache = self.attention(x, angles, cache, attend, keep)
-        h, x = self.post_norm.after(kept(entered, keep), out)
-        return entered, h, self.mlp(x), cache
+        h, *rows = self.post_norm.after(kept(entered, keep), out, self.mlp.row_dtypes(h.dtype))
+        return entered, h, self.mlp(*rows), cache

@@ -1,6 +1,6 @@
 """The order of FP8 weights in memory: rows, as in checkpoints, or tiles (`pallas_kernels.fp8_tiles`).
 
-Hopper's kernels read tiles with fewer instructions, if they multiply bfloat16 activations. Quantised activations, other
+Hopper's kernels read tiles with fewer instructions, if activations are not quantised. Quantised activations, other
 chips and the references of a CPU read rows. No number changes, and no sum.
 """
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -38,8 +39,8 @@ def shared_programs():
         yield
 
 
-def in_fp8():
-    model = tiny.target(**SIZES)
+def in_fp8(sizes=SIZES, dtype=jnp.float32):
+    model = tiny.target(**sizes, dtype=dtype)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear | ExpertLinear):
             values, scale = map(jax.numpy.asarray, quantize_fp8(np.asarray(module.weight[...])))
@@ -89,6 +90,28 @@ def test_the_text_does_not_depend_on_the_order():
     model = in_fp8()
     wanted = texts(model)
     assert texts(ordered(model, H200)) == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+def test_norms_store_the_rows_that_tiles_multiply_in_float16(family):
+    sizes = SIZES | (dict(family="qwen3", experts=None) if family == "qwen3" else {})
+    bf16, half = jnp.bfloat16, jnp.float16
+    rows, tiles = in_fp8(sizes, "bfloat16"), ordered(in_fp8(sizes, "bfloat16"), H200)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == bf16 else x, rows)
+    layer = tiles.layers[0]
+    assert layer.attention.row_dtypes(bf16) == (half,)
+    assert layer.mlp.row_dtypes(bf16) == ((half,) if family == "qwen3" else (bf16, half))
+    assert rows.layers[0].mlp.row_dtypes(bf16) == (bf16,)
+    assert layer.mlp.row_dtypes(jnp.float32) == (jnp.float32,)
+
+    def logits(model):
+        tokens, positions = jnp.arange(3, 27)[None], jnp.arange(24)[None]
+        hidden, *_ = model(tokens, positions, [None], tiny.causal_attention)
+        assert hidden.dtype == model.embed.weight.dtype
+        return np.float32(model.unembed(hidden))
+
+    exact, found = logits(wide), logits(tiles)
+    assert np.abs(found - exact).mean() < np.abs(logits(rows) - exact).mean() * 1.1
 
 
 @pytest.mark.slow

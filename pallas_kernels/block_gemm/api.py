@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, formats, mxfp8
-from pallas_kernels.activations import Activations, are_quantized, rounding, whole_tiles
+from pallas_kernels.activations import (
+    Activations,
+    are_quantized,
+    dtype_refusal,
+    result_dtype,
+    rounding,
+    whole_tiles,
+)
 from pallas_kernels.block_gemm import reference
 from pallas_kernels.quantize.api import quantize
 
@@ -36,10 +43,11 @@ def linear(
     Args:
       x: [..., K] activations.
       weight: [N, K], or the values of a quantised weight (`pallas_kernels.formats`): fp8 and mxfp8
-        [N, K], mxfp4 [N, K / 2]. The product is computed in `x.dtype`.
+        [N, K], mxfp4 [N, K / 2]. The product is computed in `x.dtype`, which is float16 for fp8 weights in
+        tiles where `row_dtype` says so.
       scale: scale of a quantised weight; None for a plain one.
       bias: [N] or None.
-      out_dtype: dtype of the result, default `x.dtype`; float32 returns the unrounded accumulator.
+      out_dtype: dtype of the result, default `result_dtype(x.dtype)`; float32 returns the unrounded accumulator.
       activations: "fp8" quantises x for an fp8 weight (`pallas_kernels.activations`); its products are then
         of e4m3. Other weights are multiplied as with "bf16", but that rows of mxfp8 weights are always
         quantised as these are.
@@ -57,7 +65,7 @@ def linear(
         raise ValueError(f"inner widths differ: {x.shape=} weight [{N}, {K}]")
     if bias is not None and bias.shape != (N,):
         raise ValueError(f"{bias.shape=} must be ({N},), the rows of the weight")
-    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    out_dtype = jnp.dtype(out_dtype or result_dtype(x.dtype))
     x = mxfp8.widened(x, K)
     round_rows = rounding(activations, weight, scale)
     launch = _launch(x, weight, scale, implementation)
@@ -104,12 +112,9 @@ def add_in_order(parts: jax.Array) -> jax.Array:
 
 
 def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
-    if x.dtype != jnp.bfloat16:
-        refusal = f"activations must be bfloat16, not {x.dtype}"
-    else:
-        refusal = formats.kernel_refusal(weight, scale)
-        if implementation is None:
-            refusal = refusal or formats.compile_refusal(weight, scale)
+    refusal = dtype_refusal(x.dtype, weight, scale) or formats.kernel_refusal(weight, scale)
+    if implementation is None:
+        refusal = refusal or formats.compile_refusal(weight, scale)
     chips = CHIPS_OF.get(formats.kind(weight, scale), CHIPS)
     return dispatch.resolve("block_gemm", implementation, chips=chips, refusal=refusal)
 

@@ -74,7 +74,10 @@ class TuningConfig:
         )
         chunks = pl.cdiv(steps, per_chunk)
         split = chunks > 1 and pl.cdiv(R, tokens) * tiles < device.num_sms
-        least = cls(tokens, chunks, split, stages=4 if tokens <= 32 else 3)
+        is_small = (
+            tokens <= 32 or form.codec.tiled
+        )  # two thread blocks with four slots share a multiprocessor
+        least = cls(tokens, chunks, split, stages=4 if is_small else 3)
         if R <= 64 or form.mma.groups(2) == 1:
             return least
         cost = lambda tiling: tiling.cost(R, N, K, form, device)
@@ -131,7 +134,7 @@ class _Unit(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "launch"))
 def product(
-    x: jax.Array,  # [R, K] bfloat16, or e4m3 with x_scale
+    x: jax.Array,  # [R, K] in `Codec.x_dtype`
     values: jax.Array,  # [N, K], mxfp4 [N, K / 2], fp8 tiles [N / 64, K / 128, 8192]
     scale: jax.Array | None,  # see formats.kernel_refusal
     config: TuningConfig,
@@ -164,11 +167,11 @@ def product(
     grid = dict(block=blocks) if persistent else each_unit
 
     def body(
-        x_gmem,  # [R, K] bfloat16 or e4m3
+        x_gmem,  # [R, K]
         w_gmem,  # [N, K], mxfp4 [N, K / 2], fp8 tiles [N / 64, K / 128, 512, 16]
         *refs,  # the scales of w and x, if any; out_gmem float32 [splits, R, N]
         w_smem,  # [groups * stages, 1, rows, width], or fp8 tiles [groups * stages, 1, 512, 16]
-        x_smem,  # [stages, tokens, step] bfloat16 or e4m3
+        x_smem,  # [stages, tokens, step]
         out_smem,  # [(groups,) stored tokens, rows] float32
         ready_barrier,
         x_ready_barrier=None,

@@ -30,6 +30,8 @@ def linear(
     """With `in_blocks` a row's bits on a CPU do not depend on the number of rows, see `_product_of_blocks`."""
     if scale is not None and formats.kind(weight, scale) == "fp8_tiles":
         weight = fp8_tiles.restore(weight)
+    if x.dtype == jnp.float16:  # a scaled weight may be too small for float16
+        x = x.astype(jnp.float32)
     N = weight.shape[0]
     multiply = _product_of_blocks if in_blocks and dispatch.platform() == "cpu" else product
     if scale is None or N <= TILE:

@@ -24,13 +24,13 @@ MMA_OF_QUANTIZED_ROWS = {
 MMA_OF_MXFP8 = {100: r"tcgen05\.mma.*\.kind::mxf8f6f4\.block_scale"}
 """The block-scaled instruction: both operands are e4m3 with e8m0 scales of 32 columns."""
 
-Form = Literal["bf16", "fp8", "fp8_rows", "fp8_tiles", "mxfp4", "mxfp8"]
-"""Weight format: bfloat16, fp8 with one scale per block or per row, fp8 blocks in tiles, mxfp4 or mxfp8."""
+Form = Literal["bf16", "fp8", "fp8_rows", "fp8_tiles", "fp8_tiles_rows", "mxfp4", "mxfp8"]
+"""Weight format: bfloat16, fp8 with one scale per block or per row, both in tiles, mxfp4 or mxfp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """bfloat16 rows times a weight [outputs, inputs], float32 result.
+    """bfloat16 rows times a weight [outputs, inputs], float32 result; `half`: float16 rows, as norms store them for tiles.
 
     The call includes the addition of the partial sums of a K-split, and with fp8 activations their
     quantisation.
@@ -41,12 +41,18 @@ class Spec:
     inputs: int
     form: Form = "bf16"
     bias: bool = False
+    half: bool = False
     activations: Activations = "bf16"
 
     @property
     def chips(self) -> tuple[int, ...]:
         """Generations with a kernel for it."""
-        return api.CHIPS_OF.get(self.form, CHIPS)
+        return chips_of(self.form)
+
+    @property
+    def x_dtype(self) -> jnp.dtype:
+        """The dtype of the rows before they are quantised."""
+        return jnp.dtype(jnp.float16 if self.half else jnp.bfloat16)
 
     @property
     def mma(self) -> dict[int, str]:
@@ -56,14 +62,20 @@ class Spec:
         return MMA_OF_QUANTIZED_ROWS if self.activations == "fp8" else MMA
 
 
+def chips_of(form: Form) -> tuple[int, ...]:
+    """Generations with a kernel for weights of a format."""
+    return api.CHIPS_OF.get(form.removesuffix("_rows"), CHIPS)
+
+
 def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dict[str, Spec]:
-    """Specs of each shape (outputs, inputs) at each number of rows; name suffixes: __fp8, __bias."""
+    """Specs of each shape (outputs, inputs) at each number of rows; name suffixes: __fp8, __bias, __half."""
     specs = {}
     for layer, (outputs, inputs) in shapes.items():
         name, *flags = layer.split("__")
-        forms = [flag for flag in flags if flag != "bias"] or ["bf16"]
+        options = {flag: True for flag in flags if flag in ("bias", "half")}
+        forms = [flag for flag in flags if flag not in options] or ["bf16"]
         for R in rows:
-            spec = Spec(rows=R, outputs=outputs, inputs=inputs, form=forms[0], bias="bias" in flags)
+            spec = Spec(rows=R, outputs=outputs, inputs=inputs, form=forms[0], **options)
             specs[f"{model}-{name.replace('_', '-')}-{R}"] = spec
     return specs
 
@@ -71,7 +83,7 @@ def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dic
 # 8: one sequence with seven drafts; 12: an odd batch; 64, 256 and 1024: 8, 32 and 128 sequences; 4096: prefill.
 SPECS = {
     **_layers("qwen3-moe", (8, 12, 64, 256, 1024, 4096), qkv__fp8=(5120, 2048), o__fp8=(2048, 4096)),
-    **_layers("qwen3-moe-tiles", (8, 64, 256, 1024, 4096), qkv__fp8_tiles=(5120, 2048), o__fp8_tiles=(2048, 4096)),
+    **_layers("qwen3-moe-tiles", (8, 64, 256, 1024, 4096), qkv__fp8_tiles__half=(5120, 2048), o__fp8_tiles=(2048, 4096)),
     **_layers("qwen3-moe", (8, 64, 256, 1024, 4096), router=(128, 2048)),
     **_layers("qwen3-moe", (8, 12, 64, 256, 1024), lm_head=(151936, 2048)),
     # The drafter: fc reads three concatenated taps, and the first layer reads two concatenated inputs.
@@ -104,6 +116,9 @@ SPECS = {
         gate_up__fp8=(43008, 5376),
         down__fp8=(5376, 21504),
     ),
+    **_layers(
+        "gemma-31b-tiles", (8, 64, 256), gate_up__fp8_tiles__half=(43008, 5376), down__fp8_tiles=(5376, 21504)
+    ),
     **{
         f"qwen3-moe-fp8-{name}-{R}": Spec(
             rows=R, outputs=N, inputs=K, form="fp8", activations="fp8"
@@ -117,6 +132,7 @@ SPECS = {
     "one-row": Spec(rows=1, outputs=192, inputs=384, form="fp8"),
     **_layers("mxfp4", (8, 64, 4096), wide__mxfp4=(5120, 2880)),
     **_layers("per-row", (8, 64, 4096), wide__fp8_rows=(5120, 2816)),
+    **_layers("per-row-tiles", (64,), wide__fp8_tiles_rows__half=(5120, 2816)),
     "mxfp8-ragged": Spec(rows=21, outputs=224, inputs=384, form="mxfp8"),
     "mxfp4-ragged": Spec(rows=21, outputs=224, inputs=320, form="mxfp4"),
     "per-row-ragged": Spec(rows=21, outputs=224, inputs=384, form="fp8_rows"),
@@ -138,9 +154,9 @@ def weight_of(form: Form, *shape: int) -> list[jax.ShapeDtypeStruct]:
             return [shaped(shape, jnp.float8_e4m3fn), scale]
         case "fp8" | "fp8_tiles":
             scale = -(-N // formats.BLOCK), -(-K // formats.BLOCK)
-        case "fp8_rows":
+        case "fp8_rows" | "fp8_tiles_rows":
             scale = N, 1
-    if form == "fp8_tiles":
+    if form.startswith("fp8_tiles"):
         shape = fp8_tiles.tiled_shape(shape)
     return [shaped(shape, jnp.float8_e4m3fn), shaped((*leading, *scale), jnp.float32)]
 
@@ -161,7 +177,7 @@ def configs(spec: Spec, device: Device) -> list:
     values, *scale = weight_of(spec.form, spec.outputs, spec.inputs)
     scale = scale[0] if scale else None
     kind = formats.kind(values, scale)
-    x_dtype = jnp.float8_e4m3fn if spec.activations == "fp8" else jnp.bfloat16  # mxfp8 needs none
+    x_dtype = jnp.float8_e4m3fn if spec.activations == "fp8" else spec.x_dtype  # mxfp8 needs none
     form = Format.of(values, scale, device, x_dtype)
     chosen = TuningConfig.choose(spec.rows, spec.outputs, spec.inputs, device, kind, x_dtype)
     if spec.rows <= 64 or spec.outputs <= 256 or form.mma.groups(2) == 1:
@@ -174,7 +190,7 @@ def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtyp
     N, K = spec.outputs, spec.inputs
     weight = weight_of(spec.form, N, K)
     args = (
-        jax.ShapeDtypeStruct((spec.rows, K), jnp.bfloat16),
+        jax.ShapeDtypeStruct((spec.rows, K), spec.x_dtype),
         *weight,
         *([jax.ShapeDtypeStruct((N,), jnp.bfloat16)] if spec.bias else []),
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, formats, mxfp8
-from pallas_kernels.activations import Activations, are_quantized, whole_tiles
+from pallas_kernels.activations import Activations, are_quantized, dtype_refusal, whole_tiles
 from pallas_kernels.block_gemm.api import CHIPS_OF, add_in_order
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.reference import ExpertWeights
@@ -72,12 +72,12 @@ def moe(
 ) -> jax.Array:
     """Each row's weighted sum over its experts of `down(activation(gate(x), up(x)))`.
 
-    Products are of `x.dtype` with float32 accumulation; biases, activation and the sum over experts
-    are float32. The router weight multiplies the expert's result, which includes down's bias and is rounded
-    to `x.dtype`. A row's result does not depend on the other rows.
+    Products have float32 accumulation; biases, activation and the sum over experts are float32. The router weight
+    multiplies the expert's result, which includes down's bias. Rows of down and results are rounded to the dtype of
+    the stream (`activations.result_dtype`). A row's result does not depend on the other rows.
 
     Args:
-      x: [R, D].
+      x: [R, D] in the dtype of the stream, or in `row_dtype` of gate_up.
       ids: [R, k] int32, the distinct experts of each row.
       weights: [R, k] float32.
       gate_up: values [E, 2, F, D] (gate first; mxfp4 [E, 2, F, D / 2]), bias [E, 2, F].
@@ -87,7 +87,7 @@ def moe(
       activations: "fp8" quantises the rows that fp8 weights multiply (`pallas_kernels.activations`); rows that
         mxfp8 weights multiply are always quantised as these are.
     Returns:
-      [R, D] in `x.dtype`.
+      [R, D] in the dtype of the stream.
     Raises:
       ValueError: inconsistent shapes, or dtypes that match no format.
     """
@@ -102,14 +102,14 @@ def moe(
     config = _config(R, E, ids.shape[1], (gate_up, down), activations, launch)
     work = make_worklist(ids.T, E, config.tokens, config.shared)
     values = _experts(x, work, gate_up, down, limit, config, launch, activations)
-    return add_in_order(values[work.slots] * weights.T[..., None]).astype(x.dtype)
+    return add_in_order(values[work.slots] * weights.T[..., None]).astype(values.dtype)
 
 
 class Mixture(NamedTuple):
     """Results of the experts before the sum: row r is `sum_j weights[j, r] values[rows[j, r]]`, in float32.
 
     Attributes:
-      values: [P, D] in the dtype of the activations.
+      values: [P, D] in the dtype of the stream.
       weights: [k, R'] float32, R' >= R; entries past R are unspecified.
       rows: [k, R'] int32.
     """
@@ -151,7 +151,7 @@ def mixture(
     """Routes rows and runs their experts; the consumer computes the weighted sum.
 
     Args:
-      x: [R, D].
+      x: as in `moe`.
       logits: float32 [R, E], without the router's bias.
       gate_up, down: as in `moe`.
       router_bias: [E] or None.
@@ -235,8 +235,7 @@ def _launch(
         refusal = refusal or formats.compile_refusal(down.values, down.scale)
         if E % 32:
             refusal = f"the number of experts must be a multiple of 32, not {E}"
-    if x.dtype != jnp.bfloat16:
-        refusal = f"activations must be bfloat16, not {x.dtype}"
+    refusal = dtype_refusal(x.dtype, gate_up.values, gate_up.scale) or refusal
     quantized = any(are_quantized(activations, w.values, w.scale) for w in (gate_up, down))
     kinds = {formats.kind(weight.values, weight.scale) for weight in (gate_up, down)}
     if quantized and x.shape[1] % 64:
@@ -287,7 +286,7 @@ def _experts(
     activations: Activations,
     is_share: bool = False,
 ) -> jax.Array:
-    """Results of all items [P, D] in `x.dtype`. Rows without a slot are undefined and are never read.
+    """Results of all items, bfloat16 [P, D]. Rows without a slot are undefined and are never read.
 
     `is_share`: the worklist is that of `own_items`.
     """

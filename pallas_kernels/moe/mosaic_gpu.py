@@ -94,7 +94,7 @@ def _grouped(
     """Multiplies every item with its expert's weight: bfloat16 [items * tokens, N].
 
     Args:
-      x: [rows, K] in `Codec.arrange` order, bfloat16, or e4m3 with x_scale; item i reads `tokens` rows
+      x: [rows, K] in `Codec.arrange` order and `Codec.x_dtype`; item i reads `tokens` rows
         from i * tokens on, or from 0 if `shared`.
       weight: values [E, parts, N, K].
       experts: int32 [items or more], the expert of each item.
@@ -116,13 +116,13 @@ def _grouped(
     row_tiles = pl.cdiv(N, form.rows)
 
     def body(
-        x_gmem,  # [rows, K] bfloat16 or e4m3
+        x_gmem,  # [rows, K]
         experts_gmem,  # [items or more] int32
         num_items_gmem,  # [1 or more] int32
         w_gmem,  # [E, parts, N, K], mxfp4 [E, parts, N, K / 2], fp8 tiles [E, parts, N / 64, K / 128, 512, 16]
         *refs,  # scale, bias and scale of x, if any; out_gmem bfloat16 [items * tokens, N]
         w_smem,  # [stages, parts, rows, width], or fp8 tiles [stages, parts, 512, 16]
-        x_smem,  # [stages, tokens, step] bfloat16 or e4m3
+        x_smem,  # [stages, tokens, step]
         out_smem,  # [stored tokens, rows] bfloat16
         ready_barrier,
         x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats, mxfp8
-from pallas_kernels.activations import Activations, rounding
+from pallas_kernels.activations import Activations, result_dtype, rounding
 from pallas_kernels.block_gemm.reference import product
 
 ALPHA = 1.702  # sigmoid factor of GPT-OSS; not in its config
@@ -74,7 +74,7 @@ def moe(
         return jax.lax.cond(chosen.any(), add, lambda total: total, total), None
 
     total, _ = jax.lax.scan(visit, jnp.zeros(x.shape, jnp.float32), jnp.arange(E))
-    return total.reshape(-1, D)[:R].astype(x.dtype)
+    return total.reshape(-1, D)[:R].astype(result_dtype(x.dtype))
 
 
 def _blocks(rows: jax.Array, filler: int) -> jax.Array:
@@ -95,9 +95,12 @@ def _expert(
     limit: float | None,
     activations: Activations,
 ) -> jax.Array:
-    """One expert on all rows: [blocks, ROWS, D] -> the same shape and dtype."""
+    """One expert on all rows: [blocks, ROWS, D] -> the same shape, in `result_dtype(x.dtype)`."""
+    dtype = result_dtype(x.dtype)
+    if x.dtype == jnp.float16:  # a scaled weight may be too small for float16
+        x = x.astype(jnp.float32)
     read_x, x_dtype = _reader(gate_up, activations, x.dtype)
-    read_inner, inner_dtype = _reader(down, activations, x.dtype)
+    read_inner, inner_dtype = _reader(down, activations, dtype)
     gate, up = formats.dequantize(gate_up.values, gate_up.scale, x_dtype)
     gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias
     out = formats.dequantize(down.values, down.scale, inner_dtype)
@@ -105,7 +108,7 @@ def _expert(
     def block(rows):  # [ROWS, D]
         rows = read_x(rows)
         inner = _activate(_linear(rows, gate, gate_bias), _linear(rows, up, up_bias), limit)
-        return _linear(read_inner(inner.astype(x.dtype)), out, down.bias).astype(x.dtype)
+        return _linear(read_inner(inner.astype(dtype)), out, down.bias).astype(dtype)
 
     return jax.lax.map(block, x)
 

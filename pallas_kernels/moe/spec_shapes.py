@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pallas_kernels.activations import Activations
-from pallas_kernels.block_gemm.api import CHIPS_OF
-from pallas_kernels.block_gemm.specs import MMA_OF_MXFP8, MMA_OF_QUANTIZED_ROWS, Form
+from pallas_kernels.block_gemm.specs import MMA_OF_MXFP8, MMA_OF_QUANTIZED_ROWS, Form, chips_of
 from pallas_kernels.moe import api
 
 CHIPS = api.CHIPS
@@ -15,7 +14,7 @@ MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One kernel on bfloat16 rows: experts [E, 2, inner, width] and [E, width, inner].
+    """One kernel on bfloat16 rows, gate_up of tiles on float16 rows: experts [E, 2, inner, width] and [E, width, inner].
 
     Attributes:
       kernel: plan is `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
@@ -45,9 +44,14 @@ class Spec:
     def chips(self) -> tuple[int, ...]:
         """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and only Blackwell in
         data centres multiplies mxfp8."""
-        if self.form in CHIPS_OF:
-            return CHIPS_OF[self.form]
-        return (90, 100) if self.kernel == "place" and self.rows > 8192 else CHIPS
+        if self.kernel == "place" and self.rows > 8192:
+            return (90, 100)
+        return chips_of(self.form)
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether the weights lie in tiles."""
+        return self.form.startswith("fp8_tiles")
 
     @property
     def arranged(self) -> bool:
@@ -113,6 +117,7 @@ SPECS = {
         )
         for kernel in ("gate_up", "down")
     },
+    "per-row-tiles-gate-up-64": Spec(kernel="gate_up", rows=64, items=129, form="fp8_tiles_rows"),
     **{
         f"qwen3-moe-fp8-{kernel.replace('_', '-')}-{R}": Spec(
             kernel=kernel, rows=R, items=items, activations="fp8"

@@ -87,18 +87,20 @@ def _config(spec: Spec):
     device = dispatch.device()
     hopper = spec.form != "mxfp8" and (device.platform == "cpu" or device.sm == 90)
     sizes = spec.rows, spec.experts, spec.top_k
-    forms = dict(hopper=hopper, quantized=spec.quantized, tiled=spec.form == "fp8_tiles")
+    forms = dict(hopper=hopper, quantized=spec.quantized, tiled=spec.in_tiles)
     return mosaic_gpu.TuningConfig.choose(*sizes, **forms)
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:
-    return jnp.dtype(jnp.float8_e4m3fn if spec.quantized else jnp.bfloat16)
+    if spec.quantized:
+        return jnp.dtype(jnp.float8_e4m3fn)
+    return jnp.dtype(jnp.float16 if spec.in_tiles and spec.kernel == "gate_up" else jnp.bfloat16)
 
 
 def _rows_of(spec: Spec, x: jax.Array, leaves: tuple) -> tuple[jax.Array, tuple]:
     """(the rows that x stands for, leaves of the weight), from the arguments of gate_up or down."""
     if not spec.quantized:
-        return x, leaves
+        return x.astype(jnp.float32) if x.dtype == jnp.float16 else x, leaves
     if spec.form == "mxfp8":
         codes = mxfp8.unpack(leaves[-1], *x.shape, _config(spec).tokens)
         return mxfp8.dequantize(x, codes), leaves[:-1]

@@ -1,5 +1,7 @@
 """RMSNorm over the last axis, alone or after a residual sum."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -18,6 +20,7 @@ def rms_norm(
     scale: jax.Array,
     *,
     eps: float,
+    out_dtype: jnp.dtype | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     """`x / sqrt(mean(x²) + eps) * scale`, computed in float32.
@@ -25,18 +28,21 @@ def rms_norm(
     Args:
       x: [..., D].
       scale: [D].
+      out_dtype: dtype of the result, default `x.dtype`.
     Returns:
-      [..., D] in `x.dtype`; the bits of a row do not depend on other rows.
+      [..., D]; the bits of a row do not depend on other rows.
     Raises:
       NotImplementedError: the kernel is requested and does not support these arguments.
     """
     launch = _resolve(implementation, x)
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
     if launch is None:
-        return reference.rms_norm(x, scale, eps)
+        return reference.rms_norm(x, scale, eps, out_dtype)
     from pallas_kernels.rms_norm import mosaic_gpu  # slow to import
 
     rows = x.reshape(-1, x.shape[-1])
-    return mosaic_gpu.rms_norm(rows, scale, eps=eps, launch=launch).reshape(x.shape)
+    normed = mosaic_gpu.rms_norm(rows, scale, eps=eps, out_dtype=out_dtype, launch=launch)
+    return normed.reshape(x.shape)
 
 
 def add_rms_norm(
@@ -45,13 +51,13 @@ def add_rms_norm(
     scale: jax.Array,
     *,
     eps: float,
-    weights: jax.Array | None = None,
-    rows: jax.Array | None = None,
+    routed: tuple[jax.Array, jax.Array] | None = None,
     bias: jax.Array | None = None,
     inner: tuple[jax.Array, float] | None = None,
     factor: jax.Array | None = None,
+    out_dtypes: Sequence[jnp.dtype] | None = None,
     implementation: dispatch.Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Adds `delta` to the residual stream and norms the sum.
 
     `delta` may be parts: the partial sums of a K-split product, or the results of a row's experts. The
@@ -60,26 +66,29 @@ def add_rms_norm(
 
     Args:
       h: [..., D].
-      delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `rows` a buffer [P, D]. Float32 or
+      delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `routed` a buffer [P, D]. Float32 or
         bfloat16, independent of h; converted to float32 before it is weighted and added.
       scale: [D].
-      rows: int32 [S, R'], R' not below the number of rows of h: part s of row r is
-        `delta[rows[s, r]]`.
-      weights: float32 [S, R'], required with rows and refused without.
-      bias: [D], added to the sum of the parts; refused with rows.
+      routed: (weights float32 [S, R'], rows int32 [S, R']), R' not below the number of rows of h: part s of
+        row r is `delta[rows[s, r]]`.
+      bias: [D], added to the sum of the parts; refused with `routed`.
       inner: (scale [D], eps); the sum of the parts is rounded to `h.dtype`, and its `rms_norm` is added.
       factor: [1], multiplies `h + delta`.
+      out_dtypes: dtypes of the norm, one for each copy of it that is needed; default one in `h.dtype`.
     Returns:
-      `(h + delta) * factor`, and `rms_norm` of it; both [..., D] in `h.dtype`. Every sum, norm and product
-      is rounded to `h.dtype` once, before the next operation. The bits of a row do not depend on other rows.
+      `(h + delta) * factor` in `h.dtype`, then `rms_norm` of it in each of `out_dtypes`; all [..., D]. Every sum, norm
+      and product is rounded to `h.dtype` once, before the next operation. The bits of a row do not depend on other rows.
     Raises:
       ValueError: shapes do not fit.
       NotImplementedError: the kernel is requested and does not support these arguments.
     """
+    weights, rows = routed or (None, None)
     _check(h, delta, scale, weights, rows, bias, inner, factor)
     launch = _resolve(implementation, h, delta)
+    out_dtypes = (h.dtype,) if out_dtypes is None else tuple(map(jnp.dtype, out_dtypes))
     if launch is None:
-        return reference.add_rms_norm(h, delta, scale, eps, weights, rows, bias, inner, factor)
+        given = weights, rows, bias, inner, factor
+        return reference.add_rms_norm(h, delta, scale, eps, *given, out_dtypes)
     from pallas_kernels.rms_norm import mosaic_gpu  # slow to import
 
     D = h.shape[-1]
@@ -87,10 +96,9 @@ def add_rms_norm(
         delta = delta.reshape(1 if delta.ndim == h.ndim else delta.shape[0], -1, D)
     inner_scale, inner_eps = inner or (None, None)
     added = mosaic_gpu.Added(delta, weights, rows, bias, inner_scale, factor)
-    added, normed = mosaic_gpu.add_rms_norm(
-        h.reshape(-1, D), added, scale, eps=eps, inner_eps=inner_eps, launch=launch
-    )
-    return added.reshape(h.shape), normed.reshape(h.shape)
+    how = dict(eps=eps, inner_eps=inner_eps, out_dtypes=out_dtypes, launch=launch)
+    outs = mosaic_gpu.add_rms_norm(h.reshape(-1, D), added, scale, **how)
+    return tuple(out.reshape(h.shape) for out in outs)
 
 
 def _check(h, delta, scale, weights, rows, bias, inner, factor) -> None:
@@ -106,8 +114,6 @@ def _check(h, delta, scale, weights, rows, bias, inner, factor) -> None:
     if rows is not None:
         _check_rows(h, delta, weights, rows)
         return
-    if weights is not None:
-        raise ValueError("weights come with rows")
     parts = delta.ndim == h.ndim + 1
     if (delta.shape[1:] if parts else delta.shape) != h.shape:
         raise ValueError(f"{delta.shape=} must be {h.shape=}, or that after a number of parts")
@@ -125,7 +131,7 @@ def _check_rows(h, delta, weights, rows) -> None:
         raise ValueError(f"{rows.shape=} must be 1 to {MAX_PARTS} parts of at least {R} rows")
     if rows.dtype != jnp.int32:
         raise ValueError(f"rows are int32: {rows.dtype=}")
-    if weights is None or weights.shape != rows.shape or weights.dtype != jnp.float32:
+    if weights.shape != rows.shape or weights.dtype != jnp.float32:
         raise ValueError(f"rows come with float32 weights of their shape {rows.shape}")
 
 

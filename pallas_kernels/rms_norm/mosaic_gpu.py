@@ -80,14 +80,16 @@ class Added(NamedTuple):
     factor: Any = None
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "launch"))
-def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, launch: Launch) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("eps", "out_dtype", "launch"))
+def rms_norm(
+    x: jax.Array, scale: jax.Array, *, eps: float, out_dtype: jnp.dtype, launch: Launch
+) -> jax.Array:
     """x [R, D], scale [D] -> [R, D]."""
-    (normed,) = _launch(x, None, scale, eps, None, launch)
+    (normed,) = _launch(x, None, scale, eps, None, (out_dtype,), launch)
     return normed
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "inner_eps", "launch"))
+@functools.partial(jax.jit, static_argnames=("eps", "inner_eps", "out_dtypes", "launch"))
 def add_rms_norm(
     h: jax.Array,
     added: Added,
@@ -95,17 +97,24 @@ def add_rms_norm(
     *,
     eps: float,
     inner_eps: float | None,
+    out_dtypes: tuple[jnp.dtype, ...],
     launch: Launch,
-) -> tuple[jax.Array, jax.Array]:
-    """h [R, D], scale [D] -> sum [R, D], normed [R, D].
+) -> tuple[jax.Array, ...]:
+    """h [R, D], scale [D] -> sum [R, D], and normed [R, D] in each dtype.
 
     bfloat16 parts stay bfloat16 in registers until they are added, to halve the register count.
     """
-    return _launch(h, added, scale, eps, inner_eps, launch)
+    return _launch(h, added, scale, eps, inner_eps, out_dtypes, launch)
 
 
 def _launch(
-    h, added: Added | None, scale, eps: float, inner_eps: float | None, launch: Launch
+    h,
+    added: Added | None,
+    scale,
+    eps: float,
+    inner_eps: float | None,
+    out_dtypes: tuple[jnp.dtype, ...],
+    launch: Launch,
 ) -> tuple[jax.Array, ...]:
     R, D = h.shape
     tiles = D // _TILE
@@ -114,12 +123,13 @@ def _launch(
     layout = plgpu.Layout.WG_STRIDED(shape, config.strip * _TILE // 128)
     load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)
     num_norms = 1 if added is None or added.inner_scale is None else 2
+    out_dtypes = out_dtypes if added is None else (h.dtype, *out_dtypes)
 
     def norm_row(
         h_gmem,  # [R, tiles, 64]
         added_gmem,  # Added, [..., tiles, 64] for [..., D]; or None
         scale_gmem,  # [tiles, 64]
-        outs_gmem,  # each [R, tiles, 64]: the sum, if any, and the norm
+        outs_gmem,  # each [R, tiles, 64]: the sum, if any, and the norm in its dtypes
         squares_smem,  # [num_norms, groups, strip, 64] float32
         stored_barrier,  # all warpgroups have stored their squares; completes once a norm
     ):
@@ -149,8 +159,8 @@ def _launch(
                 square = _summed([load(squares_smem.at[norm, i]) for i in range(config.groups)])
             return lax.rsqrt(jnp.sum(square) / D + eps)
 
-        def normed(x, root, scale):
-            return (x * root * scale.astype(jnp.float32)).astype(h.dtype)
+        def normed(x, scale, root):
+            return x * root * scale.astype(jnp.float32)
 
         rows = [load(h_gmem.at[r, strip]) for strip in strips]
         if added is not None:
@@ -170,14 +180,16 @@ def _launch(
                 deltas = [total.astype(h.dtype).astype(jnp.float32) for total in totals]
                 root = inverse_root(deltas, inner_eps, 0)
                 terms = zip(rows, deltas, inner_scales, strict=True)
-                sums = [(x, normed(delta, root, scale)) for x, delta, scale in terms]
+                sums = [(x, normed(*term, root).astype(h.dtype)) for x, *term in terms]
             rows = [_added(*terms, factor, h.dtype) for terms in sums]
             for x, strip in zip(rows, strips, strict=True):
                 outs_gmem[0][r, strip] = x
         rows = [x.astype(jnp.float32) for x in rows]
         root = inverse_root(rows, eps, num_norms - 1)
         for x, scale, strip in zip(rows, scales, strips, strict=True):
-            outs_gmem[-1][r, strip] = normed(x, root, scale)
+            row = normed(x, scale, root)
+            for out_gmem in outs_gmem[0 if added is None else 1 :]:
+                out_gmem[r, strip] = row.astype(out_gmem.dtype)
 
     def body(*refs):
         *given, squares_smem, stored_barrier = refs
@@ -195,7 +207,7 @@ def _launch(
     leaves, tree = jax.tree.flatten((in_tiles(h), added, columns_in_tiles(scale)))
     outs = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct((R, tiles, _TILE), h.dtype),) * (1 if added is None else 2),
+        out_type=tuple(jax.ShapeDtypeStruct((R, tiles, _TILE), dtype) for dtype in out_dtypes),
         scratch_types=(
             plgpu.SMEM((num_norms, config.groups, *shape), jnp.float32),
             plgpu.Barrier(num_arrivals=config.groups),

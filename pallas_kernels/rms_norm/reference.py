@@ -1,13 +1,17 @@
-"""Reference of RMSNorm and the residual sum before it: computed in float32, stored in the dtype of h."""
+"""Reference of RMSNorm and the residual sum before it: computed in float32, stored in the dtype of h or another."""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def rms_norm(
+    x: jax.Array, scale: jax.Array, eps: float, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+    return (normed * scale.astype(jnp.float32)).astype(out_dtype or x.dtype)
 
 
 def add_rms_norm(
@@ -20,7 +24,8 @@ def add_rms_norm(
     bias: jax.Array | None,
     inner: tuple[jax.Array, float] | None,
     factor: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+    out_dtypes: Sequence[jnp.dtype],
+) -> tuple[jax.Array, ...]:
     if rows is not None:
         R = h.size // h.shape[-1]
         delta = delta[rows[:, :R]].astype(jnp.float32) * weights[:, :R, None]
@@ -33,7 +38,7 @@ def add_rms_norm(
     h = (h.astype(jnp.float32) + total).astype(h.dtype)
     if factor is not None:
         h = (h.astype(jnp.float32) * factor.astype(jnp.float32)).astype(h.dtype)
-    return h, rms_norm(h, scale, eps)
+    return h, *(rms_norm(h, scale, eps, dtype) for dtype in out_dtypes)
 
 
 def _total(h: jax.Array, delta: jax.Array) -> jax.Array:

@@ -18,7 +18,8 @@ class Spec:
     """bfloat16 rows; `parts` terms are added first, 0 for none.
 
     Parts are float32 partial sums of a product, which may have a bias, or bfloat16 results of experts if `weighted`.
-    Their sum is normed before it is added if `inner`; what it makes of h is multiplied if `factor`.
+    Their sum is normed before it is added if `inner`; what it makes of h is multiplied if `factor`. The norm is stored in
+    `out`: float16 for products with fp8 weights in tiles, bfloat16 for a router and plain weights.
     """
 
     rows: int
@@ -28,20 +29,23 @@ class Spec:
     bias: bool = False
     inner: bool = False
     factor: bool = False
+    out: tuple[str, ...] = ("bfloat16",)
 
+
+HALF, BOTH = ("float16",), ("bfloat16", "float16")
 
 SPECS = {
-    "qwen3-moe-first": Spec(rows=8, width=2048),
-    "qwen3-moe-attention": Spec(rows=8, width=2048, parts=4),
+    "qwen3-moe-first": Spec(rows=8, width=2048, out=HALF),
+    "qwen3-moe-attention": Spec(rows=8, width=2048, parts=4, out=BOTH),
     **{
-        f"qwen3-moe-attention-{R}": Spec(rows=R, width=2048, parts=parts)
+        f"qwen3-moe-attention-{R}": Spec(rows=R, width=2048, parts=parts, out=BOTH)
         for R, parts in ((64, 4), (256, 1), (1024, 1))
     },
-    "qwen3-moe-experts": Spec(rows=8, width=2048, parts=8, weighted=True),
-    "qwen3-moe-experts-256": Spec(rows=256, width=2048, parts=8, weighted=True),
-    "qwen3-moe-experts-1024": Spec(rows=1024, width=2048, parts=8, weighted=True),
-    "qwen3-moe-experts-4096": Spec(rows=4096, width=2048, parts=8, weighted=True),
-    "qwen3-moe-prefill": Spec(rows=4096, width=2048, parts=1),
+    "qwen3-moe-experts": Spec(rows=8, width=2048, parts=8, weighted=True, out=HALF),
+    "qwen3-moe-experts-256": Spec(rows=256, width=2048, parts=8, weighted=True, out=HALF),
+    "qwen3-moe-experts-1024": Spec(rows=1024, width=2048, parts=8, weighted=True, out=HALF),
+    "qwen3-moe-experts-4096": Spec(rows=4096, width=2048, parts=8, weighted=True, out=HALF),
+    "qwen3-moe-prefill": Spec(rows=4096, width=2048, parts=1, out=BOTH),
     "gpt-oss-first": Spec(rows=8, width=2880),
     "gpt-oss-attention": Spec(rows=8, width=2880, parts=4, bias=True),
     "gpt-oss-attention-256": Spec(rows=256, width=2880, parts=1, bias=True),
@@ -51,11 +55,15 @@ SPECS = {
     "llama-8b-mlp": Spec(rows=64, width=4096, parts=7),
     "gemma-31b-mlp": Spec(rows=8, width=5376, parts=6),
     **{
-        f"gemma-31b-normed-attention-{R}": Spec(rows=R, width=5376, parts=parts, inner=True)
+        f"gemma-31b-normed-attention-{R}": Spec(
+            rows=R, width=5376, parts=parts, inner=True, out=HALF
+        )
         for R, parts in ((8, 3), (64, 7), (256, 3))
     },
     **{
-        f"gemma-31b-normed-mlp-{R}": Spec(rows=R, width=5376, parts=parts, inner=True, factor=True)
+        f"gemma-31b-normed-mlp-{R}": Spec(
+            rows=R, width=5376, parts=parts, inner=True, factor=True, out=HALF
+        )
         for R, parts in ((8, 3), (64, 7), (256, 3), (4096, 1))
     },
     "widest": Spec(rows=8, width=8192, parts=16),
@@ -70,13 +78,14 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     scale = jax.ShapeDtypeStruct((D,), jnp.bfloat16)
     common = dict(eps=1e-6, implementation="mosaic_gpu")
     if not S:
-        return lambda h, scale: api.rms_norm(h, scale, **common), (h, scale)
+        return lambda h, scale: api.rms_norm(h, scale, out_dtype=spec.out[0], **common), (h, scale)
+    common["out_dtypes"] = spec.out
     if spec.weighted:
         buffer = jax.ShapeDtypeStruct((S * R, D), jnp.bfloat16)
         shares = jax.ShapeDtypeStruct((S, R), jnp.float32)
         sources = jax.ShapeDtypeStruct((S, R), jnp.int32)
         add = lambda h, buffer, scale, weights, rows: api.add_rms_norm(
-            h, buffer, scale, weights=weights, rows=rows, **common
+            h, buffer, scale, routed=(weights, rows), **common
         )
         return add, (h, buffer, scale, shares, sources)
     parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)

@@ -1,4 +1,4 @@
-"""Codecs: how the stored bits of a weight tile become bfloat16 operands, one class per storage format.
+"""Codecs: how the stored bits of a weight tile become operands, one class per storage format.
 
 A codec describes the tile of one pipeline step and where its scales apply. It does not depend on the chip;
 `mma` says in which registers a chip needs unpacked weights.
@@ -7,7 +7,7 @@ A codec describes the tile of one pipeline step and where its scales apply. It d
     Plain       128 bfloat16                 none
     Fp8Blocks   128 e4m3                     float32, one per 128 x 128 block      the product of each step
     Fp8Rows     128 e4m3                     float32, one per row                  the total, after all steps
-    Fp8Tiles    none: a tile is one piece    as Fp8Blocks or Fp8Rows
+    Fp8Tiles    none: a tile is one piece    as Fp8Blocks or Fp8Rows; operands are float16 if x is
     Mxfp4       256 e2m1 in 128 bytes        e8m0, one per row and 32 columns      the weights, in registers
     Mxfp8       128 e4m3                     e8m0, one per row and 32 columns      by the MMA
 
@@ -101,7 +101,7 @@ class Codec(ABC):
           step: number of the tile along K.
           interpret: parameters of the interpreter, or None on a GPU.
         Returns:
-          A function: i -> bfloat16 [mma.rows, mma.part] in `mma`'s operand registers, columns from
+          A function: i -> `x_dtype` [mma.rows, mma.part] in `mma`'s operand registers, columns from
           i * mma.part on.
         """
         raise NotImplementedError
@@ -137,7 +137,7 @@ class Fp8Tiles(Fp8Blocks):
     tiled = True
 
     def unpacker(self, mma, tile_smem, scales_smem, step, interpret):
-        return mma.unpack_fp8_tile(tile_smem, interpret)
+        return mma.unpack_fp8_tile(tile_smem, interpret, self.x_dtype)
 
 
 class Fp8TilesRows(Fp8Tiles):
@@ -145,6 +145,18 @@ class Fp8TilesRows(Fp8Tiles):
 
     block_scaled = False
     row_scaled = True
+
+
+class Fp8TilesHalf(Fp8Tiles):
+    """`Fp8Tiles` with float16 activations (`activations.row_dtype`)."""
+
+    x_dtype = jnp.dtype(jnp.float16)
+
+
+class Fp8TilesRowsHalf(Fp8TilesRows):
+    """`Fp8TilesRows` with float16 activations."""
+
+    x_dtype = jnp.dtype(jnp.float16)
 
 
 class Fp8BlocksNative(Fp8Blocks):
@@ -219,8 +231,8 @@ _CODECS: dict[tuple[str, jnp.dtype], Codec] = {
         "plain": (Plain(),),
         "fp8": (Fp8Blocks(), Fp8BlocksNative()),
         "fp8_rows": (Fp8Rows(), Fp8RowsNative()),
-        "fp8_tiles": (Fp8Tiles(),),
-        "fp8_tiles_rows": (Fp8TilesRows(),),
+        "fp8_tiles": (Fp8Tiles(), Fp8TilesHalf()),
+        "fp8_tiles_rows": (Fp8TilesRows(), Fp8TilesRowsHalf()),
         "mxfp4": (Mxfp4(),),
     }.items()
     for codec in codecs

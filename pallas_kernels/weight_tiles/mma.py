@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.weight_tiles.codecs import Codec
@@ -118,8 +119,10 @@ class Mma(ABC):
     def unpack_fp8(self, tile_smem: Any) -> Callable[[int], jax.Array]:
         """Unpacker of an e4m3 tile [rows, 128], see `Codec.unpacker`. Exact."""
 
-    def unpack_fp8_tile(self, tile_smem: Any, interpret: Any) -> Callable[[int], jax.Array]:
-        """Unpacker of an e4m3 tile [512, 16] in the order of `pallas_kernels.fp8_tiles`. Exact."""
+    def unpack_fp8_tile(
+        self, tile_smem: Any, interpret: Any, dtype: jnp.dtype
+    ) -> Callable[[int], jax.Array]:
+        """Unpacker of an e4m3 tile [512, 16] in the order of `pallas_kernels.fp8_tiles` to `dtype`. Exact."""
         raise NotImplementedError(f"{type(self).__name__} has no order of fp8 tiles")
 
     @abstractmethod

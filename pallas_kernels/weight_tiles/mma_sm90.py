@@ -172,12 +172,16 @@ class Wgmma(Mma):
         tile_reg = packed_reg.astype(jnp.float32).astype(jnp.bfloat16)
         return lambda part: tile_reg
 
-    def unpack_fp8_tile(self, tile_smem: Any, interpret: Any) -> Callable[[int], jax.Array]:
+    def unpack_fp8_tile(
+        self, tile_smem: Any, interpret: Any, dtype: jnp.dtype
+    ) -> Callable[[int], jax.Array]:
         if interpret is not None:
             tile = fp8_tiles.restore(tile_smem[...].reshape(1, 1, fp8_tiles.SIZE))
-            return lambda part: tile.astype(jnp.bfloat16)
-        loaded_reg = plgpu.load(tile_smem, layout=_LOADS, optimized=False)
-        tile_reg = _in_operand_order(loaded_reg).astype(jnp.float32).astype(jnp.bfloat16)
+            return lambda part: tile.astype(dtype)
+        tile_reg = _in_operand_order(plgpu.load(tile_smem, layout=_LOADS, optimized=False))
+        if dtype != jnp.float16:  # there is no direct conversion to bfloat16
+            tile_reg = tile_reg.astype(jnp.float32)
+        tile_reg = tile_reg.astype(dtype)
         return lambda part: tile_reg
 
     def unpack_mxfp4(

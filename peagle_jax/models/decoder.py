@@ -19,9 +19,9 @@ from peagle_jax.layers import (
     Linear,
     RMSNorm,
     kept,
-    rope_angles,
 )
 from peagle_jax.parallel import vocabulary
+from peagle_jax.rope_angles import rope_angles
 
 
 class Decoder(nnx.Module):

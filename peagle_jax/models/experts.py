@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.activations import Activations
+from pallas_kernels.activations import Activations, row_dtype
 from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.moe.api import ExpertForm, ExpertWeights, mixture
 from peagle_jax.config import TargetConfig
@@ -48,12 +48,20 @@ class MoE(nnx.Module):
         self.gate_up = ExpertLinear((E, 2, F), D, std=INIT_STD, **init)
         self.down = ExpertLinear((E, D), F, std=std_out, **init)
 
-    def __call__(self, x: jax.Array) -> Delta:
+    def row_dtypes(self, dtype: jnp.dtype) -> tuple[jnp.dtype, ...]:
+        """Dtypes of the normed rows that a call takes, in a stream of `dtype`: the router's, and the experts' if it is another."""
+        weight = self.gate_up.arrays()
+        own = row_dtype(weight.values, weight.scale, dtype)
+        return (own,) if own == dtype else (jnp.dtype(dtype), own)
+
+    def __call__(self, x: jax.Array, experts_x: jax.Array | None = None) -> Delta:
+        """The delta of normed rows x [..., D], which the experts read as `experts_x` if that is given."""
         rows = x.reshape(-1, x.shape[-1])
+        experts_rows = rows if experts_x is None else experts_x.reshape(rows.shape)
         experts = self.config.experts
         bias = self.router.bias
         mixed = mixture(
-            rows,
+            experts_rows,
             add_in_order(self.router.parts(rows)),
             self.gate_up.arrays(),
             self.down.arrays(),

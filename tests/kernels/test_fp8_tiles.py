@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, formats, fp8_tiles
+from pallas_kernels import activations, dispatch, formats, fp8_tiles
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import B200, H200, RTX5090
 from pallas_kernels.moe.api import moe
@@ -74,14 +74,15 @@ def test_only_hopper_has_products_with_tiles(chip):
     [(5, 192, 384, (2, 3)), (20, 320, 640, (3, 5)), (70, 320, 640, (3, 5)), (13, 192, 384, (192, 1))],
 )  # fmt: skip
 def test_a_product_has_the_bits_of_one_with_rows(race_free, R, N, K, scale):
-    x = jax.random.normal(jax.random.key(2), (R, K), jnp.bfloat16)
+    x = common_rows(2, R, K)
     values, scale = fp8(R, N, K), scales(3, *scale)
-    product = lambda weight: linear(
+    product = lambda x, weight: linear(
         x, weight, scale=scale, implementation="mosaic_gpu", out_dtype=jnp.float32
     )
     tiles = fp8_tiles.arrange(values)
-    found = product(tiles)
-    assert np.array_equal(found, product(values))
+    found = product(x, tiles)
+    assert np.array_equal(found, product(x, values))
+    assert np.array_equal(found, product(x.astype(jnp.float16), tiles))
     wanted = referenced(linear, x.astype(jnp.float32), tiles, scale=scale)
     np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
@@ -90,7 +91,7 @@ def test_a_product_has_the_bits_of_one_with_rows(race_free, R, N, K, scale):
 def test_experts_have_the_bits_of_those_with_rows(race_free, R):
     E, D, F, top_k = 4, 256, 128, 2
     keys = jax.random.split(jax.random.key(R), 3)
-    x = jax.random.normal(keys[0], (R, D), jnp.bfloat16)
+    x = common_rows(R, R, D)
     ids = jnp.argsort(jax.random.normal(keys[1], (R, E)), axis=1)[:, :top_k].astype(jnp.int32)
     weights = jax.random.uniform(keys[2], (R, top_k))
     gate_up = ExpertWeights(fp8(1, E, 2, F, D), 0.1 * scales(2, E, 2, 1, 2), None)
@@ -98,3 +99,45 @@ def test_experts_have_the_bits_of_those_with_rows(race_free, R):
     tiled = [w._replace(values=fp8_tiles.arrange(w.values)) for w in (gate_up, down)]
     found = moe(x, ids, weights, *tiled, implementation="mosaic_gpu")
     assert np.array_equal(found, moe(x, ids, weights, gate_up, down, implementation="mosaic_gpu"))
+    half = moe(x.astype(jnp.float16), ids, weights, *tiled, implementation="mosaic_gpu")
+    assert half.dtype == jnp.bfloat16
+    assert np.array_equal(found, half)
+    referred = moe(x.astype(jnp.float16), ids, weights, *tiled, implementation="reference")
+    assert referred.dtype == jnp.bfloat16
+    most = float(jnp.abs(found).max())
+    np.testing.assert_allclose(*map(np.float32, (referred, found)), atol=2**-7 * most)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+def test_float16_rows_are_nearer_to_the_product(implementation):
+    values, scale = fp8(0, 64, 256), scales(1, 1, 2)
+    rows = jax.random.normal(jax.random.key(2), (8, 256))
+    wanted = np.float64(rows) @ np.float64(formats.dequantize(values, scale, jnp.float32)).T
+
+    def error(dtype):
+        given = rows.astype(dtype), fp8_tiles.arrange(values)
+        how = dict(scale=scale, out_dtype=jnp.float32, implementation=implementation)
+        return np.abs(linear(*given, **how) - wanted).max()
+
+    assert error(jnp.float16) < error(jnp.bfloat16) / 4
+    stream = linear(rows.astype(jnp.float16), fp8_tiles.arrange(values), scale=scale)
+    assert stream.dtype == jnp.bfloat16
+
+
+def test_norms_store_float16_for_tiles_and_nothing_else():
+    values, scale = fp8(0, 64, 128), scales(1, 1, 1)
+    tiles, plain = fp8_tiles.arrange(values), jnp.ones((64, 128), jnp.bfloat16)
+    dtype_of = activations.row_dtype
+    assert dtype_of(tiles, scale) == jnp.float16
+    assert dtype_of(tiles, scale, jnp.float32) == jnp.float32
+    assert dtype_of(values, scale) == dtype_of(plain, None) == jnp.bfloat16
+    x = jnp.ones((8, 128), jnp.float16)
+    for weight, of in ((values, scale), (plain, None)):
+        with pytest.raises(NotImplementedError, match="float16 for fp8 weights in tiles"):
+            linear(x, weight, scale=of, implementation="mosaic_gpu")
+
+
+def common_rows(seed: int, R: int, K: int) -> jax.Array:
+    """Random rows bfloat16 [R, K] that float16 represents too."""
+    x = jax.random.normal(jax.random.key(seed), (R, K), jnp.bfloat16)
+    return x.astype(jnp.float16).astype(jnp.bfloat16)

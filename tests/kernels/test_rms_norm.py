@@ -39,7 +39,7 @@ def in_buffer(delta: jax.Array, weights: jax.Array, dtype=jnp.float32, order: in
     buffer = np.zeros((S * R, delta.shape[-1]), np.float32)
     buffer[place] = np.asarray(delta, np.float32).reshape(S * R, -1)
     rows = jnp.asarray(place.reshape(S, R), jnp.int32)
-    return dict(delta=jnp.asarray(buffer, dtype), rows=rows, weights=weights)
+    return dict(delta=jnp.asarray(buffer, dtype), routed=(weights, rows))
 
 
 def exact_norm(x, scale, eps: float = EPS) -> np.ndarray:
@@ -210,7 +210,7 @@ def test_the_kernel_norms_the_sum_of_the_parts(D, S, dtype, factor):
 def test_the_kernel_norms_the_sum_of_weighted_rows(factor):
     h, delta, scale, weights = operands(3, 4, 1024)
     buffer, given = in_buffer(delta, weights, jnp.bfloat16), rest(1024, factor=factor)
-    parts = buffer["delta"][buffer["rows"]].astype(jnp.float32) * weights[..., None]
+    parts = buffer["delta"][buffer["routed"][1]].astype(jnp.float32) * weights[..., None]
     run = jax.jit(functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu", **given))
     found = run(h, scale=scale, **buffer)
     wanted = in_steps(h, add_in_order(parts), scale, **given, implementation="mosaic_gpu")
@@ -243,6 +243,21 @@ def test_the_kernel_norms_without_a_sum():
     assert_same((h, found), (h, rms_norm(h, scale, eps=EPS)), h.dtype)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+def test_the_norm_is_rounded_once_to_each_dtype(implementation):
+    h, delta, scale, _ = operands(3, 5, 320)
+    how = dict(eps=EPS, implementation=implementation)
+    added, *normed = add_rms_norm(
+        h, delta, scale, out_dtypes=(jnp.float16, jnp.bfloat16, jnp.float32), **how
+    )
+    assert [x.dtype for x in normed] == [jnp.float16, jnp.bfloat16, jnp.float32]
+    for x in normed:
+        assert np.array_equal(x, normed[-1].astype(x.dtype))
+    assert_same((added, normed[1]), add_rms_norm(h, delta, scale, **how), h.dtype)
+    alone = rms_norm(added, scale, out_dtype=jnp.float16, **how)
+    assert np.array_equal(alone, normed[0])
+
+
 @pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("normed", [True, False])
@@ -265,7 +280,6 @@ def test_a_row_has_the_same_bits_in_any_company(implementation, dtype, normed):
         (dict(delta=jnp.zeros((33, 4, 64))), "at most 32"),
         (dict(delta=jnp.zeros((0, 4, 64))), "0 parts"),
         (dict(scale=jnp.zeros(63)), "scale.shape="),
-        (dict(weights=jnp.zeros((2, 4))), "come with rows"),
         (dict(bias=jnp.zeros(4)), "bias.shape="),
         (dict(inner=(jnp.zeros(4), EPS)), "inner scale.shape="),
         (dict(factor=jnp.zeros(64)), "factor.shape="),
@@ -296,12 +310,12 @@ def test_the_kernel_says_what_it_cannot_do(shape, dtype, why):
 def test_rows_must_fit():
     h, delta, scale, weights = operands(3, 5, 320)
     fits = in_buffer(delta, weights)
+    rows = fits["routed"][1]
     for bad, said in (
-        (dict(weights=weights[:2]), "weights of their shape"),
-        (dict(weights=weights.astype(jnp.bfloat16)), "float32 weights"),
-        (dict(weights=None), "come with float32 weights"),
-        (dict(rows=fits["rows"][:, :4]), "at least 5 rows"),
-        (dict(rows=fits["rows"].astype(jnp.float32)), "int32"),
+        (dict(routed=(weights[:2], rows)), "weights of their shape"),
+        (dict(routed=(weights.astype(jnp.bfloat16), rows)), "float32 weights"),
+        (dict(routed=(weights, rows[:, :4])), "at least 5 rows"),
+        (dict(routed=(weights, rows.astype(jnp.float32))), "int32"),
         (dict(delta=delta), "buffer"),
         (dict(bias=scale), "a bias is for parts without rows"),
     ):

@@ -11,7 +11,8 @@ import pytest
 from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
 from pallas_kernels.rope_write.reference import write_kv
-from peagle_jax.layers import apply_rope, rope_angles
+from peagle_jax.layers import apply_rope
+from peagle_jax.rope_angles import rope_angles
 from peagle_jax.rope_config import RopeConfig
 
 pytestmark = pytest.mark.sampled(1)
