@@ -13,6 +13,7 @@ have stored squares that depend on the result of the first.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,6 +81,114 @@ class Added(NamedTuple):
     factor: Any = None
 
 
+class RowNorm(NamedTuple):
+    """The norm of one row by all warpgroups of a block.
+
+    Attributes:
+      D: columns of the row.
+      dtype: of h.
+      eps: of the norm.
+      inner_eps: of the norm of the sum of the parts, if any.
+    """
+
+    D: int
+    dtype: jnp.dtype
+    eps: float
+    inner_eps: float | None
+
+    @property
+    def config(self) -> TuningConfig:
+        return tuning(self.D // _TILE)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a strip."""
+        return self.config.strip, _TILE
+
+    @property
+    def layout(self) -> Any:
+        """Of a strip in registers."""
+        return plgpu.Layout.WG_STRIDED(self.shape, self.config.strip * _TILE // 128)
+
+    def scratch(self, num_norms: int) -> tuple[Any, Any]:
+        """Of a block that norms so many times: squares_smem and stored_barrier of a call."""
+        groups = self.config.groups
+        squares = plgpu.SMEM((num_norms, groups, *self.shape), jnp.float32)
+        return squares, plgpu.Barrier(num_arrivals=groups)
+
+    def __call__(
+        self,
+        r: Any,
+        R: int,
+        g: Any,
+        h_gmem: Any,  # [R, tiles, 64]
+        added_gmem: Added | None,  # [..., tiles, 64] for [..., D]
+        scale_gmem: Any,  # [tiles, 64]
+        sum_gmem: Any,  # [tiles, 64], if something is added
+        squares_smem: Any,  # [norms, groups, strip, 64] float32; no other call of the block uses them
+        stored_barrier: Any,  # all warpgroups have stored their squares; completes once a norm
+    ) -> Iterator[tuple[Any, jax.Array]]:
+        """Stores the sum of row r of R; yields the strips of warpgroup g, and what the norm makes of each."""
+        tiles, config, shape, layout = self.D // _TILE, self.config, self.shape, self.layout
+        load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)
+        begins = [(g * config.strips + i) * config.strip for i in range(config.strips)]
+        strips = [pl.ds(lax.min(begin, tiles - config.strip), config.strip) for begin in begins]
+
+        def columns(ref):
+            return [None if ref is None else load(ref.at[strip]) for strip in strips]
+
+        def inverse_root(rows, eps, norm):
+            """1 / root mean square of a row; `rows` are the float32 strips of this warpgroup."""
+            squares = [x * x for x in rows]
+            if tiles != config.strip * config.groups * config.strips:
+                # Mask the tiles that overlap the strip before, so that they count once.
+                tile = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+                squares = [
+                    jnp.where(tile + strip.start >= begin, square, 0.0)
+                    for square, strip, begin in zip(squares, strips, begins, strict=True)
+                ]
+            square = _summed(squares)
+            if config.groups > 1:
+                squares_smem[norm, g] = square
+                plgpu.commit_smem()  # orders the stores of all threads of the warpgroup before the arrive
+                plgpu.barrier_arrive(stored_barrier)
+                plgpu.barrier_wait(stored_barrier)
+                square = _summed([load(squares_smem.at[norm, i]) for i in range(config.groups)])
+            return lax.rsqrt(jnp.sum(square) / self.D + eps)
+
+        def normed(x, root, scale):
+            return (x * root * scale.astype(jnp.float32)).astype(self.dtype)
+
+        rows = [load(h_gmem.at[r, strip]) for strip in strips]
+        if added_gmem is not None:
+            parts_gmem, weights_gmem, sources_gmem, *_ = added_gmem
+            S = parts_gmem.shape[0] // R if sources_gmem is None else sources_gmem.shape[0]
+            part = lambda s: s * R + r if sources_gmem is None else sources_gmem[s, r]
+            part_rows = [part(s) for s in range(S)]
+            parts = [[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips]
+            shares = None if weights_gmem is None else [weights_gmem[s, r] for s in range(S)]
+            biases, inner_scales = columns(added_gmem.bias), columns(added_gmem.inner_scale)
+            factor = None if added_gmem.factor is None else added_gmem.factor[0]
+        scales = columns(scale_gmem)
+        num_norms = 1
+        if added_gmem is not None:
+            sums = (_terms(*terms, shares) for terms in zip(rows, parts, biases, strict=True))
+            if added_gmem.inner_scale is not None:
+                num_norms = 2
+                rows, totals = zip(*sums, strict=True)
+                deltas = [total.astype(self.dtype).astype(jnp.float32) for total in totals]
+                root = inverse_root(deltas, self.inner_eps, 0)
+                terms = zip(rows, deltas, inner_scales, strict=True)
+                sums = [(x, normed(delta, root, scale)) for x, delta, scale in terms]
+            rows = [_added(*terms, factor, self.dtype) for terms in sums]
+            for x, strip in zip(rows, strips, strict=True):
+                sum_gmem[strip] = x
+        rows = [x.astype(jnp.float32) for x in rows]
+        root = inverse_root(rows, self.eps, num_norms - 1)
+        for x, scale, strip in zip(rows, scales, strips, strict=True):
+            yield strip, normed(x, root, scale)
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "launch"))
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, launch: Launch) -> jax.Array:
     """x [R, D], scale [D] -> [R, D]."""
@@ -109,80 +218,18 @@ def _launch(
 ) -> tuple[jax.Array, ...]:
     R, D = h.shape
     tiles = D // _TILE
-    config = tuning(tiles)
-    shape = (config.strip, _TILE)
-    layout = plgpu.Layout.WG_STRIDED(shape, config.strip * _TILE // 128)
-    load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)
+    row_norm = RowNorm(D, h.dtype, eps, inner_eps)
     num_norms = 1 if added is None or added.inner_scale is None else 2
-
-    def norm_row(
-        h_gmem,  # [R, tiles, 64]
-        added_gmem,  # Added, [..., tiles, 64] for [..., D]; or None
-        scale_gmem,  # [tiles, 64]
-        outs_gmem,  # each [R, tiles, 64]: the sum, if any, and the norm
-        squares_smem,  # [num_norms, groups, strip, 64] float32
-        stored_barrier,  # all warpgroups have stored their squares; completes once a norm
-    ):
-        r, g = lax.axis_index("row"), lax.axis_index("group")
-        begins = [(g * config.strips + i) * config.strip for i in range(config.strips)]
-        strips = [pl.ds(lax.min(begin, tiles - config.strip), config.strip) for begin in begins]
-
-        def columns(ref):
-            return [None if ref is None else load(ref.at[strip]) for strip in strips]
-
-        def inverse_root(rows, eps, norm):
-            """1 / root mean square of a row; `rows` are the float32 strips of this warpgroup."""
-            squares = [x * x for x in rows]
-            if tiles != config.strip * config.groups * config.strips:
-                # Mask the tiles that overlap the strip before, so that they count once.
-                tile = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-                squares = [
-                    jnp.where(tile + strip.start >= begin, square, 0.0)
-                    for square, strip, begin in zip(squares, strips, begins, strict=True)
-                ]
-            square = _summed(squares)
-            if config.groups > 1:
-                squares_smem[norm, g] = square
-                plgpu.commit_smem()  # orders the stores of all threads of the warpgroup before the arrive
-                plgpu.barrier_arrive(stored_barrier)
-                plgpu.barrier_wait(stored_barrier)
-                square = _summed([load(squares_smem.at[norm, i]) for i in range(config.groups)])
-            return lax.rsqrt(jnp.sum(square) / D + eps)
-
-        def normed(x, root, scale):
-            return (x * root * scale.astype(jnp.float32)).astype(h.dtype)
-
-        rows = [load(h_gmem.at[r, strip]) for strip in strips]
-        if added is not None:
-            parts_gmem, weights_gmem, sources_gmem, *_ = added_gmem
-            S = parts_gmem.shape[0] // R if sources_gmem is None else sources_gmem.shape[0]
-            part = lambda s: s * R + r if sources_gmem is None else sources_gmem[s, r]
-            part_rows = [part(s) for s in range(S)]
-            parts = [[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips]
-            shares = None if weights_gmem is None else [weights_gmem[s, r] for s in range(S)]
-            biases, inner_scales = columns(added_gmem.bias), columns(added_gmem.inner_scale)
-            factor = None if added.factor is None else added_gmem.factor[0]
-        scales = columns(scale_gmem)
-        if added is not None:
-            sums = (_terms(*terms, shares) for terms in zip(rows, parts, biases, strict=True))
-            if added.inner_scale is not None:
-                rows, totals = zip(*sums, strict=True)
-                deltas = [total.astype(h.dtype).astype(jnp.float32) for total in totals]
-                root = inverse_root(deltas, inner_eps, 0)
-                terms = zip(rows, deltas, inner_scales, strict=True)
-                sums = [(x, normed(delta, root, scale)) for x, delta, scale in terms]
-            rows = [_added(*terms, factor, h.dtype) for terms in sums]
-            for x, strip in zip(rows, strips, strict=True):
-                outs_gmem[0][r, strip] = x
-        rows = [x.astype(jnp.float32) for x in rows]
-        root = inverse_root(rows, eps, num_norms - 1)
-        for x, scale, strip in zip(rows, scales, strips, strict=True):
-            outs_gmem[-1][r, strip] = normed(x, root, scale)
 
     def body(*refs):
         *given, squares_smem, stored_barrier = refs
         operands_gmem = jax.tree.unflatten(tree, given[: len(leaves)])
-        norm_row(*operands_gmem, given[len(leaves) :], squares_smem, stored_barrier)
+        outs_gmem = given[len(leaves) :]  # each [R, tiles, 64]: the sum, if any, and the norm
+        r, g = lax.axis_index("row"), lax.axis_index("group")
+        sum_gmem = None if added is None else outs_gmem[0].at[r]
+        row = row_norm(r, R, g, *operands_gmem, sum_gmem, squares_smem, stored_barrier)
+        for strip, x in row:
+            outs_gmem[-1][r, strip] = x
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
     columns_in_tiles = lambda x: None if x is None else x.reshape(tiles, _TILE)
@@ -196,16 +243,13 @@ def _launch(
     outs = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((R, tiles, _TILE), h.dtype),) * (1 if added is None else 2),
-        scratch_types=(
-            plgpu.SMEM((num_norms, config.groups, *shape), jnp.float32),
-            plgpu.Barrier(num_arrivals=config.groups),
-        ),
+        scratch_types=row_norm.scratch(num_norms),
         # Safe: squares_smem is the only ref both written and read, each part of it once with
         # stored_barrier in between.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         grid=(R,),
         grid_names=("row",),
-        num_threads=config.groups,
+        num_threads=row_norm.config.groups,
         thread_name="group",
         interpret=launch.interpret,
         kernel_name="rms_norm" if added is None else "add_rms_norm",
