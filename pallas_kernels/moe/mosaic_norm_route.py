@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_norm_send, mosaic_plan, mosaic_route
 from pallas_kernels.moe.mosaic_layout import Plan, Scratch, scratch_types
@@ -43,11 +44,13 @@ _COLUMNS = 64
 """Columns of a tile of `RowNorm`."""
 
 
-def fits(R: int, E: int, D: int, dtype: jnp.dtype, top_k: int, tokens: int) -> bool:
+def fits(
+    R: int, E: int, D: int, dtype: jnp.dtype, top_k: int, tokens: int, device: Device
+) -> bool:
     """Whether the kernel takes R rows of D columns, and E experts. The strips of a row are whole."""
-    widths = 1024, 2048, 4096
     is_few = R <= MOST_ROWS and mosaic_plan.fits(R, E, top_k, tokens)
-    return is_few and E == EXPERTS and D in widths and dtype == jnp.bfloat16
+    has_widths = E == EXPERTS and D in (1024, 2048, 4096) and dtype == jnp.bfloat16
+    return is_few and has_widths and device.sm == 90
 
 
 @functools.partial(
@@ -76,7 +79,7 @@ def norm_and_route(
       h plus the parts [R, D], its norm [R, D]; then weights, slots, experts and num_items of `route_and_plan`.
     """
     (R, D), E = h.shape, weight.shape[0]
-    if not fits(R, E, D, h.dtype, top_k, tokens):
+    if not fits(R, E, D, h.dtype, top_k, tokens, launch.device):
         raise ValueError(f"{h.shape=} {h.dtype=} {weight.shape=} exceed the limits of this kernel")
     sizes = Sizes(R, D, 8 if R <= 8 else 16)
     plan = Plan(R, E, top_k, normalize, tokens, shared)
@@ -95,18 +98,21 @@ def norm_and_route(
         """Norms the rows of this block; sends them to all."""
         block, g = sender.block, sender.group
 
-        def norm(r, i):
-            own_smem = squares_smem.at[pl.ds(i, 1)]
-            row = row_norm(r, R, g, *rows_gmem, sum_gmem.at[r], own_smem, stored_barrier)
-            for n, (strip, x) in enumerate(row):
+        rows = [block + i * BLOCKS for i in range(pl.cdiv(R, BLOCKS))]
+        # All rows are loaded before any is normed. A block without a row loads the last one.
+        loaded = [row_norm.load(jnp.minimum(r, R - 1), R, g, *rows_gmem) for r in rows]
+
+        def norm(i):
+            r, own_smem = rows[i], squares_smem.at[pl.ds(i, 1)]
+            strips = row_norm(loaded[i], g, sum_gmem.at[r], own_smem, stored_barrier)
+            for n, (strip, x) in enumerate(strips):
                 if i == n == 0:
                     sender.wait_begun()
                 sender.send_row(r, strip.start * _COLUMNS, x, row_norm.layout)
                 normed_gmem[r, strip] = x
 
-        for i in range(pl.cdiv(R, BLOCKS)):
-            r = block + i * BLOCKS
-            run = functools.partial(norm, r, i)
+        for i, r in enumerate(rows):
+            run = functools.partial(norm, i)
             run() if (i + 1) * BLOCKS <= R else pl.when(r < R)(run)
         if R < BLOCKS:
             pl.when(block >= R)(sender.wait_begun)
@@ -147,12 +153,10 @@ def norm_and_route(
             (product,) = form.add_products(zeros, *to)
             sender.send_products(one.step, one.tile, product)
 
-        sender.receive_products() if launch.interpret is not None else None
+        sender.receive_products()
 
         @pl.when(g == 0)
         def _():
-            if launch.interpret is None:
-                sender.receive_products()
             total = plgpu.layout_cast(jnp.zeros((sizes.experts, sizes.tokens)), sizes.totals)
             for step in range(sizes.steps):
                 one_smem = sender.products_smem.at[step]

@@ -229,7 +229,7 @@ class Messages:
         send(self.products_smem, self.barriers_smem, step, tile, product_reg)
 
     def receive_products(self) -> None:
-        """All products have arrived in products_smem, for warpgroup 0."""
+        """All products have arrived in products_smem, which warpgroup 0 reads."""
         if not self._interpreted:
             self._wait(_PRODUCTS)
             return

@@ -111,12 +111,12 @@ class RowNorm(NamedTuple):
         return plgpu.Layout.WG_STRIDED(self.shape, self.config.strip * _TILE // 128)
 
     def scratch(self, num_norms: int) -> tuple[Any, Any]:
-        """Of a block that norms so many times: squares_smem and stored_barrier of a call."""
+        """Of a block that norms so many times: squares_smem and stored_barrier of calls."""
         groups = self.config.groups
         squares = plgpu.SMEM((num_norms, groups, *self.shape), jnp.float32)
         return squares, plgpu.Barrier(num_arrivals=groups)
 
-    def __call__(
+    def load(
         self,
         r: Any,
         R: int,
@@ -124,28 +124,54 @@ class RowNorm(NamedTuple):
         h_gmem: Any,  # [R, tiles, 64]
         added_gmem: Added | None,  # [..., tiles, 64] for [..., D]
         scale_gmem: Any,  # [tiles, 64]
-        sum_gmem: Any,  # [tiles, 64], if something is added
-        squares_smem: Any,  # [norms, groups, strip, 64] float32; no other call of the block uses them
-        stored_barrier: Any,  # all warpgroups have stored their squares; completes once a norm
-    ) -> Iterator[tuple[Any, jax.Array]]:
-        """Stores the sum of row r of R; yields the strips of warpgroup g, and what the norm makes of each."""
-        tiles, config, shape, layout = self.D // _TILE, self.config, self.shape, self.layout
-        load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)
+    ) -> "LoadedRow":
+        """Loads what warpgroup g needs of row r of R."""
+        tiles, config = self.D // _TILE, self.config
+        load = lambda ref: plgpu.load(ref, layout=self.layout, optimized=False)
         begins = [(g * config.strips + i) * config.strip for i in range(config.strips)]
         strips = [pl.ds(lax.min(begin, tiles - config.strip), config.strip) for begin in begins]
 
         def columns(ref):
             return [None if ref is None else load(ref.at[strip]) for strip in strips]
 
+        rows = [load(h_gmem.at[r, strip]) for strip in strips]
+        if added_gmem is None:
+            return LoadedRow(begins, strips, rows, None, False, columns(scale_gmem))
+        parts_gmem, weights_gmem, sources_gmem, *_ = added_gmem
+        S = parts_gmem.shape[0] // R if sources_gmem is None else sources_gmem.shape[0]
+        part = lambda s: s * R + r if sources_gmem is None else sources_gmem[s, r]
+        part_rows = [part(s) for s in range(S)]
+        added = Added(
+            parts=[[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips],
+            weights=None if weights_gmem is None else [weights_gmem[s, r] for s in range(S)],
+            bias=columns(added_gmem.bias),
+            inner_scale=columns(added_gmem.inner_scale),
+            factor=None if added_gmem.factor is None else added_gmem.factor[0],
+        )
+        has_inner = added_gmem.inner_scale is not None
+        return LoadedRow(begins, strips, rows, added, has_inner, columns(scale_gmem))
+
+    def __call__(
+        self,
+        row: "LoadedRow",
+        g: Any,
+        sum_gmem: Any,  # [tiles, 64], if something is added
+        squares_smem: Any,  # [norms, groups, strip, 64] float32; no other call of the block uses them
+        stored_barrier: Any,  # all warpgroups have stored their squares; completes once a norm
+    ) -> Iterator[tuple[Any, jax.Array]]:
+        """Stores the sum of a row; yields the strips of warpgroup g, and what the norm makes of each."""
+        tiles, config = self.D // _TILE, self.config
+        load = lambda ref: plgpu.load(ref, layout=self.layout, optimized=False)
+
         def inverse_root(rows, eps, norm):
             """1 / root mean square of a row; `rows` are the float32 strips of this warpgroup."""
             squares = [x * x for x in rows]
             if tiles != config.strip * config.groups * config.strips:
                 # Mask the tiles that overlap the strip before, so that they count once.
-                tile = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+                tile = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
                 squares = [
                     jnp.where(tile + strip.start >= begin, square, 0.0)
-                    for square, strip, begin in zip(squares, strips, begins, strict=True)
+                    for square, strip, begin in zip(squares, row.strips, row.begins, strict=True)
                 ]
             square = _summed(squares)
             if config.groups > 1:
@@ -159,34 +185,44 @@ class RowNorm(NamedTuple):
         def normed(x, root, scale):
             return (x * root * scale.astype(jnp.float32)).astype(self.dtype)
 
-        rows = [load(h_gmem.at[r, strip]) for strip in strips]
-        if added_gmem is not None:
-            parts_gmem, weights_gmem, sources_gmem, *_ = added_gmem
-            S = parts_gmem.shape[0] // R if sources_gmem is None else sources_gmem.shape[0]
-            part = lambda s: s * R + r if sources_gmem is None else sources_gmem[s, r]
-            part_rows = [part(s) for s in range(S)]
-            parts = [[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips]
-            shares = None if weights_gmem is None else [weights_gmem[s, r] for s in range(S)]
-            biases, inner_scales = columns(added_gmem.bias), columns(added_gmem.inner_scale)
-            factor = None if added_gmem.factor is None else added_gmem.factor[0]
-        scales = columns(scale_gmem)
-        num_norms = 1
-        if added_gmem is not None:
-            sums = (_terms(*terms, shares) for terms in zip(rows, parts, biases, strict=True))
-            if added_gmem.inner_scale is not None:
+        rows, num_norms = row.rows, 1
+        if (added := row.added) is not None:
+            terms = zip(rows, added.parts, added.bias, strict=True)
+            sums = (_terms(*of_strip, added.weights) for of_strip in terms)
+            if row.has_inner:
                 num_norms = 2
                 rows, totals = zip(*sums, strict=True)
                 deltas = [total.astype(self.dtype).astype(jnp.float32) for total in totals]
                 root = inverse_root(deltas, self.inner_eps, 0)
-                terms = zip(rows, deltas, inner_scales, strict=True)
+                terms = zip(rows, deltas, added.inner_scale, strict=True)
                 sums = [(x, normed(delta, root, scale)) for x, delta, scale in terms]
-            rows = [_added(*terms, factor, self.dtype) for terms in sums]
-            for x, strip in zip(rows, strips, strict=True):
+            rows = [_added(*terms, added.factor, self.dtype) for terms in sums]
+            for x, strip in zip(rows, row.strips, strict=True):
                 sum_gmem[strip] = x
         rows = [x.astype(jnp.float32) for x in rows]
         root = inverse_root(rows, self.eps, num_norms - 1)
-        for x, scale, strip in zip(rows, scales, strips, strict=True):
+        for x, scale, strip in zip(rows, row.scales, row.strips, strict=True):
             yield strip, normed(x, root, scale)
+
+
+class LoadedRow(NamedTuple):
+    """A warpgroup's part of a row in registers, a list entry for each of its strips.
+
+    Attributes:
+      begins: first tile of each strip, if none overlapped the one before.
+      strips: the tiles.
+      rows: strips of h.
+      added: of the strips: parts, bias and inner_scale; weights and factor are scalars.
+      has_inner: whether the sum of the parts is normed.
+      scales: strips of the scale.
+    """
+
+    begins: list[Any]
+    strips: list[Any]
+    rows: list[jax.Array]
+    added: Added | None
+    has_inner: bool
+    scales: list[jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "launch"))
@@ -227,8 +263,8 @@ def _launch(
         outs_gmem = given[len(leaves) :]  # each [R, tiles, 64]: the sum, if any, and the norm
         r, g = lax.axis_index("row"), lax.axis_index("group")
         sum_gmem = None if added is None else outs_gmem[0].at[r]
-        row = row_norm(r, R, g, *operands_gmem, sum_gmem, squares_smem, stored_barrier)
-        for strip, x in row:
+        row = row_norm.load(r, R, g, *operands_gmem)
+        for strip, x in row_norm(row, g, sum_gmem, squares_smem, stored_barrier):
             outs_gmem[-1][r, strip] = x
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
