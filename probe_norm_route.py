@@ -1,6 +1,6 @@
 """Compares `mosaic_norm_route` with the three kernels that it replaces, on a Hopper GPU: bits, then microseconds.
 
-    PYTHONPATH=. timeout 150 python probe_norm_route.py [--layers N] [--no-times]
+    PYTHONPATH=. timeout 150 python probe_norm_route.py [--rows 8 1 16] [--layers N] [--no-bits] [--no-times]
 
 A layer of the timed program begins with the norm that adds the experts' results, as in a model: it reads weights and
 slots of the layer before, so that layers depend on each other. Its own time is printed too. Each layer has its own
@@ -12,6 +12,7 @@ import functools
 import statistics
 import sys
 import time
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,13 @@ from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.worklist import most_items
 from pallas_kernels.rms_norm import mosaic_gpu as norm
 
-D, E, K, S = 2048, 128, 8, 4
+D, E, K, S, SEEDS = 2048, 128, 8, 4, 20
+TURNS, CALLS = 9, 20
 START = time.perf_counter()
 
 
 def say(*words):
-    print(f"[{time.perf_counter() - START:5.1f} s]", *words, flush=True)
+    print(f"[{time.perf_counter() - START:5.1f} s]", *words, flush=True)  # noqa: T201
 
 
 def how(R):
@@ -71,29 +73,41 @@ def valid(results, R):
 
 
 def compare_bits(launch) -> bool:
+    """R = 8 first, alone: if it is wrong, the rest need not be waited for."""
     same = True
-    for R in (8, 1, 2, 9, 16):
-        for biased in (False, True) if R in (8, 16) else (False,):
-            runs = [jax.jit(functools.partial(f, launch=launch)) for f in (three, one)]
-            make = jax.jit(functools.partial(inputs, R, biased=biased))
-            wrong = []
-            for seed in range(20):
-                args = make(seed)
-                wanted, found = (valid(run(*args), R) for run in runs)
-                for name in wanted:
-                    if not np.array_equal(wanted[name], found[name]):
-                        differ = (
-                            (wanted[name] != found[name]).mean()
-                            if wanted[name].shape == found[name].shape
-                            else "shape"
-                        )
-                        wrong.append((seed, name, differ))
-            same &= not wrong
-            say(f"bits R={R} biases={biased}:", "equal in 20 seeds" if not wrong else wrong[:8])
+    for cases in ([(8, False)], [(1, False), (2, False), (9, True), (16, False)]):
+        lowered = []
+        for R, biased in cases:
+            args = inputs(R, 0, biased)
+            for f in (three, one):
+                lowered.append(jax.jit(functools.partial(f, launch=launch)).lower(*args))
+        runs = compiled(lowered)
+        for i, (R, biased) in enumerate(cases):
+            same &= are_same(R, biased, runs[2 * i : 2 * i + 2])
     return same
 
 
-def program(layer, launch, R):
+def compiled(lowered):
+    with futures.ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda one: one.compile(), lowered))
+
+
+def are_same(R, biased, runs) -> bool:
+    wrong = []
+    make = jax.jit(functools.partial(inputs, R, biased=biased))
+    for seed in range(SEEDS):
+        args = make(seed)
+        wanted, found = (valid(run(*args), R) for run in runs)
+        for name, bits in wanted.items():
+            if bits.shape != found[name].shape:
+                wrong.append((seed, name, bits.shape, found[name].shape))
+            elif not np.array_equal(bits, found[name]):
+                wrong.append((seed, name, f"{(bits != found[name]).mean():.4f} differ"))
+    say(f"bits R={R} biases={biased}:", wrong[:8] or f"equal in {SEEDS} seeds")
+    return not wrong
+
+
+def program(layer, launch):
     def run(_, h, weights, slots, buffer, parts, scale, router):
         x = h
         for weight in router:
@@ -116,11 +130,12 @@ def times(launch, R, layers):
     first = one(h, parts, None, scale, router[0], None, launch)
     args = h, *first[2:4], buffer.astype(jnp.bfloat16), 0.1 * parts, scale, router
     named = {"three": three, "one": one, "link": None}
-    runs, states, spent = {}, {}, {name: [] for name in named}
+    states, spent = {}, {name: [] for name in named}
+    lowered = []
     for name, layer in named.items():
         states[name] = tuple(map(jnp.copy, (h, h, *first[2:4])))
-        states[name] = tuple(jax.block_until_ready(states[name]))
-        runs[name] = program(layer, launch, R).lower(states[name], *args).compile()
+        lowered.append(program(layer, launch).lower(states[name], *args))
+    runs = dict(zip(named, compiled(lowered), strict=True))
 
     def seconds(name, turns):
         start = time.perf_counter()
@@ -132,15 +147,19 @@ def times(launch, R, layers):
     for name in named:
         seconds(name, 3)
     say(f"R={R}: compiled {layers} layers")
-    for _ in range(9):
+    for _ in range(TURNS):
         for name in named:
-            spent[name].append(1e6 * seconds(name, 20) / 20 / layers)
+            spent[name].append(1e6 * seconds(name, CALLS) / CALLS / layers)
     ends = [[np.asarray(x)[..., :R] if i > 1 else np.asarray(x) for i, x in enumerate(states[n])]
             for n in ("three", "one")]  # fmt: skip
     equal = all(a.tobytes() == b.tobytes() for a, b in zip(*ends, strict=True))
     for name, us in spent.items():
-        say(f"R={R} {name}: us a layer min {min(us):.2f} median {statistics.median(us):.2f} max {max(us):.2f}")
-    net = {name: statistics.median(us) - statistics.median(spent["link"]) for name, us in spent.items()}
+        say(
+            f"R={R} {name}: us a layer min {min(us):.2f} median {statistics.median(us):.2f} max {max(us):.2f}"
+        )
+    net = {
+        name: statistics.median(us) - statistics.median(spent["link"]) for name, us in spent.items()
+    }
     say(
         f"R={R} without the linking norm: three {net['three']:.2f}, one {net['one']:.2f}, "
         f"gain {net['three'] - net['one']:.2f} us a layer; results after {layers} layers "
@@ -152,6 +171,7 @@ def times(launch, R, layers):
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=128)
+    parser.add_argument("--rows", type=int, nargs="*", default=[8, 1])
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--no-bits", action="store_true")
     options = parser.parse_args()
@@ -159,7 +179,7 @@ def main() -> int:
     say(jax.devices()[0].device_kind, jax.__version__)
     same = options.no_bits or compare_bits(launch)
     if not options.no_times:
-        for R in (8, 1, 16):
+        for R in options.rows:
             same &= times(launch, R, options.layers)
     say("all equal" if same else "NOT equal")
     return 0 if same else 1

@@ -44,9 +44,7 @@ _COLUMNS = 64
 """Columns of a tile of `RowNorm`."""
 
 
-def fits(
-    R: int, E: int, D: int, dtype: jnp.dtype, top_k: int, tokens: int, device: Device
-) -> bool:
+def fits(R: int, E: int, D: int, dtype: jnp.dtype, top_k: int, tokens: int, device: Device) -> bool:
     """Whether the kernel takes R rows of D columns, and E experts. The strips of a row are whole."""
     is_few = R <= MOST_ROWS and mosaic_plan.fits(R, E, top_k, tokens)
     has_widths = E == EXPERTS and D in (1024, 2048, 4096) and dtype == jnp.bfloat16

@@ -63,6 +63,12 @@ class Sizes(NamedTuple):
         return EXPERTS // BLOCKS
 
     @property
+    def received(self) -> tuple[int, int, int]:
+        """Bytes of rows and products that each block receives, and of logits that block 0 does."""
+        rows = self.R * self.own_steps * STEP * 2
+        return rows, self.steps * self.experts * self.tokens * 4, EXPERTS * self.tokens * 4
+
+    @property
     def totals(self) -> Any:
         """Layout of logits [experts, tokens] in registers: thread i has some tokens of expert i / 8."""
         return plgpu.Layout.WG_STRIDED((self.experts, self.tokens), self.tokens // BLOCKS)
@@ -123,12 +129,8 @@ class Messages:
         """Before anything else: arms the barriers, and arrives at the barrier of the cluster."""
         if self._interpreted:
             return
-        R, D, tokens = self.sizes
         text = _named(
-            _BEGIN,
-            ROWS=R * D // BLOCKS * 2,
-            PRODUCTS=self.sizes.steps * self.sizes.experts * tokens * 4,
-            LOGITS=EXPERTS * tokens * 4,
+            _BEGIN, **dict(zip(("ROWS", "PRODUCTS", "LOGITS"), self.sizes.received, strict=True))
         )
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -247,9 +249,7 @@ class Messages:
             self.logits_gmem[:, pl.ds(self.block * experts, experts)] = totals_reg.T
             return
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, self.sizes.totals)
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, self.sizes.totals))
         def send(_, logits, barriers, block, totals):
             (some,) = totals.registers.flat
             expert, token = _divided(_thread(), BLOCKS)

@@ -282,8 +282,14 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
 
 
 _BUILD = dict(
-    norm_route=_norm_route, route=_route, plan=_plan, place=_place, sort=_sort, spread=_spread,
-    gate_up=_gate_up, down=_down,
+    norm_route=_norm_route,
+    route=_route,
+    plan=_plan,
+    place=_place,
+    sort=_sort,
+    spread=_spread,
+    gate_up=_gate_up,
+    down=_down,
 )
 
 
