@@ -7,7 +7,7 @@ Axis letters are defined in docs/architecture.md.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -138,16 +138,16 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], eps=self.eps, out_dtype=out_dtype)
 
     def after(
-        self, h: jax.Array, delta: Delta | None, out_dtypes: Sequence[jnp.dtype] | None = None
-    ) -> tuple[jax.Array, ...]:
-        """(`delta.added_to(h)`, norm of it in each dtype, default h's) in one kernel; without a delta (h, norms of h)."""
+        self, h: jax.Array, delta: Delta | None, out_dtype: jnp.dtype | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(`delta.added_to(h)`, norm of it in `out_dtype`) in one kernel; without a delta (h, norm of h)."""
         if delta is None:
-            return h, *(self(h, dtype) for dtype in out_dtypes or (h.dtype,))
+            return h, self(h, out_dtype)
         values, weights, rows, bias, norm, factor = delta
         inner = None if norm is None else (norm.weight[...], norm.eps)
         routed = None if rows is None else (weights, rows)
         given = dict(routed=routed, bias=bias, inner=inner, factor=factor)
-        how = dict(eps=self.eps, out_dtypes=out_dtypes)
+        how = dict(eps=self.eps, out_dtypes=(out_dtype or h.dtype,))
         return add_rms_norm(h, values, self.weight[...], **how, **given)
 
 
@@ -198,10 +198,6 @@ class Attention(nnx.Module):
         self.k_norm = norm() if config.qk_norm else None
         self.eps = eps
         self.sinks = nnx.Param(jnp.zeros(N, dtype)) if config.sinks else None
-
-    def row_dtypes(self, dtype: jnp.dtype) -> tuple[jnp.dtype, ...]:
-        """Dtypes of the normed rows that a call takes, in a stream of `dtype`."""
-        return (self.qkv.row_dtype(dtype),)
 
     def __call__(self, x: jax.Array, angles, cache, attend: Attend, keep: jax.Array | None = None):
         """x [B, T, inputs] -> (delta [B, T, outputs], or [B, n, outputs] of rows `keep` [B, n]; cache)."""
@@ -291,9 +287,10 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear(width, 2 * inner, std=INIT_STD, **init)
         self.down = Linear(inner, width, std=std_out, **init)
 
-    def row_dtypes(self, dtype: jnp.dtype) -> tuple[jnp.dtype, ...]:
-        """Dtypes of the normed rows that a call takes, in a stream of `dtype`."""
-        return (self.gate_up.row_dtype(dtype),)
+    def after(self, h: jax.Array, delta: Delta, norm: RMSNorm) -> tuple[jax.Array, Delta]:
+        """(the stream `delta.added_to(h)`, the MLP's delta of its norm)."""
+        h, x = norm.after(h, delta, self.gate_up.row_dtype(h.dtype))
+        return h, self(x)
 
     def __call__(self, x: jax.Array) -> Delta:
         gate_up = add_in_order(self.gate_up.parts(x))
@@ -345,7 +342,7 @@ class DecoderLayer(nnx.Module):
           (the stream entering the layer [B, T, D], the stream after attention, the MLP's delta to it,
           cache).
         """
-        entered, x = self.input_norm.after(h, delta, self.attention.row_dtypes(h.dtype))
+        entered, x = self.input_norm.after(h, delta, self.attention.qkv.row_dtype(h.dtype))
         out, cache = self.attention(x, angles, cache, attend, keep)
-        h, *rows = self.post_norm.after(kept(entered, keep), out, self.mlp.row_dtypes(h.dtype))
-        return entered, h, self.mlp(*rows), cache
+        h, out = self.mlp.after(kept(entered, keep), out, self.post_norm)
+        return entered, h, out, cache

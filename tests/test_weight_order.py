@@ -99,10 +99,9 @@ def test_norms_store_the_rows_that_tiles_multiply_in_float16(family):
     rows, tiles = in_fp8(sizes, "bfloat16"), ordered(in_fp8(sizes, "bfloat16"), H200)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == bf16 else x, rows)
     layer = tiles.layers[0]
-    assert layer.attention.row_dtypes(bf16) == (half,)
-    assert layer.mlp.row_dtypes(bf16) == ((half,) if family == "qwen3" else (bf16, half))
-    assert rows.layers[0].mlp.row_dtypes(bf16) == (bf16,)
-    assert layer.mlp.row_dtypes(jnp.float32) == (jnp.float32,)
+    assert layer.attention.qkv.row_dtype(bf16) == half
+    assert rows.layers[0].attention.qkv.row_dtype(bf16) == bf16
+    assert layer.attention.qkv.row_dtype(jnp.float32) == jnp.float32
 
     def logits(model):
         tokens, positions = jnp.arange(3, 27)[None], jnp.arange(24)[None]

@@ -92,16 +92,16 @@ def moe(
       ValueError: inconsistent shapes, or dtypes that match no format.
     """
     _check(x, ids, weights, gate_up, down)
-    launch = _launch(x, gate_up, down, activations, implementation, gate_up.values.shape[0])
+    launch = resolve(x, gate_up, down, activations, implementation, gate_up.values.shape[0])
     if launch is None:
         return reference.moe(x, ids, weights, gate_up, down, limit, activations)
     R, E = x.shape[0], gate_up.values.shape[0]
     if launch.device.platform == "tpu":
         values, slots = _experts_on_tpu(x, ids.T, gate_up, down, limit, launch)
         return add_in_order(values[slots] * weights.T[..., None]).astype(x.dtype)
-    config = _config(R, E, ids.shape[1], (gate_up, down), activations, launch)
+    config = config_for(R, E, ids.shape[1], (gate_up, down), activations, launch)
     work = make_worklist(ids.T, E, config.tokens, config.shared)
-    values = _experts(x, work, gate_up, down, limit, config, launch, activations)
+    values = run_experts(x, work, gate_up, down, limit, config, launch, activations)
     return add_in_order(values[work.slots] * weights.T[..., None]).astype(values.dtype)
 
 
@@ -166,7 +166,7 @@ def mixture(
     """
     R, E = logits.shape
     limit, activations = form
-    launch = _launch(x, gate_up, down, activations, implementation, E)
+    launch = resolve(x, gate_up, down, activations, implementation, E)
     if launch is None or launch.device.platform == "tpu":
         if router_bias is not None:
             logits = logits + router_bias.astype(jnp.float32)
@@ -183,11 +183,11 @@ def mixture(
         values = reference.moe(x, ids, weights, gate_up, down, limit, activations)
         slots = jnp.arange(R, dtype=jnp.int32)[None]
         return Mixture(values, jnp.ones(slots.shape, jnp.float32), slots)
-    config = _config(R, E, top_k, (gate_up, down), activations, launch)
+    config = config_for(R, E, top_k, (gate_up, down), activations, launch)
     own = None if first is None else (first, gate_up.values.shape[0])
     weights, work = _routed(logits, router_bias, top_k, normalize, own, config, launch)
     rules = config, launch, activations, own is not None
-    values = _experts(x, work, gate_up, down, limit, *rules)
+    values = run_experts(x, work, gate_up, down, limit, *rules)
     return Mixture(values, weights, work.slots)
 
 
@@ -224,7 +224,7 @@ def _routed(
     return weights, work
 
 
-def _launch(
+def resolve(
     x, gate_up: ExpertWeights, down: ExpertWeights, activations: Activations, implementation, E: int
 ):
     """`E` is the number of experts to choose from, of which the weights may be a share."""
@@ -262,7 +262,7 @@ def _experts_on_tpu(x, ids, gate_up, down, limit, launch) -> tuple[jax.Array, ja
     return mosaic_tpu.experts(x, work, shared, gate_up, down, limit, launch), work.slots
 
 
-def _config(R: int, E: int, top_k: int, weights, activations: Activations, launch):
+def config_for(R: int, E: int, top_k: int, weights, activations: Activations, launch):
     """Tile sizes for the experts of `weights`, (gate_up, down)."""
     from pallas_kernels.moe import mosaic_gpu  # a slow import that CPU use does not need
 
@@ -275,7 +275,7 @@ def _config(R: int, E: int, top_k: int, weights, activations: Activations, launc
     return mosaic_gpu.TuningConfig.choose(R, E, top_k, **forms)
 
 
-def _experts(
+def run_experts(
     x,
     work: Worklist,
     gate_up,

@@ -9,6 +9,7 @@ registers and the shared memory.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,119 @@ MOST_ROWS, MOST_EXPERTS = 256, 128
 def fits(R: int, E: int, top_k: int, tokens: int) -> bool:
     """Whether the kernel takes R rows and E experts. Slots have 15 bits."""
     return R <= MOST_ROWS and E <= MOST_EXPERTS and E * tokens + R * top_k < 1 << 15
+
+
+class Results(NamedTuple):
+    """What `route_and_plan` returns, in device memory."""
+
+    weights_gmem: Any
+    slots_gmem: Any
+    experts_gmem: Any
+    num_items_gmem: Any
+
+
+def results(plan: Plan, items: int) -> Results:
+    """Shapes of the results."""
+    columns = plan.top_k, plan.padded_rows
+    return Results(
+        jax.ShapeDtypeStruct(columns, jnp.float32),
+        jax.ShapeDtypeStruct(columns, jnp.int32),
+        jax.ShapeDtypeStruct((_chunks(items) * 32,), jnp.int32),
+        jax.ShapeDtypeStruct((ROWS,), jnp.int32),
+    )
+
+
+def _chunks(items: int) -> int:
+    """Chunks of 32 entries of the experts of all items."""
+    return pl.cdiv(items, ROWS) * 2
+
+
+def clear_padding(plan: Plan, scratch: Scratch) -> None:
+    """Before `plan_rows`: zeros for the padding rows of the results."""
+    if plan.columns > plan.block.rows:
+        zeros = lambda ref: plgpu.layout_cast(jnp.zeros(ref.shape, ref.dtype), plan.block.tall)
+        for ref in (scratch.weights_smem, scratch.slots_smem):
+            ref[...] = zeros(ref)
+
+
+def plan_rows(
+    plan: Plan,
+    g: Any,
+    source_ref: Any,
+    bias_gmem: list[Any],
+    own: Own | None,
+    items: int,
+    results_gmem: Results,
+    counts_gmem: Any,
+    scratch: Scratch,
+) -> None:
+    """Routes the rows of block g and builds its share of the worklist, by one warpgroup.
+
+    Args:
+      source_ref: the block's logits, float32 `plan.load_shape`, in shared or device memory.
+      bias_gmem: [padded E], if any.
+      counts_gmem: int32 [blocks, Ep], to exchange counts; unused by a single block.
+    """
+    block, blocks, columns = plan.block, plan.blocks, plan.columns
+    rows, Ep = block.rows, plan.Ep
+    weights_gmem, slots_gmem, experts_gmem, num_items_gmem = results_gmem
+    weights_smem, slots_smem = scratch.weights_smem, scratch.slots_smem
+    first_row = g * rows
+    if not plan.normalize:
+        parts = mosaic_route.load_parts(source_ref, bias_gmem, plan.E)
+        scratch.total_smem[...] = mosaic_route.sum_of_exps(parts)
+
+    # Stage 1: top-k. logits_reg [rows, Ep] with -inf at chosen experts, values and ids [k8, rows].
+    logits_reg = load_logits(plan, source_ref, bias_gmem)
+    logits_reg, values_reg, ids_reg = choose(plan, logits_reg)
+    row_reg = store_hits(plan, logits_reg, first_row, scratch.hits_smem, own)
+    scratch.ids_smem[...] = ids_reg
+    zero = scratch.ids_smem[0, 0] >> 30  # always 0, opaque to the compiler: prevents unrolling
+    total_smem = scratch.total_smem if not plan.normalize else None
+    weights_reg = softmax(plan, values_reg, total_smem, scratch.powers_smem)  # [k8, rows]
+    if own is not None:
+        weights_reg = jnp.where(own.has(ids_reg), weights_reg, 0.0)
+    weights_smem[:, pl.ds(0, rows)] = weights_reg
+    plgpu.commit_smem()
+
+    def store(tile_smem, target_gmem) -> None:
+        columns_gmem = target_gmem.at[:, pl.ds(first_row, columns)]
+        copy = lambda: plgpu.copy_smem_to_gmem(tile_smem.at[pl.ds(0, plan.top_k)], columns_gmem)
+        pl.when(first_row < plan.padded_rows)(copy)  # the last blocks may have no rows
+
+    store(weights_smem, weights_gmem)
+
+    # Stages 2 and 3: rows per expert; masks, count and earlier are int32 [Ep].
+    masks_reg = load_masks(plan, scratch.hits_smem)
+    count_reg = functools.reduce(jnp.add, map(popcount, masks_reg))
+    earlier_reg = 0
+    if blocks > 1:
+        count_reg, earlier_reg = exchange_counts(plan, count_reg, g, counts_gmem, scratch)
+
+    # Stage 4: items per expert [Ep], and their prefix sum.
+    whole_reg = items_of(count_reg, plan.tokens)
+    tiles_reg = jnp.minimum(count_reg, 1) if plan.shared else whole_reg
+    scratch.tiles_smem[...] = tiles_reg
+    num_items = scan_items(Ep, scratch.tiles_smem, scratch.ends_smem, zero)
+
+    @pl.when(g == 0)
+    def _():
+        for start in range(0, ROWS, 32):
+            num_items_gmem[pl.ds(start, 32)] = num_items
+
+    # Stages 5 and 6: slots [k8, rows] of this block's rows, and the expert of each item.
+    first_reg = (plan.load_flat(scratch.ends_smem) - tiles_reg) * plan.tokens
+    slots_reg = find_slots(
+        plan, masks_reg, first_reg, earlier_reg, row_reg, first_row, zero, scratch
+    )
+    if own is not None:  # own experts leave the last row free, see `own_items`
+        slots_reg = jnp.where(own.has(ids_reg), slots_reg, items * plan.tokens - 1)
+    slots_smem[:, pl.ds(0, rows)] = slots_reg
+    plgpu.commit_smem()
+    store(slots_smem, slots_gmem)
+    blocks_of = g, blocks
+    store_experts(plan.E, scratch.ends_smem, blocks_of, _chunks(items), zero, experts_gmem, own)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 @functools.partial(
@@ -72,10 +186,8 @@ def route_and_plan(
         raise ValueError(f"{logits.shape=} {top_k=} {tokens=} exceed the limits of this kernel")
     plan = Plan(*logits.shape, top_k, normalize, tokens, shared)
     logits = mosaic_route.pad_for_copy(logits)
-    block, blocks, columns = plan.block, plan.blocks, plan.columns
-    rows, Ep = block.rows, plan.Ep
-    staged = not normalize or logits.shape != (blocks * rows, Ep)
-    chunks = pl.cdiv(items, ROWS) * 2
+    blocks, Ep = plan.blocks, plan.Ep
+    staged = not normalize or logits.shape != (blocks * plan.block.rows, Ep)
     operands = [logits, *mosaic_route.padded_bias(bias)]
     if first is not None:
         operands.append(first.reshape(1))
@@ -91,87 +203,24 @@ def route_and_plan(
             first_gmem = bias_gmem.pop()
             own = Own(first_gmem[0], count)
         scratch = Scratch(**scratch_refs)
-        weights_smem, slots_smem = scratch.weights_smem, scratch.slots_smem
         g = lax.axis_index("block")
-        first_row = g * rows
         load_rows, load_columns = plan.load_shape
-        source_ref = logits_gmem.at[pl.ds(first_row, load_rows), pl.ds(0, load_columns)]
+        source_ref = logits_gmem.at[pl.ds(g * plan.block.rows, load_rows), pl.ds(0, load_columns)]
         if staged:
             plgpu.copy_gmem_to_smem(
                 source_ref, scratch.logits_smem, scratch.loaded_barrier,
                 oob_mode=plgpu.OOBFillMode.ZEROS,
             )  # fmt: skip
-        if columns > rows:  # the padding rows of the outputs are zeros
-            zeros = lambda ref: plgpu.layout_cast(jnp.zeros(ref.shape, ref.dtype), block.tall)
-            weights_smem[...] = zeros(weights_smem)
-            slots_smem[...] = zeros(slots_smem)
+        clear_padding(plan, scratch)
         if staged:
             plgpu.barrier_wait(scratch.loaded_barrier)
             source_ref = scratch.logits_smem
-        if not normalize:
-            parts = mosaic_route.load_parts(source_ref, bias_gmem, plan.E)
-            scratch.total_smem[...] = mosaic_route.sum_of_exps(parts)
-
-        # Stage 1: top-k. logits_reg [rows, Ep] with -inf at chosen experts, values and ids [k8, rows].
-        logits_reg = load_logits(plan, source_ref, bias_gmem)
-        logits_reg, values_reg, ids_reg = choose(plan, logits_reg)
-        row_reg = store_hits(plan, logits_reg, first_row, scratch.hits_smem, own)
-        scratch.ids_smem[...] = ids_reg
-        zero = scratch.ids_smem[0, 0] >> 30  # always 0, opaque to the compiler: prevents unrolling
-        total_smem = scratch.total_smem if not normalize else None
-        weights_reg = softmax(plan, values_reg, total_smem, scratch.powers_smem)  # [k8, rows]
-        if own is not None:
-            weights_reg = jnp.where(own.has(ids_reg), weights_reg, 0.0)
-        weights_smem[:, pl.ds(0, rows)] = weights_reg
-        plgpu.commit_smem()
-
-        def store(tile_smem, target_gmem) -> None:
-            columns_gmem = target_gmem.at[:, pl.ds(first_row, columns)]
-            copy = lambda: plgpu.copy_smem_to_gmem(tile_smem.at[pl.ds(0, top_k)], columns_gmem)
-            pl.when(first_row < plan.padded_rows)(copy)  # the last blocks may have no rows
-
-        store(weights_smem, weights_gmem)
-
-        # Stages 2 and 3: rows per expert; masks, count and earlier are int32 [Ep].
-        masks_reg = load_masks(plan, scratch.hits_smem)
-        count_reg = functools.reduce(jnp.add, map(popcount, masks_reg))
-        earlier_reg = 0
-        if blocks > 1:
-            count_reg, earlier_reg = exchange_counts(plan, count_reg, g, counts_gmem, scratch)
-
-        # Stage 4: items per expert [Ep], and their prefix sum.
-        whole_reg = items_of(count_reg, tokens)
-        tiles_reg = jnp.minimum(count_reg, 1) if shared else whole_reg
-        scratch.tiles_smem[...] = tiles_reg
-        num_items = scan_items(Ep, scratch.tiles_smem, scratch.ends_smem, zero)
-
-        @pl.when(g == 0)
-        def _():
-            for start in range(0, ROWS, 32):
-                num_items_gmem[pl.ds(start, 32)] = num_items
-
-        # Stages 5 and 6: slots [k8, rows] of this block's rows, and the expert of each item.
-        first_reg = (plan.load_flat(scratch.ends_smem) - tiles_reg) * tokens
-        slots_reg = find_slots(
-            plan, masks_reg, first_reg, earlier_reg, row_reg, first_row, zero, scratch
-        )
-        if own is not None:  # own experts leave the last row free, see `own_items`
-            slots_reg = jnp.where(own.has(ids_reg), slots_reg, items * tokens - 1)
-        slots_smem[:, pl.ds(0, rows)] = slots_reg
-        plgpu.commit_smem()
-        store(slots_smem, slots_gmem)
-        store_experts(plan.E, scratch.ends_smem, (g, blocks), chunks, zero, experts_gmem, own)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        results_gmem = Results(weights_gmem, slots_gmem, experts_gmem, num_items_gmem)
+        plan_rows(plan, g, source_ref, bias_gmem, own, items, results_gmem, counts_gmem, scratch)
 
     outputs = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((top_k, plan.padded_rows), jnp.float32),
-            jax.ShapeDtypeStruct((top_k, plan.padded_rows), jnp.int32),
-            jax.ShapeDtypeStruct((chunks * 32,), jnp.int32),
-            jax.ShapeDtypeStruct((ROWS,), jnp.int32),
-            jax.ShapeDtypeStruct((blocks, Ep), jnp.int32),
-        ),
+        out_type=(*results(plan, items), jax.ShapeDtypeStruct((blocks, Ep), jnp.int32)),
         scratch_types=scratch_types(plan, staged),
         # No scratch: every reduction stays within a warp, which saves two barriers each.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),

@@ -17,7 +17,7 @@ class Spec:
     """One kernel on bfloat16 rows, gate_up of tiles on float16 rows: experts [E, 2, inner, width] and [E, width, inner].
 
     Attributes:
-      kernel: plan is `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
+      kernel: norm_route is `mosaic_norm_route.norm_and_route`, plan `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
         `route` with XLA's worklist, for what `place` does not fit. The other names are those of the functions.
       items: items of gate_up and down, about as many as random routing gives; they touch as many experts
         as possible.
@@ -27,7 +27,7 @@ class Spec:
       activations: "fp8": gate_up and down take quantised rows.
     """
 
-    kernel: Literal["route", "plan", "place", "sort", "spread", "gate_up", "down"]
+    kernel: Literal["norm_route", "route", "plan", "place", "sort", "spread", "gate_up", "down"]
     rows: int
     items: int = 0
     experts: int = 128
@@ -44,6 +44,8 @@ class Spec:
     def chips(self) -> tuple[int, ...]:
         """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and only Blackwell in
         data centres multiplies mxfp8."""
+        if self.kernel == "norm_route":
+            return (90,)
         if self.kernel == "place" and self.rows > 8192:
             return (90, 100)
         return chips_of(self.form)
@@ -61,6 +63,8 @@ class Spec:
     @property
     def mma(self) -> dict[int, str]:
         """Required matrix instruction, as `MMA`."""
+        if self.kernel == "norm_route":
+            return MMA
         if self.kernel not in ("gate_up", "down"):
             return {}
         if self.form == "mxfp8":
@@ -90,6 +94,7 @@ SPECS = {
         for R, items in _ITEMS.items()
     },
     **{f"qwen3-moe-plan-{R}": Spec(kernel="plan", rows=R) for R in (1, 8, 12, 64, 128, 200, 256)},
+    **{f"qwen3-moe-norm-route-{R}": Spec(kernel="norm_route", rows=R) for R in (1, 8, 12)},
     **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
     **{
         f"qwen3-moe-{kernel}-{R}": Spec(kernel=kernel, rows=R)

@@ -10,12 +10,14 @@ from jax import lax
 
 from pallas_kernels import dispatch, formats, mxfp8
 from pallas_kernels.activations import Quantized, dequantize, quantize
+from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.block_gemm.specs import random_leaf, weight_of
 from pallas_kernels.device import Device
 from pallas_kernels.moe import reference, spec_shapes
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.spec_shapes import Spec
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
+from pallas_kernels.rms_norm.api import add_rms_norm
 
 CHIPS, MMA, SPECS = spec_shapes.CHIPS, spec_shapes.MMA, spec_shapes.SPECS
 
@@ -157,6 +159,33 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
     return run, (*_logits(spec), *([_made(jnp.int32)] if spec.own else []))
 
 
+def _norm_route(spec: Spec) -> tuple[Callable, tuple]:
+    """h [R, width], parts [4, R, width], scale [width], weight [E, width] -> sum, normed twice [R, width], and as `_plan`."""
+    dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
+    config = _config(spec)
+    plan = dict(tokens=config.tokens, shared=config.shared)
+
+    def run(h, parts, scale, weight):
+        R = spec.rows
+        if launch := _launch(spec.chips):
+            from pallas_kernels.moe import mosaic_norm_route
+
+            items = most_items(R, spec.experts, spec.top_k, **plan)
+            how = dict(eps=1e-6, top_k=spec.top_k, normalize=True, items=items, launch=launch)
+            *rows, weights, slots, experts, num_items = mosaic_norm_route.norm_and_route(
+                h, parts, None, scale, weight, None, **how, **plan, out_dtypes=dtypes
+            )
+            return *rows, weights[:, :R], slots[:, :R], experts[:items], num_items[:1]
+        rows = add_rms_norm(h, parts, scale, eps=1e-6, out_dtypes=dtypes)
+        logits = linear(rows[1], weight, out_dtype=jnp.float32)
+        return *rows, *_sorted_by_definition(spec, logits, None)
+
+    row = spec.rows, spec.width
+    h, parts = _made(jnp.bfloat16, *row), _made(jnp.float32, 4, *row)
+    scale, weight = (_made(jnp.bfloat16, *size, spec.width) for size in ((), (spec.experts,)))
+    return run, (h, parts, scale, weight)
+
+
 def _place(spec: Spec) -> tuple[Callable, tuple]:
     """As `_plan`, for more rows."""
 
@@ -256,7 +285,14 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
 
 
 _BUILD = dict(
-    route=_route, plan=_plan, place=_place, sort=_sort, spread=_spread, gate_up=_gate_up, down=_down
+    norm_route=_norm_route,
+    route=_route,
+    plan=_plan,
+    place=_place,
+    sort=_sort,
+    spread=_spread,
+    gate_up=_gate_up,
+    down=_down,
 )
 
 

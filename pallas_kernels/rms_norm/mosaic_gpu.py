@@ -13,6 +13,7 @@ have stored squares that depend on the result of the first.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,6 +81,150 @@ class Added(NamedTuple):
     factor: Any = None
 
 
+class RowNorm(NamedTuple):
+    """The norm of one row by all warpgroups of a block.
+
+    Attributes:
+      D: columns of the row.
+      dtype: of h.
+      eps: of the norm.
+      inner_eps: of the norm of the sum of the parts, if any.
+    """
+
+    D: int
+    dtype: jnp.dtype
+    eps: float
+    inner_eps: float | None
+
+    @property
+    def config(self) -> TuningConfig:
+        return tuning(self.D // _TILE)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a strip."""
+        return self.config.strip, _TILE
+
+    @property
+    def layout(self) -> Any:
+        """Of a strip in registers."""
+        return plgpu.Layout.WG_STRIDED(self.shape, self.config.strip * _TILE // 128)
+
+    def scratch(self, num_norms: int) -> tuple[Any, Any]:
+        """Of a block that norms so many times: squares_smem and stored_barrier of calls."""
+        groups = self.config.groups
+        squares = plgpu.SMEM((num_norms, groups, *self.shape), jnp.float32)
+        return squares, plgpu.Barrier(num_arrivals=groups)
+
+    def load(
+        self,
+        r: Any,
+        R: int,
+        g: Any,
+        h_gmem: Any,  # [R, tiles, 64]
+        added_gmem: Added | None,  # [..., tiles, 64] for [..., D]
+        scale_gmem: Any,  # [tiles, 64]
+    ) -> "LoadedRow":
+        """Loads what warpgroup g needs of row r of R."""
+        tiles, config = self.D // _TILE, self.config
+        load = lambda ref: plgpu.load(ref, layout=self.layout, optimized=False)
+        begins = [(g * config.strips + i) * config.strip for i in range(config.strips)]
+        strips = [pl.ds(lax.min(begin, tiles - config.strip), config.strip) for begin in begins]
+
+        def columns(ref):
+            return [None if ref is None else load(ref.at[strip]) for strip in strips]
+
+        rows = [load(h_gmem.at[r, strip]) for strip in strips]
+        if added_gmem is None:
+            return LoadedRow(begins, strips, rows, None, False, columns(scale_gmem))
+        parts_gmem, weights_gmem, sources_gmem, *_ = added_gmem
+        S = parts_gmem.shape[0] // R if sources_gmem is None else sources_gmem.shape[0]
+        part = lambda s: s * R + r if sources_gmem is None else sources_gmem[s, r]
+        part_rows = [part(s) for s in range(S)]
+        added = Added(
+            parts=[[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips],
+            weights=None if weights_gmem is None else [weights_gmem[s, r] for s in range(S)],
+            bias=columns(added_gmem.bias),
+            inner_scale=columns(added_gmem.inner_scale),
+            factor=None if added_gmem.factor is None else added_gmem.factor[0],
+        )
+        has_inner = added_gmem.inner_scale is not None
+        return LoadedRow(begins, strips, rows, added, has_inner, columns(scale_gmem))
+
+    def __call__(
+        self,
+        row: "LoadedRow",
+        g: Any,
+        sum_gmem: Any,  # [tiles, 64], if something is added
+        squares_smem: Any,  # [norms, groups, strip, 64] float32; no other call of the block uses them
+        stored_barrier: Any,  # all warpgroups have stored their squares; completes once a norm
+    ) -> Iterator[tuple[Any, jax.Array]]:
+        """Stores the sum of a row; yields the strips of warpgroup g, and what the norm makes of each, in float32."""
+        tiles, config = self.D // _TILE, self.config
+        load = lambda ref: plgpu.load(ref, layout=self.layout, optimized=False)
+
+        def inverse_root(rows, eps, norm):
+            """1 / root mean square of a row; `rows` are the float32 strips of this warpgroup."""
+            squares = [x * x for x in rows]
+            if tiles != config.strip * config.groups * config.strips:
+                # Mask the tiles that overlap the strip before, so that they count once.
+                tile = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
+                squares = [
+                    jnp.where(tile + strip.start >= begin, square, 0.0)
+                    for square, strip, begin in zip(squares, row.strips, row.begins, strict=True)
+                ]
+            square = _summed(squares)
+            if config.groups > 1:
+                squares_smem[norm, g] = square
+                plgpu.commit_smem()  # orders the stores of all threads of the warpgroup before the arrive
+                plgpu.barrier_arrive(stored_barrier)
+                plgpu.barrier_wait(stored_barrier)
+                square = _summed([load(squares_smem.at[norm, i]) for i in range(config.groups)])
+            return lax.rsqrt(jnp.sum(square) / self.D + eps)
+
+        def normed(x, scale, root):
+            return x * root * scale.astype(jnp.float32)
+
+        rows, num_norms = row.rows, 1
+        if (added := row.added) is not None:
+            terms = zip(rows, added.parts, added.bias, strict=True)
+            sums = (_terms(*of_strip, added.weights) for of_strip in terms)
+            if row.has_inner:
+                num_norms = 2
+                rows, totals = zip(*sums, strict=True)
+                deltas = [total.astype(self.dtype).astype(jnp.float32) for total in totals]
+                root = inverse_root(deltas, self.inner_eps, 0)
+                terms = zip(rows, deltas, added.inner_scale, strict=True)
+                sums = [(x, normed(*term, root).astype(self.dtype)) for x, *term in terms]
+            rows = [_added(*terms, added.factor, self.dtype) for terms in sums]
+            for x, strip in zip(rows, row.strips, strict=True):
+                sum_gmem[strip] = x
+        rows = [x.astype(jnp.float32) for x in rows]
+        root = inverse_root(rows, self.eps, num_norms - 1)
+        for x, scale, strip in zip(rows, row.scales, row.strips, strict=True):
+            yield strip, normed(x, scale, root)
+
+
+class LoadedRow(NamedTuple):
+    """A warpgroup's part of a row in registers, a list entry for each of its strips.
+
+    Attributes:
+      begins: first tile of each strip, if none overlapped the one before.
+      strips: the tiles.
+      rows: strips of h.
+      added: of the strips: parts, bias and inner_scale; weights and factor are scalars.
+      has_inner: whether the sum of the parts is normed.
+      scales: strips of the scale.
+    """
+
+    begins: list[Any]
+    strips: list[Any]
+    rows: list[jax.Array]
+    added: Added | None
+    has_inner: bool
+    scales: list[jax.Array]
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "out_dtype", "launch"))
 def rms_norm(
     x: jax.Array, scale: jax.Array, *, eps: float, out_dtype: jnp.dtype, launch: Launch
@@ -118,83 +263,22 @@ def _launch(
 ) -> tuple[jax.Array, ...]:
     R, D = h.shape
     tiles = D // _TILE
-    config = tuning(tiles)
-    shape = (config.strip, _TILE)
-    layout = plgpu.Layout.WG_STRIDED(shape, config.strip * _TILE // 128)
-    load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)
+    row_norm = RowNorm(D, h.dtype, eps, inner_eps)
     num_norms = 1 if added is None or added.inner_scale is None else 2
     out_dtypes = out_dtypes if added is None else (h.dtype, *out_dtypes)
-
-    def norm_row(
-        h_gmem,  # [R, tiles, 64]
-        added_gmem,  # Added, [..., tiles, 64] for [..., D]; or None
-        scale_gmem,  # [tiles, 64]
-        outs_gmem,  # each [R, tiles, 64]: the sum, if any, and the norm in its dtypes
-        squares_smem,  # [num_norms, groups, strip, 64] float32
-        stored_barrier,  # all warpgroups have stored their squares; completes once a norm
-    ):
-        r, g = lax.axis_index("row"), lax.axis_index("group")
-        begins = [(g * config.strips + i) * config.strip for i in range(config.strips)]
-        strips = [pl.ds(lax.min(begin, tiles - config.strip), config.strip) for begin in begins]
-
-        def columns(ref):
-            return [None if ref is None else load(ref.at[strip]) for strip in strips]
-
-        def inverse_root(rows, eps, norm):
-            """1 / root mean square of a row; `rows` are the float32 strips of this warpgroup."""
-            squares = [x * x for x in rows]
-            if tiles != config.strip * config.groups * config.strips:
-                # Mask the tiles that overlap the strip before, so that they count once.
-                tile = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-                squares = [
-                    jnp.where(tile + strip.start >= begin, square, 0.0)
-                    for square, strip, begin in zip(squares, strips, begins, strict=True)
-                ]
-            square = _summed(squares)
-            if config.groups > 1:
-                squares_smem[norm, g] = square
-                plgpu.commit_smem()  # orders the stores of all threads of the warpgroup before the arrive
-                plgpu.barrier_arrive(stored_barrier)
-                plgpu.barrier_wait(stored_barrier)
-                square = _summed([load(squares_smem.at[norm, i]) for i in range(config.groups)])
-            return lax.rsqrt(jnp.sum(square) / D + eps)
-
-        def normed(x, scale, root):
-            return x * root * scale.astype(jnp.float32)
-
-        rows = [load(h_gmem.at[r, strip]) for strip in strips]
-        if added is not None:
-            parts_gmem, weights_gmem, sources_gmem, *_ = added_gmem
-            S = parts_gmem.shape[0] // R if sources_gmem is None else sources_gmem.shape[0]
-            part = lambda s: s * R + r if sources_gmem is None else sources_gmem[s, r]
-            part_rows = [part(s) for s in range(S)]
-            parts = [[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips]
-            shares = None if weights_gmem is None else [weights_gmem[s, r] for s in range(S)]
-            biases, inner_scales = columns(added_gmem.bias), columns(added_gmem.inner_scale)
-            factor = None if added.factor is None else added_gmem.factor[0]
-        scales = columns(scale_gmem)
-        if added is not None:
-            sums = (_terms(*terms, shares) for terms in zip(rows, parts, biases, strict=True))
-            if added.inner_scale is not None:
-                rows, totals = zip(*sums, strict=True)
-                deltas = [total.astype(h.dtype).astype(jnp.float32) for total in totals]
-                root = inverse_root(deltas, inner_eps, 0)
-                terms = zip(rows, deltas, inner_scales, strict=True)
-                sums = [(x, normed(*term, root).astype(h.dtype)) for x, *term in terms]
-            rows = [_added(*terms, factor, h.dtype) for terms in sums]
-            for x, strip in zip(rows, strips, strict=True):
-                outs_gmem[0][r, strip] = x
-        rows = [x.astype(jnp.float32) for x in rows]
-        root = inverse_root(rows, eps, num_norms - 1)
-        for x, scale, strip in zip(rows, scales, strips, strict=True):
-            row = normed(x, scale, root)
-            for out_gmem in outs_gmem[0 if added is None else 1 :]:
-                out_gmem[r, strip] = row.astype(out_gmem.dtype)
 
     def body(*refs):
         *given, squares_smem, stored_barrier = refs
         operands_gmem = jax.tree.unflatten(tree, given[: len(leaves)])
-        norm_row(*operands_gmem, given[len(leaves) :], squares_smem, stored_barrier)
+        outs_gmem = given[
+            len(leaves) :
+        ]  # each [R, tiles, 64]: the sum, if any, and the norm in its dtypes
+        r, g = lax.axis_index("row"), lax.axis_index("group")
+        sum_gmem = None if added is None else outs_gmem.pop(0).at[r]
+        row = row_norm.load(r, R, g, *operands_gmem)
+        for strip, x in row_norm(row, g, sum_gmem, squares_smem, stored_barrier):
+            for out_gmem in outs_gmem:
+                out_gmem[r, strip] = x.astype(out_gmem.dtype)
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
     columns_in_tiles = lambda x: None if x is None else x.reshape(tiles, _TILE)
@@ -208,16 +292,13 @@ def _launch(
     outs = plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct((R, tiles, _TILE), dtype) for dtype in out_dtypes),
-        scratch_types=(
-            plgpu.SMEM((num_norms, config.groups, *shape), jnp.float32),
-            plgpu.Barrier(num_arrivals=config.groups),
-        ),
+        scratch_types=row_norm.scratch(num_norms),
         # Safe: squares_smem is the only ref both written and read, each part of it once with
         # stored_barrier in between.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         grid=(R,),
         grid_names=("row",),
-        num_threads=config.groups,
+        num_threads=row_norm.config.groups,
         thread_name="group",
         interpret=launch.interpret,
         kernel_name="rms_norm" if added is None else "add_rms_norm",

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.activations import Activations, row_dtype
-from pallas_kernels.block_gemm.api import add_in_order
-from pallas_kernels.moe.api import ExpertForm, ExpertWeights, mixture
+from pallas_kernels.activations import Activations
+from pallas_kernels.moe.api import ExpertForm, ExpertWeights
+from pallas_kernels.moe.normed import Experts, Norm, Router, normed_mixture
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, GatedMLP, Linear
+from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, GatedMLP, Linear, RMSNorm
 from peagle_jax.parallel import partition
 
 
@@ -48,34 +48,30 @@ class MoE(nnx.Module):
         self.gate_up = ExpertLinear((E, 2, F), D, std=INIT_STD, **init)
         self.down = ExpertLinear((E, D), F, std=std_out, **init)
 
-    def row_dtypes(self, dtype: jnp.dtype) -> tuple[jnp.dtype, ...]:
-        """Dtypes of the normed rows that a call takes, in a stream of `dtype`: the router's, and the experts' if it is another."""
-        weight = self.gate_up.arrays()
-        own = row_dtype(weight.values, weight.scale, dtype)
-        return (own,) if own == dtype else (jnp.dtype(dtype), own)
-
-    def __call__(self, x: jax.Array, experts_x: jax.Array | None = None) -> Delta:
-        """The delta of normed rows x [..., D], which the experts read as `experts_x` if that is given."""
-        rows = x.reshape(-1, x.shape[-1])
-        experts_rows = rows if experts_x is None else experts_x.reshape(rows.shape)
-        experts = self.config.experts
-        bias = self.router.bias
-        mixed = mixture(
-            experts_rows,
-            add_in_order(self.router.parts(rows)),
-            self.gate_up.arrays(),
-            self.down.arrays(),
-            router_bias=None if bias is None else bias[...],
-            top_k=experts.top_k,
-            normalize=experts.normalize,
-            form=ExpertForm(self.config.swiglu_limit, self.gate_up.activations),
-            first=None
-            if partition.size() == 1
-            else partition.rank() * self.gate_up.weight.shape[0],
+    def after(self, h: jax.Array, delta: Delta, norm: RMSNorm) -> tuple[jax.Array, Delta]:
+        """(the stream after the attention's `delta` [..., D], the experts' delta of its norm)."""
+        choice = self.config.experts
+        router = (self.router.weight, self.router.scale, self.router.bias)
+        router = (None if p is None else p[...] for p in router)
+        h, mixed = normed_mixture(
+            h,
+            delta.values,
+            delta.bias,
+            Norm(norm.weight[...], norm.eps),
+            Router(*router, choice.top_k, choice.normalize),
+            Experts(
+                self.gate_up.arrays(),
+                self.down.arrays(),
+                ExpertForm(self.config.swiglu_limit, self.gate_up.activations),
+                first=None
+                if partition.size() == 1
+                else partition.rank() * self.gate_up.weight.shape[0],
+            ),
         )
         if partition.size() == 1:
-            return Delta(*mixed)
-        return Delta(partition.mixtures_of_all(mixed, len(rows)).reshape(-1, *x.shape))
+            return h, Delta(*mixed)
+        parts = partition.mixtures_of_all(mixed, h.size // h.shape[-1])
+        return h, Delta(parts.reshape(-1, *h.shape))
 
 
 def moe_layer(config: TargetConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> DecoderLayer:

@@ -30,9 +30,9 @@ class Gemma4Layer(nnx.Module):
 
     def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):
         """As `layers.DecoderLayer`; the MLP's delta has a norm, and the scalar as its factor."""
-        entered, x = self.input_norm.after(h, delta, self.attention.row_dtypes(h.dtype))
+        entered, x = self.input_norm.after(h, delta, self.attention.qkv.row_dtype(h.dtype))
         out, cache = self.attention(x, angles, cache, attend, keep)
         out = out._replace(norm=self.post_attention_norm)
-        h, x = self.pre_mlp_norm.after(kept(entered, keep), out, self.mlp.row_dtypes(h.dtype))
-        out = self.mlp(x)._replace(norm=self.post_mlp_norm, factor=self.layer_scalar[...])
+        h, out = self.mlp.after(kept(entered, keep), out, self.pre_mlp_norm)
+        out = out._replace(norm=self.post_mlp_norm, factor=self.layer_scalar[...])
         return entered, h, out, cache

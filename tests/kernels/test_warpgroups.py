@@ -7,7 +7,7 @@ import pallas_kernels
 from pallas_kernels.weight_tiles.warpgroups import launch_options
 
 _ROOT = Path(pallas_kernels.__file__).parent
-_REDUCE_ALIKE = {"rms_norm/mosaic_gpu.py"}
+_REDUCE_ALIKE = {"rms_norm/mosaic_gpu.py", "moe/mosaic_norm_route.py"}
 """Kernels whose warpgroups all reduce the same numbers at the same time, which needs no order."""
 
 

@@ -1,0 +1,369 @@
+"""What the blocks of `mosaic_norm_route` send each other: rows, products and logits, straight to shared memory.
+
+Each of the three goes to an array of the receiving block, by `st.async`, and is counted in bytes at a barrier of that
+block, which is used once. A block arms its barriers before the first cluster barrier, and sends after it. A block ends
+after it has received everything that is sent to it.
+
+    message    from                                    to
+    rows       the block that norms the row            the block that multiplies these columns
+    products   the block that multiplies a step        the block that adds these experts' products
+    logits     the block that adds products            block 0
+
+Mosaic's interpreter has no shared memory of other blocks. There the messages go through device memory, with barriers of
+the cluster in place of the counted bytes, so that its race detector checks what is read when.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mlir_compat as mlir
+from pallas_kernels.dispatch import Launch
+from pallas_kernels.peer_gather.words import add, asm, constant, times
+from pallas_kernels.weight_tiles.codecs import STEP
+from pallas_kernels.weight_tiles.format import swizzled
+
+BLOCKS = 8
+"""Blocks of the cluster, the portable maximum."""
+TILE = 64
+"""Experts of one product."""
+EXPERTS = 128
+
+_ROWS, _PRODUCTS, _LOGITS = range(3)
+_COLUMNS = 64
+"""Columns of bfloat16 in a line of 128 bytes, the period of the swizzle."""
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+class Sizes(NamedTuple):
+    """Static facts of one call: R rows of D columns, in products of `tokens` rows."""
+
+    R: int
+    D: int
+    tokens: int
+
+    @property
+    def steps(self) -> int:
+        """Steps of 128 columns."""
+        return self.D // STEP
+
+    @property
+    def own_steps(self) -> int:
+        """Those of one block."""
+        return self.steps // BLOCKS
+
+    @property
+    def experts(self) -> int:
+        """Experts whose products one block adds: 16, those of one warp of a product."""
+        return EXPERTS // BLOCKS
+
+    @property
+    def received(self) -> tuple[int, int, int]:
+        """Bytes of rows and products that each block receives, and of logits that block 0 does."""
+        rows = self.R * self.own_steps * STEP * 2
+        return rows, self.steps * self.experts * self.tokens * 4, EXPERTS * self.tokens * 4
+
+    @property
+    def totals(self) -> Any:
+        """Layout of logits [experts, tokens] in registers: thread i has some tokens of expert i / 8."""
+        return plgpu.Layout.WG_STRIDED((self.experts, self.tokens), self.tokens // BLOCKS)
+
+
+class Memory(NamedTuple):
+    """What a kernel needs for the messages: more outputs, and scratch by the fields of `Messages`."""
+
+    out: tuple[jax.ShapeDtypeStruct, ...]
+    scratch: dict[str, Any]
+
+
+def memory(sizes: Sizes, logits_shape: tuple[int, int], groups: int, launch: Launch) -> Memory:
+    received = dict(
+        x_smem=plgpu.SMEM(
+            (sizes.own_steps, sizes.tokens, STEP), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)
+        ),
+        products_smem=plgpu.SMEM((sizes.steps, sizes.experts, sizes.tokens), jnp.float32),
+        logits_smem=plgpu.SMEM(logits_shape, jnp.float32),
+    )
+    if launch.interpret is None:
+        return Memory((), received | dict(barriers_smem=plgpu.SMEM((8,), jnp.int32)))
+    made = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    out = made(sizes.steps, EXPERTS, sizes.tokens), made(sizes.tokens, EXPERTS)
+    barrier = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=groups)
+    return Memory(out, received | dict(cluster_barrier=barrier))
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The messages of one block.
+
+    Attributes:
+      block, group: the indices of the block and of the warpgroup.
+      x_smem: bfloat16 [own steps, tokens, 128], the columns that this block multiplies.
+      products_smem: float32 [steps, experts, tokens], the products that this block adds.
+      logits_smem: float32 [tokens or more, 128], received by block 0.
+      barriers_smem: int32 [8], three barriers of 64 bits; on a GPU.
+      products_gmem, logits_gmem, cluster_barrier: in the interpreter.
+    """
+
+    sizes: Sizes
+    block: Any
+    group: Any
+    products_gmem: Any = None
+    logits_gmem: Any = None
+    x_smem: Any = None
+    products_smem: Any = None
+    logits_smem: Any = None
+    barriers_smem: Any = None
+    cluster_barrier: Any = None
+
+    @property
+    def _interpreted(self) -> bool:
+        return self.barriers_smem is None
+
+    def begin(self) -> None:
+        """Before anything else: arms the barriers, and arrives at the barrier of the cluster."""
+        if self._interpreted:
+            return
+        text = _named(
+            _BEGIN, **dict(zip(("ROWS", "PRODUCTS", "LOGITS"), self.sizes.received, strict=True))
+        )
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def begin(_, barriers):
+            asm(text, "r,~{memory}", [_address(barriers)])
+
+        begin(self.barriers_smem)
+
+    def wait_begun(self) -> None:
+        """Before the first message is sent: all blocks have armed their barriers."""
+        if self._interpreted:
+            return
+
+        @plgpu.inline_mgpu()
+        def wait(_):
+            asm("barrier.cluster.wait.acquire.aligned;", "~{memory}", [])
+
+        wait()
+
+    def send_row(self, r: Any, column: Any, strip_reg: jax.Array, layout: Any) -> None:
+        """Sends the columns of row r from `column` on, each thread four, to the blocks that multiply them.
+
+        In the interpreter the row's result in device memory is what the blocks read.
+        """
+        if self._interpreted:
+            return
+        tokens, own_columns = self.sizes.tokens, self.sizes.own_steps * STEP
+        tile = plgpu.RefType(swizzled(jnp.bfloat16))
+
+        @plgpu.inline_mgpu(
+            arg_types=(tile, plgpu.RefType(), _SCALAR, _SCALAR, layout),
+        )
+        def send(_, x, barriers, r, column, strip):
+            r, column = r.registers.item(), column.registers.item()
+            (four,) = strip.registers.flat
+            column = add(column, times(_thread(), 4))
+            block, column = _divided(column, own_columns)
+            step, column = _divided(column, STEP)
+            half, column = _divided(column, _COLUMNS)
+            piece, column = _divided(column, 8)  # of 16 bytes, which the swizzle permutes
+            eight, line = _divided(r, 8)
+            place = _sum(
+                times(step, tokens * STEP * 2),
+                times(eight, 8 * STEP * 2),
+                times(half, 8 * _COLUMNS * 2),
+                times(line, _COLUMNS * 2),
+                times(mlir.arith.xori(piece, line), 16),
+                times(column, 2),
+            )
+            words = mlir.bitcast(four, mlir.ir.VectorType.get((2,), mlir.i32()))
+            words = [_entry(words, i) for i in range(2)]
+            _send(add(_address(x), place), _barrier(barriers, _ROWS), block, words)
+
+        send(self.x_smem, self.barriers_smem, r, column, strip_reg)
+
+    def receive_rows(self, normed_gmem: Any) -> None:
+        """All rows have arrived in x_smem, where the MMA may read them."""
+        if not self._interpreted:
+            self._wait(_ROWS)
+            plgpu.commit_smem()  # threads have stored them, and the MMA reads them
+            return
+        self._meet()
+
+        @pl.when(self.group == 0)
+        def _():
+            tiles = self.sizes.own_steps * (STEP // _COLUMNS)
+            rows = normed_gmem[:, pl.ds(self.block * tiles, tiles)]
+            rows = rows.reshape(self.sizes.R, self.sizes.own_steps, STEP)
+            self.x_smem[:, pl.ds(0, self.sizes.R)] = rows.transpose(1, 0, 2)
+
+        self._meet()
+
+    def send_products(self, step: Any, tile: Any, product_reg: jax.Array) -> None:
+        """Sends a product [64 experts, tokens] to the four blocks that add these experts, one from each warp."""
+        if self._interpreted:
+            self.products_gmem[step, pl.ds(tile * TILE, TILE)] = product_reg
+            return
+        experts, tokens = self.sizes.experts, self.sizes.tokens
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, plgpu.Layout.WGMMA)
+        )
+        def send(_, products, barriers, step, tile, product):
+            step, tile = step.registers.item(), tile.registers.item()
+            warp, lane = _divided(_thread(), 32)
+            row, pair = _divided(lane, 4)
+            block = add(times(tile, TILE // experts), warp)
+            place = _sum(times(step, experts * tokens), times(row, tokens), times(pair, 2))
+            start = add(_address(products), times(place, 4))
+            # Registers [0, t, 0, 0, j, ...]: row 8 j + lane / 4 of the warp, tokens 8 t + 2 (lane % 4) and the next.
+            both = product.registers.reshape(tokens // 8, 2)
+            for t in range(tokens // 8):
+                for j in range(2):
+                    words = [_bits(_entry(both[t, j], i)) for i in range(2)]
+                    entry = add(start, 4 * (8 * j * tokens + 8 * t))
+                    _send(entry, _barrier(barriers, _PRODUCTS), block, words)
+
+        send(self.products_smem, self.barriers_smem, step, tile, product_reg)
+
+    def receive_products(self) -> None:
+        """All products have arrived in products_smem, which warpgroup 0 reads."""
+        if not self._interpreted:
+            self._wait(_PRODUCTS)
+            return
+        self._meet()
+
+        @pl.when(self.group == 0)
+        def _():
+            own = pl.ds(self.block * self.sizes.experts, self.sizes.experts)
+            self.products_smem[...] = self.products_gmem[:, own]
+
+    def send_logits(self, totals_reg: jax.Array) -> None:
+        """Sends the logits [experts, tokens] of this block to block 0, from warpgroup 0."""
+        experts, tokens = self.sizes.experts, self.sizes.tokens
+        if self._interpreted:
+            self.logits_gmem[:, pl.ds(self.block * experts, experts)] = totals_reg.T
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, self.sizes.totals))
+        def send(_, logits, barriers, block, totals):
+            (some,) = totals.registers.flat
+            expert, token = _divided(_thread(), BLOCKS)
+            count = tokens // BLOCKS
+            place = _sum(
+                times(token, count * EXPERTS), times(block.registers.item(), experts), expert
+            )
+            start = add(_address(logits), times(place, 4))
+            for i in range(count):
+                entry = add(start, 4 * i * EXPERTS)
+                words = [_bits(_entry(some, i))]
+                _send(entry, _barrier(barriers, _LOGITS), constant(0), words)
+
+        send(self.logits_smem, self.barriers_smem, self.block, totals_reg)
+
+    def receive_logits(self) -> None:
+        """All logits have arrived in logits_smem, for warpgroup 0 of block 0."""
+        if not self._interpreted:
+            self._wait(_LOGITS)
+            return
+        self.logits_smem[pl.ds(0, self.sizes.tokens)] = self.logits_gmem[...]
+
+    def finish(self) -> None:
+        """In the interpreter: the logits of all blocks are stored."""
+        if self._interpreted:
+            self._meet()
+
+    def _meet(self) -> None:
+        plgpu.barrier_arrive(self.cluster_barrier)
+        plgpu.barrier_wait(self.cluster_barrier)
+
+    def _wait(self, message: int) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def wait(_, barriers):
+            asm(_WAIT, "r,~{memory}", [_barrier(barriers, message)])
+
+        wait(self.barriers_smem)
+
+
+_BEGIN = """{
+.reg .pred first;
+.reg .b32 thread;
+mov.u32 thread, %tid.x;
+setp.eq.u32 first, thread, 0;
+@first mbarrier.init.shared::cta.b64 [$0], 1;
+@first mbarrier.init.shared::cta.b64 [$0 + 8], 1;
+@first mbarrier.init.shared::cta.b64 [$0 + 16], 1;
+@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], ROWS;
+@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + 8], PRODUCTS;
+@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + 16], LOGITS;
+fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive.relaxed.aligned;
+}"""
+
+_WAIT = """{
+.reg .pred done;
+AGAIN:
+mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0;
+@!done bra AGAIN;
+}"""
+
+_SEND = """{
+.reg .b32 entry, peer;
+mapa.shared::cluster.u32 entry, $0, $2;
+mapa.shared::cluster.u32 peer, $1, $2;
+st.async.shared::cluster.mbarrier::complete_tx::bytes.WORDS [entry], VALUES, [peer];
+}"""
+
+
+def _send(address: Any, barrier: Any, block: Any, words: list) -> None:
+    """Sends one or two words to a place in another block; both addresses are those of the own block."""
+    names = [f"${3 + i}" for i in range(len(words))]
+    if len(words) == 1:
+        text = _named(_SEND, WORDS="b32", VALUES=names[0])
+    else:
+        text = _named(_SEND, WORDS=f"v{len(words)}.b32", VALUES=f"{{{', '.join(names)}}}")
+    constraints = ",".join(["r"] * (3 + len(words)) + ["~{memory}"])
+    asm(text, constraints, [address, barrier, block, *words])
+
+
+def _named(text: str, **values: Any) -> str:
+    """The text with the words in capitals that have a value."""
+    return re.sub(r"\b[A-Z]+\b(?!:)", lambda word: str(values.get(word[0], word[0])), text)
+
+
+def _address(ref: Any) -> Any:
+    """The address of an array in shared memory, 32 bits. It is the same one in each block of a kernel."""
+    return mlir.llvm.ptrtoint(mlir.i32(), mlir.memref_ptr(ref))
+
+
+def _barrier(barriers: Any, message: int) -> Any:
+    return add(_address(barriers), 8 * message)
+
+
+def _thread() -> Any:
+    """This thread's number in its warpgroup."""
+    thread = asm("mov.u32 $0, %tid.x;", "=r", [], mlir.i32())
+    return mlir.arith.andi(thread, constant(127))
+
+
+def _divided(x: Any, by: int) -> tuple[Any, Any]:
+    """Quotient and remainder."""
+    return mlir.arith.divui(x, constant(by)), mlir.arith.remui(x, constant(by))
+
+
+def _sum(first: Any, *rest: Any) -> Any:
+    for x in rest:
+        first = add(first, x)
+    return first
+
+
+def _entry(vector: Any, i: int) -> Any:
+    return mlir.vector.extract(vector, [], mlir.ir.DenseI64ArrayAttr.get([i]))
+
+
+def _bits(number: Any) -> Any:
+    return mlir.bitcast(number, mlir.i32())

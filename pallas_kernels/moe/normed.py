@@ -1,0 +1,118 @@
+"""A mixture of experts with the residual sum and the norm before it, and its router."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import formats
+from pallas_kernels.activations import row_dtype
+from pallas_kernels.block_gemm.api import add_in_order, partial_products
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.moe.api import (
+    DEFAULT_FORM,
+    ExpertForm,
+    Mixture,
+    config_for,
+    mixture,
+    resolve,
+    run_experts,
+)
+from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.moe.worklist import Worklist, most_items
+from pallas_kernels.rms_norm.api import add_rms_norm
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: its weight [D], and what it adds to the mean square."""
+
+    scale: jax.Array
+    eps: float
+
+
+class Router(NamedTuple):
+    """The choice of experts.
+
+    Attributes:
+      weight, scale: [E, D], as in `linear`.
+      bias: [E] or None.
+      top_k, normalize: as in `api.route`.
+    """
+
+    weight: jax.Array
+    scale: jax.Array | None
+    bias: jax.Array | None
+    top_k: int
+    normalize: bool
+
+
+class Experts(NamedTuple):
+    """The experts; the attributes are those of `api.mixture`."""
+
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    form: ExpertForm = DEFAULT_FORM
+    first: jax.Array | None = None
+
+
+def normed_mixture(
+    h: jax.Array,
+    parts: jax.Array,
+    bias: jax.Array | None,
+    norm: Norm,
+    router: Router,
+    experts: Experts,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, Mixture]:
+    """Adds `parts` and a bias to the residual stream h, norms it, routes the rows and runs their experts.
+
+    The results are those of `add_rms_norm`, `partial_products` and `mixture`. On Hopper one kernel
+    (`mosaic_norm_route`) does for few rows what otherwise a norm, a product and a plan do, with the same bits.
+
+    Args:
+      h: [..., D].
+      parts: [S, ..., D], as in `add_rms_norm`.
+      bias: [D] or None, added with the parts.
+    Returns:
+      (the stream [..., D] after the sum; the mixture of its rows).
+    Raises:
+      ValueError: as the three functions.
+    """
+    D = h.shape[-1]
+    gate_up, down, form, first = experts
+    how = dict(top_k=router.top_k, normalize=router.normalize)
+    dtypes = row_dtypes(h.dtype, gate_up)
+    E, R = formats.logical_shape(router.weight, router.scale)[0], h.size // D
+    rows = jax.ShapeDtypeStruct((R, D), dtypes[-1])
+    launch = resolve(rows, gate_up, down, form.activations, implementation, E)
+    if launch is not None and launch.device.platform == "cuda" and first is None:
+        from pallas_kernels.moe import mosaic_norm_route  # a slow import that CPU use does not need
+
+        config = config_for(R, E, router.top_k, (gate_up, down), form.activations, launch)
+        few = R, E, D, h.dtype, router.top_k, config.tokens, launch.device
+        if mosaic_norm_route.fits(*few) and formats.kind(router.weight, router.scale) == "plain":
+            cut = dict(tokens=config.tokens, shared=config.shared)
+            items = most_items(R, E, router.top_k, **cut)
+            given = h.reshape(R, D), parts.reshape(-1, R, D), bias, norm.scale
+            added, *rows, weights, slots, of_items, num_items = mosaic_norm_route.norm_and_route(
+                *given, router.weight, router.bias, eps=norm.eps, items=items, launch=launch,
+                out_dtypes=dtypes, **how, **cut,
+            )  # fmt: skip
+            work = Worklist(of_items, num_items, slots, items)
+            to = gate_up, down, form.limit, config, launch, form.activations
+            return added.reshape(h.shape), Mixture(run_experts(rows[-1], work, *to), weights, slots)
+    given = dict(eps=norm.eps, bias=bias, out_dtypes=dtypes, implementation=implementation)
+    added, *rows = add_rms_norm(h, parts, norm.scale, **given)
+    rows = [x.reshape(R, D) for x in rows]
+    with_scale = dict(scale=router.scale, activations=form.activations)
+    logits = partial_products(rows[0], router.weight, **with_scale, implementation=implementation)
+    given = dict(router_bias=router.bias, form=form, first=first, implementation=implementation)
+    logits = add_in_order(logits)
+    return added, mixture(rows[-1], logits, gate_up, down, **how, **given)
+
+
+def row_dtypes(dtype: jnp.dtype, gate_up: ExpertWeights) -> tuple[jnp.dtype, ...]:
+    """Dtypes in which the norm stores rows of a stream of `dtype`: that of the router, and the experts' if it is another."""
+    own = row_dtype(gate_up.values, gate_up.scale, dtype)
+    return (own,) if own == dtype else (jnp.dtype(dtype), own)

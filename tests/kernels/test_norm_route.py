@@ -1,0 +1,266 @@
+"""Norm, router and plan in one kernel, beside the three kernels that it replaces, in Mosaic's interpreter.
+
+Rows have 1,024 columns, so a block has two warpgroups: XLA runs at most 32 computations of a CPU at a time, and eight blocks of
+four warpgroups would wait for each other forever. Four blocks may have four warpgroups.
+"""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch, fp8_tiles
+from pallas_kernels.block_gemm.api import linear
+from pallas_kernels.device import B200, H200
+from pallas_kernels.moe import mosaic_norm_route, mosaic_norm_send, mosaic_plan, normed
+from pallas_kernels.moe.api import CHIPS
+from pallas_kernels.moe.mosaic_gpu import TuningConfig
+from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.moe.worklist import most_items
+from pallas_kernels.rms_norm import mosaic_gpu as rms_norm
+
+race_free = pytest.mark.usefixtures("race_free")
+EXPERTS, CHOSEN = 128, 8
+DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
+
+
+def launch() -> dispatch.Launch:
+    return dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
+
+
+def given(R: int, D: int, *, parts: int = 4, biases: bool = False) -> list[jax.Array | None]:
+    """Arguments of `norm_and_route`."""
+    keys = jax.random.split(jax.random.key(R + D), 6)
+    normal = lambda key, *shape: jax.random.normal(key, shape)
+    half = lambda x: x.astype(jnp.bfloat16)
+    h, bias, router_bias = half(normal(keys[0], R, D)), normal(keys[1], D), normal(keys[2], EXPERTS)
+    scale, weight = half(1 + normal(keys[3], D) / 8), half(normal(keys[4], EXPERTS, D) / D**0.5)
+    both = (half(bias), half(router_bias)) if biases else (None, None)
+    return [h, normal(keys[5], parts, R, D), both[0], scale, weight, both[1]]
+
+
+def assert_same_bits(args: list, *, normalize: bool = True) -> None:
+    h, parts, bias, scale, weight, router_bias = args
+    R = len(h)
+    config = TuningConfig.choose(R, EXPERTS, CHOSEN, hopper=True, quantized=False)
+    cut = dict(tokens=config.tokens, shared=config.shared)
+    items = most_items(R, EXPERTS, CHOSEN, **cut)
+    how = dict(top_k=CHOSEN, normalize=normalize, items=items, launch=launch(), **cut)
+    added = rms_norm.Added(parts, bias=bias)
+    norm = dict(eps=1e-6, out_dtypes=DTYPES)
+    rows = rms_norm.add_rms_norm(h, added, scale, inner_eps=None, launch=launch(), **norm)
+    logits = linear(rows[1], weight, out_dtype=jnp.float32, implementation="mosaic_gpu")
+    wanted = *rows, *mosaic_plan.route_and_plan(logits, router_bias, **how)
+    found = mosaic_norm_route.norm_and_route(*args, **norm, **how)
+    count = int(wanted[-1][0])
+    for one, other in zip(specified(wanted, R, count), specified(found, R, count), strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def specified(results, R: int, count: int) -> list[np.ndarray]:
+    *rows, weights, slots, experts, num_items = map(np.asarray, results)
+    return [*rows, weights[:, :R], slots[:, :R], experts[:count], num_items]
+
+
+@race_free
+@pytest.mark.parametrize(
+    ("R", "options"),
+    [(1, dict(biases=True)), (8, dict(parts=1)), (9, dict()), (16, dict(biases=True, parts=2))],
+)
+def test_the_bits_are_those_of_the_three_kernels(R, options):
+    assert_same_bits(given(R, 1024, **options))
+
+
+@pytest.mark.slow
+@race_free
+def test_a_mixture_with_its_norm_has_the_bits_of_both_alone(monkeypatch):
+    R, D, F = 2, 1024, 128
+    h, parts, bias, scale, weight, router_bias = given(R, D, biases=True)
+
+    def experts(seed, *shape):
+        values = jax.random.normal(jax.random.key(seed), shape).astype(jnp.float8_e4m3fn)
+        of_blocks = *shape[:-2], -(-shape[-2] // 128), shape[-1] // 128
+        scale = jnp.full(of_blocks, 2**-5, jnp.float32)
+        return ExpertWeights(fp8_tiles.arrange(values), scale)
+
+    both = experts(0, EXPERTS, 2, F, D), experts(1, EXPERTS, D, F)
+    router = normed.Router(weight, None, router_bias, 2, True)
+    calls = []
+    kernel = mosaic_norm_route.norm_and_route
+    monkeypatch.setattr(
+        mosaic_norm_route, "norm_and_route", lambda *a, **k: calls.append(k) or kernel(*a, **k)
+    )
+
+    def run(implementation="mosaic_gpu"):
+        made = normed.normed_mixture(
+            h[:, None], parts[:, :, None], bias, normed.Norm(scale, 1e-6), router,
+            normed.Experts(*both), implementation=implementation,
+        )  # fmt: skip
+        return made[0], made[1].added(R)
+
+    found = run()
+    assert [call["out_dtypes"] for call in calls] == [DTYPES]
+    referred = run("reference")
+    monkeypatch.setattr(mosaic_norm_route, "fits", lambda *_: False)
+    wanted = run()
+    assert len(calls) == 1
+    assert found[0].shape == (R, 1, D)
+    for one, other, third in zip(found, wanted, referred, strict=True):
+        assert np.array_equal(one, other)
+        step = 2**-6 * float(jnp.abs(third).max())
+        np.testing.assert_allclose(*map(np.float32, (one, third)), atol=step)
+
+
+@pytest.mark.slow
+@race_free
+def test_weights_need_not_be_normalised():
+    assert_same_bits(given(16, 1024), normalize=False)
+
+
+@pytest.mark.slow
+@race_free
+def test_four_warpgroups_have_the_bits_of_the_three_kernels(monkeypatch):
+    for module in (mosaic_norm_route, mosaic_norm_send):
+        monkeypatch.setattr(module, "BLOCKS", 4)
+    mosaic_norm_route.norm_and_route.clear_cache()
+    assert_same_bits(given(3, 2048, biases=True))
+    mosaic_norm_route.norm_and_route.clear_cache()
+
+
+def test_it_says_what_it_takes():
+    fits = lambda R, E, D, device: mosaic_norm_route.fits(R, E, D, jnp.bfloat16, 8, 8, device)
+    assert fits(16, 128, 2048, H200)
+    assert not fits(17, 128, 2048, H200)
+    assert not fits(8, 64, 2048, H200)
+    assert not fits(8, 128, 2880, H200)
+    assert not fits(8, 128, 2048, B200)
+    with pytest.raises(ValueError, match="exceed the limits"):
+        assert_same_bits(given(17, 1024))
+
+
+class Threads:
+    """Runs what the threads of a warpgroup emit, with whole numbers in place of MLIR's.
+
+    Attributes:
+      memory: (message, block, address) -> the word that was sent there.
+    """
+
+    def __init__(self, monkeypatch):
+        self.memory: dict[tuple[int, int, int], object] = {}
+        self.thread = 0
+
+        def inline_mgpu(arg_types, return_type=None):
+            def run(function):
+                def each_thread(*args):
+                    for self.thread in range(128):
+                        function(None, *map(self.argument, args))
+
+                return each_thread
+
+            return run
+
+        fakes = dict(
+            add=lambda x, y: x + y,
+            times=lambda x, factor: x * factor,
+            constant=lambda value: value,
+            mlir=SimpleNamespace(
+                arith=SimpleNamespace(xori=lambda x, y: x ^ y),
+                bitcast=lambda words, _: words,
+                ir=SimpleNamespace(VectorType=SimpleNamespace(get=lambda *_: None)),
+                i32=lambda: None,
+            ),
+            _divided=divmod,
+            _thread=lambda: self.thread,
+            _address=lambda ref: 0,
+            _barrier=lambda barriers, message: message,
+            _entry=lambda vector, i: vector[i],
+            _bits=lambda number: number,
+            _send=self.send,
+        )
+        for name, fake in fakes.items():
+            monkeypatch.setattr(mosaic_norm_send, name, fake)
+        monkeypatch.setattr(mosaic_norm_send.plgpu, "inline_mgpu", inline_mgpu)
+
+    def argument(self, arg):
+        """Registers of this thread: of a function of the thread, or a number."""
+        if isinstance(arg, np.ndarray) or arg is None:
+            return arg
+        if not callable(arg):
+            return SimpleNamespace(registers=SimpleNamespace(item=lambda: arg))
+        vectors = arg(self.thread)
+        flat = np.empty(len(vectors), dtype=object)
+        flat[:] = vectors
+        return SimpleNamespace(
+            registers=SimpleNamespace(flat=iter(flat), reshape=lambda *shape: flat.reshape(shape))
+        )
+
+    def send(self, address, message, block, words) -> None:
+        assert address % (4 * len(words)) == 0
+        for i, word in enumerate(words):
+            place = message, block, address + 4 * i
+            assert place not in self.memory
+            self.memory[place] = word
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("D", [1024, 2048, 4096])
+def test_messages_go_where_they_are_read(monkeypatch, tokens, D):
+    """On a GPU; and as many bytes arrive as a block waits for."""
+    sizes = mosaic_norm_send.Sizes(tokens, D, tokens)
+    threads = Threads(monkeypatch)
+    refs = dict.fromkeys(("x_smem", "products_smem", "logits_smem"), np.zeros(0))
+
+    def of(block):
+        return mosaic_norm_send.Messages(sizes, block, 0, barriers_smem=np.zeros(0), **refs)
+
+    # A word of a row is its row and first column, of a product its step, expert and token.
+    for r in range(tokens):
+        for first in range(0, D, 512):
+            columns = lambda thread, r=r, first=first: [
+                [(r, first + 4 * thread + 2 * i) for i in range(2)]
+            ]
+            of(r % 8).send_row(r, first, columns, None)
+    for step in range(sizes.steps):
+        for tile in range(2):
+
+            def product(thread, step=step, tile=tile):
+                """Registers of wgmma's result [64, tokens]."""
+                warp, lane = divmod(thread, 32)
+                rows = [64 * tile + 16 * warp + 8 * j + lane // 4 for j in range(2)]
+                pairs = [8 * t + 2 * (lane % 4) for t in range(tokens // 8)]
+                return [[(step, e, pair + i) for i in range(2)] for pair in pairs for e in rows]
+
+            of(step // sizes.own_steps).send_products(step, tile, product)
+    for block in range(8):
+
+        def totals(thread, block=block):
+            """Registers of [16, tokens], in order."""
+            numbers = [divmod(thread * (tokens // 8) + i, tokens) for i in range(tokens // 8)]
+            return [[(16 * block + e, token) for e, token in numbers]]
+
+        of(block).send_logits(totals)
+
+    wanted = {}
+    for r in range(tokens):
+        for column in range(0, D, 2):
+            step, own = divmod(column, 128)
+            block, own_step = divmod(step, sizes.own_steps)
+            half, own = divmod(own, 64)
+            # Tiles of 8 rows and 64 columns; the swizzle adds bits 7 to 9 of an address to bits 4 to 6.
+            address = own_step * tokens * 256 + r // 8 * 2048 + half * 1024 + r % 8 * 128 + own * 2
+            wanted[0, block, address ^ (address >> 7 & 7) << 4] = r, column
+    for step in range(sizes.steps):
+        for e in range(EXPERTS):
+            for token in range(tokens):
+                address = 4 * ((step * 16 + e % 16) * tokens + token)
+                wanted[1, e // 16, address] = step, e, token
+    for e in range(EXPERTS):
+        for token in range(tokens):
+            wanted[2, 0, 4 * (token * EXPERTS + e)] = e, token
+    assert threads.memory == wanted
+    received = Counter((message, block) for message, block, _ in wanted)
+    for (message, _), words in received.items():
+        assert 4 * words == sizes.received[message]
