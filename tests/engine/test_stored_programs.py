@@ -129,8 +129,8 @@ print(json.dumps(tests.tokens_of(tests.replace(tests.CONFIG, tensor_parallel=int
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", ["1", "2"])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("devices", ["2", "1"])
 def test_another_process_traces_nothing_and_writes_the_same(tmp_path, devices):
     def tokens(start: str) -> list:
         command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path / "programs"), start, devices]

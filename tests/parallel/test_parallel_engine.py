@@ -209,8 +209,8 @@ def test_a_cache_in_fp8_is_lossless_too(family):
     check_lossless(2, model, wanted, **cache)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 def test_n_gram_drafts_on_two_devices_are_those_of_one(draft_sampling):
     """Greedy and sampled texts, with a head for where nothing matches; the target of few tokens repeats itself."""
     model = tiny.target(seed=3, vocab_size=4, **HEADS, **tiny.ONE_LAYER)
