@@ -63,7 +63,7 @@ def run(engine: Engine) -> list[list[int]]:
     return [completion.tokens for completion in done]
 
 
-@pytest.mark.sampled(2, slow=5)
+@pytest.mark.sampled(2, slow=4)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize(("method", "num_draft"), [("none", 0), ("eagle3", 3), ("peagle", 5)])
 def test_output_is_that_of_the_target_alone(family, method, num_draft):

@@ -66,7 +66,7 @@ def shared_programs():
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny.target()
+    return tiny.target(**tiny.ONE_LAYER)
 
 
 def prompts() -> list[list[int]]:
@@ -107,7 +107,7 @@ def plain(target) -> list[list[int]]:
 @pytest.mark.parametrize("method", ["peagle", "selector", "eagle3", "none"])
 def test_output_is_unchanged_by_ngrams(target, plain, method, changes):
     """Greedy, mixed lengths, more prompts than slots, preempted where pages are few."""
-    head = None if method == "none" else tiny.head(method)
+    head = None if method == "none" else tiny.head(method, **tiny.HEAD_OF_ONE_LAYER)
     engine = both_rounds(Engine(target, head, config(num_draft=3, ngram=2, **changes)))
     assert run(engine, GREEDY) == plain
     assert bool(engine.scheduler.num_preemptions) == ("num_pages" in changes)
@@ -120,7 +120,9 @@ def test_output_is_unchanged_by_ngrams(target, plain, method, changes):
 
 
 def test_a_request_may_ask_for_fewer_drafts(target, plain):
-    engine = both_rounds(Engine(target, tiny.head(), config(num_draft=3, ngram=2)))
+    engine = both_rounds(
+        Engine(target, tiny.head(**tiny.HEAD_OF_ONE_LAYER), config(num_draft=3, ngram=2))
+    )
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, num_speculative_tokens=k) for k in (0, 1, 5, 15) * 2
     ]

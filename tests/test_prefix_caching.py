@@ -111,9 +111,8 @@ def test_every_family_answers_alike_cold_and_warm(family, method):
         assert dict(found)[3 * Z] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma4", "windowed head"])
+@pytest.mark.sampled(0, slow=2)
+@pytest.mark.parametrize("family", ["windowed head", "gpt_oss", "gemma4", "mistral"])
 def test_windows_are_found_where_texts_part(family):
     """A beginning that others share is saved when the second text leaves it, and found by the third.
 

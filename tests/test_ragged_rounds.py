@@ -215,7 +215,7 @@ def test_logprobs_are_those_of_plain_decoding(every_round_decides):
 def test_constrained_and_penalised_requests_keep_their_texts(every_round_decides, tmp_path):
     """Masks and counts belong to a row of a sequence, wherever the row lies among the flat ones."""
     tokenizer = json_tokenizer(tmp_path)
-    model = tiny.target(eos_ids=(tokenizer.added[END],))
+    model = tiny.target(**tiny.ONE_LAYER, eos_ids=(tokenizer.added[END],))
     config = OneSize(num_draft=4, max_num_seqs=6, max_model_len=160, page_size=4, prefill_chunk=16)
     params = [SamplingParams(structured=Structured.json_schema(s), max_tokens=40) for s in SCHEMAS]
     params += [
@@ -228,9 +228,9 @@ def test_constrained_and_penalised_requests_keep_their_texts(every_round_decides
         )
     ]
     texts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
-    outputs = []
+    outputs, head = [], tiny.head(**tiny.HEAD_OF_ONE_LAYER)
     for engine in (
-        Engine(model, tiny.head(), config, tokenizer=tokenizer, times=RandomTimes()),
+        Engine(model, head, config, tokenizer=tokenizer, times=RandomTimes()),
         Engine(model, None, replace(config, num_draft=0, adaptive="off"), tokenizer=tokenizer),
     ):
         engine.warm_up()

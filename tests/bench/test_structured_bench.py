@@ -4,9 +4,10 @@ import pytest
 
 from bench import structured
 from bench.commands.structured import Options
-from peagle_jax import Engine, EngineConfig
+from peagle_jax import Engine
 from tests import tiny
 from tests.json_vocabulary import END, json_tokenizer
+from tests.programs import OneBucketConfig
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,9 +18,9 @@ def shared_programs():
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory) -> Engine:
     tokenizer = json_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    target = tiny.target(eos_ids=(tokenizer.added[END],))
-    config = EngineConfig(num_draft=3, max_num_seqs=2, max_model_len=128, prefill_chunk=32)
-    return Engine(target, tiny.head(), config, tokenizer=tokenizer)
+    target = tiny.target(**tiny.ONE_LAYER, eos_ids=(tokenizer.added[END],))
+    config = OneBucketConfig(num_draft=3, max_num_seqs=2, max_model_len=128, prefill_chunk=32)
+    return Engine(target, tiny.head(**tiny.HEAD_OF_ONE_LAYER), config, tokenizer=tokenizer)
 
 
 @pytest.mark.exhaustive

@@ -52,9 +52,10 @@ def save_tokenizer(folder: Path) -> None:
 def folders(tmp_path_factory) -> Folders:
     root = tmp_path_factory.mktemp("model")
     sizes = dict(vocab_size=VOCAB)
-    save_target(tiny.target(**sizes, max_position=MAX_POSITION), root / "target", dtype="float32")
+    target = tiny.target(**sizes, num_layers=2, max_position=MAX_POSITION)
+    save_target(target, root / "target", dtype="float32")
     save_tokenizer(root / "target")
-    sizes["draft_vocab_size"] = VOCAB
+    sizes |= dict(draft_vocab_size=VOCAB, num_layers=1)
     for method in ("peagle", "eagle3"):
         mask = None if method == "eagle3" else 1
         head = tiny.head(method, **sizes, mask_token_id=mask, trained_num_draft=4)

@@ -213,7 +213,7 @@ def one_parser():
         yield
 
 
-@pytest.mark.sampled(2, slow=8)
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_a_damaged_checkpoint_is_refused_in_one_line_or_read_alike(chunk, num_cases):
     """Each chunk tries as many cases as `--cases` says, the same first ones always."""

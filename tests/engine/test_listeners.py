@@ -15,7 +15,7 @@ PROMPTS = [[7, 9, 11, 60], [3, 4, 7], [21]]
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
-    with programs.shared():
+    with programs.shared(controls=False):
         yield
 
 

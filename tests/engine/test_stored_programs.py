@@ -20,7 +20,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine import stored_programs
 from peagle_jax.engine.stored_programs import StoredPrograms, keep_in, make_room
 from peagle_jax.verify import verify, verify_blocks
-from tests import tiny
+from tests import conftest, tiny
 
 CONFIG = EngineConfig(
     num_draft=2, max_num_seqs=1, max_model_len=64, page_size=4, greedy_rounds=False
@@ -129,12 +129,12 @@ print(json.dumps(tests.tokens_of(tests.replace(tests.CONFIG, tensor_parallel=int
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", ["1", "2"])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("devices", ["2", "1"])
 def test_another_process_traces_nothing_and_writes_the_same(tmp_path, devices):
     def tokens(start: str) -> list:
         command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path / "programs"), start, devices]
-        flags = "--xla_force_host_platform_device_count=2"
+        flags = f"{conftest.CHEAP} --xla_force_host_platform_device_count=2"
         made = subprocess.run(
             command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True,
             check=False, timeout=300,

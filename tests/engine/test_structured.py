@@ -210,7 +210,7 @@ def test_constraints_need_a_tokenizer():
 @pytest.mark.parametrize(
     ("num_draft", "number"),
     [
-        pytest.param(7, 20, marks=pytest.mark.slow),
+        pytest.param(7, 10, marks=pytest.mark.slow),
         *[
             pytest.param(K, 200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)])
             for K in (0, 3, 7)
@@ -254,9 +254,9 @@ def test_the_embedded_model_obeys_random_schemas(num_draft, number, num_cases):
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.sampled(0, slow=3)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_draft", [0, 3, 7])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("num_draft", [7, 3, 0])
 def test_texts_satisfy_the_schemas_of_the_json_schema_test_suite(engine, num_draft, temperature):
     """A random model, in a pool that preempts; its vocabulary spells ASCII only."""
     found = [one for one in CHECKABLE if json.dumps(one.schema, ensure_ascii=False).isascii()]

@@ -12,7 +12,7 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 @pytest.mark.slow
 def test_rounds_take_the_next_larger_batch_until_smaller_ones_are_compiled():
     config = EngineConfig(num_draft=2, max_num_seqs=4, max_model_len=64, page_size=4)
-    engine = Engine(tiny.target(), tiny.head(), config)
+    engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config)
     engine.warm_up(sizes=[4])
     assert engine.programs.rounds == engine.scheduler.rounds == {4: (2,)}
     padded = [c.tokens for c in engine.generate(PROMPTS, PARAMS)]
@@ -31,7 +31,14 @@ def test_rounds_take_the_next_larger_batch_until_smaller_ones_are_compiled():
 @pytest.mark.slow
 def test_rounds_of_greedy_requests_alone_compile_without_those_of_others():
     sizes = dict(num_draft=2, max_num_seqs=2, max_model_len=64, page_size=4, greedy_rounds=True)
-    engine, whole = (Engine(tiny.target(), tiny.head(), EngineConfig(**sizes)) for _ in range(2))
+    engine, whole = (
+        Engine(
+            tiny.target(**tiny.ONE_LAYER),
+            tiny.head(**tiny.HEAD_OF_ONE_LAYER),
+            EngineConfig(**sizes),
+        )
+        for _ in range(2)
+    )
     engine.warm_up(only_greedy=True)
     assert engine.scheduler.rounds == {1: (2,), 2: (2,)}
     num_compiled = engine.programs.num_compiled

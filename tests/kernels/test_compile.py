@@ -42,7 +42,7 @@ def on(chip: str, *others, marks=()):
     return pytest.param(chip, *others, id="-".join(map(str, (f"@{chip}", *others))), marks=marks)
 
 
-MOST = {"h200": 14, "b200": 14, "rtx5090": 6, "b300": 2}
+MOST = {"h200": 8, "b200": 8, "rtx5090": 6, "b300": 2}
 """Specs of an operation to compile on a chip, spread over its list; B300 runs B200's kernels. `spread` adds
 those of kernels, weight formats and head dims that these lack. `python -m bench.deviceless --chip CHIP --op OP` compiles all specs."""
 SPILLS = {
@@ -164,7 +164,7 @@ def test_several_rounds_in_a_call_copy_no_weight_and_no_cache(chip, count, tmp_p
 
 @pytest.mark.parametrize(
     ("chip", "count"),
-    [on("h200", 2), on("b200", 8)],
+    [on("h200", 2), on("b200", 8, marks=pytest.mark.exhaustive)],
 )
 def test_a_round_on_several_gpus_has_two_collectives_a_layer(chip, count, tmp_path):
     """Two layers of the target and one of the head; two embeddings, the verdict and the drafts. A graph ends at

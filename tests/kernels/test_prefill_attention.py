@@ -16,7 +16,7 @@ from tests.kernels.test_verify_attention_mosaic import CLOSE, Case, exactly, int
 pytestmark = pytest.mark.sampled(2)
 
 
-@pytest.mark.sampled(2, slow=6)
+@pytest.mark.sampled(1, slow=6)
 @interpreted
 @pytest.mark.parametrize(
     ("case", "split"),
@@ -36,19 +36,19 @@ def test_row_tiles_that_share_keys_have_the_bits_of_one(case, split):
     _share_keys_and_have_the_bits_of_one(case, split)
 
 
-@pytest.mark.sampled(2, slow=6)
+@pytest.mark.sampled(1, slow=3)
 @interpreted
 @pytest.mark.parametrize(
     ("case", "split"),
     [
         # Six key blocks, from two stages of e4m3 to two of bfloat16: each is refilled twice.
         (Case((330, 5), T=20, K=1, G=8, H=64, Z=16, width=24, fp8=True), 128),
-        (Case((126,), T=40, K=2, G=4, H=128, Z=32, width=6, sinks=True, fp8=True), 128),
-        (Case((100,), T=19, K=1, G=7, H=128, Z=16, width=8, fp8=True), 64),
         (
             Case((250,), T=24, K=1, G=8, H=64, Z=16, width=12, window=150, sinks=True, fp8=True),
             128,
         ),
+        (Case((100,), T=19, K=1, G=7, H=128, Z=16, width=8, fp8=True), 64),
+        (Case((126,), T=40, K=2, G=4, H=128, Z=32, width=6, sinks=True, fp8=True), 128),
         (Case((190,), T=3, K=1, G=8, H=64, Z=16, width=16, soft_cap=2.0, fp8=True), 64),
         (Case((0,), T=129, K=1, G=8, H=64, Z=16, width=16, fp8=True), 128),
         (
@@ -56,7 +56,7 @@ def test_row_tiles_that_share_keys_have_the_bits_of_one(case, split):
             Splits(((0, 64), (256, 128))),
         ),
     ],
-    ids=["ragged", "sinks", "seven-heads", "ring", "cap", "from-nothing", "growing-splits"],
+    ids=["ragged", "ring", "seven-heads", "sinks", "cap", "from-nothing", "growing-splits"],
 )
 def test_row_tiles_that_share_converted_keys_have_the_bits_of_one(case, split):
     _share_keys_and_have_the_bits_of_one(case, split)
@@ -75,7 +75,7 @@ def _share_keys_and_have_the_bits_of_one(case: Case, split: int | Splits) -> Non
     np.testing.assert_array_equal(shared[:, -1:], last)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @interpreted
 @pytest.mark.parametrize(("H", "start"), [(64, 700), (128, 590)])
 def test_the_chosen_stages_of_converted_keys_give_the_bits_of_one_row_tile(H, start):

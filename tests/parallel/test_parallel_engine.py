@@ -18,12 +18,13 @@ from tests import programs, tiny
 from tests.programs import one_bucket
 
 EXPERTS = ExpertsConfig(num_experts=8, top_k=2)
+TWO_LAYERS = dict(num_layers=2)
 FAMILIES = {
-    "qwen3": dict(),
-    "llama": tiny.VARIANTS["llama with biases"],
+    "qwen3": TWO_LAYERS,
+    "llama": tiny.VARIANTS["llama with biases"] | TWO_LAYERS,
     "mistral": tiny.FAMILIES["mistral"],
     "qwen2": tiny.FAMILIES["qwen2"],
-    "qwen3_moe": dict(family="qwen3_moe", experts=EXPERTS),
+    "qwen3_moe": dict(family="qwen3_moe", experts=EXPERTS, **TWO_LAYERS),
     "dense layers": dict(
         family="qwen3_moe",
         experts=ExpertsConfig(num_experts=8, top_k=2, dense_layers=(0, 2), dense_size=40),
@@ -68,7 +69,7 @@ def target(family: str):
 
 @functools.cache
 def head(method: str):
-    return tiny.head(method, **HEADS)
+    return tiny.head(method, **HEADS, num_layers=1)
 
 
 def texts(engine: Engine, **params) -> list[list[int]]:
@@ -143,7 +144,7 @@ def test_several_rounds_in_a_call_send_the_messages_of_single_ones(gather):
         assert sent[0, 0] > 100
 
 
-@pytest.mark.sampled(0, slow=4)
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_lossless_on_any_number_of_devices(family, count):
@@ -158,7 +159,7 @@ def test_every_family_is_lossless_on_any_number_of_devices(family, count):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantised_models_are_lossless_too(family, form, count, dtype):
-    sizes = dict(hidden_size=64, head_dim=128, intermediate_size=512, num_layers=2)
+    sizes = dict(hidden_size=64, head_dim=128, intermediate_size=512, **tiny.ONE_LAYER)
     config = tiny.target(**(HEADS | FAMILIES[family] | sizes | dict(sliding_windows=None))).config
     quantised = random_target(config, form, dtype=dtype)
     plain = texts(Engine(quantised, None, engine_config(count, num_draft=0, dtype=dtype)))
@@ -166,21 +167,25 @@ def test_quantised_models_are_lossless_too(family, form, count, dtype):
         one = engine_config(1, num_draft=0, dtype=dtype)
         assert texts(Engine(quantised, None, one)) == plain
     drafter = tiny.head(
-        "peagle", dtype=dtype, hidden_size=64, target_hidden_size=64, taps=(0, 1, 2)
+        "peagle",
+        dtype=dtype,
+        hidden_size=64,
+        target_hidden_size=64,
+        **tiny.HEAD_OF_ONE_LAYER,
     )
     config = engine_config(count, num_draft=3, prefill_chunk=5, dtype=dtype)
     assert texts(Engine(quantised, drafter, config)) == plain
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("form", ["experts", "dense"])
 def test_quantised_activations_are_lossless_too(form, count):
     """A device has whole groups of 128 columns, which have one scale each: rows are quantised as on one device."""
-    sizes = dict(hidden_size=128, head_dim=128, intermediate_size=512, num_layers=2)
+    sizes = dict(hidden_size=128, head_dim=128, intermediate_size=512, **tiny.ONE_LAYER)
     family = FAMILIES["qwen3_moe" if form == "experts" else "qwen3"]
     model = random_target(tiny.target(**(HEADS | family | sizes)).config, "fp8", dtype="float32")
-    drafter = tiny.head("peagle", hidden_size=128, target_hidden_size=128, taps=(0, 1, 2))
+    drafter = tiny.head(hidden_size=128, target_hidden_size=128, **tiny.HEAD_OF_ONE_LAYER)
     engine = lambda n, **changes: Engine(
         model, drafter, engine_config(n, activations="fp8", **changes)
     )
@@ -194,8 +199,8 @@ def test_quantised_activations_are_lossless_too(form, count):
     assert made[0] != made[1]  # the activations were quantised
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_a_cache_in_fp8_is_lossless_too(family):
     """Pages, and rings of windows."""
     model, cache = target(family), dict(kv_cache_dtype="fp8")
@@ -204,12 +209,13 @@ def test_a_cache_in_fp8_is_lossless_too(family):
     check_lossless(2, model, wanted, **cache)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 def test_n_gram_drafts_on_two_devices_are_those_of_one(draft_sampling):
     """Greedy and sampled texts, with a head for where nothing matches; the target of few tokens repeats itself."""
-    model = tiny.target(seed=3, vocab_size=4, **HEADS)
-    drafter = tiny.head("peagle", vocab_size=4, **HEADS, **dict(draft_vocab_size=4))
+    model = tiny.target(seed=3, vocab_size=4, **HEADS, **tiny.ONE_LAYER)
+    sizes = dict(vocab_size=4, draft_vocab_size=4)
+    drafter = tiny.head(**sizes, **HEADS, **tiny.HEAD_OF_ONE_LAYER)
     engines = [
         Engine(
             model, drafter,

@@ -88,7 +88,7 @@ def test_ragged_rounds_on_two_devices_write_the_text_of_one():
     )
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 @pytest.mark.parametrize("draft_vocab_size", [50, tiny.TARGET.vocab_size])
 def test_a_selector_chooses_the_drafts_of_one_device(draft_sampling, draft_vocab_size):

@@ -45,7 +45,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def target():
-    return tiny.target(eos_ids=EOS_IDS)
+    return tiny.target(eos_ids=EOS_IDS, **tiny.ONE_LAYER)
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,7 @@ def make_engine(target, tokenizer):
         of_any_batch = {"draft_schedule", "adaptive"} & sizes.keys()
         kind = EngineConfig if of_any_batch else programs.OneBucketConfig
         config = kind(**(SIZES | sizes))
-        drafter = tiny.head() if head else None
+        drafter = tiny.head(**tiny.HEAD_OF_ONE_LAYER) if head else None
         tokens = tokenizer if with_tokenizer else None
         return Engine(target, drafter, config, tokenizer=tokens, times=times)
 

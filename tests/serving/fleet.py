@@ -47,7 +47,8 @@ def save_model(folder: Path, target: Decoder, tokenizer: Tokenizer) -> list[str]
     """Writes a target, its tokenizer and a head; returns the options of a server that name them."""
     save_target(target, folder / "target", dtype="float32")
     shutil.copytree(tokenizer.folder, folder / "target", dirs_exist_ok=True)
-    save_head(tiny.head(), folder / "head", max_position=MAX_POSITION, dtype="float32")
+    head = tiny.head(**tiny.HEAD_OF_ONE_LAYER)
+    save_head(head, folder / "head", max_position=MAX_POSITION, dtype="float32")
     return ["--model", str(folder / "target"), "--drafter", str(folder / "head")]
 
 

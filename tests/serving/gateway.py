@@ -46,8 +46,8 @@ def running_gateway(
         assert "Fetching tokenizer from worker" in log.read_text()
         yield url
     finally:
-        process.terminate()
-        process.wait(30)
+        process.kill()  # asked to end, it waits five seconds for its clients
+        process.wait()
 
 
 def wait_for_model(url: str, model: str, process: subprocess.Popen, log: Path) -> None:

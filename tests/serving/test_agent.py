@@ -6,8 +6,8 @@ import sys
 import openai
 import pytest
 
-from peagle_jax import EngineConfig
 from peagle_jax.loading import load
+from tests.programs import OneBucketConfig
 from tests.serving.live import LiveServer
 from tests.serving.scripted import Script
 from tests.test_house import ROOT
@@ -25,7 +25,7 @@ def agent(monkeypatch):
 @pytest.fixture
 def scripted():
     """A server of the embedded model, whose replies have the format of Qwen3."""
-    config = EngineConfig(num_draft=0, max_num_seqs=2, max_model_len=512, prefill_chunk=64)
+    config = OneBucketConfig(num_draft=0, max_num_seqs=2, max_model_len=512, prefill_chunk=64)
     engine = load(method="none", config=config)
     end = engine.target_config.eos_ids[0]
     script = Script(engine, [])

@@ -24,10 +24,12 @@ GOOD, BAD = [5, 9, 13], 40  # BAD: the token whose embedding is NaN
 
 @pytest.fixture(scope="module")
 def live(tokenizer):
-    target = tiny.target(eos_ids=EOS_IDS)
+    target = tiny.target(**tiny.ONE_LAYER, eos_ids=EOS_IDS)
     rows = target.embed.weight[...]
     target.embed.weight.set_value(rows.at[BAD].set(jnp.nan))
-    engine = Engine(target, tiny.head(), OneBucketConfig(**SIZES), tokenizer=tokenizer)
+    engine = Engine(
+        target, tiny.head(**tiny.HEAD_OF_ONE_LAYER), OneBucketConfig(**SIZES), tokenizer=tokenizer
+    )
     server = LiveServer(engine, http=True)
     yield server
     server.close()

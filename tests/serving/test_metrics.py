@@ -183,7 +183,7 @@ class OneRowIsFastest(ZeroIsFastest):
 def test_metrics_and_stats_say_how_many_drafts_are_verified(make_engine, monkeypatch):
     monkeypatch.setattr(draft_schedule, "LEAST_RAGGED_SIZE", 1)
     monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
-    engine = make_engine(adaptive="survival", max_num_seqs=1, times=OneRowIsFastest())
+    engine = make_engine(adaptive="survival", num_draft=2, max_num_seqs=1, times=OneRowIsFastest())
     server = LiveServer(engine, http=True)
     with grpc.insecure_channel(server.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)

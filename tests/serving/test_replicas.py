@@ -20,7 +20,8 @@ TOKENS = 128
 def fleet(tmp_path_factory, tokenizer):
     """Servers and gateway; a test that ends a server starts it again."""
     folder = tmp_path_factory.mktemp("fleet")
-    model = save_model(folder, tiny.target(eos_ids=EOS_IDS, max_position=MAX_POSITION), tokenizer)
+    target = tiny.target(eos_ids=EOS_IDS, max_position=MAX_POSITION, **tiny.ONE_LAYER)
+    model = save_model(folder, target, tokenizer)
     made = Fleet(folder, model)
     yield made
     made.close()

@@ -19,7 +19,7 @@ folders = conftest.folders
 Status = grpc.StatusCode
 STATUSES = health_pb2.HealthCheckResponse
 LONG = pb.Stopping(max_tokens=150, ignore_eos=True)
-NUM_STREAMS = 40  # on four slots: most of them wait when the signal comes
+NUM_STREAMS = 24  # on four slots: most of them wait when the signal comes
 
 
 @pytest.fixture(scope="module")

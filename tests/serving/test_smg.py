@@ -6,8 +6,9 @@ import openai
 import pydantic
 import pytest
 
-from peagle_jax import EngineConfig, SamplingParams
+from peagle_jax import SamplingParams
 from peagle_jax.loading import load
+from tests.programs import OneBucketConfig
 from tests.serving.gateway import running_gateway
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.slow
 MODEL = "embedded"
 PROMPT = "def quicksort(xs):"
 SHORT = dict(model=MODEL, max_tokens=40, temperature=0)
-SIZES = EngineConfig(
+SIZES = OneBucketConfig(
     num_draft=5, max_num_seqs=4, max_model_len=256, prefill_chunk=32, max_waiting=64
 )
 
