@@ -1,11 +1,11 @@
 """The tiles of one weight in a GEMM kernel: `Format`, its shared memory, and the copies in and out.
 
-Quantised weights are stored in device memory at 4 or 8 bits and converted to bfloat16 on the way to the
-tensor cores. Products are bfloat16 with float32 accumulation. With quantised activations
+Quantised weights are stored in device memory at 4 or 8 bits and converted to the dtype of the activations, bfloat16 or
+float16, on the way to the tensor cores. Products have float32 accumulation. With quantised activations
 (`pallas_kernels.activations`) fp8 tiles are multiplied as they are stored; Hopper's FP8 MMA accumulates with
 fewer bits, so each step is added to a float32 total.
 
-    TMA              w_smem, x_smem -> codec: bfloat16 -> MMA: product of one step    [rows, tokens] float32
+    TMA              w_smem, x_smem -> codec: operands -> MMA: product of one step    [rows, tokens] float32
     each step        total += factor * product         (factor: block scale, or a constant)
     after K          total, in registers -> out_smem (transposed) -> TMA              [tokens, rows]
 

@@ -1,11 +1,11 @@
 """Contract of a chip's matrix multiply-accumulate (MMA): weight tile times x tile, float32 sums.
 
 The weight is the M operand (64 rows with wgmma and mma.sync, 128 with tcgen05) and the tokens are the N operand
-("swap-AB"): M is then always full, and N is padded to a multiple of 8 only. Operands are bfloat16, or e4m3
-with quantised activations. There are two ways to multiply, and `Codec.unpacked` decides:
+("swap-AB"): M is then always full, and N is padded to a multiple of 8 only. Operands are bfloat16 or
+float16, or e4m3 with quantised activations. There are two ways to multiply, and `Codec.unpacked` decides:
 
 - stored: both operands are read from shared memory (plain weights; e4m3 weights and activations).
-- unpacked: threads convert the weights to bfloat16, `part` columns at a time. They are the first operand,
+- unpacked: threads convert the weights to the dtype of x, `part` columns at a time. They are the first operand,
   from registers (Hopper) or from tensor memory (Blackwell). x is read from shared memory.
 
 mma.sync, the MMA of RTX cards, takes operands from registers only: threads load x and stored tiles as well.
