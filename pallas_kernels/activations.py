@@ -38,9 +38,10 @@ def result_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 def dtype_refusal(dtype: jnp.dtype, values: jax.Array, scale: jax.Array | None) -> str | None:
     """Why GPU kernels do not multiply rows of `dtype` by this weight, or None."""
-    if dtype in (jnp.bfloat16, row_dtype(values, scale)):
+    taken = dict.fromkeys((jnp.dtype(jnp.bfloat16), row_dtype(values, scale)))
+    if dtype in taken:
         return None
-    return f"activations must be bfloat16, or float16 for fp8 weights in tiles, not {dtype}"
+    return f"activations must be {' or '.join(map(str, taken))}, not {dtype}"
 
 
 class Quantized(NamedTuple):

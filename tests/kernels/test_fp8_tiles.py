@@ -133,8 +133,11 @@ def test_norms_store_float16_for_tiles_and_nothing_else():
     assert dtype_of(values, scale) == dtype_of(plain, None) == jnp.bfloat16
     x = jnp.ones((8, 128), jnp.float16)
     for weight, of in ((values, scale), (plain, None)):
-        with pytest.raises(NotImplementedError, match="float16 for fp8 weights in tiles"):
+        with pytest.raises(NotImplementedError, match="must be bfloat16, not float16"):
             linear(x, weight, scale=of, implementation="mosaic_gpu")
+    wide = x.astype(jnp.float32)
+    with pytest.raises(NotImplementedError, match="must be bfloat16 or float16, not float32"):
+        linear(wide, tiles, scale=scale, implementation="mosaic_gpu")
 
 
 def common_rows(seed: int, R: int, K: int) -> jax.Array:
