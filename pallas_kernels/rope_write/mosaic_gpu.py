@@ -1,16 +1,12 @@
 """Kernel from the q/k/v projection to attention: sum, bias, norms, RoPE, and in-place cache write.
 
 One source for Hopper and Blackwell. A thread block handles one row and up to four heads of one kind (q, k or
-v), one warp per head, so that a small batch uses many SMs. A head is in registers as two halves:
-RoPE is elementwise and the norm is a reduction over the lanes of one warp. A k block also computes v, to
-mark its non-finite elements in k. Everything is loaded straight to registers, because small batches are
-bound by latency. The computation of a head depends on the head dim only, so its bits do not depend on other
-rows and heads.
+v), one warp per head, so that a small batch uses many SMs. `mosaic_heads` has what happens to a head. A k block also
+computes v, to mark its non-finite elements in k. Everything is loaded straight to registers, because small batches are
+bound by latency.
 """
 
-import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -19,50 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.rope_write.reference import stored
-
-_WARPS = 4
-_LANES = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Static facts of one call."""
-
-    B: int  # sequences
-    T: int  # rows per sequence
-    N: int  # query heads
-    K: int  # kv heads
-    H: int  # head dim
-    Z: int  # tokens per page
-    W: int  # pages per sequence
-    S: int  # parts of the projection
-    eps: float
-    has_norms: bool
-    has_bias: bool
-    shared_kv: bool
-    value_norm: bool
-    ring: bool
-
-    @property
-    def heads(self) -> int:
-        """Heads per thread block, all of one kind."""
-        return math.gcd(self.N, self.K, _WARPS)
-
-    @property
-    def half(self) -> int:
-        return self.H // 2
-
-    @property
-    def layout(self):
-        """Register layout [heads, half]: one head per warp; warps are replicated below four heads."""
-        vector = min(4, self.half // _LANES)
-        tiling = plgpu.Tiling(((self.heads, _LANES * vector), (vector,)))
-        copies = _WARPS // self.heads
-        warps = (-3,) if copies == 1 else (-3, plgpu.Replicated(copies))
-        if self.heads == 1:
-            warps = (plgpu.Replicated(copies),)
-        return plgpu.Layout.TILED(tiling, warps, (-2,), -1)
+from pallas_kernels.rope_write.mosaic_heads import Heads, Plan
 
 
 def rope_write(
@@ -81,7 +34,7 @@ def rope_write(
     _, Z, K, H = pages[0].shape
     parts = qkv.reshape(-1, *qkv.shape[-3:-1], qkv.shape[-1] // H, H)
     S, B, T = parts.shape[:3]
-    plan = _Plan(
+    plan = Plan(
         B, T, num_heads, K, H, Z, table.shape[1], S, eps,
         norms[0] is not None, bias is not None, *value, ring,
     )  # fmt: skip
@@ -95,10 +48,10 @@ def rope_write(
 
 
 @functools.cache
-def _kernel(plan: _Plan, interpret):
+def _kernel(plan: Plan, interpret):
     """(parts, cos, sin, table, positions[, q_norm, k_norm][, bias], k_pages, v_pages) -> q."""
-    G, layout = plan.heads, plan.layout
-    halves = [pl.ds(0, plan.half), pl.ds(plan.half, plan.half)]
+    G = plan.heads
+    heads = Heads(plan, G)
 
     def body(
         parts_gmem,  # [S, B, T, heads of the projection, H] float32 or bfloat16
@@ -114,86 +67,46 @@ def _kernel(plan: _Plan, interpret):
         b, t, block = (lax.axis_index(name) for name in ("batch", "row", "block"))
         first = block * G  # first head of the block, among all heads of the projection
 
-        def load_row(row_gmem, *index):
-            """Loads a vector [half] shared by all heads, as float32 [G, half]."""
-            x = plgpu.load(row_gmem.at[index], layout=layout.reduce(0), optimized=False)
-            return lax.broadcast_in_dim(x.astype(jnp.float32), (G, plan.half), (1,))
-
         def project(first):
-            """Sum of the parts plus bias, rounded, of G heads from `first` on: two halves [G, half]."""
-            halves_reg = []
-            for half in halves:
-                index = (pl.ds(first, G), half)
-                load = lambda heads_gmem: plgpu.load(
-                    heads_gmem, layout=layout, optimized=False
-                ).astype(jnp.float32)
-                total = load(parts_gmem.at[(0, b, t, *index)])
-                for s in range(1, plan.S):
-                    total = total + load(parts_gmem.at[(s, b, t, *index)])
-                if plan.has_bias:
-                    total = total + load(bias_gmem.at[index])
-                halves_reg.append(_round(total))
-            return halves_reg
+            """Sum of the parts plus bias, rounded, of G heads from `first` on."""
+            of_heads = pl.ds(first, G)
+            parts = [
+                lambda half, s=s: parts_gmem.at[s, b, t, of_heads, half] for s in range(plan.S)
+            ]
+            bias = (lambda half: bias_gmem.at[of_heads, half]) if plan.has_bias else None
+            return heads.sums(parts, bias)
 
-        def normalize(halves_reg, weight_gmem):
-            squares = (halves_reg[0] * halves_reg[0] + halves_reg[1] * halves_reg[1]).sum(1)
-            inverse = lax.rsqrt(squares / plan.H + plan.eps)
-            inverse = lax.broadcast_in_dim(inverse, (G, plan.half), (0,))
-            halves_reg = [x * inverse for x in halves_reg]
-            if weight_gmem is not None:
-                halves_reg = [
-                    x * load_row(weight_gmem, half)
-                    for x, half in zip(halves_reg, halves, strict=True)
-                ]
-            return [_round(x) for x in halves_reg]
-
-        def rotate(halves_reg):
-            c, s = load_row(cos_gmem, b, t), load_row(sin_gmem, b, t)
-            return [halves_reg[0] * c - halves_reg[1] * s, halves_reg[1] * c + halves_reg[0] * s]
-
-        def store(out_gmem, index, halves_reg):
-            for half, x in zip(halves, halves_reg, strict=True):
-                x = x if out_gmem.dtype == jnp.bfloat16 else _round(x)
-                out_gmem[(*index, half)] = stored(x, out_gmem.dtype)
+        def rotate(x):
+            return heads.rotate(x, (heads.load_row(cos_gmem, b, t), heads.load_row(sin_gmem, b, t)))
 
         def locate():
-            """(page, slot in the page, whether the row is stored)."""
-            position = positions_gmem[b, t]
-            column = lax.div(position, plan.Z)
-            column = lax.rem(column, plan.W) if plan.ring else column
-            page = table_gmem[b, jnp.minimum(column, plan.W - 1)]
-            # Without a ring, page 0 is a dummy page: rows without a page skip the store.
-            real = True if plan.ring else (column < plan.W) & (page != 0)
-            return page, lax.rem(position, plan.Z), real
-
-        def write(pages_gmem, place, head, halves_reg):
-            page, slot, real = place
-            pl.when(real)(lambda: store(pages_gmem, (page, slot, pl.ds(head, G)), halves_reg))
+            return heads.locate(b, t, table_gmem, positions_gmem)
 
         @pl.when(first < plan.N)
         def _():
             x = project(first)
-            x = normalize(x, norms_gmem[0]) if plan.has_norms else x
-            store(q_gmem, (b, t, pl.ds(first, G)), rotate(x))
+            x = heads.normalize(x, norms_gmem[0]) if plan.has_norms else x
+            heads.store(q_gmem, (b, t, pl.ds(first, G)), rotate(x))
 
         @pl.when((first >= plan.N) & (first < plan.N + plan.K))
         def _():
             place, raw = locate(), project(first)
             value = raw if plan.shared_kv else project(first + plan.K)
-            x = normalize(raw, norms_gmem[1]) if plan.has_norms else raw
-            marked = zip(value, rotate(x), strict=True)
-            write(k_pages_gmem, place, first - plan.N, [_select(v, k, jnp.nan) for v, k in marked])
+            x = heads.normalize(raw, norms_gmem[1]) if plan.has_norms else raw
+            keys = heads.marked_keys(rotate(x), value)
+            heads.write(k_pages_gmem, place, first - plan.N, keys)
             if plan.shared_kv:
-                value = normalize(raw, None) if plan.value_norm else raw
-                write(v_pages_gmem, place, first - plan.N, [_select(v, v, 0.0) for v in value])
+                value = heads.normalize(raw, None) if plan.value_norm else raw
+                heads.write(v_pages_gmem, place, first - plan.N, heads.finite_values(value))
 
         if not plan.shared_kv:
 
             @pl.when(first >= plan.N + plan.K)
             def _():
                 place, x = locate(), project(first)
-                x = normalize(x, None) if plan.value_norm else x
-                write(v_pages_gmem, place, first - plan.N - plan.K, [_select(v, v, 0.0) for v in x])
+                x = heads.normalize(x, None) if plan.value_norm else x
+                values = heads.finite_values(x)
+                heads.write(v_pages_gmem, place, first - plan.N - plan.K, values)
 
     num_heads = plan.N + (1 if plan.shared_kv else 2) * plan.K
     return jax.jit(
@@ -210,13 +123,3 @@ def _kernel(plan: _Plan, interpret):
             kernel_name="rope_write",
         )
     )
-
-
-def _select(v: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
-    """x where v is finite, `otherwise` elsewhere."""
-    return jnp.where(jnp.abs(v) < jnp.inf, x, otherwise)
-
-
-def _round(x: jax.Array) -> jax.Array:
-    """Rounds to bfloat16 and back, as separate layers would."""
-    return x.astype(jnp.bfloat16).astype(jnp.float32)

@@ -5,7 +5,6 @@ four warpgroups would wait for each other forever. Four blocks may have four war
 """
 
 from collections import Counter
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import most_items
 from pallas_kernels.rms_norm import mosaic_gpu as rms_norm
+from tests.kernels.cluster_threads import Threads
 
 race_free = pytest.mark.usefixtures("race_free")
 EXPERTS, CHOSEN = 128, 8
@@ -141,83 +141,21 @@ def test_it_says_what_it_takes():
         assert_same_bits(given(17, 1024))
 
 
-class Threads:
-    """Runs what the threads of a warpgroup emit, with whole numbers in place of MLIR's.
-
-    Attributes:
-      memory: (message, block, address) -> the word that was sent there.
-    """
-
-    def __init__(self, monkeypatch):
-        self.memory: dict[tuple[int, int, int], object] = {}
-        self.thread = 0
-
-        def inline_mgpu(arg_types, return_type=None):
-            def run(function):
-                def each_thread(*args):
-                    for self.thread in range(128):
-                        function(None, *map(self.argument, args))
-
-                return each_thread
-
-            return run
-
-        fakes = dict(
-            add=lambda x, y: x + y,
-            times=lambda x, factor: x * factor,
-            constant=lambda value: value,
-            mlir=SimpleNamespace(
-                arith=SimpleNamespace(xori=lambda x, y: x ^ y),
-                bitcast=lambda words, _: words,
-                ir=SimpleNamespace(VectorType=SimpleNamespace(get=lambda *_: None)),
-                i32=lambda: None,
-            ),
-            _divided=divmod,
-            _thread=lambda: self.thread,
-            _address=lambda ref: 0,
-            _barrier=lambda barriers, message: message,
-            _entry=lambda vector, i: vector[i],
-            _bits=lambda number: number,
-            _send=self.send,
-        )
-        for name, fake in fakes.items():
-            monkeypatch.setattr(mosaic_norm_send, name, fake)
-        monkeypatch.setattr(mosaic_norm_send.plgpu, "inline_mgpu", inline_mgpu)
-
-    def argument(self, arg):
-        """Registers of this thread: of a function of the thread, or a number."""
-        if isinstance(arg, np.ndarray) or arg is None:
-            return arg
-        if not callable(arg):
-            return SimpleNamespace(registers=SimpleNamespace(item=lambda: arg))
-        vectors = arg(self.thread)
-        flat = np.empty(len(vectors), dtype=object)
-        flat[:] = vectors
-        return SimpleNamespace(
-            registers=SimpleNamespace(flat=iter(flat), reshape=lambda *shape: flat.reshape(shape))
-        )
-
-    def send(self, address, message, block, words) -> None:
-        assert address % (4 * len(words)) == 0
-        for i, word in enumerate(words):
-            place = message, block, address + 4 * i
-            assert place not in self.memory
-            self.memory[place] = word
-
-
-@pytest.mark.parametrize("tokens", [8, 16])
-@pytest.mark.parametrize("D", [1024, 2048, 4096])
-def test_messages_go_where_they_are_read(monkeypatch, tokens, D):
+@pytest.mark.parametrize("R", [1, 7, 8, 9, 16])
+@pytest.mark.parametrize("D", [1024, 2048])
+def test_messages_go_where_they_are_read(monkeypatch, R, D):
     """On a GPU; and as many bytes arrive as a block waits for."""
-    sizes = mosaic_norm_send.Sizes(tokens, D, tokens)
-    threads = Threads(monkeypatch)
-    refs = dict.fromkeys(("x_smem", "products_smem", "logits_smem"), np.zeros(0))
+    tokens = 8 if R <= 8 else 16
+    sizes = mosaic_norm_send.Sizes(R, D, tokens)
+    threads = Threads(monkeypatch, mosaic_norm_send)
+    x = np.zeros((sizes.own_steps, tokens, 128), jnp.bfloat16)
+    refs = dict(x_smem=x, products_smem=np.zeros(0), logits_smem=np.zeros(0))
 
     def of(block):
         return mosaic_norm_send.Messages(sizes, block, 0, barriers_smem=np.zeros(0), **refs)
 
     # A word of a row is its row and first column, of a product its step, expert and token.
-    for r in range(tokens):
+    for r in range(R):
         for first in range(0, D, 512):
             columns = lambda thread, r=r, first=first: [
                 [(r, first + 4 * thread + 2 * i) for i in range(2)]
@@ -244,7 +182,7 @@ def test_messages_go_where_they_are_read(monkeypatch, tokens, D):
         of(block).send_logits(totals)
 
     wanted = {}
-    for r in range(tokens):
+    for r in range(R):
         for column in range(0, D, 2):
             step, own = divmod(column, 128)
             block, own_step = divmod(step, sizes.own_steps)
