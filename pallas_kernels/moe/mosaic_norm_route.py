@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.activations import rounded
 from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_norm_send, mosaic_plan, mosaic_route
@@ -125,7 +126,7 @@ def norm_and_route(
                     sender.wait_begun()
                 sender.send_row(r, strip.start * _COLUMNS, x.astype(h.dtype), row_norm.layout)
                 for out_gmem in normed_gmem:
-                    out_gmem[r, strip] = x.astype(out_gmem.dtype)
+                    out_gmem[r, strip] = rounded(x, out_gmem.dtype)
 
         for i, r in enumerate(rows):
             run = functools.partial(norm, i)

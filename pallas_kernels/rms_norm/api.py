@@ -28,7 +28,7 @@ def rms_norm(
     Args:
       x: [..., D].
       scale: [D].
-      out_dtype: dtype of the result, default `x.dtype`.
+      out_dtype: dtype of the result, default `x.dtype`; float16 saturates.
     Returns:
       [..., D]; the bits of a row do not depend on other rows.
     Raises:
@@ -74,7 +74,7 @@ def add_rms_norm(
       bias: [D], added to the sum of the parts; refused with `routed`.
       inner: (scale [D], eps); the sum of the parts is rounded to `h.dtype`, and its `rms_norm` is added.
       factor: [1], multiplies `h + delta`.
-      out_dtypes: dtypes of the norm, one for each copy of it that is needed; default one in `h.dtype`.
+      out_dtypes: dtypes of the norm, one for each copy of it that is needed; default one in `h.dtype`. float16 saturates.
     Returns:
       `(h + delta) * factor` in `h.dtype`, then `rms_norm` of it in each of `out_dtypes`; all [..., D]. Every sum, norm
       and product is rounded to `h.dtype` once, before the next operation. The bits of a row do not depend on other rows.

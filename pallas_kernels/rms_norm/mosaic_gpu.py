@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.activations import rounded
 from pallas_kernels.dispatch import Launch
 
 _TILE = 64
@@ -282,7 +283,7 @@ def _launch(
 
         for strip, x in row_norm(row, g, store_sum, squares_smem, stored_barrier):
             for out_gmem in outs_gmem:
-                out_gmem[r, strip] = x.astype(out_gmem.dtype)
+                out_gmem[r, strip] = rounded(x, out_gmem.dtype)
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
     columns_in_tiles = lambda x: None if x is None else x.reshape(tiles, _TILE)

@@ -31,13 +31,17 @@ def launch() -> dispatch.Launch:
     return dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
 
 
-def given(R: int, D: int, *, parts: int = 4, biases: bool = False) -> list[jax.Array | None]:
-    """Arguments of `norm_and_route`."""
+def given(
+    R: int, D: int, *, parts: int = 4, biases: bool = False, massive: bool = False
+) -> list[jax.Array | None]:
+    """Arguments of `norm_and_route`. With `massive` the norm of a row exceeds float16's largest number."""
     keys = jax.random.split(jax.random.key(R + D), 6)
     normal = lambda key, *shape: jax.random.normal(key, shape)
     half = lambda x: x.astype(jnp.bfloat16)
     h, bias, router_bias = half(normal(keys[0], R, D)), normal(keys[1], D), normal(keys[2], EXPERTS)
     scale, weight = half(1 + normal(keys[3], D) / 8), half(normal(keys[4], EXPERTS, D) / D**0.5)
+    if massive:
+        h, scale = h.at[0, 3].set(30000), scale.at[3].set(3000)
     both = (half(bias), half(router_bias)) if biases else (None, None)
     return [h, normal(keys[5], parts, R, D), both[0], scale, weight, both[1]]
 
@@ -68,7 +72,12 @@ def specified(results, R: int, count: int) -> list[np.ndarray]:
 @race_free
 @pytest.mark.parametrize(
     ("R", "options"),
-    [(1, dict(biases=True)), (8, dict(parts=1)), (9, dict()), (16, dict(biases=True, parts=2))],
+    [
+        (1, dict(biases=True)),
+        (8, dict(parts=1)),
+        (9, dict(massive=True)),
+        (16, dict(biases=True, parts=2)),
+    ],
 )
 def test_the_bits_are_those_of_the_three_kernels(R, options):
     assert_same_bits(given(R, 1024, **options))
