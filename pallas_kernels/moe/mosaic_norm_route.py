@@ -46,9 +46,12 @@ _COLUMNS = 64
 
 
 def fits(R: int, E: int, D: int, dtype: jnp.dtype, top_k: int, tokens: int, device: Device) -> bool:
-    """Whether the kernel takes R rows of D columns, and E experts. The strips of a row are whole."""
+    """Whether the kernel takes R rows of D columns, and E experts.
+
+    The strips of a row are whole. 16 rows of 4,096 columns exceed the shared memory of a block.
+    """
     is_few = R <= MOST_ROWS and mosaic_plan.fits(R, E, top_k, tokens)
-    has_widths = E == EXPERTS and D in (1024, 2048, 4096) and dtype == jnp.bfloat16
+    has_widths = E == EXPERTS and D in (1024, 2048) and dtype == jnp.bfloat16
     return is_few and has_widths and device.sm == 90
 
 
@@ -89,10 +92,14 @@ def norm_and_route(
     Returns:
       h plus the parts [R, D], its norm [R, D] in each of `out_dtypes`; then weights, slots, experts and num_items of
       `route_and_plan`.
+    Raises:
+      ValueError: the arguments exceed the limits of the kernel, or the first of `out_dtypes` is not bfloat16.
     """
     (R, D), E = h.shape, weight.shape[0]
     if not fits(R, E, D, h.dtype, top_k, tokens, launch.device):
         raise ValueError(f"{h.shape=} {h.dtype=} {weight.shape=} exceed the limits of this kernel")
+    if out_dtypes[0] != jnp.bfloat16:
+        raise ValueError(f"the router reads bfloat16 rows: {out_dtypes[0]=}")
     sizes = Sizes(R, D, 8 if R <= 8 else 16)
     plan = Plan(R, E, top_k, normalize, tokens, shared)
     row_norm = RowNorm(D, h.dtype, eps, None)

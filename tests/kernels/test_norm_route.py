@@ -145,6 +145,7 @@ def test_it_says_what_it_takes():
     assert not fits(17, 128, 2048, H200)
     assert not fits(8, 64, 2048, H200)
     assert not fits(8, 128, 2880, H200)
+    assert not fits(16, 128, 4096, H200)
     assert not fits(8, 128, 2048, B200)
     with pytest.raises(ValueError, match="exceed the limits"):
         assert_same_bits(given(17, 1024))
