@@ -139,6 +139,71 @@ def test_four_warpgroups_have_the_bits_of_the_three_kernels(monkeypatch):
     mosaic_norm_route.norm_and_route.clear_cache()
 
 
+WEIGHT = np.ones((EXPERTS, 1024), np.float32)
+
+
+class Called(Exception):
+    """Raised by a spy in place of a kernel, so that nothing is computed."""
+
+
+def mixed(monkeypatch, *, router=None, first=None, **changes) -> None:
+    """Calls `normed_mixture` with spies: raises `Called` with the name of the first kernel."""
+
+    def spy(name):
+        def called(*_, **__):
+            raise Called(name)
+
+        return called
+
+    R, D, F = 2, 1024, 128
+    monkeypatch.setattr(mosaic_norm_route, "norm_and_route", spy("fused"))
+    monkeypatch.setattr(normed, "add_rms_norm", spy("separate"))
+    names = "h", "parts", "bias", "scale", "weight", "router_bias"
+    h, parts, bias, scale, weight, router_bias = (
+        dict(zip(names, given(R, D, biases=True), strict=True)) | changes
+    ).values()
+    made = jax.ShapeDtypeStruct
+    experts = [made((EXPERTS, *shape), jnp.bfloat16) for shape in ((2, F, D), (D, F))]
+    choice = normed.Router(*(router or (weight, None)), router_bias, CHOSEN, True)
+    run = lambda *experts: normed.normed_mixture(
+        h, parts, bias, normed.Norm(scale, 1e-6), choice,
+        normed.Experts(*map(ExpertWeights, experts, (None,) * 2, (None,) * 2), first=first),
+        implementation="mosaic_gpu",
+    )  # fmt: skip
+    jax.eval_shape(run, *experts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        (dict(), "fused"),
+        (dict(first=np.int32(0)), "separate"),  # of a device with a share of the experts
+        (dict(router=(WEIGHT.astype(jnp.float8_e4m3fn), np.ones((1, 8), np.float32))), "separate"),
+        (dict(router=(WEIGHT, None)), "separate"),
+    ],
+)
+def test_one_kernel_is_for_all_experts_and_a_router_in_bfloat16(monkeypatch, changes, path):
+    with pytest.raises(Called, match=path):
+        mixed(monkeypatch, **changes)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [((4, 4, 512), "delta.shape="), ((1, 4, 1024), "delta.shape="), ((33, 2, 1024), "at most 32")],
+)
+def test_parts_that_do_not_fit_are_refused(monkeypatch, parts, said):
+    with pytest.raises(ValueError, match=said):
+        mixed(monkeypatch, parts=jnp.zeros(parts))
+
+
+def test_the_router_reads_bfloat16():
+    how = dict(eps=1e-6, top_k=CHOSEN, normalize=True, tokens=8, shared=True, items=16)
+    with pytest.raises(ValueError, match="bfloat16 rows"):
+        mosaic_norm_route.norm_and_route(
+            *given(1, 1024), launch=launch(), out_dtypes=DTYPES[::-1], **how
+        )
+
+
 def test_it_says_what_it_takes():
     fits = lambda R, E, D, device: mosaic_norm_route.fits(R, E, D, jnp.bfloat16, 8, 8, device)
     assert fits(16, 128, 2048, H200)
