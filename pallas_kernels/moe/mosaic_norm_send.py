@@ -132,7 +132,7 @@ class Messages:
         return self.barriers_smem is None
 
     def begin(self) -> None:
-        """Before anything else: arms the barriers, and arrives at the barrier of the cluster."""
+        """Before anything is sent: arms the barriers, and arrives at the barrier of the cluster."""
         if self._interpreted:
             return
         cluster_send.arm(self.barriers_smem, self.sizes.received)
