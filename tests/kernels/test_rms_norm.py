@@ -252,7 +252,9 @@ def test_the_norm_is_rounded_once_to_each_dtype(implementation):
         h, delta, scale, out_dtypes=(jnp.float16, jnp.bfloat16, jnp.float32), **how
     )
     assert [x.dtype for x in normed] == [jnp.float16, jnp.bfloat16, jnp.float32]
-    for x in normed:
+    exact = exact_norm(added, scale)
+    for x, step in zip(normed, (2**-11, 2**-8, 2**-20), strict=True):
+        assert_close(x, exact, step)  # rounded to bfloat16 before, a number is 2**-9 away
         assert np.array_equal(x, normed[-1].astype(x.dtype))
     assert_same((added, normed[1]), add_rms_norm(h, delta, scale, **how), h.dtype)
     alone = rms_norm(added, scale, out_dtype=jnp.float16, **how)
