@@ -4,18 +4,21 @@ from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import formats
 from pallas_kernels.block_gemm import reference as products
 from pallas_kernels.device import H200
 from pallas_kernels.moe import reference as experts
-from peagle_jax import EngineConfig
+from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax import cache as paged
 from peagle_jax.config import ExpertsConfig, GlobalAttention
 from peagle_jax.rope_config import RopeConfig
 from tests import tiny
-from tests.test_weight_order import in_fp8, ordered
+from tests.programs import one_bucket
+from tests.test_weight_order import in_fp8, kinds, ordered
+from tests.ties import assert_parts_only_at_ties
 
 D, N, H, F, V, E = 256, 4, 128, 384, 640, 4
 SIZES = dict(
@@ -111,3 +114,29 @@ def test_heads_have_the_dtype_of_the_stream(family):
     tokens = jnp.zeros((1, 3), jnp.int32)
     jax.eval_shape(lambda: model(tokens, tokens, [None] * 2, attend)[0])
     assert found == STREAM
+
+
+@pytest.mark.slow
+def test_speculation_does_not_change_a_text_of_tiles():
+    """16 tokens, so that random drafts are accepted at times."""
+    sizes = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64, intermediate_size=128)
+    sizes |= tiny.ONE_LAYER | dict(family="qwen3", vocab_size=16)
+    model = ordered(in_fp8(sizes, "bfloat16"), H200)
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    for layer in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
+        assert kinds(layer) == {"fp8_tiles"}
+    sizes = dict(vocab_size=16, draft_vocab_size=16, target_hidden_size=128)
+    head = tiny.head(dtype="bfloat16", **tiny.HEAD_OF_ONE_LAYER, **sizes)
+    prompts = [np.random.default_rng(n).integers(2, 16, n).tolist() for n in (1, 7, 30)]
+
+    def texts(head, num_draft):
+        config = EngineConfig(
+            dtype="bfloat16", num_draft=num_draft, max_num_seqs=4, max_model_len=64, page_size=4,
+            prefill_chunk=16, prefill_rows=2, max_logprobs=2,
+        )  # fmt: skip
+        params = SamplingParams(max_tokens=30, logprobs=2, ignore_eos=True)
+        return one_bucket(Engine(model, head, config)).generate(prompts, params)
+
+    plain, speculative = texts(None, 0), texts(head, 3)
+    assert sum(done.accepted_per_position[0] for done in speculative) > 0
+    assert_parts_only_at_ties(plain, speculative)
