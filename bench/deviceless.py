@@ -168,13 +168,22 @@ def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
     return {name: specs[name] for name in names if name in chosen}
 
 
-def compile_op(op: str, chip: str, mesh, dump: Path, most: int | None = None) -> Iterator[Kernel]:
-    """The kernels of `most` specs of `op`, see `spread`.
+def compile_op(
+    op: str,
+    chip: str,
+    mesh,
+    dump: Path,
+    most: int | None = None,
+    only: Sequence[str] | None = None,
+) -> Iterator[Kernel]:
+    """The kernels of `most` specs of `op`, see `spread`; with `only` those of the specs with these names.
 
     Nothing if it has no kernel for the chip.
     """
     specs, device = specs_of(op), CHIPS[chip]
     for name, spec in spread(specs_on(op, CHIPS[chip]), most).items():
+        if only is not None and name not in only:
+            continue
         before, start = set(dump.iterdir()), time.perf_counter()
         common = dict(op=op, spec=name, chip=chip)
         try:
@@ -316,6 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="specs of an operation, spread over their list; default: all",
     )
+    parser.add_argument("--spec", action="append", metavar="NAME", help="default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="what came out, for programs")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep PTX and logs of ptxas here")
     parser.add_argument("--check", action="store_true", help="only say what would compile")
@@ -330,6 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check:
         print(f"ptxas: {ptxas()}")
         return 0
+    if args.spec and (args.record or args.compare):
+        parser.error("records are those of all specs of an operation: leave out --spec")
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
         parser.error(f"{args.dump} is not empty")
     with contextlib.ExitStack() as stack:
@@ -340,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kernels = [
             kernel
             for op in args.op or ops()
-            for kernel in compile_op(op, args.chip, mesh, dump, args.most)
+            for kernel in compile_op(op, args.chip, mesh, dump, args.most, args.spec)
         ]
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(one) for one in kernels], indent=1))

@@ -24,8 +24,9 @@ def row_dtype(
     """The dtype in which a norm should store rows that this weight multiplies; `dtype` is that of the stream.
 
     It is float16 for fp8 weights in tiles and a bfloat16 stream, else `dtype`. e4m3 numbers become float16 in one instruction
-    for two, and bfloat16 in four. A normed number has 11 bits then instead of 8. It is far from float16's largest, 65504, but
-    other rows may not be: the product of gate and up has no bound.
+    for two, and bfloat16 in four. A normed number has 11 bits then instead of 8. Its magnitude is at most sqrt(D) * max|w| for D columns and the norm's weight
+    w. This exceeds float16's largest number, 65,504, only if max|w| is above 1,447 (D 2,048) or 893 (D 5,376); `rounded`
+    then saturates. Other rows stay in `dtype`: the product of gate and up has no bound.
     """
     in_tiles = scale is not None and formats.kind(values, scale) == "fp8_tiles"
     return jnp.dtype(jnp.float16) if in_tiles and dtype == jnp.bfloat16 else jnp.dtype(dtype)
@@ -34,6 +35,14 @@ def row_dtype(
 def result_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of the stream whose rows have `dtype`: bfloat16 for float16 rows (`row_dtype`)."""
     return jnp.dtype(jnp.bfloat16 if dtype == jnp.float16 else dtype)
+
+
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows x, float32, in `dtype`. float16 saturates at 65,504, because infinity times a weight of 0 is NaN. NaN stays NaN."""
+    if dtype == jnp.float16:
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.minimum(jnp.maximum(x, -most), most)
+    return x.astype(dtype)
 
 
 def dtype_refusal(dtype: jnp.dtype, values: jax.Array, scale: jax.Array | None) -> str | None:
@@ -76,7 +85,7 @@ def dequantize(x: Quantized) -> jax.Array:
     return x.values.astype(jnp.float32) * scale
 
 
-def rounded(x: jax.Array) -> jax.Array:
+def as_quantized(x: jax.Array) -> jax.Array:
     """x [..., K] as its quantised rows represent it, float32."""
     return dequantize(quantize(x.reshape(-1, x.shape[-1]))).reshape(x.shape)
 
@@ -111,7 +120,7 @@ def rounding(
     """
     if formats.kind(values, scale) == "mxfp8":
         return mxfp8.rounded
-    return rounded if are_quantized(activations, values, scale) else None
+    return as_quantized if are_quantized(activations, values, scale) else None
 
 
 def are_quantized(activations: Activations, values: jax.Array, scale: jax.Array | None) -> bool:

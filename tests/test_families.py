@@ -10,6 +10,7 @@ import pytest
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.cache import PageCache, RingCache
 from peagle_jax.engine import memory
+from peagle_jax.layers import Delta
 from tests import programs, tiny
 from tests.programs import one_bucket
 from tests.tiny import causal_attention
@@ -160,3 +161,11 @@ def test_only_layers_that_see_everything_take_pages():
     sizes = (target("gpt_oss").config, head, engine.config)
     pages = memory.page_bytes(*sizes) * engine.config.total_pages
     assert held == pages + memory.ring_bytes(*sizes)
+
+
+@pytest.mark.parametrize("field", ["weights", "rows", "norm", "factor"])
+def test_a_mixture_refuses_a_delta_that_it_would_not_add(field):
+    layer = target("qwen3_moe").layers[0]
+    h = jnp.zeros((1, 2, tiny.TARGET.hidden_size))
+    with pytest.raises(ValueError, match="adds a dense delta"):
+        layer.mlp.after(h, Delta(h[None], **{field: h}), layer.post_norm)

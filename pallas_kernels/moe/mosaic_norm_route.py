@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.activations import rounded
 from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_norm_send, mosaic_plan, mosaic_route
@@ -45,9 +46,12 @@ _COLUMNS = 64
 
 
 def fits(R: int, E: int, D: int, dtype: jnp.dtype, top_k: int, tokens: int, device: Device) -> bool:
-    """Whether the kernel takes R rows of D columns, and E experts. The strips of a row are whole."""
+    """Whether the kernel takes R rows of D columns, and E experts.
+
+    The strips of a row are whole. 16 rows of 4,096 columns exceed the shared memory of a block.
+    """
     is_few = R <= MOST_ROWS and mosaic_plan.fits(R, E, top_k, tokens)
-    has_widths = E == EXPERTS and D in (1024, 2048, 4096) and dtype == jnp.bfloat16
+    has_widths = E == EXPERTS and D in (1024, 2048) and dtype == jnp.bfloat16
     return is_few and has_widths and device.sm == 90
 
 
@@ -88,10 +92,14 @@ def norm_and_route(
     Returns:
       h plus the parts [R, D], its norm [R, D] in each of `out_dtypes`; then weights, slots, experts and num_items of
       `route_and_plan`.
+    Raises:
+      ValueError: the arguments exceed the limits of the kernel, or the first of `out_dtypes` is not bfloat16.
     """
     (R, D), E = h.shape, weight.shape[0]
     if not fits(R, E, D, h.dtype, top_k, tokens, launch.device):
         raise ValueError(f"{h.shape=} {h.dtype=} {weight.shape=} exceed the limits of this kernel")
+    if out_dtypes[0] != jnp.bfloat16:
+        raise ValueError(f"the router reads bfloat16 rows: {out_dtypes[0]=}")
     sizes = Sizes(R, D, 8 if R <= 8 else 16)
     plan = Plan(R, E, top_k, normalize, tokens, shared)
     row_norm = RowNorm(D, h.dtype, eps, None)
@@ -115,13 +123,17 @@ def norm_and_route(
 
         def norm(i):
             r, own_smem = rows[i], squares_smem.at[pl.ds(i, 1)]
-            strips = row_norm(loaded[i], g, sum_gmem.at[r], own_smem, stored_barrier)
+
+            def store_sum(strip, x):
+                sum_gmem[r, strip] = x
+
+            strips = row_norm(loaded[i], g, store_sum, own_smem, stored_barrier)
             for n, (strip, x) in enumerate(strips):
                 if i == n == 0:
                     sender.wait_begun()
                 sender.send_row(r, strip.start * _COLUMNS, x.astype(h.dtype), row_norm.layout)
                 for out_gmem in normed_gmem:
-                    out_gmem[r, strip] = x.astype(out_gmem.dtype)
+                    out_gmem[r, strip] = rounded(x, out_gmem.dtype)
 
         for i, r in enumerate(rows):
             run = functools.partial(norm, i)

@@ -13,7 +13,6 @@ Mosaic's interpreter has no shared memory of other blocks. There the messages go
 the cluster in place of the counted bytes, so that its race detector checks what is read when.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,9 +21,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mlir_compat as mlir
+from pallas_kernels import cluster_send
+from pallas_kernels.cluster_send import (
+    SCALAR,
+    address,
+    barrier,
+    bits,
+    divided,
+    element,
+    send,
+    thread,
+)
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.peer_gather.words import add, asm, constant, times
+from pallas_kernels.peer_gather.words import add, constant, times
 from pallas_kernels.weight_tiles.codecs import STEP
 from pallas_kernels.weight_tiles.format import swizzled
 
@@ -35,9 +44,6 @@ TILE = 64
 EXPERTS = 128
 
 _ROWS, _PRODUCTS, _LOGITS = range(3)
-_COLUMNS = 64
-"""Columns of bfloat16 in a line of 128 bytes, the period of the swizzle."""
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 class Sizes(NamedTuple):
@@ -90,7 +96,7 @@ def memory(sizes: Sizes, logits_shape: tuple[int, int], groups: int, launch: Lau
         logits_smem=plgpu.SMEM(logits_shape, jnp.float32),
     )
     if launch.interpret is None:
-        return Memory((), received | dict(barriers_smem=plgpu.SMEM((8,), jnp.int32)))
+        return Memory((), received | dict(barriers_smem=cluster_send.barriers(3)))
     made = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     out = made(sizes.steps, EXPERTS, sizes.tokens), made(sizes.tokens, EXPERTS)
     barrier = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=groups)
@@ -106,7 +112,7 @@ class Messages:
       x_smem: bfloat16 [own steps, tokens, 128], the columns that this block multiplies.
       products_smem: float32 [steps, experts, tokens], the products that this block adds.
       logits_smem: float32 [tokens or more, 128], received by block 0.
-      barriers_smem: int32 [8], three barriers of 64 bits; on a GPU.
+      barriers_smem: int32 [6], three barriers of 64 bits; on a GPU.
       products_gmem, logits_gmem, cluster_barrier: in the interpreter.
     """
 
@@ -126,29 +132,16 @@ class Messages:
         return self.barriers_smem is None
 
     def begin(self) -> None:
-        """Before anything else: arms the barriers, and arrives at the barrier of the cluster."""
+        """Before anything is sent: arms the barriers, and arrives at the barrier of the cluster."""
         if self._interpreted:
             return
-        text = _named(
-            _BEGIN, **dict(zip(("ROWS", "PRODUCTS", "LOGITS"), self.sizes.received, strict=True))
-        )
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def begin(_, barriers):
-            asm(text, "r,~{memory}", [_address(barriers)])
-
-        begin(self.barriers_smem)
+        cluster_send.arm(self.barriers_smem, self.sizes.received)
 
     def wait_begun(self) -> None:
         """Before the first message is sent: all blocks have armed their barriers."""
         if self._interpreted:
             return
-
-        @plgpu.inline_mgpu()
-        def wait(_):
-            asm("barrier.cluster.wait.acquire.aligned;", "~{memory}", [])
-
-        wait()
+        cluster_send.wait_armed()
 
     def send_row(self, r: Any, column: Any, strip_reg: jax.Array, layout: Any) -> None:
         """Sends the columns of row r from `column` on, each thread four, to the blocks that multiply them.
@@ -157,34 +150,8 @@ class Messages:
         """
         if self._interpreted:
             return
-        tokens, own_columns = self.sizes.tokens, self.sizes.own_steps * STEP
-        tile = plgpu.RefType(swizzled(jnp.bfloat16))
-
-        @plgpu.inline_mgpu(
-            arg_types=(tile, plgpu.RefType(), _SCALAR, _SCALAR, layout),
-        )
-        def send(_, x, barriers, r, column, strip):
-            r, column = r.registers.item(), column.registers.item()
-            (four,) = strip.registers.flat
-            column = add(column, times(_thread(), 4))
-            block, column = _divided(column, own_columns)
-            step, column = _divided(column, STEP)
-            half, column = _divided(column, _COLUMNS)
-            piece, column = _divided(column, 8)  # of 16 bytes, which the swizzle permutes
-            eight, line = _divided(r, 8)
-            place = _sum(
-                times(step, tokens * STEP * 2),
-                times(eight, 8 * STEP * 2),
-                times(half, 8 * _COLUMNS * 2),
-                times(line, _COLUMNS * 2),
-                times(mlir.arith.xori(piece, line), 16),
-                times(column, 2),
-            )
-            words = mlir.bitcast(four, mlir.ir.VectorType.get((2,), mlir.i32()))
-            words = [_entry(words, i) for i in range(2)]
-            _send(add(_address(x), place), _barrier(barriers, _ROWS), block, words)
-
-        send(self.x_smem, self.barriers_smem, r, column, strip_reg)
+        to = self.x_smem, self.barriers_smem, _ROWS
+        cluster_send.send_strip(*to, r, column, strip_reg, layout, self.sizes.own_steps * STEP)
 
     def receive_rows(self, normed_gmem: Any) -> None:
         """All rows have arrived in x_smem, where the MMA may read them."""
@@ -196,7 +163,7 @@ class Messages:
 
         @pl.when(self.group == 0)
         def _():
-            tiles = self.sizes.own_steps * (STEP // _COLUMNS)
+            tiles = self.sizes.own_steps * (STEP // 64)
             rows = normed_gmem[:, pl.ds(self.block * tiles, tiles)]
             rows = rows.reshape(self.sizes.R, self.sizes.own_steps, STEP)
             self.x_smem[:, pl.ds(0, self.sizes.R)] = rows.transpose(1, 0, 2)
@@ -211,24 +178,26 @@ class Messages:
         experts, tokens = self.sizes.experts, self.sizes.tokens
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, plgpu.Layout.WGMMA)
+            arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, plgpu.Layout.WGMMA)
         )
-        def send(_, products, barriers, step, tile, product):
+        def put(_, products, barriers, step, tile, product):
             step, tile = step.registers.item(), tile.registers.item()
-            warp, lane = _divided(_thread(), 32)
-            row, pair = _divided(lane, 4)
+            warp, lane = divided(thread(), 32)
+            row, pair = divided(lane, 4)
             block = add(times(tile, TILE // experts), warp)
-            place = _sum(times(step, experts * tokens), times(row, tokens), times(pair, 2))
-            start = add(_address(products), times(place, 4))
+            place = cluster_send.total(
+                times(step, experts * tokens), times(row, tokens), times(pair, 2)
+            )
+            start = add(address(products), times(place, 4))
             # Registers [0, t, 0, 0, j, ...]: row 8 j + lane / 4 of the warp, tokens 8 t + 2 (lane % 4) and the next.
             both = product.registers.reshape(tokens // 8, 2)
             for t in range(tokens // 8):
                 for j in range(2):
-                    words = [_bits(_entry(both[t, j], i)) for i in range(2)]
-                    entry = add(start, 4 * (8 * j * tokens + 8 * t))
-                    _send(entry, _barrier(barriers, _PRODUCTS), block, words)
+                    words = [bits(element(both[t, j], i)) for i in range(2)]
+                    place = add(start, 4 * (8 * j * tokens + 8 * t))
+                    send(place, barrier(barriers, _PRODUCTS), block, words)
 
-        send(self.products_smem, self.barriers_smem, step, tile, product_reg)
+        put(self.products_smem, self.barriers_smem, step, tile, product_reg)
 
     def receive_products(self) -> None:
         """All products have arrived in products_smem, which warpgroup 0 reads."""
@@ -249,21 +218,21 @@ class Messages:
             self.logits_gmem[:, pl.ds(self.block * experts, experts)] = totals_reg.T
             return
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, self.sizes.totals))
-        def send(_, logits, barriers, block, totals):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, self.sizes.totals))
+        def put(_, logits, barriers, block, totals):
             (some,) = totals.registers.flat
-            expert, token = _divided(_thread(), BLOCKS)
+            expert, token = divided(thread(), BLOCKS)
             count = tokens // BLOCKS
-            place = _sum(
+            place = cluster_send.total(
                 times(token, count * EXPERTS), times(block.registers.item(), experts), expert
             )
-            start = add(_address(logits), times(place, 4))
+            start = add(address(logits), times(place, 4))
             for i in range(count):
-                entry = add(start, 4 * i * EXPERTS)
-                words = [_bits(_entry(some, i))]
-                _send(entry, _barrier(barriers, _LOGITS), constant(0), words)
+                place = add(start, 4 * i * EXPERTS)
+                words = [bits(element(some, i))]
+                send(place, barrier(barriers, _LOGITS), constant(0), words)
 
-        send(self.logits_smem, self.barriers_smem, self.block, totals_reg)
+        put(self.logits_smem, self.barriers_smem, self.block, totals_reg)
 
     def receive_logits(self) -> None:
         """All logits have arrived in logits_smem, for warpgroup 0 of block 0."""
@@ -282,88 +251,4 @@ class Messages:
         plgpu.barrier_wait(self.cluster_barrier)
 
     def _wait(self, message: int) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def wait(_, barriers):
-            asm(_WAIT, "r,~{memory}", [_barrier(barriers, message)])
-
-        wait(self.barriers_smem)
-
-
-_BEGIN = """{
-.reg .pred first;
-.reg .b32 thread;
-mov.u32 thread, %tid.x;
-setp.eq.u32 first, thread, 0;
-@first mbarrier.init.shared::cta.b64 [$0], 1;
-@first mbarrier.init.shared::cta.b64 [$0 + 8], 1;
-@first mbarrier.init.shared::cta.b64 [$0 + 16], 1;
-@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], ROWS;
-@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + 8], PRODUCTS;
-@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + 16], LOGITS;
-fence.mbarrier_init.release.cluster;
-barrier.cluster.arrive.relaxed.aligned;
-}"""
-
-_WAIT = """{
-.reg .pred done;
-AGAIN:
-mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0;
-@!done bra AGAIN;
-}"""
-
-_SEND = """{
-.reg .b32 entry, peer;
-mapa.shared::cluster.u32 entry, $0, $2;
-mapa.shared::cluster.u32 peer, $1, $2;
-st.async.shared::cluster.mbarrier::complete_tx::bytes.WORDS [entry], VALUES, [peer];
-}"""
-
-
-def _send(address: Any, barrier: Any, block: Any, words: list) -> None:
-    """Sends one or two words to a place in another block; both addresses are those of the own block."""
-    names = [f"${3 + i}" for i in range(len(words))]
-    if len(words) == 1:
-        text = _named(_SEND, WORDS="b32", VALUES=names[0])
-    else:
-        text = _named(_SEND, WORDS=f"v{len(words)}.b32", VALUES=f"{{{', '.join(names)}}}")
-    constraints = ",".join(["r"] * (3 + len(words)) + ["~{memory}"])
-    asm(text, constraints, [address, barrier, block, *words])
-
-
-def _named(text: str, **values: Any) -> str:
-    """The text with the words in capitals that have a value."""
-    return re.sub(r"\b[A-Z]+\b(?!:)", lambda word: str(values.get(word[0], word[0])), text)
-
-
-def _address(ref: Any) -> Any:
-    """The address of an array in shared memory, 32 bits. It is the same one in each block of a kernel."""
-    return mlir.llvm.ptrtoint(mlir.i32(), mlir.memref_ptr(ref))
-
-
-def _barrier(barriers: Any, message: int) -> Any:
-    return add(_address(barriers), 8 * message)
-
-
-def _thread() -> Any:
-    """This thread's number in its warpgroup."""
-    thread = asm("mov.u32 $0, %tid.x;", "=r", [], mlir.i32())
-    return mlir.arith.andi(thread, constant(127))
-
-
-def _divided(x: Any, by: int) -> tuple[Any, Any]:
-    """Quotient and remainder."""
-    return mlir.arith.divui(x, constant(by)), mlir.arith.remui(x, constant(by))
-
-
-def _sum(first: Any, *rest: Any) -> Any:
-    for x in rest:
-        first = add(first, x)
-    return first
-
-
-def _entry(vector: Any, i: int) -> Any:
-    return mlir.vector.extract(vector, [], mlir.ir.DenseI64ArrayAttr.get([i]))
-
-
-def _bits(number: Any) -> Any:
-    return mlir.bitcast(number, mlir.i32())
+        cluster_send.receive(self.barriers_smem, message)

@@ -22,7 +22,8 @@ class Spec:
       items: items of gate_up and down, about as many as random routing gives; they touch as many experts
         as possible.
       form: format of the experts' weights.
-      bias: whether the router, or the experts, have a bias.
+      bias: whether the router, or the experts, have a bias; norm_route: also the sum of the parts.
+      parts, normalize: of norm_route.
       own: plan: experts of a device that has not all of them; 0: it has all.
       activations: "fp8": gate_up and down take quantised rows.
     """
@@ -36,6 +37,8 @@ class Spec:
     inner: int = 768
     form: Form = "fp8"
     bias: bool = False
+    parts: int = 4
+    normalize: bool = True
     own: int = 0
     limit: float | None = None
     activations: Activations = "bf16"
@@ -95,6 +98,9 @@ SPECS = {
     },
     **{f"qwen3-moe-plan-{R}": Spec(kernel="plan", rows=R) for R in (1, 8, 12, 64, 128, 200, 256)},
     **{f"qwen3-moe-norm-route-{R}": Spec(kernel="norm_route", rows=R) for R in (1, 8, 12)},
+    "norm-route-16-of-8-parts": Spec(kernel="norm_route", rows=16, parts=8),
+    "norm-route-16-bias": Spec(kernel="norm_route", rows=16, parts=8, bias=True, normalize=False),
+    "norm-route-16-narrow": Spec(kernel="norm_route", rows=16, parts=8, width=1024),
     **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
     **{
         f"qwen3-moe-{kernel}-{R}": Spec(kernel=kernel, rows=R)

@@ -160,30 +160,33 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _norm_route(spec: Spec) -> tuple[Callable, tuple]:
-    """h [R, width], parts [4, R, width], scale [width], weight [E, width] -> sum, normed twice [R, width], and as `_plan`."""
+    """h [R, width], parts [S, R, width], scale [width], weight [E, width][, bias [width], router bias [E]]
+    -> sum, normed twice [R, width], and as `_plan`."""
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
     config = _config(spec)
     plan = dict(tokens=config.tokens, shared=config.shared)
 
-    def run(h, parts, scale, weight):
+    def run(h, parts, scale, weight, bias=None, router_bias=None):
         R = spec.rows
         if launch := _launch(spec.chips):
             from pallas_kernels.moe import mosaic_norm_route
 
             items = most_items(R, spec.experts, spec.top_k, **plan)
-            how = dict(eps=1e-6, top_k=spec.top_k, normalize=True, items=items, launch=launch)
+            choice = dict(top_k=spec.top_k, normalize=spec.normalize, items=items, launch=launch)
+            given = h, parts, bias, scale, weight, router_bias
             *rows, weights, slots, experts, num_items = mosaic_norm_route.norm_and_route(
-                h, parts, None, scale, weight, None, **how, **plan, out_dtypes=dtypes
+                *given, eps=1e-6, **choice, **plan, out_dtypes=dtypes
             )
             return *rows, weights[:, :R], slots[:, :R], experts[:items], num_items[:1]
-        rows = add_rms_norm(h, parts, scale, eps=1e-6, out_dtypes=dtypes)
+        rows = add_rms_norm(h, parts, scale, eps=1e-6, bias=bias, out_dtypes=dtypes)
         logits = linear(rows[1], weight, out_dtype=jnp.float32)
-        return *rows, *_sorted_by_definition(spec, logits, None)
+        return *rows, *_sorted_by_definition(spec, logits, router_bias)
 
     row = spec.rows, spec.width
-    h, parts = _made(jnp.bfloat16, *row), _made(jnp.float32, 4, *row)
+    h, parts = _made(jnp.bfloat16, *row), _made(jnp.float32, spec.parts, *row)
     scale, weight = (_made(jnp.bfloat16, *size, spec.width) for size in ((), (spec.experts,)))
-    return run, (h, parts, scale, weight)
+    biases = _made(jnp.bfloat16, spec.width), _made(jnp.bfloat16, spec.experts)
+    return run, (h, parts, scale, weight, *(biases if spec.bias else ()))
 
 
 def _place(spec: Spec) -> tuple[Callable, tuple]:
@@ -335,7 +338,7 @@ def _weight(spec: Spec, leaves: tuple) -> ExpertWeights:
 def _route_by_definition(spec: Spec, logits, bias) -> tuple[jax.Array, jax.Array]:
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
-    return reference.route(logits, spec.top_k, True)
+    return reference.route(logits, spec.top_k, spec.normalize)
 
 
 def _arranged(spec: Spec, columns: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ def rms_norm(
     Args:
       x: [..., D].
       scale: [D].
-      out_dtype: dtype of the result, default `x.dtype`.
+      out_dtype: dtype of the result, default `x.dtype`; float16 saturates.
     Returns:
       [..., D]; the bits of a row do not depend on other rows.
     Raises:
@@ -74,7 +74,7 @@ def add_rms_norm(
       bias: [D], added to the sum of the parts; refused with `routed`.
       inner: (scale [D], eps); the sum of the parts is rounded to `h.dtype`, and its `rms_norm` is added.
       factor: [1], multiplies `h + delta`.
-      out_dtypes: dtypes of the norm, one for each copy of it that is needed; default one in `h.dtype`.
+      out_dtypes: dtypes of the norm, one for each copy of it that is needed; default one in `h.dtype`. float16 saturates.
     Returns:
       `(h + delta) * factor` in `h.dtype`, then `rms_norm` of it in each of `out_dtypes`; all [..., D]. Every sum, norm
       and product is rounded to `h.dtype` once, before the next operation. The bits of a row do not depend on other rows.
@@ -83,7 +83,7 @@ def add_rms_norm(
       NotImplementedError: the kernel is requested and does not support these arguments.
     """
     weights, rows = routed or (None, None)
-    _check(h, delta, scale, weights, rows, bias, inner, factor)
+    check(h, delta, scale, routed=routed, bias=bias, inner=inner, factor=factor)
     launch = _resolve(implementation, h, delta)
     out_dtypes = (h.dtype,) if out_dtypes is None else tuple(map(jnp.dtype, out_dtypes))
     if launch is None:
@@ -101,7 +101,18 @@ def add_rms_norm(
     return tuple(out.reshape(h.shape) for out in outs)
 
 
-def _check(h, delta, scale, weights, rows, bias, inner, factor) -> None:
+def check(
+    h: jax.Array,
+    delta: jax.Array,
+    scale: jax.Array,
+    *,
+    routed: tuple[jax.Array, jax.Array] | None = None,
+    bias: jax.Array | None = None,
+    inner: tuple[jax.Array, float] | None = None,
+    factor: jax.Array | None = None,
+) -> None:
+    """Raises the ValueError of `add_rms_norm` if shapes do not fit; the arguments are its own."""
+    weights, rows = routed or (None, None)
     for name, row in (("scale", scale), ("bias", bias), ("inner scale", inner and inner[0])):
         if row is not None and row.shape != h.shape[-1:]:
             raise ValueError(

@@ -13,7 +13,7 @@ have stored squares that depend on the result of the first.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.activations import rounded
 from pallas_kernels.dispatch import Launch
 
 _TILE = 64
@@ -155,11 +156,11 @@ class RowNorm(NamedTuple):
         self,
         row: "LoadedRow",
         g: Any,
-        sum_gmem: Any,  # [tiles, 64], if something is added
+        store_sum: Callable | None,  # of a strip and its sum [strip, 64], if something is added
         squares_smem: Any,  # [norms, groups, strip, 64] float32; no other call of the block uses them
         stored_barrier: Any,  # all warpgroups have stored their squares; completes once a norm
     ) -> Iterator[tuple[Any, jax.Array]]:
-        """Stores the sum of a row; yields the strips of warpgroup g, and what the norm makes of each, in float32."""
+        """Stores the sum of a row by `store_sum`; yields the strips of warpgroup g, and what the norm makes of each, in float32."""
         tiles, config = self.D // _TILE, self.config
         load = lambda ref: plgpu.load(ref, layout=self.layout, optimized=False)
 
@@ -198,7 +199,7 @@ class RowNorm(NamedTuple):
                 sums = [(x, normed(*term, root).astype(self.dtype)) for x, *term in terms]
             rows = [_added(*terms, added.factor, self.dtype) for terms in sums]
             for x, strip in zip(rows, row.strips, strict=True):
-                sum_gmem[strip] = x
+                store_sum(strip, x)
         rows = [x.astype(jnp.float32) for x in rows]
         root = inverse_root(rows, self.eps, num_norms - 1)
         for x, scale, strip in zip(rows, row.scales, row.strips, strict=True):
@@ -274,11 +275,15 @@ def _launch(
             len(leaves) :
         ]  # each [R, tiles, 64]: the sum, if any, and the norm in its dtypes
         r, g = lax.axis_index("row"), lax.axis_index("group")
-        sum_gmem = None if added is None else outs_gmem.pop(0).at[r]
+        sum_gmem = None if added is None else outs_gmem.pop(0)
         row = row_norm.load(r, R, g, *operands_gmem)
-        for strip, x in row_norm(row, g, sum_gmem, squares_smem, stored_barrier):
+
+        def store_sum(strip, x):
+            sum_gmem[r, strip] = x
+
+        for strip, x in row_norm(row, g, store_sum, squares_smem, stored_barrier):
             for out_gmem in outs_gmem:
-                out_gmem[r, strip] = x.astype(out_gmem.dtype)
+                out_gmem[r, strip] = rounded(x, out_gmem.dtype)
 
     in_tiles = lambda x: None if x is None else x.reshape(-1, tiles, _TILE)
     columns_in_tiles = lambda x: None if x is None else x.reshape(tiles, _TILE)

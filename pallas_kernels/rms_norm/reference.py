@@ -1,9 +1,11 @@
-"""Reference of RMSNorm and the residual sum before it: computed in float32, stored in the dtype of h or another."""
+"""Reference of RMSNorm and the residual sum before it: computed in float32, stored in the dtype of h or another, see `activations.rounded`."""
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.activations import rounded
 
 
 def rms_norm(
@@ -11,7 +13,7 @@ def rms_norm(
 ) -> jax.Array:
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (normed * scale.astype(jnp.float32)).astype(out_dtype or x.dtype)
+    return rounded(normed * scale.astype(jnp.float32), out_dtype or x.dtype)
 
 
 def add_rms_norm(

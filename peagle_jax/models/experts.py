@@ -49,7 +49,13 @@ class MoE(nnx.Module):
         self.down = ExpertLinear((E, D), F, std=std_out, **init)
 
     def after(self, h: jax.Array, delta: Delta, norm: RMSNorm) -> tuple[jax.Array, Delta]:
-        """(the stream after the attention's `delta` [..., D], the experts' delta of its norm)."""
+        """(the stream after the attention's `delta` [..., D], the experts' delta of its norm).
+
+        Raises:
+          ValueError: the delta is routed, or has a norm or a factor.
+        """
+        if not all(x is None for x in (delta.weights, delta.rows, delta.norm, delta.factor)):
+            raise ValueError("a mixture of experts adds a dense delta, without a norm or a factor")
         choice = self.config.experts
         router = (self.router.weight, self.router.scale, self.router.bias)
         router = (None if p is None else p[...] for p in router)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench import deviceless
+from pallas_kernels.moe.mosaic_norm_send import Sizes
 
 # The first test of a chip compiles all of its kernels: minutes on two cores.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -104,6 +105,44 @@ def complaint_about(kernel: dict) -> str | None:
     else:
         return None
     return f"{kernel['op']} {kernel['spec']} {kernel['name']}: {what}"
+
+
+_ROW_COUNTS = {"qwen3-moe-norm-route-8": 8, "norm-route-16-of-8-parts": 16}
+
+
+def _places(lines: list[str], text: str, first: int = 0) -> list[int]:
+    """Which of the lines from the first on have the text."""
+    return [i for i, line in enumerate(lines) if i >= first and text in line]
+
+
+@pytest.mark.parametrize("chip", [on("h200")])
+def test_blocks_of_a_cluster_send_when_the_receiver_has_armed(chip, tmp_path):
+    """The order of `cluster_send`'s PTX in `moe_norm_and_route`. With these numbers of rows every block norms rows."""
+    if lacking := deviceless.missing():
+        pytest.skip(lacking)
+    names = [f"--spec={name}" for name in _ROW_COUNTS]
+    found = run("bench.deviceless", chip, tmp_path / "dump", "--op=moe", *names)
+    assert [one["spec"] for one in found] == list(_ROW_COUNTS)
+    number_of = lambda file: int(file.stem.rsplit("_", 1)[1])
+    files = sorted((tmp_path / "dump").glob("*.ptx"), key=number_of)
+    for file, R in zip(files, _ROW_COUNTS.values(), strict=True):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        places = functools.partial(_places, lines)
+        inits = places("@first mbarrier.init")
+        counts = places("@first mbarrier.arrive.expect_tx")
+        fence = places("fence.mbarrier_init.release.cluster", inits[0])[0]
+        arrive = places("barrier.cluster.arrive", inits[0])[0]
+        (begun,) = places("barrier.cluster.wait.acquire")
+        sends, receives = places("st.async"), places("mbarrier.try_wait.parity.acquire.cluster")
+        order = [*inits, *counts, fence, arrive, begun, sends[0], receives[0]]
+        assert order == sorted(order)
+        assert len(inits) == len(receives) == 3
+        # Threads have stored the rows, and the tensor cores read them through another proxy.
+        product = places("wgmma.mma_async")[0]
+        assert any(receives[0] < i < product for i in places("fence.proxy.async"))
+        expected = [re.search(r"\+ (\d+)\], (\d+);", lines[i]).groups() for i in counts]
+        received = Sizes(R, 2048, R).received
+        assert expected == [(str(8 * i), str(size)) for i, size in enumerate(received)]
 
 
 @pytest.mark.parametrize(

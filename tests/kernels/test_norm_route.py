@@ -5,7 +5,6 @@ four warpgroups would wait for each other forever. Four blocks may have four war
 """
 
 from collections import Counter
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import most_items
 from pallas_kernels.rms_norm import mosaic_gpu as rms_norm
+from tests.kernels.cluster_threads import Threads
 
 race_free = pytest.mark.usefixtures("race_free")
 EXPERTS, CHOSEN = 128, 8
@@ -31,13 +31,17 @@ def launch() -> dispatch.Launch:
     return dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
 
 
-def given(R: int, D: int, *, parts: int = 4, biases: bool = False) -> list[jax.Array | None]:
-    """Arguments of `norm_and_route`."""
+def given(
+    R: int, D: int, *, parts: int = 4, biases: bool = False, massive: bool = False
+) -> list[jax.Array | None]:
+    """Arguments of `norm_and_route`. With `massive` the norm of a row exceeds float16's largest number."""
     keys = jax.random.split(jax.random.key(R + D), 6)
     normal = lambda key, *shape: jax.random.normal(key, shape)
     half = lambda x: x.astype(jnp.bfloat16)
     h, bias, router_bias = half(normal(keys[0], R, D)), normal(keys[1], D), normal(keys[2], EXPERTS)
     scale, weight = half(1 + normal(keys[3], D) / 8), half(normal(keys[4], EXPERTS, D) / D**0.5)
+    if massive:
+        h, scale = h.at[0, 3].set(30000), scale.at[3].set(3000)
     both = (half(bias), half(router_bias)) if biases else (None, None)
     return [h, normal(keys[5], parts, R, D), both[0], scale, weight, both[1]]
 
@@ -68,7 +72,12 @@ def specified(results, R: int, count: int) -> list[np.ndarray]:
 @race_free
 @pytest.mark.parametrize(
     ("R", "options"),
-    [(1, dict(biases=True)), (8, dict(parts=1)), (9, dict()), (16, dict(biases=True, parts=2))],
+    [
+        (1, dict(biases=True)),
+        (8, dict(parts=1)),
+        (9, dict(massive=True)),
+        (16, dict(biases=True, parts=2)),
+    ],
 )
 def test_the_bits_are_those_of_the_three_kernels(R, options):
     assert_same_bits(given(R, 1024, **options))
@@ -130,94 +139,98 @@ def test_four_warpgroups_have_the_bits_of_the_three_kernels(monkeypatch):
     mosaic_norm_route.norm_and_route.clear_cache()
 
 
+WEIGHT = np.ones((EXPERTS, 1024), np.float32)
+
+
+class Called(Exception):
+    """Raised by a spy in place of a kernel, so that nothing is computed."""
+
+
+def mixed(monkeypatch, *, router=None, first=None, **changes) -> None:
+    """Calls `normed_mixture` with spies: raises `Called` with the name of the first kernel."""
+
+    def spy(name):
+        def called(*_, **__):
+            raise Called(name)
+
+        return called
+
+    R, D, F = 2, 1024, 128
+    monkeypatch.setattr(mosaic_norm_route, "norm_and_route", spy("fused"))
+    monkeypatch.setattr(normed, "add_rms_norm", spy("separate"))
+    names = "h", "parts", "bias", "scale", "weight", "router_bias"
+    h, parts, bias, scale, weight, router_bias = (
+        dict(zip(names, given(R, D, biases=True), strict=True)) | changes
+    ).values()
+    made = jax.ShapeDtypeStruct
+    experts = [made((EXPERTS, *shape), jnp.bfloat16) for shape in ((2, F, D), (D, F))]
+    choice = normed.Router(*(router or (weight, None)), router_bias, CHOSEN, True)
+    run = lambda *experts: normed.normed_mixture(
+        h, parts, bias, normed.Norm(scale, 1e-6), choice,
+        normed.Experts(*map(ExpertWeights, experts, (None,) * 2, (None,) * 2), first=first),
+        implementation="mosaic_gpu",
+    )  # fmt: skip
+    jax.eval_shape(run, *experts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        (dict(), "fused"),
+        (dict(first=np.int32(0)), "separate"),  # of a device with a share of the experts
+        (dict(router=(WEIGHT.astype(jnp.float8_e4m3fn), np.ones((1, 8), np.float32))), "separate"),
+        (dict(router=(WEIGHT, None)), "separate"),
+    ],
+)
+def test_one_kernel_is_for_all_experts_and_a_router_in_bfloat16(monkeypatch, changes, path):
+    with pytest.raises(Called, match=path):
+        mixed(monkeypatch, **changes)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [((4, 4, 512), "delta.shape="), ((1, 4, 1024), "delta.shape="), ((33, 2, 1024), "at most 32")],
+)
+def test_parts_that_do_not_fit_are_refused(monkeypatch, parts, said):
+    with pytest.raises(ValueError, match=said):
+        mixed(monkeypatch, parts=jnp.zeros(parts))
+
+
+def test_the_router_reads_bfloat16():
+    how = dict(eps=1e-6, top_k=CHOSEN, normalize=True, tokens=8, shared=True, items=16)
+    with pytest.raises(ValueError, match="bfloat16 rows"):
+        mosaic_norm_route.norm_and_route(
+            *given(1, 1024), launch=launch(), out_dtypes=DTYPES[::-1], **how
+        )
+
+
 def test_it_says_what_it_takes():
     fits = lambda R, E, D, device: mosaic_norm_route.fits(R, E, D, jnp.bfloat16, 8, 8, device)
     assert fits(16, 128, 2048, H200)
     assert not fits(17, 128, 2048, H200)
     assert not fits(8, 64, 2048, H200)
     assert not fits(8, 128, 2880, H200)
+    assert not fits(16, 128, 4096, H200)
     assert not fits(8, 128, 2048, B200)
     with pytest.raises(ValueError, match="exceed the limits"):
         assert_same_bits(given(17, 1024))
 
 
-class Threads:
-    """Runs what the threads of a warpgroup emit, with whole numbers in place of MLIR's.
-
-    Attributes:
-      memory: (message, block, address) -> the word that was sent there.
-    """
-
-    def __init__(self, monkeypatch):
-        self.memory: dict[tuple[int, int, int], object] = {}
-        self.thread = 0
-
-        def inline_mgpu(arg_types, return_type=None):
-            def run(function):
-                def each_thread(*args):
-                    for self.thread in range(128):
-                        function(None, *map(self.argument, args))
-
-                return each_thread
-
-            return run
-
-        fakes = dict(
-            add=lambda x, y: x + y,
-            times=lambda x, factor: x * factor,
-            constant=lambda value: value,
-            mlir=SimpleNamespace(
-                arith=SimpleNamespace(xori=lambda x, y: x ^ y),
-                bitcast=lambda words, _: words,
-                ir=SimpleNamespace(VectorType=SimpleNamespace(get=lambda *_: None)),
-                i32=lambda: None,
-            ),
-            _divided=divmod,
-            _thread=lambda: self.thread,
-            _address=lambda ref: 0,
-            _barrier=lambda barriers, message: message,
-            _entry=lambda vector, i: vector[i],
-            _bits=lambda number: number,
-            _send=self.send,
-        )
-        for name, fake in fakes.items():
-            monkeypatch.setattr(mosaic_norm_send, name, fake)
-        monkeypatch.setattr(mosaic_norm_send.plgpu, "inline_mgpu", inline_mgpu)
-
-    def argument(self, arg):
-        """Registers of this thread: of a function of the thread, or a number."""
-        if isinstance(arg, np.ndarray) or arg is None:
-            return arg
-        if not callable(arg):
-            return SimpleNamespace(registers=SimpleNamespace(item=lambda: arg))
-        vectors = arg(self.thread)
-        flat = np.empty(len(vectors), dtype=object)
-        flat[:] = vectors
-        return SimpleNamespace(
-            registers=SimpleNamespace(flat=iter(flat), reshape=lambda *shape: flat.reshape(shape))
-        )
-
-    def send(self, address, message, block, words) -> None:
-        assert address % (4 * len(words)) == 0
-        for i, word in enumerate(words):
-            place = message, block, address + 4 * i
-            assert place not in self.memory
-            self.memory[place] = word
-
-
-@pytest.mark.parametrize("tokens", [8, 16])
-@pytest.mark.parametrize("D", [1024, 2048, 4096])
-def test_messages_go_where_they_are_read(monkeypatch, tokens, D):
+@pytest.mark.parametrize("R", [1, 7, 8, 9, 16])
+@pytest.mark.parametrize("D", [1024, 2048])
+def test_messages_go_where_they_are_read(monkeypatch, R, D):
     """On a GPU; and as many bytes arrive as a block waits for."""
-    sizes = mosaic_norm_send.Sizes(tokens, D, tokens)
-    threads = Threads(monkeypatch)
-    refs = dict.fromkeys(("x_smem", "products_smem", "logits_smem"), np.zeros(0))
+    tokens = 8 if R <= 8 else 16
+    sizes = mosaic_norm_send.Sizes(R, D, tokens)
+    threads = Threads(monkeypatch, mosaic_norm_send)
+    x = np.zeros((sizes.own_steps, tokens, 128), jnp.bfloat16)
+    refs = dict(x_smem=x, products_smem=np.zeros(0), logits_smem=np.zeros(0))
 
     def of(block):
         return mosaic_norm_send.Messages(sizes, block, 0, barriers_smem=np.zeros(0), **refs)
 
     # A word of a row is its row and first column, of a product its step, expert and token.
-    for r in range(tokens):
+    for r in range(R):
         for first in range(0, D, 512):
             columns = lambda thread, r=r, first=first: [
                 [(r, first + 4 * thread + 2 * i) for i in range(2)]
@@ -244,7 +257,7 @@ def test_messages_go_where_they_are_read(monkeypatch, tokens, D):
         of(block).send_logits(totals)
 
     wanted = {}
-    for r in range(tokens):
+    for r in range(R):
         for column in range(0, D, 2):
             step, own = divmod(column, 128)
             block, own_step = divmod(step, sizes.own_steps)

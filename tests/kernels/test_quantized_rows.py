@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import activations, dispatch
-from pallas_kernels.activations import are_quantized, quantize, rounded
+from pallas_kernels.activations import are_quantized, as_quantized, quantize
 from pallas_kernels.block_gemm import mosaic_gpu, specs
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.device import H200
@@ -56,7 +56,7 @@ def test_a_group_is_divided_by_its_scale_and_rounded_to_e4m3():
     np.testing.assert_array_equal(found.scale.T[:5], scale)
     values = (wide / scale[..., None]).astype(ml_dtypes.float8_e4m3fn).reshape(5, -1)[:, :320]
     np.testing.assert_array_equal(np.asarray(found.values), values)
-    far = np.abs(np.asarray(rounded(x)) - np.asarray(x, np.float32)).reshape(5, -1, 64).max(-1)
+    far = np.abs(np.asarray(as_quantized(x)) - np.asarray(x, np.float32)).reshape(5, -1, 64).max(-1)
     assert (far <= np.repeat(largest, 2, axis=1)[:, :5] * 2.0**-4).all()
 
 
@@ -120,7 +120,7 @@ def test_other_names_of_activations_are_refused():
 def exact(x: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """The product of quantised rows in float64, and the sums of its terms' magnitudes."""
     weight = np.asarray(dequantize(values, scale, jnp.float32), np.float64)
-    x = np.asarray(jax.jit(rounded)(x), np.float64)
+    x = np.asarray(jax.jit(as_quantized)(x), np.float64)
     return x @ weight.T, np.abs(x) @ np.abs(weight).T
 
 

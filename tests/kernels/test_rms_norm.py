@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_gemm.api import add_in_order
+from pallas_kernels import fp8_tiles
+from pallas_kernels.block_gemm.api import add_in_order, linear
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 
 pytestmark = pytest.mark.sampled(1)
@@ -251,11 +252,34 @@ def test_the_norm_is_rounded_once_to_each_dtype(implementation):
         h, delta, scale, out_dtypes=(jnp.float16, jnp.bfloat16, jnp.float32), **how
     )
     assert [x.dtype for x in normed] == [jnp.float16, jnp.bfloat16, jnp.float32]
-    for x in normed:
+    exact = exact_norm(added, scale)
+    for x, step in zip(normed, (2**-11, 2**-8, 2**-20), strict=True):
+        assert_close(x, exact, step)  # rounded to bfloat16 before, a number is 2**-9 away
         assert np.array_equal(x, normed[-1].astype(x.dtype))
     assert_same((added, normed[1]), add_rms_norm(h, delta, scale, **how), h.dtype)
     alone = rms_norm(added, scale, out_dtype=jnp.float16, **how)
     assert np.array_equal(alone, normed[0])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+def test_float16_rows_saturate(implementation):
+    """One massive channel is normed to sqrt(D), and the weight makes 67,882 of it. A product with it stays finite."""
+    D, how = 2048, dict(eps=EPS, implementation=implementation)
+    scale = jnp.full(D, 1500, jnp.bfloat16)
+    h = normal(0, 4, D, dtype=jnp.bfloat16) / 64
+    h = h.at[0, 7].set(30000).at[1, 700].set(-30000).at[2, 5].set(jnp.nan)
+    norm = lambda *dtypes: add_rms_norm(h, jnp.zeros((1, 4, D)), scale, out_dtypes=dtypes, **how)
+    half, wide, same = norm(jnp.float16, jnp.float32, jnp.bfloat16)[1:]
+    assert wide[0, 7] > 65504 < same[0, 7]
+    assert (half[0, 7], half[1, 700]) == (65504, -65504)
+    assert np.isnan(half[2]).all()
+    assert np.array_equal(rms_norm(h, scale, out_dtype=jnp.float16, **how), half, equal_nan=True)
+    rest = jnp.abs(wide) < 65504
+    assert np.array_equal(half[rest], wide[rest].astype(jnp.float16))
+    weight = fp8_tiles.arrange(normal(1, 64, D).astype(jnp.float8_e4m3fn))
+    product = linear(half, weight, scale=jnp.ones((1, D // 128)), implementation=implementation)
+    assert np.isfinite(product).all(1).tolist() == [True, True, False, True]
 
 
 @pytest.mark.sampled(2, slow=2)
