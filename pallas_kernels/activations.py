@@ -24,9 +24,11 @@ def row_dtype(
     """The dtype in which a norm should store rows that this weight multiplies; `dtype` is that of the stream.
 
     It is float16 for fp8 weights in tiles and a bfloat16 stream, else `dtype`. e4m3 numbers become float16 in one instruction
-    for two, and bfloat16 in four. A normed number has 11 bits then instead of 8. Its magnitude is at most sqrt(D) * max|w| for D columns and the norm's weight
-    w. This exceeds float16's largest number, 65,504, only if max|w| is above 1,447 (D 2,048) or 893 (D 5,376); `rounded`
-    then saturates. Other rows stay in `dtype`: the product of gate and up has no bound.
+    for two, and bfloat16 in four. A normed number has 11 bits then instead of 8.
+
+    The magnitude of a normed number is at most sqrt(D) * max|w| for D columns and the norm's weight w. It exceeds float16's
+    largest number, 65,504, only if max|w| is above 1,447 (D = 2,048) or 893 (D = 5,376); `rounded` then saturates. Other
+    rows stay in `dtype`: the product of gate and up has no bound.
     """
     in_tiles = scale is not None and formats.kind(values, scale) == "fp8_tiles"
     return jnp.dtype(jnp.float16) if in_tiles and dtype == jnp.bfloat16 else jnp.dtype(dtype)

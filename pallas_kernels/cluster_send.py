@@ -31,33 +31,23 @@ def barriers(count: int) -> Any:
     return plgpu.SMEM((2 * count,), jnp.int32)
 
 
-def arm(barriers_smem: Any, counts: Sequence[Any]) -> None:
-    """Barrier i of this block waits for counts[i] bytes, int or int32. Then arrives at the barrier of the cluster.
+def arm(barriers_smem: Any, counts: Sequence[int]) -> None:
+    """Barrier i of this block waits for counts[i] bytes. Then the block arrives at the barrier of the cluster.
 
-    All warpgroups call it, before anything else.
+    All warpgroups call it, before anything is sent.
     """
-    known = [count if isinstance(count, int) else None for count in counts]
-    given = [jnp.int32(count) for count in counts if not isinstance(count, int)]
+    inits = [f"@first mbarrier.init.shared::cta.b64 [$0 + {8 * i}], 1;" for i in range(len(counts))]
+    expected = [
+        f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + {8 * i}], {count};"
+        for i, count in enumerate(counts)
+    ]
+    text = _named(_ARM, INITS="\n".join(inits), EXPECTED="\n".join(expected))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * len(given)))
-    def begin(_, barriers, *given):
-        names = iter(f"${1 + i}" for i in range(len(given)))
-        text = _named(
-            _ARM,
-            INITS="\n".join(
-                f"@first mbarrier.init.shared::cta.b64 [$0 + {8 * i}], 1;"
-                for i in range(len(counts))
-            ),
-            EXPECTED="\n".join(
-                "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, "
-                f"[$0 + {8 * i}], {next(names) if count is None else count};"
-                for i, count in enumerate(known)
-            ),
-        )
-        constraints = ",".join(["r"] * (1 + len(given)) + ["~{memory}"])
-        asm(text, constraints, [address(barriers), *(x.registers.item() for x in given)])
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def arm_(_, barriers):
+        asm(text, "r,~{memory}", [address(barriers)])
 
-    begin(barriers_smem, *given)
+    arm_(barriers_smem)
 
 
 def wait_armed() -> None:

@@ -123,11 +123,7 @@ def norm_and_route(
 
         def norm(i):
             r, own_smem = rows[i], squares_smem.at[pl.ds(i, 1)]
-
-            def store_sum(strip, x):
-                sum_gmem[r, strip] = x
-
-            strips = row_norm(loaded[i], g, store_sum, own_smem, stored_barrier)
+            strips = row_norm(loaded[i], g, sum_gmem.at[r], own_smem, stored_barrier)
             for n, (strip, x) in enumerate(strips):
                 if i == n == 0:
                     sender.wait_begun()

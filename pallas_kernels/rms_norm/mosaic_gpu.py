@@ -13,7 +13,7 @@ have stored squares that depend on the result of the first.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -156,11 +156,11 @@ class RowNorm(NamedTuple):
         self,
         row: "LoadedRow",
         g: Any,
-        store_sum: Callable | None,  # of a strip and its sum [strip, 64], if something is added
+        sum_gmem: Any,  # [tiles, 64], if something is added
         squares_smem: Any,  # [norms, groups, strip, 64] float32; no other call of the block uses them
         stored_barrier: Any,  # all warpgroups have stored their squares; completes once a norm
     ) -> Iterator[tuple[Any, jax.Array]]:
-        """Stores the sum of a row by `store_sum`; yields the strips of warpgroup g, and what the norm makes of each, in float32."""
+        """Stores the sum of a row; yields the strips of warpgroup g, and what the norm makes of each, in float32."""
         tiles, config = self.D // _TILE, self.config
         load = lambda ref: plgpu.load(ref, layout=self.layout, optimized=False)
 
@@ -199,7 +199,7 @@ class RowNorm(NamedTuple):
                 sums = [(x, normed(*term, root).astype(self.dtype)) for x, *term in terms]
             rows = [_added(*terms, added.factor, self.dtype) for terms in sums]
             for x, strip in zip(rows, row.strips, strict=True):
-                store_sum(strip, x)
+                sum_gmem[strip] = x
         rows = [x.astype(jnp.float32) for x in rows]
         root = inverse_root(rows, self.eps, num_norms - 1)
         for x, scale, strip in zip(rows, row.scales, row.strips, strict=True):
@@ -275,13 +275,9 @@ def _launch(
             len(leaves) :
         ]  # each [R, tiles, 64]: the sum, if any, and the norm in its dtypes
         r, g = lax.axis_index("row"), lax.axis_index("group")
-        sum_gmem = None if added is None else outs_gmem.pop(0)
+        sum_gmem = None if added is None else outs_gmem.pop(0).at[r]
         row = row_norm.load(r, R, g, *operands_gmem)
-
-        def store_sum(strip, x):
-            sum_gmem[r, strip] = x
-
-        for strip, x in row_norm(row, g, store_sum, squares_smem, stored_barrier):
+        for strip, x in row_norm(row, g, sum_gmem, squares_smem, stored_barrier):
             for out_gmem in outs_gmem:
                 out_gmem[r, strip] = rounded(x, out_gmem.dtype)
 

@@ -1,6 +1,5 @@
 """Runs on a CPU what the threads of a cluster's blocks send each other (`pallas_kernels.cluster_send`)."""
 
-import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +19,6 @@ class Threads:
         """Takes the place of MLIR's operations in `cluster_send` and in modules that use it."""
         self.memory: dict[tuple[int, int, int], object] = {}
         self.thread = 0
-        self.is_on = True
 
         def inline_mgpu(arg_types, return_type=None):
             def run(function):
@@ -37,12 +35,7 @@ class Threads:
             times=lambda x, factor: x * factor,
             constant=lambda value: value,
             mlir=SimpleNamespace(
-                arith=SimpleNamespace(
-                    xori=lambda x, y: x ^ y,
-                    remui=lambda x, y: x % y,
-                    cmpi=lambda _, x, y: x < y,
-                    CmpIPredicate=SimpleNamespace(ult=None),
-                ),
+                arith=SimpleNamespace(xori=lambda x, y: x ^ y),
                 bitcast=lambda words, _: words,
                 ir=SimpleNamespace(VectorType=SimpleNamespace(get=lambda *_: None)),
                 i32=lambda: None,
@@ -54,7 +47,6 @@ class Threads:
             element=lambda vector, i: vector[i],
             bits=lambda number: number,
             send=self.send,
-            when=self.when,
         )
         for module in (cluster_send, *modules):
             for name, fake in fakes.items():
@@ -75,16 +67,7 @@ class Threads:
             registers=SimpleNamespace(flat=iter(flat), reshape=lambda *shape: flat.reshape(shape))
         )
 
-    @contextlib.contextmanager
-    def when(self, condition):
-        """Nothing is sent inside if the condition is false."""
-        self.is_on = condition is None or condition
-        yield
-        self.is_on = True
-
     def send(self, address, number, block, words) -> None:
-        if not self.is_on:
-            return
         assert address % (4 * len(words)) == 0
         for i, word in enumerate(words):
             place = number, block, address + 4 * i
