@@ -2,7 +2,8 @@
 
 A call takes microseconds, less than a launch from the host, so a program of many calls is timed. Each
 call has its own arguments, so that weights come from device memory and not from the L2 cache, and depends
-on the call before, so that calls do not run concurrently. The cases are the specs of an operation, see
+on the call before, so that calls do not run concurrently. Where calls are so short that the host may take longer
+than the GPU, their time is that of their kernels in a trace. The cases are the specs of an operation, see
 `bench.deviceless`. A `specs.py` may also have:
 
 - `inputs(spec, key)`: arguments, if random values and zeros are invalid for the operation.
@@ -14,16 +15,19 @@ on the call before, so that calls do not run concurrently. The cases are the spe
 import dataclasses
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from bench import deviceless, rows
 from bench.commands.kernels import Options
+from bench.kernel_times import latest_trace, read_trace
 from bench.roofline import CHIPS
 from pallas_kernels import dispatch
 from pallas_kernels.device import GENERATIONS, Device, describe
@@ -35,6 +39,9 @@ _CALLS = (8, 32)
 _MAX_BYTES = 24e9
 _REPEATS = 5
 _SECONDS = 0.03  # of a repeat
+_SHORT = 40e-6
+"""Seconds of a call below which the host may take longer than the GPU: 10 to 30 us on slow hosts."""
+_TRACED_CALLS = 2000
 
 _log = logging.getLogger(__name__)
 
@@ -58,15 +65,19 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds per call, in programs of `calls` calls. `linked_by`: how a call depends on the one before.
+    """Seconds per call, in programs of `calls` calls.
 
-    "result": an argument is the result of the call before, at no cost. "sum": a small extra kernel links
-    them; its time is not subtracted.
+    Attributes:
+      linked_by: how a call depends on the one before. "result": an argument is the result of the call before, at no
+        cost. "sum": a small extra kernel links them; its time is not subtracted.
+      timed_by: "clock" of the host, from the first call to the last; or "trace", the sum of the kernels' times, without
+        the gaps between them.
     """
 
     seconds: float
     calls: int
     linked_by: str
+    timed_by: Literal["clock", "trace"]
 
 
 def cases(
@@ -144,7 +155,7 @@ def measure(case: Case, chip: str) -> dict:
     calls = max(1, min(calls, int(_MAX_BYTES / size)))
     make = jax.jit(case.inputs)
     copies = [make(jax.random.key(i)) for i in range(calls)]
-    kernel = timed(_retraced(case.function), copies)
+    kernel = timed(_retraced(case.function), copies, trace_below=_SHORT)
     row = {
         "op": case.op,
         "spec": case.spec,
@@ -155,6 +166,7 @@ def measure(case: Case, chip: str) -> dict:
         "fraction_of_bandwidth": None,
         "calls": kernel.calls,
         "linked_by": kernel.linked_by,
+        "timed_by": kernel.timed_by,
         "reference_us": None,
         "speedup": None,
         "max_relative_error": None,
@@ -164,7 +176,9 @@ def measure(case: Case, chip: str) -> dict:
     try:
         with dispatch.references():
             wanted = jax.jit(_retraced(case.function))(*copies[0])
-            reference = None if case.alternative else timed(_retraced(case.function), copies)
+            below = math.inf if kernel.timed_by == "trace" else 0.0
+            function = _retraced(case.function)
+            reference = None if case.alternative else timed(function, copies, trace_below=below)
     except jax.errors.JaxRuntimeError as error:
         _log.warning("%s %s: reference: %s", case.op, case.spec, str(error).splitlines()[0])
         return row
@@ -176,8 +190,11 @@ def measure(case: Case, chip: str) -> dict:
     return row
 
 
-def timed(function: Callable, copies: Sequence[tuple]) -> Timing:
-    """Times calls of `function`, one for each of the `copies` of its arguments, in one program."""
+def timed(function: Callable, copies: Sequence[tuple], *, trace_below: float = 0.0) -> Timing:
+    """Times calls of `function`, one for each of the `copies` of its arguments, in one program.
+
+    Calls of fewer seconds than `trace_below` are timed by a trace, if it shows a GPU.
+    """
     links = _links(copies[0], jax.eval_shape(function, *copies[0]))
     leaves = jax.tree.leaves(copies[0])
 
@@ -208,12 +225,30 @@ def timed(function: Callable, copies: Sequence[tuple]) -> Timing:
 
     seconds(1)
     turns = max(1, round(_SECONDS / seconds(1)))
-    best = min(seconds(turns) for _ in range(_REPEATS))
+    best = min(seconds(turns) for _ in range(_REPEATS)) / turns / len(copies)
+    traced = _traced(seconds, len(copies)) if best < trace_below else None
     return Timing(
-        seconds=best / turns / len(copies),
+        seconds=best if traced is None else traced,
         calls=len(copies),
         linked_by="result" if links else "sum",
+        timed_by="clock" if traced is None else "trace",
     )
+
+
+def _traced(run: Callable[[int], Any], calls: int) -> float | None:
+    """Seconds of all kernels of a call, from a trace of programs of `calls` calls; `run` takes their number.
+
+    None if the trace shows no GPU.
+    """
+    turns = max(1, _TRACED_CALLS // calls)
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder)
+        try:
+            run(turns)
+        finally:
+            jax.profiler.stop_trace()
+        table = read_trace(latest_trace(Path(folder)), turns * calls)
+    return None if table is None else 1e-6 * table.us
 
 
 def _links(args: tuple, results: Any) -> dict[int, int]:

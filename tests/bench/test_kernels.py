@@ -57,6 +57,30 @@ def test_every_call_runs_on_what_the_one_before_made():
     assert seen[:6] == [0, 1, 3, 6, 7, 9]
 
 
+def test_short_calls_are_timed_by_their_kernels(monkeypatch):
+    """Three calls in a program, and a trace of two programs: 6 calls of 1.5 us."""
+    monkeypatch.setattr(kernels, "_TRACED_CALLS", 7)
+    read = []
+
+    def read_trace(path, rounds):
+        read.append((path.name.endswith(".trace.json.gz"), rounds))
+        return SimpleNamespace(us=1.5)
+
+    monkeypatch.setattr(kernels, "read_trace", read_trace)
+    copies = [(jnp.full((2, 2), i),) for i in range(3)]
+    timing = kernels.timed(lambda x: x + 1, copies, trace_below=10.0)
+    assert (timing.seconds, timing.timed_by) == (pytest.approx(1.5e-6), "trace")
+    assert read == [(True, 6)]
+    assert kernels.timed(lambda x: x + 1, copies).timed_by == "clock"
+
+
+def test_a_trace_without_a_gpu_leaves_the_clocks_time():
+    copies = [(jnp.full((2, 2), i),) for i in range(3)]
+    timing = kernels.timed(lambda x: x + 1, copies, trace_below=10.0)
+    assert timing.timed_by == "clock"
+    assert timing.seconds > 0
+
+
 def test_results_that_fit_no_argument_are_awaited_too():
     product = lambda x, w: x @ w
     copies = [(normal(4, 8), normal(8, 16)) for _ in range(2)]
