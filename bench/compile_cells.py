@@ -26,7 +26,7 @@ from peagle_jax.engine.device_calls import CONTROLS, PREFILL, Key
 if TYPE_CHECKING:
     from peagle_jax.engine.engine import Engine
 
-_CHILD_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+CHILD_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 Cell = tuple
 """Arguments of `Make` behind the options, for one engine; hashable."""
@@ -59,7 +59,7 @@ def compile_all(
     start = time.perf_counter()
     spawn = multiprocessing.get_context("spawn")
     with (
-        environment(_CHILD_ENVIRONMENT),
+        environment(CHILD_ENVIRONMENT),
         ProcessPoolExecutor(jobs, mp_context=spawn) as pool,
         progress_bar(unit="program") as bar,
     ):

@@ -12,22 +12,21 @@ than the GPU, their time is that of their kernels in a trace. The cases are the 
   be empty.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from bench import deviceless, rows
 from bench.commands.kernels import Options
-from bench.kernel_times import latest_trace, read_trace
+from bench.kernel_jobs import measure_job, side_by_side
+from bench.kernel_timing import SHORT, Program
 from bench.roofline import CHIPS
 from pallas_kernels import dispatch
 from pallas_kernels.device import GENERATIONS, Device, describe
@@ -37,12 +36,6 @@ _COLD_BYTES = 300e6  # arguments of a program: several times the L2 cache
 # Calls of a program: enough that its launch does not count, few enough to compile soon.
 _CALLS = (8, 32)
 _MAX_BYTES = 24e9
-_REPEATS = 5
-_SECONDS = 0.03  # of a repeat
-_SHORT = 100e-6
-"""Seconds of a call below which the host may take longer than the GPU: a call takes 10 to 50 us on slow hosts."""
-_TRACED_CALLS = 2000
-
 _log = logging.getLogger(__name__)
 
 
@@ -61,23 +54,6 @@ class Case:
     shapes: tuple
     inputs: Callable[[jax.Array], tuple]
     bytes: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Seconds per call, in programs of `calls` calls.
-
-    Attributes:
-      linked_by: how a call depends on the one before. "result": an argument is the result of the call before, at no
-        cost. "sum": a small extra kernel links them; its time is not subtracted.
-      timed_by: "clock" of the host, from the first call to the last; or "trace", the sum of the kernels' times, without
-        the gaps between them.
-    """
-
-    seconds: float
-    calls: int
-    linked_by: str
-    timed_by: Literal["clock", "trace"]
 
 
 def cases(
@@ -126,157 +102,107 @@ def kernels(options: Options, environment: dict) -> Iterator[dict]:
     known = {name for op in ops for name in deviceless.specs_of(op).SPECS}
     if unknown := sorted(set(options.spec or ()) - known):
         raise ConfigError(f"no operation has a spec {unknown[0]!r}; there are {sorted(known)}")
+    for measured in _measured(options, ops, device):
+        row = rows.rounded({"kind": "kernel", **environment, **measured})
+        rows.append(options.out, row)
+        yield row
+
+
+def _measured(options: Options, ops: Sequence[str], device: Device) -> Iterator[dict]:
+    """The rows of what was asked for, without the fields that all share."""
+    found = []
     for op in ops:
-        asked = [name for name in deviceless.specs_of(op).SPECS if name in (options.spec or known)]
+        every = deviceless.specs_of(op).SPECS
+        asked = [name for name in every if not options.spec or name in options.spec]
         has_kernel = deviceless.specs_on(op, device)
         if without := [name for name in asked if name not in has_kernel]:
             _log.warning("%s has no kernel for %s: %s skipped", op, device.name, ", ".join(without))
-        names = [name for name in asked if name in has_kernel]
-        for case in cases(op, names, device if options.configs else None):
+        found += [(op, name) for name in asked if name in has_kernel]
+    if options.jobs > 1:
+        jobs = [(*one, options.configs) for one in found]
+        yield from side_by_side(jobs, options.jobs, measure_job)
+        return
+    for op, name in found:
+        for case in cases(op, [name], device if options.configs else None):
             try:
-                measured = measure(case, device.name)
+                yield measure(case, device.name)
             except Exception as error:  # the other cases are still measured
                 said = str(error).splitlines() or [""]
                 _log.error("%s %s: %s: %s", op, case.spec, type(error).__name__, said[0])
-                continue
-            row = rows.rounded({"kind": "kernel", **environment, **measured})
-            rows.append(options.out, row)
-            yield row
+
+
+class Prepared:
+    """A case whose programs are compiled: the kernel and its reference, each timed and alone.
+
+    If the reference cannot be compiled (usually out of memory), it has no programs.
+    """
+
+    def __init__(self, case: Case):
+        size = _bytes(case.shapes)
+        calls = min(_CALLS[1], max(_CALLS[0], math.ceil(_COLD_BYTES / size)))
+        calls = max(1, min(calls, int(_MAX_BYTES / size)))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        self.case, self.calls = case, calls
+        self._inputs = jax.jit(case.inputs).lower(key).compile()
+        programs = lambda: (
+            Program(_retraced(case.function), case.shapes, calls),
+            jax.jit(_retraced(case.function)).lower(*case.shapes).compile(),
+        )
+        self._kernel, self._alone = programs()
+        self._reference = self._wanted = None
+        with dispatch.references(), self._tried():
+            self._reference, self._wanted = programs()
+
+    @contextlib.contextmanager
+    def _tried(self) -> Iterator[None]:
+        """What the reference does: a warning if it cannot."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            op, spec = self.case.op, self.case.spec
+            _log.warning("%s %s: reference: %s", op, spec, str(error).splitlines()[0])
+
+    def measure(self, chip: str) -> dict:
+        """A row: times of kernel and reference, and the largest difference of their results.
+
+        If the reference cannot run, its columns are empty. It is not timed for alternatives.
+        """
+        case = self.case
+        copies = [self._inputs(jax.random.key(i)) for i in range(self.calls)]
+        kernel = self._kernel.time(copies, trace_below=SHORT)
+        row = {
+            "op": case.op,
+            "spec": case.spec,
+            "config": case.config,
+            "us": 1e6 * kernel.seconds,
+            "bytes": case.bytes,
+            "bytes_per_second": case.bytes / kernel.seconds,
+            "fraction_of_bandwidth": None,
+            "calls": kernel.calls,
+            "linked_by": kernel.linked_by,
+            "timed_by": kernel.timed_by,
+            "reference_us": None,
+            "speedup": None,
+            "max_relative_error": None,
+        }
+        if chip in CHIPS:
+            row["fraction_of_bandwidth"] = row["bytes_per_second"] / CHIPS[chip].bandwidth
+        if self._reference is None:
+            return row
+        with self._tried():
+            wanted, found = (run(*copies[0]) for run in (self._wanted, self._alone))
+            row["max_relative_error"] = float(_max_relative_error(found, wanted))
+            if not case.alternative:
+                below = math.inf if kernel.timed_by == "trace" else 0.0
+                reference = self._reference.time(copies, trace_below=below)
+                row["reference_us"] = 1e6 * reference.seconds
+                row["speedup"] = reference.seconds / kernel.seconds
+        return row
 
 
 def measure(case: Case, chip: str) -> dict:
-    """A row: times of kernel and reference, and the largest difference of their results.
-
-    If the reference cannot run (usually out of memory), its columns are empty. It is not timed again for
-    alternatives.
-    """
-    size = _bytes(case.shapes)
-    calls = min(_CALLS[1], max(_CALLS[0], math.ceil(_COLD_BYTES / size)))
-    calls = max(1, min(calls, int(_MAX_BYTES / size)))
-    make = jax.jit(case.inputs)
-    copies = [make(jax.random.key(i)) for i in range(calls)]
-    kernel = timed(_retraced(case.function), copies, trace_below=_SHORT)
-    row = {
-        "op": case.op,
-        "spec": case.spec,
-        "config": case.config,
-        "us": 1e6 * kernel.seconds,
-        "bytes": case.bytes,
-        "bytes_per_second": case.bytes / kernel.seconds,
-        "fraction_of_bandwidth": None,
-        "calls": kernel.calls,
-        "linked_by": kernel.linked_by,
-        "timed_by": kernel.timed_by,
-        "reference_us": None,
-        "speedup": None,
-        "max_relative_error": None,
-    }
-    if chip in CHIPS:
-        row["fraction_of_bandwidth"] = row["bytes_per_second"] / CHIPS[chip].bandwidth
-    try:
-        with dispatch.references():
-            wanted = jax.jit(_retraced(case.function))(*copies[0])
-            below = math.inf if kernel.timed_by == "trace" else 0.0
-            function = _retraced(case.function)
-            reference = None if case.alternative else timed(function, copies, trace_below=below)
-    except jax.errors.JaxRuntimeError as error:
-        _log.warning("%s %s: reference: %s", case.op, case.spec, str(error).splitlines()[0])
-        return row
-    found = jax.jit(_retraced(case.function))(*copies[0])
-    row["max_relative_error"] = float(_max_relative_error(found, wanted))
-    if reference is not None:
-        row["reference_us"] = 1e6 * reference.seconds
-        row["speedup"] = reference.seconds / kernel.seconds
-    return row
-
-
-def timed(function: Callable, copies: Sequence[tuple], *, trace_below: float = 0.0) -> Timing:
-    """Times calls of `function`, one for each of the `copies` of its arguments, in one program.
-
-    Calls of fewer seconds than `trace_below` are timed by a trace, if it shows a GPU.
-    """
-    links = _links(copies[0], jax.eval_shape(function, *copies[0]))
-    leaves = jax.tree.leaves(copies[0])
-
-    def program(carried, copies):
-        kept = []
-        for args in copies:
-            # The barrier prevents fusion with neighbouring calls.
-            made = jax.lax.optimization_barrier(function(*_carry(carried, args, links)))
-            results = jax.tree.leaves(made)
-            linked = [results[j].reshape(leaves[i].shape) for i, j in links.items()]
-            carried = linked or jnp.ravel(results[0])[:1]
-            # Return all outputs, or XLA would remove their computation.
-            kept += [x for j, x in enumerate(results) if j not in links.values()]
-        return carried, kept
-
-    carried = [jnp.copy(leaves[i]) for i in links]
-    if not links:
-        carried = jnp.zeros(1, jax.tree.leaves(jax.eval_shape(function, *copies[0]))[0].dtype)
-    run = jax.jit(program, donate_argnums=0).lower(carried, copies).compile()
-
-    def seconds(turns: int) -> float:
-        nonlocal carried
-        start = time.perf_counter()
-        for _ in range(turns):
-            carried, kept = run(carried, copies)
-        jax.block_until_ready((carried, kept))
-        return time.perf_counter() - start
-
-    seconds(1)
-    turns = max(1, round(_SECONDS / seconds(1)))
-    best = min(seconds(turns) for _ in range(_REPEATS)) / turns / len(copies)
-    traced = _traced(seconds, len(copies)) if best < trace_below else None
-    return Timing(
-        seconds=best if traced is None else traced,
-        calls=len(copies),
-        linked_by="result" if links else "sum",
-        timed_by="clock" if traced is None else "trace",
-    )
-
-
-def _traced(run: Callable[[int], Any], calls: int) -> float | None:
-    """Seconds of all kernels of a call, from a trace of programs of `calls` calls; `run` takes their number.
-
-    None if the trace shows no GPU.
-    """
-    turns = max(1, _TRACED_CALLS // calls)
-    with tempfile.TemporaryDirectory() as folder:
-        jax.profiler.start_trace(folder)
-        try:
-            run(turns)
-        finally:
-            jax.profiler.stop_trace()
-        table = read_trace(latest_trace(Path(folder)), turns * calls)
-    return None if table is None else 1e-6 * table.us
-
-
-def _links(args: tuple, results: Any) -> dict[int, int]:
-    """Maps leaves of the arguments to results of the call before with equal shape and dtype, in order.
-
-    If there are too many results, the last ones are used, because they are ready last.
-    """
-    links: dict[int, int] = {}
-    leaves, made = jax.tree.leaves(args), jax.tree.leaves(results)
-    kind = lambda x: (math.prod(x.shape), x.dtype)
-    for alike in dict.fromkeys(map(kind, made)):
-        takers = [i for i, leaf in enumerate(leaves) if kind(leaf) == alike and len(leaf.shape) > 1]
-        givers = [j for j, result in enumerate(made) if kind(result) == alike]
-        links |= zip(takers, givers[-len(takers) :], strict=False)
-    return links
-
-
-def _carry(carried: Any, args: tuple, links: dict[int, int]) -> tuple:
-    """Arguments that depend on the call before: some replaced by its results, or a zero added."""
-    leaves, tree = jax.tree.flatten(args)
-    for i, value in zip(links, carried, strict=False):
-        leaves[i] = value.reshape(leaves[i].shape)
-    if not links:
-        floats = [i for i, leaf in enumerate(leaves) if leaf.dtype in (jnp.bfloat16, jnp.float32)]
-        smallest = min(floats, key=lambda i: leaves[i].size)
-        zero = 0 * carried[0].astype(leaves[smallest].dtype)
-        leaves[smallest] = leaves[smallest] + zero
-    return tree.unflatten(leaves)
+    """Compiles a case and measures it."""
+    return Prepared(case).measure(chip)
 
 
 def _config_text(config: Any) -> str:

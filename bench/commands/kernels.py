@@ -1,9 +1,10 @@
 """`peagle-bench kernels`: its options, and the table of its rows."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.command import Command, RowOptions, option, rows_file, show
+from bench.command import Command, RowOptions, option, positive, rows_file, show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,10 @@ class Options(RowOptions):
     configs: bool = option(
         "also time the tuning configs that the kernel does not choose", default=False
     )
+    jobs: int = option(
+        "processes that compile side by side; each takes 2 to 4 GB of memory of the host. One spec is measured at a time",
+        default=1, type=positive, metavar="N",
+    )  # fmt: skip
     ladder: bool = option("time the steps of docs/ladder.md instead", default=False)
     out: Path = rows_file("kernels.jsonl")
 
@@ -39,6 +44,8 @@ def _ladder(options: Options) -> int:
 
 
 def _kernels(options: Options) -> int:
+    if options.jobs > 1:  # this process needs no memory of the GPU
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     from bench.kernels import kernels
 
     number = lambda value, form: "" if value is None else format(value, form)
@@ -62,7 +69,11 @@ def _kernels(options: Options) -> int:
 COMMAND = Command(
     name="kernels",
     summary="each GPU kernel beside its XLA reference: microseconds, bandwidth, error",
-    examples=("kernels --op moe --spec qwen3-moe-gate-up-256", "kernels --ladder"),
+    examples=(
+        "kernels --op moe --spec qwen3-moe-gate-up-256",
+        "kernels --jobs 15 --op quantize",
+        "kernels --ladder",
+    ),
     description="""
 Times every operation of pallas_kernels on the shapes of real models (its specs), with arguments that come from
 device memory and not from the L2 cache, and compares results with the jnp reference, compiled by XLA. Needs a

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import deviceless, kernels
+from bench import deviceless, kernel_timing, kernels
 from bench.__main__ import main
 from pallas_kernels.block_gemm import specs as block_gemm
 from pallas_kernels.device import B200, H200, RTX5090
@@ -19,14 +19,18 @@ def normal(*shape: int, dtype=jnp.float32) -> jax.Array:
     return jax.random.normal(jax.random.key(len(shape)), shape).astype(dtype)
 
 
+def timed(function, copies, **options) -> kernel_timing.Timing:
+    return kernel_timing.Program(function, copies[0], len(copies)).time(copies, **options)
+
+
 @pytest.fixture
 def small(monkeypatch):
     """One spec that the interpreter is quick with, in programs of three calls."""
     one = {"small": specs.Spec(rows=2, width=256, parts=2)}
     monkeypatch.setattr(specs, "SPECS", one)
     monkeypatch.setattr(kernels, "_CALLS", (3, 3))
-    monkeypatch.setattr(kernels, "_SECONDS", 0)
-    monkeypatch.setattr(kernels, "_REPEATS", 1)
+    monkeypatch.setattr(kernel_timing, "_SECONDS", 0)
+    monkeypatch.setattr(kernel_timing, "_REPEATS", 1)
 
 
 @pytest.mark.usefixtures("small")
@@ -51,7 +55,7 @@ def test_every_call_runs_on_what_the_one_before_made():
         return h + step
 
     copies = [(jnp.zeros((2, 2)), jnp.full((2, 2), i + 1.0)) for i in range(3)]
-    timing = kernels.timed(add, copies)
+    timing = timed(add, copies)
     jax.effects_barrier()
     assert (timing.calls, timing.linked_by) == (3, "result")
     assert seen[:6] == [0, 1, 3, 6, 7, 9]
@@ -59,24 +63,24 @@ def test_every_call_runs_on_what_the_one_before_made():
 
 def test_short_calls_are_timed_by_their_kernels(monkeypatch):
     """Three calls in a program, and a trace of two programs: 6 calls of 1.5 us."""
-    monkeypatch.setattr(kernels, "_TRACED_CALLS", 7)
+    monkeypatch.setattr(kernel_timing, "_TRACED_CALLS", 7)
     read = []
 
     def read_trace(path, rounds):
         read.append((path.name.endswith(".trace.json.gz"), rounds))
         return SimpleNamespace(us=1.5)
 
-    monkeypatch.setattr(kernels, "read_trace", read_trace)
+    monkeypatch.setattr(kernel_timing, "read_trace", read_trace)
     copies = [(jnp.full((2, 2), i),) for i in range(3)]
-    timing = kernels.timed(lambda x: x + 1, copies, trace_below=10.0)
+    timing = timed(lambda x: x + 1, copies, trace_below=10.0)
     assert (timing.seconds, timing.timed_by) == (pytest.approx(1.5e-6), "trace")
     assert read == [(True, 6)]
-    assert kernels.timed(lambda x: x + 1, copies).timed_by == "clock"
+    assert timed(lambda x: x + 1, copies).timed_by == "clock"
 
 
 def test_a_trace_without_a_gpu_leaves_the_clocks_time():
     copies = [(jnp.full((2, 2), i),) for i in range(3)]
-    timing = kernels.timed(lambda x: x + 1, copies, trace_below=10.0)
+    timing = timed(lambda x: x + 1, copies, trace_below=10.0)
     assert timing.timed_by == "clock"
     assert timing.seconds > 0
 
@@ -84,13 +88,13 @@ def test_a_trace_without_a_gpu_leaves_the_clocks_time():
 def test_results_that_fit_no_argument_are_awaited_too():
     product = lambda x, w: x @ w
     copies = [(normal(4, 8), normal(8, 16)) for _ in range(2)]
-    assert kernels.timed(product, copies).linked_by == "sum"
+    assert timed(product, copies).linked_by == "sum"
 
 
 def test_a_result_of_another_shape_is_the_next_calls_argument(monkeypatch):
-    monkeypatch.setattr(kernels, "_SECONDS", 1e-4)
+    monkeypatch.setattr(kernel_timing, "_SECONDS", 1e-4)
     copies = [(jnp.full((2, 12), i, jnp.float32),) for i in range(2)]
-    timing = kernels.timed(lambda x: 2 * x.reshape(2, 3, 4), copies)
+    timing = timed(lambda x: 2 * x.reshape(2, 3, 4), copies)
     assert (timing.calls, timing.linked_by) == (2, "result")
 
 
@@ -98,8 +102,12 @@ def test_several_results_replace_the_arguments_that_they_fit():
     """As queries and caches that are written in place; then a residual stream and its norm."""
     shapes = lambda *sizes: tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes)
     args = shapes((4, 8), (9,), (2, 16), (100, 8), (100, 8))
-    assert kernels._links(args, shapes((4, 2, 4), (100, 8), (100, 8), (7, 7))) == {0: 0, 3: 1, 4: 2}
-    assert kernels._links(shapes((4, 8), (8,)), shapes((4, 8), (4, 8))) == {0: 1}
+    assert kernel_timing._links(args, shapes((4, 2, 4), (100, 8), (100, 8), (7, 7))) == {
+        0: 0,
+        3: 1,
+        4: 2,
+    }
+    assert kernel_timing._links(shapes((4, 8), (8,)), shapes((4, 8), (4, 8))) == {0: 1}
 
 
 def test_random_arguments_are_real_numbers_and_zero_indices():
@@ -144,8 +152,8 @@ def test_an_alternative_is_compared_but_its_reference_not_timed(monkeypatch):
     spec = block_gemm.Spec(rows=72, outputs=320, inputs=128)
     monkeypatch.setattr(block_gemm, "SPECS", {"small": spec})
     monkeypatch.setattr(kernels, "_CALLS", (1, 1))
-    monkeypatch.setattr(kernels, "_SECONDS", 0)
-    monkeypatch.setattr(kernels, "_REPEATS", 1)
+    monkeypatch.setattr(kernel_timing, "_SECONDS", 0)
+    monkeypatch.setattr(kernel_timing, "_REPEATS", 1)
     case = list(kernels.cases("block_gemm", configs_for=H200))[1]
     row = kernels.measure(case, "NVIDIA H200")
     assert row["config"] == "tokens=64 chunks=1 split=False stages=4 groups=2"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from bench import kernels, ladder, ladder_page, report
+from bench import kernel_timing, kernels, ladder, ladder_page, report
 from bench.__main__ import main
 from bench.ladder_model import predict
 from pallas_kernels.device import H200
@@ -109,8 +109,8 @@ def test_a_spec_that_fails_does_not_end_the_others(monkeypatch):
 def quick(monkeypatch):
     """One call a program, once."""
     monkeypatch.setattr(kernels, "_CALLS", (2, 2))
-    monkeypatch.setattr(kernels, "_SECONDS", 0)
-    monkeypatch.setattr(kernels, "_REPEATS", 1)
+    monkeypatch.setattr(kernel_timing, "_SECONDS", 0)
+    monkeypatch.setattr(kernel_timing, "_REPEATS", 1)
 
 
 @pytest.mark.parametrize(
