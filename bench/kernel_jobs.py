@@ -43,36 +43,28 @@ def side_by_side(
                     bar.update()
                     if error := future.exception():
                         if turn is not None:
-                            log_failure(*futures[future][:2], error)
+                            said = str(error).splitlines() or [""]
+                            op, spec, _ = futures[future]
+                            _log.error("%s %s: %s: %s", op, spec, type(error).__name__, said[0])
                         continue
                     yield from future.result()
 
 
-def log_failure(op: str, spec: str, error: BaseException) -> None:
-    """Logs the first line of an error."""
-    said = str(error).splitlines() or [""]
-    _log.error("%s %s: %s: %s", op, spec, type(error).__name__, said[0])
-
-
 def measure_job(job: Job, turn: Any) -> list[dict]:
-    """The rows of a job, without the fields that all rows share; without a turn it only compiles.
-
-    What cannot be compiled is logged in both passes.
-    """
+    """The rows of a job, without the fields that all rows share; without a turn it only compiles."""
     import jax
 
-    from bench.kernels import Prepared, rows_of
+    from bench.kernels import Prepared, cases
     from pallas_kernels.device import describe
     from peagle_jax import runs
 
     runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
-
-    def measure(case, chip: str) -> dict | None:
+    op, spec, with_configs = job
+    device = describe(jax.devices()[0])
+    rows = []
+    for case in cases(op, [spec], device if with_configs else None):
         prepared = Prepared(case)
-        if turn is None:
-            return None
-        with turn:
-            return prepared.measure(chip)
-
-    made = rows_of(job, describe(jax.devices()[0]), measure)
-    return [row for row in made if row is not None]
+        if turn is not None:
+            with turn:
+                rows.append(prepared.measure(device.name))
+    return rows
