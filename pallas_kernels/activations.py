@@ -40,8 +40,12 @@ def result_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rows x, float32, in `dtype`. float16 saturates at 65,504, because infinity times a weight of 0 is NaN. NaN stays NaN."""
-    if dtype == jnp.float16:
+    """x, float32, in `dtype`. NaN stays NaN.
+
+    float16 and e4m3 saturate, at 65,504 and 448: infinity times a weight of 0 is NaN, and a plain conversion to e4m3
+    gives NaN on overflow.
+    """
+    if dtype in (jnp.float16, jnp.float8_e4m3fn):
         most = float(jnp.finfo(dtype).max)
         x = jnp.minimum(jnp.maximum(x, -most), most)
     return x.astype(dtype)

@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mlir_compat as mlir
+from pallas_kernels.cluster_send import address, element
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.peer_gather.words import asm
 
@@ -81,7 +82,7 @@ class Exchange:
 
             @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
             def begin(_, slots):
-                asm(_BEGIN, "r,~{memory}", [_address(slots)])
+                asm(_BEGIN, "r,~{memory}", [address(slots)])
 
             begin(self.slots_smem)
 
@@ -105,10 +106,9 @@ class Exchange:
             return_type=[made] * len(numbers),
         )
         def exchange(_, slots, slot, turn, *numbers):
-            place = mlir.ir.DenseI64ArrayAttr.get([0])
-            numbers = [mlir.vector.extract(x.registers.item(), [], place) for x in numbers]
+            numbers = [element(x.registers.item(), 0) for x in numbers]
             turns = (x.registers.item() for x in (slot, turn))
-            return [_each(x) for x in _exchange(_address(slots), *turns, numbers, self.blocks)]
+            return [_each(x) for x in _exchange(address(slots), *turns, numbers, self.blocks)]
 
         return exchange(self.slots_smem, jnp.int32(slot), jnp.int32(turn), *numbers)
 
@@ -128,11 +128,6 @@ class Exchange:
         repeat = lambda x: jnp.tile(x.reshape(-1), LANES // (WARPS * self.blocks))
         each = [repeat(found[:, i]) for i in range(len(numbers))]
         return [jnp.broadcast_to(x, (WARPS, LANES)) for x in each]
-
-
-def _address(slots: Any) -> Any:
-    """The address of an array in shared memory, 32 bits. It is the same one in each block of a kernel."""
-    return mlir.llvm.ptrtoint(mlir.i32(), mlir.memref_ptr(slots))
 
 
 def _each(number: Any) -> Any:

@@ -163,7 +163,7 @@ class Messages:
 
         @pl.when(self.group == 0)
         def _():
-            tiles = self.sizes.own_steps * (STEP // 64)
+            tiles = self.sizes.own_steps * (STEP // normed_gmem.shape[-1])
             rows = normed_gmem[:, pl.ds(self.block * tiles, tiles)]
             rows = rows.reshape(self.sizes.R, self.sizes.own_steps, STEP)
             self.x_smem[:, pl.ds(0, self.sizes.R)] = rows.transpose(1, 0, 2)

@@ -79,7 +79,6 @@ def normed_mixture(
     Raises:
       ValueError: as the three functions.
     """
-    check(h, parts, norm.scale, bias=bias)
     D = h.shape[-1]
     gate_up, down, form, first = experts
     how = dict(top_k=router.top_k, normalize=router.normalize)
@@ -93,6 +92,7 @@ def normed_mixture(
         config = config_for(R, E, router.top_k, (gate_up, down), form.activations, launch)
         few = R, E, D, h.dtype, router.top_k, config.tokens, launch.device
         if mosaic_norm_route.fits(*few) and router.weight.dtype == jnp.bfloat16:
+            check(h, parts, norm.scale, bias=bias)
             cut = dict(tokens=config.tokens, shared=config.shared)
             items = most_items(R, E, router.top_k, **cut)
             given = h.reshape(R, D), parts.reshape(-1, R, D), bias, norm.scale

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.activations import rounded
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.rope_write.reference import stored
 
 _WARPS = 4
 _LANES = 32
@@ -154,7 +154,7 @@ def _kernel(plan: _Plan, interpret):
         def store(out_gmem, index, halves_reg):
             for half, x in zip(halves, halves_reg, strict=True):
                 x = x if out_gmem.dtype == jnp.bfloat16 else _round(x)
-                out_gmem[(*index, half)] = stored(x, out_gmem.dtype)
+                out_gmem[(*index, half)] = rounded(x, out_gmem.dtype)
 
         def locate():
             """(page, slot in the page, whether the row is stored)."""

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import rounded
 from pallas_kernels.rms_norm.reference import rms_norm
 
 
@@ -85,14 +86,6 @@ def write_kv(
     page = jnp.where(inside, page, 0)
     offset = positions % page_size
     return (
-        k_pages.at[page, offset].set(stored(k, k_pages.dtype)),
-        v_pages.at[page, offset].set(stored(v, v_pages.dtype)),
+        k_pages.at[page, offset].set(rounded(k, k_pages.dtype)),
+        v_pages.at[page, offset].set(rounded(v, v_pages.dtype)),
     )
-
-
-def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x in the dtype of the cache; e4m3 saturates, because a plain conversion gives NaN on overflow."""
-    if dtype == jnp.float8_e4m3fn:
-        most = float(jnp.finfo(dtype).max)
-        x = jnp.minimum(jnp.maximum(x, -most), most)
-    return x.astype(dtype)
