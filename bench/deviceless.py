@@ -176,14 +176,13 @@ def compile_op(
     most: int | None = None,
     only: Sequence[str] | None = None,
 ) -> Iterator[Kernel]:
-    """The kernels of `most` specs of `op`, see `spread`; with `only` those of the specs with these names.
+    """The kernels of `most` specs of `op`, see `spread`; with `only` of those with these names.
 
     Nothing if it has no kernel for the chip.
     """
     specs, device = specs_of(op), CHIPS[chip]
-    for name, spec in spread(specs_on(op, CHIPS[chip]), most).items():
-        if only is not None and name not in only:
-            continue
+    asked = {name: spec for name, spec in specs_on(op, device).items() if not only or name in only}
+    for name, spec in spread(asked, most).items():
         before, start = set(dump.iterdir()), time.perf_counter()
         common = dict(op=op, spec=name, chip=chip)
         try:
@@ -342,6 +341,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.spec and (args.record or args.compare):
         parser.error("records are those of all specs of an operation: leave out --spec")
+    known = {name for op in args.op or ops() for name in specs_of(op).SPECS}
+    if unknown := sorted(set(args.spec or ()) - known):
+        parser.error(f"no operation has a spec {unknown[0]!r}; there are {sorted(known)}")
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
         parser.error(f"{args.dump} is not empty")
     with contextlib.ExitStack() as stack:

@@ -43,28 +43,36 @@ def side_by_side(
                     bar.update()
                     if error := future.exception():
                         if turn is not None:
-                            said = str(error).splitlines() or [""]
-                            op, spec, _ = futures[future]
-                            _log.error("%s %s: %s: %s", op, spec, type(error).__name__, said[0])
+                            log_failure(*futures[future][:2], error)
                         continue
                     yield from future.result()
 
 
+def log_failure(op: str, spec: str, error: BaseException) -> None:
+    """Logs the first line of an error."""
+    said = str(error).splitlines() or [""]
+    _log.error("%s %s: %s: %s", op, spec, type(error).__name__, said[0])
+
+
 def measure_job(job: Job, turn: Any) -> list[dict]:
-    """The rows of a job, without the fields that all rows share; without a turn it only compiles."""
+    """The rows of a job, without the fields that all rows share; without a turn it only compiles.
+
+    What cannot be compiled is logged in both passes.
+    """
     import jax
 
-    from bench.kernels import Prepared, cases
+    from bench.kernels import Prepared, rows_of
     from pallas_kernels.device import describe
     from peagle_jax import runs
 
     runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
-    op, spec, with_configs = job
-    device = describe(jax.devices()[0])
-    rows = []
-    for case in cases(op, [spec], device if with_configs else None):
+
+    def measure(case, chip: str) -> dict | None:
         prepared = Prepared(case)
-        if turn is not None:
-            with turn:
-                rows.append(prepared.measure(device.name))
-    return rows
+        if turn is None:
+            return None
+        with turn:
+            return prepared.measure(chip)
+
+    made = rows_of(job, describe(jax.devices()[0]), measure)
+    return [row for row in made if row is not None]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from bench import deviceless, rows
 from bench.commands.kernels import Options
-from bench.kernel_jobs import measure_job, side_by_side
+from bench.kernel_jobs import Job, log_failure, measure_job, side_by_side
 from bench.kernel_timing import SHORT, Program
 from bench.roofline import CHIPS
 from pallas_kernels import dispatch
@@ -110,31 +110,35 @@ def kernels(options: Options, environment: dict) -> Iterator[dict]:
 
 def _measured(options: Options, ops: Sequence[str], device: Device) -> Iterator[dict]:
     """The rows of what was asked for, without the fields that all share."""
-    found = []
+    jobs: list[Job] = []
     for op in ops:
         every = deviceless.specs_of(op).SPECS
         asked = [name for name in every if not options.spec or name in options.spec]
         has_kernel = deviceless.specs_on(op, device)
         if without := [name for name in asked if name not in has_kernel]:
             _log.warning("%s has no kernel for %s: %s skipped", op, device.name, ", ".join(without))
-        found += [(op, name) for name in asked if name in has_kernel]
+        jobs += [(op, name, options.configs) for name in asked if name in has_kernel]
     if options.jobs > 1:
-        jobs = [(*one, options.configs) for one in found]
         yield from side_by_side(jobs, options.jobs, measure_job)
         return
-    for op, name in found:
-        for case in cases(op, [name], device if options.configs else None):
-            try:
-                yield measure(case, device.name)
-            except Exception as error:  # the other cases are still measured
-                said = str(error).splitlines() or [""]
-                _log.error("%s %s: %s: %s", op, case.spec, type(error).__name__, said[0])
+    for job in jobs:
+        yield from rows_of(job, device, measure)
+
+
+def rows_of(job: Job, device: Device, measure: Callable[[Case, str], dict]) -> Iterator[dict]:
+    """What `measure` makes of each case of a job; a case that fails is logged, and the others are still measured."""
+    op, spec, with_configs = job
+    for case in cases(op, [spec], device if with_configs else None):
+        try:
+            yield measure(case, device.name)
+        except Exception as error:
+            log_failure(op, spec, error)
 
 
 class Prepared:
-    """A case whose programs are compiled: the kernel and its reference, each timed and alone.
+    """A case whose programs are compiled: the kernel and its reference, each alone and timed.
 
-    If the reference cannot be compiled (usually out of memory), it has no programs.
+    The reference of an alternative is not timed. If it cannot be compiled (usually out of memory), it has no programs.
     """
 
     def __init__(self, case: Case):
@@ -144,14 +148,13 @@ class Prepared:
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.case, self.calls = case, calls
         self._inputs = jax.jit(case.inputs).lower(key).compile()
-        programs = lambda: (
-            Program(_retraced(case.function), case.shapes, calls),
-            jax.jit(_retraced(case.function)).lower(*case.shapes).compile(),
-        )
-        self._kernel, self._alone = programs()
-        self._reference = self._wanted = None
+        alone = lambda: jax.jit(_retraced(case.function)).lower(*case.shapes).compile()
+        timed = lambda: Program(_retraced(case.function), case.shapes, calls)
+        self._kernel, self._alone = timed(), alone()
+        self._wanted = self._reference = None
         with dispatch.references(), self._tried():
-            self._reference, self._wanted = programs()
+            self._wanted = alone()
+            self._reference = None if case.alternative else timed()
 
     @contextlib.contextmanager
     def _tried(self) -> Iterator[None]:
@@ -165,7 +168,7 @@ class Prepared:
     def measure(self, chip: str) -> dict:
         """A row: times of kernel and reference, and the largest difference of their results.
 
-        If the reference cannot run, its columns are empty. It is not timed for alternatives.
+        If the reference cannot run, its columns are empty.
         """
         case = self.case
         copies = [self._inputs(jax.random.key(i)) for i in range(self.calls)]
@@ -187,12 +190,12 @@ class Prepared:
         }
         if chip in CHIPS:
             row["fraction_of_bandwidth"] = row["bytes_per_second"] / CHIPS[chip].bandwidth
-        if self._reference is None:
+        if self._wanted is None:
             return row
         with self._tried():
             wanted, found = (run(*copies[0]) for run in (self._wanted, self._alone))
             row["max_relative_error"] = float(_max_relative_error(found, wanted))
-            if not case.alternative:
+            if self._reference is not None:
                 below = math.inf if kernel.timed_by == "trace" else 0.0
                 reference = self._reference.time(copies, trace_below=below)
                 row["reference_us"] = 1e6 * reference.seconds

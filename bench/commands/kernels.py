@@ -44,9 +44,11 @@ def _ladder(options: Options) -> int:
 
 
 def _kernels(options: Options) -> int:
-    if options.jobs > 1:  # this process needs no memory of the GPU
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    from bench.compile_cells import CHILD_ENVIRONMENT
     from bench.kernels import kernels
+
+    if options.jobs > 1:  # this process needs no memory of the GPU either
+        os.environ.update(CHILD_ENVIRONMENT)
 
     number = lambda value, form: "" if value is None else format(value, form)
     header = ["kernel", "us", "TB/s", "of limit", "XLA us", "speedup", "error"]
