@@ -1,86 +1,86 @@
-"""Times calls of a kernel in one program: by the clock, and short ones by a trace of the GPU.
+"""Times calls of a kernel: by the clock, and short ones by a trace of the GPU.
 
-Each call has its own arguments, and depends on the call before, so that calls do not run concurrently.
+Each call has its own arguments and follows the one before on the GPU's stream. What a call writes in place is a result of
+the call before, so that XLA copies nothing.
 """
 
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from bench.kernel_times import latest_trace, read_trace
 
 _REPEATS = 5
 _SECONDS = 0.03  # of a repeat
-SHORT = 100e-6
-"""Seconds of a call below which the host may take longer than the GPU: a call takes 10 to 50 us on slow hosts."""
+SHORT = 200e-6
+"""Seconds of a call below which the host may take longer than the GPU: it takes 10 to 100 us to launch a program."""
 _TRACED_CALLS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds per call, in programs of `calls` calls.
+    """Seconds per call, of `calls` calls in turn.
 
     Attributes:
-      linked_by: how a call depends on the one before. "result": an argument is the result of the call before, at no
-        cost. "sum": a small extra kernel links them; its time is not subtracted.
       timed_by: "clock" of the host, from the first call to the last; or "trace", the sum of the kernels' times, without
         the gaps between them.
     """
 
     seconds: float
     calls: int
-    linked_by: str
     timed_by: Literal["clock", "trace"]
 
 
 class Program:
-    """A compiled program of `calls` calls of a function, whose arguments have the given shapes."""
+    """A function that is compiled for arguments of the given shapes."""
 
-    def __init__(self, function: Callable, shapes: tuple, calls: int):
-        results = jax.eval_shape(function, *shapes)
-        self._links = _links(shapes, results)
-        leaves = jax.tree.leaves(shapes)
+    def __init__(self, function: Callable, shapes: tuple, options: Mapping | None = None):
+        """Compiles; `options` are XLA's."""
+        self._links = _links(shapes, jax.eval_shape(function, *shapes))
+        tree = jax.tree.structure(shapes)
 
-        def program(carried, copies):
-            kept = []
-            for args in copies:
-                # The barrier prevents fusion with neighbouring calls.
-                made = jax.lax.optimization_barrier(function(*_carry(carried, args, self._links)))
-                results = jax.tree.leaves(made)
-                linked = [results[j].reshape(leaves[i].shape) for i, j in self._links.items()]
-                carried = linked or jnp.ravel(results[0])[:1]
-                # Return all outputs, or XLA would remove their computation.
-                kept += [x for j, x in enumerate(results) if j not in self._links.values()]
-            return carried, kept
+        def program(carried, others):
+            by_place, rest = dict(zip(self._links, carried, strict=True)), iter(others)
+            leaves = [by_place[i] if i in by_place else next(rest) for i in range(tree.num_leaves)]
+            made = jax.tree.leaves(function(*tree.unflatten(leaves)))
+            linked = [made[j].reshape(leaves[i].shape) for i, j in self._links.items()]
+            return linked, _without(made, self._links.values())
 
-        self._zero = jax.ShapeDtypeStruct((1,), jax.tree.leaves(results)[0].dtype)
-        carried = [leaves[i] for i in self._links] or self._zero
-        lowered = jax.jit(program, donate_argnums=0).lower(carried, [shapes] * calls)
-        self._run = lowered.compile()
+        lowered = jax.jit(program, donate_argnums=0).lower(*self._parted(shapes))
+        self._run = lowered.compile(compiler_options=options and dict(options))
+
+    def _parted(self, args: tuple) -> tuple[list, list]:
+        """The leaves that a call before makes, and the others."""
+        leaves = jax.tree.leaves(args)
+        return [leaves[i] for i in self._links], _without(leaves, self._links)
+
+    def __call__(self, *args: Any) -> list[jax.Array]:
+        """The leaves of the results, those that are written in place first; the arguments remain."""
+        carried, others = self._parted(args)
+        linked, kept = self._run([leaf.copy() for leaf in carried], others)
+        return [*linked, *kept]
 
     def time(self, copies: Sequence[tuple], *, trace_below: float = 0.0) -> Timing:
-        """Times the program with the arguments of each call.
+        """Times calls with the arguments of each copy.
 
         Calls of fewer seconds than `trace_below` are timed by a trace, if it shows a GPU.
         """
-        copies, leaves = list(copies), jax.tree.leaves(copies[0])
-        carried = [jnp.copy(leaves[i]) for i in self._links]
-        if not self._links:
-            carried = jnp.zeros(self._zero.shape, self._zero.dtype)
+        copies = [self._parted(args) for args in copies]
+        carried = [leaf.copy() for leaf in copies[0][0]]
 
         def seconds(turns: int) -> float:
             nonlocal carried
             start = time.perf_counter()
             for _ in range(turns):
-                carried, kept = self._run(carried, copies)
-            jax.block_until_ready((carried, kept))
+                for _, others in copies:
+                    carried, results = self._run(carried, others)
+            jax.block_until_ready((carried, results))
             return time.perf_counter() - start
 
         seconds(1)
@@ -90,7 +90,6 @@ class Program:
         return Timing(
             seconds=best if traced is None else traced,
             calls=len(copies),
-            linked_by="result" if self._links else "sum",
             timed_by="clock" if traced is None else "trace",
         )
 
@@ -126,14 +125,5 @@ def _links(args: tuple, results: Any) -> dict[int, int]:
     return links
 
 
-def _carry(carried: Any, args: tuple, links: dict[int, int]) -> tuple:
-    """Arguments that depend on the call before: some replaced by its results, or a zero added."""
-    leaves, tree = jax.tree.flatten(args)
-    for i, value in zip(links, carried, strict=False):
-        leaves[i] = value.reshape(leaves[i].shape)
-    if not links:
-        floats = [i for i, leaf in enumerate(leaves) if leaf.dtype in (jnp.bfloat16, jnp.float32)]
-        smallest = min(floats, key=lambda i: leaves[i].size)
-        zero = 0 * carried[0].astype(leaves[smallest].dtype)
-        leaves[smallest] = leaves[smallest] + zero
-    return tree.unflatten(leaves)
+def _without(leaves: Sequence, places: Collection[int]) -> list:
+    return [leaf for i, leaf in enumerate(leaves) if i not in places]

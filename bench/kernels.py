@@ -1,15 +1,14 @@
 """`peagle-bench kernels`: times each kernel against its XLA reference, on the shapes of real models.
 
-A call takes microseconds, less than a launch from the host, so a program of many calls is timed. Each
-call has its own arguments, so that weights come from device memory and not from the L2 cache, and depends
-on the call before, so that calls do not run concurrently. Where calls are so short that the host may take longer
-than the GPU, their time is that of their kernels in a trace. The cases are the specs of an operation, see
-`bench.deviceless`. A `specs.py` may also have:
+Each call has its own arguments, so that weights come from device memory and not from the L2 cache. Where calls are so
+short that the host may take longer than the GPU, their time is that of their kernels in a trace. The cases are the specs
+of an operation, see `bench.deviceless`. A `specs.py` may also have:
 
 - `inputs(spec, key)`: arguments, if random values and zeros are invalid for the operation.
 - `bytes(spec)`: bytes moved, if not every argument and result once.
 - `configs(spec, device)`: tuning configs, passed to `build` as a second argument, the default first; may
   be empty.
+- `REFERENCE_OPTIONS`: options of XLA for the reference.
 """
 
 import contextlib
@@ -25,16 +24,15 @@ import jax.numpy as jnp
 
 from bench import deviceless, rows
 from bench.commands.kernels import Options
-from bench.kernel_jobs import Job, log_failure, measure_job, side_by_side
+from bench.kernel_jobs import Job, compile_job, log_failure, measure_job, side_by_side
 from bench.kernel_timing import SHORT, Program
 from bench.roofline import CHIPS
 from pallas_kernels import dispatch
 from pallas_kernels.device import GENERATIONS, Device, describe
 from peagle_jax.config import ConfigError
 
-_COLD_BYTES = 300e6  # arguments of a program: several times the L2 cache
-# Calls of a program: enough that its launch does not count, few enough to compile soon.
-_CALLS = (8, 32)
+_COLD_BYTES = 300e6  # arguments of all calls: several times the L2 cache
+_CALLS = (8, 32)  # least and most calls with arguments of their own
 _MAX_BYTES = 24e9
 _log = logging.getLogger(__name__)
 
@@ -117,44 +115,43 @@ def _measured(options: Options, ops: Sequence[str], device: Device) -> Iterator[
         has_kernel = deviceless.specs_on(op, device)
         if without := [name for name in asked if name not in has_kernel]:
             _log.warning("%s has no kernel for %s: %s skipped", op, device.name, ", ".join(without))
-        jobs += [(op, name, options.configs) for name in asked if name in has_kernel]
+        jobs += [Job(op, name, options.configs) for name in asked if name in has_kernel]
     if options.jobs > 1:
-        yield from side_by_side(jobs, options.jobs, measure_job)
+        yield from side_by_side(jobs, options.jobs, compile_job, measure_job)
         return
     for job in jobs:
         yield from rows_of(job, device, measure)
 
 
-def rows_of(job: Job, device: Device, measure: Callable[[Case, str], dict]) -> Iterator[dict]:
+def rows_of(job: Job, device: Device, measure: Callable[[Case, str], Any]) -> Iterator[Any]:
     """What `measure` makes of each case of a job; a case that fails is logged, and the others are still measured."""
-    op, spec, with_configs = job
-    for case in cases(op, [spec], device if with_configs else None):
+    for case in cases(job.op, [job.spec], device if job.configs else None):
         try:
-            yield measure(case, device.name)
+            made = measure(case, device.name)
         except Exception as error:
-            log_failure(op, spec, error)
+            log_failure(job.op, job.spec, error)
+        else:
+            yield made
 
 
 class Prepared:
-    """A case whose programs are compiled: the kernel and its reference, each alone and timed.
+    """A case whose kernel and reference are compiled.
 
-    The reference of an alternative is not timed. If it cannot be compiled (usually out of memory), it has no programs.
+    If the reference cannot be compiled (usually out of memory), it is None.
     """
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, *, with_reference: bool = True):
         size = _bytes(case.shapes)
         calls = min(_CALLS[1], max(_CALLS[0], math.ceil(_COLD_BYTES / size)))
-        calls = max(1, min(calls, int(_MAX_BYTES / size)))
+        self.case, self.calls = case, max(1, min(calls, int(_MAX_BYTES / size)))
         key = jax.eval_shape(lambda: jax.random.key(0))
-        self.case, self.calls = case, calls
         self._inputs = jax.jit(case.inputs).lower(key).compile()
-        alone = lambda: jax.jit(_retraced(case.function)).lower(*case.shapes).compile()
-        timed = lambda: Program(_retraced(case.function), case.shapes, calls)
-        self._kernel, self._alone = timed(), alone()
-        self._wanted = self._reference = None
-        with dispatch.references(), self._tried():
-            self._wanted = alone()
-            self._reference = None if case.alternative else timed()
+        self._kernel = Program(_retraced(case.function), case.shapes)
+        self.reference = None
+        if with_reference:
+            options = getattr(deviceless.specs_of(case.op), "REFERENCE_OPTIONS", None)
+            with dispatch.references(), self._tried():
+                self.reference = Program(_retraced(case.function), case.shapes, options)
 
     @contextlib.contextmanager
     def _tried(self) -> Iterator[None]:
@@ -182,7 +179,6 @@ class Prepared:
             "bytes_per_second": case.bytes / kernel.seconds,
             "fraction_of_bandwidth": None,
             "calls": kernel.calls,
-            "linked_by": kernel.linked_by,
             "timed_by": kernel.timed_by,
             "reference_us": None,
             "speedup": None,
@@ -190,14 +186,14 @@ class Prepared:
         }
         if chip in CHIPS:
             row["fraction_of_bandwidth"] = row["bytes_per_second"] / CHIPS[chip].bandwidth
-        if self._wanted is None:
+        if self.reference is None:
             return row
         with self._tried():
-            wanted, found = (run(*copies[0]) for run in (self._wanted, self._alone))
+            found, wanted = self._kernel(*copies[0]), self.reference(*copies[0])
             row["max_relative_error"] = float(_max_relative_error(found, wanted))
-            if self._reference is not None:
+            if not case.alternative:
                 below = math.inf if kernel.timed_by == "trace" else 0.0
-                reference = self._reference.time(copies, trace_below=below)
+                reference = self.reference.time(copies, trace_below=below)
                 row["reference_us"] = 1e6 * reference.seconds
                 row["speedup"] = reference.seconds / kernel.seconds
         return row

@@ -11,6 +11,8 @@ from pallas_kernels.top import api
 CHIPS = api.CHIPS
 MMA: dict[int, str] = {}
 """No matrix instruction on any chip."""
+REFERENCE_OPTIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+"""The autotuner of jaxlib 0.11.2 runs code for 224 rows of ranks that reads invalid addresses (on an H200)."""
 
 
 @dataclass(frozen=True, kw_only=True)

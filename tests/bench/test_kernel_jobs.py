@@ -1,44 +1,62 @@
 """`peagle-bench kernels --jobs`: processes compile all specs first, then each is measured in turn."""
 
+import contextlib
 import os
-import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from bench import kernel_timing, kernels
-from bench.kernel_jobs import measure_job, side_by_side
+from bench.kernel_jobs import Job, compile_job, measure_job, side_by_side
 from pallas_kernels.rms_norm import specs
 from peagle_jax import runs
 
 
-def note(job, turn) -> list[dict]:
-    """A job that notes what it does in a file named by its operation. Spec "bad" fails, when it is measured."""
-    op, spec, _ = job
-    if turn is None:
-        with Path(op).open("a") as file:
-            file.write(f"compile {spec}\n")
-        return []
-    if spec == "bad":
-        raise ValueError("too large\nand so on")
+def note(job: Job, what: str) -> None:
+    """Adds a line to the file that is named by the operation."""
+    with Path(job.op).open("a") as file:
+        file.write(f"{what} {job.spec}\n")
+
+
+def compile_(job: Job, turn) -> bool:
+    note(job, "compile")
+    if job.spec == "slow":
+        time.sleep(3600)
+    if job.spec == "bad":
+        raise ValueError("no reference")
+    return True
+
+
+def measure(job: Job, turn) -> list[dict]:
+    if job.spec == "bad":
+        with turn:
+            raise ValueError("too large\nand so on")
+    if job.spec == "dead":
+        with turn:
+            os._exit(1)
     with turn:
-        for what in ("begin", "end"):
-            with Path(op).open("a") as file:
-                file.write(f"{what} {spec}\n")
-    return [{"spec": spec, "process": os.getpid()}]
+        note(job, "begin")
+        note(job, "end")
+    return [{"spec": job.spec, "process": os.getpid(), "reference": job.reference}]
 
 
 @pytest.mark.slow
 def test_all_compile_before_one_is_measured_and_one_is_at_a_time(tmp_path, caplog):
+    """A job that fails, one that dies in its turn and one that compiles forever leave the others alone."""
     file = str(tmp_path / "notes")
-    names = ["a", "bad", "b", "c"]
-    rows = list(side_by_side([(file, name, False) for name in names], 2, note))
-    assert sorted(row["spec"] for row in rows) == ["a", "b", "c"]
+    names = ["a", "bad", "dead", "slow", "b"]
+    jobs = [Job(file, name, False) for name in names]
+    rows = list(side_by_side(jobs, 2, compile_, measure, seconds=20))
+    found = {row["spec"]: row["reference"] for row in rows}
+    assert found == {"a": True, "b": True, "slow": False}
     assert len({row["process"] for row in rows} | {os.getpid()}) == 4
-    assert f"{file} bad: ValueError: too large" in caplog.text
+    assert f"{file} slow: not compiled in 20 s: measured alone" in caplog.text
+    assert f"{file} bad: RuntimeError: ValueError: too large" in caplog.text
+    assert f"{file} dead: RuntimeError: the process died" in caplog.text
     lines = Path(file).read_text().splitlines()
-    assert sorted(lines[:4]) == sorted(f"compile {name}" for name in names)
-    measured = [line.split() for line in lines[4:]]
+    assert sorted(lines[:5]) == sorted(f"compile {name}" for name in names)
+    measured = [line.split() for line in lines[5:]]
     assert [what for what, _ in measured] == ["begin", "end"] * 3
     assert all(a[1] == b[1] for a, b in zip(measured[::2], measured[1::2], strict=True))
 
@@ -50,8 +68,12 @@ def test_a_job_has_the_rows_of_its_cases(monkeypatch):
     monkeypatch.setattr(kernels, "_CALLS", (2, 2))
     monkeypatch.setattr(kernel_timing, "_SECONDS", 0)
     monkeypatch.setattr(kernel_timing, "_REPEATS", 1)
-    job = "rms_norm", "small", False
-    assert measure_job(job, None) == []
-    (row,) = measure_job(job, threading.Lock())
+    job = Job("rms_norm", "small", False)
+    assert compile_job(job, None) is True
+    (row,) = measure_job(job, contextlib.nullcontext())
     assert (row["op"], row["spec"], row["calls"]) == ("rms_norm", "small", 2)
-    assert kept == [os.environ.get("XDG_CACHE_HOME")] * 2
+    assert row["reference_us"] > 0
+    (row,) = measure_job(job._replace(reference=False), contextlib.nullcontext())
+    assert row["us"] > 0
+    assert row["reference_us"] is None
+    assert kept == [os.environ.get("XDG_CACHE_HOME")] * 3

@@ -18,7 +18,7 @@ def measured(name: str, **changes) -> dict:
     base = dict(
         us=60.0, bytes_per_second=4e12, fraction_of_bandwidth=0.93, max_relative_error=0.004
     )
-    row = ladder.measured(name, base | {"linked_by": "result"} | changes)
+    row = ladder.measured(name, base | changes)
     return {
         "kind": "ladder",
         "device": "Chip",
@@ -101,7 +101,6 @@ def test_a_spec_that_fails_does_not_end_the_others(monkeypatch):
     bad, good = found
     assert bad["error"].startswith("ValueError: the weight is a multiple of")
     assert good["error"] is None
-    assert good["linked_by"] == "result"
     assert good["us"] > 0
 
 
