@@ -24,7 +24,7 @@ from bench.compile_cells import CHILD_ENVIRONMENT, environment
 from bench.progress import progress_bar
 
 _log = logging.getLogger(__name__)
-_SECONDS = 90.0
+_SECONDS = 60.0
 """Limit of a job in each pass; while it waits for its turn no time counts."""
 
 

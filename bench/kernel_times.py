@@ -116,13 +116,9 @@ def profile_rounds(
 
 def _trace(engine: Engine, concurrency: int, rounds: int, folder: str) -> int:
     """Writes a trace of `rounds` calls; returns its number of rounds."""
-    options = jax.profiler.ProfileOptions()
-    # A trace holds a million events. Python calls would leave no room for kernels.
-    options.python_tracer_level = 0
-    options.host_tracer_level = 1
     traced = 0
     _drain()
-    jax.profiler.start_trace(folder, profiler_options=options)
+    jax.profiler.start_trace(folder, profiler_options=profiler_options())
     try:
         for _ in range(rounds):
             if not is_full(engine, concurrency):
@@ -133,6 +129,14 @@ def _trace(engine: Engine, concurrency: int, rounds: int, folder: str) -> int:
     finally:
         jax.profiler.stop_trace()
     return traced
+
+
+def profiler_options() -> jax.profiler.ProfileOptions:
+    """A trace holds a million events. Python calls would leave no room for kernels."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    return options
 
 
 def _drain() -> None:

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import jax
 
-from bench.kernel_times import latest_trace, read_trace
+from bench.kernel_times import latest_trace, profiler_options, read_trace
 
 _REPEATS = 5
 _SECONDS = 0.03  # of a repeat
 SHORT = 200e-6
 """Seconds of a call below which the host may take longer than the GPU: it takes 10 to 100 us to launch a program."""
-_TRACED_CALLS = 2000
+_TRACED_CALLS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class Program:
 
     def __init__(self, function: Callable, shapes: tuple, options: Mapping | None = None):
         """Compiles; `options` are XLA's."""
-        self._links = _links(shapes, jax.eval_shape(function, *shapes))
+        self._results = jax.eval_shape(function, *shapes)
+        self._links = _links(shapes, self._results)
         tree = jax.tree.structure(shapes)
 
         def program(carried, others):
@@ -60,11 +61,16 @@ class Program:
         leaves = jax.tree.leaves(args)
         return [leaves[i] for i in self._links], _without(leaves, self._links)
 
-    def __call__(self, *args: Any) -> list[jax.Array]:
-        """The leaves of the results, those that are written in place first; the arguments remain."""
+    def __call__(self, *args: Any) -> Any:
+        """The results; the arguments remain."""
         carried, others = self._parted(args)
         linked, kept = self._run([leaf.copy() for leaf in carried], others)
-        return [*linked, *kept]
+        by_place, rest = dict(zip(self._links.values(), linked, strict=True)), iter(kept)
+        made = [
+            by_place[j].reshape(shape.shape) if j in by_place else next(rest)
+            for j, shape in enumerate(jax.tree.leaves(self._results))
+        ]
+        return jax.tree.unflatten(jax.tree.structure(self._results), made)
 
     def time(self, copies: Sequence[tuple], *, trace_below: float = 0.0) -> Timing:
         """Times calls with the arguments of each copy.
@@ -101,7 +107,7 @@ def _traced(run: Callable[[int], Any], calls: int) -> float | None:
     """
     turns = max(1, _TRACED_CALLS // calls)
     with tempfile.TemporaryDirectory() as folder:
-        jax.profiler.start_trace(folder)
+        jax.profiler.start_trace(folder, profiler_options=profiler_options())
         try:
             run(turns)
         finally:

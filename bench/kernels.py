@@ -8,6 +8,7 @@ of an operation, see `bench.deviceless`. A `specs.py` may also have:
 - `bytes(spec)`: bytes moved, if not every argument and result once.
 - `configs(spec, device)`: tuning configs, passed to `build` as a second argument, the default first; may
   be empty.
+- `compared(spec, results)`: the results that are compared, if not all: without what is undefined.
 - `REFERENCE_OPTIONS`: options of XLA for the reference.
 """
 
@@ -51,6 +52,7 @@ class Case:
     function: Callable
     shapes: tuple
     inputs: Callable[[jax.Array], tuple]
+    compared: Callable[[Any], Any]
     bytes: float
 
 
@@ -67,6 +69,9 @@ def cases(
             inputs = lambda key, spec=spec: specs.inputs(spec, key)
         else:
             inputs = lambda key, shapes=shapes: _random(shapes, key)
+        compared = lambda results: results
+        if hasattr(specs, "compared"):
+            compared = lambda results, spec=spec: specs.compared(spec, results)
         with dispatch.references():
             results = jax.eval_shape(function, *shapes)
         moved = specs.bytes(spec) if hasattr(specs, "bytes") else _bytes((shapes, results))
@@ -81,6 +86,7 @@ def cases(
                 function=function if config is None else specs.build(spec, config)[0],
                 shapes=shapes,
                 inputs=inputs,
+                compared=compared,
                 bytes=moved,
             )
 
@@ -189,8 +195,8 @@ class Prepared:
         if self.reference is None:
             return row
         with self._tried():
-            found, wanted = self._kernel(*copies[0]), self.reference(*copies[0])
-            row["max_relative_error"] = float(_max_relative_error(found, wanted))
+            both = (case.compared(run(*copies[0])) for run in (self._kernel, self.reference))
+            row["max_relative_error"] = float(_max_relative_error(*both))
             if not case.alternative:
                 below = math.inf if kernel.timed_by == "trace" else 0.0
                 reference = self.reference.time(copies, trace_below=below)

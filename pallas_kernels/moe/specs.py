@@ -75,6 +75,22 @@ def bytes(spec: Spec) -> int:
     return moved
 
 
+def compared(spec: Spec, results: Any) -> Any:
+    """The results without padding. Of a norm with its router only the rows: a rounding may decide between two experts."""
+    if spec.kernel == "norm_route":
+        return results[:3]
+    if spec.kernel not in ("route", "plan", "place", "sort"):
+        return results
+    weights, placed, *work = results
+    made = weights[:, : spec.rows], placed[:, : spec.rows]
+    if not work:
+        return made
+    experts, num_items = work
+    config = _config(spec)
+    items = most_items(spec.rows, spec.experts, spec.top_k, config.tokens, config.shared)
+    return *made, experts[:items], num_items[:1]
+
+
 def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
     """int32 [items], ascending: as many distinct experts as possible, all about equally often."""
     once = min(spec.items, spec.experts)
@@ -124,8 +140,7 @@ def _route(spec: Spec) -> tuple[Callable, tuple]:
         if launch := _launch():
             from pallas_kernels.moe import mosaic_route
 
-            made = mosaic_route.route(logits, bias, spec.top_k, True, launch)
-            return tuple(x[:, : spec.rows] for x in made)
+            return mosaic_route.route(logits, bias, spec.top_k, True, launch)
         weights, ids = _route_by_definition(spec, logits, bias)
         return weights.T, ids.T
 
@@ -133,7 +148,7 @@ def _route(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _plan(spec: Spec) -> tuple[Callable, tuple]:
-    """logits [R, E][, bias [E]][, first []] -> weights, slots [k, R], experts [items], num_items [1], unpadded."""
+    """logits [R, E][, bias [E]][, first []] -> weights, slots [k, R], experts [items], num_items [1]; a kernel pads all."""
 
     def run(logits, *rest):
         first = rest[-1] if spec.own else None
@@ -145,10 +160,7 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
 
             items = most_items(spec.rows, spec.experts, spec.top_k, **plan)
             how = dict(top_k=spec.top_k, normalize=True, items=items, count=spec.own or None)
-            weights, slots, experts, num_items = mosaic_plan.route_and_plan(
-                logits, bias, first, launch=launch, **how, **plan
-            )
-            return weights[:, : spec.rows], slots[:, : spec.rows], experts[:items], num_items[:1]
+            return mosaic_plan.route_and_plan(logits, bias, first, launch=launch, **how, **plan)
         weights, slots, experts, num_items = _sorted_by_definition(spec, logits, bias)
         if first is None:
             return weights, slots, experts, num_items
@@ -174,10 +186,9 @@ def _norm_route(spec: Spec) -> tuple[Callable, tuple]:
             items = most_items(R, spec.experts, spec.top_k, **plan)
             choice = dict(top_k=spec.top_k, normalize=spec.normalize, items=items, launch=launch)
             given = h, parts, bias, scale, weight, router_bias
-            *rows, weights, slots, experts, num_items = mosaic_norm_route.norm_and_route(
+            return mosaic_norm_route.norm_and_route(
                 *given, eps=1e-6, **choice, **plan, out_dtypes=dtypes
             )
-            return *rows, weights[:, :R], slots[:, :R], experts[:items], num_items[:1]
         rows = add_rms_norm(h, parts, scale, eps=1e-6, bias=bias, out_dtypes=dtypes)
         logits = linear(rows[1], weight, out_dtype=jnp.float32)
         return *rows, *_sorted_by_definition(spec, logits, router_bias)
@@ -199,8 +210,7 @@ def _place(spec: Spec) -> tuple[Callable, tuple]:
             config = _config(spec)
             items = most_items(spec.rows, spec.experts, spec.top_k, config.tokens, False)
             how = dict(top_k=spec.top_k, normalize=True, tokens=config.tokens, items=items)
-            weights, slots, *work = mosaic_place.route_and_place(logits, bias, launch=launch, **how)
-            return weights[:, : spec.rows], slots[:, : spec.rows], work[0][:items], work[1][:1]
+            return mosaic_place.route_and_place(logits, bias, launch=launch, **how)
         return _sorted_by_definition(spec, logits, bias)
 
     return run, _logits(spec)

@@ -64,3 +64,9 @@ def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
         return (x,)
     slots = jax.random.permutation(key, spec.copies * spec.rows)
     return x, slots.reshape(spec.copies, spec.rows).astype(jnp.int32)
+
+
+def compared(spec: Spec, results: tuple) -> tuple:
+    """Values and scales of the rows; scales of padding rows are undefined."""
+    values, scale = results
+    return values, scale[:, : len(values)]
