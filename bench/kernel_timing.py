@@ -20,7 +20,8 @@ _REPEATS = 5
 _SECONDS = 0.03  # of a repeat
 SHORT = 200e-6
 """Seconds of a call below which the host may take longer than the GPU: it takes 10 to 100 us to launch a program."""
-_TRACED_CALLS = 500
+_TRACED_CALLS = 500  # at most
+_TRACED_SECONDS = 0.02  # of all calls, of which a reference may have hundreds of kernels each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,10 @@ class Program:
         seconds(1)
         turns = max(1, round(_SECONDS / seconds(1)))
         best = min(seconds(turns) for _ in range(_REPEATS)) / turns / len(copies)
-        traced = _traced(seconds, len(copies)) if best < trace_below else None
+        most = min(_TRACED_CALLS, _TRACED_SECONDS / best)
+        traced = None
+        if best < trace_below:
+            traced = _traced(seconds, len(copies), turns=max(1, int(most / len(copies))))
         return Timing(
             seconds=best if traced is None else traced,
             calls=len(copies),
@@ -100,12 +104,11 @@ class Program:
         )
 
 
-def _traced(run: Callable[[int], Any], calls: int) -> float | None:
-    """Seconds of all kernels of a call, from a trace of programs of `calls` calls; `run` takes their number.
+def _traced(run: Callable[[int], Any], calls: int, turns: int) -> float | None:
+    """Seconds of all kernels of a call, from a trace of `run(turns)`, which has `calls` calls in each turn.
 
     None if the trace shows no GPU.
     """
-    turns = max(1, _TRACED_CALLS // calls)
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=profiler_options())
         try:
